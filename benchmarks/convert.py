@@ -412,7 +412,7 @@ def _counts(options: Options) -> Mapping[str, Value]:
     layers = 2
     source, target = _trainer(layers, options.devices), _engine(layers, options.devices)
     works = journey_of(_filled(source), target, ENGINE, False).works
-    wire_bytes = sum(work.cuts.wire_bytes for work in works.works)
+    wire_bytes = sum(work.cuts.wire_bytes for work in works)
     bound = _lower_bound(source, target, layers)
     return {"leaves": len(moved), "programs": programs, "wire_over_lower_bound": wire_bytes / bound}
 
@@ -474,7 +474,7 @@ def _room(mebibytes: int, options: Options) -> Mapping[str, Value]:
     works = journey_of(tree, target, ENGINE, False).works
     largest = max(leaf.bytes_per_device for leaf in target.leaves)
     most = 0
-    for work in works.works:
+    for work in works:
         if work.way != "programs" or work.leaf.sharding is None:
             continue
         shape = work.leaf.sharding.shard_shape(work.shape)

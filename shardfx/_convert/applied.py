@@ -15,7 +15,8 @@ from .binding import bound_steps, places, structs_of, tree_structs
 from .casts import cast_array
 from .evaluate import check_counted, dim_of, evaluated, sizes_of
 from .expression import Rules
-from .pieces import NOWHERE, Factor, Made, Piece, along, changed, extended, swapped
+from .in_jax import form_of, ordered, put, taken
+from .pieces import Counted, Made, Piece, changed, extended, hull, swapped
 from .values import constant, fill
 
 
@@ -77,10 +78,7 @@ def on_arrays(xp: Any, leaves: Mapping[str, Any]) -> Mapping[str, Callable[..., 
 
     def counted(sign: Literal["*", "+"]) -> Callable[..., Any]:
         def run(parts: Sequence[Any], number: float) -> Any:
-            (x,) = parts
-            wide = x.astype(xp.float64 if x.dtype == xp.float64 else xp.float32)
-            by = wide.dtype.type(check_counted(number, x.dtype))
-            return (wide * by if sign == "*" else wide + by).astype(x.dtype)
+            return changed(parts[0], Counted(sign, check_counted(number, parts[0].dtype)))
 
         return run
 
@@ -164,53 +162,14 @@ def _assembled_in_jax(made: Made, arrays: Mapping[str, Any]) -> jax.Array:
 
 
 def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: DType, arrays: Mapping[str, object]) -> jax.Array:
-    if len(pieces) == 1 and pieces[0].elements == math.prod(shape):
-        return _values(pieces[0], arrays, dtype).reshape(shape)
     out = jnp.zeros(shape, dtype)
     for piece in pieces:
-        places = [_places(piece, dim) for dim in range(len(shape))]
-        values = _values(piece, arrays, dtype)
-        if all(isinstance(place, slice) for place in places):
-            out = out.at[tuple(places)].set(values)
-        else:
-            numbers = [np.arange(shape[dim])[place] for dim, place in enumerate(places)]
-            out = out.at[np.ix_(*numbers)].set(values)
+        form = form_of(piece)
+        here, there = (tuple(slice(*ends) for ends in hull(one)) for one in (swapped(piece), piece))
+        values = jnp.asarray(constant(piece) if piece.value.path is None else arrays[piece.value.path])
+        values = taken(values[here], form.source)
+        for to in () if piece.value.path is None else piece.value.casts:
+            values = changed(values, to)
+        made = put(out[there], form.target, ordered(values, form).astype(dtype), 0)
+        out = made if len(pieces) == 1 and made.shape == shape else out.at[there].set(made)
     return out
-
-
-def _values(piece: Piece, arrays: Mapping[str, object], dtype: DType) -> jax.Array:
-    """The elements of a piece, in the order of the target's dimensions."""
-    order = [factor for dim in range(len(piece.target)) for factor in along(piece, dim)]
-    sizes = [math.prod(factor.size for factor in along(piece, dim)) for dim in range(len(piece.target))]
-    if piece.value.path is None:
-        return jnp.full(sizes, constant(piece), dtype)
-    other = swapped(piece)
-    found = jnp.asarray(arrays[piece.value.path])
-    for dim in range(len(piece.source)):
-        found = found[(slice(None),) * dim + (_places(other, dim),)]
-    # As many dimensions as digits, then in the target's order, then in its dimensions.
-    digits = [factor for dim in range(len(piece.source)) for factor in along(other, dim)]
-    found = found.reshape([factor.size for factor in digits])
-    repeated = [factor for factor in other.factors if factor.target_dim == NOWHERE]
-    found = jnp.broadcast_to(found, [*[factor.size for factor in repeated], *found.shape])
-    at = {factor: number for number, factor in enumerate([*repeated, *digits])}
-    found = found.transpose([at[one] for one in map(_swapped, order)]).reshape(sizes)
-    for to in piece.value.casts:
-        found = changed(found, to)
-    return found.astype(dtype)
-
-
-def _swapped(factor: Factor) -> Factor:
-    return Factor(factor.size, factor.target_dim, factor.target_step, factor.source_dim, factor.source_step)
-
-
-def _places(piece: Piece, dim: int) -> slice | np.ndarray:
-    """Where the elements of a piece are along a dimension of its target."""
-    numbers = np.array([piece.target[dim]])
-    for factor in along(piece, dim):
-        numbers = (numbers[:, None] + np.arange(factor.size) * factor.target_step).reshape(-1)
-    steps = np.diff(numbers)
-    if not len(steps) or (steps == steps[0]).all():
-        step = int(steps[0]) if len(steps) else 1
-        return slice(int(numbers[0]), int(numbers[-1]) + 1, step)
-    return numbers

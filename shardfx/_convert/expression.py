@@ -2,33 +2,15 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 from .._ground.errors import MapError
-from .forms import checked
+from .forms import FORMS, arguments_of, checked
 from .patterns import pattern
 
 
-Operator = Literal[
-    "leaf",
-    "constant",
-    "transpose",
-    "reshape",
-    "split",
-    "merge",
-    "stack",
-    "stacked",
-    "concat",
-    "at",
-    "slice",
-    "repeat",
-    "pad_to",
-    "cast",
-    "scale",
-    "times",
-    "plus",
-]
-_OPS: dict[str, Operator] = {op: op for op in get_args(Operator)}
+# What an argument that is given by name is if it need not be said.
+_DEFAULTS = {"dim": 0, "count": None, "shards": 1, "unit": 1, "value": 0}
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -53,7 +35,7 @@ class From:
         ```
     """
 
-    op: Operator
+    op: str
     of: tuple["From", ...]
     args: tuple[Any, ...]
 
@@ -174,12 +156,12 @@ class From:
     __repr__ = __str__
 
 
-def _set(made: From, op: Operator, of: tuple[From, ...], args: tuple[object, ...]) -> None:
+def _set(made: From, op: str, of: tuple[From, ...], args: tuple[object, ...]) -> None:
     for name, value in (("op", op), ("of", of), ("args", args)):
         object.__setattr__(made, name, value)
 
 
-def _new(op: Operator, of: tuple[From, ...], args: tuple[object, ...]) -> From:
+def _new(op: str, of: tuple[From, ...], args: tuple[object, ...]) -> From:
     for part in of:
         if not isinstance(part, From):
             raise MapError(f"`{op}` takes `From` values, not {part!r:.80}; write `From({part!r:.80})`.")
@@ -188,28 +170,15 @@ def _new(op: Operator, of: tuple[From, ...], args: tuple[object, ...]) -> From:
     return made
 
 
-# Per operation the names of its arguments, and what they are if they need not be said.
-_KEYWORDS: dict[str, tuple[tuple[str, Any], ...]] = {
-    "stack": (("", None), ("dim", 0), ("count", None)),
-    "at": (("", None), ("dim", 0)),
-    "slice": (("", None), ("", None), ("dim", 0)),
-    "repeat": (("", None), ("dim", 0), ("unit", 1)),
-    "pad_to": (("", None), ("dim", 0), ("value", 0)),
-    "merge": (("", None), ("", None)),
-    "concat": (("dim", 0), ("shards", 1)),
-    "stacked": (("dim", 0),),
-}
-
-
 def _text(made: From) -> str:
     if made.op in ("leaf", "constant"):
         inner = ", ".join(map(repr, made.args))
         return f"From({inner})" if made.op == "leaf" else f"From.constant({inner})"
-    named = _KEYWORDS.get(made.op, (("", None),) * len(made.args))
+    named = zip(arguments_of(made.op, len(made.args)), made.args, strict=True)
     args = [
         f"{name}={value!r}" if name else repr(value)
-        for (name, default), value in zip(named, made.args, strict=made.op != "stack")
-        if not name or value != default
+        for (name, _), value in named
+        if not name or value != _DEFAULTS[name]
     ]
     if made.op in ("concat", "stacked"):
         return f"From.{made.op}([{', '.join(map(_text, made.of))}]{''.join(f', {arg}' for arg in args)})"
@@ -228,8 +197,8 @@ def to_data(made: From) -> list[Any]:
 def from_data(data: object) -> From:
     """The expression that `to_data` wrote down."""
     match data:
-        case [str() as name, list() as args, list() as of] if name in _OPS:
-            return _new(_OPS[name], tuple(map(from_data, of)), _tuples(args))
+        case [str() as name, list() as args, list() as of] if name in FORMS:
+            return _new(name, tuple(map(from_data, of)), _tuples(args))
     raise MapError(f"{data!r:.80} is no expression of a TreeMap; write maps with `TreeMap.to_json`.")
 
 

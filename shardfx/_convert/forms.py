@@ -15,9 +15,10 @@ from .._ground.spec import DType
 from .patterns import sum_of
 
 
-# Per operation how many parts it takes, if that is fixed, and a word for each argument; the last may come often or
-# not at all where a star follows, and may be left out where a question mark does.
-_FORMS: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
+# Per operation how many parts it takes, if that is fixed, and a word for each argument, behind its name where it is
+# given by name; the last may come often or not at all where a star follows, and may be left out where a question mark
+# does.
+FORMS: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
     {
         "leaf": (0, "path"),
         "constant": (0, "number sizes dtype"),
@@ -25,13 +26,13 @@ _FORMS: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
         "reshape": (1, "int*"),
         "split": (1, "int int*"),
         "merge": (1, "int int"),
-        "stack": (1, "name int count?"),
-        "stacked": (None, "int"),
-        "concat": (None, "int int"),
-        "at": (1, "index int"),
-        "slice": (1, "int end int"),
-        "repeat": (1, "int int int"),
-        "pad_to": (1, "int int number"),
+        "stack": (1, "name dim:int count:count?"),
+        "stacked": (None, "dim:int"),
+        "concat": (None, "dim:int shards:int"),
+        "at": (1, "index dim:int"),
+        "slice": (1, "int end dim:int"),
+        "repeat": (1, "int dim:int unit:int"),
+        "pad_to": (1, "int dim:int value:number"),
         "cast": (1, "dtype"),
         "scale": (2, "block*"),
         "times": (1, "factor"),
@@ -56,6 +57,17 @@ _WORDS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
+def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
+    """The name and the word of each argument of an operation that is given so many; the name is empty for most."""
+    words = FORMS[op][1].split()
+    last = words[-1]
+    if last.endswith("*"):
+        words = [*words[:-1], *[last[:-1]] * (count - len(words) + 1)]
+    elif last.endswith("?"):
+        words = [*words[:-1], *[last[:-1]] * (count - len(words) + 1 > 0)]
+    return [(word.partition(":")[0] if ":" in word else "", word.rpartition(":")[2]) for word in words]
+
+
 def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
     """The arguments of an operation, as plain Python values.
 
@@ -63,18 +75,12 @@ def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
 
     `MapError` for what the operation cannot take.
     """
-    count, text = _FORMS[op]
-    words = text.split()
+    count, words = FORMS[op][0], arguments_of(op, len(args))
     if count is not None and parts != count:
         raise MapError(f"`{op}` takes {count} expressions, not {parts}.")
-    last = words[-1]
-    if last.endswith("*"):
-        words = [*words[:-1], *[last[:-1]] * (len(args) - len(words) + 1)]
-    elif last.endswith("?"):
-        words = [*words[:-1], *[last[:-1]] * (len(args) - len(words) + 1 > 0)]
     if len(words) != len(args):
         raise MapError(f"`{op}` takes {len(words)} arguments, not {len(args)}: {tuple(args)!r:.80}.")
-    return tuple(_plain(op, word, value) for word, value in zip(words, args, strict=True))
+    return tuple(_plain(op, word, value) for (_, word), value in zip(words, args, strict=True))
 
 
 def _plain(op: str, word: str, value: object) -> Any:

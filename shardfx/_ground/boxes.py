@@ -1,8 +1,10 @@
 """Boxes: the part of an array that a device holds, as start and stop per dimension."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
@@ -48,6 +50,20 @@ def slices(part: Box, box: Box) -> tuple[Any, ...]:
     """What takes a part of a box out of an array that holds the box. The ellipsis makes it a view at rank 0 too."""
     found = [slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True)]
     return (*found, ...)
+
+
+def array_of(
+    shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, held: Sequence[Box], memory: Sequence[np.ndarray]
+) -> jax.Array:
+    """An array whose different boxes of this process lie in memory, one buffer each; a CPU's array shares it."""
+    if not memory:  # no device is this process's, and of a replicated array JAX would ask for a shard
+        return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+    buffers = {tuple([start for start, _ in box]): own for box, own in zip(held, memory, strict=True)}
+
+    def shard(index: Any) -> np.ndarray:
+        return memory[0] if len(memory) == 1 else buffers[tuple([part.start or 0 for part in index])]
+
+    return jax.make_array_from_callback(shape, sharding, shard, dtype=dtype)
 
 
 def _in_mesh_order(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Box]:

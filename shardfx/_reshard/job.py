@@ -19,7 +19,7 @@ from .._plan import Target, target_of
 from .destinations import has_devices, is_array, leaf_name, require_movable, require_reduced
 from .flight import Job
 from .move import Move, balanced, move_of
-from .pieces.work import MovedLeaf, Works, works_of
+from .pieces.work import MovedLeaf, Work, works_of
 
 
 _WAIT_SECONDS = 60
@@ -110,7 +110,7 @@ class Journey:
 
     arrays: Mapping[str, Any]
     target: Target
-    works: Works
+    works: tuple[Work, ...]
 
 
 def journey_of(tree: object, dst: object, map: TreeMap, copies: bool) -> Journey:
@@ -146,9 +146,9 @@ def _sharding(leaf: object) -> Any:
 
 def job_through(journey: Journey, copies: bool) -> Job:
     """What there is to do: arrays that move as they are, and those that are put together from parts of others."""
-    works = list(enumerate(journey.works.works))
+    works = list(enumerate(journey.works))
     plain = [(at, journey.arrays[work.sources[0]], work.leaf.sharding) for at, work in works if work.way == "plain"]
-    path_of = lambda at: journey.works.works[at].leaf.path
+    path_of = lambda at: journey.works[at].leaf.path
     job = job_of(plain, path_of, copies=copies)
     return dataclasses.replace(job, arrays=journey.arrays, works=[one for one in works if one[1].way != "plain"])
 

@@ -3,7 +3,7 @@
 import contextlib
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, SupportsIndex, TypeVar, overload
+from typing import Any, SupportsIndex, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -23,43 +23,25 @@ from .traced import traced
 T = TypeVar("T")
 
 
-@overload
-def reshard(
-    tree: PyTree,
-    dst: PyTree,
-    *,
-    src: PyTree = None,
-    map: TreeMap,
-    memory_limit_bytes: SupportsIndex | None = None,
-    donate: bool = False,
-    lost: Iterable[Any] = (),
-) -> PyTree: ...
+class MoveOptions(TypedDict, total=False):
+    """The options of `reshard`."""
+
+    src: Any
+    memory_limit_bytes: SupportsIndex | None
+    donate: bool
+    lost: Iterable[Any]
 
 
 @overload
-def reshard(
-    tree: np.ndarray,
-    dst: PyTree,
-    *,
-    src: PyTree = None,
-    map: None = None,
-    memory_limit_bytes: SupportsIndex | None = None,
-    donate: bool = False,
-    lost: Iterable[Any] = (),
-) -> jax.Array: ...
+def reshard(tree: Any, dst: Any, *, map: TreeMap, **options: Unpack[MoveOptions]) -> Any: ...
 
 
 @overload
-def reshard(
-    tree: T,
-    dst: PyTree,
-    *,
-    src: PyTree = None,
-    map: None = None,
-    memory_limit_bytes: SupportsIndex | None = None,
-    donate: bool = False,
-    lost: Iterable[Any] = (),
-) -> T: ...
+def reshard(tree: np.ndarray, dst: Any, *, map: None = None, **options: Unpack[MoveOptions]) -> jax.Array: ...
+
+
+@overload
+def reshard(tree: T, dst: Any, *, map: None = None, **options: Unpack[MoveOptions]) -> T: ...
 
 
 def reshard(
@@ -157,7 +139,7 @@ def resharded(
             raise LeafTypeError("`reshard` with a map takes neither `src` nor `lost`; move the tree as it is first.")
         journey = journey_of(tree, dst, map, copies)
         job = job_through(journey, copies)
-        leaves = [journey.arrays.get(work.sources[0]) if work.sources else None for work in journey.works.works]
+        leaves = [journey.arrays.get(work.sources[0]) if work.sources else None for work in journey.works]
         return journey.target.filled(_moved(job, leaves, limit_bytes, donate), {})
     leaves, treedef = jax.tree.flatten(tree)
     wanted = targets(dst, tree, leaves, treedef, "dst")

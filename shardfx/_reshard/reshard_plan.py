@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools as ft
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Sharding
@@ -17,11 +17,10 @@ from .._ground.spec import DType, array_bytes
 from .._ground.text import between_numbers, first_lines, joined, plural, table
 from .._ground.tree import flatten
 from .._plan import ShardPlan
-from ..topology import MeshSpec
 from .destinations import data_of, in_host_memory, leaf_name, lost_devices, targets
 from .move import Move, balanced, move_of, shares_memory
 from .pieces.costs import costs_of, named_links
-from .pieces.work import MovedLeaf, Work, works_of
+from .pieces.work import MovedLeaf, Work, leaves_of_plan, works_of
 from .steps.redistribute import MoveStep
 
 
@@ -228,15 +227,13 @@ def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: 
     )
 
 
-def _through(map: TreeMap, ours: Sequence["_Leaf"], theirs: Sequence["_Leaf"]) -> Iterable[LeafMove]:
+def _through(map: TreeMap, ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf]) -> Iterable[LeafMove]:
     """The moves of a tree that a map makes of another; `reshard` does what the same function plans."""
     source, target = {leaf.path: leaf for leaf in ours}, {leaf.path: leaf for leaf in theirs}
-    ends = [tuple([MovedLeaf(*leaf[:4]) for leaf in leaves]) for leaves in (ours, theirs)]
     # As on devices with memories of their own; whether these are copied is decided by the same function.
-    planned = works_of(map, *ends, False)
-    works, most_bytes = planned.works, planned.most_bytes
+    works, live = (works_of(map, tuple(ours), tuple(theirs), copies) for copies in (False, True))
+    most_bytes = max([0, *[work.most_bytes for work in works if work.way != "plain"]])
     known: dict[object, dict[str, Any]] = {}
-    live = works_of(map, *ends, True).works
     copied = {one.leaf.path for one, two in zip(works, live, strict=True) if one.way != two.way}
     order = sorted(works, key=lambda work: work.way != "plain")
     last = {name: work.leaf.path for work in order for name in work.sources}
@@ -273,25 +270,15 @@ def _made_costs(work: Work, most_bytes: int, known: dict[object, dict[str, objec
     return {**found, "copied": copied, "target_bytes": array_bytes(shard, work.dtype)}
 
 
-def _shard_bytes(leaf: "_Leaf") -> int:
+def _shard_bytes(leaf: MovedLeaf) -> int:
     shape, dtype = data_of(leaf.shape, leaf.dtype)
+    assert leaf.sharding is not None
     return array_bytes((*leaf.sharding.shard_shape(leaf.shape), *shape[len(leaf.shape) :]), dtype)
 
 
-class _Leaf(NamedTuple):
-    path: str
-    shape: tuple[int, ...]
-    dtype: DType
-    sharding: Sharding
-    mesh: MeshSpec | None = None  # of a plan without devices
-
-
-def _columns(form: object, what: str) -> list[_Leaf]:
+def _columns(form: object, what: str) -> list[MovedLeaf]:
     if isinstance(form, ShardPlan):
-        mesh = None if form.jax_mesh else form.mesh
-        rows = list(zip(form.content.rows, form.content.row_shardings, strict=True))
-        found = [(path, *rows[at]) for path, at in form.content.numbered if at >= 0]
-        return [_Leaf(path, row.shape, row.dtype, sharding, mesh) for path, row, sharding in found]
+        return leaves_of_plan(form)
     flat = flatten(form)
     arrays = [(path, leaf) for path, leaf, shaped in zip(flat.paths, flat.leaves, flat.is_array, strict=True) if shaped]
     for path, leaf in arrays:
@@ -300,10 +287,10 @@ def _columns(form: object, what: str) -> list[_Leaf]:
                 f"{leaf_name(path)} of `{what}` has no sharding; give a plan, or `jax.ShapeDtypeStruct(shape, dtype, "
                 "sharding=...)`."
             )
-    return [_Leaf(path, tuple(leaf.shape), leaf.dtype, leaf.sharding) for path, leaf in arrays]
+    return [MovedLeaf(path, tuple(leaf.shape), leaf.dtype, leaf.sharding) for path, leaf in arrays]
 
 
-def _wanted(src: object, dst: object, ours: Sequence[_Leaf]) -> list[_Leaf]:
+def _wanted(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedLeaf]:
     """The leaves of `src` as `dst` wants them, where neither is a plan."""
     leaves, treedef = jax.tree.flatten(src)
     wanted = [
@@ -318,7 +305,7 @@ def _wanted(src: object, dst: object, ours: Sequence[_Leaf]) -> list[_Leaf]:
     return [leaf._replace(sharding=target or leaf.sharding) for leaf, target in zip(ours, wanted, strict=True)]
 
 
-def _require_same(leaf: _Leaf, shape: tuple[int, ...], dtype: object) -> None:
+def _require_same(leaf: MovedLeaf, shape: tuple[int, ...], dtype: object) -> None:
     if (leaf.shape, leaf.dtype) != (tuple(shape), dtype):
         raise PlanMismatchError(
             f"{leaf_name(leaf.path)} is {leaf.dtype}{list(leaf.shape)} in `src` and {dtype}{list(shape)} in `dst`; "
@@ -326,7 +313,7 @@ def _require_same(leaf: _Leaf, shape: tuple[int, ...], dtype: object) -> None:
         )
 
 
-def _move(ours: _Leaf, theirs: _Leaf, lost: tuple[object, ...]) -> Move:
+def _move(ours: MovedLeaf, theirs: MovedLeaf, lost: tuple[object, ...]) -> Move:
     _require_same(ours, theirs.shape, theirs.dtype)
     ends, meshes = (ours.sharding, theirs.sharding), (ours.mesh, theirs.mesh)
     try:

@@ -5,14 +5,14 @@ import dataclasses
 import functools as ft
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import TypedDict, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from .._convert import TreeMap
-from .._ground.boxes import Box
+from .._ground.boxes import array_of
 from .._ground.errors import CheckpointError
 from .._ground.spec import DType
 from .._plan import ShardPlan
@@ -230,29 +230,8 @@ def _tasks(files: Files, unit: Unit, memory: list[np.ndarray], asked: LoadReques
 
 def _assembled(leaf: Wanted, filled: Filled, placed: list[jax.Array] | None) -> jax.Array:
     """The leaf as an array; keys as keys."""
-    array = _array(leaf, *filled) if placed is None else _joined(leaf, placed)
+    if placed is None:
+        array = array_of(leaf.shape, leaf.dtype, leaf.sharding, *filled)
+    else:
+        array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
     return array if leaf.keys is None else keys_from(array, leaf.keys)
-
-
-def _joined(leaf: Wanted, placed: list[jax.Array]) -> jax.Array:
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
-
-
-def _array(leaf: Wanted, boxes: tuple[Box, ...], memory: list[np.ndarray]) -> jax.Array:
-    if not memory:  # all of its devices are other processes'
-        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
-    if len(memory) == 1:
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: memory[0])
-    numbers = _numbers(boxes)
-
-    def shard(index: Any) -> np.ndarray:
-        return memory[numbers[tuple([part.start or 0 for part in index])]]
-
-    # Without a dtype, a process that holds no part of the array could not tell.
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard, dtype=leaf.dtype)
-
-
-@ft.lru_cache(maxsize=256)
-def _numbers(boxes: tuple[Box, ...]) -> dict[tuple[int, ...], int]:
-    """The number of each box by where it begins."""
-    return {tuple(start for start, _ in box): number for number, box in enumerate(boxes)}

@@ -149,7 +149,7 @@ def test_no_byte_enters_a_device_that_has_it_or_does_not_need_it():
     # Both trees are cut alike along heads, so that each device has what it needs of its half of the width.
     tree, plan = trained(where, arrays), engine(where, arrays)
     works = journey_of(tree, plan, ENGINE, False).works
-    for work in works.works:
+    for work in works:
         if work.way == "plain":
             continue
         assert work.cuts.wire_bytes == lower_bound(work, arrays, tree, plan.shardings[work.leaf.path])
@@ -174,7 +174,7 @@ def test_a_plan_through_a_map_says_what_will_move():
     arrays, where = trainer(), mesh(0, 8, 2, 4)
     tree, plan = trained(where, arrays), engine(where, arrays)
     made = plan_reshard(tree, plan, map=ENGINE)
-    works = {work.leaf.path: work for work in journey_of(tree, plan, ENGINE, False).works.works}
+    works = {work.leaf.path: work for work in journey_of(tree, plan, ENGINE, False).works}
     assert [leaf.path for leaf in made.leaves] == list(works)
     for leaf in made.leaves:
         if leaf.how == "pieces":

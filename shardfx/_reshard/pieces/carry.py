@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._convert import Piece, Scale, fill
-from ..._ground.boxes import Box, as_box
+from ..._ground.boxes import Box
 from .apart import anywhere, carried, cutting, finishing, parcel_block, parcels, putting, sending, zeros
 from .exchange import Block, Exchange, blocks, joined, program, sharding_of
-from .host import Shards, assembled, coming, data_of_keys
+from .host import Shards, coming
 from .work import Scaled, Work
 
 
@@ -78,16 +78,16 @@ def begun(work: Work, means: Means) -> Callable[[], jax.Array]:
 
     A function that waits for what other threads copy, and gives the array. Devices may still have to compute it.
     """
-    arrays = means.arrays
-    data = {name: data_of_keys(arrays[name]) for name in work.sources}
     if work.is_elsewhere:
-        there = ft.partial(_itself, _made_of(work, []))
+        made = _made_of(work, [])
+        there = lambda: made
     elif work.way == "host":
-        there = coming(work.struct, work.targets, work.fillings, work.sources, means.shards, _reader(data), means.pool)
+        there = coming(work.struct, work.targets, work.fillings, work.sources, means.shards, means.pool)
     else:
-        there = ft.partial(_itself, _by_programs(work, data, means))
+        sent = _by_programs(work, means)
+        there = lambda: sent
     if jnp.issubdtype(work.leaf.dtype, jax.dtypes.prng_key):
-        return ft.partial(_keys, there, arrays[work.sources[0]])
+        return ft.partial(_keys, there, means.arrays[work.sources[0]])
     return there
 
 
@@ -97,34 +97,15 @@ def _made_of(work: Work, shards: Sequence[jax.Array]) -> jax.Array:
     return jax.make_array_from_single_device_arrays(work.shape, sharding, shards, dtype=work.dtype)
 
 
-def _itself(made: jax.Array) -> jax.Array:
-    return made
-
-
 def _keys(there: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(there(), impl=jax.random.key_impl(like))
 
 
-def _reader(data: Mapping[str, Any]) -> Callable[[str, Box], np.ndarray]:
-    """Boxes of whole arrays, put together from shards."""
-
-    def read(path: str, box: Box) -> np.ndarray:
-        leaf, parts = data[path], [(tuple((0, size) for size in data[path].shape), data[path])]
-        if isinstance(leaf, jax.Array):
-            parts = [(as_box(shard.index, leaf.shape), shard.data) for shard in leaf.addressable_shards]
-        found = assembled(box, leaf.dtype, parts)
-        assert found is not None, path
-        return found
-
-    return read
-
-
-def _by_programs(work: Work, data: Mapping[str, Any], means: Means) -> jax.Array:
+def _by_programs(work: Work, means: Means) -> jax.Array:
     sharding = work.leaf.sharding
     assert sharding is not None
-    every = dict(data)
-    for one in work.scaled:
-        every[one.name] = _scaled(one, data[one.path], data[one.scale.path], means.move)
+    every = {name: means.shards.leaf(name) for name in work.sources}
+    every |= {one.name: _scaled(one, every[one.path], every[one.scale.path], means.move) for one in work.scaled}
     target = (*sharding.shard_shape(work.leaf.shape), *work.shape[len(work.leaf.shape) :])
     out = (_apart if work.is_apart else _together)(work, target, every, means)
     parts = {} if out is None else {shard.device: shard.data for shard in out.addressable_shards}

@@ -20,7 +20,6 @@ import numpy as np
 from ..._convert import (
     NOWHERE,
     Piece,
-    Read,
     as_bits,
     chunks,
     constant,
@@ -32,8 +31,9 @@ from ..._convert import (
     target_view,
     write,
 )
-from ..._ground.boxes import Box, as_box, common, slices, volume
+from ..._ground.boxes import Box, array_of, as_box, common, slices, volume
 from ..._ground.copying import blocked, buffers, copy_along
+from ..._ground.errors import SyncError
 from .cuts import Cut
 
 
@@ -168,6 +168,8 @@ class Shards:
 
     def __init__(self, arrays: Mapping[str, Any], one_by_one: bool = False):
         self._arrays = arrays
+        self._bits: dict[str, Any] = {}
+        self._boxes: dict[str, list[Box]] = {}
         self._known: dict[tuple[str, int], np.ndarray] = {}
         self._shards: dict[str, Callable[[int], Any]] = {}
         own = arrays if one_by_one else {}
@@ -182,10 +184,42 @@ class Shards:
             found = self._known[path, number] = given if given.flags.c_contiguous else given.copy()
         return found
 
+    def leaf(self, path: str) -> Any:
+        """An array, of PRNG keys their bits."""
+        if path not in self._bits:
+            self._bits[path] = data_of_keys(self._arrays[path])
+        return self._bits[path]
+
+    def boxes(self, path: str) -> list[Box]:
+        """What each shard holds."""
+        if path not in self._boxes:
+            leaf = self.leaf(path)
+            own = [one.index for one in leaf.addressable_shards] if isinstance(leaf, jax.Array) else [()]
+            self._boxes[path] = [as_box(index, leaf.shape) for index in own]
+        return self._boxes[path]
+
+    def with_all(self, path: str, box: Box) -> int | None:
+        """The first shard that holds all of a box."""
+        return next((number for number, own in enumerate(self.boxes(path)) if common(box, own) == box), None)
+
+    def read(self, path: str, box: Box) -> np.ndarray:
+        """A box of an array; where no shard holds all of it, put together."""
+        held, number = self.boxes(path), self.with_all(path, box)
+        if number is not None:
+            return self.typed(path, number)[slices(box, held[number])]
+        made, left = np.empty([stop - start for start, stop in box], self.leaf(path).dtype), volume(box)
+        for own, at in {own: at for at, own in enumerate(held)}.items():
+            if (both := common(own, box)) is not None:
+                made[slices(both, box)] = self.typed(path, at)[slices(both, own)]
+                left -= volume(both)
+        if left:
+            raise SyncError(f"leaf `{path}`: this process holds a part of {list(box)} only; scales must lie beside.")
+        return made
+
     def _shards_of(self, path: str) -> Callable[[int], Any]:
         if path in self._owned:
             return self._owned[path].__getitem__
-        leaf = data_of_keys(self._arrays[path])
+        leaf = self.leaf(path)
         # All shards of a replicated array are alike, and NumPy sees the first without a copy.
         if not isinstance(leaf, jax.Array) or leaf.is_fully_replicated:
             return lambda number: leaf
@@ -195,6 +229,7 @@ class Shards:
     def forget(self, path: str) -> None:
         """Lets go of an array."""
         self._shards.pop(path, None)
+        self._bits.pop(path, None)
         for key in [key for key in self._known if key[0] == path]:
             del self._known[key]
 
@@ -205,16 +240,6 @@ class Shards:
             if number not in but and not shard.is_deleted():
                 self._known.pop((path, number), None)
                 shard.delete()
-
-
-def assembled(box: Box, dtype: Any, parts: Iterable[tuple[Box, Any]]) -> np.ndarray | None:
-    """A box of an array, put together from boxes of it and their arrays; `None` if they do not hold all of it."""
-    made, left = np.empty([stop - start for start, stop in box], dtype), volume(box)
-    for own, value in dict(parts).items():
-        if (both := common(own, box)) is not None:
-            made[slices(both, box)] = np.asarray(value)[slices(both, own)]
-            left -= volume(both)
-    return None if left else made
 
 
 def data_of_keys(leaf: Any) -> Any:
@@ -234,7 +259,6 @@ def coming(
     fillings: Sequence[Filling],
     names: Sequence[str],
     shards: Shards,
-    read: Read,
     pool: ThreadPoolExecutor | None,
 ) -> There:
     """Begins to make an array in this process's memory from the shards of others.
@@ -246,7 +270,6 @@ def coming(
     - `fillings`: what each of them is made of.
     - `names`: the arrays that are read, by number.
     - `shards`: of the arrays.
-    - `read`: a box of a whole array, for what takes two.
     - `pool`: threads to copy with: NumPy lets others run meanwhile.
 
     **Returns:**
@@ -268,7 +291,7 @@ def coming(
         tasks = [pool.submit(_copy_all, batch) for batch in _batches(views)]
     for buffer, one in pairs:
         for cut in one.others:
-            _fill_other(buffer, cut, shards, read)
+            _fill_other(buffer, cut, shards)
     return ft.partial(_there, wanted, targets, built, tasks)
 
 
@@ -277,16 +300,8 @@ def _there(
 ) -> jax.Array:
     for task in tasks:
         task.result()
-    if not built:  # no device of the target is this process's, and of a replicated array JAX would ask for a shard
-        return jax.make_array_from_single_device_arrays(wanted.shape, wanted.sharding, [], dtype=wanted.dtype)
-    by_box = dict(zip(targets, built, strict=True)) if len(built) > 1 else {}
-    shape = wanted.shape
-
-    def shard(index: Any) -> np.ndarray:
-        return by_box[as_box(index or (), shape)] if by_box else built[0]
-
     with _copies_allowed(wanted.sharding):
-        return jax.make_array_from_callback(shape, wanted.sharding, shard, dtype=wanted.dtype)
+        return array_of(wanted.shape, wanted.dtype, wanted.sharding, targets, built)
 
 
 def _copies_allowed(sharding: Any) -> contextlib.AbstractContextManager[Any]:
@@ -333,7 +348,7 @@ def copied(
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
     """As `coming`, of one array as it is."""
-    return coming(wanted, targets, fillings, ("",), shards, _nothing, pool)()
+    return coming(wanted, targets, fillings, ("",), shards, pool)()
 
 
 def put_together(
@@ -382,10 +397,6 @@ def _spread(views: Sequence["Views"], pool: ThreadPoolExecutor | None) -> None:
         list(pool.map(_copy_all, [[view] for view in views]))
 
 
-def _nothing(path: str, box: Box) -> np.ndarray:
-    raise AssertionError(path)
-
-
 # A part of a new shard, a part of an old one, and along which dimension they are copied in blocks.
 Views = tuple[np.ndarray, np.ndarray, int | None]
 
@@ -432,7 +443,7 @@ def _copy_all(batch: Iterable[Views]) -> None:
             copy_along(target, source, dim)
 
 
-def _fill_other(buffer: np.ndarray, cut: Cut, shards: Shards, read: Read) -> None:
+def _fill_other(buffer: np.ndarray, cut: Cut, shards: Shards) -> None:
     piece = cut.piece
     if piece.value.path is None:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -441,6 +452,6 @@ def _fill_other(buffer: np.ndarray, cut: Cut, shards: Shards, read: Read) -> Non
     if piece.value.scale is not None:
         whole = tuple((0, size) for size in buffer.shape)
         for part in chunks(piece, _CHUNK_ELEMENTS):
-            fill(buffer, whole, part, read)
+            fill(buffer, whole, part, shards.read)
         return
     write(target_view(buffer, piece), source_view(shards.typed(piece.value.path, cut.sender), piece), piece)

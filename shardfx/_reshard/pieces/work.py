@@ -1,6 +1,5 @@
 """How each array is made of the shards of others: planned once, from shapes and shardings alone."""
 
-import collections
 import dataclasses
 import functools as ft
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -27,6 +26,8 @@ from ..._convert import (
 from ..._ground.boxes import Box, boxes
 from ..._ground.errors import LeafTypeError, MeshError, SpecError
 from ..._ground.spec import array_bytes
+from ..._plan import ShardPlan
+from ...topology import MeshSpec
 from ..destinations import data_of, has_devices, require_movable, require_reduced, sharers
 from .cuts import Cut, Cuts, Held, cuts_of, least_room_bytes, smaller
 from .exchange import Exchange, exchanges
@@ -41,12 +42,24 @@ Way = Literal["plain", "programs", "host"]
 
 
 class MovedLeaf(NamedTuple):
-    """An array of either tree: its path, its shape and dtype, and where it lies; NumPy arrays lie nowhere."""
+    """An array of either tree: its path, its shape and dtype, and where it lies; NumPy arrays lie nowhere.
+
+    Of a plan without devices, `mesh` says what spans slices.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     sharding: Sharding | None
+    mesh: MeshSpec | None = None
+
+
+def leaves_of_plan(plan: ShardPlan) -> list[MovedLeaf]:
+    """The arrays of a plan."""
+    rows = list(zip(plan.content.rows, plan.content.row_shardings, strict=True))
+    found = [(path, *rows[at]) for path, at in plan.content.numbered if at >= 0]
+    mesh = None if plan.jax_mesh else plan.mesh
+    return [MovedLeaf(path, row.shape, row.dtype, sharding, mesh) for path, row, sharding in found]
 
 
 class Scaled(NamedTuple):
@@ -177,36 +190,17 @@ class Work:
         return self._times * self.sharers * max([1, *map(least_room_bytes, self.cuts.made)])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Works:
-    """What there is to do for a tree.
-
-    **Arguments:**
-
-    - `works`: one per array of the target, in its order.
-    - `readers`: how many of them read each array of the source.
-    """
-
-    works: tuple[Work, ...]
-    readers: Mapping[str, int]
-
-    @ft.cached_property
-    def most_bytes(self) -> int:
-        """What the programs of one array may take of a device, if nothing else is asked for."""
-        return max([0, *[work.most_bytes for work in self.works if work.way != "plain"]])
-
-
 @ft.lru_cache(maxsize=16)
-def works_of(map: TreeMap, sources: tuple[MovedLeaf, ...], targets: tuple[MovedLeaf, ...], copies: bool) -> Works:
+def works_of(
+    map: TreeMap, sources: tuple[MovedLeaf, ...], targets: tuple[MovedLeaf, ...], copies: bool
+) -> tuple[Work, ...]:
     """Plans the move of one tree into another; from a bounded cache where the same was asked before."""
     here = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in sources}
     there = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in targets}
     made = bound(map, here, there)
     by_path = {leaf.path: leaf for leaf in sources}
     known: dict[object, tuple[tuple[str, ...], Any]] = {}
-    works = [_work(leaf, made[leaf.path], by_path, copies, known) for leaf in targets]
-    readers = collections.Counter(path for work in works for path in work.sources)
-    return Works(tuple(works), readers)
+    return tuple([_work(leaf, made[leaf.path], by_path, copies, known) for leaf in targets])
 
 
 def _work(leaf: MovedLeaf, made: Made, sources: Mapping[str, MovedLeaf], copies: bool, known: dict[Any, Any]) -> Work:
@@ -386,11 +380,16 @@ def _cuts(
 
 def _boxes(leaf: MovedLeaf, devices: _Devices) -> list[tuple[int | None, Box]]:
     """Who holds which box of an array, bits of keys included; of a NumPy array nobody has all."""
+    return [(_NOBODY if device is None else devices.place(device), box) for device, box in device_boxes(leaf).items()]
+
+
+def device_boxes(leaf: MovedLeaf) -> dict[Any, Box]:
+    """What each device holds of the bits of an array, in the order of `_ordered`; `None` holds a NumPy array."""
     shape, _ = data_of(leaf.shape, leaf.dtype)
     if leaf.sharding is None:
-        return [(_NOBODY, tuple((0, size) for size in shape))]
-    more = tuple((0, size) for size in shape[len(leaf.shape) :])
-    return [(devices.place(device), (*box, *more)) for device, box in boxes(leaf.sharding, leaf.shape).items()]
+        return {None: tuple((0, size) for size in shape)}
+    found, more = boxes(leaf.sharding, leaf.shape), tuple((0, size) for size in shape[len(leaf.shape) :])
+    return {device: (*found[device], *more) for device in _ordered(leaf.sharding)}
 
 
 def _holders(leaf: MovedLeaf, devices: _Devices, lost: Container[int | None]) -> dict[Box, list[int]]:

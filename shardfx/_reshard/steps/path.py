@@ -5,7 +5,6 @@ of the bytes of the whole array. 0.5 says that half an array's bytes enter each 
 over an axis ten times as dear.
 """
 
-import dataclasses
 import itertools as it
 import math
 from collections.abc import Sequence
@@ -40,13 +39,8 @@ class PathStep(NamedTuple):
     dcn_share: Fraction
 
 
-@dataclasses.dataclass(frozen=True)
-class Path:
-    """The steps from one layout to another."""
-
-    source: StepLayout
-    target: StepLayout
-    steps: tuple[PathStep, ...]
+# The steps from one layout to another.
+Path = tuple[PathStep, ...]
 
 
 def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Path:
@@ -61,7 +55,7 @@ def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Pat
 
     **Returns:**
 
-    The Path, neighbouring steps of one kind joined where they are one operation.
+    The steps, neighbouring ones of one kind joined where they are one operation.
     """
     pairs = [*it.pairwise(before), (before[-1], after[0]), *it.pairwise(after)]
     steps: list[PathStep] = []
@@ -74,7 +68,7 @@ def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Pat
         step = PathStep(kind, source, target, *_shares(kind, source, target, before[0]))
         if step.wire_share or kind != "permute":
             steps.append(step)
-    return Path(before[0], after[-1], tuple(steps))
+    return tuple(steps)
 
 
 def _kind(source: StepLayout, target: StepLayout) -> StepKind:

@@ -169,7 +169,7 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, ds
     # Shapes matter to the search only by what divides them, so that the leaves of a tree share their paths.
     room = tuple(math.gcd(size, src.size) for size in shape)
     path, bound = _planned(room, src, dst)
-    return _measured(shape, itemsize_bits, path, bound)
+    return _measured(math.prod(shape) * itemsize_bits, path, bound, Fraction(1, min(src.pieces, dst.pieces)))
 
 
 def _require_fit(shape: tuple[int, ...], end: StepLayout) -> None:
@@ -198,8 +198,7 @@ def _planned(room: tuple[int, ...], src: StepLayout, dst: StepLayout) -> tuple[P
     return path, bound
 
 
-def _measured(shape: tuple[int, ...], bits: int, path: Path, bound: Fraction) -> Redistribution:
-    total = math.prod(shape) * bits
+def _measured(total: int, path: Path, bound: Fraction, larger: Fraction) -> Redistribution:
     steps = tuple(
         MoveStep(
             kind=step.kind,
@@ -209,14 +208,13 @@ def _measured(shape: tuple[int, ...], bits: int, path: Path, bound: Fraction) ->
             dcn_bytes=_bytes(total * step.dcn_share),
             peak_bytes=_bytes(Fraction(total, step.source.pieces)) + _bytes(Fraction(total, step.target.pieces)),
         )
-        for step in path.steps
+        for step in path
     )
-    ends = max(_bytes(Fraction(total, end.pieces)) for end in (path.source, path.target))
     return Redistribution(
         steps=steps,
-        wire_bytes=_bytes(total * sum(step.wire_share for step in path.steps)),
-        dcn_bytes=_bytes(total * sum(step.dcn_share for step in path.steps)),
-        peak_bytes=max((step.peak_bytes for step in steps), default=ends),
+        wire_bytes=_bytes(total * sum(step.wire_share for step in path)),
+        dcn_bytes=_bytes(total * sum(step.dcn_share for step in path)),
+        peak_bytes=max((step.peak_bytes for step in steps), default=_bytes(total * larger)),
         lower_bound_bytes=_bytes(total * bound),
     )
 

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._convert import constant, hull, swapped, target_view
-from ..._ground.boxes import Box, as_box, common, slices
+from ..._ground.boxes import array_of, boxes_here
 from ..._ground.copying import buffers
 from ..._ground.errors import PlanMismatchError, SyncError
 from ..._plan import ShardPlan, encode_dtype
-from ..pieces.host import as_bytes, assembled, data_of_keys
+from ..pieces.host import Shards, as_bytes
+from ..pieces.work import leaves_of_plan
 from .channel import Channel
 from .transfer import Step, Transfer, TransferPlan
 from .wire import Span, land, pack, received_at, sent_from
@@ -43,12 +44,12 @@ def send(
     - `revision`: the number of the arrays.
     - `sender`, `receiver`: the two processes.
     """
-    shards = _Shards(arrays)
+    shards = Shards(arrays)
     for number, steps in enumerate(_outgoing(plan, shards, sender, receiver)):
         slots, pieces = _slots(steps), []
         for one in steps:
             if isinstance(one, Span):
-                pieces.append(shards.bytes_of(one))
+                pieces.append(as_bytes(shards.typed(str(one.array), one.shard))[one.start : one.stop])
             else:
                 pieces.append(next(slots))
                 pack(one.places[0], pieces[-1], shards.read)
@@ -128,17 +129,25 @@ def _leaf(one: Span | Step) -> int:
 Rounds = list[list[Span | Step]]
 
 
-def _outgoing(plan: TransferPlan, shards: "_Shards", sender: int, receiver: int) -> Rounds:
+def _outgoing(plan: TransferPlan, shards: Shards, sender: int, receiver: int) -> Rounds:
     """The rounds of a lane, with what lies in one shard as it is sent; worked out again if arrays lie otherwise."""
     key = "out", sender, receiver
     shardings, rounds = cast("tuple[dict[str, object], Rounds]", plan.known.get(key, ({}, [])))
-    if not shardings or any(shards.sharding(path) != known for path, known in shardings.items()):
+    if not shardings or any(shards.leaf(path).sharding != known for path, known in shardings.items()):
         found = plan.rounds(sender, receiver)
         paths = {one.places[0].form.value.path or "" for steps in found for one in steps}
-        shardings = {path: shards.sharding(path) for path in paths}
-        rounds = [[shards.span(one.places[0]) or one for one in steps] for steps in found]
+        shardings = {path: shards.leaf(path).sharding for path in paths}
+        rounds = [[_held(shards, one.places[0]) or one for one in steps] for steps in found]
         plan.known[key] = shardings, rounds
     return rounds
+
+
+def _held(shards: Shards, one: Transfer) -> Span | None:
+    """A piece that lies in a shard as it is sent."""
+    path = one.form.value.path or ""
+    number = shards.with_all(path, hull(swapped(one.piece)))
+    found = None if number is None else sent_from(one, shards.boxes(path)[number])
+    return None if number is None or found is None else Span(path, number, *found)
 
 
 def _incoming(plan: TransferPlan, sender: int, receiver: int) -> Rounds:
@@ -169,8 +178,7 @@ class _Spare:
     def __init__(self, plan: TransferPlan, dst: ShardPlan, receiver: int, steps: Iterable[Span | Step]):
         self._plan, self._receiver, self._lock = plan, receiver, threading.Lock()
         self._blocks = cast("_Blocks", plan.known.setdefault(("memory", receiver), _Blocks()))
-        rows = list(zip(dst.content.rows, dst.content.row_shardings, strict=True))
-        self._planned = {path: (rows[at][0].dtype, rows[at][1]) for path, at in dst.content.numbered if at >= 0}
+        self._planned = {leaf.path: (leaf.dtype, leaf.sharding) for leaf in leaves_of_plan(dst)}
         self._left = collections.Counter(map(_leaf, steps))
         self._memory: dict[int, dict[int, np.ndarray]] = {}
         self._bytes: dict[tuple[int, int], np.ndarray] = {}
@@ -238,16 +246,11 @@ class _Spare:
             memory = self._memory.pop(number)
             for buffer in memory:
                 self._bytes.pop((number, buffer), None)
-        by_box = {own[at].box: shard for at, shard in memory.items()}
-        dtype, sharding = self._planned[leaf.path]
-
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            box = as_box(index or (), leaf.shape)
-            if box not in by_box:
-                raise PlanMismatchError(f"leaf `{leaf.path}` lies in `dst` otherwise than in the transfer's plan.")
-            return by_box[box]
-
-        made = jax.make_array_from_callback(leaf.shape, sharding, shard, dtype=leaf.dtype)
+        held, (dtype, sharding) = [own[at].box for at in memory], self._planned[leaf.path]
+        assert sharding is not None
+        if {*boxes_here(sharding, leaf.shape).values()} != {*held}:
+            raise PlanMismatchError(f"leaf `{leaf.path}` lies in `dst` otherwise than in the transfer's plan.")
+        made = array_of(leaf.shape, leaf.dtype, sharding, held, list(memory.values()))
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             made = jax.random.wrap_key_data(made, impl=encode_dtype(dtype)[len("key<") : -1])
         self._made[number] = made
@@ -278,58 +281,3 @@ class _Blocks:
                 self._taken -= lent() is None
                 kept.append((block, lent))
         self._blocks, self._taken = kept, 0
-
-
-class _Shards:
-    """The shards of this process, by path."""
-
-    def __init__(self, arrays: Mapping[str, jax.Array]):
-        self._arrays = arrays
-        self._bits: dict[str, jax.Array] = {}
-        self._held: dict[str, list[Box]] = {}
-        self._known: dict[tuple[str, int], np.ndarray] = {}
-
-    def sharding(self, path: str) -> jax.sharding.Sharding:
-        """How an array lies."""
-        return self._of(path).sharding
-
-    def span(self, one: Transfer) -> Span | None:
-        """A piece that lies in a shard as it is sent."""
-        path, box = one.form.value.path or "", hull(swapped(one.piece))
-        for number, held in enumerate(self._boxes(path)):
-            if common(box, held) == box:
-                found = sent_from(one, held)
-                return None if found is None else Span(path, number, *found)
-        return None
-
-    def bytes_of(self, span: Span) -> np.ndarray:
-        """Its bytes."""
-        return as_bytes(self._shard(str(span.array), span.shard))[span.start : span.stop]
-
-    def read(self, path: str, box: Box) -> np.ndarray:
-        """A box of an array; where no shard holds all of it, put together."""
-        held = self._boxes(path)
-        for number, own in enumerate(held):
-            if common(box, own) == box:
-                return self._shard(path, number)[slices(box, own)]
-        parts = ((own, self._shard(path, number)) for number, own in enumerate(held))
-        made = assembled(box, self._of(path).dtype, parts)
-        if made is None:
-            raise SyncError(f"leaf `{path}`: this process holds a part of {list(box)} only; scales must lie beside.")
-        return made
-
-    def _of(self, path: str) -> jax.Array:
-        if path not in self._bits:
-            self._bits[path] = data_of_keys(self._arrays[path])
-        return self._bits[path]
-
-    def _boxes(self, path: str) -> list[Box]:
-        if path not in self._held:
-            leaf = self._of(path)
-            self._held[path] = [as_box(one.index, leaf.shape) for one in leaf.addressable_shards]
-        return self._held[path]
-
-    def _shard(self, path: str, number: int) -> np.ndarray:
-        if (path, number) not in self._known:
-            self._known[path, number] = np.ascontiguousarray(self._of(path).addressable_data(number))
-        return self._known[path, number]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from ..._convert import (
     NOWHERE,
@@ -24,13 +24,13 @@ from ..._convert import (
     swapped,
     within,
 )
-from ..._ground.boxes import Box, boxes, common
+from ..._ground.boxes import Box, common
 from ..._ground.errors import MeshError
 from ..._ground.spec import bits
 from ..._plan import ShardPlan
 from ..destinations import data_of
 from ..pieces.cuts import Cut, cuts_of, first_casts, sent_bits, smaller
-from ..pieces.work import MovedLeaf, kind_of
+from ..pieces.work import MovedLeaf, device_boxes, kind_of, leaves_of_plan
 from .transfer import BUFFER, PLACE, Buffer, Form, Kind, SentLeaf, TransferPlan, hash_of
 
 
@@ -69,7 +69,8 @@ def plan_transfer(
     senders, receivers = (_processes(one.mesh.size, count) for one, count in zip((src, dst), processes, strict=True))
     if receiver is not None and receiver not in receivers:
         raise MeshError(f"`receiver` is {receiver!r}, and `dst` has the processes 0 to {max(receivers)}.")
-    jobs, sources, targets = _Jobs(senders, receivers, receiver, limit_bytes), _leaves(src), _leaves(dst)
+    jobs = _Jobs(senders, receivers, receiver, limit_bytes)
+    sources, targets = ({leaf.path: leaf for leaf in leaves_of_plan(plan)} for plan in (src, dst))
     here = {path: Struct(leaf.shape, leaf.dtype) for path, leaf in sources.items()}
     there = {path: Struct(leaf.shape, leaf.dtype) for path, leaf in targets.items()}
     made = bound(TreeMap({"{path*}": "{path*}"}) if map is None else map, here, there)
@@ -90,10 +91,9 @@ def plan_transfer(
         text = [path, repr(shape), str(target.dtype), str(_end(target)), repr(own.pieces)]
         text += [f"{name} {sources[name].shape} {sources[name].dtype} {_end(sources[name])}" for name in names]
         leaves.append(SentLeaf(path, shape, dtype, hash_of(text), numbers[key], names))
-    settings = repr((1, dict(src.mesh.shape), dict(dst.mesh.shape), senders, receivers, limit_bytes))
     used = dict.fromkeys(name for leaf in leaves for name in leaf.names)
     data = {name: Struct(*data_of(sources[name].shape, sources[name].dtype)) for name in used}
-    return TransferPlan(hash_of([settings]), *jobs, data, tuple(kinds), tuple(leaves))
+    return TransferPlan(src, dst, map, *jobs, data, tuple(kinds), tuple(leaves))
 
 
 def _processes(size: int, given: Processes) -> tuple[int, ...]:
@@ -108,26 +108,9 @@ def _processes(size: int, given: Processes) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _leaves(plan: ShardPlan) -> dict[str, MovedLeaf]:
-    rows = list(zip(plan.content.rows, plan.content.row_shardings, strict=True))
-    found = ((path, *rows[at]) for path, at in plan.content.numbered if at >= 0)
-    return {path: MovedLeaf(path, row.shape, row.dtype, sharding) for path, row, sharding in found}
-
-
 def _end(leaf: MovedLeaf) -> object:
     assert isinstance(leaf.sharding, NamedSharding)
     return leaf.sharding.spec
-
-
-def _boxes(leaf: MovedLeaf) -> list[Box]:
-    """What each device holds of the bits of an array, in the mesh's order."""
-    sharding = leaf.sharding
-    assert isinstance(sharding, NamedSharding)
-    shape, _ = data_of(leaf.shape, leaf.dtype)
-    more = tuple((0, size) for size in shape[len(leaf.shape) :])
-    found = boxes(sharding, leaf.shape)
-    order = sharding.mesh.devices.flat if isinstance(sharding.mesh, Mesh) else range(sharding.mesh.size)
-    return [(*found[device], *more) for device in order]
 
 
 class Sent(NamedTuple):
@@ -173,7 +156,7 @@ class _Jobs(NamedTuple):
 def _kind(target: MovedLeaf, pieces: tuple[Piece, ...], sources: Mapping[str, MovedLeaf], jobs: _Jobs) -> Kind:
     locals_there = _local(jobs.receivers)
     devices: dict[tuple[int, Box], list[int]] = {}
-    for at, box in enumerate(_boxes(target)):
+    for at, box in enumerate(device_boxes(target).values()):
         if jobs.receiver in (None, jobs.receivers[at]):
             devices.setdefault((jobs.receivers[at], box), []).append(locals_there[at])
     buffers = tuple(Buffer(process, tuple(own), box) for (process, box), own in devices.items())
@@ -283,7 +266,7 @@ def _alike(parts: Sequence[Cut]) -> Iterator[Cut]:
 def _held(leaf: MovedLeaf) -> dict[Box, list[int]]:
     """The devices that hold each box of an array."""
     held: dict[Box, list[int]] = {}
-    for at, box in enumerate(_boxes(leaf)):
+    for at, box in enumerate(device_boxes(leaf).values()):
         held.setdefault(box, []).append(at)
     return held
 
