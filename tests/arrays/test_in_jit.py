@@ -6,18 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from shardfx import (
-    AxisRules,
-    Code,
-    Decision,
-    MeshSpec,
-    PathRules,
-    constrain,
-    filter_jit,
-    gather,
-    plan,
-    shard,
-)
+from shardfx import AxisRules, Code, Decision, MeshSpec, PathRules, constrain, filter_jit, gather, plan, shard
 from shardfx.errors import LeafTypeError, PlanMismatchError, SpecError, UnmatchedError
 
 

@@ -8,17 +8,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from shardfx import (
-    AxisRules,
-    MeshSpec,
-    PathRules,
-    constrain,
-    filter_jit,
-    follow,
-    plan,
-    shard,
-    specs_of,
-)
+from shardfx import AxisRules, MeshSpec, PathRules, constrain, filter_jit, follow, plan, shard, specs_of
 from shardfx.errors import PlanMismatchError
 
 

@@ -4,17 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
-from shardfx import (
-    AxisRules,
-    MeshSpec,
-    PathRules,
-    constrain,
-    gather,
-    plan,
-    shard,
-    shardings_of,
-    specs_of,
-)
+from shardfx import AxisRules, MeshSpec, PathRules, constrain, gather, plan, shard, shardings_of, specs_of
 from shardfx.errors import LeafTypeError, PlanMismatchError, RuleError, SpecError
 
 

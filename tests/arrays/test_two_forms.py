@@ -6,18 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardfx import (
-    MeshSpec,
-    PathRules,
-    ShardPlan,
-    checkpoint,
-    filter_jit,
-    plan,
-    plan_reshard,
-    reshard,
-    shard,
-    specs_of,
-)
+from shardfx import MeshSpec, PathRules, ShardPlan, checkpoint, filter_jit, plan, plan_reshard, reshard, shard, specs_of
 from shardfx.errors import PlanMismatchError
 
 

@@ -34,13 +34,7 @@ from shardfx import (
     specs_of,
 )
 from shardfx._ground.spec import canonical
-from shardfx.errors import (
-    LeafTypeError,
-    MeshError,
-    PlanMismatchError,
-    RuleError,
-    SpecError,
-)
+from shardfx.errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, SpecError
 from shardfx.interop.eformer import axis_names_of
 from shardfx.presets import eformer, infer_mode
 from shardfx.presets.layouts import Layout
