@@ -44,7 +44,7 @@ DEVIATIONS: dict[str, tuple[Any, str]] = {
     "eformer-0327": (True, "`None` is a leaf"),
     "eformer-0328": (("a", "b", "c"), "NumPy arrays are arrays, too"),
 }
-SUITE = Suite("eformer.json", {}, DEVIATIONS, "sharding_utils.")
+SUITE = Suite("eformer.json", {}, DEVIATIONS, within="sharding_utils.")
 
 
 def test_every_vector_is_run():
