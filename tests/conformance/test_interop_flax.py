@@ -78,12 +78,6 @@ def test_arrays_without_names_can_be_left_to_path_rules():
     assert made["params/Dense_1/kernel"].spec == P("tensor", "fsdp")
 
 
-def test_partitioned_boxes_name_mesh_axes():
-    boxed = {"w": nn.Partitioned(jnp.ones((8, 8)), ("fsdp", None)), "b": nn.Partitioned(jnp.ones(8), (None,))}
-    made = plan(boxed, MESH, names=interop.names_of(boxed), axes=interop.core_rules((), MESH))
-    assert [leaf.spec for leaf in made.leaves] == [P(), P("fsdp")]
-
-
 def test_boxes_of_other_kinds_are_unboxed():
     class Box(meta.AxisMetadata):
         def __init__(self, value):

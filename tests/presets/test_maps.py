@@ -258,82 +258,97 @@ def test_a_line_of_a_map_is_changed():
             _ = odd.rules
 
 
-A, B = "layers.{layers}.q", "q"
-MISTAKES = {
-    "a family": (lambda: maps.hugging_face({"model_type": "qwen3_mo"}), r"'qwen3_mo'; did you mean 'qwen3_moe'"),
-    "no family": (lambda: maps.hugging_face({}), r"for the `model_type` 'None'; there are llama,"),
-    "maxtext": (lambda: maps.maxtext({"model_type": "gpt2"}), r"no table of MaxText's names for 'gpt2'; there are"),
-    "heads": (
-        lambda: maps.engine({"model_type": "gpt2", "n_head": 6}, shards=4),
-        r"6 heads do not divide into 4 shards; use another",
+LLAMA = {"model_type": "llama", "num_attention_heads": 4}
+CONFIGS = {
+    "a family": (maps.hugging_face, {"model_type": "qwen3_mo"}, r"'qwen3_mo'; did you mean 'qwen3_moe'"),
+    "no family": (maps.hugging_face, {}, r"for the `model_type` 'None'; there are llama,"),
+    "maxtext": (maps.maxtext, {"model_type": "gpt2"}, r"no table of MaxText's names for 'gpt2'; there are"),
+    "heads": (maps.engine, {"model_type": "gpt2", "n_head": 6}, r"6 heads do not divide into 4 shards; use another"),
+    "key heads": (
+        maps.engine,
+        {**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 3},
+        r"3 key heads for 4 shards: neither divides the other",
     ),
     "biases": (
-        lambda: maps.maxtext({"model_type": "llama", "num_attention_heads": 4, "attention_bias": True}),
+        maps.maxtext,
+        {**LLAMA, "attention_bias": True},
         r"MaxText has no `out_bias`, which this configuration has",
     ),
     "biases of the mlp": (
-        lambda: maps.maxtext({"model_type": "qwen2", "num_attention_heads": 4, "mlp_bias": True}),
+        maps.maxtext,
+        {**LLAMA, "mlp_bias": True},
         r"MaxText has no `gate_bias` and no `up_bias` and no `down_bias`",
     ),
+    "blocks": (
+        maps.maxtext,
+        {"model_type": "gemma3_text", "hidden_size": 64, "head_dim": 8},
+        r"the layers of Gemma 3 come in blocks of six; say `num_hidden_layers`",
+    ),
+    "a root": (maps.maxtext, {"model_type": "gemma"}, r"hold a root of `hidden_size`, which the configuration"),
+    "layers": (maps.stacked, {**LLAMA, "num_nextn_predict_layers": 1}, r"does not say `num_hidden_layers`; add it"),
     **{
         name: (
-            lambda name=name: maps.stacked({**config_of("deepseek_v3"), name: None}),
+            maps.stacked,
+            {**config_of("deepseek_v3"), name: None},
             rf"the configuration of 'deepseek_v3' does not say `{name}`; add it",
         )
         for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     },
-    "layers": (
-        lambda: maps.stacked({"model_type": "llama", "num_nextn_predict_layers": 1}),
-        r"does not say `num_hidden_layers`; add it",
+}
+
+
+@pytest.mark.parametrize("layout, config, message", CONFIGS.values(), ids=CONFIGS)
+def test_what_a_configuration_does_not_say_or_cannot_have_is_named(layout, config, message):
+    with pytest.raises(MapError, match=message):
+        layout(config, **{"shards": 4} if layout is maps.engine else {})
+
+
+A, B = "layers.{layers}.q", "q"
+PAIRS = {
+    "kinds": (
+        {A: "query: a", B: "key: b"},
+        {B: "querry: a"},
+        r"(?s)has no `querry`; near `query`.*no `query` \(layers.\{layers\}.q\); near `querry`.*no `key` \(q\)",
     ),
-    "without": (lambda: maps.TreeLayout({B: "q: a"}).without("k"), r"the layout has no kind 'k'; it has q"),
-    "without a part": (
-        lambda: maps.TreeLayout({B: maps.Fused("q: a", "k: a")}).without("k"),
-        r"'q' has other kinds beside; leave out all of them, or none",
+    "axes": ({B: "q: a b"}, {B: "q: a c"}, r"`q` has other axes in both layouts: a b in `q`, a c in `q`"),
+    "a size": ({B: "q: (a b)"}, {B: "q: a b"}, r"needs the size of the axis `b`; say it: `layout.with_sizes\(b=...\)`"),
+    "parts": ({B: "q: a", "r": "q: a"}, {B: "q: a"}, r"the source has `q` in q, r; give each a range of the same axis"),
+    "a part": (
+        {B: "q: a[:1] b", "r": "q: a[1:] b"},
+        {B: "q: (a b)"},
+        r"`a` comes in parts, and must be a dimension of its own",
     ),
-    "shards": (
-        lambda: maps.engine({"model_type": "llama", "num_attention_heads": 12, "num_key_value_heads": 3}, shards=4),
-        r"3 key heads for 4 shards: neither divides the other",
+    "a turn": (
+        {B: "q: a[0::3]", "r": "q: a[2::3]"},
+        {"x": "q: a"},
+        r"of every 3 `q` the source has those from 0, 2, not all",
     ),
+    "an array per entry": ({A: "q: a"}, {B: "q: a"}, r"has `\{layers\}`, an axis that the target does not have"),
+}
+
+
+@pytest.mark.parametrize("source, target, message", PAIRS.values(), ids=PAIRS)
+def test_what_keeps_two_layouts_apart_is_named(source, target, message):
+    with pytest.raises(MapError, match=message):
+        maps.TreeLayout(source).to(maps.TreeLayout(target))
+
+
+Q, FUSED = maps.TreeLayout({B: "q: a"}), maps.TreeLayout({B: maps.Fused("q: a", "k: a")})
+LAYOUTS = {
+    "without": (lambda: Q.without("k"), r"the layout has no kind 'k'; it has q"),
+    "without a part": (lambda: FUSED.without("k"), r"'q' has other kinds beside; leave out all of them, or none"),
+    "paths": (lambda: Q.with_paths({"x": "y"}), r"the layout has no 'x'; it has q"),
+    "drop": (lambda: Q.to(Q, drop=["qq"]), r"`drop` has `qq`, which the source has not; near `q`"),
     "a line": (lambda: maps.TreeLayout({A: "heads dim"}), r"'heads dim' cannot be read; write the kind and its axes"),
     "a brace": (lambda: maps.TreeLayout({A: "q: (heads dim"}), r"'q: \(heads dim' cannot be read"),
     "two ranges": (lambda: maps.TreeLayout({B: "q: a[:1] b[1:]"}), r"at most one axis has a range"),
     "twice": (lambda: maps.TreeLayout({A: "q: layers embed"}), r"has the axis `layers` twice, in braces or without"),
     "ranks": (lambda: maps.TreeLayout({A: maps.Fused("q: a b", "k: a")}), r"have as many dimensions each"),
     "dims": (lambda: maps.TreeLayout({A: maps.Fused("q: a b", dim=2)}), r"the parts have no dim 2"),
-    "paths": (lambda: maps.TreeLayout({A: "q: a"}).with_paths({"x": "y"}), r"the layout has no 'x'; it has layers"),
-    "kinds": (
-        lambda: maps.TreeLayout({A: "query: a", B: "key: b"}).to(maps.TreeLayout({B: "querry: a"})),
-        r"(?s)has no `querry`; near `query`.*no `query` \(layers.\{layers\}.q\); near `querry`.*no `key` \(q\)",
-    ),
-    "drop": (
-        lambda: maps.TreeLayout({B: "query: a"}).to(maps.TreeLayout({B: "query: a"}), drop=["quer"]),
-        r"`drop` has `quer`, which the source has not; near `query`",
-    ),
-    "axes": (
-        lambda: maps.TreeLayout({B: "q: a b"}).to(maps.TreeLayout({B: "q: a c"})),
-        r"`q` has other axes in both layouts: a b in `q`, a c in `q`",
-    ),
-    "a size": (
-        lambda: maps.TreeLayout({B: "q: (a b)"}).to(maps.TreeLayout({B: "q: a b"})),
-        r"needs the size of the axis `b`; say it: `layout.with_sizes\(b=...\)`",
-    ),
-    "parts": (
-        lambda: maps.TreeLayout({B: "q: a", "r": "q: a"}).to(maps.TreeLayout({B: "q: a"})),
-        r"the source has `q` in q, r; give each a range of the same axis",
-    ),
-    "a part": (
-        lambda: maps.TreeLayout({B: "q: a[:1] b", "r": "q: a[1:] b"}).to(maps.TreeLayout({B: "q: (a b)"})),
-        r"`a` comes in parts, and must be a dimension of its own",
-    ),
-    "an array per entry": (
-        lambda: maps.TreeLayout({A: "q: a"}).to(maps.TreeLayout({B: "q: a"})),
-        r"has `\{layers\}`, an axis that the target does not have",
-    ),
 }
 
 
-@pytest.mark.parametrize("make, message", MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize("make, message", LAYOUTS.values(), ids=LAYOUTS)
 def test_what_is_wrong_with_a_layout_is_said(make, message):
     with pytest.raises(MapError, match=message):
         make()

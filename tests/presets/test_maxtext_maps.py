@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from small_models import close, config_of, equal, files_of
 
-from shardfx.errors import MapError
 from shardfx.presets import maps
 
 
@@ -138,22 +137,3 @@ def test_parts_in_turn_and_alone(rows, places, form):
     equal(mine.to(other).apply(parts, like=tree), tree)
     equal(there.inverse().apply(parts, like=tree), tree)
     equal(mine.to(mine).apply(parts), parts)
-
-
-MISTAKES = {
-    "blocks": (
-        lambda: maps.maxtext({"model_type": "gemma3_text", "hidden_size": 64, "head_dim": 8}),
-        "the layers of Gemma 3 come in blocks of six; say `num_hidden_layers`",
-    ),
-    "a root": (lambda: maps.maxtext({"model_type": "gemma"}), "hold a root of `hidden_size`, which the configuration"),
-    "a turn": (
-        lambda: maps.TreeLayout({"w": "w: a[0::3]", "v": "w: a[2::3]"}).to(maps.TreeLayout({"x": "w: a"})),
-        "`x`: of every 3 `w` the source has those from 0, 2, not all",
-    ),
-}
-
-
-@pytest.mark.parametrize("make, message", MISTAKES.values(), ids=MISTAKES)
-def test_what_is_missing_is_said(make, message):
-    with pytest.raises(MapError, match=message):
-        make()
