@@ -3,7 +3,6 @@
 import collections
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -47,8 +46,3 @@ def test_defaults_count_and_so_do_names():
     run = filter_jit(lambda x, scale=2.0: traced.append(scale) or x * scale)
     found = [run(A), run(A, 3.0), run(A), run(A, 2.0), run(A, scale=3.0)]
     assert [float(one[0]) for one in found] == [2, 3, 2, 2, 3] and traced == [2.0, 3.0]
-
-
-def test_results_of_arrays_alone_come_as_the_function_returns_them():
-    out = filter_jit(lambda x: {"b": (x, None), "a": [x + 1]})(jnp.zeros(1))
-    assert jax.tree.structure(out) == jax.tree.structure({"b": (0, None), "a": [0]}) and out["a"][0][0] == 1

@@ -25,19 +25,20 @@ def plans():
     return [sfx.plan(TREE, mesh, paths=RULES, axes=AXES) for mesh in meshes]
 
 
-@pytest.mark.parametrize("names", [("batch", None), ["batch", ...], "batch"])
-def test_logical_names_are_no_sharding(plans, names):
-    with pytest.raises(PlanMismatchError, match=r"`in_shardings` holds logical names, .*`plan.sharding\(\('batch',"):
-        filter_jit(lambda tree, x: x, in_shardings=(plans[0], names))
-    with pytest.raises(PlanMismatchError, match="`out_shardings` holds logical names"):
-        filter_jit(lambda x: x, out_shardings={"y": names})
+NAMES = r"holds logical names, .*`plan.sharding\(\('batch',"
+NO_SHARDING = [(lambda _, names=names: names, NAMES) for names in (("batch", None), ["batch", ...], "batch")]
+NO_SHARDING += [
+    (lambda plan, what=what: getattr(plan, what), "holds a value of type .*, which is no sharding; give")
+    for what in ("axes", "mesh", "jax_mesh", "leaves", "structs")
+]
 
 
-@pytest.mark.parametrize("what", ["axes", "mesh", "jax_mesh", "leaves", "structs"])
-def test_what_is_no_sharding(plans, what):
-    given = getattr(plans[0], what)
-    with pytest.raises(PlanMismatchError, match="`in_shardings` holds a value of type .*, which is no sharding; give"):
-        filter_jit(lambda x: x, in_shardings=(given,))
+@pytest.mark.parametrize("given, text", NO_SHARDING)
+def test_what_is_no_sharding_is_named(plans, given, text):
+    with pytest.raises(PlanMismatchError, match=f"`in_shardings` {text}"):
+        filter_jit(lambda tree, x: x, in_shardings=(plans[0], given(plans[0])))
+    with pytest.raises(PlanMismatchError, match=f"`out_shardings` {text}"):
+        filter_jit(lambda x: x, out_shardings={"y": given(plans[0])})
 
 
 def test_plans_on_several_meshes_are_named(plans):
@@ -82,14 +83,8 @@ def step(params, batch, *, rate=0.1, key):
     return params, batch, rate, key
 
 
-MISFITS = [
-    ((1,), {"key": 2}),
-    ((), {"key": 2}),
-    ((1, 2), {}),
-    ((1, 2, 3), {"key": 2}),
-    ((1, 2), {"key": 2, "kye": 3}),
-    ((1, 2), {"key": 2, "batch": 3}),
-]
+MISFITS = [((1,), {"key": 2}), ((), {"key": 2}), ((1, 2), {}), ((1, 2, 3), {"key": 2})]
+MISFITS += [((1, 2), {"key": 2, "kye": 3}), ((1, 2), {"key": 2, "batch": 3})]
 
 
 @pytest.mark.parametrize("args, kwargs", MISFITS, ids=str)

@@ -90,11 +90,8 @@ def test_a_trace_has_what_that_of_jax_has():
 def test_arrays_of_the_function_itself_are_named():
     linear = eqx.nn.Linear(4, 8, key=jax.random.key(0))
     made = filter_jit(linear).trace(jax.ShapeDtypeStruct((4,), jnp.float32))
-    assert [(one.path, one.argument) for one in made.arrays] == [
-        ("Linear/weight", None),
-        ("Linear/bias", None),
-        ("x", 0),
-    ]
+    named = [("Linear/weight", None), ("Linear/bias", None), ("x", 0)]
+    assert [(one.path, one.argument) for one in made.arrays] == named
 
 
 def test_live_arrays_may_stand_in_the_place_of_structs():

@@ -1,186 +1,259 @@
-"""Facts measured on eformer's `serialization.sharding_utils`, replayed: what conforms, and what is better here.
-
-Where a vector is marked "deviate", `BETTER` says what happens instead; docs/migrating_checkpoint.md says why.
-"""
+"""eformer's `serialization.sharding_utils`: what was measured, and what is better here."""
 
 import json
-from pathlib import Path
+import re
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conformance.vectors import Suite, entry, outcome, raises
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
+from safetensors.numpy import save_file
 
-from shardfx import checkpoint
+from shardfx import MeshSpec, PathRules, checkpoint
 from shardfx._ground.errors import CheckpointError
-from shardfx.errors import LeafTypeError, PlanMismatchError, SpecError
+from shardfx.errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
 from shardfx.interop import eformer
 
 
-RECORDS = [
-    record
-    for record in json.loads((Path(__file__).parents[1] / "data" / "eformer.json").read_text())
-    if record["function"].startswith("sharding_utils.")
-]
+MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("dp", "tp"))
+# Of an index with prefixes: all of them, where eformer took the first.
+EVERY_PREFIX = {"model": {"w": "model/w"}, "other": {"z": "other/z"}, "opt": {"mu": {"w": "opt/mu/w"}}}
+PREFIXED = {"a": P("dp"), "n": {"b": P()}}
+DEVIATIONS: dict[str, tuple[Any, str]] = {
+    "eformer-0291": ({"model": {"b": P("dp"), "w": P("dp")}, "step": P()}, "corrected to the rank"),
+    "eformer-0292": ({"b": "model/b", "w": "model/w"}, "a prefix filters"),
+    "eformer-0295": (raises(LeafTypeError), "'hello' is no sharding"),
+    "eformer-0296": (EVERY_PREFIX, "no prefix is no choice of one"),
+    "eformer-0300": (EVERY_PREFIX, "a version may be a number"),
+    "eformer-0301": ({}, "no prefix, no array"),
+    "eformer-0305": (raises(CheckpointError), "an array lies under another"),
+    "eformer-0306": (raises(CheckpointError), "an array lies under another"),
+    "eformer-0308": (raises(CheckpointError), "there is no index"),
+    "eformer-0313": (PREFIXED, "a spec is on the mesh"),
+    "eformer-0314": (raises(PlanMismatchError), "an entry is missing"),
+    "eformer-0315": (raises(PlanMismatchError), "an entry is left over"),
+    "eformer-0316": (PREFIXED, "prefixes are trees"),
+    "eformer-0317": (raises(SpecError), "three devices cannot cut eight rows"),
+    "eformer-0318": (PREFIXED, "a function gives a sharding"),
+    "eformer-0319": (PREFIXED, "a function gives a sharding"),
+    "eformer-0323": (True, "`None` is a leaf"),
+    "eformer-0327": (True, "`None` is a leaf"),
+    "eformer-0328": (("a", "b", "c"), "NumPy arrays are arrays, too"),
+}
+SUITE = Suite("eformer.json", {}, DEVIATIONS, within="sharding_utils.")
 
 
-def of(function):
-    chosen = [record for record in RECORDS if record["function"] == f"sharding_utils.{function}"]
-    return pytest.mark.parametrize("record", chosen, ids=lambda record: record["id"])
+def test_every_vector_is_run():
+    SUITE.check()
 
 
 def mesh_of(pairs) -> Any:
-    if pairs is None:
-        return None
-    sizes = [size for _, size in pairs]
-    return Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), [name for name, _ in pairs])
-
-
-def entry_of(entry):
-    return tuple(entry) if isinstance(entry, list) else entry
+    sizes = [size for _, size in pairs or ()]
+    return pairs and Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), [name for name, _ in pairs])
 
 
 def value_of(data) -> Any:
     """A sharding tree as the vectors write it."""
     match data:
         case {"named_sharding": spec, "mesh": pairs}:
-            return NamedSharding(mesh_of(pairs), P(*map(entry_of, spec)))
+            return NamedSharding(mesh_of(pairs), P(*map(entry, spec)))
         case {"spec": spec}:
-            return P(*map(entry_of, spec))
+            return P(*map(entry, spec))
         case dict():
             return {key: value_of(value) for key, value in data.items()}
-        case "<SingleDeviceSharding>":
+        case str() if data.strip("<").startswith("SingleDeviceSharding"):
             return SingleDeviceSharding(jax.devices()[0])
     return data
 
 
-# By id: the error that is raised, or the tree that comes back (of paths, where `default` tells which entry it saw).
-BETTER_INDEX = {
-    "eformer-0291": {"model": {"b": ["dp"], "w": ["dp"]}, "step": []},
-    "eformer-0292": {"b": "model/b", "w": "model/w"},
-    "eformer-0295": LeafTypeError,
-    "eformer-0296": {"model": {"w": "model/w"}, "other": {"z": "other/z"}, "opt": {"mu": {"w": "opt/mu/w"}}},
-    "eformer-0300": {"model": {"w": "model/w"}, "other": {"z": "other/z"}, "opt": {"mu": {"w": "opt/mu/w"}}},
-    "eformer-0301": {},
-    "eformer-0305": CheckpointError,
-    "eformer-0306": CheckpointError,
-    "eformer-0308": CheckpointError,
-}
+def wanted_of(vector) -> Any:
+    """As the vector has it, with whole shardings."""
+    measured = vector["expected"]
+    if vector["id"] in DEVIATIONS:
+        return SUITE.expected(vector)
+    return raises(ValueError, re.escape(measured["message_contains"])) if "raises" in measured else value_of(measured)
 
 
-@of("create_sharding_tree_from_index")
-def test_shardings_of_an_index(record, tmp_path):
-    inputs, expected = record["inputs"], record["expected"]
-    mesh, seen = mesh_of(inputs.get("mesh")), {}
-    default: Any = inputs.get("default_sharding")
-    if isinstance(default, str) and default.startswith("lambda"):
+@SUITE.of("sharding_utils.create_sharding_tree_from_index")
+def test_shardings_of_an_index(vector, tmp_path):
+    given, seen = vector["inputs"], {}
+
+    def remember(entry):
         # Here a default gives shardings; a fresh one for each entry tells which entry ended up where.
-        def remember(entry):
-            made = NamedSharding(mesh_of([["x", 1]]), P(), memory_kind="device")
-            seen[id(made)] = (entry.path, made)
-            return made
+        made = NamedSharding(mesh_of([["x", 1]]), P(), memory_kind="device")
+        seen[id(made)] = (entry.path, made)
+        return made
 
-        default = remember
-    elif isinstance(default, str) and default.startswith("SingleDevice"):
-        default = SingleDeviceSharding(jax.devices()[0])
-    else:
-        default = value_of(default)
-    if "index" in inputs:
-        (tmp_path / "tensorstore_index.json").write_text(json.dumps(inputs["index"]))
-
-    def run():
+    default = given.get("default_sharding")
+    default = remember if str(default).startswith("lambda") else value_of(default)
+    if "index" in given:
+        (tmp_path / "tensorstore_index.json").write_text(json.dumps(given["index"]))
+    with outcome(wanted_of(vector)) as wanted:
         index = checkpoint.read_index(tmp_path)
-        return eformer.shardings(index, mesh, default=default, prefix=inputs.get("prefix"))
-
-    if record["tag"] == "deviate":
-        expected = BETTER_INDEX[record["id"]]
-    if isinstance(expected, type):
-        with pytest.raises(expected):
-            run()
-    elif isinstance(expected, dict) and "raises" in expected:
-        with pytest.raises(ValueError) as caught:
-            run()
-        assert expected["message_contains"] in str(caught.value)
-    else:
-        found = run()
+        found = eformer.shardings(index, mesh_of(given.get("mesh")), default=default, prefix=given.get("prefix"))
         if seen:
             found = jax.tree.map(lambda leaf: seen[id(leaf)][0], found)
-        elif record["tag"] == "deviate":
-            found = jax.tree.map(lambda leaf: list(leaf.spec), found)
-        else:
-            expected = value_of(expected)
-        assert found == expected
+        elif vector["tag"] == "deviate":
+            found = jax.tree.map(lambda leaf: leaf.spec, found)
+        assert found == wanted
 
 
-BETTER_APPLY = {
-    "eformer-0313": {"a": P("dp"), "n": {"b": P()}},
-    "eformer-0314": PlanMismatchError,
-    "eformer-0315": PlanMismatchError,
-    "eformer-0316": {"a": P("dp"), "n": {"b": P()}},
-    "eformer-0317": SpecError,
-    "eformer-0318": {"a": P("dp"), "n": {"b": P()}},
-    "eformer-0319": {"a": P("dp"), "n": {"b": P()}},
-}
-
-
-@of("apply_sharding_tree")
-def test_applying_shardings(record):
-    inputs = record["inputs"]
-    mesh = mesh_of(inputs.get("mesh", [["dp", 2], ["tp", 4]]))
+@SUITE.of("sharding_utils.apply_sharding_tree")
+def test_applying_shardings(vector):
+    given = vector["inputs"]
+    mesh = mesh_of(given.get("mesh", [["dp", 2], ["tp", 4]]))
     arrays = {"a": np.ones((8, 8), np.float32), "n": {"b": np.ones(8, np.float32)}}
-    if record["id"] in ("eformer-0318", "eformer-0319"):
-        given = {"a": lambda array: NamedSharding(mesh, P("dp")), "n": {"b": None}}
-    else:
-        given = value_of(inputs["sharding_tree"])
-    if record["id"] == "eformer-0317":
-        # A mesh of three devices cannot cut eight rows.
-        given["a"] = NamedSharding(mesh, P("dp", "tp"))
-    expected = value_of(record["expected"]) if record["tag"] == "conform" else BETTER_APPLY[record["id"]]
-    if isinstance(expected, type):
-        with pytest.raises(expected):
-            eformer.apply(arrays, given, mesh=mesh)
-        return
-    placed = eformer.apply(arrays, given, mesh=mesh)
-    is_sharding = isinstance(expected["a"], Sharding)
-    assert jax.tree.map(lambda array: array.sharding if is_sharding else array.sharding.spec, placed) == expected
+    tree = value_of(given.get("sharding_tree", {"a": "<callable>", "n": {"b": None}}))
+    if tree["a"] == "<callable>":
+        tree["a"] = lambda array: NamedSharding(mesh, P("dp"))
+    with outcome(wanted_of(vector)) as wanted:
+        placed = eformer.apply(arrays, tree, mesh=mesh)
+        is_sharding = isinstance(wanted["a"], Sharding)
+        assert jax.tree.map(lambda array: array.sharding if is_sharding else array.sharding.spec, placed) == wanted
 
 
-def test_a_function_that_returns_an_array_is_refused():
-    with pytest.raises(LeafTypeError, match="ArrayImpl is no sharding"):
-        eformer.apply({"a": jnp.ones(8)}, {"a": lambda array: array})
+@SUITE.of("sharding_utils.validate_sharding_tree")
+def test_comparing_structures(vector):
+    tree, structure = value_of(vector["inputs"]["sharding_tree"]), vector["inputs"]["expected_structure"]
+    structure = {"a": None} if isinstance(structure, str) else structure
+    assert (eformer.structure_diff(tree, structure) == ()) is SUITE.expected(vector)
 
 
-BETTER_STRUCTURE = {"eformer-0323": True, "eformer-0327": True}
+@SUITE.of("sharding_utils.make_itsharded")
+def test_replicate_places_every_array_and_compiles_nothing(vector):
+    sharded = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(MESH, P("dp", "tp")))
+    tree = {"a": sharded, "b": jnp.ones(2), "c": np.arange(3), "d": 4, "e": "text", "f": None}
+    compiled: list[str] = []
+
+    def record_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(record_event)
+    copies = eformer.replicate(tree, MESH)
+    jax.monitoring.clear_event_listeners()
+    assert not [name for name in compiled if "compile" in name]
+    for key in SUITE.expected(vector):
+        assert copies[key].sharding == NamedSharding(MESH, P()) and np.array_equal(copies[key], tree[key])
+    assert (copies["d"], copies["e"], copies["f"]) == (4, "text", None)
 
 
-@of("validate_sharding_tree")
-def test_comparing_structures(record):
-    inputs = record["inputs"]
-    sharding_tree, structure = value_of(inputs["sharding_tree"]), inputs["expected_structure"]
-    if isinstance(structure, str):
-        structure, sharding_tree = {"a": None}, {"a": SingleDeviceSharding(jax.devices()[0])}
-    expected = record["expected"] if record["tag"] == "conform" else BETTER_STRUCTURE[record["id"]]
-    assert (eformer.structure_diff(sharding_tree, structure) == ()) is expected
+# --- what no vector shows
 
 
-@of("make_itsharded")
-def test_replicating(record):
-    mesh = mesh_of(record["inputs"]["mesh"])
-    tree = {"a": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("dp", "tp"))), "b": jnp.ones(3)}
-    copies = eformer.replicate({**tree, "c": np.ones(2), "d": 4, "e": "str"}, mesh)
-    for key in ("a", "b"):
-        assert copies[key].sharding == value_of(record["expected"][key])
-    # Better: a numpy array is an array, too.
-    assert copies["c"].sharding == NamedSharding(mesh, P())
-    assert (copies["d"], copies["e"]) == (4, "str")
+@pytest.fixture
+def index(tmp_path):
+    save_file({"model/w": np.ones((8, 8)), "model/b": np.ones(6), "step": np.ones(())}, tmp_path / "x.safetensors")
+    return checkpoint.read_index(tmp_path)
 
 
-def test_every_vector_is_replayed():
-    replayed = {
-        *("create_sharding_tree_from_index", "apply_sharding_tree", "validate_sharding_tree", "make_itsharded"),
-    }
-    assert {record["function"].split(".")[1] for record in RECORDS} == replayed
-    deviating = {record["id"] for record in RECORDS if record["tag"] == "deviate"}
-    assert deviating == {*BETTER_INDEX, *BETTER_APPLY, *BETTER_STRUCTURE, "eformer-0328"}
+def test_a_spec_is_corrected_to_each_shape(index):
+    spec = MeshSpec({"dp": 2, "tp": 4})
+    for mesh, on in ((MESH, MESH), (spec, spec.abstract())):
+        w, *others = (NamedSharding(on, one) for one in (P("tp", "dp"), P(), P()))
+        found = eformer.shardings(index, mesh, default=P("tp", "dp"))
+        assert found == {"model": {"w": w, "b": others[0]}, "step": others[1]}
+
+
+def test_a_function_decides_per_entry(index):
+    def decide(entry):
+        if entry.path == "step":
+            return None
+        return P("dp") if len(entry.shape) == 2 else SingleDeviceSharding(jax.devices()[3])
+
+    found = eformer.shardings(index, MESH, default=decide)
+    model = {"w": NamedSharding(MESH, P("dp")), "b": SingleDeviceSharding(jax.devices()[3])}
+    assert found == {"model": model, "step": NamedSharding(MESH, P())}
+    assert eformer.shardings(index, MESH, default=decide, prefix="model") == model
+    assert checkpoint.structs(index, prefix="model").keys() == {"w", "b"}
+
+
+@pytest.mark.parametrize(
+    "mesh, default, error, message",
+    [
+        (MESH, "hello", LeafTypeError, "array 'model/b': 'hello' is no sharding; `default` must be"),
+        (None, P("dp"), MeshError, "PartitionSpecs cut arrays over a mesh, but there is none"),
+        (MESH, PathRules.parse(".*->dp"), LeafTypeError, r"by `shardfx.plan\(checkpoint.structs\(index\), mesh"),
+        (
+            MESH,
+            lambda entry: NamedSharding(MESH, P("tp")) if entry.shape else None,
+            SpecError,
+            r"leaf `model/b`, shape \(6,\).* does not fit: .*shardfx.correct",
+        ),
+    ],
+    ids=["a text", "no mesh", "rules", "no fit"],
+)
+def test_a_default_that_means_nothing_names_the_array(index, mesh, default, error, message):
+    with pytest.raises(error, match=message):
+        eformer.shardings(index, mesh, default=default)
+
+
+def test_apply_takes_shardings_specs_functions_and_none():
+    tree = {"a": np.ones((8, 8)), "b": jnp.ones(8), "c": jnp.ones((4, 4)), "d": np.float32(1), "e": "text", "f": 3}
+    given = {"a": NamedSharding(MESH, P("dp")), "b": P("tp"), "c": lambda x: P(*["dp"] * (x.ndim - 1)), "d": None}
+    placed = eformer.apply(tree, {**given, "e": None, "f": P("dp")}, mesh=MESH)
+    assert {k: placed[k].sharding.spec for k in "abcd"} == {"a": P("dp"), "b": P("tp"), "c": P("dp"), "d": P()}
+    assert all(np.array_equal(placed[key], tree[key]) for key in "abcd")
+    assert (placed["e"], placed["f"]) == ("text", 3)
+    with pytest.raises(MeshError, match="PartitionSpecs cut arrays"):
+        eformer.apply({"a": np.ones(3)}, {"a": P("dp")})
+
+
+def test_apply_takes_prefixes():
+    tree = [One(jnp.ones((8, 8)), 1), One(jnp.ones((8, 4)), 1), {"b": jnp.ones(4)}]
+    placed = eformer.apply(tree, [P("tp"), One(P("dp"), 1), None], mesh=MESH)
+    assert [leaf.sharding.spec for leaf in jax.tree.leaves(placed)] == [P("tp"), P("dp"), P()]
+    assert all(leaf.sharding.spec == P("dp") for leaf in jax.tree.leaves(eformer.apply(tree, P("dp"), mesh=MESH)))
+
+
+@pytest.mark.parametrize(
+    "asked, error, message",
+    [
+        (P("tp"), SpecError, r"leaf `n/b`, shape \(6,\)"),
+        (P("dp", "tp"), SpecError, r"leaf `n/b`, shape \(6,\)"),
+        (3, LeafTypeError, "leaf `n/b`: int is no sharding"),
+        (lambda x: x, LeafTypeError, "leaf `n/b`: ndarray is no sharding"),
+    ],
+)
+def test_apply_moves_nothing_if_one_leaf_fails(monkeypatch, asked, error, message):
+    moved = []
+    monkeypatch.setattr(jax, "device_put", lambda *args: moved.append(args))
+    with pytest.raises(error, match=message):
+        eformer.apply({"a": np.ones((8, 8)), "n": {"b": np.ones(6)}}, {"a": P("dp"), "n": {"b": asked}}, mesh=MESH)
+    assert moved == []
+
+
+def test_apply_lists_how_the_structures_differ():
+    tree, given = {"a": np.ones(8), "n": {"b": np.ones(8)}}, {"a": None, "n": [None]}
+    with pytest.raises(PlanMismatchError, match="no prefix of the tree") as caught:
+        eformer.apply(tree, given, mesh=MESH)
+    assert str(eformer.structure_diff(given, tree)[0]) in str(caught.value)
+
+
+class One(eqx.Module):
+    w: Any
+    size: int = eqx.field(static=True)
+
+
+class Two(One):
+    pass
+
+
+def test_structure_diff_lists_every_difference():
+    a = {"x": 1, "y": {"z": None, "w": [1, 2]}, "only": 0, "node": (1,), "class": One(1, 1), "static": One(1, 1)}
+    b = {"x": {"deep": 1}, "y": {"z": P("a"), "w": [1]}, "node": [1], "new": {"q": 1}}
+    b |= {"class": Two(1, 1), "static": One(1, 2)}
+    found = {d.path: (d.left, d.right) for d in eformer.structure_diff(a, b)}
+    left, right = found.pop("static")
+    assert left != right and [*found.items()] == [
+        ("class", ("One", "Two")),
+        ("node", ("tuple", "list")),
+        ("only", ("a leaf", "nothing")),
+        ("x", ("a leaf", "dict")),
+        ("y/w/1", ("a leaf", "nothing")),
+        ("new", ("nothing", "dict")),
+    ]
+    assert eformer.structure_diff(a, a) == ()

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from _devices import chips, objects
-from conformance.vectors import parametrized, read
+from conformance.vectors import Suite, entry, outcome, raises
 from jax.sharding import Mesh, PartitionSpec as P
 
 from shardfx import AxisRules, MeshSpec, PathRules, constrain, hosts, plan, resolve, topology
@@ -16,14 +16,14 @@ from shardfx._ground.spec import canonical, entry_axes
 from shardfx.presets import t5x
 
 
-VECTORS = read("t5x.json")
+SUITE = Suite("t5x.json", {}, {})
 
 
-def vectors(*functions):
-    return parametrized([vector for vector in VECTORS if vector["function"] in functions])
+def test_every_vector_is_run():
+    assert sorted(SUITE.run) == sorted(vector["id"] for vector in SUITE.vectors) and len(set(SUITE.run)) == 211
 
 
-@vectors("bounds_from_last_device")
+@SUITE.of("bounds_from_last_device")
 def test_bounds(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     if inputs["coords"] is None:
@@ -35,14 +35,14 @@ def test_bounds(vector):
     assert topology.bounds(devices[::-1]) == tuple(expected)
 
 
-@vectors("get_coords")
+@SUITE.of("get_coords")
 def test_coords(vector):
     inputs = dict(vector["inputs"])
     local = inputs.pop("local_device_count", 0)
     assert topology.coords(SimpleNamespace(**inputs), local) == tuple(vector["expected"])
 
 
-@vectors("default_mesh.model_parallel_submesh")
+@SUITE.of("default_mesh.model_parallel_submesh")
 def test_default_submesh(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     bounds, partitions = tuple(inputs["bounds"]), inputs["num_partitions"]
@@ -63,7 +63,7 @@ def test_default_submesh(vector):
             topology.default_submesh(inputs["device_kind"], partitions, bounds)
 
 
-@vectors("get_mesh")
+@SUITE.of("get_mesh")
 def test_submesh_order(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     submesh = inputs["model_parallel_submesh"]
@@ -82,18 +82,16 @@ def test_submesh_order(vector):
     assert order.tolist() == expected["coords"]
 
 
-@vectors("get_gpu_mesh")
+@SUITE.of("get_gpu_mesh")
 def test_hybrid_shape(vector):
     inputs, expected = vector["inputs"], vector["expected"]
-    arguments = inputs["num_partitions"], inputs["local_device_count"], inputs["process_count"]
-    if vector["tag"] == "deviate" or "raises" in expected:
-        with pytest.raises(ValueError, match="use one of"):
-            topology.hybrid_shape(*arguments)
-        return
-    ici, dcn = topology.hybrid_shape(*arguments)
-    assert (list(ici), list(dcn)) == (expected["ici_mesh_shape"], expected["dcn_mesh_shape"])
-    shape = dict(zip(("data", "model"), (a * b for a, b in zip(ici, dcn, strict=True)), strict=True))
-    assert shape == expected["shape"]
+    is_error = vector["tag"] == "deviate" or "raises" in expected
+    with outcome(raises(ValueError, "use one of") if is_error else expected) as wanted:
+        ici, dcn = topology.hybrid_shape(
+            *(inputs[name] for name in ("num_partitions", "local_device_count", "process_count"))
+        )
+        assert (list(ici), list(dcn)) == (wanted["ici_mesh_shape"], wanted["dcn_mesh_shape"])
+        assert [a * b for a, b in zip(ici, dcn, strict=True)] == [wanted["shape"][name] for name in ("data", "model")]
 
 
 T5X_MESH = "default_mesh(4) on TPU v3 (4,4,1,2), hosts (2,2,1,2)"
@@ -123,7 +121,7 @@ def grid_for(inputs):
 
 
 def spec_of(entries):
-    return P(*[tuple(entry) if isinstance(entry, list) else entry for entry in entries])
+    return P(*map(entry, entries))
 
 
 def assert_chunk(chunk, shape, expected, replica):
@@ -133,7 +131,7 @@ def assert_chunk(chunk, shape, expected, replica):
     assert chunk.replica_id == replica
 
 
-@vectors("default_mesh+local_mesh")
+@SUITE.of("default_mesh+local_mesh")
 def test_default_mesh_and_its_local_part(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     mesh, grid = t5x_mesh(), t5x_grid()
@@ -145,7 +143,7 @@ def test_default_mesh_and_its_local_part(vector):
     assert local == [i for row in expected["local_ids"] for i in row]
 
 
-@vectors("get_cpu_mesh", "default_mesh", "PjitPartitioner.mesh")
+@SUITE.of("get_cpu_mesh", "default_mesh", "PjitPartitioner.mesh")
 def test_meshes_without_a_torus(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     local, processes = inputs.get("local_device_count", 8), inputs.get("process_count", 1)
@@ -167,7 +165,7 @@ def test_meshes_without_a_torus(vector):
         assert ici[1] * dcn[1] == partitions
 
 
-@vectors("default_mesh (hybrid)")
+@SUITE.of("default_mesh (hybrid)")
 def test_hybrid_mesh(vector):
     expected, inputs = vector["expected"], vector["inputs"]
     devices = chips((4, 2, 1, 1), slices=2)
@@ -180,7 +178,7 @@ def test_hybrid_mesh(vector):
     assert order.method == "hybrid: mesh_utils" and order.mean_hops == (0.0, 1.0, 1.0)
 
 
-@vectors("LocalChunker.__init__")
+@SUITE.of("LocalChunker.__init__")
 def test_host_grid(vector):
     expected, grid = vector["expected"], grid_for(vector["inputs"])
     assert dict(grid.num_chunks) == expected["num_chunks"]
@@ -188,7 +186,7 @@ def test_host_grid(vector):
     assert dict(zip(grid.axis_names, ids, strict=True)) == expected["chunk_ids"]
 
 
-@vectors("LocalChunker.get_local_chunk_info")
+@SUITE.of("LocalChunker.get_local_chunk_info")
 def test_local_chunk(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     grid, shape = grid_for(inputs), inputs["global_shape"]
@@ -205,30 +203,26 @@ def test_local_chunk(vector):
         assert_chunk(chunk, shape, expected["slice"], expected["replica_id"])
 
 
-@vectors("LocalChunker.get_shard_id")
+@SUITE.of("LocalChunker.get_shard_id")
 def test_shard_id(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     axes = inputs.get("sharded_mesh_axes", inputs.get("sharded_mesh_axes_order"))
-    axes = axes if isinstance(axes, str) else tuple(axes)
-    assert hosts.shard_id(axes, grid_for(inputs), inputs["process_index"]) == expected
+    assert hosts.shard_id(entry(axes), grid_for(inputs), inputs["process_index"]) == expected
     if vector["tag"] == "deviate":
         # T5X took these axes in a set, whose order is that of their hashes.
         with pytest.raises(ValueError, match="no order; pass a tuple"):
             hosts.shard_id(set(axes), grid_for(inputs), inputs["process_index"])
 
 
-@vectors("LocalChunker.get_replica_id")
+@SUITE.of("LocalChunker.get_replica_id")
 def test_replica_id(vector):
-    inputs, expected = vector["inputs"], vector["expected"]
-    axes = inputs["sharded_mesh_axes"]
-    if vector["tag"] == "deviate":
-        with pytest.raises(ValueError, match="no axis 'zz'"):
-            hosts.replica_id(axes, grid_for(inputs), inputs["process_index"])
-    else:
-        assert hosts.replica_id(tuple(axes), grid_for(inputs), inputs["process_index"]) == expected
+    axes, process = entry(vector["inputs"]["sharded_mesh_axes"]), vector["inputs"]["process_index"]
+    error = raises(ValueError, "no axis 'zz'")
+    with outcome(error if vector["tag"] == "deviate" else vector["expected"]) as wanted:
+        assert hosts.replica_id(axes, grid_for(vector["inputs"]), process) == wanted
 
 
-@vectors("LocalChunker (multi-slice)")
+@SUITE.of("LocalChunker (multi-slice)")
 def test_slices(vector):
     expected, process, grid = vector["expected"], vector["inputs"]["process_index"], slices_grid()
     assert dict(zip(grid.axis_names, grid.chunk_ids[process], strict=True)) == expected["chunk_ids"]
@@ -243,7 +237,7 @@ def test_slices(vector):
                 assert function(axes, grid, process) == expected[key]
 
 
-@vectors("BasePartitioner.get_data_layout")
+@SUITE.of("BasePartitioner.get_data_layout")
 def test_data_layout(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     grid, process = t5x_grid(), inputs["process_index"]
@@ -260,7 +254,7 @@ def test_data_layout(vector):
     assert dataclasses.asdict(layout) == expected
 
 
-@vectors("BasePartitioner.data_mesh_size/data_shards/data_shard_id/data_partition_spec")
+@SUITE.of("BasePartitioner.data_mesh_size/data_shards/data_shard_id/data_partition_spec")
 def test_data_properties(vector):
     size, shards, shard, spec = vector["expected"]
     mesh, layout = t5x_mesh(), hosts.data_layout(None, "data", t5x_grid(), vector["inputs"]["process_index"])
@@ -275,17 +269,16 @@ def data_axes(rules):
 
 
 def axis_rules(rules):
-    return AxisRules([(name, tuple(to) if isinstance(to, list) else to) for name, to in rules])
+    return AxisRules([(name, entry(to)) for name, to in rules])
 
 
-@vectors("PjitPartitioner._data_axis")
+@SUITE.of("PjitPartitioner._data_axis")
 def test_data_axis(vector):
     expected = vector["expected"]
-    axes = data_axes(vector["inputs"]["logical_axis_rules"])
-    assert axes == (tuple(expected) if isinstance(expected, list) else expected)
+    assert data_axes(vector["inputs"]["logical_axis_rules"]) == entry(expected)
 
 
-@vectors("PjitPartitioner.get_mesh_axes (leaf)")
+@SUITE.of("PjitPartitioner.get_mesh_axes (leaf)")
 def test_mesh_axes_of_a_leaf(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     mesh = MeshSpec({"data": 2, "model": 2})
@@ -301,26 +294,22 @@ def test_mesh_axes_of_a_leaf(vector):
     assert planned.specs["w"] == (canonical(spec_of(expected["spec"])) if expected else P())
 
 
-@vectors("BasePartitioner.__init__")
+@SUITE.of("BasePartitioner.__init__")
 def test_contradictory_partitioner_arguments(vector):
-    submesh = vector["inputs"]["model_parallel_submesh"]
     # There is no second argument to contradict a submesh; one of the wrong rank is refused.
-    if len(submesh) != 4:
-        with pytest.raises(ValueError, match="has 2 dimensions, but `bounds`"):
-            topology.submesh_order((4, 4, 1, 2), (2, 2, 1, 2), submesh)
-    else:
-        order = topology.submesh_order((4, 4, 1, 2), (2, 2, 1, 2), submesh)
-        assert order.shape[1] == vector["inputs"]["num_partitions"]
+    submesh, error = vector["inputs"]["model_parallel_submesh"], raises(ValueError, "has 2 dimensions, but `bounds`")
+    with outcome(vector["inputs"].get("num_partitions", error)) as wanted:
+        assert topology.submesh_order((4, 4, 1, 2), (2, 2, 1, 2), submesh).shape[1] == wanted
 
 
-@vectors("with_sharding_constraint")
+@SUITE.of("with_sharding_constraint")
 def test_constraint_is_checked_on_every_backend(vector):
     planned = plan({"x": np.ones(8, np.float32)}, MeshSpec({"data": 8}).build(jax.devices()), paths=replicate_all())
     with pytest.raises((ValueError, TypeError)):
         constrain(np.ones(8, np.float32), vector["inputs"]["axis_resources"], planned)
 
 
-@vectors("global_mesh_defined")
+@SUITE.of("global_mesh_defined")
 def test_no_global_mesh_is_read(vector):
     assert vector["tag"] == "context"
     # Whatever mesh is current, a plan is for the mesh that it was given.
@@ -345,33 +334,24 @@ def preset(inputs):
     )
 
 
-@vectors("standard_logical_axis_rules")
+@SUITE.of("standard_logical_axis_rules")
 def test_standard_rules(vector):
     inputs, expected = vector["inputs"], vector["expected"]
-    if isinstance(expected, dict):
-        with pytest.raises(ValueError, match="use 1 or 2"):
-            preset(inputs)
-        return
-    rules = listed(preset(inputs))
-    assert (rules[-len(expected) :] if "returns" in inputs else rules) == expected
+    with outcome(raises(ValueError, "use 1 or 2") if isinstance(expected, dict) else expected) as wanted:
+        rules = listed(preset(inputs))
+        assert (rules[-len(wanted) :] if "returns" in inputs else rules) == wanted
 
 
-@vectors("standard_rules->logical_to_mesh_axes")
+@SUITE.of("standard_rules->logical_to_mesh_axes")
 def test_standard_rules_resolve(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     found = resolve(tuple(inputs["array_dim_names"]), preset(inputs)).spec
     assert found == canonical(spec_of(expected["spec"]))
 
 
-@vectors("PjitPartitioner.logical_axis_rules")
+@SUITE.of("PjitPartitioner.logical_axis_rules")
 def test_rules_for_several_slices(vector):
     axes, first = vector["expected"]
     rules = t5x().without("batch").prepend([("batch", tuple(axes))])
     assert listed(rules)[0] == first
     assert data_axes(listed(rules)) == tuple(axes)
-
-
-def test_every_vector_is_run():
-    marks = [mark for thing in globals().values() for mark in getattr(thing, "pytestmark", ())]
-    run = {vector["id"] for mark in marks for vector in mark.args[1]}
-    assert run == {vector["id"] for vector in VECTORS} and len(run) == 211

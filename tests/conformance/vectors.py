@@ -1,7 +1,11 @@
-"""Vectors measured on other libraries: what each must give here."""
+"""Vectors measured on other libraries: what each must give here.
+
+A "conform" vector gives what was measured. A "deviate" one gives what is stated beside its id, with the reason.
+"""
 
 import contextlib
 import json
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +14,10 @@ from typing import Any
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardfx._ground.spec import canonical
 
+
+ROOT = Path(__file__).parents[2]
 U = P.UNCONSTRAINED
 
 
@@ -18,7 +25,7 @@ class Raises(types.SimpleNamespace):
     """What a vector gives where it raises."""
 
 
-def raises(error: Any, match: str) -> Raises:
+def raises(error: Any, match: str = ".") -> Raises:
     return Raises(error=error, match=match)
 
 
@@ -36,10 +43,51 @@ def entry(value: Any) -> Any:
     return U if value == "<UNCONSTRAINED>" else tuple(value) if isinstance(value, list) else value
 
 
-def read(name: str) -> list[Any]:
-    return json.loads((Path(__file__).parents[1] / "data" / name).read_text())
+def spec_of(entries: Any) -> P:
+    return canonical(P(*map(entry, entries)))
 
 
-def parametrized(chosen: list[Any]) -> pytest.MarkDecorator:
-    assert chosen
-    return pytest.mark.parametrize("vector", chosen, ids=[vector["id"] for vector in chosen])
+def decoded(value: Any) -> Any:
+    """A value of a vector, its specs and errors read."""
+    if isinstance(value, dict):
+        if "raises" in value:
+            return raises((ValueError, TypeError))
+        entries = value.get("spec", value.get("named_sharding"))
+        return {key: decoded(item) for key, item in value.items()} if entries is None else spec_of(entries)
+    return [decoded(item) for item in value] if isinstance(value, list) else value
+
+
+class Suite:
+    """The vectors of one library: those that run, those that are skipped for a reason, and those that deviate."""
+
+    def __init__(self, name: str, skipped: dict[str, str], deviations: dict[str, Any], within: str = ""):
+        """`skipped` are ids or beginnings of functions, and `within` is the beginning of all functions."""
+        every = json.loads((ROOT / "tests" / "data" / name).read_text())
+        self.vectors = [vector for vector in every if vector["function"].startswith(within)]
+        starts = tuple(skipped)
+        self.skipped = [v["id"] for v in self.vectors if v["id"] in skipped or v["function"].startswith(starts)]
+        assert all(v["tag"] == "context" for v in self.vectors if v["id"] in skipped)
+        self.deviations, self.run = deviations, []
+
+    def of(self, *functions: str) -> pytest.MarkDecorator:
+        chosen = [v for v in self.vectors if v["function"] in functions and v["id"] not in self.skipped]
+        assert chosen
+        self.run += [vector["id"] for vector in chosen]
+        return pytest.mark.parametrize("vector", chosen, ids=[vector["id"] for vector in chosen])
+
+    def expected(self, vector: Any) -> Any:
+        """What shardfx must give: measured, or stated."""
+        return self.deviations[vector["id"]][0] if vector["id"] in self.deviations else decoded(vector["expected"])
+
+    def check(self, more_deviations: tuple[str, ...] = ()) -> None:
+        """Every vector runs once or is skipped, and just those deviate that are tagged, and these `more_deviations`."""
+        ids = [vector["id"] for vector in self.vectors]
+        assert sorted(ids) == sorted([*self.run, *self.skipped]) and len(set(ids)) == len(ids)
+        tagged = {vector["id"] for vector in self.vectors if vector["tag"] == "deviate"} - set(self.skipped)
+        assert set(self.deviations) == tagged | set(more_deviations)
+
+
+def missing_on(page: str, symbols: Any) -> list[str]:
+    """The symbols of a library that its page of docs does not have."""
+    text = (ROOT / "docs" / page).read_text()
+    return [name for name in symbols if not re.search(rf"\b{name}\b", text)]

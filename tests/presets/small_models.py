@@ -100,6 +100,22 @@ def unscaled(files: dict[str, np.ndarray], block: int) -> dict[str, np.ndarray]:
     return found
 
 
+def equal(found: dict[str, Any], expected: dict[str, np.ndarray]) -> None:
+    """Bit by bit."""
+    assert sorted(found) == sorted(expected)
+    for path, array in expected.items():
+        assert found[path].shape == array.shape and found[path].dtype == array.dtype, path
+        assert np.ascontiguousarray(found[path]).tobytes() == np.ascontiguousarray(array).tobytes(), path
+
+
+def close(found: dict[str, Any], expected: dict[str, np.ndarray], rtol: float = 1e-15, atol: float = 0) -> None:
+    """As `equal`, but for rounding: what was counted with, and counted back."""
+    assert sorted(found) == sorted(expected)
+    for path, array in expected.items():
+        assert found[path].shape == array.shape and found[path].dtype == array.dtype, path
+        np.testing.assert_allclose(found[path], array, rtol=rtol, atol=atol, err_msg=path)
+
+
 # By hand: per path of the stacked tree the name in the checkpoint, and what NumPy does with one layer of it.
 
 

@@ -45,7 +45,8 @@ def test_every_leaf_has_a_rule_and_every_rule_a_leaf(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_each_device_holds_its_part_and_what_heads_cost(name):
     model = MODELS[name]
-    tree, rules = model.make(), rules_for(model)
+    tree = model.make() if model.parameters < 1e10 else models.tree(name, layers=4)
+    rules = rules_for(model)
     for devices in (8, 64):
         made = plan(tree, MeshSpec({"fsdp": devices}), paths=rules)
         even = made.bytes_total / devices
@@ -59,30 +60,30 @@ def test_each_device_holds_its_part_and_what_heads_cost(name):
     assert made.bytes_per_device <= excess * made.bytes_total / 8
 
 
-def test_axes_may_be_several_mesh_axes():
-    model = MODELS["llama3-8b"]
-    rules = hf.llama(fsdp=("data", "fsdp"), tensor="tensor")
-    made = plan(model.make(), MeshSpec({"data": 2, "fsdp": 8, "tensor": 4}), paths=rules)
-    assert made["model/layers/31/self_attn/q_proj/weight"].spec == P("tensor", ("data", "fsdp"))
-    assert made["model/layers/31/mlp/down_proj/weight"].spec == P(("data", "fsdp"), "tensor")
-    assert made["model/norm/weight"].spec == P(("data", "fsdp"))
+GPT2, LLAMA = "gpt2", "llama3-70b"
+OF_FSDP, OF_TENSOR = P("fsdp", "tensor"), P("tensor", "fsdp")
+SPECS = [
+    *[(LLAMA, f"model/layers/1/self_attn/{one}_proj/weight", OF_TENSOR) for one in "qkv"],
+    *[(LLAMA, f"model/layers/1/mlp/{one}_proj/weight", OF_TENSOR) for one in ("gate", "up")],
+    (LLAMA, "model/layers/1/self_attn/o_proj/weight", OF_FSDP),
+    (LLAMA, "model/layers/1/mlp/down_proj/weight", OF_FSDP),
+    (LLAMA, "lm_head/weight", OF_TENSOR),
+    (LLAMA, "model/embed_tokens/weight", OF_TENSOR),
+    (LLAMA, "model/norm/weight", P("fsdp")),
+    (GPT2, "wte/weight", P(None, "fsdp")),  # the vocabulary is odd
+    (GPT2, "h/1/attn/c_attn/weight", OF_FSDP),
+    (GPT2, "h/1/mlp/c_proj/weight", OF_TENSOR),
+]
 
 
-def test_the_layout_of_each_projection_of_llama():
-    made = plan(MODELS["llama3-70b"].make(), MeshSpec({"fsdp": 16, "tensor": 8}), paths=hf.llama())
-    layer = "model/layers/79"
-    columns = [f"self_attn/{name}_proj" for name in "qkv"] + ["mlp/gate_proj", "mlp/up_proj"]
-    assert all(made[f"{layer}/{name}/weight"].spec == P("tensor", "fsdp") for name in columns)
-    rows = ["self_attn/o_proj", "mlp/down_proj"]
-    assert all(made[f"{layer}/{name}/weight"].spec == P("fsdp", "tensor") for name in rows)
-    assert made["lm_head/weight"].spec == made["model/embed_tokens/weight"].spec == P("tensor", "fsdp")
-
-
-def test_gpt2_keeps_its_odd_vocabulary_whole_and_shards_the_other_dimension():
-    made = plan(MODELS["gpt2"].make(), MeshSpec({"fsdp": 4, "tensor": 2}), paths=hf.gpt2())
-    assert made["wte/weight"].spec == P(None, "fsdp")
-    assert made["h/11/attn/c_attn/weight"].spec == P("fsdp", "tensor")
-    assert made["h/11/mlp/c_proj/weight"].spec == P("tensor", "fsdp")
+@pytest.mark.parametrize("name, path, spec", SPECS)
+def test_the_layout_of_each_weight(name, path, spec):
+    tree, model = models.tree(name, layers=2), MODELS[name]
+    assert plan(tree, MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules_for(model))[path].spec == spec
+    # An axis of the preset may be several of the mesh.
+    both: Any = ("data", "fsdp")
+    wide = plan(tree, MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}), paths=rules_for(model, fsdp=both))
+    assert wide[path].spec == P(*[both if axis == "fsdp" else axis for axis in spec])
 
 
 def test_the_fp8_checkpoint_of_deepseek_and_its_last_layer_have_rules():

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from small_models import config_of, files_of, in_blocks, stacked_by_hand, unscaled
+from small_models import config_of, equal, files_of, in_blocks, stacked_by_hand, unscaled
 
 import shardfx
 from shardfx import MeshSpec, PathRules, checkpoint
@@ -17,14 +17,6 @@ from shardfx.presets import maps
 def planned(tree, sizes, devices, text):
     structs = {path: jax.ShapeDtypeStruct(one.shape, one.dtype) for path, one in tree.items()}
     return shardfx.plan(structs, MeshSpec(sizes).build(devices), paths=PathRules.parse(text), unused="allow")
-
-
-def equal(tree, expected):
-    assert tree.keys() == expected.keys()
-    for path, one in expected.items():
-        found = np.asarray(tree[path])
-        assert found.dtype == one.dtype and found.shape == one.shape, path
-        assert found.tobytes() == np.ascontiguousarray(one).tobytes(), path
 
 
 ENGINE = (
@@ -70,12 +62,7 @@ def test_an_engine_gets_a_trainers_weights_step_after_step(family, shards):
     whole = maps.hugging_face(config).to(trainer).apply(files)
     trained = planned(whole, {"fsdp": 2, "tensor": 2}, jax.devices()[:4], STACKED)
     there = trainer.to(served)
-    plan = planned(
-        there.apply(whole),
-        {"tensor": shards},
-        jax.devices()[4 : 4 + shards],
-        ENGINE,
-    )
+    plan = planned(there.apply(whole), {"tensor": shards}, jax.devices()[4 : 4 + shards], ENGINE)
     weights: Any = shardfx.shard(whole, trained)
     moved = {}
     for _ in range(2):

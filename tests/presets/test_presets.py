@@ -44,16 +44,12 @@ def spec(*names, mode=None, **fields):
 
 
 @pytest.mark.parametrize("rules", PRESETS.values(), ids=PRESETS)
-def test_every_name_of_a_preset_resolves_to_its_first_rule(rules):
+def test_every_name_of_a_preset_resolves_to_its_first_rule_and_presets_are_values(rules):
     for mode in (None, *dict(rules.modes)):
         active = [*dict(rules.modes).get(mode, ()), *rules.rules]
         for name in rules.names:
             first = next(target for key, target in active if key == name)
             assert resolve((name,), rules, mode=mode).spec == canonical(P(first))
-
-
-@pytest.mark.parametrize("rules", PRESETS.values(), ids=PRESETS)
-def test_presets_are_equal_values(rules):
     rebuilt = type(rules)(rules.rules, modes=rules.modes, units=rules.units, aliases=rules.aliases, axes=rules.axes)
     assert rebuilt == rules and hash(rebuilt) == hash(rules)
 
@@ -122,12 +118,6 @@ def test_one_mesh_axis_may_be_for_data_and_for_parameters():
 # --- eformer: the registry's place
 
 
-def test_names_of_python_attributes_are_ordinary_axes():
-    # B36: eformer resolved "replace" and "register" to bound methods.
-    rules = eformer(batch_axis="replace").extend({"A": "register"})
-    assert resolve((BATCH, "A"), rules).spec == P("replace", "register")
-
-
 def test_overriding_is_explicit_and_part_of_the_value():
     # B35, B46: eformer's registry is outside the hash, and aliases the caller's lists.
     rules = eformer()
@@ -150,11 +140,6 @@ def test_layouts_are_all_there():
         assert resolve(layout.axes, eformer(), unmatched="raise").reasons == (), name
         dims = {"HiddenStateSharding", "AttnQSharding", "AttnKVSharding"}
         assert (layout.mode_dim == 1) == (name in dims)
-
-
-def test_infer_mode():
-    assert infer_mode((2, 1, 32), 1) == infer_mode((2, 32, 1), -1) == MODE_DECODE
-    assert infer_mode((2, 8, 32), 1) == infer_mode((2, 1), None) == infer_mode(None, None) == MODE_TRAIN
 
 
 @pytest.mark.parametrize(
@@ -180,14 +165,26 @@ def test_a_generation_rule_that_is_blocked_does_not_fall_back_to_training():
     assert [(why.code.name, why.dim, why.axes) for why in decision.reasons] == [("blocked", 1, ("sp",))]
 
 
-def test_infer_mode_messages():
-    with pytest.raises(RuleError, match="the mode depends on the size of dim 1; pass the shape"):
-        infer_mode(None, 1)
-    with pytest.raises(RuleError, match="the dimension is an int, not a bool; use 1"):
-        infer_mode((2, 1), True)
-    for dim in (2, -3):
-        with pytest.raises(SpecError, match=r"the shape has no dim -?\d; use one below 2"):
-            infer_mode((2, 1), dim)
+@pytest.mark.parametrize(
+    "shape, dim, wanted",
+    [
+        ((2, 1, 32), 1, MODE_DECODE),
+        ((2, 32, 1), -1, MODE_DECODE),
+        ((2, 8, 32), 1, MODE_TRAIN),
+        ((2, 1), None, MODE_TRAIN),
+        (None, None, MODE_TRAIN),
+        (None, 1, "the mode depends on the size of dim 1; pass the shape"),
+        ((2, 1), True, "the dimension is an int, not a bool; use 1"),
+        ((2, 1), 2, r"the shape has no dim -?\d; use one below 2"),
+        ((2, 1), -3, r"the shape has no dim -?\d; use one below 2"),
+    ],
+)
+def test_the_mode_of_a_shape(shape, dim, wanted):
+    if wanted in MODES:
+        assert infer_mode(shape, dim) == wanted
+    else:
+        with pytest.raises((RuleError, SpecError), match=wanted):
+            infer_mode(shape, dim)
 
 
 def test_a_plan_reads_presets():

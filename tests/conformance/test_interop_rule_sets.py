@@ -119,19 +119,6 @@ def test_heads_are_not_cut():
     assert specs_of(tree, rules, MeshSpec({"tensor": 2})) == {leaf.path: P("tensor")}
 
 
-def test_plans_of_a_class_or_what_it_makes():
-    tensor = {"L.layers.*.q": "colwise", "o": "rowwise"}
-
-    class Config:
-        base_model_tp_plan = tensor
-
-    assert huggingface.plans_of(Config) == huggingface.plans_of(Config()) == huggingface.Plans(tensor, {}, {})
-    with pytest.raises(RuleError, match="has no `base_model_tp_plan`"):
-        huggingface.plans_of(int)
-    with pytest.raises(RuleError, match=r"the style 'colwse' \(did you mean 'colwise' or"):
-        huggingface.rules_of({"a": "colwse"})
-
-
 class LlamaConfig:
     base_model_tp_plan = {"layers.*.self_attn.o_proj": "rowwise"}
 
@@ -144,11 +131,14 @@ class LlamaForCausalLM:
 def test_the_plan_of_a_models_class_is_for_its_head():
     tree = {"lm_head.weight": struct((256, 64)), "model.layers.0.self_attn.o_proj.weight": struct((64, 64))}
     tree |= {"model.norm.weight": struct((64,))}
-    plans = huggingface.plans_of(LlamaForCausalLM)
-    assert plans == huggingface.plans_of(LlamaForCausalLM())
-    expected = {path: P(None, "tensor") if "o_proj" in path else P() for path in tree} | {"lm_head.weight": P("tensor")}
-    assert specs_of(tree, huggingface.rules_of(plans)) == expected
-    assert huggingface.plans_of(LlamaConfig)._replace(head=LlamaForCausalLM._tp_plan) == plans
+    plans, body = huggingface.plans_of(LlamaForCausalLM), huggingface.Plans(LlamaConfig.base_model_tp_plan, {}, {})
+    assert huggingface.plans_of(LlamaForCausalLM()) == plans == body._replace(head=LlamaForCausalLM._tp_plan)
+    assert huggingface.plans_of(LlamaConfig) == huggingface.plans_of(LlamaConfig()) == body
+    assert list(specs_of(tree, huggingface.rules_of(plans)).values()) == [P("tensor"), P(None, "tensor"), P()]
+    with pytest.raises(RuleError, match="has no `base_model_tp_plan`"):
+        huggingface.plans_of(int)
+    with pytest.raises(RuleError, match=r"the style 'colwse' \(did you mean 'colwise' or"):
+        huggingface.rules_of({"a": "colwse"})
 
 
 EXPERTS = huggingface.Plans(
@@ -253,15 +243,10 @@ def test_a_layout_map_matches_whole_paths():
     }
 
 
-def test_two_matches_of_a_layout_map_are_an_error():
+def test_layout_maps_that_say_nothing_are_refused():
     twice = keras.rules_of({".*kernel": ("model",), "dense.*": (None, "model")})
-    with pytest.raises(
-        RuleError, match=r"the path 'dense/kernel' matches \['.\*kernel', 'dense.\*'\], and in a LayoutMap"
-    ):
-        plan({"dense": {"kernel": struct((8, 8))}}, MeshSpec({"model": 4}), paths=twice)
-
-
-def test_a_layout_is_a_tuple_of_axes():
+    with pytest.raises(RuleError, match=r"'dense/kernel' matches \['.\*kernel', 'dense.\*'\], and in a LayoutMap"):
+        specs_of({"dense": {"kernel": struct((8,))}}, twice, MeshSpec({"model": 4}))
     with pytest.raises(RuleError, match="the layout of 'w' is 3"):
         keras.rules_of({"w": 3})
 

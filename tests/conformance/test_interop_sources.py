@@ -12,6 +12,7 @@ import pytest
 from _sources import folder_of
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
+from presets.small_models import config_of
 
 from shardfx import MeshSpec, plan
 from shardfx.errors import RuleError
@@ -58,30 +59,10 @@ def test_the_trees_of_the_hand_checked_plans_have_the_names_of_transformers(name
     assert {path.split(".")[0] for path in PLANS[name]} <= {prefix, "lm_head"}
 
 
-# What checkpoints call otherwise than the module that loads them.
-ON_DISK = {
-    "mixtral": {"block_sparse_moe", "w1", "w2", "w3"},
-    "gemma3": {"model"},
-}
-CONFIG = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3, "num_experts": 2}
-CONFIG |= {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": 8}
-FAMILIES = "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gemma2 gemma3 gpt2 deepseek_v2 deepseek_v3 bert".split()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layouts_of_checkpoints_have_the_names_of_transformers(family):
-    folder = folder_of("transformers") / "models" / family
-    config = {"model_type": family, **CONFIG, "first_k_dense_replace": 1, "attention_bias": True}
-    paths = [path for path, _ in maps.hugging_face(config).weights]
-    conversions = (folder_of("transformers") / "conversion_mapping.py").read_text()
-    on_disk = {name for name in ON_DISK.get(family, ()) if re.search(rf"\b{name}\b", conversions)}
-    assert unknown(paths, modeling(folder) | on_disk) == []
-
-
 def test_the_layer_after_the_last_is_what_transformers_leaves_out():
     text = (folder_of("transformers") / "models" / "deepseek_v3" / "modeling_deepseek_v3.py").read_text()
     assert r"model\.layers\.61.*" in text
-    ahead = {"model_type": "deepseek_v3", **CONFIG, "num_hidden_layers": 61, "num_nextn_predict_layers": 1}
+    ahead = config_of("deepseek_v3", layers=61) | {"num_nextn_predict_layers": 1}
     assert "model.layers.61.{rest*}" in maps.hugging_face(ahead, ahead="drop").rest
 
 
@@ -105,17 +86,8 @@ class Layout:
 
 KEYS = (
     *(".*", ".*kernel", "dense.*", r"dense_\d/kernel", "dense_1/kernel", "(out|dense).*bias", "kernel", "dense_1/.*"),
-    *(
-        "(?ix) dense_1 . kernel  # both flags",
-        "a|b",
-        "dense_1",
-        ".*/kernel$",
-        "^out/.*",
-        "(?i)DENSE.*",
-        r"out/dense\.x/bias",
-        "dense.1/kernel",
-        "",
-    ),
+    *("(?ix) dense_1 . kernel  # both flags", "a|b", "dense_1", ".*/kernel$", "^out/.*", "(?i)DENSE.*", ""),
+    *(r"out/dense\.x/bias", "dense.1/kernel"),
 )
 PATHS = ("dense_1/kernel", "dense_12/kernel", "out/dense_1/bias", "dense_1/kernel_scale", "out/dense.x/bias", "b")
 AXES = st.sampled_from([(None, "model"), ("model", None), ("data", "model"), ()])

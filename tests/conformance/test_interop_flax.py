@@ -78,12 +78,6 @@ def test_arrays_without_names_can_be_left_to_path_rules():
     assert made["params/Dense_1/kernel"].spec == P("tensor", "fsdp")
 
 
-def test_partitioned_boxes_name_mesh_axes():
-    boxed = {"w": nn.Partitioned(jnp.ones((8, 8)), ("fsdp", None)), "b": nn.Partitioned(jnp.ones(8), (None,))}
-    made = plan(boxed, MESH, names=interop.names_of(boxed), axes=interop.core_rules((), MESH))
-    assert [leaf.spec for leaf in made.leaves] == [P(), P("fsdp")]
-
-
 def test_boxes_of_other_kinds_are_unboxed():
     class Box(meta.AxisMetadata):
         def __init__(self, value):
@@ -147,17 +141,13 @@ def test_nnx_states_are_planned_and_sharded():
     [("embed", "mlp"), ["embed", "mlp"], P("embed", "mlp"), NamedSharding(MESH.abstract(), P("fsdp", "tensor"))],
 )
 def test_every_kind_of_out_sharding_is_read(sharding):
-    variable = nnx.Param(jnp.ones((4, 8)), out_sharding=sharding, eager_sharding=False)
-    names = interop.names_of({"w": variable})["w"]
+    variable = lambda given: {"w": nnx.Param(jnp.ones((4, 8)), out_sharding=given, eager_sharding=False)}
+    names = interop.names_of(variable(sharding))["w"]
     axes = ("fsdp", "tensor") if isinstance(sharding, NamedSharding) else ("embed", "mlp")
     # A PartitionSpec says nothing of the dimensions beyond its end, a tuple of names has one for each.
     assert names == (axes if isinstance(sharding, tuple | list) else (*axes, ...))
-
-
-def test_an_out_sharding_that_has_no_names():
-    variable = nnx.Param(jnp.ones(4), out_sharding="embed", eager_sharding=False)
     with pytest.raises(SpecError, match="the sharding 'embed' of a flax variable has no names; give it a tuple"):
-        interop.names_of({"w": variable})
+        interop.names_of(variable("embed"))
 
 
 def test_reading_a_box_changes_nothing():
@@ -186,12 +176,9 @@ def test_rules_of_boxes_and_variables_are_merged():
     names = interop.names_of(tree, default=())
     made = plan(interop.unboxed(tree), MESH, names=names, axes=interop.core_rules(interop.rules_of(tree), MESH))
     assert [leaf.spec for leaf in made.leaves] == [P("fsdp"), P("tensor"), P("fsdp"), P()]
-
-
-def test_contradicting_rules_of_two_variables():
-    box = lambda axis: nn.LogicallyPartitioned(jnp.ones(4), ("embed",), rules=(("embed", axis),))
+    other = nn.LogicallyPartitioned(jnp.ones(4), ("embed",), rules=(("embed", "tensor"),))
     with pytest.raises(RuleError, match="`merge`: rules map 'embed' to"):
-        interop.rules_of({"a": box("fsdp"), "b": box("tensor")})
+        interop.rules_of({**tree, "d": other})
 
 
 @given(PAIRS, st.lists(st.one_of(NAMES, AXES), unique=True, max_size=4))
@@ -204,10 +191,8 @@ def test_last_wins_and_keep_are_flax_core_where_flax_core_is_valid(pairs, names)
     if len(set(used)) < len(used):
         return
     mesh = MeshSpec(dict.fromkeys(("x", "y", "z", "w", "a", "b", "c", "d"), 1))
-    for decision in (
-        resolve(names, AxisRules.last_wins(rules), unmatched="keep"),
-        resolve(names, interop.core_rules(rules, mesh)),
-    ):
+    kept = resolve(names, AxisRules.last_wins(rules), unmatched="keep")
+    for decision in (kept, resolve(names, interop.core_rules(rules, mesh))):
         assert decision.spec == canonical(P(*wanted)) and not decision.reasons
 
 
@@ -224,17 +209,11 @@ def test_composite_rules_is_flaxs_where_no_name_occurs_twice(one, two):
     assert interop.composite_rules(one, two).rules == tuple(wanted)
 
 
-def test_composite_rules_takes_none_mappings_and_axis_rules():
+def test_rules_come_in_every_form_and_keep_modes_units_and_aliases():
     assert interop.composite_rules(None, None) == AxisRules()
     assert interop.composite_rules({"embed": "fsdp"}, AxisRules({"mlp": "tensor"})) == RULES
-
-
-def test_core_rules_let_a_rule_rename_an_axis():
-    rules = interop.core_rules({"fsdp": "tensor"}, MESH)
-    assert resolve(("fsdp",), rules).spec == P("tensor")
-
-
-def test_core_rules_keep_modes_units_and_aliases():
+    # A rule may rename an axis.
+    assert resolve(("fsdp",), interop.core_rules({"fsdp": "tensor"}, MESH)).spec == P("tensor")
     rules = AxisRules({"a": "x"}, modes={"decode": {"a": None}}, units={"a": 2}, aliases={"b": "a"})
     assert interop.core_rules(rules, MeshSpec({"y": 1, "a": 1})) == rules.prepend({"y": "y"})
 
