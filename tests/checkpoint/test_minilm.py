@@ -83,7 +83,9 @@ def layouts():
 
 
 def planned(layouts, mesh):
-    stored = {entry.path: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for entry in checkpoint.read_index(MODEL).entries}
+    stored = {
+        entry.path: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for entry in checkpoint.read_index(MODEL).entries
+    }
     return shardfx.plan(jax.eval_shape(layouts[0].to(layouts[1]).apply, stored), mesh, paths=RULES, axes=AXES)
 
 
