@@ -185,7 +185,7 @@ def disagreements():
     me, (made, other) = jax.process_index(), planned().values()
     arrays = shardfx.shard(tree(), made)
     half = arrays | {"rows": arrays["rows"].astype("bfloat16")}
-    halved = shardfx.plan(half, made.mesh, paths=PathRules.parse(RULES["rows"]))
+    halved = shardfx.plan(half, made.mesh.build(jax.devices()), paths=PathRules.parse(RULES["rows"]))
     file, result = FOLDER / "one.safetensors", {}
 
     def tried(name, odd, *given, path: Any = FOLDER / "never", **options):
