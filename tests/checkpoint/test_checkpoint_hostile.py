@@ -15,9 +15,9 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
+from _stores import eformer, orbax, zarr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from safetensors.numpy import save_file
 
@@ -33,26 +33,8 @@ def mesh():
     return Mesh(np.array(jax.devices()), ("x",))
 
 
-def zarr(directory, array, *, chunks, driver="zarr", **metadata):
-    kvstore = {"driver": "file", "path": f"{directory}/"}
-    layout = ts.ChunkLayout(chunk_shape=chunks)
-    spec = {"driver": driver, "kvstore": kvstore}
-    ts.open(spec, create=True, dtype=ts.dtype(array.dtype), shape=array.shape, chunk_layout=layout).result().write(
-        array
-    ).result()
-
-
 def wanted(mesh, shape=(8,), dtype=np.float32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
-
-
-def eformer(directory, **content):
-    (directory / "tensorstore_index.json").write_text(json.dumps({"format": "tensorstore", **content}))
-
-
-def orbax(path, tree, **how):
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**how)) as writer:
-        writer.save(path, args=ocp.args.PyTreeSave(tree))
 
 
 # Loads one checkpoint after the other: what each says, and by how many MiB the process has grown meanwhile.
@@ -101,7 +83,7 @@ def test_a_lost_chunk_is_no_zero(tmp_path, mesh, kind):
     if kind.startswith("orbax"):
         orbax(tmp_path / "c", {"w": jnp.asarray(array)}, use_ocdbt=False, use_zarr3=kind == "orbax3")
     else:
-        zarr(tmp_path / "c" / "w", array, chunks=[4], driver="zarr3" if kind == "zarr3" else "zarr")
+        zarr(tmp_path / "c", "w", array, chunks=[4], driver="zarr3" if kind == "zarr3" else "zarr")
     if kind == "eformer":
         eformer(tmp_path / "c", arrays=[{"path": "w", "shape": [8], "dtype": "float32"}])
     structs = {"w": wanted(mesh)}
@@ -255,7 +237,7 @@ def test_a_shard_whose_table_cannot_be_read_is_not_unpacked(tmp_path, mesh):
 
 
 def test_a_chunk_may_be_larger_than_a_small_array(tmp_path, mesh):
-    zarr(tmp_path / "w", np.arange(8, dtype=np.float32), chunks=[2**20])
+    zarr(tmp_path, "w", np.arange(8, dtype=np.float32), chunks=[2**20])
     assert np.array_equal(checkpoint.load(tmp_path, {"w": wanted(mesh)})["w"], np.arange(8))
 
 
@@ -269,7 +251,7 @@ def piped(folder, kind):
         names = {"orbax chunk": "w/0", "orbax database": "manifest.ocdbt", "orbax metadata": "_METADATA"}
         pipe = folder / names[kind]
     else:
-        zarr(folder / "w", np.arange(8, dtype=np.float32), chunks=[8])
+        zarr(folder, "w", np.arange(8, dtype=np.float32), chunks=[8])
         pipe = folder / "w" / "0"
     pipe.unlink()
     os.mkfifo(folder / "pipe" if kind == "link" else pipe)

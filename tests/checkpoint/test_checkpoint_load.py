@@ -62,39 +62,14 @@ DTYPES = [
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16", "float32", "complex64"),
     *("float8_e4m3fn", "float8_e5m2"),
 ]
-SPECS = [
-    P(),
-    P("a"),
-    P(("c", "a")),
-    P(None, "b"),
-    P("b", "a"),
-    P(("a", "b", "c")),
-    P(None, ("b", "a", "c")),
-    P("c", None, "b"),
-]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_arrives_bit_by_bit(tmp_path, dtype):
-    arrays = {f"w{i}": random((8, 16, 4), jnp.dtype(dtype), i) for i in range(len(SPECS))}
-    arrays |= {"scalar": random((), jnp.dtype(dtype)), "empty": random((0, 8), jnp.dtype(dtype))}
-    save_file(arrays, tmp_path / "x.safetensors")
-    specs = {**{f"w{i}": spec for i, spec in enumerate(SPECS)}, "scalar": P(), "empty": P(None, "a")}
-    plan = {name: struct(arrays[name], specs[name]) for name in arrays}
-    loaded = checkpoint.load(tmp_path, plan)
-    for name, array in loaded.items():
-        assert array.sharding == plan[name].sharding
-        assert same_bytes(array, arrays[name])
-        for shard in array.addressable_shards:
-            assert same_bytes(shard.data, arrays[name][shard.index])
-
-
-@hyp.settings(max_examples=60, deadline=None)
+@hyp.settings(max_examples=100, deadline=None)
 @hyp.given(st.data())
-def test_any_shape_any_spec_any_transpose(tmp_path_factory, data):
+def test_any_shape_any_spec_any_transpose_and_any_dtype(tmp_path_factory, data):
     rank = data.draw(st.integers(0, 4))
-    shape = tuple(data.draw(st.sampled_from([1, 2, 4, 8, 24])) for _ in range(rank))
-    array = random(shape, data.draw(st.sampled_from([np.int8, np.float32, jnp.bfloat16])))
+    shape = tuple(data.draw(st.sampled_from([0, 1, 2, 4, 8, 24])) for _ in range(rank))
+    array = random(shape, jnp.dtype(data.draw(st.sampled_from(DTYPES))))
     order = tuple(data.draw(st.permutations(range(rank))))
     path = tmp_path_factory.mktemp("t")
     save_file({"x": array}, path / "x.safetensors")
@@ -105,8 +80,10 @@ def test_any_shape_any_spec_any_transpose(tmp_path_factory, data):
         axes = axes if size % 2 ** len(axes) == 0 else ()
         free = [axis for axis in free if axis not in axes]
         entries.append(axes)
-    loaded = checkpoint.load(path, {"y": struct(wanted, P(*entries))}, TreeMap({"y": From("x").transpose(*order)}))
-    assert same_bytes(loaded["y"], wanted)
+    structs = {"y": struct(wanted, P(*entries))}
+    loaded = checkpoint.load(path, structs, TreeMap({"y": From("x").transpose(*order)}))["y"]
+    assert loaded.sharding == structs["y"].sharding and same_bytes(loaded, wanted)
+    assert all(same_bytes(shard.data, wanted[shard.index]) for shard in loaded.addressable_shards)
 
 
 def test_a_live_model_comes_back_with_its_leaves_that_are_no_arrays(tmp_path):

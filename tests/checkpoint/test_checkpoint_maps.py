@@ -72,14 +72,11 @@ def test_a_layout_is_loaded_into_another_and_saved_back(tmp_path, rules):
 def test_an_exported_checkpoint_is_a_plain_one_of_its_own_layout(tmp_path):
     files = hugging_face()
     tree = LLAMA.apply(files)
-    made = planned(tree, *RULES)
-    checkpoint.save(tmp_path / "out", shardfx.shard(tree, made), made, map=LLAMA.inverse(), like=files, file_bytes=4000)
-    names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert "plan.json" not in names and "model.safetensors.index.json" in names and len(names) > 3
+    checkpoint.save(tmp_path / "out", tree, planned(tree), map=LLAMA.inverse(), like=files, file_bytes=4000)
     index = checkpoint.read_index(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists() and set(index) == files.keys()
     # What the loader of Hugging Face's libraries asks of a file before it reads it.
     assert index.metadata == {"format": "pt"}
-    assert {entry.path for entry in index.entries} == files.keys()
     with pytest.raises(CheckpointError, match="holds no plan"):
         checkpoint.saved_plan(tmp_path / "out")
 
@@ -243,11 +240,8 @@ def _once(axes):
         used |= {*names}
 
 
-FLOATS = [np.nan, np.inf, -np.inf, 3e9, -3e9, 2.0**31, -(2.0**31), 1e30]
-FLOATS += [300.7, -1.5, 7.9, -8.9, 0.5, 255.9, -0.0, 127.0]
-
-
-INTEGERS = ("int4", "int8", "int16", "int32", "uint4", "uint8", "uint32")
+FLOATS = [np.nan, np.inf, -np.inf, 3e9, -3e9, 2.0**31, -(2.0**31), 1e30, 300.7, -1.5, 7.9, -8.9, 0.5, 255.9, -0.0, 127]
+INTEGERS = ("int4", "int8", "int32", "uint4", "uint8", "uint32")
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
