@@ -262,7 +262,8 @@ def held(value, dtype):
 def test_no_integer_changes_its_value_and_none_is_made_of_a_fraction(tmp_path_factory, mesh, stored, to, value, spec):
     stored, to = jnp.dtype(stored), jnp.dtype(to)
     value = held(value, stored)
-    hyp.assume(value is not None and stored != to and stored != "int4" and to != "int64")
+    if value is None or stored in (to, "int4") or to == "int64":
+        hyp.reject()
     array = np.zeros((8, 4), stored)
     array[5, 2] = value
     path = tmp_path_factory.mktemp("cast") / "x.safetensors"
