@@ -427,6 +427,9 @@ def test_a_file_that_is_written_to_while_it_is_read(tmp_path, mesh, monkeypatch)
     monkeypatch.setattr(os, "preadv", written)
     with pytest.raises(CheckpointError, match="was replaced or written to since its header was read"):
         checkpoint.load(index, {"w": wanted(mesh)})
+    monkeypatch.setattr(os, "preadv", lambda *given: os.unlink(tmp_path / "x.safetensors") or preadv(*given))
+    with pytest.raises(CheckpointError, match="is missing|was replaced"):
+        checkpoint.load(tmp_path, {"w": wanted(mesh)})
 
 
 # How long a reader reads beside a writer.
