@@ -67,6 +67,28 @@ def loss(params, batch, mask, batch_plan):
     return jnp.sum(jnp.mean(error**2, axis=1) * mask) / jnp.sum(mask)
 
 
+def planned(mesh, tree=None, rules=RULES):
+    return plan(params() if tree is None else tree, mesh, paths=rules, unmatched="replicate", unused="allow")
+
+
+def planned_batch(mesh):
+    return plan(batches()[0], mesh, paths=BATCH_RULES)
+
+
+def raised(call, *args, **kwargs):
+    """What the error of a call says, and after how many seconds."""
+    started = time.monotonic()
+    try:
+        call(*args, **kwargs)
+    except (MeshError, PlanMismatchError) as error:
+        return str(error), time.monotonic() - started
+    return "no error", 0.0
+
+
+def is_last():
+    return jax.process_index() == jax.process_count() - 1
+
+
 def local_rows(batch, batch_plan, mesh, rows=None):
     """What this process would load: its chunk of each array, by its place in the host grid."""
     grid, out = hosts.grid_of(mesh), {}
@@ -79,9 +101,9 @@ def local_rows(batch, batch_plan, mesh, rows=None):
 def train(mesh):
     """Two steps of Adam, the second on a ragged batch, from host arrays and back to them."""
     optimizer = optax.adam(STEP_SIZE)
-    params_plan = plan(params(), mesh, paths=RULES, unmatched="replicate", unused="allow")
+    params_plan = planned(mesh)
     state_plan = follow(optimizer.init, params_plan)
-    batch_plan = plan(batches()[0], mesh, paths=BATCH_RULES)
+    batch_plan = planned_batch(mesh)
     model = shard(params(), params_plan)
     state = filter_jit(optimizer.init, out_shardings=state_plan)(model)
 
@@ -94,10 +116,7 @@ def train(mesh):
     losses = []
     for number, batch in enumerate(batches()):
         # The last process of several runs short of rows in the second batch.
-        short = number == 1 and jax.process_index() == jax.process_count() - 1
-        local = local_rows(batch, batch_plan, mesh)
-        rows = len(local["x"])
-        local = {name: array[: rows - 2] if short else array for name, array in local.items()}
+        local = local_rows(batch, batch_plan, mesh, rows=-2 if number == 1 and is_last() else None)
         arrays, mask = hosts.global_batch(local, batch_plan, pad=0)
         model, state, value = run(model, state, arrays, mask)
         losses.append(float(value))
@@ -125,47 +144,25 @@ def listening():
 
 
 def agreement(mesh):
-    """What `assert_same_plan` says about equal plans, then about three that differ on the last process."""
-    mine = plan(params(), mesh, paths=RULES, unmatched="replicate", unused="allow")
+    """What `assert_same_plan` says about equal plans and maps, then about pairs of which the last process has one."""
+    mine, same, twice = planned(mesh), TreeMap({"out/w": "w"}), TreeMap({"out/w": From("w").times(2.0)})
     hosts.assert_same_plan(mine)
-    last = jax.process_index() == jax.process_count() - 1
-    other_rules = PathRules([("out/w", P("tensor")), *RULES.rules])
-    odd = {
-        "spec": plan(params(), mesh, paths=other_rules, unmatched="replicate", unused="allow"),
-        "shape": plan({**params(), "more": np.ones(3)}, mesh, paths=RULES, unmatched="replicate", unused="allow"),
-        "devices": mine.on(Mesh(mesh.devices[::-1], mesh.axis_names)),
-    }
-    messages = {}
-    for what, other in odd.items():
-        try:
-            hosts.assert_same_plan(other if last else mine)
-        except PlanMismatchError as error:
-            messages[what] = str(error)
-    same, twice = TreeMap({"out/w": "w"}), TreeMap({"out/w": From("w").times(2.0)})
     hosts.assert_same_plan(same)
-    try:
-        hosts.assert_same_plan(twice if last else same)
-    except PlanMismatchError as error:
-        messages["map"] = str(error)
-    try:
-        hosts.assert_same_plan(mine if last else same)
-    except PlanMismatchError as error:
-        messages["map and plan"] = str(error)
-    return messages
+    pairs = {
+        "spec": (mine, planned(mesh, rules=PathRules([("out/w", P("tensor")), *RULES.rules]))),
+        "shape": (mine, planned(mesh, {**params(), "more": np.ones(3)})),
+        "devices": (mine, mine.on(Mesh(mesh.devices[::-1], mesh.axis_names))),
+        "map": (same, twice),
+        "map and plan": (same, mine),
+    }
+    return {what: raised(hosts.assert_same_plan, pair[is_last()])[0] for what, pair in pairs.items()}
 
 
-def alone():
-    """What `assert_same_plan` says where the last process does not call it, and calls it too late."""
-    mine = plan(params(), SPEC, paths=RULES, unmatched="replicate", unused="allow")
-    hosts.assert_same_plan(mine)
-    if jax.process_index() == jax.process_count() - 1:
+def alone(mesh):
+    """What `assert_same_plan` says where the last process calls it too late."""
+    if is_last():
         time.sleep(3)
-    started = time.monotonic()
-    try:
-        hosts.assert_same_plan(mine, wait_seconds=1.0)
-    except PlanMismatchError as error:
-        return str(error), time.monotonic() - started
-    return "", 0.0
+    return raised(hosts.assert_same_plan, planned(mesh), wait_seconds=1.0)
 
 
 def everything():
@@ -177,17 +174,11 @@ def everything():
         for spec in SPECS:
             if len(spec) > len(shape):
                 continue
-            sharding = NamedSharding(mesh, spec)
-            key = (shape, str(spec))
-            chunk = hosts.local_chunk(shape, spec, grid, process)
-            result["chunks"][key] = (chunk, hosts.owned(shape, sharding, process))
+            owned = hosts.owned(shape, NamedSharding(mesh, spec), process)
+            result["chunks"][shape, str(spec)] = (hosts.local_chunk(shape, spec, grid, process), owned)
     # The devices of different processes alternate, so no process has a box.
     mixed = Mesh(mesh.devices.reshape(-1)[np.arange(8).reshape(2, 4).T.reshape(-1)].reshape(8), ("all",))
-    try:
-        hosts.grid_of(mixed)
-        result["mixed"] = "no error"
-    except MeshError as error:
-        result["mixed"] = str(error)
+    result["mixed"], _ = raised(hosts.grid_of, mixed)
     result["owned"] = hosts.owned((16, 3), NamedSharding(mixed, P("all")), process)
     whole = np.arange(48.0, dtype=np.float32).reshape(16, 3)
     scattered_plan = plan({"x": whole}, mixed, paths=PathRules([("x", P("all"))]))
@@ -195,44 +186,36 @@ def everything():
     result["scattered"] = (gather(hosts.global_batch({"x": scattered}, scattered_plan))["x"], whole)
     order = MeshSpec(SPEC.shape, dcn={"data": jax.process_count()}).order(jax.devices())
     result["nodes"] = (order.method, [[device.process_index for device in row] for row in order.devices])
-    layout = hosts.data_layout(24, "data", grid, process)
-    result["layout"] = layout
-    batch_plan = plan(batches()[0], mesh, paths=BATCH_RULES)
+    result["layout"] = hosts.data_layout(24, "data", grid, process)
+    batch_plan = planned_batch(mesh)
     arrays = hosts.global_batch(local_rows(batches()[0], batch_plan, mesh), batch_plan)
     result["batch"] = gather(arrays)
-    try:
-        hosts.global_batch(local_rows(batches()[0], batch_plan, mesh, rows=1), batch_plan)
-    except PlanMismatchError as error:
-        result["short"] = str(error)
-    placed = shard(params(), plan(params(), mesh, paths=RULES, unmatched="replicate", unused="allow"))
-    result["gathered"] = gather(placed)
+    result["short"], _ = raised(hosts.global_batch, local_rows(batches()[0], batch_plan, mesh, rows=1), batch_plan)
+    result["gathered"] = gather(shard(params(), planned(mesh)))
     doubled = jax.jit(lambda x: constrain(2 * x, P("data"), batch_plan))(arrays["x"])
     result["constrained"] = (gather(doubled), str(doubled.sharding.spec))
     result["trained"] = train(mesh)
     result["agreement"] = agreement(mesh)
     result["listening"] = listening()
-    return result
+    result["alone"] = alone(mesh)
+    keep(result)
+    dies(jax.process_count() - 1)
 
 
-def dies():
-    """Leaves without a word once all are connected."""
+def keep(result):
+    """Hands `result` to the test, whatever becomes of this process."""
+    Path(sys.argv[-1], f"{jax.process_index()}.pickle").write_bytes(pickle.dumps(result))
+
+
+def dies(dead=0):
+    """The process `dead` leaves without a word once all are connected; the others run collectives while they can."""
     multihost_utils.sync_global_devices("connected")
-    os._exit(7)
-
-
-def survives():
-    """Runs collectives for as long as it can."""
-    multihost_utils.sync_global_devices("connected")
-    started = time.monotonic()
-    mesh = SPEC.fit(8).build(jax.devices())
-    x = shard(
-        {"x": np.ones((8, 8), np.float32)}, plan({"x": np.ones((8, 8))}, mesh, paths=PathRules([("x", P("data"))]))
-    )
-    try:
-        for _ in range(10_000):
-            gather(x)
-    finally:
-        print(f"failed after {time.monotonic() - started:.1f} s", flush=True)
+    if jax.process_index() == dead:
+        os._exit(7)
+    batch = np.ones((8, 8), np.float32)
+    x = shard({"x": batch}, plan({"x": batch}, SPEC.fit(jax.device_count()).build(jax.devices()), paths=BATCH_RULES))
+    for _ in range(10_000):
+        gather(x)
 
 
 def matrices():
@@ -247,7 +230,7 @@ def matrices():
     return "right"
 
 
-TASKS: dict[str, Callable[[], Any]] = {task.__name__: task for task in (everything, dies, survives, alone)}
+TASKS: dict[str, Callable[[], Any]] = {task.__name__: task for task in (everything, dies)}
 
 
 def main(task, index, count, devices, port, folder, *, heartbeat_seconds=10, shutdown_seconds=20):

@@ -130,10 +130,10 @@ def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
         copy(as_bits(view), as_bits(values))
         return
     is_checked = may_change(values.dtype, view.dtype) and values.size > 0
-    if is_checked and jnp.issubdtype(view.dtype, jnp.integer):
-        _require_range(view.dtype, values, name)
     # As in JAX, what is too large for a smaller floating-point dtype becomes infinite without a word.
     with np.errstate(over="ignore", invalid="ignore"):
+        if is_checked and jnp.issubdtype(view.dtype, jnp.integer):
+            _require_range(view.dtype, values, name)
         copy(view, values)
         changed = _changed(view, values) if is_checked else None
     if changed is not None and changed.any():

@@ -16,9 +16,7 @@ from safetensors.numpy import save_file
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
 from shardfx._ground.boxes import boxes_here
-from shardfx._ground.copying import buffers
 from shardfx._ground.errors import CheckpointError
-from shardfx.checkpoint import FileArray, _reader
 from shardfx.checkpoint._load import LoadRequest, load_index
 from shardfx.checkpoint._units import Host, moved
 from shardfx.errors import PlanMismatchError
@@ -64,39 +62,14 @@ DTYPES = [
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16", "float32", "complex64"),
     *("float8_e4m3fn", "float8_e5m2"),
 ]
-SPECS = [
-    P(),
-    P("a"),
-    P(("c", "a")),
-    P(None, "b"),
-    P("b", "a"),
-    P(("a", "b", "c")),
-    P(None, ("b", "a", "c")),
-    P("c", None, "b"),
-]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_arrives_bit_by_bit(tmp_path, dtype):
-    arrays = {f"w{i}": random((8, 16, 4), jnp.dtype(dtype), i) for i in range(len(SPECS))}
-    arrays |= {"scalar": random((), jnp.dtype(dtype)), "empty": random((0, 8), jnp.dtype(dtype))}
-    save_file(arrays, tmp_path / "x.safetensors")
-    specs = {**{f"w{i}": spec for i, spec in enumerate(SPECS)}, "scalar": P(), "empty": P(None, "a")}
-    plan = {name: struct(arrays[name], specs[name]) for name in arrays}
-    loaded = checkpoint.load(tmp_path, plan)
-    for name, array in loaded.items():
-        assert array.sharding == plan[name].sharding
-        assert same_bytes(array, arrays[name])
-        for shard in array.addressable_shards:
-            assert same_bytes(shard.data, arrays[name][shard.index])
-
-
-@hyp.settings(max_examples=60, deadline=None)
+@hyp.settings(max_examples=100, deadline=None)
 @hyp.given(st.data())
-def test_any_shape_any_spec_any_transpose(tmp_path_factory, data):
+def test_any_shape_any_spec_any_transpose_and_any_dtype(tmp_path_factory, data):
     rank = data.draw(st.integers(0, 4))
-    shape = tuple(data.draw(st.sampled_from([1, 2, 4, 8, 24])) for _ in range(rank))
-    array = random(shape, data.draw(st.sampled_from([np.int8, np.float32, jnp.bfloat16])))
+    shape = tuple(data.draw(st.sampled_from([0, 1, 2, 4, 8, 24])) for _ in range(rank))
+    array = random(shape, jnp.dtype(data.draw(st.sampled_from(DTYPES))))
     order = tuple(data.draw(st.permutations(range(rank))))
     path = tmp_path_factory.mktemp("t")
     save_file({"x": array}, path / "x.safetensors")
@@ -107,8 +80,10 @@ def test_any_shape_any_spec_any_transpose(tmp_path_factory, data):
         axes = axes if size % 2 ** len(axes) == 0 else ()
         free = [axis for axis in free if axis not in axes]
         entries.append(axes)
-    loaded = checkpoint.load(path, {"y": struct(wanted, P(*entries))}, TreeMap({"y": From("x").transpose(*order)}))
-    assert same_bytes(loaded["y"], wanted)
+    structs = {"y": struct(wanted, P(*entries))}
+    loaded = checkpoint.load(path, structs, TreeMap({"y": From("x").transpose(*order)}))["y"]
+    assert loaded.sharding == structs["y"].sharding and same_bytes(loaded, wanted)
+    assert all(same_bytes(shard.data, wanted[shard.index]) for shard in loaded.addressable_shards)
 
 
 def test_a_live_model_comes_back_with_its_leaves_that_are_no_arrays(tmp_path):
@@ -153,12 +128,13 @@ def test_nothing_is_cast_that_was_not_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize(("stored", "to"), [("bfloat16", "float32"), ("float32", "float8_e4m3fn"), ("int32", "int8")])
-@pytest.mark.parametrize("spec", [P(), P("a"), P(None, ("a", "b", "c"))])
-def test_casts_are_those_of_jax(tmp_path, stored, to, spec):
+def test_casts_are_those_of_jax(tmp_path, stored, to):
     array = np.asarray(jax.random.uniform(jax.random.key(0), (16, 32), minval=-100, maxval=100).astype(stored))
-    save_file({"w": array}, tmp_path / "x.safetensors")
-    loaded = checkpoint.load(tmp_path, {"w": struct(array, spec, dtype=jnp.dtype(to))}, dtype="plan")
-    assert same_bytes(loaded["w"], jnp.asarray(array).astype(to))
+    specs = {"x": P(), "y": P("a"), "z": P(None, ("a", "b", "c"))}
+    save_file(dict.fromkeys(specs, array), tmp_path / "x.safetensors")
+    structs = {name: struct(array, spec, dtype=jnp.dtype(to)) for name, spec in specs.items()}
+    for loaded in checkpoint.load(tmp_path, structs, dtype="plan").values():
+        assert same_bytes(loaded, jnp.asarray(array).astype(to))
 
 
 def test_what_jax_cannot_hold_is_refused(tmp_path):
@@ -241,44 +217,6 @@ def test_a_quarter_of_the_devices_reads_a_quarter(tmp_path, reads):
     assert sum(reads) == checkpoint.plan_reads(index, plan).read_bytes == total
 
 
-def test_reads_are_counted_as_they_are_done(tmp_path, reads):
-    """What `plan_reads` says is what `load` does, here for two of eight devices, with gaps between columns."""
-    arrays = {
-        "crumbs": random((512, 16), np.float32),
-        "short": random((512, 512), np.float32),
-        "long": random((32, 2**18), np.uint8),
-    }
-    save_file(arrays, tmp_path / "x.safetensors")
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-    index = checkpoint.read_index(tmp_path)
-    # A device's shards alone, as a process that owns one device has them.
-    for name, array in arrays.items():
-        width = array.shape[1] // 8
-        entry = index[name]
-        assert isinstance(entry, FileArray)
-        box = ((0, array.shape[0]), (3 * width, 4 * width))
-        todo = _reader.spans_of(entry.shape, entry.dtype.itemsize, (box,), True)
-        expected = sum(span.nbytes for span in todo)
-        [out] = buffers([((array.shape[0], width), array.dtype)])
-        reads.clear()
-        with _reader.Files(index.place, [entry.file], 1) as files:
-            files.read(entry, todo, [box], [out])
-        assert same_bytes(out, np.ascontiguousarray(array[:, 3 * width : 4 * width]))
-        assert sum(reads) == expected
-        made = checkpoint.plan_reads(
-            index, {name: struct(array, P(None, "x"), _abstract(mesh))}, processes=8, unread="allow"
-        )
-        assert made.processes[3].read_bytes == expected
-        assert made.processes[3].needed_bytes == array.nbytes // 8
-        # Only gaps of less than 64 bytes are read along.
-        assert (made.processes[3].excess_bytes == 0) == (name != "crumbs")
-        exact = checkpoint.plan_reads(
-            index, {name: struct(array, P(None, "x"), _abstract(mesh))}, processes=8, gap_bytes=1, unread="allow"
-        )
-        assert exact.excess_bytes == 0
-        assert "in excess" in str(made)
-
-
 @pytest.mark.parametrize("gap_bytes", [1, 10**9])
 def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
     array = random((64, 512), np.float32)
@@ -304,10 +242,12 @@ def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
         part = structs["w"].sharding.devices_indices_map(array.shape)[device]
         assert same_bytes(filled, np.ascontiguousarray(array[part]))
     assert sum(reads) == (array.nbytes // 4 if gap_bytes == 1 else array.nbytes - 2 * 64 * 4)
-
-
-def _abstract(mesh):
-    return MeshSpec.of(mesh).abstract()
+    # The same is foretold of one device: its columns, and where gaps are read along all of the rows between.
+    abstract = {"w": struct(array, P(None, "x"), MeshSpec.of(mesh).abstract())}
+    one = checkpoint.plan_reads(checkpoint.read_index(tmp_path), abstract, processes=8, gap_bytes=gap_bytes)
+    assert one.processes[3].needed_bytes == array.nbytes // 8
+    assert one.processes[3].excess_bytes == (0 if gap_bytes == 1 else 63 * 512 * 4 * 7 // 8)
+    assert "in excess" in str(one)
 
 
 def after(happens, call):
@@ -414,18 +354,17 @@ def test_small_tensors_are_read_together(tmp_path, reads):
     """As many as the kernel takes at once, whatever their shapes, shardings and dtypes; and what is cut is in place."""
     shapes = [(16,), (3, 5), (), (0, 4), (8, 2), (24,)]
     arrays = {
-        f"w{i:04}": random(shapes[i % 6], (np.float32, jnp.bfloat16, np.int8, bool)[i % 4], i) for i in range(2000)
+        f"w{i:04}": random(shapes[i % 6], (np.float32, jnp.bfloat16, np.int8, bool)[i % 4], i) for i in range(600)
     }
     save_file(arrays, tmp_path / "x.safetensors")
     # (8, 2) in columns is cut out of what is read; the others, of up to eight pieces each, go straight into place.
-    for spec, most in ((P("c"), 20), (P("c", "b"), 1200)):
+    for spec, most in ((P("c"), 10), (P("c", "b"), 360)):
         specs = {(16,): P("a"), (8, 2): spec, (24,): P(("a", "b", "c"))}
         plan = {name: struct(array, specs.get(array.shape, P())) for name, array in arrays.items()}
         reads.clear()
         loaded = checkpoint.load(tmp_path, plan)
-        for name, array in arrays.items():
-            assert same_bytes(loaded[name], array), name
-            assert loaded[name].sharding == plan[name].sharding
+        assert all(same_bytes(loaded[name], array) for name, array in arrays.items())
+        assert all(loaded[name].sharding == one.sharding for name, one in plan.items())
         assert sum(reads) == sum(array.nbytes for array in arrays.values())
         assert len(reads) <= most
 
@@ -434,16 +373,10 @@ def test_memory_kinds_and_other_shardings(tmp_path):
     array = random((8, 8), np.float32)
     save_file({"a": array, "b": array}, tmp_path / "x.safetensors")
     pinned = NamedSharding(MESH.build(jax.devices()), P("a"), memory_kind="pinned_host")
-    single = SingleDeviceSharding(jax.devices()[5])
-    plan = {
-        "a": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=pinned),
-        "b": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=single),
-    }
-    loaded = checkpoint.load(tmp_path, plan)
-    assert loaded["a"].sharding == pinned
-    assert loaded["b"].devices() == {jax.devices()[5]}
-    assert same_bytes(loaded["a"], array)
-    assert same_bytes(loaded["b"], array)
+    wanted = {"a": pinned, "b": SingleDeviceSharding(jax.devices()[5])}
+    structs = {name: jax.ShapeDtypeStruct((8, 8), np.float32, sharding=one) for name, one in wanted.items()}
+    for name, loaded in checkpoint.load(tmp_path, structs).items():
+        assert loaded.sharding == wanted[name] and same_bytes(loaded, array)
 
 
 def test_progress_is_a_line_on_a_terminal(tmp_path, capsys):
@@ -460,9 +393,9 @@ def test_arrays_that_no_leaf_is_made_of_are_an_error(tmp_path, reads):
     """A checkpoint of four layers in a model of one."""
     arrays = {"head": np.ones((8, 4), np.float32), **{f"layers/{i}/w": np.ones(8, np.float32) for i in range(4)}}
     save_file(arrays, tmp_path / "x.safetensors")
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-    rules = shardfx.PathRules.parse(".*->x")
-    shallow = shardfx.plan({"layers": [{"w": arrays["layers/0/w"]}], "head": arrays["head"]}, mesh, paths=rules)
+    tree = {"layers": [{"w": arrays["layers/0/w"]} for _ in range(4)], "head": arrays["head"]}
+    trees = (tree, tree | {"layers": tree["layers"][:1]})
+    made, shallow = (shardfx.plan(one, MESH.build(jax.devices()), paths=PathRules.parse(".*->a")) for one in trees)
     message = (
         "has 3 of its 5 arrays in no leaf of the plan: 'layers/1/w', 'layers/2/w', 'layers/3/w'; nothing was read.*"
         '`plan.select.*or pass `unread="allow"`'
@@ -472,13 +405,6 @@ def test_arrays_that_no_leaf_is_made_of_are_an_error(tmp_path, reads):
             call(tmp_path, shallow)
     assert not reads
     assert checkpoint.load(tmp_path, shallow, unread="allow")["layers"][0]["w"].shape == (8,)
-
-
-def test_a_part_of_a_plan_leaves_the_other_arrays_unread(tmp_path):
-    arrays = {"head": np.ones((8, 4), np.float32), **{f"layers/{i}/w": np.ones(8, np.float32) for i in range(2)}}
-    save_file(arrays, tmp_path / "x.safetensors")
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-    tree = {"layers": [{"w": arrays["layers/0/w"]} for _ in range(2)], "head": arrays["head"]}
-    made = shardfx.plan(tree, mesh, paths=shardfx.PathRules.parse(".*->x"))
+    # A part of a plan says by itself that the others are left.
     loaded = checkpoint.load(tmp_path, made.select("layers/1"))
     assert loaded["head"] is None and loaded["layers"][1]["w"].shape == (8,)

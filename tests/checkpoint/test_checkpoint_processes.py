@@ -45,13 +45,17 @@ def quarrel(ended):
 
 
 def test_every_process_reads_its_shards_and_they_are_right(job):
-    _, results = job
-    for result in results:
+    total = sum(array.nbytes for array in checkpoint_worker.tree().values())
+    for result in job[1]:
         assert all(value for name, value in result.items() if name.startswith("right."))
         for name, (read, planned, needed) in ((n, v) for n, v in result.items() if n.startswith("read.")):
             assert read == planned >= needed, name
             # Of 4 MiB each reads about its quarter: some columns are short, and what is between is read along.
             assert read < 1.03 * needed
+        assert result["read.rows.rows"][2] == pytest.approx(total / 4, rel=0.01)
+    for name in ("rows", "others"):
+        # The first replicas are written, and no other.
+        assert sum(result[f"written.{name}"] for result in job[1]) == total
 
 
 def test_processes_write_another_layout_together_and_read_it_back(job):
@@ -63,20 +67,6 @@ def test_processes_write_another_layout_together_and_read_it_back(job):
         assert all(result[f"right.{name}.mapped"] for result in results)
     assert all("the source has no `row`" in result["map error"] for result in results)
     assert not (folder / "no").exists()
-
-
-def test_a_quarter_of_the_shards_is_a_quarter_of_the_bytes(job):
-    _, results = job
-    total = sum(array.nbytes for array in checkpoint_worker.tree().values())
-    for result in results:
-        assert result["read.rows.rows"][2] == pytest.approx(total / 4, rel=0.01)
-
-
-def test_replica_zero_writes_once(job):
-    _, results = job
-    total = sum(array.nbytes for array in checkpoint_worker.tree().values())
-    for name in ("rows", "others"):
-        assert sum(result[f"written.{name}"] for result in results) == total
 
 
 def test_one_process_reads_what_four_wrote(job):
@@ -102,19 +92,12 @@ def test_where_one_process_fails_all_are_told_and_nothing_is_left(job):
     assert names == {"rows", "others", "rows-mapped", "others-mapped", "numpy", "run"}
 
 
-def test_a_manager_keeps_the_last_steps_of_all_processes(job):
+def test_a_manager_keeps_the_last_steps_and_numpy_arrays_are_saved_once(job):
     folder, results = job
-    assert [result["steps"] for result in results] == [((2, 3), 3)] * 4
+    assert [(result["steps"], result["numpy"]) for result in results] == [(((2, 3), 3), "saved")] * 4
     assert sorted(path.name for path in (folder / "run").iterdir()) == ["step-2", "step-3"]
-    assert (
-        checkpoint.saved_plan(folder / "run" / "step-3")["rows"].spec
-        == checkpoint.saved_plan(folder / "rows")["rows"].spec
-    )
-
-
-def test_numpy_arrays_are_saved_once_by_all_together(job):
-    folder, results = job
-    assert [result["numpy"] for result in results] == ["saved"] * 4
+    specs = [checkpoint.saved_plan(folder / name)["rows"].spec for name in ("run/step-3", "rows")]
+    assert specs[0] == specs[1]
     found = load_file(folder / "numpy" / "model.safetensors")
     assert all((found[path] == one).all() for path, one in checkpoint_worker.tree().items())
 

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
+import types
 from pathlib import Path
 
 import equinox as eqx
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import shardfx
 from shardfx import PathRules, checkpoint
@@ -59,11 +59,10 @@ LAYOUTS = [
 def test_any_layout_is_read_under_any_other(tmp_path):
     dtypes = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint32")
     tree = {dtype: tree_of(jnp.dtype(dtype)) for dtype in dtypes}
-    for number, (sizes, rules) in enumerate(LAYOUTS):
-        arrays, made = planned(tree, mesh_of(sizes), rules)
+    states = [planned(tree, mesh_of(sizes), rules) for sizes, rules in LAYOUTS]
+    for number, (arrays, made) in enumerate(states):
         checkpoint.save(tmp_path / str(number), arrays, made)
-        for other_sizes, other_rules in LAYOUTS:
-            _, other = planned(tree, mesh_of(other_sizes), other_rules)
+        for _, other in states:
             loaded = checkpoint.load(tmp_path / str(number), other)
             assert same(loaded, tree)
             assert jax.tree.map(lambda x: x.sharding, loaded) == other.shardings
@@ -109,13 +108,8 @@ def test_a_large_tree_is_spread_over_files(tmp_path):
     tree = tree_of()
     arrays, made = planned(tree, mesh_of((2, 4)), LAYOUTS[1][1])
     checkpoint.save(tmp_path / "step", arrays, made, file_bytes=600)
-    names = sorted(os.listdir(tmp_path / "step"))
-    assert names == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "plan.json",
-    ]
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert sorted(os.listdir(tmp_path / "step")) == [*files, "model.safetensors.index.json", "plan.json"]
     index = json.loads((tmp_path / "step" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 2 * (512 + 32) + 4
     assert same(checkpoint.load(tmp_path / "step", made), tree)
@@ -169,13 +163,10 @@ def test_trees_that_cannot_be_saved(tmp_path):
 
 
 def test_plans_that_are_not_there(tmp_path):
-    from safetensors.numpy import save_file
-
     save_file({"w": np.ones(3)}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="holds no plan: `checkpoint.save` writes one, unless by a map"):
-        checkpoint.saved_plan(tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="holds no plan"):
-        checkpoint.saved_plan(tmp_path)
+    for path in (tmp_path, tmp_path / "x.safetensors"):
+        with pytest.raises(CheckpointError, match="holds no plan: `checkpoint.save` writes one, unless by a map"):
+            checkpoint.saved_plan(path)
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(PlanFormatError):
         checkpoint.saved_plan(tmp_path)
@@ -194,14 +185,26 @@ def failing(name, number, error):
     return call
 
 
-def test_small_arrays_are_written_together(tmp_path, monkeypatch):
+@pytest.fixture
+def writes(monkeypatch):
+    """How many bytes each write has."""
+    seen, pwrite = [], os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: seen.append(len(data)) or pwrite(fd, data, at))
+    return seen
+
+
+def test_small_arrays_are_written_together_and_by_replica_zero_alone(tmp_path, writes):
     tree = {f"w{number}": np.full((8, 8), number, np.float32) for number in range(500)}
-    made = shardfx.plan(tree, mesh_of((8,)), paths=shardfx.PathRules.parse(".*->a"))
-    calls, write = [], os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda *args: calls.append(args) or write(*args))
-    checkpoint.save(tmp_path / "step", shardfx.shard(tree, made), made)
-    assert len(calls) == 1
-    assert same(checkpoint.load(tmp_path / "step", made), tree)
+    for sizes, rules in (((8,), ".*->a"), ((2, 4), "w.?3->b, .*->replicate")):
+        arrays, made = planned(tree, mesh_of(sizes), rules)
+        writes.clear()
+        checkpoint.save(tmp_path / f"{len(sizes)}", arrays, made)
+        assert len(writes) == 1 and writes[0] == 500 * 8 * 8 * 4
+        assert same(checkpoint.load(tmp_path / f"{len(sizes)}", made), tree)
+    arrays, made = planned({"w": np.ones((1024, 1024), np.float32)}, mesh_of((2, 4)), "w->b")
+    writes.clear()
+    checkpoint.save(tmp_path / "large", arrays, made)
+    assert sum(writes) == 2**22
 
 
 CALLS = [("pwrite", 1), ("pwrite", 3), ("fsync", 1), ("fsync", 2)]
@@ -231,45 +234,14 @@ def test_a_full_disk_changes_nothing(tmp_path, monkeypatch, target, name, number
 
 def test_too_little_space_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
     arrays, made = planned(tree_of(), mesh_of((8,)), LAYOUTS[0][1])
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
     with pytest.raises(OSError, match=r"saving takes \d+ bytes and 1000 are free; nothing was written"):
         checkpoint.save(tmp_path / "step", arrays, made)
     assert os.listdir(tmp_path) == []
 
 
-class _Usage:
-    def __init__(self, free):
-        self.free = free
-
-
-def test_a_limit_of_the_system_on_file_sizes_changes_nothing(tmp_path):
-    """A real error of the kernel, in the middle of a file."""
-    code = """
-        import resource, sys
-        import jax, jax.numpy as jnp
-        import shardfx
-        from shardfx import MeshSpec, PathRules, checkpoint
-
-        tree = {"w": jnp.ones((1024, 1024))}
-        made = shardfx.plan(tree, MeshSpec({"a": 1}).build(jax.devices()), paths=PathRules.parse("w->a"))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-        try:
-            checkpoint.save(sys.argv[1], shardfx.shard(tree, made), made)
-        except OSError as error:
-            print(error.errno)
-    """
-    done = python(code, str(tmp_path / "step"))
-    assert done.stdout.split() == [str(errno.EFBIG)], done.stderr
-    assert os.listdir(tmp_path) == []
-
-
-def python(code, *args):
-    command = [sys.executable, "-c", textwrap.dedent(code), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
-
-
 KILLED = """
-import os, signal, sys
+import os, resource, signal, sys
 import jax, jax.numpy as jnp
 jax.config.update("jax_num_cpu_devices", 2)
 import shardfx
@@ -278,6 +250,20 @@ from shardfx import MeshSpec, PathRules, checkpoint
 tree = {"w": jnp.full((64, 8), 2.0), "b": jnp.full(8, 2.0)}
 made = shardfx.plan(tree, MeshSpec({"a": 2}).build(jax.devices()), paths=PathRules.parse("w->a, b->replicate"))
 arrays = shardfx.shard(tree, made)
+def saved_by_a_child(path, limit_bytes=resource.RLIM_INFINITY):
+    if os.fork() == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+            checkpoint.save(path, arrays, made, overwrite=True)
+            os._exit(0)
+        except OSError as error:
+            os._exit(error.errno)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.wait()[1])
+
+print("limited", saved_by_a_child(sys.argv[1] + "/step", 1000), *os.listdir(sys.argv[1]), flush=True)
+left = 0
 for name in ("pwrite", "fsync", "rename", "replace", "link", "mkdir"):
     def dying(*args, original=getattr(os, name), **kwargs):
         global left
@@ -286,57 +272,61 @@ for name in ("pwrite", "fsync", "rename", "replace", "link", "mkdir"):
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
     setattr(os, name, dying)
-path = sys.argv[1]
-for left in range(1, 30):
-    if os.fork() == 0:
-        try:
-            checkpoint.save(path, arrays, made, overwrite=True)
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    status = os.wait()[1]
-    print(left, os.waitstatus_to_exitcode(status), flush=True)
-    sys.stdin.readline()
-    if status == 0 or os.path.isdir(path):
-        break
+for target in ("model.safetensors", "step"):
+    for number in range(1, 30):
+        left = number
+        status = saved_by_a_child(os.path.join(sys.argv[1], target))
+        print(target, number, status, flush=True)
+        sys.stdin.readline()
+        if status == 0 or os.path.isdir(os.path.join(sys.argv[1], target)):
+            break
 """
 
 
-@pytest.mark.parametrize("target", ["model.safetensors", "step"])
-def test_whoever_is_killed_leaves_the_old_checkpoint_whole(tmp_path, target):
-    """One process after the other is killed, each a system call later, until one gets through."""
-    tree = {"w": jnp.ones((64, 8)), "b": jnp.ones(8)}
-    arrays, made = planned(tree, mesh_of((8,)), "w->a, b->replicate")
-    if target.endswith("s"):
-        checkpoint.save(tmp_path / target, arrays, made)
-    seen = []
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path / target)]
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """What a program says whose children are limited, then killed one after the other, each a system call later.
+
+    For each target the number, the exit status, and the values that are there when a child has ended.
+    """
+    folder, seen = tmp_path_factory.mktemp("killed"), {"model.safetensors": [], "step": []}
+    arrays, made = planned({"w": jnp.ones((64, 8)), "b": jnp.ones(8)}, mesh_of((8,)), "w->a, b->replicate")
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(folder)]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
+        assert child.stdin is not None and child.stdout is not None
+        limited = child.stdout.readline().split()
+        checkpoint.save(folder / "model.safetensors", arrays, made)
         for line in child.stdout:
-            number, status = map(int, line.split())
-            assert status in (0, -signal.SIGKILL)
-            if os.path.exists(tmp_path / target):
-                loaded = checkpoint.load(tmp_path / target, made)
+            target, number, status = line.split()
+            values = None
+            if os.path.exists(folder / target):
+                loaded = checkpoint.load(folder / target, made)
                 values = {float(x) for leaf in jax.tree.leaves(loaded) for x in np.asarray(leaf).ravel()}
-                # All old, or all new once the rename was done; never mixed, and never new before the end.
-                assert values in ({1.0}, {2.0})
-                seen.append((number, status, *values))
-            else:
-                seen.append((number, status, None))
+            seen[target].append((int(number), int(status), values))
             child.stdin.write("\n")
             child.stdin.flush()
-    *killed, last = seen
-    assert len(killed) >= 4
+    return folder, limited, seen
+
+
+def test_a_limit_of_the_system_on_file_sizes_changes_nothing(killed):
+    """A real error of the kernel, in the middle of a file."""
+    assert killed[1] == ["limited", str(errno.EFBIG)]
+
+
+@pytest.mark.parametrize("target", ["model.safetensors", "step"])
+def test_whoever_is_killed_leaves_the_old_checkpoint_whole(killed, target):
+    folder, _, seen = killed
+    *dead, last = seen[target]
+    assert len(dead) >= 4 and all(status == -signal.SIGKILL for _, status, _ in dead)
+    # All old, or all new once the rename was done; never mixed, and never new before the end.
+    old = {1.0} if target.endswith("s") else None
+    assert [values for _, _, values in dead][:4] == [old] * 4
+    assert all(values in (old, {2.0}) for _, _, values in dead)
     # A directory that is killed after its rename, before the flush of its parent, is there as a whole.
-    assert last[1:] == ((0, 2.0) if target.endswith("s") else (-signal.SIGKILL, 2.0))
-    assert all(status == -signal.SIGKILL for _, status, _ in killed)
-    old = 1.0 if target.endswith("s") else None
-    assert [value for _, _, value in killed][:4] == [old] * 4
+    assert last[1:] == ((0, {2.0}) if target.endswith("s") else (-signal.SIGKILL, {2.0}))
     # What the killed ones left is hidden, and no checkpoint.
-    assert all(name.startswith(".") for name in os.listdir(tmp_path) if name != target)
+    assert all(name.startswith(".") for name in os.listdir(folder) if name not in seen)
 
 
 @pytest.mark.parametrize("target", ["model.safetensors", "step"])
@@ -376,16 +366,6 @@ def test_a_sharding_that_no_plan_made(tmp_path):
         path = tmp_path / f"{spec}.safetensors".replace("/", "")
         checkpoint.save(path, placed, made)
         assert np.array_equal(load_file(path)["w"], array)
-
-
-def test_replica_zero_alone_is_written(tmp_path, monkeypatch):
-    written = []
-    pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: (written.append(len(data)), pwrite(fd, data, at))[1])
-    tree = {"w": np.ones((64, 64), np.float32), "r": np.ones(1024, np.float32)}
-    arrays, made = planned(tree, mesh_of((2, 4)), "w->b, r->replicate")
-    checkpoint.save(tmp_path / "step", arrays, made)
-    assert sum(written) == 64 * 64 * 4 + 4096
 
 
 def test_no_pickle_anywhere():

@@ -9,27 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tensorstore as ts
+from _stores import eformer, orbax, zarr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import From, PathRules, TreeMap, checkpoint, plan
 from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint import StoreArray
-from shardfx.interop import eformer
+from shardfx.interop.eformer import shardings
 
 
 @pytest.fixture
 def mesh():
     return Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
-
-
-def write(directory, path, array, *, chunks, driver="zarr", ocdbt=False):
-    base = {"driver": "file", "path": f"{directory}/" if ocdbt else f"{directory}/{path}/"}
-    kvstore = {"driver": "ocdbt", "base": base, "path": f"{path}/"} if ocdbt else base
-    layout = ts.ChunkLayout(chunk_shape=chunks)
-    spec = {"driver": driver, "kvstore": kvstore}
-    store = ts.open(spec, create=True, dtype=ts.dtype(array.dtype), shape=array.shape, chunk_layout=layout).result()
-    store.write(array).result()
 
 
 def arrays_of():
@@ -59,7 +50,7 @@ def check(path, mesh, rules="w->a.b, h->None.b, n->a"):
 @pytest.mark.parametrize(("driver", "ocdbt"), [("zarr", False), ("zarr3", False), ("zarr", True), ("zarr3", True)])
 def test_zarr_trees_and_databases(tmp_path, mesh, driver, ocdbt):
     for path, array in arrays_of().items():
-        write(tmp_path, path, array, chunks=[4] * array.ndim, driver=driver, ocdbt=ocdbt)
+        zarr(tmp_path, path, array, chunks=[4] * array.ndim, driver=driver, ocdbt=ocdbt)
     index, made = check(tmp_path, mesh)
     assert index.format == ("ocdbt" if ocdbt else "zarr")
     found = index["layer/w"]
@@ -77,8 +68,7 @@ def test_zarr_trees_and_databases(tmp_path, mesh, driver, ocdbt):
 def test_orbax(tmp_path, mesh, use_ocdbt, use_zarr3):
     expected = arrays_of()
     tree = {"layer": [{"w": jax.device_put(expected["layer/w"], NamedSharding(mesh, P("b", "a")))}], "n": jnp.arange(8)}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)) as writer:
-        writer.save(tmp_path / "c", args=ocp.args.PyTreeSave(tree))
+    orbax(tmp_path / "c", tree, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
     index = checkpoint.read_index(tmp_path / "c")
     assert index.format == "orbax"
     assert {entry.path: (entry.shape, entry.dtype) for entry in index.entries} == {
@@ -102,21 +92,17 @@ def test_a_step_of_orbax_names_its_items(tmp_path):
     assert checkpoint.read_index(tmp_path / "3" / "params")["w"].shape == (8,)
 
 
-def eformer_index(directory, **content):
-    (directory / "tensorstore_index.json").write_text(json.dumps({"format": "tensorstore", **content}))
-
-
 def test_eformer_directories_are_read_through_their_index(tmp_path, mesh):
     for path, array in arrays_of().items():
-        write(tmp_path, path, array, chunks=list(array.shape))
-    write(tmp_path, "not/listed", np.ones(3), chunks=[3])
+        zarr(tmp_path, path, array, chunks=list(array.shape))
+    zarr(tmp_path, "not/listed", np.ones(3), chunks=[3])
     rows = [{"path": p, "shape": list(a.shape), "dtype": str(a.dtype)} for p, a in arrays_of().items()]
-    eformer_index(tmp_path, version="1.0", arrays=rows)
+    eformer(tmp_path, version="1.0", arrays=rows)
     index, _ = check(tmp_path, mesh)
     assert index.format == "eformer"
     assert [entry.path for entry in index.entries] == list(arrays_of())
     # As eformer writes it today: its own version, and lists by prefix.
-    eformer_index(tmp_path, version="0.0.101", prefixes={"layer": rows[:2]}, arrays=rows[2:])
+    eformer(tmp_path, version="0.0.101", prefixes={"layer": rows[:2]}, arrays=rows[2:])
     index = checkpoint.read_index(tmp_path)
     assert checkpoint.structs(index, prefix="layer").keys() == {"w", "h"}
     assert checkpoint.structs(index).keys() == {"layer", "n"}
@@ -139,7 +125,7 @@ def test_an_eformer_checkpoint_that_eformer_wrote(tmp_path, mesh):
 def test_maps_and_casts_reach_into_stores(tmp_path, mesh):
     layers = [np.random.default_rng(i).normal(size=(8, 12)).astype(np.float32) for i in range(4)]
     for number, layer in enumerate(layers):
-        write(tmp_path, f"h/{number}", layer, chunks=[3, 5])
+        zarr(tmp_path, f"h/{number}", layer, chunks=[3, 5])
     wanted = np.stack([layer.T for layer in layers])
     sharding = NamedSharding(mesh, P("b", None, "a"))
     structs = {"w": jax.ShapeDtypeStruct(wanted.shape, jnp.bfloat16, sharding=sharding)}
@@ -150,8 +136,8 @@ def test_maps_and_casts_reach_into_stores(tmp_path, mesh):
 @pytest.mark.parametrize("name", ["../../outside", "/etc", "a/../../b"])
 def test_an_eformer_index_that_names_directories_elsewhere(tmp_path, name):
     (tmp_path / "model").mkdir()
-    write(tmp_path, "outside", np.ones(3), chunks=[3])
-    eformer_index(tmp_path / "model", arrays=[{"path": name, "shape": [3], "dtype": "float64"}])
+    zarr(tmp_path, "outside", np.ones(3), chunks=[3])
+    eformer(tmp_path / "model", arrays=[{"path": name, "shape": [3], "dtype": "float64"}])
     with pytest.raises(CheckpointError, match="not a relative path below the directory"):
         checkpoint.read_index(tmp_path / "model")
 
@@ -159,7 +145,7 @@ def test_an_eformer_index_that_names_directories_elsewhere(tmp_path, name):
 def test_links_out_of_a_store_are_not_followed(tmp_path, mesh):
     (tmp_path / "outside").write_bytes(bytes(12))
     model = tmp_path / "model"
-    write(model, "w", np.ones(3, np.float32), chunks=[3])
+    zarr(model, "w", np.ones(3, np.float32), chunks=[3])
     index = checkpoint.read_index(model)
     structs = {"w": jax.ShapeDtypeStruct((3,), np.float32, sharding=NamedSharding(mesh, P()))}
     (model / "w" / "0").unlink()
@@ -172,11 +158,11 @@ def test_links_out_of_a_store_are_not_followed(tmp_path, mesh):
         checkpoint.load(index, structs)
     (model / "w").rename(tmp_path / "moved")
     (model / "w").symlink_to(tmp_path / "moved")
-    eformer_index(model, arrays=[{"path": "w"}])
+    eformer(model, arrays=[{"path": "w"}])
     with pytest.raises(CheckpointError, match="symbolic link that leaves"):
         checkpoint.read_index(model)
     database = tmp_path / "database"
-    write(database, "w", np.ones(3, np.float32), chunks=[3], ocdbt=True)
+    zarr(database, "w", np.ones(3, np.float32), chunks=[3], ocdbt=True)
     data = next((database / "d").iterdir())
     data.rename(tmp_path / "moved-data")
     data.symlink_to(tmp_path / "moved-data")
@@ -198,18 +184,18 @@ def test_links_out_of_a_store_are_not_followed(tmp_path, mesh):
     ],
 )
 def test_eformer_indices_that_make_no_sense(tmp_path, content, message):
-    write(tmp_path, "real", np.ones(3), chunks=[3])
-    eformer_index(tmp_path, **content)
+    zarr(tmp_path, "real", np.ones(3), chunks=[3])
+    eformer(tmp_path, **content)
     with pytest.raises(CheckpointError, match=message):
         checkpoint.read_index(tmp_path)
 
 
 def test_shapes_that_an_index_does_not_say(tmp_path, mesh):
-    eformer_index(tmp_path, arrays=[{"path": "w"}, {"path": "v", "shape": [4], "dtype": "datetime64"}])
+    eformer(tmp_path, arrays=[{"path": "w"}, {"path": "v", "shape": [4], "dtype": "datetime64"}])
     index = checkpoint.read_index(tmp_path)
-    assert eformer.shardings(index, mesh) == dict.fromkeys("wv", NamedSharding(mesh, P()))
+    assert shardings(index, mesh) == dict.fromkeys("wv", NamedSharding(mesh, P()))
     with pytest.raises(CheckpointError, match="does not say the shape of 'w'"):
-        eformer.shardings(index, mesh, default=P("a"))
+        shardings(index, mesh, default=P("a"))
     with pytest.raises(CheckpointError, match="array 'w' .* has no known shape"):
         checkpoint.structs(index)
     assert index["v"].dtype is None
@@ -219,17 +205,13 @@ def test_shapes_that_an_index_does_not_say(tmp_path, mesh):
 @pytest.mark.parametrize(
     "metadata",
     [
-        b"{",
-        b"[]",
-        b"{}",
-        json.dumps({"shape": [3], "chunks": [0], "dtype": "<f4"}).encode(),
-        json.dumps({"shape": [3], "chunks": [3, 3], "dtype": "<f4"}).encode(),
-        json.dumps({"shape": ["3"], "chunks": [3], "dtype": "<f4"}).encode(),
+        *("{", "[]", "{}", '{"shape": [3], "chunks": [0], "dtype": "<f4"}'),
+        *('{"shape": [3], "chunks": [3, 3], "dtype": "<f4"}', '{"shape": ["3"], "chunks": [3], "dtype": "<f4"}'),
     ],
 )
 def test_zarr_metadata_that_makes_no_sense(tmp_path, metadata):
     (tmp_path / "w").mkdir()
-    (tmp_path / "w" / ".zarray").write_bytes(metadata)
+    (tmp_path / "w" / ".zarray").write_text(metadata)
     with pytest.raises(CheckpointError, match="describes no zarr array|is no valid JSON"):
         checkpoint.read_index(tmp_path)
 
@@ -245,23 +227,22 @@ def test_zarr_dtypes_are_from_a_list(tmp_path, dtype):
     assert found == {"|b1": np.dtype(bool), "<i2": np.dtype("int16")}.get(str(dtype))
 
 
-@pytest.mark.parametrize("damage", ["chunk", "metadata", "manifest", "dtype"])
+@pytest.mark.parametrize("damage", ["chunk", "shape", "manifest", "dtype"])
 def test_damaged_stores_name_what_is_damaged(tmp_path, mesh, damage):
-    write(tmp_path, "w", np.arange(64, dtype=np.float32), chunks=[64], ocdbt=damage == "manifest")
+    zarr(tmp_path, "w", np.arange(64, dtype=np.float32), chunks=[64], ocdbt=damage == "manifest")
     index = checkpoint.read_index(tmp_path)
     structs = {"w": jax.ShapeDtypeStruct((64,), np.float32, sharding=NamedSharding(mesh, P("a")))}
+    metadata = tmp_path / "w" / ".zarray"
     if damage == "chunk":
-        (tmp_path / "w" / "0").write_bytes(b"nonsense")
-    elif damage == "metadata":
-        content = json.loads((tmp_path / "w" / ".zarray").read_text())
-        (tmp_path / "w" / ".zarray").write_text(json.dumps(content | {"shape": [32]}))
+        metadata.with_name("0").write_bytes(b"nonsense")
     elif damage == "manifest":
         (tmp_path / "manifest.ocdbt").write_bytes(b"nonsense")
         with pytest.raises(CheckpointError, match="cannot be read"):
             checkpoint.read_index(tmp_path)
     else:
-        content = json.loads((tmp_path / "w" / ".zarray").read_text())
-        (tmp_path / "w" / ".zarray").write_text(json.dumps(content | {"dtype": "<f8"}))
+        metadata.write_text(
+            json.dumps(json.loads(metadata.read_text()) | {damage: {"shape": [32], "dtype": "<f8"}[damage]})
+        )
     with pytest.raises(CheckpointError, match="was replaced" if damage != "chunk" else "claims to unpack to"):
         checkpoint.load(index, structs)
 
@@ -275,8 +256,7 @@ def test_the_import_needs_no_store_library():
 
 @pytest.mark.parametrize("content", [b"{", b"{}", b"[]", b'{"tree_metadata": 3}', b'{"tree_metadata": {"a": {}}}'])
 def test_damaged_orbax_metadata(tmp_path, content):
-    with ocp.StandardCheckpointer() as writer:
-        writer.save(tmp_path / "c", {"w": jnp.ones(8)})
+    orbax(tmp_path / "c", {"w": jnp.ones(8)})
     (tmp_path / "c" / "_METADATA").write_bytes(content)
     with pytest.raises(CheckpointError, match="has no keys and value|has no `tree_metadata`|no valid JSON"):
         checkpoint.read_index(tmp_path / "c")
@@ -284,8 +264,7 @@ def test_damaged_orbax_metadata(tmp_path, content):
 
 @pytest.mark.parametrize("kind", [{"use_ocdbt": False}, {"use_ocdbt": True}, {"use_ocdbt": False, "use_zarr3": True}])
 def test_an_orbax_directory_without_its_metadata_is_an_error(tmp_path, kind):
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**kind)) as writer:
-        writer.save(tmp_path / "c", args=ocp.args.PyTreeSave({"a": jnp.ones(8), "b": {"c": jnp.ones(4)}}))
+    orbax(tmp_path / "c", {"a": jnp.ones(8), "b": {"c": jnp.ones(4)}}, **kind)
     (tmp_path / "c" / "_METADATA").unlink()
     with pytest.raises(
         CheckpointError, match="is a checkpoint of Orbax, as '.*' shows, without _METADATA: its save was int"

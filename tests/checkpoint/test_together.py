@@ -99,39 +99,6 @@ def raising(error):
     return fails
 
 
-def test_all_save_once_however_often():
-    service, did, tokens = Service(), [], []
-    for _ in range(3):
-        (token,) = set(played(service, *it.repeat(saving(did), 3)))
-        tokens.append(token)
-    assert did == ["began", "committed"] * 3 and len(set(tokens)) == 3
-    # However often: the last note of each, an answer, and what was committed last.
-    assert len(service.notes) == 5
-
-
-@pytest.mark.parametrize("odd", range(3))
-@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
-def test_an_error_in_one_is_told_to_the_others_while_they_write(odd, kind):
-    service, did, started = Service(), [], time.monotonic()
-
-    def slowly():
-        time.sleep(0.4)
-        return 10
-
-    writes = [raising(kind("no space")) if number == odd else slowly for number in range(3)]
-    for number, error in enumerate(played(service, *[saving(did, write=write) for write in writes])):
-        if number == odd:
-            assert isinstance(error, kind)
-        else:
-            told = f"saving to 'it' failed on process {MEMBERS[odd]}, with {kind.__name__}: no space; nothing"
-            assert told in str(error)
-    assert did == ["began"] and time.monotonic() - started < 10
-    # The next save is not disturbed by what this one left behind.
-    did.clear()
-    assert len(set(played(service, *it.repeat(saving(did), 3)))) == 1
-    assert did == ["began", "committed"]
-
-
 @pytest.mark.parametrize("work", ["begin", "commit"])
 def test_what_the_first_cannot_do_alone_all_are_told(work):
     full = raising(OSError("disk full"))

@@ -12,15 +12,7 @@ from _devices import chips, objects
 from hypothesis import given, settings
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx import (
-    MeshSpec,
-    PathRules,
-    gather,
-    hosts,
-    plan,
-    specs_of,
-    topology,
-)
+from shardfx import MeshSpec, PathRules, gather, hosts, plan, specs_of, topology
 from shardfx.errors import MeshError, PlanMismatchError, SpecError
 
 
@@ -117,11 +109,19 @@ def test_the_order_of_axes_counts():
     assert [hosts.replica_id("data", GRID, p) for p in range(4)] == [0, 0, 1, 1]
 
 
-def test_results_are_plain_python_values():
-    layout = hosts.data_layout(16, "data", GRID, 1)
-    assert {type(value) for value in dataclasses.asdict(layout).values()} == {int, bool}
-    chunk = hosts.local_chunk((8,), P("data"), GRID, 1)
-    assert type(chunk.slices[0].start) is int and type(chunk.replica_id) is int
+def test_answers_are_plain_python_values():
+    for asked, layout in (
+        ((8, None, GRID, 0), hosts.DataLayout(8, 0, 1, True)),
+        ((8, (), GRID, 3), hosts.DataLayout(8, 0, 1, False)),
+        ((None, ("replica", "data"), GRID, 3), hosts.DataLayout(8, 3, 4, True)),
+    ):
+        assert hosts.data_layout(*asked) == layout
+        found = dataclasses.asdict(hosts.data_layout(*asked))
+        assert {type(value) for value in found.values()} == {int, bool}
+    # A spec may end in None beyond the rank.
+    chunk = hosts.local_chunk((8,), P("data", None), GRID, 1)
+    assert chunk.slices == (slice(4, 8),) and type(chunk.slices[0].start) is type(chunk.replica_id) is int
+    assert hosts.local_chunk((), P(), GRID, 3) == hosts.LocalChunk((), 3)
 
 
 @pytest.mark.parametrize(
@@ -155,17 +155,6 @@ def test_results_are_plain_python_values():
 def test_questions_that_are_refused(ask, message):
     with pytest.raises((MeshError, SpecError), match=message):
         ask()
-
-
-def test_specs_may_end_in_none_beyond_the_rank():
-    assert hosts.local_chunk((8,), P("data", None), GRID, 1).slices == (slice(4, 8),)
-    assert hosts.local_chunk((), P(), GRID, 3) == hosts.LocalChunk((), 3)
-
-
-def test_layouts_of_an_unsharded_batch():
-    assert hosts.data_layout(8, None, GRID, 0) == hosts.DataLayout(8, 0, 1, True)
-    assert hosts.data_layout(8, (), GRID, 3) == hosts.DataLayout(8, 0, 1, False)
-    assert hosts.data_layout(None, ("replica", "data"), GRID, 3) == hosts.DataLayout(8, 3, 4, True)
 
 
 def scattered(sizes, owner):
@@ -282,7 +271,5 @@ def test_global_batch_needs_devices():
 
 
 def test_the_mask_is_replicated_where_rows_are():
-    made = batch_plan(rules=PathRules([("x", P(None, "tensor")), ("y", P())]))
-    out, mask = hosts.global_batch(batch(7), made, pad=0)
+    _, mask = hosts.global_batch(batch(7), batch_plan(rules=PathRules([("x", P(None, "tensor")), ("y", P())])), pad=0)
     assert mask.sharding.is_fully_replicated and int(mask.sum()) == 7
-    assert out["x"].sharding.is_fully_replicated  # three columns do not divide

@@ -1,14 +1,12 @@
 """What one process does, done by four of them over JAX's own runtime."""
 
-import concurrent.futures
-
 import _processes
 import jax
 import multiprocess_worker as worker
 import numpy as np
 import pytest
 
-from shardfx import hosts, plan
+from shardfx import hosts
 
 
 pytestmark = pytest.mark.processes
@@ -17,11 +15,16 @@ NOTICED_SECONDS = 45.0
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    outcomes = _processes.run("everything", 4, 2, tmp_path_factory.mktemp("job"))
-    for outcome in outcomes:
-        assert outcome.returncode == 0, outcome.log[-4000:]
-    return [outcome.result for outcome in outcomes]
+def ended(tmp_path_factory):
+    """A job of four processes that do all, until the last one dies."""
+    return _processes.run("everything", 4, 2, tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="module")
+def job(ended):
+    for outcome in ended:
+        assert outcome.result is not None, outcome.log[-4000:]
+    return [outcome.result for outcome in ended]
 
 
 @pytest.fixture(scope="module")
@@ -140,31 +143,23 @@ def test_all_sockets_are_on_the_loopback_address(job):
         assert set(result["listening"]) <= loopback
 
 
-def test_a_process_that_dies_makes_the_other_fail(tmp_path):
-    def outcomes_of(dead):
-        folder = tmp_path / str(dead)
-        folder.mkdir()
-        return _processes.run("survives", 2, 4, folder, deadline_seconds=90, tasks_for={dead: "dies"})
+def test_a_process_that_does_not_agree_is_named(job):
+    *others, last = [result["alone"] for result in job]
+    for text, seconds in others:
+        assert text.startswith("process 3 did not come within 1 s to `assert_same_plan`; call it once on every process")
+        assert seconds < 10
+    assert "`assert_same_plan`" in last[0], "it hears of it too, in one way or the other"
 
-    # Each job waits for heartbeats that do not come.
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        for dead, outcomes in enumerate(pool.map(outcomes_of, (0, 1))):
-            gone, left = outcomes[dead], outcomes[1 - dead]
-            assert gone.returncode == 7, gone.log[-2000:]
+
+def test_a_process_that_dies_makes_the_others_fail(ended, tmp_path):
+    # The last of four, and of two the first, which holds the coordinator.
+    for dead, outcomes in ((3, ended), (0, _processes.run("dies", 2, 1, tmp_path, deadline_seconds=90))):
+        gone = outcomes[dead]
+        assert gone.returncode == 7, gone.log[-2000:]
+        for left in outcomes[:dead] + outcomes[dead + 1 :]:
             assert left.returncode not in (None, 0), "the survivor must end by itself, and not well"
             assert left.seconds - gone.seconds < NOTICED_SECONDS
 
 
-def test_a_process_that_does_not_agree_is_named(tmp_path):
-    first, last = _processes.run("alone", 2, 1, tmp_path)
-    assert first.returncode == 0, first.log[-4000:]
-    text, seconds = first.result
-    assert text.startswith("process 1 did not come within 1 s to `assert_same_plan`; call it once on every process")
-    assert seconds < 10
-    assert "`assert_same_plan`" in last.result[0], "it hears of it too, in one way or the other"
-
-
 def test_one_process_agrees_with_itself():
-    hosts.assert_same_plan(
-        plan(worker.params(), worker.SPEC, paths=worker.RULES, unmatched="replicate", unused="allow")
-    )
+    hosts.assert_same_plan(worker.planned(worker.SPEC))

@@ -1,0 +1,24 @@
+"""Stores of chunks, written by the libraries that own their formats."""
+
+import json
+
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+
+def zarr(directory, path, array, *, chunks, driver="zarr", ocdbt=False):
+    base = {"driver": "file", "path": f"{directory}/" if ocdbt else f"{directory}/{path}/"}
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{path}/"} if ocdbt else base
+    spec = {"driver": driver, "kvstore": kvstore}
+    layout = ts.ChunkLayout(chunk_shape=chunks)
+    store = ts.open(spec, create=True, dtype=ts.dtype(array.dtype), shape=array.shape, chunk_layout=layout)
+    store.result().write(array).result()
+
+
+def orbax(path, tree, **how):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**how)) as writer:
+        writer.save(path, args=ocp.args.PyTreeSave(tree))
+
+
+def eformer(directory, **content):
+    (directory / "tensorstore_index.json").write_text(json.dumps({"format": "tensorstore", **content}))
