@@ -29,7 +29,7 @@ _STANDARD_PROMOTION = {
     *("test_docs", "test_minilm", "test_check_step", "test_recipes", "test_follow"),
     *("test_foreign_trees", "test_hosts", "test_interop_flax", "test_jit", "test_messages", "test_presets"),
     *("test_hf_presets", "test_replan", "test_suggestions"),
-    *("test_code", "test_constrain_step", "test_name_axes", "test_search"),
+    *("test_code", "test_constrain_step", "test_held", "test_name_axes", "test_search"),
 }
 
 

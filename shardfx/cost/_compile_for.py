@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -198,6 +198,11 @@ def _bytes_of(text: str | None) -> int | None:
 def _mesh_of(target: str | Mesh | Sequence[object], spec: MeshSpec) -> tuple[Mesh, str]:
     if isinstance(target, Mesh):
         return target, _device_name(target.devices.flat[0])
+    if not isinstance(target, Iterable):
+        raise MeshError(
+            f'`target={target!r:.80}` is neither a slice, a mesh nor devices; write `target="tpu:v5e:2x4"`, '
+            '`target="cpu"`, or `target=jax.devices()`.'
+        )
     if not isinstance(target, str):
         devices = list(target)
         return spec.build(devices), _device_name(devices[0])

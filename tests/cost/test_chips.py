@@ -9,29 +9,21 @@ from shardfx.errors import ChipError, MeshError
 
 
 @pytest.mark.parametrize(
-    "asked, name",
+    "name, asked",
     [
-        ("v5p", "v5p"),
-        ("TPU v5", "v5p"),
-        ("TPU v5 lite", "v5e"),
-        ("tpu:v5e:4x4", "v5e"),
-        ("v5litepod", "v5e"),
-        ("V6E", "v6e"),
-        ("Trillium", "v6e"),
-        ("TPU7x", "v7x"),
-        ("ironwood", "v7x"),
-        ("tpu:v7x:4x4x4", "v7x"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("nvidia h200", "h200"),
-        ("NVIDIA H200 141GB HBM3e", "h200"),
-        ("H100_SXM", "h100"),
-        ("A100-SXM4-80GB", "a100"),
-        ("AMD Instinct MI300X", "mi300x"),
+        ("v5p", ["v5p", "TPU v5"]),
+        ("v5e", ["TPU v5 lite", "tpu:v5e:4x4", "v5litepod"]),
+        ("v6e", ["V6E", "Trillium"]),
+        ("v7x", ["TPU7x", "ironwood", "tpu:v7x:4x4x4"]),
+        ("h100", ["NVIDIA H100 80GB HBM3", "H100_SXM"]),
+        ("h200", ["nvidia h200", "NVIDIA H200 141GB HBM3e"]),
+        ("a100", ["A100-SXM4-80GB"]),
+        ("mi300x", ["AMD Instinct MI300X"]),
     ],
 )
-def test_a_chip_is_found_by_the_names_that_people_and_jax_use(asked, name):
-    assert chips.find(asked).name == name
-    assert chips.find(chips.find(asked)) is chips.find(asked)
+def test_a_chip_is_found_by_the_names_that_people_and_jax_use(name, asked):
+    assert {chips.find(one).name for one in asked} == {name}
+    assert chips.find(chips.find(name)) is chips.find(name)
 
 
 def test_an_unknown_chip_names_near_ones():
@@ -136,11 +128,6 @@ def test_slices_by_name(text, name, devices):
 def test_slices_that_do_not_exist(text, message):
     with pytest.raises(MeshError, match=message):
         chips.parse_slice(text)
-
-
-def test_no_chip_of_a_slice_that_does_not_exist():
-    with pytest.raises(MeshError, match="a pod of v5e is 16x16"):
-        chips.find("tpu:v5e:32x32")
 
 
 @pytest.mark.parametrize("extents", [(4, 4), (8, 16), (16, 16)])

@@ -280,14 +280,6 @@ def test_what_cannot_be_estimated():
         estimate(jnp.sin, struct((8,), mesh=large))
 
 
-def test_a_step_with_a_mesh_of_its_own_is_not_laid_out_on_another():
-    from shardfx._step import step_of
-
-    made = step_of(lambda x: constrained(x, "data"), (struct((8, 8)),))
-    with pytest.raises(ProgramError, match="constrains its arrays over a mesh of its own, .*'data': 2"):
-        made.partitioned("cpu", mesh=MeshSpec({"a": 8}), arguments=[((), ("a",))])
-
-
 def training(mesh, constrain=False):
     def at(shape, *spec):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))

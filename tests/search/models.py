@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardfx.auto import Limits
+from shardfx.auto import Candidate, Limits
 from shardfx.auto._asked import asked_for, trace
 from shardfx.auto._naming import named_classes
 from shardfx.auto._space import Space
@@ -25,6 +25,20 @@ def space_of(model: Any, devices: Any, chip: str | None = None, limits: Limits |
     """The space of a model: what the core can choose from, before anything is partitioned."""
     step, *args = model
     return Space(named_classes(trace(step, *args)), asked_for(devices, chip, slices), limits or Limits())
+
+
+def run_code(one: Candidate) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    exec(one.code(), made)
+    return made
+
+
+def compiled(one: Candidate, step: Any, args: Any) -> jax.stages.Compiled:
+    """The program of the code as it is pasted, on the devices that are here."""
+    made = run_code(one)
+    plans = made["plans_of"](step, *args)
+    assert plans == one.plans
+    return made["jitted"](step, [each.on(one.mesh.build(jax.devices())) for each in plans]).lower(*args).compile()
 
 
 def sgd(loss: Any) -> Any:
@@ -55,11 +69,6 @@ def mlp() -> tuple[Any, ...]:
 
     p = {"w1": f32(48, 96), "b1": f32(96), "w2": f32(96, 96), "b2": f32(96), "w3": f32(96, 10)}
     return sgd(loss), p, f32(16, 48), f32(16, 10)
-
-
-def equinox_mlp() -> tuple[Any, ...]:
-    model = eqx.filter_eval_shape(eqx.nn.MLP, 20, 4, 64, 3, key=jax.random.key(0))
-    return sgd(lambda m, x, y: jnp.mean((jax.vmap(m)(x) - y) ** 2)), model, f32(16, 20), f32(16, 4)
 
 
 def equinox_attention() -> tuple[Any, ...]:
@@ -175,7 +184,6 @@ MODELS = {
     made.__name__: made
     for made in (
         mlp,
-        equinox_mlp,
         equinox_attention,
         flax_transformer,
         convolutions,

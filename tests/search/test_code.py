@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from models import MODELS, f32, space_of
+from models import MODELS, compiled, f32, run_code, space_of
 
 import shardfx
 from shardfx.auto import Limits, search
@@ -31,21 +31,6 @@ def step(params, state, x):
 
 PARAMS = [{"up": f32(64, 256), "down": f32(256, 64)}] * 2
 ARGS = PARAMS, jax.eval_shape(OPTIMIZER.init, PARAMS), f32(512, 64)
-
-
-def run_code(one):
-    made: dict = {}
-    exec(one.code(), made)
-    return made
-
-
-def compiled(one, its_step, args):
-    """The program of the code as it is pasted, on the devices that are here."""
-    made = run_code(one)
-    plans = made["plans_of"](its_step, *args)
-    assert plans == one.plans
-    placed = [each.on(one.mesh.build(jax.devices())) for each in plans]
-    return made["jitted"](its_step, placed).lower(*args).compile()
 
 
 def test_what_the_step_donates_is_written():

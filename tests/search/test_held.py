@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from models import f32
+from models import compiled, f32
 
 import shardfx
 from shardfx import filter_jit, follow
@@ -32,25 +32,13 @@ def step(params, state, x):
 
 @pytest.fixture(scope="module")
 def args():
-    with jax.numpy_dtype_promotion("standard"):
-        return PARAMS, jax.eval_shape(OPTIMIZER.init, PARAMS), f32(4096, 512)
+    return PARAMS, jax.eval_shape(OPTIMIZER.init, PARAMS), f32(4096, 512)
 
 
 @pytest.fixture(scope="module")
 def searched(args):
-    with jax.numpy_dtype_promotion("standard"):
-        space, pricer = opened(step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None)
-        return space, pricer, {one.title: one for one in by_hand(space, space.usual)}
-
-
-def compiled(one, args):
-    """The program of the code, on the devices that are here."""
-    made: dict = {}
-    exec(one.code(), made)
-    with jax.numpy_dtype_promotion("standard"):
-        plans = made["plans_of"](step, *args)
-        assert plans == one.plans
-        return made["jitted"](step, [each.on(one.mesh.build(jax.devices())) for each in plans]).lower(*args).compile()
+    space, pricer = opened(step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None)
+    return space, pricer, {one.title: one for one in by_hand(space, space.usual)}
 
 
 def less(one, states) -> Candidate:
@@ -77,7 +65,7 @@ def test_zero_1_cuts_the_state_over_the_data_axis_and_sends_as_much(searched, ar
     for told in (str(after), after.explain()):
         assert "ZeRO-1: the optimizer's state is cut over data too" in told
     assert "# ZeRO-1: data cuts the optimizer's state, too." in after.code()
-    sent = shardfx.cost.traffic(compiled(after, args), after.mesh).wire_bytes
+    sent = shardfx.cost.traffic(compiled(after, step, args), after.mesh).wire_bytes
     assert sent == pytest.approx(after.wire_bytes, rel=0.01)
     # There is nothing left to cut, and without data there is no axis for it.
     assert zero_1(cut, (1,)) is None and zero_1(whole, ()) is None
@@ -93,14 +81,13 @@ def test_what_fits_only_donated_is_donated_and_says_so(searched, args):
     assert spent.donated == (0, 1) and spent.fits
     assert kept.memory_bytes - spent.memory_bytes > 0.3 * state
     assert "`jitted` in `code()` donates 0, 1" in str(spent) and "donate=(0, 1)" in spent.code()
-    programs = [compiled(one, args).memory_analysis() for one in (kept, spent)]
+    programs = [compiled(one, step, args).memory_analysis() for one in (kept, spent)]
     assert [one.alias_size_in_bytes > 0.9 * state for one in programs] == [False, True]
 
 
 def test_donation_is_read_off_the_step(args):
     def donated(its_step):
-        with jax.numpy_dtype_promotion("standard"):
-            return opened(its_step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None)[1].donated
+        return opened(its_step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None)[1].donated
 
     assert donated(jax.jit(step, donate_argnums=(1,))) == (1,)
     assert donated(jax.jit(step, donate_argnames=("params",))) == (0,)
@@ -108,12 +95,11 @@ def test_donation_is_read_off_the_step(args):
 
 
 def test_what_fits_in_no_other_way_gets_zero_1(args):
-    with jax.numpy_dtype_promotion("standard"):
-        limits = Limits(never=("mlp", "embed"))
-        (best, *_) = search(step, *args, devices="cpu:8", keep=1, limits=limits)
-        free = best.limit_bytes - best.memory_bytes // 2
-        tight = dataclasses.replace(limits, free_bytes=free)
-        (less_of_it, *_) = search(step, *args, devices="cpu:8", keep=1, limits=tight)
+    limits = Limits(never=("mlp", "embed"))
+    (best, *_) = search(step, *args, devices="cpu:8", keep=1, limits=limits)
+    free = best.limit_bytes - best.memory_bytes // 2
+    tight = dataclasses.replace(limits, free_bytes=free)
+    (less_of_it, *_) = search(step, *args, devices="cpu:8", keep=1, limits=tight)
     assert not best.state_over and not best.donated
     assert less_of_it.state_over == ("data",) and less_of_it.donated == (0, 1) and less_of_it.fits
 
@@ -141,14 +127,13 @@ def test_plans_of_states_are_those_that_follow_makes(optimizer):
         return optax.apply_updates(params, updates), state
 
     cut = 0
-    with jax.numpy_dtype_promotion("standard"):
-        found = search(step, params, state, f32(4096, 512), devices=8, chip="v5e", keep=4)
-        for one in found:
-            followed = follow(optimizer.init, one.plans[0])
-            for mine, theirs in zip(one.plans[1].leaves, followed.leaves, strict=True):
-                # Statistics of rows lack what the parameter is cut along: an axis then takes what it prefers next.
-                is_factored = mine.path.split("/")[1:2] in (["v_row"], ["v_col"])
-                assert mine.spec == theirs.spec or (is_factored and not any(theirs.spec)), (one.title, mine.path)
-                cut += any(mine.spec)
+    found = search(step, params, state, f32(4096, 512), devices=8, chip="v5e", keep=4)
+    for one in found:
+        followed = follow(optimizer.init, one.plans[0])
+        for mine, theirs in zip(one.plans[1].leaves, followed.leaves, strict=True):
+            # Statistics of rows lack what the parameter is cut along: an axis then takes what it prefers next.
+            is_factored = mine.path.split("/")[1:2] in (["v_row"], ["v_col"])
+            assert mine.spec == theirs.spec or (is_factored and not any(theirs.spec)), (one.title, mine.path)
+            cut += any(mine.spec)
     # Some candidates cut parameters, so that there is something to follow.
     assert cut

@@ -6,7 +6,7 @@ import pytest
 from jax import P
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import pallas_call
-from models import MODELS, Struct, equinox_mlp, f32, sgd, space_of
+from models import MODELS, Struct, f32, mlp, sgd, space_of
 
 from shardfx import AxisRules, MeshSpec, atomic, plan
 from shardfx._cli.demo import train
@@ -153,14 +153,6 @@ def test_every_model_plans_with_what_was_found(name):
     assert "tied by" in str(found) and all(axis.name in str(found) for axis in found.axes)
 
 
-def test_unknown_operations_tie_nothing_and_say_so():
-    def step(x):
-        return pallas_call(lambda a, b: b.__setitem__(..., a[...] * 2), out_shape=f32(8, 128))(x) + 1
-
-    found = name_axes(step, f32(8, 128))
-    assert any("`tpu_custom_call` is not known" in note for note in found.notes) and "tpu_custom_call" in str(found)
-
-
 def test_loops_and_branches():
     def step(p, x):
         x = jax.lax.fori_loop(0, 3, lambda _, y: y @ p["a"], x)
@@ -188,7 +180,7 @@ def test_a_step_that_is_no_function():
     with pytest.raises(LeafTypeError, match="`step` must be a function, not dict; pass the function that is jitted"):
         name_axes(no_function, f32(3))  # pyright: ignore[reportArgumentType]
     with pytest.raises(KeyError, match="no axis is called 'mpl'; there are"):
-        name_axes(*equinox_mlp())["mpl"]
+        name_axes(*mlp())["mpl"]
 
 
 def test_tables_of_positions_that_are_added():
@@ -362,4 +354,5 @@ def test_what_is_not_priced_is_noted(change, note):
         return jnp.mean((change(x @ p["up"]) @ p["down"]) ** 2)
 
     args = {"up": f32(64, 256), "down": f32(256, 64)}, f32(128, 64)
-    assert note in " ".join(name_axes(step, *args).notes)
+    found = name_axes(step, *args)
+    assert note in " ".join(found.notes) and found.notes[0] in str(found)

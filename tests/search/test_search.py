@@ -12,7 +12,7 @@ from shardfx.auto._asked import trace
 from shardfx.auto._layouts import Assignment, Layouts
 from shardfx.auto._naming import named_classes
 from shardfx.auto._space import by_hand, fastest
-from shardfx.errors import ProgramError, SpecError
+from shardfx.errors import ProgramError
 
 
 def sent_under(names, *model):
@@ -186,8 +186,3 @@ def test_dimensions_that_int32_does_not_hold():
     args = {"up": f32(8, 16), "down": f32(16, 8)}, f32(2**31, 8)
     best = search(step, *args, devices=64, chip="v5p", keep=1)[0]
     assert best.fits and best.plans[1][""].spec[0] is not None
-
-
-def test_scalars_alone_cannot_be_searched():
-    with pytest.raises(SpecError, match="pad one, or use another number of devices"):
-        search(lambda x: x + 1, f32(), devices=8, chip="v5e")

@@ -77,6 +77,7 @@ RIGHT = {
     "transform": lambda x, w: (jnp.abs(jnp.fft.fft(x, axis=-1)), jnp.sort(x, -1), jnp.argsort(x, -1)),
     "switched": lambda x, w: lax.cond(x.mean() > 5, jnp.sin, jnp.cos, lax.switch(2, [jnp.abs, jnp.exp, jnp.sinh], x)),
     "sampled": lambda x, w: jax.random.categorical(jax.random.key(0, impl="rbg"), x @ w, -1),
+    "tied": lambda x, w: jnp.argmax(jnp.stack([x @ x.T, (x * 1.0) @ x.T + 1e-9]), 0),
 }
 
 
@@ -84,7 +85,7 @@ RIGHT = {
 def test_a_right_step_under_a_plan_is_not_accused(name, mesh):
     found = check_step(RIGHT[name], cut(some(16, 8), "d", "t", mesh=mesh), np.asarray(some(8, 8)))
     assert found, str(found)
-    assert all(one.allowed < 0.1 for one in found.outputs) or name in ("chaos", "nearly_singular"), found.outputs
+    assert all(one.allowed < 0.1 for one in found.outputs) or name in ("chaos", "nearly_singular", "tied"), str(found)
 
 
 def test_random_numbers_that_depend_on_the_layout_are_said(mesh):
@@ -107,12 +108,6 @@ def test_a_sum_in_bfloat16_is_found_beside_a_reference_in_float32(mesh):
     found = check_step(step, *args, reference=lambda x, w: x @ w)
     assert not found
     assert "adds up in bfloat16" in str(found)
-
-
-def test_jax_itself_refuses_an_array_that_was_donated(mesh):
-    doubled = jax.jit(lambda x: x * 2, donate_argnums=0)
-    with pytest.raises(RuntimeError, match="Array has been deleted"):
-        (lambda x: doubled(x) + x)(cut(some(8, 8), "d", mesh=mesh))
 
 
 def test_a_step_under_a_mesh_of_explicit_axes_that_is_set():
@@ -188,26 +183,10 @@ def test_donated_arguments_stay(mesh):
     assert not x.is_deleted()
 
 
-def trained(loss):
-    """A step of plain gradient descent."""
-
-    def step(weights, *data):
-        value, gradients = jax.value_and_grad(loss)(weights, *data)
-        return value, jax.tree.map(lambda a, b: a - 0.1 * b, weights, gradients)
-
-    return step
-
-
 def test_keys_and_random_numbers_are_the_same_under_a_plan(mesh):
     x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("d", "t")))
     step = lambda key, x: (jax.random.split(key)[0], x * jax.random.bernoulli(key, 0.5, x.shape))
     assert check_step(step, jax.random.key(0), x)
-
-
-def test_ties_that_rounding_decides_are_not_accused(mesh):
-    x = jax.device_put(jax.random.normal(jax.random.key(0), (8, 64)), NamedSharding(mesh, P("d", "t")))
-    step = lambda x: jnp.argmax(jnp.stack([x @ x.T, (x * 1.0) @ x.T + 1e-9]), 0)
-    assert check_step(step, x)
 
 
 def explicit_step(mesh: Mesh):
@@ -278,35 +257,27 @@ def test_a_training_step_of_structs_is_made_small_and_run():
         x = x + jax.nn.gelu(x @ w["up"]) @ w["down"]
         return -jnp.mean(jax.nn.log_softmax(x @ w["table"].T))
 
-    found = check_step(trained(loss), plan.structs, tokens, shrink=True)
+    def step(w, tokens):
+        value, gradients = jax.value_and_grad(loss)(w, tokens)
+        return value, jax.tree.map(lambda a, b: a - 0.1 * b, w, gradients)
+
+    found = check_step(step, plan.structs, tokens, shrink=True)
     assert found, str(found)
     assert max(seen[-1]) < 32
     assert all(np.isfinite(one.allowed) for one in found.outputs)
 
 
-def test_a_step_that_knows_a_size_by_heart_keeps_it():
-    mesh = sfx.MeshSpec({"d": 8}).abstract()
-    x = jax.ShapeDtypeStruct((1024, 96), jnp.float32, sharding=NamedSharding(mesh, P("d")))
-    seen = []
-
-    def step(x):
-        seen.append(x.shape)
-        return jnp.sum(x.reshape(x.shape[0], 12, 8), axis=1)
-
-    assert check_step(step, x, shrink=True)
-    assert seen[-1] == (16, 96)
-
-
-def test_a_sequence_as_long_as_a_model_is_wide_is_made_small():
+@pytest.mark.parametrize(("shape", "small"), [((1024, 96), (16, 96)), ((1024, 96, 96), (16, 2, 96))])
+def test_a_size_that_a_step_knows_by_heart_stays_and_a_sequence_of_its_length_shrinks(shape, small):
     mesh, seen = sfx.MeshSpec({"d": 8}).abstract(), []
-    x = jax.ShapeDtypeStruct((1024, 96, 96), jnp.float32, sharding=NamedSharding(mesh, P("d")))
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P("d")))
 
     def step(x):
         seen.append(x.shape)
-        return jnp.sum(x.reshape(*x.shape[:2], 12, 8), axis=1)
+        return jnp.sum(x.reshape(*x.shape[:-1], 12, 8), axis=1)
 
     assert check_step(step, x, shrink=True)
-    assert seen[-1] == (16, 2, 96)
+    assert seen[-1] == small
 
 
 def test_structs_need_devices():
