@@ -122,15 +122,14 @@ def filling(
         copies.append(_copy_of(number, cut.sender, cut.piece, here, there))
     is_part = False
     if len(copies) == 1 and not others:
-        itemsize = np.dtype(dtype).itemsize
-        in_row = tuple(step * itemsize for step in strides_of(copies[0].shape))
+        in_row = strides_of(copies[0].shape, np.dtype(dtype).itemsize)
         is_part = copies[0].here_strides == copies[0].there_strides == in_row
     return Filling(tuple(copies), tuple(others), is_part)
 
 
 def _places(first: tuple[int, ...], shape: tuple[int, ...], dtype: Any) -> tuple[int, tuple[int, ...]]:
     """Where an element is in the memory of an array, and the steps of its dimensions, in bytes."""
-    steps = tuple(step * np.dtype(dtype).itemsize for step in strides_of(shape))
+    steps = strides_of(shape, np.dtype(dtype).itemsize)
     return sum(at * step for at, step in zip(first, steps, strict=True)), steps
 
 
