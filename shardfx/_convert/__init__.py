@@ -23,6 +23,7 @@ from .pieces import (
     dense,
     dtypes_of,
     extended,
+    from_start,
     hull,
     is_only,
     names_of,

@@ -1,6 +1,5 @@
 """A map on whole arrays in memory: by its operations, or, as what goes backwards has none, by pieces."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,10 +12,10 @@ from .._ground.spec import DType
 from .._ground.tree import flatten
 from .binding import bound_steps, places, structs_of, tree_structs
 from .casts import cast_array
-from .evaluate import check_counted, dim_of, evaluated, sizes_of
+from .evaluate import ON_SHAPES, check_counted, dim_of, evaluated, leaf_made
 from .expression import Rules
 from .in_jax import form_of, ordered, put, taken
-from .pieces import Counted, Made, Piece, changed, extended, hull, swapped
+from .pieces import Counted, Made, Piece, Struct, changed, extended, hull, swapped
 from .values import constant, fill
 
 
@@ -29,18 +28,12 @@ def on_arrays(xp: Any, leaves: Mapping[str, Any]) -> Mapping[str, Callable[..., 
     def transpose(parts: Sequence[Any], *order: int) -> Any:
         return xp.transpose(parts[0], order or None)
 
-    def reshape(parts: Sequence[Any], *sizes: int) -> Any:
-        return parts[0].reshape(sizes_of(sizes, parts[0].size, "`reshape`"))
+    def reshaped(op: str) -> Callable[..., Any]:
+        def run(parts: Sequence[Any], *args: int) -> Any:
+            made = ON_SHAPES[op]([leaf_made("", Struct(parts[0].shape, parts[0].dtype))], *args)
+            return parts[0].reshape(made.shape)
 
-    def split(parts: Sequence[Any], dim: int, *sizes: int) -> Any:
-        (x,) = parts
-        dim = dim_of(dim, x.ndim, "split")
-        return x.reshape(*x.shape[:dim], *sizes_of(sizes, x.shape[dim], "`split`"), *x.shape[dim + 1 :])
-
-    def merge(parts: Sequence[Any], dim: int, count: int) -> Any:
-        (x,) = parts
-        dim = dim_of(dim, x.ndim, "merge")
-        return x.reshape(*x.shape[:dim], math.prod(x.shape[dim : dim + count]), *x.shape[dim + count :])
+        return run
 
     def stacked(parts: Sequence[Any], dim: int) -> Any:
         return xp.stack(list(parts), axis=dim)
@@ -70,7 +63,7 @@ def on_arrays(xp: Any, leaves: Mapping[str, Any]) -> Mapping[str, Callable[..., 
     def cast(parts: Sequence[object], dtype: str) -> Any:
         return cast_array(parts[0], jnp.dtype(dtype))
 
-    def scale(parts: Sequence[Any], block: tuple[int, ...]) -> Any:
+    def scale(parts: Sequence[Any], *block: int) -> Any:
         x, by = (part.astype(jnp.float32) for part in parts)
         for dim, size in enumerate(block):
             by = xp.repeat(by, size, axis=dim)
@@ -86,9 +79,9 @@ def on_arrays(xp: Any, leaves: Mapping[str, Any]) -> Mapping[str, Callable[..., 
         "leaf": leaves.__getitem__,
         "constant": constant,
         "transpose": transpose,
-        "reshape": reshape,
-        "split": split,
-        "merge": merge,
+        "reshape": reshaped("reshape"),
+        "split": reshaped("split"),
+        "merge": reshaped("merge"),
         "stacked": stacked,
         "concat": concat,
         "at": at,

@@ -61,8 +61,6 @@ def evaluated(
     if made.op == "at":
         index, dim = made.args
         return ops["at"](parts, _index(index, binding), dim)
-    if made.op == "scale":
-        return ops["scale"](parts, made.args)
     return ops[made.op](parts, *made.args)
 
 
@@ -315,17 +313,19 @@ def cast(made: Made, to: Any) -> Made:
         )
     if jnp.issubdtype(made.dtype, jnp.complexfloating) and not jnp.issubdtype(to, jnp.complexfloating):
         raise MapError(f"{made.dtype} cannot be cast to {to}, which has no imaginary part.")
-    pieces = [piece._replace(value=piece.value._replace(casts=(*piece.value.casts, to))) for piece in made.pieces]
-    return Made(made.shape, to, tuple(pieces))
+    return _then(made, to, to)
+
+
+def _then(made: Made, step: Any, dtype: Any) -> Made:
+    """The same after one more cast, or counted with a number."""
+    pieces = [piece._replace(value=piece.value._replace(casts=(*piece.value.casts, step))) for piece in made.pieces]
+    return Made(made.shape, dtype, tuple(pieces))
 
 
 def _counted(sign: Literal["*", "+"]) -> Callable[..., Made]:
     def run(parts: Sequence[Made], number: float) -> Made:
         (made,) = parts
-        counted = check_counted(number, made.dtype)
-        step = Counted(sign, counted)
-        pieces = [piece._replace(value=piece.value._replace(casts=(*piece.value.casts, step))) for piece in made.pieces]
-        return Made(made.shape, made.dtype, tuple(pieces))
+        return _then(made, Counted(sign, check_counted(number, made.dtype)), made.dtype)
 
     return run
 
@@ -337,7 +337,7 @@ def check_counted(number: float, dtype: DType) -> float:
     return float(number)
 
 
-def _scale(parts: Sequence[Made], block: tuple[int, ...]) -> Made:
+def _scale(parts: Sequence[Made], *block: int) -> Made:
     made, by = parts
     for part in parts:
         if not jnp.issubdtype(part.dtype, jnp.floating) and not jnp.issubdtype(part.dtype, jnp.integer):
@@ -361,10 +361,10 @@ def on_shapes(leaves: Mapping[str, Struct | Made], used: dict[str, None]) -> Map
         used[path] = None
         return leaf_made(path, leaves[path])
 
-    return {**_ON_SHAPES, "leaf": leaf}
+    return {**ON_SHAPES, "leaf": leaf}
 
 
-_ON_SHAPES: Mapping[str, Callable[..., Made]] = {
+ON_SHAPES: Mapping[str, Callable[..., Made]] = {
     "constant": _constant,
     "transpose": _transpose,
     "split": _split,

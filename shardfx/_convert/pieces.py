@@ -369,6 +369,12 @@ def hull(piece: Piece) -> Box:
     )
 
 
+def from_start(piece: Piece, box: Box) -> list[int]:
+    """How far a piece is from the start of a box, along the dimensions in which it lies inside."""
+    pairs = zip(hull(piece), box, strict=True)
+    return [low - start if start <= low and high <= stop else 0 for (low, high), (start, stop) in pairs]
+
+
 @ft.lru_cache(maxsize=4096)
 def _reaches(factors: tuple[Factor, ...], rank: int) -> tuple[int, ...]:
     """From the first to the last element that factors reach along each dimension of the target, both included."""

@@ -15,9 +15,9 @@ from .pieces import NOWHERE, Counted, Factor, Piece, Scale, along, changed, dens
 _BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: np.dtype("uint64")}
 
 
-def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements from one index to the next along each dimension of a row-major array."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+def strides_of(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
+    """Elements, or bytes, from one index to the next along each dimension of a row-major array."""
+    return tuple(math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape)))
 
 
 def target_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None) -> np.ndarray:

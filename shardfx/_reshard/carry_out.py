@@ -7,7 +7,7 @@ from jax.sharding import Sharding
 
 from .move import Move, program_of
 from .pieces.carry import Means, begun
-from .pieces.host import Shards, copied, put_together
+from .pieces.host import Shards, put_together
 from .steps.ends import labelled
 
 
@@ -54,9 +54,8 @@ def _in_pieces(
     if x.weak_type and not move.lost and all(end.is_fully_addressable for end in ends):  # which pieces would lose
         return jax.device_put(x, move.dst, donate=donate)
     shards = Shards({"": x}, one_by_one=work.way == "host" and (donate or bool(move.lost)))
-    if work.way == "host" and not work.is_elsewhere:
-        make = put_together if donate else copied
-        return make(work.struct, work.targets, work.fillings, shards, pool)
+    if donate and work.way == "host" and not work.is_elsewhere:
+        return put_together(work.struct, work.targets, work.fillings, shards, pool)
     if work.way == "programs" and limit_bytes is not None:
         limit_bytes -= move.aside_bytes
     made = begun(work, Means({"": x}, None, limit_bytes, work.most_bytes, pool, shards))()

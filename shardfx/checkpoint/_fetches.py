@@ -11,6 +11,7 @@ from .._convert import (
     Piece,
     chunks,
     fill,
+    from_start,
     hull,
     is_only,
     landings,
@@ -94,9 +95,10 @@ def fetches(leaf: Wanted, boxes: Sequence[Box]) -> tuple[list[Fetch], list[Gathe
     entries = {entry.path: entry for entry in leaf.entries}
     known: dict[object, list[tuple[Landing, ...] | Piece]] = {}
     for piece in leaf.pieces:
-        ends = hull(piece)
         for number, box in enumerate(boxes):
-            first, by = _first_like(piece, ends, box)
+            # The layers of a stack are alike in all but their place.
+            by = from_start(piece, box)
+            first = shifted(piece, [-more for more in by])
             key = (number, first.source, first.target, first.factors, is_plain(piece, leaf, entries))
             if key not in known:
                 known[key] = list(landed(first, box, key[-1]))
@@ -110,18 +112,6 @@ def fetches(leaf: Wanted, boxes: Sequence[Box]) -> tuple[list[Fetch], list[Gathe
                 own += [landing.source for landing in part]
                 homes += [(number, landing._replace(offset=landing.offset + offset)) for landing in part]
     return [Fetch(entries[path], tuple(own), tuple(homes)) for path, (own, homes) in found.items()], gathered
-
-
-def _first_like(piece: Piece, ends: Box, box: Box) -> tuple[Piece, tuple[int, ...]]:
-    """A piece at the start of a box, along the dimensions in which it lies inside; and how far it is from there.
-
-    The layers of a stack are alike in all else.
-    """
-    by = tuple(
-        low - start if start <= low and high <= stop else 0
-        for (low, high), (start, stop) in zip(ends, box, strict=True)
-    )
-    return shifted(piece, [-more for more in by]), by
 
 
 def landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[Landing, ...] | Piece]:

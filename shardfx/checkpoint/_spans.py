@@ -2,10 +2,10 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from .._convert import strides_of
 from .._ground.boxes import Box, common, volume
 
 
@@ -56,11 +56,6 @@ class Span:
     def nbytes(self) -> int:
         """How many bytes are read."""
         return self.run_bytes * self.runs
-
-
-def strides_of(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The bytes from one index to the next along each dimension of a row-major array."""
-    return tuple(math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape)))
 
 
 def whole(shape: tuple[int, ...]) -> Box:

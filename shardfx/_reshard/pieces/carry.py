@@ -121,7 +121,7 @@ def _together(work: Work, target: tuple[int, ...], every: Mapping[str, object], 
     devices = work.devices
     with _on(devices):
         out = _constants(work, target, devices, work.dtype)
-        for step, places in _steps(work, means.limit_bytes):
+        for step, (places,) in _steps(work, means.limit_bytes, means.most_bytes):
             sources = tuple(work.source_shapes[path] for path in step.paths)
             run = program(devices, step.rounds, sources, (target, work.dtype), out is None)
             given = [
@@ -142,7 +142,7 @@ def _apart(work: Work, target: tuple[int, ...], every: Mapping[str, object], mea
     there = work.target_devices
     own, came = carried(work.dtype, there), dict[Any, jax.Array]()
     out = _constants(work, target, there, own)
-    for step, places in _steps_apart(work, means.limit_bytes, means.most_bytes):
+    for step, places in _steps(work, means.limit_bytes, means.most_bytes):
         here, rounds = work.source_devices[step.paths[0]], anywhere(step.rounds)
         sources = tuple(work.source_shapes[path] for path in step.paths)
         block = parcel_block(rounds, sources[0][1], here)
@@ -214,20 +214,13 @@ def _crosses(devices: Sequence[Any]) -> bool:
 
 
 @ft.lru_cache(maxsize=4096)
-def _steps(work: Work, limit_bytes: int | None) -> tuple[tuple[Exchange, jax.Array], ...]:
-    """The programs of an array, and the places that they begin at, on the devices."""
-    found = [(step, _placed(step.places, work.devices)) for step in work.exchanges(limit_bytes)]
-    return tuple((step, placed) for step, placed in found if placed is not None)
-
-
-@ft.lru_cache(maxsize=4096)
-def _steps_apart(
+def _steps(
     work: Work, limit_bytes: int | None, most_bytes: int
-) -> tuple[tuple[Exchange, tuple[jax.Array | None, jax.Array | None]], ...]:
-    """The same, with the places for the devices of the source and for those of the target."""
+) -> tuple[tuple[Exchange, tuple[jax.Array | None, ...]], ...]:
+    """The programs of an array, and the places that they begin at, on all devices or on those of either side."""
     number, found = {device: at for at, device in enumerate(work.devices)}, []
     for step in work.exchanges(limit_bytes, most_bytes):
-        sides = (work.source_devices[step.paths[0]], work.target_devices)
+        sides = (work.source_devices[step.paths[0]], work.target_devices) if work.is_apart else (work.devices,)
         rows = [step.places[[number[device] for device in side]] for side in sides]
         found.append((step, tuple(_placed(own, side) for own, side in zip(rows, sides, strict=True))))
     return tuple(found)

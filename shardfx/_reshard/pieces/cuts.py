@@ -18,6 +18,7 @@ from ..._convert import (
     Piece,
     Value,
     dtypes_of,
+    from_start,
     hull,
     once,
     rows,
@@ -216,7 +217,7 @@ def cuts_of(
                 continue
             source = shards[id(sources[piece.value.path])]
             # Of a stack, all parts are cut as the first is. Its place is counted from the box where it lies inside.
-            by = _from_start(piece, box)
+            by = from_start(piece, box)
             first = shifted(piece, [-more for more in by])
             key = (box, first.source, first.target, first.factors, piece.value.casts, id(source))
             if key not in known:
@@ -238,12 +239,6 @@ def _choose(found: list[tuple[Cut, Senders | None]]) -> tuple[tuple[int, ...], .
             if len(senders.holders) > 1:
                 replicas[tuple(senders.holders)] = None
     return tuple(replicas)
-
-
-def _from_start(piece: Piece, box: Box) -> list[int]:
-    """How far a piece is from the start of a box, along the dimensions in which it lies inside."""
-    pairs = zip(hull(piece), box, strict=True)
-    return [low - start if start <= low and high <= stop else 0 for (low, high), (start, stop) in pairs]
 
 
 def _cut(piece: Piece, box: Box, source: Shards, missing: dict[Box, None]) -> Iterator[tuple[Cut, Senders]]:

@@ -22,7 +22,6 @@ from ..._convert import (
     Piece,
     as_bits,
     chunks,
-    constant,
     fill,
     hull,
     source_view,
@@ -40,7 +39,6 @@ from .cuts import Cut
 # Below this handing a copy to another thread costs more than what it spares.
 _TASK_BYTES = 1 << 20
 _CHUNK_ELEMENTS = 1 << 20
-_PARALLEL_BYTES = 8 << 20
 # The shards of a smaller array lie in one block.
 _BLOCK_BYTES = 1 << 20
 # The kernel backs large buffers with huge pages, so a smaller piece touches a whole one.
@@ -124,15 +122,14 @@ def filling(
         copies.append(_copy_of(number, cut.sender, cut.piece, here, there))
     is_part = False
     if len(copies) == 1 and not others:
-        itemsize = np.dtype(dtype).itemsize
-        in_row = tuple(step * itemsize for step in strides_of(copies[0].shape))
+        in_row = strides_of(copies[0].shape, np.dtype(dtype).itemsize)
         is_part = copies[0].here_strides == copies[0].there_strides == in_row
     return Filling(tuple(copies), tuple(others), is_part)
 
 
 def _places(first: tuple[int, ...], shape: tuple[int, ...], dtype: Any) -> tuple[int, tuple[int, ...]]:
     """Where an element is in the memory of an array, and the steps of its dimensions, in bytes."""
-    steps = tuple(step * np.dtype(dtype).itemsize for step in strides_of(shape))
+    steps = strides_of(shape, np.dtype(dtype).itemsize)
     return sum(at * step for at, step in zip(first, steps, strict=True)), steps
 
 
@@ -284,11 +281,7 @@ def coming(
     built = _memory(targets, np.dtype(wanted.dtype))
     pairs = list(zip(built, fillings, strict=True))
     views = _views([(to, one.copies) for to, one in pairs], names, shards)
-    tasks = []
-    if pool is None or sum(buffer.nbytes for buffer in built) < 2 * _TASK_BYTES:
-        _copy_all(views)
-    else:
-        tasks = [pool.submit(_copy_all, batch) for batch in _batches(views)]
+    tasks = _begun(views, sum(buffer.nbytes for buffer in built), pool)
     for buffer, one in pairs:
         for cut in one.others:
             _fill_other(buffer, cut, shards)
@@ -340,17 +333,6 @@ def _shared(
     return parts if sum(kept.values()) <= sum(part.nbytes for part in parts) else None
 
 
-def copied(
-    wanted: jax.ShapeDtypeStruct,
-    targets: Sequence[Box],
-    fillings: Sequence[Filling],
-    shards: Shards,
-    pool: ThreadPoolExecutor | None,
-) -> jax.Array:
-    """As `coming`, of one array as it is."""
-    return coming(wanted, targets, fillings, ("",), shards, pool)()
-
-
 def put_together(
     wanted: jax.ShapeDtypeStruct,
     targets: Sequence[Box],
@@ -358,10 +340,10 @@ def put_together(
     shards: Shards,
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
-    """As `copied`, and the source's shards are deleted as soon as they were read."""
+    """As `coming`, of one array as it is, whose shards are deleted as soon as they were read."""
     itemsize = np.dtype(wanted.dtype).itemsize
     if math.prod(wanted.shape) * itemsize < _PAGE_BYTES or all(one.is_part for one in fillings):
-        made = copied(wanted, targets, fillings, shards, pool)
+        made = coming(wanted, targets, fillings, ("",), shards, pool)()
         shards.give_up()
         return made
     # The kernel gives memory page by page, when it is first written: what is not yet filled takes none.
@@ -374,7 +356,9 @@ def put_together(
     shards.give_up(but=left)
     for _, group in it.groupby(sorted(rows, key=key), key):
         own = list(group)
-        _spread(list(_views([(built[at], [copy]) for at, copy in own], ("",), shards)), pool)
+        views = list(_views([(built[at], [copy]) for at, copy in own], ("",), shards))
+        for task in _begun(views, sum(target.nbytes for target, *_ in views), pool):
+            task.result()
         left.subtract(copy.sender for _, copy in own)
         shards.give_up(but=[sender for sender, count in left.items() if count])
     return _there(wanted, targets, built, ())
@@ -387,14 +371,6 @@ def _run_bytes(copy: Copy, itemsize: int) -> int:
             break
         itemsize *= size
     return itemsize
-
-
-def _spread(views: Sequence["Views"], pool: ThreadPoolExecutor | None) -> None:
-    """Copies, large ones on all cores: NumPy lets other threads run."""
-    if pool is None or sum(target.nbytes for target, *_ in views) < _PARALLEL_BYTES:
-        _copy_all(views)
-    else:
-        list(pool.map(_copy_all, [[view] for view in views]))
 
 
 # A part of a new shard, a part of an old one, and along which dimension they are copied in blocks.
@@ -422,6 +398,14 @@ def as_bytes(buffer: np.ndarray) -> np.ndarray:
     return flat.view(np.uint8) if flat.size else flat
 
 
+def _begun(views: Iterable[Views], nbytes: int, pool: ThreadPoolExecutor | None) -> list[Future[None]]:
+    """Copies so many bytes, large ones in other threads: NumPy lets them run."""
+    if pool is None or nbytes < 2 * _TASK_BYTES:
+        _copy_all(views)
+        return []
+    return [pool.submit(_copy_all, batch) for batch in _batches(views)]
+
+
 def _batches(ready: Iterable[Views]) -> Iterator[list[Views]]:
     batch: list[Views] = []
     nbytes = 0
@@ -445,13 +429,9 @@ def _copy_all(batch: Iterable[Views]) -> None:
 
 def _fill_other(buffer: np.ndarray, cut: Cut, shards: Shards) -> None:
     piece = cut.piece
-    if piece.value.path is None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            target_view(buffer, piece)[...] = constant(piece)
+    if piece.value.path is not None and piece.value.scale is None:
+        write(target_view(buffer, piece), source_view(shards.typed(piece.value.path, cut.sender), piece), piece)
         return
-    if piece.value.scale is not None:
-        whole = tuple((0, size) for size in buffer.shape)
-        for part in chunks(piece, _CHUNK_ELEMENTS):
-            fill(buffer, whole, part, shards.read)
-        return
-    write(target_view(buffer, piece), source_view(shards.typed(piece.value.path, cut.sender), piece), piece)
+    whole = tuple((0, size) for size in buffer.shape)
+    for part in chunks(piece, _CHUNK_ELEMENTS):
+        fill(buffer, whole, part, shards.read)

@@ -28,13 +28,6 @@ class End:
         """One key per factor; factors of any mesh that tell the devices apart in the same way have equal keys."""
         return tuple(row.astype(np.uint16).tobytes() for row in self.coordinates)
 
-    def piece_numbers(self) -> np.ndarray:
-        """One number for the piece that each device holds, equal for equal pieces of layouts of equal counts."""
-        number = np.zeros(self.coordinates.shape[1], np.int64)
-        for count, axes in zip(self.layout.counts, self.layout.dims, strict=True):
-            number = number * count + piece_index(self.layout.sizes, self.coordinates, axes)
-        return number
-
 
 def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
     """Each device's coordinates in the mesh of `layout`, the devices numbered by their place in that of `like`."""

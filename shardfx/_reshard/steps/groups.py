@@ -12,6 +12,7 @@ import numpy as np
 
 from .factors import End, coordinates, levels
 from .layout import StepLayout, piece_index
+from .lower_bound import Holdings
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,7 +122,7 @@ def senders(source: End, target: End) -> np.ndarray:
 
     A permutation of the devices, numbered by their place in the source's mesh.
     """
-    have, want = source.piece_numbers(), target.piece_numbers()
+    have, want = (Holdings(end).numbers(end.layout.dims) for end in (source, target))
     sender = np.where(have == want, np.arange(len(have)), -1)
     span = int(max(have.max(), want.max())) + 1
     for _, group in levels(source):

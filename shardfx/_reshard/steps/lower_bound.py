@@ -8,7 +8,6 @@ from typing import Literal
 import numpy as np
 
 from .factors import End, levels
-from .layout import piece_index
 
 
 # Per dimension of the array the factors that cut it, major first.
@@ -61,11 +60,11 @@ class Holdings:
 
 def missing_share(source: End, target: End) -> Fraction:
     """What a device needs at the target and does not have at the source: the mean over devices, per byte of array."""
-    common, unit = None, 1
+    common, unit, here, there = None, 1, Holdings(source), Holdings(target)
     for have, want in zip(source.layout.dims, target.layout.dims, strict=True):
         if not have and not want:
             continue
-        both, parts = _overlap(*_pieces(source, have), *_pieces(target, want))
+        both, parts = _overlap(here.index(have), here.count(have), there.index(want), there.count(want))
         both = both.astype(np.int64)
         common, unit = both if common is None else common * both, unit * parts
     if common is None:
@@ -91,7 +90,8 @@ class LowerBound:
 
     def __init__(self, held: Holdings, near: End, far: End, far_is: Literal["target", "source"]):
         self.held, self.needs_far = held, far_is == "target"
-        self.far = [_pieces(far, axes) for axes in far.layout.dims]
+        there = Holdings(far)
+        self.far = [(there.index(axes), there.count(axes)) for axes in far.layout.dims]
         self.far_pieces = far.layout.pieces
         (self.cheapest, _), *_ = cheaper = levels(near)
         self.dearer = [
@@ -177,13 +177,6 @@ class _HeldByGroups:
 
     def _share_of_dimension(self, group: np.ndarray, parts: int) -> np.ndarray:
         return np.bincount(group, minlength=self.groups) * (1.0 / parts)
-
-
-def _pieces(end: End, axes: tuple[int, ...]) -> tuple[np.ndarray, int]:
-    """Which piece of a dimension each device holds, and how many pieces there are."""
-    sizes = end.layout.sizes
-    index = piece_index(sizes, end.coordinates, axes)
-    return index.astype(np.int32), math.prod(sizes[axis] for axis in axes)
 
 
 def _overlap(index: np.ndarray, count: int, other: np.ndarray, others: int) -> tuple[np.ndarray, int]:
