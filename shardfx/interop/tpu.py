@@ -41,10 +41,10 @@ def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
     try:
         found = topologies.get_topology_desc(name, platform="tpu", **more)
     except RuntimeError as error:
-        raise MeshError(
-            f"there is no description of the TPU topology {name!r}: {error}. Write it as `v5p:8x8x8`, and install "
-            'libtpu with `pip install "shardfx[aot]"`.'
-        ) from error
+        fix = 'Write it as `v5p:8x8x8`, and install libtpu with `pip install "shardfx[aot]"`'
+        if "lockfile" in str(error):
+            fix = "Another process holds libtpu: wait, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1 before JAX starts"
+        raise MeshError(f"there is no description of the TPU topology {name!r}: {error}. {fix}.") from error
     return tuple(found.devices)
 
 

@@ -210,3 +210,12 @@ def test_a_program_that_does_not_fit_is_an_error_of_its_own(text, needed, limit)
 def test_what_else_a_compiler_raises_stays():
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         compiled(Refused("INTERNAL: of another kind"), ())
+
+
+def test_a_compiler_that_another_process_holds_is_said_to_be(monkeypatch):
+    def refuses(*_, **__):
+        raise RuntimeError("ABORTED: Internal error when accessing libtpu multi-process lockfile")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", refuses)
+    with pytest.raises(MeshError, match="lockfile. Another process holds libtpu: wait, or set ALLOW"):
+        compile_for(step, *structs(), target="tpu:v5e:2x4")
