@@ -135,12 +135,9 @@ def test_rules_plan_every_model_and_cut_all_that_can_be_cut(name, how):
 def test_stacked_experts_are_cut_as_each_expert_would_be(name, how):
     tree, single = few_layers(name, stack_experts=True), few_layers(name)
     assert catalogue.parameters(single) == catalogue.parameters(tree)
-    # The names of mesh axes are arguments.
-    mesh = {"ex" if axis == "expert" else axis: size for axis, size in MESHES[how].items()}
-    rules = models.rules_for(name, how, **{"expert": "ex"} if how == "ep" else {})
-    made = plan(tree, MeshSpec(mesh), paths=rules)
+    made = plan(tree, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
     stacked = [row for row in made.leaves if "/experts/" in row.path and len(row.shape) == 3]
-    assert stacked and all(row.spec[0] == ("ex" if how == "ep" else None) for row in stacked)
+    assert stacked and all(row.spec[0] == ("expert" if how == "ep" else None) for row in stacked)
     if how == "fsdp_tp" and "gpt-oss" not in name:
         apart = plan(single, MeshSpec(MESHES[how]), paths=models.rules_for(name, how))
         for row in stacked:
@@ -164,6 +161,13 @@ def test_heads_are_not_cut():
     eyes = plan(few_layers("gemma3-4b"), MeshSpec({"tensor": 16}), paths=models.rules_for("gemma3-4b", "tp"))
     layer = "vision_tower/vision_model/encoder/layers/0/self_attn"
     assert eyes[f"{layer}/q_proj/weight"].spec == P("tensor") == eyes[f"{layer}/q_proj/bias"].spec
+
+
+def test_mesh_axes_are_arguments():
+    rules = models.rules_for("mixtral-8x7b", "ep", fsdp="data", tensor="model", expert="ex")
+    mesh = MeshSpec({"ex": 4, "data": 2, "model": 2})
+    made = plan(few_layers("mixtral-8x7b", stack_experts=True), mesh, paths=rules)
+    assert made["model/layers/0/block_sparse_moe/experts/w2/weight"].spec == P("ex", "data", "model")
 
 
 def test_dtype_and_changes():
