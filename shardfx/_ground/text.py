@@ -7,8 +7,7 @@ import math
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
-
-from .spec import DType
+from typing import Any
 
 
 # A number that stands alone: the 12 of `layers/12/w` and of `h.12.attn`, but not that of `fc12`. Python converts no
@@ -221,7 +220,7 @@ def bytes_text(count: int) -> str:
     return f"{count / 1024**power:,.1f} {'KMGTPE'[power - 1]}iB"
 
 
-def array_text(dtype: DType, shape: Sequence[int]) -> str:
+def array_text(dtype: Any, shape: Sequence[int]) -> str:
     """A dtype and shape as `bf16[1024,4096]`."""
     name = dtype if isinstance(dtype, str) else dtype.name
     letters = re.match("[a-z]*", name)
