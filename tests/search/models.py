@@ -33,7 +33,7 @@ def run_code(one: Candidate) -> dict[str, Any]:
     return made
 
 
-def compiled(one: Candidate, step: Any, args: Any) -> jax.stages.Compiled:
+def compiled(one: Candidate, step: Any, args: Any) -> Any:
     """The program of the code as it is pasted, on the devices that are here."""
     made = run_code(one)
     plans = made["plans_of"](step, *args)
