@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
-from shardfx import AxisRules, Code, atomic, resolve
-from shardfx._ground.spec import canonical
-from shardfx._rules.resolution import units_of
+from shardfx import AxisRules, Code, MeshSpec, PathRules, atomic, plan, resolve
+from shardfx._ground.spec import canonical, entry_axes
 from shardfx.errors import RuleError, SpecError, UnmatchedError
 from shardfx.interop.eformer import axis_names_of
 
@@ -26,9 +25,6 @@ POLICIES = st.sampled_from(["replicate", "keep", "unconstrained"])
 
 def near(x, y):
     return canonical(x) == canonical(y)
-
-
-# --- resolve: against the algorithm's origin, and its laws
 
 
 @given(RULES, ENTRIES)
@@ -59,25 +55,18 @@ ALIASES = st.permutations([("a2", "a"), ("a3", "a2"), ("b2", "b")])
 
 @given(RULES, ALIASES, shuffled_names(), POLICIES)
 @settings(deadline=None, max_examples=300)
-def test_resolve_does_not_depend_on_the_order_of_dimensions(pairs, aliases, names, unmatched):
+def test_resolve_uses_no_axis_twice_and_does_not_depend_on_the_order_of_dimensions(pairs, aliases, names, unmatched):
     rules = AxisRules(pairs, aliases=aliases)
     entries, moved, order = names
     one, two = (resolve(given, rules, unmatched=unmatched) for given in (entries, moved))
+    used = [axis for entry in one.spec if entry is not U for axis in entry_axes(entry)]
+    assert len(used) == len(set(used))
     padded = [*one.spec, *[None] * (len(entries) - len(one.spec))]
     assert near(two.spec, P(*[padded[i] for i in order]))
     place = {old: new for new, old in enumerate(order)}
     assert {(why.code, place[why.dim or 0], why.axes) for why in one.reasons} == {
         (why.code, why.dim, why.axes) for why in two.reasons
     }
-
-
-@given(RULES, shuffled_names(), POLICIES)
-@settings(deadline=None, max_examples=200)
-def test_resolve_never_uses_an_axis_twice(pairs, names, unmatched):
-    spec = resolve(names[0], AxisRules(pairs), unmatched=unmatched).spec
-    axes = [axis for entry in spec if entry is not U for axis in (entry if isinstance(entry, tuple) else (entry,))]
-    used = [axis for axis in axes if axis is not None]
-    assert len(used) == len(set(used))
 
 
 @given(RULES, ENTRIES)
@@ -102,161 +91,101 @@ def test_resolve_gives_a_reason_for_exactly_the_names_without_a_target(pairs, en
             assert all(why.code is Code.blocked for why in found)
 
 
-def test_resolve_returns_the_canonical_spec():
-    rules = AxisRules({"a": ["x"], "b": (), "c": None})
-    assert resolve(("a", "b", "c"), rules).spec == P("x")
-    assert resolve((), rules).spec == P()
-    assert resolve(P("a", "b"), rules).spec == P("x")
-
-
-# --- resolve: entries
-
-
-def test_a_tuple_of_names_joins_their_axes_in_order():
-    rules = AxisRules([("a", ("x", "y")), ("b", "z"), ("c", "x")])
-    assert resolve((("b", "a"), "c"), rules).spec == P(("z", "x", "y"))
-    assert resolve((("b", None),), rules).spec == P("z")
-    assert resolve(((),), rules).spec == P()
-
-
-def test_a_member_of_a_tuple_may_be_blocked_alone():
-    decision = resolve((("a", "b"),), AxisRules([("a", "x"), ("b", "x")]))
-    assert decision.spec == P("x")
-    (why,) = decision.reasons
-    assert (why.code, why.dim, why.axes) == (Code.blocked, 0, ("x",))
-    assert "`x` is used by `a` on dim 0" in why.message
-
-
-def test_unconstrained_yields_to_an_axis_on_the_same_dimension():
-    rules = AxisRules([("a", U), ("b", "x")])
-    assert resolve((("a", "b"),), rules).spec == P("x")
-    assert resolve((("a",), U, "b"), rules).spec == P(U, U, "x")
-
-
-def test_a_fallback_to_none_still_tells_what_was_blocked():
-    decision = resolve(("a", "b"), AxisRules([("a", "x"), ("b", ("x", "y")), ("b", None), ("b", "z")]))
-    assert decision.spec == P("x")
-    assert [(why.code, why.dim, why.axes) for why in decision.reasons] == [(Code.blocked, 1, ("x", "y"))]
-
-
-def test_any_string_is_a_name():
-    rules = AxisRules({"": "x", "None": "y", "UNCONSTRAINED": "z", "('a', 'b')": "w"})
-    assert resolve(("", None, U, ("a", "b")), rules).spec == P("x", None, U)
-
-
-def test_atomic_entries_resolve_as_their_name():
-    assert resolve((atomic("a", 4), (atomic("b", 2), "c")), AxisRules({"a": "x", "c": "y"})).spec == P("x", "y")
+XX = {"a": "x", "b": "x"}
 
 
 @pytest.mark.parametrize(
-    "entries", [[1], [b"a"], [("a", ("b",))], [("a", ["b"])], [{"a": "b"}], [("a", U)], [atomic(("a",), (2,))]]
+    "promise, entries, rules, spec, blocked",
+    [
+        ("the spec is canonical", ("a", "b", "c"), {"a": ["x"], "b": (), "c": None}, P("x"), []),
+        ("a spec may hold the names", P("a", "b"), {"a": ["x"], "b": ()}, P("x"), []),
+        ("a scalar has none", (), {"a": "x"}, P(), []),
+        ("a tuple joins in order", (("b", "a"), "c"), {"a": ("x", "y"), "b": "z", "c": "x"}, P(("z", "x", "y")), [1]),
+        ("a tuple may hold None", (("b", None),), {"b": "z"}, P("z"), []),
+        ("a tuple may be empty", ((),), {"b": "z"}, P(), []),
+        ("a member of a tuple is blocked alone", (("a", "b"),), XX, P("x"), [0]),
+        ("unconstrained yields to an axis there", (("a", "b"),), {"a": U, "b": "x"}, P("x"), []),
+        ("unconstrained stays elsewhere", (("a",), U, "b"), {"a": U, "b": "x"}, P(U, U, "x"), []),
+        ("a fallback may be None", ("a", "b"), [("a", "x"), ("b", ("x", "y")), ("b", None), ("b", "z")], P("x"), [1]),
+        ("any string is a name", ("", None, U), {"": "x", "None": "y", "UNCONSTRAINED": "z"}, P("x", None, U), []),
+        ("an atomic entry is its name", (atomic("a", 4), (atomic("b", 2), "c")), {"a": "x", "c": "y"}, P("x", "y"), []),
+        ("a first rule counts", ("a",), [("a", None), ("a", "x")], P(), []),
+    ],
 )
-def test_other_entries_are_refused(entries):
-    with pytest.raises(SpecError, match="is no entry of an array's names; use a logical name"):
-        resolve(entries, AxisRules({"a": "x"}))
+def test_entries_resolve(promise, entries, rules, spec, blocked):
+    decision = resolve(entries, AxisRules(rules))
+    assert decision.spec == spec, promise
+    assert [why.dim for why in decision.reasons if why.code is Code.blocked] == blocked
 
 
-def test_a_bare_string_is_not_taken_for_its_characters():
-    with pytest.raises(SpecError, match=r"not 'batch'; write `\('batch',\)`"):
-        resolve("batch", AxisRules({"b": "x"}))
+def test_a_reason_says_which_axes_are_used_where():
+    (why,) = resolve((("a", "b"),), AxisRules(XX)).reasons
+    assert why.axes == ("x",) and "`x` is used by `a` on dim 0" in why.message
+    (why,) = resolve(("a", "b"), AxisRules([("a", "x"), ("b", ("x", "y")), ("b", None)])).reasons
+    assert why.axes == ("x", "y")
 
 
-def test_a_name_twice_is_refused():
-    rules = AxisRules({"a": "x"})
-    for entries in (("a", "a"), ("a", None, ("b", "a")), ("a", atomic("a", 2))):
-        with pytest.raises(SpecError, match="logical name `a` occurs twice in"):
-            resolve(entries, rules)
+SEQ = AxisRules(aliases={"seq": "sp", "len": "seq"})
 
 
-# --- resolve: policies for names without a rule
-
-
-def test_kept_names_are_mesh_axes_that_block_rules():
-    rules = AxisRules({"a": "x"})
-    assert resolve(("x", "y"), rules, unmatched="keep").spec == P("x", "y")
-    decision = resolve(("a", "x"), rules, unmatched="keep")
-    assert decision.spec == P(None, "x")
-    assert [(why.code, why.dim) for why in decision.reasons] == [(Code.blocked, 0)]
-    assert resolve((("x", "y"), "a"), rules, unmatched="keep").spec == P(("x", "y"))
-
-
-def test_a_kept_alias_stands_for_its_axis():
-    rules = AxisRules(aliases={"seq": "sp", "len": "seq"})
-    assert resolve(("seq",), rules, unmatched="keep").spec == P("sp")
-    assert resolve(("len", "seq"), rules, unmatched="keep").spec == P(None, "sp")
-
-
-def test_unconstrained_policy_concerns_names_without_a_rule_alone():
-    rules = AxisRules([("a", "x"), ("b", "x"), ("c", None)])
-    assert resolve(("a", "b", "c", "d"), rules, unmatched="unconstrained").spec == P("x", None, None, U)
-    assert resolve((("a", "d"),), rules, unmatched="unconstrained").spec == P("x")
+@pytest.mark.parametrize(
+    "promise, entries, rules, unmatched, spec",
+    [
+        ("kept names are mesh axes", ("x", "y"), AxisRules({"a": "x"}), "keep", P("x", "y")),
+        ("kept names block rules", ("a", "x"), AxisRules({"a": "x"}), "keep", P(None, "x")),
+        ("in tuples too", (("x", "y"), "a"), AxisRules({"a": "x"}), "keep", P(("x", "y"))),
+        ("a kept alias stands for its axis", ("seq",), SEQ, "keep", P("sp")),
+        ("an alias of a kept alias, too", ("len", "seq"), SEQ, "keep", P(None, "sp")),
+        (
+            "blocked and None have rules",
+            ("a", "b", "c", "d"),
+            AxisRules({**XX, "c": None}),
+            "unconstrained",
+            P("x", None, None, U),
+        ),
+        ("an axis comes first", (("a", "d"),), AxisRules(XX), "unconstrained", P("x")),
+        ("blocked is not unmatched", ("a", "b"), AxisRules(XX), "raise", P("x")),
+    ],
+)
+def test_names_without_a_rule_resolve_by_the_policy(promise, entries, rules, unmatched, spec):
+    assert resolve(entries, rules, unmatched=unmatched).spec == spec, promise
 
 
 def test_raise_names_every_orphan_and_the_nearest_rules():
-    rules = AxisRules({"batch": "x", "embed": None})
-    assert resolve(("batch", "embed"), rules, unmatched="raise").spec == P("x")
     with pytest.raises(UnmatchedError) as error:
-        resolve(("bach", "batch", "zz"), rules, unmatched="raise")
-    text = str(error.value)
-    assert "`bach` (dim 0) (did you mean 'batch'?), `zz` (dim 2)." in text
-    assert "rules.extend([('bach', None)])" in text
+        resolve(("bach", "batch", "zz"), AxisRules({"batch": "x", "embed": None}), unmatched="raise")
+    assert "`bach` (dim 0) (did you mean 'batch'?), `zz` (dim 2)." in str(error.value)
+    assert "rules.extend([('bach', None)])" in str(error.value)
 
 
-def test_blocked_is_not_unmatched():
-    assert resolve(("a", "b"), AxisRules([("a", "x"), ("b", "x")]), unmatched="raise").spec == P("x")
+MODES = AxisRules(
+    {"a": "x", "b": "y"},
+    modes={"train": (), "decode": {"s": None, "a": None, "b": "x", "new": "w"}, "insert": {"b": "z"}},
+    aliases={"s": "b", "t": "s", "u": "orphan"},
+)
 
 
-def test_unknown_policy():
-    with pytest.raises(RuleError, match='use "replicate", "keep", "unconstrained" or "raise"'):
-        # Past the type checker of the tests.
-        inspect.unwrap(resolve)(("a",), AxisRules(), unmatched="ignore")  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(
+    "promise, entries, mode, spec",
+    [
+        ("no mode", ("a", "b"), None, P("x", "y")),
+        ("an empty mode changes nothing", ("a", "b"), "train", P("x", "y")),
+        ("a mode comes first, and None is its word", ("a", "b"), "decode", P(None, "x")),
+        ("the base rules come after it", ("a", "b"), "insert", P("x", "z")),
+        ("a mode may be alone about a name", ("new",), "decode", P("w")),
+        ("an alias shares rules", ("t",), None, P("y")),
+        ("an alias shares rules of a mode", ("t",), "insert", P("z")),
+        ("a mode may treat an alias by itself", ("s",), "decode", P()),
+    ],
+)
+def test_modes_come_before_the_base_rules(promise, entries, mode, spec):
+    decision = resolve(entries, MODES, mode=mode)
+    assert decision.spec == spec and not decision.reasons, promise
 
 
-# --- modes
-
-
-def test_modes_come_before_the_base_rules():
-    rules = AxisRules(
-        [("a", "x"), ("b", "y")], modes={"train": (), "decode": [("a", None), ("b", "x")], "insert": {"b": "z"}}
-    )
-    assert resolve(("a", "b"), rules).spec == P("x", "y")
-    assert resolve(("a", "b"), rules, mode="train").spec == P("x", "y")
-    assert resolve(("a", "b"), rules, mode="decode").spec == P(None, "x")
-    assert resolve(("a", "b"), rules, mode="insert").spec == P("x", "z")
-
-
-def test_not_given_and_replicate_differ_in_a_mode():
-    rules = AxisRules({"a": "x"}, modes={"silent": (), "replicate": {"a": None}})
-    assert resolve(("a",), rules, mode="silent").spec == P("x")
-    assert resolve(("a",), rules, mode="replicate").spec == P()
-    assert not resolve(("a",), rules, mode="replicate").reasons
-
-
-def test_a_mode_gives_a_rule_to_a_name_that_has_none_otherwise():
-    rules = AxisRules((), modes={"decode": {"a": "x"}})
-    assert resolve(("a",), rules, mode="decode").spec == P("x")
-    assert resolve(("a",), rules).reasons[0].code is Code.unmatched
-
-
-def test_unknown_mode_names_the_known_ones():
-    rules = AxisRules((), modes={"train": (), "decode": ()})
-    with pytest.raises(RuleError, match=r"mode 'decod' is unknown; these rules have \('train', 'decode'\)") as error:
-        resolve(("a",), rules, mode="decod")
-    assert "did you mean 'decode'?" in str(error.value)
-    with pytest.raises(RuleError, match="mode 'train' is unknown"):
-        resolve(("a",), AxisRules(), mode="train")
-
-
-# --- aliases
-
-
-def test_an_alias_shares_rules_in_every_mode_and_the_unit():
-    rules = AxisRules({"q": "sp"}, modes={"decode": {"q": "dp"}}, units={"q": 128})
-    aliased = rules.with_alias("s", "q").with_alias("t", "s")
-    for name in ("s", "t"):
-        assert resolve((name,), aliased).spec == P("sp")
-        assert resolve((name,), aliased, mode="decode").spec == P("dp")
-        assert units_of((name,), aliased) == (128,)
+def test_an_alias_is_looked_up_late():
+    assert resolve(("u",), MODES).reasons[0].code is resolve(("new",), MODES).reasons[0].code is Code.unmatched
+    assert resolve(("u",), MODES.extend({"orphan": "x"})).spec == P("x")
 
 
 def test_the_name_comes_before_its_aliases_and_these_in_order_of_registration():
@@ -266,50 +195,11 @@ def test_the_name_comes_before_its_aliases_and_these_in_order_of_registration():
         assert dict(zip(names, spec, strict=True)) == {"a": "x", "z1": "y", "a1": "z"}
 
 
-def test_an_alias_is_looked_up_late():
-    rules = AxisRules().with_alias("s", "q")
-    assert resolve(("s",), rules).reasons[0].code is Code.unmatched
-    assert resolve(("s",), rules.extend({"q": "x"})).spec == P("x")
-
-
-def test_a_mode_may_treat_an_alias_by_itself():
-    rules = AxisRules({"q": "sp"}, modes={"decode": {"q": "dp"}}).with_alias("s", "q")
-    special = rules.prepend(modes={"decode": {"s": None}})
-    assert resolve(("s",), special).spec == P("sp")
-    assert resolve(("s",), special, mode="decode").spec == P()
-    assert resolve(("q",), special, mode="decode").spec == P("dp")
-
-
-def test_alias_of_a_name_that_has_rules():
-    with pytest.raises(RuleError, match=r"'a' is to be an alias of 'b', but has rules; use `rules.without\('a'\)`"):
-        AxisRules({"a": "x", "b": "y"}).with_alias("a", "b")
-    rules = AxisRules({"a": "x", "b": "y"}).without("a").with_alias("a", "b")
-    assert resolve(("a",), rules).spec == P("y")
-
-
-def test_aliases_in_a_circle():
-    with pytest.raises(RuleError, match="circle: 'x' -> 'y' -> 'x'"):
-        AxisRules(aliases={"x": "y", "y": "x"})
-    with pytest.raises(RuleError, match="circle: 'x' -> 'x'"):
-        AxisRules().with_alias("x", "x")
-    with pytest.raises(RuleError, match="circle"):
-        AxisRules().with_alias("a", "b").with_alias("b", "c").with_alias("c", "a")
-
-
-def test_alias_registered_twice():
-    with pytest.raises(RuleError, match="`aliases` gives 'a' twice"):
-        AxisRules().with_alias("a", "b").with_alias("a", "c")
-
-
-# --- new values from old ones
-
-
-@given(RULES, RULES, ENTRIES)
+@given(RULES, RULES)
 @settings(deadline=None, max_examples=100)
-def test_extend_and_prepend_are_concatenation(one, two, entries):
+def test_extend_and_prepend_are_concatenation(one, two):
     both = AxisRules([*one, *two])
     assert AxisRules(one).extend(two) == both == AxisRules(two).prepend(one)
-    assert resolve(entries, AxisRules(one).extend(two)) == resolve(entries, both)
 
 
 def test_extend_and_prepend_reach_into_modes():
@@ -333,11 +223,9 @@ def test_without_takes_a_name_out_of_everything(pairs, name):
     assert left.modes == (("m", left.rules),)
 
 
-def test_without_an_unknown_name():
-    with pytest.raises(RuleError, match=r"`without\('bach'\)`: no rule has that name \(did you mean 'batch'\?\)"):
-        AxisRules({"batch": "x"}).without("bach")
-    assert AxisRules(units={"a": 2}).without("a") == AxisRules()
-    assert AxisRules(aliases={"a": "b"}).without("a") == AxisRules()
+def test_without_takes_a_name_that_has_only_a_unit_or_an_alias():
+    assert AxisRules(units={"a": 2}).without("a") == AxisRules(aliases={"a": "b"}).without("a") == AxisRules()
+    assert resolve(("a",), AxisRules({"a": "x", "b": "y"}).without("a").with_alias("a", "b")).spec == P("y")
 
 
 @given(RULES, RULES)
@@ -373,14 +261,6 @@ def test_merge_reaches_modes_units_and_aliases():
         units={"a": 2, "c": 3},
         aliases={"b": "a", "d": "b"},
     )
-    with pytest.raises(RuleError, match="mode 'm' map 'a' to"):
-        one.merge(AxisRules(modes={"m": {"a": "z"}}))
-    with pytest.raises(RuleError, match="the unit of 'a' is 2 on one side and 4 on the other"):
-        one.merge(AxisRules(units={"a": 4}))
-    with pytest.raises(RuleError, match="the alias 'b' is 'a' on one side and 'c' on the other"):
-        one.merge(AxisRules(aliases={"b": "c"}))
-    with pytest.raises(RuleError, match="'a' is to be an alias of 'z', but has rules"):
-        one.merge(AxisRules(aliases={"a": "z"}))
 
 
 @given(RULES)
@@ -390,15 +270,6 @@ def test_last_wins_is_a_dictionary(pairs):
     assert dict(rules.rules) == dict(AxisRules(pairs).rules)
     assert len(rules.rules) == len(dict(pairs))
     assert AxisRules.last_wins(rules.rules) == rules
-
-
-# --- values
-
-
-def test_lists_tuples_and_mappings_give_equal_rules():
-    one = AxisRules({"a": ["x", "y"], "b": "z"}, modes={"m": [["a", []]]}, units=[("a", 2)])
-    two = AxisRules([["a", ("x", "y")], ("b", ("z",))], modes=[("m", {"a": None})], units={"a": 2})
-    assert one == two and hash(one) == hash(two)
 
 
 def test_everything_is_part_of_equality_and_hash():
@@ -431,36 +302,37 @@ def test_rules_cross_a_jit_boundary_as_arguments_and_retrace_when_they_differ():
     assert jax.tree.leaves(rules) == []
 
 
-def test_a_list_that_is_changed_later_changes_nothing():
-    axes = ["x"]
-    rules = AxisRules([("a", axes)])
-    axes.append("y")
-    assert resolve(("a",), rules).spec == P("x")
-
-
-def test_names_are_listed_in_order_of_appearance():
+def test_lists_tuples_and_mappings_give_equal_rules_that_stay():
+    axes = ["x", "y"]
+    one = AxisRules({"a": axes, "b": "z"}, modes={"m": [["a", []]]}, units=[("a", 2)])
+    axes.append("w")
+    two = AxisRules([["a", ("x", "y")], ("b", ("z",))], modes=[("m", {"a": None})], units={"a": 2})
+    assert one == two and hash(one) == hash(two)
     rules = AxisRules([("b", "x"), ("a", "y"), ("b", "z")], modes={"m": {"c": None}}, aliases={"d": "a"})
     assert rules.names == ("b", "a", "c", "d")
 
 
-# --- units
-
-
-def test_units_come_from_atomic_entries_and_from_rules():
-    rules = AxisRules((), units={"heads": 128, "pair": 6})
-    assert units_of(("embed", "heads"), rules) == (1, 128)
-    assert units_of(("embed", atomic("kv", 64)), rules) == (1, 64)
-    assert units_of((atomic("heads", 256), ("pair", atomic("b", 4)), None, U), rules) == (256, 12, 1, 1)
-    assert units_of(("embed", None, atomic("a", 1)), rules) is None
-    assert units_of((), rules) is None
-    assert units_of(P("heads"), rules) == (128,)
-
-
-# --- what cannot be a rule
+@pytest.mark.parametrize(
+    "promise, names, units",
+    [
+        ("a rule's", ("embed", "heads"), (1, 128)),
+        ("an alias has its name's", ("embed", "t"), (1, 128)),
+        ("an atomic entry's", ("embed", atomic("kv", 64)), (1, 64)),
+        ("the entry's before the rule's", (atomic("heads", 256), None), (256, 1)),
+        ("a tuple has the product", (("pair", atomic("b", 4)), U), (12, 1)),
+        ("none where all are 1", ("embed", atomic("a", 1)), None),
+        ("in the order of a spec", P("heads"), (128, 1)),
+    ],
+)
+def test_units_come_from_atomic_entries_and_from_rules(promise, names, units):
+    rules = AxisRules((), units={"heads": 128, "pair": 6}).with_alias("s", "heads").with_alias("t", "s")
+    array = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    made = plan({"w": array}, MeshSpec({"x": 2}), names={"w": names}, axes=rules, unmatched="replicate")
+    assert made["w"].units == units, promise
 
 
 @pytest.mark.parametrize(
-    ("rules", "message"),
+    "rules, message",
     [
         ([("a", "x", "y")], r"`rules`: \('a', 'x', 'y'\) is no pair that begins with a name"),
         ([(1, "x")], r"`rules`: \(1, 'x'\) is no pair that begins with a name; write \(name, value\)"),
@@ -471,6 +343,7 @@ def test_units_come_from_atomic_entries_and_from_rules():
         ([("a", ("x", ("y",)))], "has no valid target"),
         ([("a", ("x", "x"))], r"`rules`: \('a', \('x', 'x'\)\) uses mesh axis `x` twice; use it once"),
     ],
+    ids=str,
 )
 def test_malformed_rules(rules, message):
     with pytest.raises(RuleError, match=message):
@@ -479,21 +352,69 @@ def test_malformed_rules(rules, message):
         AxisRules(modes={"m": rules})
 
 
+AB = AxisRules({"a": "x", "b": "y"}, modes={"train": (), "decode": {"a": "y"}}, units={"a": 2}, aliases={"c": "a"})
+UNTYPED = inspect.unwrap(resolve)
+
+
 @pytest.mark.parametrize("unit", [0, -1, 1.5, True, None])
 def test_malformed_units(unit):
     with pytest.raises(RuleError, match=r"`units\['a'\]` is .*; a unit is a positive number of elements"):
         AxisRules(units=[("a", unit)])
 
 
-def test_what_is_given_twice():
-    with pytest.raises(RuleError, match="`units` gives 'a' twice"):
-        AxisRules(units=[("a", 1), ("a", 2)])
-    with pytest.raises(RuleError, match="`modes` gives 'm' twice"):
-        AxisRules(modes=[("m", ()), ("m", ())])
-    with pytest.raises(RuleError, match="the alias 'a' is of 3"):
-        AxisRules(aliases=[("a", 3)])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: AxisRules(axes=[""]), "it declares mesh axes by their names"),
+        (lambda: AxisRules(axes=[3]), "it declares mesh axes by their names"),
+        (lambda: AxisRules(axes=[None]), "it declares mesh axes by their names"),
+        (lambda: AxisRules(units=[("a", 1), ("a", 2)]), "`units` gives 'a' twice"),
+        (lambda: AxisRules(modes=[("m", ()), ("m", ())]), "`modes` gives 'm' twice"),
+        (lambda: AB.with_alias("c", "b"), "`aliases` gives 'c' twice"),
+        (lambda: AxisRules(aliases=[("a", 3)]), "the alias 'a' is of 3"),
+        (lambda: AB.with_alias("", of="a"), "the alias of 'a' has an empty name"),
+        (lambda: AB.with_alias("a", "b"), r"be an alias of 'b', but has rules; use `rules.without\('a'\)`"),
+        (lambda: AxisRules(aliases={"x": "y", "y": "x"}), "circle: 'x' -> 'y' -> 'x'"),
+        (lambda: AxisRules().with_alias("x", "x"), "circle: 'x' -> 'x'"),
+        (lambda: AxisRules(aliases={"x": "y", "y": "z"}).with_alias("z", "x"), "circle"),
+        (lambda: AB.without("bb"), r"`without\('bb'\)`: no rule has that name \(did you mean 'b'\?\)"),
+        (lambda: AB.merge(AxisRules(modes={"decode": {"a": "z"}})), "mode 'decode' map 'a' to"),
+        (lambda: AB.merge(AxisRules(units={"a": 4})), "the unit of 'a' is 2 on one side and 4 on the other"),
+        (lambda: AB.merge(AxisRules(aliases={"c": "b"})), "the alias 'c' is 'a' on one side and 'b' on the other"),
+        (lambda: AB.merge(AxisRules(aliases={"a": "z"})), "'a' is to be an alias of 'z', but has rules"),
+        (lambda: resolve(("a",), AB, mode="decod"), r"have \('train', 'decode'\).*did you mean 'decode'\?"),
+        (lambda: resolve(("a",), AxisRules(), mode="train"), "mode 'train' is unknown"),
+        # Past the type checker of the tests.
+        (lambda: UNTYPED(("a",), AB, unmatched="no"), 'use "replicate", "keep", "unconstrained" or "raise"'),
+    ],
+)
+def test_what_contradicts_itself_is_refused(make, message):
+    with pytest.raises(RuleError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("entry", [1, b"a", ("a", ("b",)), ("a", ["b"]), {"a": "b"}, ("a", U), atomic(("a",), (2,))])
+def test_other_entries_are_refused(entry):
+    with pytest.raises(SpecError, match="is no entry of an array's names; use a logical name"):
+        resolve([entry], AxisRules({"a": "x"}))
+
+
+def test_a_string_and_a_name_twice_are_refused():
+    with pytest.raises(SpecError, match=r"not 'batch'; write `\('batch',\)`"):
+        resolve("batch", AxisRules({"b": "x"}))
+    for entries in (("a", "a"), ("a", None, ("b", "a")), ("a", atomic("a", 2))):
+        with pytest.raises(SpecError, match="logical name `a` occurs twice in"):
+            resolve(entries, AxisRules({"a": "x"}))
 
 
 def test_axes_of_a_resolved_spec_are_ordered():
     spec = resolve((("b", "a"), "c"), AxisRules([("a", "x"), ("b", "y"), ("c", "z")])).spec
     assert axis_names_of(spec) == ("y", "x", "z")
+
+
+def test_declared_axes_survive_every_method():
+    rules = AxisRules([("a", "x")], axes=["pod"])
+    more = AxisRules([("b", "y")])
+    made = [rules.extend(more.rules), rules.prepend(more.rules), rules.without("a"), rules.with_alias("c", of="a")]
+    assert {one.axes for one in [*made, rules.merge(more), more.merge(rules)]} == {("pod",)}
+    assert PathRules([("w", P())], axes=("pod",)).prepend([("b", P())]).extend([("c", P())]).axes == ("pod",)
