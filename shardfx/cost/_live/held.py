@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ..._step import Frame, own_line
 from .._hlo_text import HloModule, Phase, phase_of
@@ -102,7 +102,6 @@ def held(
 class _Peak:
     bytes: int
     values: tuple[int, ...] = ()
-    timeline: tuple[int, ...] = ()
 
 
 class _Memory:
@@ -136,12 +135,13 @@ class _Memory:
             results.append(0 if value in self.aliased or is_away else self.bytes_of(value))
         away = {value for value, yes in zip(entry.carried, on_host, strict=False) if yes}
         arguments = tuple(0 if value in away else self.bytes_of(value) for value in entry.carried)
-        peak = self.peak(entry)
+        timeline: list[int] = []
+        peak = self.peak(entry, timeline)
         temporary = peak.bytes + self.changed.kept_bytes
         ahead = min(sum(arguments), max(0, _ON_CHIP - temporary)) if self.tpu else 0
         found = tuple(sorted(map(self.described, peak.values), key=lambda one: -one.bytes))
         beside = sum(arguments) + sum(results) + self.changed.kept_bytes
-        return Held(arguments, tuple(results), temporary + ahead, found, tuple(beside + one for one in peak.timeline))
+        return Held(arguments, tuple(results), temporary + ahead, found, tuple(beside + one for one in timeline))
 
     def described(self, value: int) -> HeldArray:
         """A value with where it came from; what a loop leaves is made in its body."""
@@ -155,13 +155,10 @@ class _Memory:
         line = own_line(self.module.frames(op.instruction))
         return HeldArray(buffer, size, op.opcode, op.instruction.op_name, line)
 
-    def peak(self, body: Body) -> _Peak:
-        """The worst moment of a body, beside what it carries.
-
-        XLA takes the order that holds least: of its list scheduler, or as the text has it (`DefaultMemoryScheduler`).
-        """
+    def peak(self, body: Body, timeline: list[int] | None = None) -> _Peak:
+        """The worst moment of a body, beside what it carries."""
         if id(body) not in self.peaks:
-            found = min((_Schedule(self, body, order).peak() for order in (listed, None)), key=lambda one: one.bytes)
+            found = _Schedule(self, body).peak([] if timeline is None else timeline)
             more = self.changed.inside_bytes.get(id(body), 0)
             self.peaks[id(body)] = dataclasses.replace(found, bytes=found.bytes + more)
         return self.peaks[id(body)]
@@ -170,22 +167,21 @@ class _Memory:
 class _Schedule:
     """The operations of a body in the order in which they run, and from when to when each array is in memory."""
 
-    def __init__(self, memory: _Memory, body: Body, order_of: Callable[..., Iterable[int]] | None):
+    def __init__(self, memory: _Memory, body: Body):
         self.memory, self.body, self.is_entry = memory, body, body is memory.program.entry
         arrays = memory.arrays
         ops = [op for op in body.ops if op.bodies or any(map(arrays.is_array, op.makes))]
         makes = [tuple(value for value in op.makes if arrays.is_array(value)) for op in ops]
         reads = [frozenset(arrays.reads(op)) for op in ops]
-        order = range(len(ops)) if order_of is None else order_of(reads, makes, memory.bytes_of)
+        order = listed(reads, makes, memory.bytes_of)
         self.ops = [ops[at] for at in order]
         self.makes = [makes[at] for at in order]
         self.reads = [reads[at] for at in order]
         self.born = {value: at for at, values in enumerate(self.makes) for value in values}
         self.last = {value: at for at, values in enumerate(self.reads) for value in values}
 
-    def peak(self) -> _Peak:
-        """The worst moment, and the bytes of each."""
-        timeline: list[int] = []
+    def peak(self, timeline: list[int]) -> _Peak:
+        """The worst moment; adds the bytes of each moment to the timeline."""
         at_home, ends = self.at_home(), {**self.last, **dict.fromkeys(self.body.results, len(self.ops))}
         starts = self.started() if self.memory.tpu else {}
         spans = {
@@ -213,7 +209,7 @@ class _Schedule:
         if worst is None:
             return _Peak(0)
         there = (value for value, (begin, end) in spans.items() if begin <= worst <= end)
-        return _Peak(timeline[worst], (*there, *inside[worst]), tuple(timeline))
+        return _Peak(timeline[worst], (*there, *inside[worst]))
 
     def host(self, timeline: list[int], spans: Mapping[int, tuple[int, int]]) -> None:
         """Takes off what lies where results will, from the worst moment down to the first that is below all others."""
