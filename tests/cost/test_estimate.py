@@ -83,6 +83,8 @@ STEPS = {
     "rows to columns": (lambda x: constrained(x, None, "data"), [((64, 32), "data")]),
     "a sum": (lambda x: x.sum(), [((64, 32), "data", "tensor")]),
     "a cumulative sum": (lambda x: jnp.cumsum(x, 0), [((64, 32), "data")]),
+    "an associative scan": (lambda x: lax.associative_scan(jnp.add, x), [((64, 32), "data")]),
+    "a histogram": (lambda x: jnp.histogram(x, 8, (0.0, 1.0))[0], [((64, 32), "data")]),
     "a sort": (lambda x: jnp.sort(x, 0), [((64, 32), "data")]),
     "the best": (lambda x: lax.top_k(x, 2)[0], [((64, 32), "data", "tensor")]),
     "a shift": (lambda x: jnp.roll(x, 1, 0), [((64, 32), "data")]),
@@ -108,6 +110,10 @@ STEPS = {
     "a lookup of rows that others hold": (lambda t, i: t[i], [((512, 64), "tensor"), ((128,), jnp.int32, "data")]),
     "a scatter": (lambda x, i: x.at[i].add(1.0), [((512, 64), "tensor"), ((128,), jnp.int32, "data")]),
     "a convolution over cut rows of pixels": (convolved, [((4, 32, 32, 8), None, "data"), ((3, 3, 8, 16),)]),
+    "the gradient of pooling over cut rows": (
+        jax.grad(lambda x: jnp.sum(lax.reduce_window(x, 0.0, lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME") ** 2)),
+        [((4, 32, 32, 8), None, "data")],
+    ),
     "a resize": (lambda x: jax.image.resize(x, (4, 64, 64, 8), "bilinear"), [((4, 32, 32, 8), None, "data")]),
     "a `while` that counts to ten": (
         lambda x: lax.while_loop(lambda s: s[0] < 10, lambda s: (s[0] + 1, s[1] @ s[1]), (0, x))[1],
@@ -122,6 +128,10 @@ STEPS = {
         [((64, 32), jnp.bfloat16, "data"), ((32, 16), jnp.bfloat16, "data")],
     ),
     "a sum over another mesh": (over_another_mesh, [((64, 32), "data")]),
+    "the gradient of a sum over another mesh": (
+        lambda x: jax.grad(lambda x: jnp.sum(over_another_mesh(x) ** 2))(x),
+        [((64, 32), "data")],
+    ),
     "a constraint over another mesh": (constrained_over_another_mesh, [((64, 32), "data")]),
     "keys": (
         lambda k, x: jax.random.normal(k, (8,)) + x,
