@@ -1,5 +1,3 @@
-import itertools
-import math
 import re
 from typing import Any
 
@@ -158,28 +156,6 @@ def test_messages_of_reasons():
 def test_errors(arguments, keywords, message):
     with pytest.raises(SpecError, match=message):
         correct(arguments[0], arguments[1], MESH, **keywords)
-
-
-@given(
-    st.lists(st.sampled_from([1, 2, 3, 4, 5, 6]), min_size=1, max_size=5),
-    st.integers(0, 64),
-    st.sampled_from([1, 2, 3]),
-)
-def test_the_largest_subset_that_divides_is_kept(sizes, count, unit):
-    mesh = MeshSpec([(f"a{i}", size) for i, size in enumerate(sizes)])
-    kept = correct(P(tuple(mesh.axis_names)), (count * unit,), mesh, units=(unit,)).spec
-    given = entries_of(kept)[0] if entries_of(kept) else ()
-    given = (given,) if isinstance(given, str) else given
-    large = [name for name in mesh.axis_names if mesh.shape[name] > 1]
-    choices = [
-        combination
-        for n in range(len(large) + 1)
-        for combination in itertools.combinations(range(len(large)), n)
-        if count % math.prod(mesh.shape[large[i]] for i in combination) == 0
-    ]
-    best = min(choices, key=lambda c: (-math.prod(mesh.shape[large[i]] for i in c), c))
-    assert tuple(name for name in given if name in large) == tuple(large[i] for i in best)
-    assert [name for name in given if name not in large] == [n for n in mesh.axis_names if mesh.shape[n] == 1]
 
 
 ENTRIES = st.sampled_from(
