@@ -100,19 +100,9 @@ def test_padding_is_advised_where_it_adds_little(size, padded):
 @pytest.mark.parametrize(
     "axes, size, unit, message",
     [
-        (
-            "tensor",
-            8,
-            8,
-            "8 elements are 1 unit of 8, and `tensor` (4) would cut inside a unit; use axes whose product",
-        ),
+        ("tensor", 8, 8, "8 elements are 1 unit of 8, and `tensor` (4) would cut inside a unit; use axes whose "),
         (BOTH, 256, 128, "256 elements are 2 units of 128, and `data` (2) x `tensor` (4) would cut inside a unit; use"),
-        (
-            "data",
-            10,
-            4,
-            "size 10 is no whole number of units of 4, so nothing may cut it; if it counts units already, ",
-        ),
+        ("data", 10, 4, "size 10 is no whole number of units of 4, so nothing may cut it; if it counts units already"),
         ("three", 16, 8, "size 16 (2 units of 8) is not divisible by `three` (3); use axes whose product divides 2"),
         (BOTH, 4, 1, "size 4 is not divisible by `data` (2) x `tensor` (4); use axes whose product divides 4"),
         (U, 2, 1, "the mesh has no Auto axis that the compiler could choose for UNCONSTRAINED; "),
