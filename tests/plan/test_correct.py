@@ -1,5 +1,3 @@
-import itertools
-import math
 import re
 from typing import Any
 
@@ -17,6 +15,7 @@ from shardfx.errors import SpecError
 
 U = P.UNCONSTRAINED
 MESH = MeshSpec({"data": 2, "tensor": 4, "one": 1})
+BOTH = ("data", "tensor")
 
 
 def added(spec, shape, axes, units=None, min_bytes=0, mesh=MESH):
@@ -30,41 +29,36 @@ def codes(decision):
     return [why.code for why in decision.reasons]
 
 
+UNREDUCED = P("tensor", unreduced=frozenset({"data"}))
+
+
 @pytest.mark.parametrize(
-    "spec, shape, expected, why",
+    "spec, shape, keywords, expected, why",
     [
-        (P("data", "tensor"), (8, 8), P("data", "tensor"), []),
-        (P(("data", "tensor")), (4, 3), P("tensor"), [Code.indivisible]),
-        (P(("data", "gone")), (4,), P("data"), [Code.absent]),
-        (P("data", "data"), (4, 4), P("data"), [Code.duplicate]),
-        (P(("data", "data")), (4,), P("data"), [Code.duplicate]),
-        (P("data", "data"), (3, 4), P(None, "data"), [Code.indivisible]),
-        (P(("one", "data")), (3,), P("one"), [Code.indivisible]),
-        (P("tensor"), (0,), P("tensor"), []),
-        (P("data", None, None), (2,), P("data"), []),
-        (P(), (), P(), []),
-        (P(None), (), P(), []),
-        (P(U, "data"), (3, 2), P(U, "data"), []),
+        (P("data", "tensor"), (8, 8), {}, P("data", "tensor"), []),
+        (P(BOTH), (4, 3), {}, P("tensor"), [Code.indivisible]),
+        (P(("data", "gone")), (4,), {}, P("data"), [Code.absent]),
+        (P("data", "data"), (4, 4), {}, P("data"), [Code.duplicate]),
+        (P(("data", "data")), (4,), {}, P("data"), [Code.duplicate]),
+        (P("data", "data"), (3, 4), {}, P(None, "data"), [Code.indivisible]),
+        (P(("one", "data")), (3,), {}, P("one"), [Code.indivisible]),
+        (P("tensor"), (0,), {}, P("tensor"), []),
+        (P("data", None, None), (2,), {}, P("data"), []),
+        (P(None), (), {}, P(), []),
+        (P(U, "data"), (3, 2), {}, P(U, "data"), []),
+        (UNREDUCED, (8,), {}, UNREDUCED, []),
+        (P("tensor", unreduced=frozenset({"gone"})), (8,), {}, P("tensor"), [Code.absent]),
+        (P("tensor"), (8 * 128,), {"units": (128,)}, P("tensor"), []),
+        (P(BOTH), (2 * 128,), {"units": (128,)}, P("data"), [Code.unit]),
+        (P("data"), (10,), {"units": (4,)}, P(), [Code.unit]),
+        (P("data"), (8,), {"min_bytes": 32, "dtype": jnp.float32}, P("data"), []),
+        (P("data"), (8,), {"min_bytes": 33, "dtype": jnp.float32}, P(), [Code.small]),
     ],
 )
-def test_correct(spec, shape, expected, why):
-    decision = correct(spec, shape, MESH)
+def test_correct(spec, shape, keywords, expected, why):
+    decision = correct(spec, shape, MESH.abstract(), **keywords)
     assert decision.spec == expected
     assert codes(decision) == why
-
-
-def test_unconstrained_needs_an_auto_axis():
-    explicit = MeshSpec({"data": 2}, axis_types=AxisType.Explicit)
-    decision = correct(P(U, "data"), (3, 2), explicit)
-    assert decision.spec == P(None, "data") and codes(decision) == [Code.absent]
-    assert "no Auto axis" in decision.reasons[0].message
-
-
-def test_unreduced_axes_are_kept_and_shard_nothing_else():
-    decision = correct(P("tensor", unreduced=frozenset({"data"})), (8,), MESH)
-    assert decision.spec == P("tensor", unreduced=frozenset({"data"}))
-    absent = correct(P("tensor", unreduced=frozenset({"gone"})), (8,), MESH)
-    assert absent.spec == P("tensor") and codes(absent) == [Code.absent]
 
 
 @pytest.mark.skipif("unreduced_kind" not in dir(P), reason="JAX 0.11 and later can leave out a maximum")
@@ -85,35 +79,15 @@ def test_an_unreduced_maximum_stays_a_maximum():
     assert '"kind"' not in summed.to_json()
 
 
-def test_units_are_never_cut():
-    assert correct(P("tensor"), (8 * 128,), MESH, units=(128,)).spec == P("tensor")
-    decision = correct(P(("data", "tensor")), (2 * 128,), MESH, units=(128,))
-    assert decision.spec == P("data") and codes(decision) == [Code.unit]
-    assert "2 units of 128" in decision.reasons[0].message
-    uneven = correct(P("data"), (10,), MESH, units=(4,))
-    assert uneven.spec == P() and "no whole number of units" in uneven.reasons[0].message
-
-
 @pytest.mark.parametrize("size, unit, axis", [(16, 8, 3), (16, 8, 4), (16, 8, 16), (24, 4, 12), (7, 1, 2), (12, 4, 9)])
 def test_the_advice_never_cuts_inside_a_unit(size, unit, axis):
     mesh = MeshSpec({"x": axis})
-    for decision in (
-        correct(P("x"), (size,), mesh, units=(unit,)),
-        added(P(), (size,), "x", (unit,), mesh=mesh),
-    ):
+    for decision in (correct(P("x"), (size,), mesh, units=(unit,)), added(P(), (size,), "x", (unit,), mesh=mesh)):
         (why,) = decision.reasons
         advised = re.search(r"axes whose product divides (\d+)", why.message)
         assert advised is not None and int(advised[1]) == size // unit
         padded = re.search(r"pad it to (\d+)", why.message)
-        if padded is not None:
-            assert correct(P("x"), (int(padded[1]),), mesh, units=(unit,)).spec == P("x")
-
-
-def test_the_advice_says_what_the_units_are():
-    (why,) = correct(P("tensor"), (16,), MeshSpec({"tensor": 3}), units=(8,)).reasons
-    assert (
-        str(why) == "dim 0: size 16 (2 units of 8) is not divisible by `tensor` (3); use axes whose product divides 2"
-    )
+        assert padded is None or correct(P("x"), (int(padded[1]),), mesh, units=(unit,)).spec == P("x")
 
 
 @pytest.mark.parametrize("size, padded", [(50257, 50260), (1003, 1004), (64, None), (3, None), (192, None)])
@@ -123,25 +97,21 @@ def test_padding_is_advised_where_it_adds_little(size, padded):
     assert ("pad it to" in str(why)) == (padded is not None) and str(padded or "") in str(why)
 
 
-def test_one_unit_is_no_units():
-    (why,) = correct(P("tensor"), (8,), MESH, units=(8,)).reasons
-    assert "8 elements are 1 unit of 8" in str(why)
-
-
-def test_small_arrays_are_replicated():
-    assert correct(P("data"), (8,), MESH, min_bytes=32, dtype=jnp.float32).spec == P("data")
-    decision = correct(P("data"), (8,), MESH, min_bytes=33, dtype=jnp.float32)
-    assert decision.spec == P() and codes(decision) == [Code.small]
-
-
-def test_accepts_jax_meshes():
-    assert correct(P("x"), (4,), jax.sharding.AbstractMesh((2,), ("x",))).spec == P("x")
-
-
-def test_messages_of_reasons():
-    (why,) = correct(P(("data", "tensor")), (4,), MESH).reasons
-    assert str(why) == ("dim 0: size 4 is not divisible by `data` (2) x `tensor` (4); use axes whose product divides 4")
-    assert why.axes == ("data",) and why.dim == 0
+@pytest.mark.parametrize(
+    "axes, size, unit, message",
+    [
+        ("tensor", 8, 8, "8 elements are 1 unit of 8, and `tensor` (4) would cut inside a unit; use axes whose "),
+        (BOTH, 256, 128, "256 elements are 2 units of 128, and `data` (2) x `tensor` (4) would cut inside a unit; use"),
+        ("data", 10, 4, "size 10 is no whole number of units of 4, so nothing may cut it; if it counts units already"),
+        ("three", 16, 8, "size 16 (2 units of 8) is not divisible by `three` (3); use axes whose product divides 2"),
+        (BOTH, 4, 1, "size 4 is not divisible by `data` (2) x `tensor` (4); use axes whose product divides 4"),
+        (U, 2, 1, "the mesh has no Auto axis that the compiler could choose for UNCONSTRAINED; "),
+    ],
+)
+def test_messages_of_reasons(axes, size, unit, message):
+    mesh = MeshSpec({"data": 2, "tensor": 4, "three": 3}, axis_types=AxisType.Explicit)
+    (why,) = correct(P(axes), (size,), mesh, units=(unit,)).reasons
+    assert str(why).startswith(f"dim 0: {message}")
 
 
 @pytest.mark.parametrize(
@@ -160,31 +130,7 @@ def test_errors(arguments, keywords, message):
         correct(arguments[0], arguments[1], MESH, **keywords)
 
 
-@given(
-    st.lists(st.sampled_from([1, 2, 3, 4, 5, 6]), min_size=1, max_size=5),
-    st.integers(0, 64),
-    st.sampled_from([1, 2, 3]),
-)
-def test_the_largest_subset_that_divides_is_kept(sizes, count, unit):
-    mesh = MeshSpec([(f"a{i}", size) for i, size in enumerate(sizes)])
-    kept = correct(P(tuple(mesh.axis_names)), (count * unit,), mesh, units=(unit,)).spec
-    given = entries_of(kept)[0] if entries_of(kept) else ()
-    given = (given,) if isinstance(given, str) else given
-    large = [name for name in mesh.axis_names if mesh.shape[name] > 1]
-    choices = [
-        combination
-        for n in range(len(large) + 1)
-        for combination in itertools.combinations(range(len(large)), n)
-        if count % math.prod(mesh.shape[large[i]] for i in combination) == 0
-    ]
-    best = min(choices, key=lambda c: (-math.prod(mesh.shape[large[i]] for i in c), c))
-    assert tuple(name for name in given if name in large) == tuple(large[i] for i in best)
-    assert [name for name in given if name not in large] == [n for n in mesh.axis_names if mesh.shape[n] == 1]
-
-
-ENTRIES = st.sampled_from(
-    [None, U, "data", "tensor", "one", "gone", ("data", "tensor"), ("one", "gone"), ("data",) * 2]
-)
+ENTRIES = st.sampled_from([None, U, "data", "tensor", "one", "gone", BOTH, ("one", "gone"), ("data",) * 2])
 
 
 @given(

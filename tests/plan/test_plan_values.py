@@ -14,17 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
-from shardfx import (
-    AxisRules,
-    MeshSpec,
-    PathRules,
-    ShardPlan,
-    atomic,
-    fsdp,
-    plan,
-    replicate,
-    report,
-)
+from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, atomic, fsdp, plan, replicate, report
 from shardfx.errors import PlanFormatError, PlanMismatchError
 
 
@@ -32,7 +22,6 @@ MESH = MeshSpec({"a": 2, "b": 4})
 TREE = {"w": jnp.ones((8, 16)), "l": [jax.ShapeDtypeStruct((7,), jnp.bfloat16)] * 2, "t": (None, jnp.ones(3), "text")}
 RULES = PathRules([("w", ("m", "n")), ("l", P("a")), (".*", fsdp("b"))])
 AXES = AxisRules([("m", "a"), ("n", "b")], units={"n": 2}, modes={"x": [("m", None)]}, aliases={"z": "m"})
-MADE = plan(TREE, MESH, paths=RULES, axes=AXES, mode="x", memory_kinds=[("w", "pinned_host")])
 
 
 def trees() -> list[Any]:
@@ -53,11 +42,14 @@ def test_a_plan_pickles_and_copies(tree, kind, on):
         assert jax.tree.structure(again.specs) == jax.tree.structure(made.specs)
 
 
-def test_a_plan_read_from_json_pickles():
+def test_a_plan_read_from_json_has_dicts_for_modules_and_pickles():
     model = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
-    made = ShardPlan.from_json(plan(model, MESH, paths=PathRules([(".*", fsdp("a"))])).to_json())
-    again = pickle.loads(pickle.dumps(made))
-    assert again == made and again.specs == made.specs
+    made = plan(model, MESH, paths=PathRules([(".*", fsdp("a"))]))
+    read = ShardPlan.from_json(made.to_json())
+    again = pickle.loads(pickle.dumps(read))
+    assert again == read == made and again.specs == read.specs and read["layers/0/weight"] == made["layers/0/weight"]
+    assert read.specs["layers"][0]["weight"] == P("a")
+    assert jax.tree.structure(ShardPlan.from_json(made.to_json(), like=model).specs) == jax.tree.structure(made.specs)
 
 
 def test_a_pickled_plan_needs_its_devices():
@@ -78,10 +70,11 @@ def test_off_drops_the_devices():
 
 
 def test_a_plan_is_read_by_path():
-    assert list(MADE) == [leaf.path for leaf in MADE.leaves] == ["l/0", "l/1", "t/1", "w"]
-    assert len(MADE) == 4 and "w" in MADE and "t/1" in MADE
-    assert "t/2" not in MADE and "t" not in MADE and 3 not in MADE
-    assert all(MADE[path].path == path for path in MADE)
+    made = plan(TREE, MESH, paths=RULES, axes=AXES)
+    assert list(made) == [leaf.path for leaf in made.leaves] == ["l/0", "l/1", "t/1", "w"]
+    assert len(made) == 4 and "w" in made and "t/1" in made
+    assert "t/2" not in made and "t" not in made and 3 not in made
+    assert all(made[path].path == path for path in made)
     nothing = plan({"f": "text"}, MESH, unused="allow")
     assert len(nothing) == 0 and list(nothing) == [] and nothing
 
@@ -97,6 +90,13 @@ HOSTILE: list[Any] = [
 ]
 
 
+RICH_AXES = AxisRules(
+    [("a", ("data", "tensor")), ("b", None)],
+    modes={"m": [("a", P.UNCONSTRAINED)]},
+    units={"a": 3},
+    aliases={"c": "a"},
+    axes=["pod"],
+)
 RICH = plan(
     {
         "w": jnp.ones((6, 8)),
@@ -106,7 +106,7 @@ RICH = plan(
         "by_number": {1: jnp.ones((3, 4, 5))},
         "module": eqx.nn.Linear(4, 4, key=jax.random.key(0)),
     },
-    MeshSpec({"data": 2, "tensor": 4}, dcn={"data": 2}),
+    MeshSpec({"data": 2, "tensor": 4}, axis_types={"tensor": AxisType.Explicit}, dcn={"data": 2}),
     paths=PathRules(
         [
             ("^w", ("a", "b")),
@@ -117,9 +117,7 @@ RICH = plan(
         ],
         axes=["gone"],
     ),
-    axes=AxisRules(
-        [("a", ("data", "tensor")), ("b", None)], modes={"m": [("a", P.UNCONSTRAINED)]}, units={"a": 3}
-    ).with_alias("c", "a"),
+    axes=RICH_AXES,
     memory_kinds=[("^w", "pinned_host")],
 )
 JSON = json.loads(RICH.to_json())
@@ -131,6 +129,14 @@ def edited(change: Callable[[Any], Any]) -> str:
     del data["digest"]
     change(data)
     return json.dumps(data)
+
+
+def test_json_brings_back_all_that_a_plan_has_and_an_edit_without_digest():
+    again = ShardPlan.from_json(RICH.to_json())
+    assert again == RICH and again.mesh == RICH.mesh and again.axes == RICH.axes and again.leaves == RICH.leaves
+    assert again["w"].reasons and ShardPlan.from_json(edited(lambda d: None)) == RICH
+    changed = ShardPlan.from_json(edited(lambda d: d["rows"][0].update(memory_kind="device")))
+    assert [leaf.memory_kind for leaf in changed.leaves] != [leaf.memory_kind for leaf in RICH.leaves]
 
 
 @pytest.mark.parametrize(
@@ -236,10 +242,21 @@ def test_a_replicated_plan_of_a_deep_tree_comes_back():
     assert ShardPlan.from_json(made.to_json()) == made == pickle.loads(pickle.dumps(made))
 
 
-def test_one_array_and_a_tree_are_told_apart_in_words():
-    tree, array = {"w": jnp.ones(8)}, jnp.ones(8)
-    of_tree, of_array = (plan(one, MESH, paths=PathRules([("", P("a"))])).to_json() for one in (tree, array))
-    with pytest.raises(PlanMismatchError, match="this is one array, and the plan is for a tree, as of `w`; the tree"):
-        ShardPlan.from_json(of_tree, like=array)
-    with pytest.raises(PlanMismatchError, match="the plan has no `w`; the plan is for one array"):
-        ShardPlan.from_json(of_array, like=tree)
+LIKE = {"w": jnp.ones((8, 16)), "b": jnp.ones(16)}
+
+
+@pytest.mark.parametrize(
+    "tree, like, message",
+    [
+        (LIKE, {**LIKE, "w": jnp.ones((8, 15))}, r"leaf `w` is float32\[8, 15\], but the plan is for float32\[8, 16\]"),
+        (LIKE, {**LIKE, "extra": jnp.ones(2)}, "1 array more, 0 missing.*the plan has no `extra`"),
+        (LIKE, {**LIKE, "w": "x"}, "leaf `w` is str 'x', but the plan has an array"),
+        (LIKE, jnp.ones(8), "this is one array, and the plan is for a tree, as of `b`; the tree"),
+        (jnp.ones(8), LIKE, "the plan has no `b`; the plan is for one array"),
+    ],
+    ids=["shape", "more", "text", "one array", "a tree"],
+)
+def test_like_must_be_the_planned_tree(tree, like, message):
+    text = plan(tree, MESH, paths=PathRules([("", P("a"))])).to_json()
+    with pytest.raises(PlanMismatchError, match=message):
+        ShardPlan.from_json(text, like=like)

@@ -1,4 +1,5 @@
-import html.parser
+import html
+import re
 
 import equinox as eqx
 import jax
@@ -21,48 +22,41 @@ def struct(*shape, dtype=jnp.float32):
 MESH = MeshSpec({"data": 2, "tensor": 4})
 
 
+def planned(tree, target=replicate, mesh=MESH, **keywords):
+    return plan(tree, mesh, paths=PathRules([(".*", target)]), **keywords)
+
+
 def test_repeated_layers_are_one_row():
     layer = {"w": struct(8, 16), "b": struct(16)}
-    made = plan({"layers": [layer] * 32, "head": struct(8, 8)}, MESH, paths=PathRules([(".*", fsdp("tensor"))]))
+    made = planned({"layers": [layer] * 32, "head": struct(8, 8)}, fsdp("tensor"))
     rows = {row.path: row for row in report_rows_of(made.content)}
     assert list(rows) == ["head", "layers/{0..31}/b", "layers/{0..31}/w"]
-    assert rows["layers/{0..31}/w"].count == 32
-    assert rows["layers/{0..31}/w"].bytes == 32 * 8 * 16 * 4
-    assert rows["layers/{0..31}/w"].bytes_per_device == 32 * 8 * 16
-    assert rows["layers/{0..31}/w"].leaf == made["layers/0/w"]
-
-
-def test_arrays_that_are_planned_differently_are_not_joined():
-    tree = [struct(8), struct(8), struct(6), struct(8)]
-    made = plan(tree, MESH, paths=PathRules([("1", P()), (".*", P("tensor"))]))
-    assert [(row.path, row.count) for row in report_rows_of(made.content)] == [("{0,3}", 2), ("1", 1), ("2", 1)]
+    row = rows["layers/{0..31}/w"]
+    assert (row.count, row.bytes, row.bytes_per_device) == (32, 32 * 8 * 16 * 4, 32 * 8 * 16)
+    assert row.leaf == made["layers/0/w"]
 
 
 @pytest.mark.parametrize(
-    "numbers, text",
+    "tree, paths",
     [
-        ([0], "layers/0/w"),
-        ([0, 1], "layers/{0..1}/w"),
-        ([7, 3, 5, 4], "layers/{3..5,7}/w"),
-        ([0, 1, 3, 5, 6, 8], "layers/{0..1,3,..,8}/w"),
+        ({"layers": {"0": {"w": 8}}}, ["layers/0/w"]),
+        ({"layers": {str(number): {"w": 8} for number in (0, 1)}}, ["layers/{0..1}/w"]),
+        ({"layers": {str(number): {"w": 8} for number in (7, 3, 5, 4)}}, ["layers/{3..5,7}/w"]),
+        ({"layers": {str(number): {"w": 8} for number in (0, 1, 3, 5, 6, 8)}}, ["layers/{0..1,3,..,8}/w"]),
+        ({"h": [{"experts": [{"w": 8}] * 3}] * 2}, ["h/{0..1}/experts/{0..2}/w"]),
+        # Numbers that are part of a name stay, and a star is no number.
+        (dict.fromkeys(("fc1", "fc2", "h.0.w", "h.1.w", "b_0"), 8), ["b_0", "fc1", "fc2", "h.{0..1}.w"]),
+        ({"h": {"*": 8, "0": 8, "1": 8}}, ["h/*", "h/{0..1}"]),
     ],
 )
-def test_ranges(numbers, text):
-    tree = {"layers": {str(number): {"w": struct(8)} for number in numbers}}
-    (row,) = report_rows_of(plan(tree, MESH, paths=PathRules([(".*", P())])).content)
-    assert row.path == text
+def test_rows_are_of_arrays_that_differ_in_numbers_alone(tree, paths):
+    rows = report_rows_of(planned(jax.tree.map(struct, tree), P("tensor")).content)
+    assert [row.path for row in rows] == paths
 
 
-def test_several_numbers_in_one_path():
-    tree = {"h": [{"experts": [{"w": struct(8)}] * 3}] * 2}
-    (row,) = report_rows_of(plan(tree, MESH, paths=PathRules([(".*", P())])).content)
-    assert row.path == "h/{0..1}/experts/{0..2}/w" and row.count == 6
-
-
-def test_numbers_that_are_part_of_a_name_stay():
-    tree = {"fc1": struct(8), "fc2": struct(8), "h.0.w": struct(8), "h.1.w": struct(8), "block_0": struct(8)}
-    rows = report_rows_of(plan(tree, MESH, paths=PathRules([(".*", P())])).content)
-    assert [row.path for row in rows] == ["block_0", "fc1", "fc2", "h.{0..1}.w"]
+def test_arrays_that_are_planned_differently_are_not_joined():
+    made = plan([struct(8)] * 2 + [struct(6), struct(8)], MESH, paths=PathRules([("1", P()), (".*", P("tensor"))]))
+    assert [(row.path, row.count) for row in report_rows_of(made.content)] == [("{0,3}", 2), ("1", 1), ("2", 1)]
 
 
 @given(
@@ -70,7 +64,7 @@ def test_numbers_that_are_part_of_a_name_stay():
 )
 def test_rows_cover_every_array_once(leaves):
     tree = {f"{name}/{number}": struct(size) for name, number, size in leaves}
-    made = plan(tree, MESH, paths=PathRules([(".*", P("tensor"))]), unmatched="replicate")
+    made = planned(tree, P("tensor"))
     rows = report_rows_of(made.content)
     assert sum(row.count for row in rows) == len(made.leaves)
     assert sum(row.bytes for row in rows) == made.bytes_total
@@ -117,34 +111,30 @@ def test_the_state_of_repeated_layers_is_grouped_as_they_are():
     ]
 
 
-def test_a_star_in_a_path_is_no_number():
-    made = plan({"h": {"*": struct(8), "0": struct(8), "1": struct(8)}}, MESH, paths=PathRules([(".*", P())]))
-    assert [row.path for row in report_rows_of(made.content)] == ["h/*", "h/{0..1}"]
-
-
 def test_a_reason_is_told_once():
-    made = plan([struct(6)] * 2 + [struct(6, 8)] * 2, MESH, paths=PathRules([(".*", P("tensor"))]))
-    assert report(made).count("not divisible") == 1
+    assert report(planned([struct(6)] * 2 + [struct(6, 8)] * 2, P("tensor"))).count("not divisible") == 1
+    few = report(planned({str(size): struct(size, size) for size in (2, 4, 8, 16)}, fsdp("data", min_bytes=10_000)))
+    assert few.count("min_bytes") == 1 and "[1] arrays of fewer than 10000 bytes stay whole" in few
+    rules = PathRules([("a", P("gone")), ("b", P(None, "gone"))], axes=["gone"])
+    wide = plan({"a": struct(8, 8), "b": struct(8, 8)}, MESH, paths=rules)
+    assert report(wide).count("the mesh has no axis `gone`") == 1
 
 
 def test_the_largest_replicated_come_first():
-    tree = {name: struct(8 * (i + 1)) for i, name in enumerate("abcdefg")}
-    last = report(plan(tree, MESH, paths=PathRules([(".*", P())]))).splitlines()[-1]
-    assert last == ("Replicated, 896 B on every device: g (224 B), f (192 B), e (160 B), d (128 B), c (96 B), 2 more.")
+    last = report(planned({name: struct(8 * (i + 1)) for i, name in enumerate("abcdefg")})).splitlines()[-1]
+    assert last == "Replicated, 896 B on every device: g (224 B), f (192 B), e (160 B), d (128 B), c (96 B), 2 more."
 
 
 def test_scalars_and_unmatched_arrays():
-    made = plan({"count": struct(), "w": struct(8)}, MESH, unmatched="replicate")
-    lines = report(made).splitlines()
+    lines = report(plan({"count": struct(), "w": struct(8)}, MESH, unmatched="replicate")).splitlines()
     assert lines[1].split() == ["count", "f32[]", "-", "4", "B", "-"]
     assert lines[2].split() == ["w", "f32[8]", "-", "32", "B", "[1]"]
-    assert "[1] no rule covers the array" in report(made)
+    assert any(line.startswith("[1] no rule covers the array") for line in lines)
 
 
 def test_memory_kinds_axis_types_and_unconstrained_are_shown():
     mesh = MeshSpec({"data": 2, "tensor": 4}, axis_types={"tensor": AxisType.Explicit})
-    rules = PathRules([(".*", P(P.UNCONSTRAINED, "tensor"))])
-    text = report(plan({"w": struct(8, 8)}, mesh, paths=rules, memory_kinds=[("w", "pinned_host")]))
+    text = report(planned({"w": struct(8, 8)}, P(P.UNCONSTRAINED, "tensor"), mesh, memory_kinds=[("w", "pinned_host")]))
     assert "any,tensor" in text and "in pinned_host" in text and "Auto/Explicit axes" in text
 
 
@@ -166,34 +156,21 @@ def test_it_fits_the_width(width):
     assert max(map(len, report(made).splitlines())) > 80
 
 
-@pytest.mark.parametrize(
-    "count, text",
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536 << 20, "1.5 GiB"),
-        (1 << 60, "1.0 EiB"),
-        (1 << 70, "1,024.0 EiB"),
-    ],
-)
+SIZES = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536 << 20: "1.5 GiB", 1 << 60: "1.0 EiB", 1 << 70: "1,024.0 EiB"}
+
+
+@pytest.mark.parametrize("count, text", SIZES.items())
 def test_bytes_text(count, text):
     assert bytes_text(count) == text
 
 
-@pytest.mark.parametrize(
-    "dtype, text",
-    [
-        (jnp.int4, "i4[8]"),
-        (jnp.uint8, "u8[8]"),
-        (jnp.float8_e4m3fn, "f8_e4m3fn[8]"),
-        (jnp.bool_, "bool[8]"),
-        (jnp.complex64, "c64[8]"),
-        (jax.eval_shape(lambda: jax.random.key(0)).dtype, "key<fry>[8]"),
-    ],
-)
+KEY = jax.eval_shape(lambda: jax.random.key(0)).dtype
+DTYPES = {jnp.int4: "i4", jnp.uint8: "u8", jnp.float8_e4m3fn: "f8_e4m3fn", jnp.bool_: "bool", jnp.complex64: "c64"}
+
+
+@pytest.mark.parametrize("dtype, text", [*DTYPES.items(), (KEY, "key<fry>")])
 def test_short_dtypes(dtype, text):
-    assert f"  {text}  " in report(plan({"w": struct(8, dtype=dtype)}, MESH, paths=PathRules([(".*", P())])))
+    assert f"  {text}[8]  " in report(planned({"w": struct(8, dtype=dtype)}))
 
 
 def awkward():
@@ -205,45 +182,20 @@ def test_a_report_escapes_what_a_terminal_would_obey():
     text = report(awkward())
     assert "\x1b" not in text and r"<b>\x1b[31m  " in text and "\nline\\nbreak  " in text
     assert r"on every device: layers/{0..1} (64 B), line\nbreak (48 B)." in text
+    assert isinstance(text, str) and repr(text) == str(text) == f"{text}" and text.splitlines()[0].startswith("path")
 
 
-def test_a_report_shows_in_a_console_as_it_prints():
-    text = report(awkward())
-    assert isinstance(text, str) and repr(text) == str(text) == f"{text}"
-    assert text.splitlines()[0].startswith("path")
-
-
-class _Cells(html.parser.HTMLParser):
-    """The cells of each row of a table, and the text below it."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows, self.text, self.tags = [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-
-    def handle_data(self, data):
-        if data.strip() and self.tags[-1] in ("td", "th"):
-            self.rows[-1].append(data)
-        elif data.strip():
-            self.text.append(data)
-
-
-@pytest.mark.parametrize("made", [awkward(), plan({"w": struct(8, 16)}, MESH, paths=PathRules([("w", P("data"))]))])
+@pytest.mark.parametrize("made", [awkward(), planned({"w": struct(8, 16)}, P("data"))])
 def test_a_notebook_shows_a_plan_as_a_table_with_the_facts_of_the_report(made):
-    page = _Cells()
-    page.feed(made._repr_html_())
-    assert set(page.tags) == {"table", "tr", "td", "th", "p"}
-    header, *rows = page.rows
+    page = made._repr_html_()
+    assert set(re.findall(r"<(\w+)", page)) == {"table", "tr", "td", "th", "p"}
+    rows = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", page)]
     table, *below = report(made).split("\n\n")
-    assert header == table.splitlines()[0].split()
-    assert [" ".join(" ".join(row).split()) for row in rows] == [
-        " ".join(line.split()) for line in table.splitlines()[1:]
-    ]
-    assert page.text == [line for part in below for line in part.splitlines()]
+    assert rows[0] == table.splitlines()[0].split()
+    shown = [" ".join(html.unescape(" ".join(row)).split()) for row in rows[1:]]
+    assert shown == [" ".join(line.split()) for line in table.splitlines()[1:]]
+    texts = [html.unescape(text) for text in re.findall("<p>(.*?)</p>", page)]
+    assert texts == [line for part in below for line in part.splitlines()]
 
 
 def test_plans_of_leaves_and_codes_read_well():
@@ -277,12 +229,3 @@ def test_two_moments_share_a_row():
     text = report(follow(optax.adamw(1e-3).init, params))
     cells = [line.split()[:2] for line in text.splitlines()[1:3]]
     assert cells == [["0/count", "1"], ["0/{mu,nu}/layers/{0..1}/w", "4"]] and "5 arrays" in text
-
-
-def test_one_cause_is_one_footnote():
-    tree = {str(size): struct(size, size) for size in (2, 4, 8, 16)}
-    text = report(plan(tree, MESH, paths=PathRules([(".*", fsdp("data", min_bytes=10_000))])))
-    assert text.count("min_bytes") == 1 and "[1] arrays of fewer than 10000 bytes stay whole" in text
-    wide = {"a": struct(8, 8), "b": struct(8, 8)}
-    rules = PathRules([("a", P("gone")), ("b", P(None, "gone"))], axes=["gone"])
-    assert report(plan(wide, MESH, paths=rules)).count("the mesh has no axis `gone`") == 1
