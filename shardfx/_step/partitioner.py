@@ -26,14 +26,19 @@ from .lowered import Dims
 
 # A CPU client starts threads for each of its devices: 8,192 take 3 s, 65,536 more than a machine has.
 MOST_DEVICES = 8192
-# The places of XLA's pipeline whose text is asked for.
-_PARTITIONED, _UNPROPAGATED = "after_spmd-partitioning", "before_shardy-xla"
+# The places of XLA's pipeline whose text is asked for; at the last one a program for CPUs is as it runs.
+_PARTITIONED, _UNPROPAGATED, _FINISHED = "after_spmd-partitioning", "before_shardy-xla", "after_optimizations"
 _SECONDS = 600.0
 _WORKER = Path(__file__).with_name("worker.py")
 
 
 def partitioned(
-    module: bytes, devices: int, options: Mapping[str, str] = MappingProxyType({}), *, seconds: float = _SECONDS
+    module: bytes,
+    devices: int,
+    options: Mapping[str, str] = MappingProxyType({}),
+    *,
+    finished: bool = False,
+    seconds: float = _SECONDS,
 ) -> str:
     """The HLO text of one device's program, right behind XLA's SPMD partitioner.
 
@@ -42,13 +47,15 @@ def partitioned(
     - `module`: StableHLO bytecode as JAX lowers it, with `mhlo.num_partitions` of `devices`.
     - `devices`: how many devices run the program, at most 8,192.
     - `options`: debug options of XLA, as `xla_disable_hlo_passes`.
+    - `finished`: asks for the text of the program that CPUs run, behind all passes.
     - `seconds`: how long XLA may take.
 
     **Raises:**
 
     `ProgramError` with XLA's own words where it cannot partition the program.
     """
-    request = {"devices": devices, "options": dict(options), "seconds": seconds, "dumped": _PARTITIONED}
+    dumped = _FINISHED if finished else _PARTITIONED
+    request = {"devices": devices, "options": dict(options), "seconds": seconds, "dumped": dumped}
     return _asked(module, request | {"propagated": None}).decode()
 
 

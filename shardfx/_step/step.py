@@ -152,7 +152,7 @@ class Step:
         results: Sequence[Dims | None] | None = None,
         module: Module | None = None,
     ) -> str:
-        """The HLO text of one device's program, right behind XLA's partitioner.
+        """The HLO text of one device's program, right behind XLA's partitioner; for CPUs behind all of XLA's passes.
 
         **Arguments:**
 
@@ -181,7 +181,7 @@ class Step:
             text = resharded(module, dict(mesh.shape), arguments, results)
         if platform == "tpu":
             text = rewritten(text, module.context)
-        return partitioned(text, mesh.size, _OPTIONS[platform])
+        return partitioned(text, mesh.size, _OPTIONS[platform], finished=platform == "cpu")
 
     def propagated(self, platform: Platform, *, module: Any = None) -> Any:
         """The step's module with the layout of each array, and where each axis of it comes from."""

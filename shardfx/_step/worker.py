@@ -26,7 +26,7 @@ from jaxlib import xla_client
 
 # The passes that texts are asked before and behind: xla/service/spmd/shardy/shardy_xla_pass.cc and
 # spmd_partitioner.cc, run by xla/service/cpu/cpu_compiler.cc. For one device there is nothing to partition.
-_WHOLE = "*before_optimizations.txt"
+_WHOLE, _FINISHED = "*before_optimizations.txt", "after_optimizations"
 _OPTIONS = {"xla_backend_optimization_level": 0}
 _LOOK_EVERY_SECONDS = 0.003
 # XLA takes a client of more devices for one of several processes, which has to have something to send by. Nothing is
@@ -74,7 +74,7 @@ def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: f
             _compile(module, devices, {**told, **_OPTIONS, **options}, writing)
         os.close(writing)
         try:
-            name = f"*{dumped}*.txt" if devices > 1 else _WHOLE
+            name = f"*{dumped}*.txt" if devices > 1 or dumped == _FINISHED else _WHOLE
             return _text_from(folder, name, reading, time.monotonic() + seconds)
         finally:
             os.close(reading)

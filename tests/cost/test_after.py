@@ -81,22 +81,6 @@ def test_all_forms_of_groups_are_equal(groups):
     assert _sent(text, "tpu") == [("all-gather", "f32", 1, 512)]
 
 
-def test_cpus_gather_what_no_trip_changes_before_the_loop():
-    body = f"""%g = f32[64,8] all-gather(%w), {_ALL}, dimensions={{0}}
-  %q = f32[8,64] dot(%s, %g), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}
-  %new = f32[8,8] slice(%q), slice={{[0:8], [0:8]}}"""
-    assert _sent(_loop(body), "cpu") == [("all-gather", "f32", 1, 2048)]
-    assert _sent(_loop(body), "tpu") == [("all-gather", "bf16", 5, 1024)]
-    changed = body.replace("(%w)", "(%x)").replace("(%s, ", "(%w, ").replace("(%x)", "(%s)")
-    assert _sent(_loop(changed), "cpu") == [("all-gather", "f32", 5, 2048)]
-
-
-def test_cpus_send_bfloat16_as_float32():
-    text = _entry("%x = bf16[8] parameter(0)", f"ROOT %g = bf16[64] all-gather(%x), {_ALL}, dimensions={{0}}")
-    (own,) = [one for one in as_compiled(parse_hlo(text), "cpu").computations["main"].values() if one.is_root]
-    assert (own.result, own.passes) == ("f32[64]", ("float-normalization-bf16",))
-
-
 def test_tpus_reduce_what_a_loop_adds_up_once():
     body = f"""%r = f32[8,8] all-reduce(%w), {_ALL}, to_apply=%add
   %new = f32[8,8] add(%s, %r)"""
@@ -201,7 +185,7 @@ def test_nothing_sends_what_nothing_needs():
         f"%g = f32[64] all-gather(%x), {_ALL}, dimensions={{0}}",
         "ROOT %n = f32[8] negate(%x)",
     )
-    assert [_sent(text, platform) for platform in PASSES] == [[], [], []]
+    assert [_sent(text, platform) for platform, passes in PASSES.items() if passes] == [[], []]
 
 
 def test_each_pass_names_what_it_stands_for():

@@ -13,7 +13,7 @@ def work(step, *args, mesh=None, dims=None, **how):
     made = step_of(step, args)
     mesh = MeshSpec(mesh or {"data": 2})
     dims = [((),) * len(arg.shape) for arg in args] if dims is None else dims
-    text = made.partitioned("cpu", mesh=mesh, arguments=dims, results=[None] * len(made.parameters[1]))
+    text = made.partitioned("gpu", mesh=mesh, arguments=dims, results=[None] * len(made.parameters[1]))
     return work_of(parse_hlo(text), **how)
 
 

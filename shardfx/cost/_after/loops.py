@@ -1,8 +1,6 @@
-"""What compilers take out of loops: gathers of what no trip changes, and reductions that are only added up."""
+"""What compilers take out of loops: reductions that are only added up."""
 
-from .._collective import KINDS
 from .._hlo_text import HloModule, Instruction
-from .._runs import trip_count
 from .graph import (
     Computation,
     carried,
@@ -14,87 +12,6 @@ from .graph import (
     users_of,
     with_operands,
 )
-
-
-# These are different each time that they run, or act on something else.
-_STAYS = frozenset(
-    "parameter send recv infeed outfeed custom-call rng rng-bit-generator while conditional call".split()
-)
-
-
-def hoisted(module: HloModule) -> HloModule:
-    """The module with collectives whose operands no trip of a loop changes sent once, before the loop."""
-    return in_each(module, _with_hoisted)
-
-
-def _with_hoisted(module: HloModule, name: str, computation: Computation) -> Computation:
-    for loop, body_name, body in loops_of(module, computation):
-        if trip_count(module, computation, loop) == 0:
-            continue
-        fixed = _invariant(body)
-        moved = [own for own in body.values() if own.name in fixed and own.opcode in KINDS]
-        if moved:
-            computation, module.computations[body_name] = _before(computation, loop, body, fixed, moved)
-    return computation
-
-
-def _invariant(body: Computation) -> dict[str, int | None]:
-    """The instructions of a body whose results no trip changes; each with its index if it is carried."""
-    last, given = root_of(body), carried(body)
-    fixed: dict[str, int | None] = {}
-    for name, own in body.items():
-        if name in given:
-            kept = last.operands[given[name]]
-            if given.get(kept) == given[name]:
-                fixed[name] = given[name]
-        elif own.opcode not in _STAYS and not own.is_root and all(operand in fixed for operand in own.operands):
-            fixed[name] = None
-    return fixed
-
-
-def _before(
-    computation: Computation,
-    loop: Instruction,
-    body: Computation,
-    fixed: dict[str, int | None],
-    moved: list[Instruction],
-) -> tuple[Computation, Computation]:
-    """The computation with these made before its loop, and the body that takes them from what it is given."""
-    start, last = computation[loop.operands[0]], root_of(body)
-    parameter = next(own.name for own in body.values() if own.opcode == "parameter")
-    needed, waiting = set[str](), [own.name for own in moved]
-    while waiting:
-        if (name := waiting.pop()) not in needed:
-            needed.add(name)
-            waiting += body[name].operands if fixed[name] is None else ()
-    names: dict[str, str] = {}
-    made: Computation = {}
-    for name in body:
-        if name in needed and (index := fixed[name]) is not None:
-            names[name] = start.operands[index]
-        elif name in needed:
-            names[name] = f"{name}.before.{loop.name}"
-            made[names[name]] = renamed(body[name], names)._replace(name=names[name])
-    taken = {own.name: len(start.operands) + at for at, own in enumerate(moved)}
-    begun = with_operands(start, (*start.operands, *(names[own.name] for own in moved)))
-    outer: Computation = {}
-    for name, own in computation.items():
-        outer |= made | {name: begun} if name == start.name else {name: own}
-    inner = {name: _taken(own, parameter, taken[name]) if name in taken else own for name, own in body.items()}
-    inner[last.name] = with_operands(last, (*last.operands, *taken))
-    return outer, inner
-
-
-def _taken(instruction: Instruction, parameter: str, index: int) -> Instruction:
-    return Instruction(
-        instruction.name,
-        instruction.result,
-        "get-tuple-element",
-        (parameter,),
-        f"%{parameter}",
-        f", index={index}",
-        False,
-    )
 
 
 def summed_after(module: HloModule) -> HloModule:

@@ -10,15 +10,10 @@ from .._hlo_text import HloModule, Instruction
 from .._live.narrow import narrow_values
 from .._live.program import Uses, program_of
 from .graph import Computation, in_each
-from .loops import hoisted, summed_after
+from .loops import summed_after
 from .merge import gathered_once, inlined, without_dead, without_equals
 from .reductions import added_once, always_scattered, folded, scattered, summed_parts
 from .windowed import windowed
-
-
-def widened(module: HloModule) -> HloModule:
-    """The module with bfloat16 sent as float32."""
-    return in_each(module, lambda _, name, own: {key: _as(one, "bf16", "f32") for key, one in own.items()})
 
 
 def narrowed(module: HloModule) -> HloModule:
@@ -31,15 +26,9 @@ def narrowed(module: HloModule) -> HloModule:
     narrow -= {id(op.instruction) for op in sent if not values.issuperset(op.makes)}
 
     def kept(one: Instruction) -> Instruction:
-        return _as(one, "f32", "bf16") if id(one) in narrow else one
+        return one._replace(result=one.result.replace("f32[", "bf16[")) if id(one) in narrow else one
 
     return in_each(module, lambda _, name, own: {key: kept(one) for key, one in own.items()})
-
-
-def _as(own: Instruction, before: str, after: str) -> Instruction:
-    if own.opcode not in KINDS or f"{before}[" not in own.result:
-        return own
-    return own._replace(result=own.result.replace(f"{before}[", f"{after}["))
 
 
 class Pass(NamedTuple):
@@ -76,7 +65,6 @@ class Doubt(NamedTuple):
 
 _READ, _LIBTPU = "jaxlib 0.10.2", "the libtpu that jaxlib 0.10.2 pins"
 _CSE = "xla/service/spmd/schedule_aware_collective_ops_cse.cc"
-_HLO = "xla/hlo/transforms"
 
 _TPU = (
     Pass("call-inliner", inlined, "xla/service/call_inliner.cc", _LIBTPU),
@@ -93,17 +81,13 @@ _TPU = (
     Pass("all_gather_decomposer", summed_parts, "xla/service/all_gather_decomposer.cc", _LIBTPU),
     Pass("bfloat16-propagation", narrowed, "xla/service/bfloat16_propagation.cc", _LIBTPU),
 )
-_CPU = (
-    Pass("while-loop-invariant-code-motion", hoisted, f"{_HLO}/while_loop_invariant_code_motion.cc", _READ),
-    Pass("dce", without_dead, f"{_HLO}/simplifiers/hlo_dce.cc", _READ),
-    Pass("float-normalization-bf16", widened, f"{_HLO}/simplifiers/float_normalization.cc", _READ),
-)
 # As the compiled programs in `tests/data/hlo` show it.
 _GPU = (
     Pass("dce", without_dead, "xla/hlo/transforms/simplifiers/hlo_dce.cc", _READ),
     Pass("reduce-scatter-creator", always_scattered, "xla/service/reduce_scatter_creator.cc", _READ, unsure=1.0),
 )
-PASSES: Mapping[Platform, tuple[Pass, ...]] = {"tpu": _TPU, "gpu": _GPU, "cpu": _CPU}
+# XLA itself finishes programs for CPUs.
+PASSES: Mapping[Platform, tuple[Pass, ...]] = {"tpu": _TPU, "gpu": _GPU, "cpu": ()}
 
 _DOUBTS = (
     Doubt(
