@@ -51,25 +51,20 @@ trees = st.recursive(
 
 
 @given(trees)
-def test_paths_are_those_of_jax(tree):
+def test_paths_are_those_of_jax_and_templates_have_zeros_for_digits(tree):
     flat = flatten(tree)
     keyed, treedef = jtu.tree_flatten_with_path(tree)
     assert flat.treedef == treedef
     assert flat.leaves == [leaf for _, leaf in keyed]
     assert list(flat.paths) == [expected_path(keys) for keys, _ in keyed]
-
-
-@given(trees)
-def test_templates_are_the_paths_with_digits_as_zeros(tree):
-    flat = flatten(tree)
     zeros = str.maketrans("123456789", "000000000")
     assert list(flat.templates) == [path.translate(zeros) for path in flat.paths]
 
 
-def test_paths_of_modules_name_attributes_and_indices():
-    mlp = eqx.nn.MLP(2, 2, 4, 2, key=jax.random.key(0))
-    paths = flatten(mlp).paths
+def test_paths_of_modules_name_attributes_and_indices_and_that_of_one_array_is_empty():
+    paths = flatten(eqx.nn.MLP(2, 2, 4, 2, key=jax.random.key(0))).paths
     assert "layers/0/weight" in paths and "layers/2/bias" in paths and "activation" in paths
+    assert flatten(jnp.ones(3)).paths == ("",)
 
 
 def test_a_structure_that_comes_again_has_its_own_keys():
@@ -91,17 +86,9 @@ def test_static_fields_that_cannot_be_compared_are_no_hindrance():
         assert flatten(Tabled(jnp.ones(2), np.arange(size))).paths == ("weight",)
 
 
-def test_a_single_array_has_the_empty_path():
-    assert flatten(jnp.ones(3)).paths == ("",)
-
-
 def test_only_arrays_are_arrays():
-    tree = [jnp.ones(1), np.ones(1), np.float32(1), jax.ShapeDtypeStruct((1,), jnp.int8), 1.0, 1, "s", print]
-    assert flatten(tree).is_array == [True] * 4 + [False] * 4
-    assert flatten({"k": jax.random.key(0)}).is_array == [True]
-
-
-def test_a_traced_array_is_an_array():
+    tree = [jnp.ones(1), np.ones(1), np.float32(1), jax.ShapeDtypeStruct((1,), jnp.int8), jax.random.key(0)]
+    assert flatten([*tree, 1.0, 1, "s", print]).is_array == [True] * 5 + [False] * 4
     seen = []
     jax.jit(lambda x: seen.append(flatten({"x": x}).is_array))(jnp.ones(2))
     assert seen == [[True]]
@@ -124,25 +111,15 @@ class Outer(eqx.Module):
 
 
 def test_declared_names_go_down_to_the_arrays_below():
-    inner = Inner(weight=jnp.ones((3, 4, 5)), scale=jnp.ones((3, 4)))
-    outer = Outer([inner, inner], {"a": jnp.ones((5, 7))}, jnp.ones(2))
-    flat = flatten(outer)
-    assert dict(zip(flat.paths, flat.names, strict=True)) == {
-        "blocks/0/weight": ("layers", "mlp", "embed"),
-        "blocks/0/scale": None,
-        "blocks/1/weight": ("layers", "mlp", "embed"),
-        "blocks/1/scale": None,
-        "head/a": ("embed", "vocab"),
-        "plain": None,
-    }
-
-
-def test_declared_names_plan_a_module():
     inner = Inner(weight=jnp.ones((3, 4, 6)), scale=jnp.ones((3, 4)))
+    flat = flatten(Outer([inner, inner], {"a": jnp.ones((5, 7))}, jnp.ones(2)))
+    assert dict(zip(flat.paths, flat.names, strict=True)) == {
+        **{f"blocks/{i}/weight": ("layers", "mlp", "embed") for i in (0, 1)},
+        **{"blocks/0/scale": None, "blocks/1/scale": None, "head/a": ("embed", "vocab"), "plain": None},
+    }
     axes = AxisRules([("layers", None), ("mlp", "tensor"), ("embed", "fsdp"), ("vocab", "tensor")])
     made = plan(Outer([inner]), MeshSpec({"fsdp": 2, "tensor": 2}), axes=axes, unmatched="replicate")
-    assert made["blocks/0/weight"].spec == jax.P(None, "tensor", "fsdp")
-    assert made["blocks/0/weight"].rule == "names"
+    assert made["blocks/0/weight"].spec == jax.P(None, "tensor", "fsdp") and made["blocks/0/weight"].rule == "names"
 
 
 class Norms(eqx.Module):
@@ -156,16 +133,9 @@ class Norms(eqx.Module):
 
 def test_states_of_modules_have_paths_that_name_the_module():
     _, state = eqx.nn.make_with_state(Norms)()
-    assert list(flatten({"state": state}).paths) == [
-        "state/blocks.0.batch_counter",
-        "state/blocks.0.batch_state_index/0",
-        "state/blocks.0.batch_state_index/1",
-        "state/blocks.1.batch_counter",
-        "state/blocks.1.batch_state_index/0",
-        "state/blocks.1.batch_state_index/1",
-        "state/by_name.a.b",
-        "state/by_name.c.d/k",
-    ]
+    parts = ("batch_counter", "batch_state_index/0", "batch_state_index/1")
+    blocks = [f"state/blocks.{i}.{part}" for i in (0, 1) for part in parts]
+    assert list(flatten({"state": state}).paths) == [*blocks, "state/by_name.a.b", "state/by_name.c.d/k"]
     _, abstract = eqx.filter_eval_shape(eqx.nn.make_with_state(Norms))
     assert flatten(abstract).paths == flatten(state).paths
 

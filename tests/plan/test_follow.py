@@ -159,6 +159,10 @@ def test_all_that_optax_has_are_found():
     assert wanted <= set(OPTIMIZERS)
 
 
+SMALL = {"a": {"w": jnp.ones((256, 128)), "b": jnp.ones(128)}}
+SMALL_PLAN = plan(SMALL, MESH, paths=PathRules.parse("w->fsdp.tensor, b->tensor"))
+
+
 @pytest.fixture(scope="module")
 def params_plan() -> ShardPlan:
     return plan(params(), MESH, paths=RULES)
@@ -315,18 +319,6 @@ def test_a_plan_for_explicit_and_for_mixed_axes_is_followed_alike(params_plan):
         assert found.specs == wanted.specs and found.mesh == made.mesh
 
 
-def test_dimensions_left_to_the_compiler_are_followed_as_whole():
-    made = plan({"w": jnp.ones((8, 8))}, MESH, paths=PathRules([("w", P(P.UNCONSTRAINED, "data"))]))
-    assert follow(optax.adam(1e-3).init, made)["0/mu/w"].spec == P(None, "data")
-
-
-def test_rules_say_what_each_leaf_follows(params_plan):
-    made = follow(lambda tree: {"zeros": {"embed": jnp.zeros((256, 128))}, "same": tree["embed"]}, params_plan)
-    assert made["same"].rule == "the sharding that `init` gives it"
-    assert made["zeros/embed"].rule == "path and shape of `embed`"
-    assert made["zeros/embed"].spec == params_plan["embed"].spec
-
-
 def test_the_error_of_a_broken_init_comes_through(params_plan):
     def broken(tree):
         raise KeyError("no such thing")
@@ -335,13 +327,15 @@ def test_the_error_of_a_broken_init_comes_through(params_plan):
         follow(broken, params_plan)
 
 
-def test_a_transposed_copy_does_not_inherit_the_names_of_its_namesake():
-    axes = AxisRules([("heads", "tensor"), ("embed", "fsdp")], units={"heads": 4})
-    made = plan({"w": jnp.ones((8, 8))}, MESH, names={"w": ("heads", "embed")}, axes=axes)
-    turned = follow(lambda tree: {"w": tree["w"].T}, made)["w"]
-    assert turned.spec == P("fsdp", "tensor") and turned.names is None and turned.units is None
-    kept = follow(lambda tree: tree, made)["w"]
+def test_names_and_units_go_to_copies_and_histories_and_not_to_the_transposed():
+    kept, turned, history = (
+        follow(make, NAMED)["w"]
+        for make in (itself, lambda tree: {"w": tree["w"].T}, lambda _: {"w": jnp.zeros((5, 3, 8, 6))})
+    )
     assert kept.names == ("heads", "embed") and kept.units == (4, 1)
+    assert turned.spec == P("fsdp", "tensor") and turned.names is None and turned.units is None
+    assert history.names == (None, None, "heads", "embed") and history.units == (1, 1, 4, 1)
+    assert history.spec == P(None, None, "tensor", "fsdp")
 
 
 def made_state(model):
@@ -367,47 +361,6 @@ def test_a_train_state_keeps_the_leaves_that_are_no_arrays(tmp_path):
         shard(eqx.tree_at(lambda s: s["model"].layers[0].bias, state, 0.0), made)
 
 
-SMALL = {"a": {"w": jnp.ones((256, 128)), "b": jnp.ones(128)}}
-SMALL_PLAN = plan(SMALL, MESH, paths=PathRules.parse("w->fsdp.tensor, b->tensor"))
-
-
-def test_a_history_is_sharded_like_what_it_is_the_history_of():
-    made = follow(optax.lbfgs(memory_size=10).init, SMALL_PLAN)
-    for path in ("0/diff_params_memory/a/w", "0/diff_updates_memory/a/w"):
-        assert made[path].shape == (10, 256, 128) and made[path].spec == P(None, "fsdp", "tensor")
-        assert made[path].bytes == 4 * made[path].bytes_per_device
-
-
-def test_the_history_of_named_arrays_keeps_names_and_units():
-    axes = AxisRules([("heads", "tensor"), ("embed", "fsdp")], units={"heads": 32})
-    made = plan({"q": jnp.ones((64, 8))}, MESH, names={"q": ("heads", "embed")}, axes=axes)
-    (history,) = follow(lambda tree: {"h": {"q": jnp.zeros((5, 3, 64, 8))}}, made).leaves
-    assert history.names == (None, None, "heads", "embed") and history.units == (1, 1, 32, 1)
-    assert history.spec == P(None, None, "tensor", "fsdp")
-
-
-def t5x_adafactor(params: Any) -> Any:
-    """A state with the leaves of T5X's own Adafactor: the statistics are below the path of the parameter."""
-
-    def leaf(x: Any) -> Any:
-        return {"m": jnp.zeros(x.shape), "v": jnp.zeros((1,)), "v_row": jnp.zeros(x.shape[:1])}
-
-    return {"step": jnp.zeros((), jnp.int32), "param_states": jax.tree.map(leaf, params)}
-
-
-def test_names_below_the_path_of_a_parameter():
-    made = follow(t5x_adafactor, SMALL_PLAN)
-    assert made["param_states/a/w/m"].spec == P("fsdp", "tensor")
-    assert made["param_states/a/w/v_row"].spec == P("fsdp")
-    assert made["param_states/a/b/m"].spec == P("tensor")
-    assert made["param_states/a/b/v"].spec == P() and made["param_states/a/b/v"].reasons
-
-
-def test_an_inner_path_needs_the_shape_too():
-    made = follow(lambda tree: {"a": {"w": {"x": jnp.zeros((256, 127)), "y": jnp.zeros((128, 256))}}}, SMALL_PLAN)
-    assert all(leaf.spec == P() and leaf.reasons for leaf in made.leaves)
-
-
 def test_rules_decide_about_what_follows_nothing():
     init = optax.contrib.galore(1e-3, rank=4).init
     bare = follow(init, SMALL_PLAN)
@@ -422,103 +375,125 @@ def test_rules_decide_about_what_follows_nothing():
 
 def test_rules_of_follow_that_never_apply():
     init = optax.adamw(1e-3).init
-    with pytest.raises(RuleError, match=r"rule 0, the regex 'mu', is shadowed: .* goes to what they follow\."):
-        follow(init, SMALL_PLAN, paths=PathRules([("mu", P())]))
     assert follow(init, SMALL_PLAN, paths=PathRules([("mu", P())]), unused="allow") == follow(init, SMALL_PLAN)
-    with pytest.raises(RuleError, match="`memory_kinds` entry 0, the regex 'momentum', matches no path"):
-        follow(init, SMALL_PLAN, memory_kinds=[("momentum", "pinned_host")])
     with pytest.raises(RuleError, match=r"uses the mesh axis 'fdsp' \(did you mean 'fsdp'\?\)"):
         follow(t5x_adafactor, SMALL_PLAN, paths=PathRules([("/v$", P("fdsp"))]))
     overruled = follow(init, SMALL_PLAN).replace("mu/", replicate)
     assert overruled["0/mu/a/w"].spec == P() and overruled["0/nu/a/w"].spec == P("fsdp", "tensor")
 
 
-def test_states_over_more_axes_than_their_parameters():
-    made = follow(optax.adamw(1e-3).init, SMALL_PLAN, over="data")
-    for moment in ("mu", "nu"):
-        assert made[f"0/{moment}/a/w"].spec == P(("fsdp", "data"), "tensor")
-        assert made[f"0/{moment}/a/b"].spec == P(("tensor", "data"))
-        assert made[f"0/{moment}/a/w"].bytes_per_device * 8 == made[f"0/{moment}/a/w"].bytes
-        assert made[f"0/{moment}/a/w"].reasons == () and str(made[f"0/{moment}/a/w"].rule).endswith(", over data")
-    assert made["0/count"].spec == P()
-    # An axis that the array has already adds nothing; a free dimension comes before one that is cut.
-    again = follow(optax.adamw(1e-3).init, SMALL_PLAN, over=("fsdp", "data"))
-    assert again["0/mu/a/w"].spec == P(("fsdp", "data"), "tensor")
-    free = plan(SMALL, MESH, paths=PathRules.parse("w->None.tensor, b->None"))
-    zero1 = follow(optax.adamw(1e-3).init, free, over=("data", "fsdp"))
-    assert zero1["0/mu/a/w"].spec == P(("data", "fsdp"), "tensor") and zero1["0/mu/a/b"].spec == P(("data", "fsdp"))
-    large = follow(optax.adamw(1e-3).init, free, over=fsdp("data", min_bytes=1024))
-    assert large["0/mu/a/w"].spec == P("data", "tensor") and large["0/mu/a/b"].spec == P()
-    assert "fewer than the 1024 asked for" in str(large["0/mu/a/b"].reasons[0])
+def t5x_adafactor(params: Any) -> Any:
+    """A state with the leaves of T5X's own Adafactor: the statistics are below the path of the parameter."""
 
+    def leaf(x: Any) -> Any:
+        return {"m": jnp.zeros(x.shape), "v": jnp.zeros((1,)), "v_row": jnp.zeros(x.shape[:1])}
 
-def test_over_never_cuts_units_and_says_where_there_is_no_room():
-    axes = AxisRules([("heads", "tensor")], units={"heads": 16})
-    mesh = MeshSpec({"data": 2, "tensor": 2})
-    made = plan({"q": jnp.ones((32, 3))}, mesh, names={"q": ("heads", None)}, axes=axes)
-    (leaf,) = follow(lambda tree: tree, made, over="data").leaves
-    assert leaf.spec == P("tensor") and "`data` (2) beside the axes" in str(leaf.reasons[0])
-    with pytest.raises(RuleError, match=r"`over` names mesh axis 'dta', .* \(did you mean 'data'\?\)"):
-        follow(lambda tree: tree, made, over="dta")
-    (empty,) = follow(lambda tree: {"e": jnp.zeros((0, 3))}, made, over="data").leaves
-    assert empty.spec == P()
-
-
-def test_over_spreads_axes_that_fit_no_dimension_together():
-    shapes = {"a": (6, 4), "b": (12,), "c": (4, 2), "d": (5, 3)}
-    tree = {name: jnp.ones(shape) for name, shape in shapes.items()}
-    whole = plan(tree, MeshSpec({"x": 2, "y": 4}), paths=PathRules.parse(".*->replicate"))
-    made = follow(lambda tree: tree, whole, over=("x", "y"))
-    assert [made[name].spec for name in shapes] == [P("x", "y"), P("y"), P("y", "x"), P()]
-    assert made["a"].reasons == () and str(made["a"].rule).endswith("over y, x")
-    # What nothing has room for is a reason, whether other axes found some or not.
-    assert [[one.axes for one in made[name].reasons] for name in "bcd"] == [[("x",)], [], [("x", "y")]]
+    return {"step": jnp.zeros((), jnp.int32), "param_states": jax.tree.map(leaf, params)}
 
 
 def struct(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-BASES = {"layers": {"q": {"weight": struct(8, 64, 128)}, "o": {"weight": struct(64, 64)}}}
-BASE_PLAN = plan(
-    BASES, MeshSpec({"fsdp": 4, "tensor": 2}), paths=PathRules([("q", P(None, "fsdp", "tensor")), ("o", P("fsdp"))])
+def itself(tree):
+    return tree
+
+
+HEADS = AxisRules([("heads", "tensor"), ("embed", "fsdp")], units={"heads": 4})
+NAMED = plan({"w": struct(8, 6)}, MESH, names={"w": ("heads", "embed")}, axes=HEADS)
+FREE = plan(SMALL, MESH, paths=PathRules.parse("w->None.tensor, b->None"))
+LEFT = plan({"w": struct(8, 8)}, MESH, paths=PathRules([("w", P(P.UNCONSTRAINED, "data"))]))
+EACH = {"a": struct(6, 4), "b": struct(12), "c": struct(4, 2), "d": struct(5, 3)}
+WHOLE = plan(EACH, MeshSpec({"x": 2, "y": 4}), paths=PathRules.parse(".*->replicate"))
+BASE_RULES = PathRules([("q", P(None, "fsdp", "tensor")), ("o", P("fsdp"))])
+BASE = {"q": {"weight": struct(8, 64, 128)}, "o": {"weight": struct(64, 64)}}
+BASES = plan(BASE, MeshSpec({"fsdp": 4, "tensor": 2}), paths=BASE_RULES)
+LORA = {"q": {"a": struct(8, 64, 16), "b": struct(8, 16, 128)}, "o": {"a": struct(64, 16), "b": struct(16, 64)}}
+SCALES = {"q": {"scale": struct(8, 8, 2)}, "o": {"scale": struct(64), "zero": struct(2, 64), "all": struct()}}
+ADAM, INNER = optax.adamw(1e-3).init, {"a": {"w": {"x": jnp.zeros((256, 127)), "y": jnp.zeros((128, 256))}}}
+STATES: dict[str, tuple[ShardPlan, Callable[[Any], Any], dict[str, Any]]] = {
+    "path": (SMALL_PLAN, lambda tree: {"z": {"a": {"w": jnp.zeros((256, 128))}}, "same": tree["a"]["w"]}, {}),
+    "compiler": (LEFT, ADAM, {}),
+    "history": (SMALL_PLAN, optax.lbfgs(memory_size=10).init, {}),
+    "below": (SMALL_PLAN, t5x_adafactor, {}),
+    "shape": (SMALL_PLAN, lambda _: INNER, {}),
+    "over": (SMALL_PLAN, ADAM, {"over": "data"}),
+    "over its own": (SMALL_PLAN, ADAM, {"over": ("fsdp", "data")}),
+    "over free": (FREE, ADAM, {"over": ("data", "fsdp")}),
+    "over large": (FREE, ADAM, {"over": fsdp("data", min_bytes=1024)}),
+    "over units": (NAMED, lambda tree: {**tree, "e": jnp.zeros((0, 3))}, {"over": "data"}),
+    "over each": (WHOLE, itself, {"over": ("x", "y")}),
+    "adapters": (BASES, lambda _: LORA, {"adapters": [("[ab]$", "weight")]}),
+    "scales": (BASES, lambda _: SCALES, {"scales": [("(scale|zero|all)$", "weight")]}),
+}
+
+
+@pytest.mark.parametrize(
+    "state, path, spec, says",
+    [
+        ("path", "z/a/w", P("fsdp", "tensor"), "path and shape of `a/w`"),
+        ("path", "same", P("fsdp", "tensor"), "the sharding that `init` gives it"),
+        ("compiler", "0/mu/w", P(None, "data"), ""),
+        ("history", "0/diff_params_memory/a/w", P(None, "fsdp", "tensor"), ""),
+        ("history", "0/diff_updates_memory/a/w", P(None, "fsdp", "tensor"), ""),
+        ("below", "param_states/a/w/m", P("fsdp", "tensor"), ""),
+        ("below", "param_states/a/w/v_row", P("fsdp"), ""),
+        ("below", "param_states/a/b/m", P("tensor"), ""),
+        ("below", "param_states/a/b/v", P(), "follows no planned one"),
+        ("shape", "a/w/x", P(), "follows no planned one"),
+        ("shape", "a/w/y", P(), "follows no planned one"),
+        ("over", "0/mu/a/w", P(("fsdp", "data"), "tensor"), ", over data|"),
+        ("over", "0/nu/a/b", P(("tensor", "data")), ", over data|"),
+        ("over", "0/count", P(), "rank 0"),
+        # An axis that the array has already adds nothing; a free dimension comes before one that is cut.
+        ("over its own", "0/mu/a/w", P(("fsdp", "data"), "tensor"), ", over data|"),
+        ("over free", "0/mu/a/w", P(("data", "fsdp"), "tensor"), ", over data, fsdp|"),
+        ("over free", "0/mu/a/b", P(("data", "fsdp")), ", over data, fsdp|"),
+        ("over large", "0/mu/a/w", P("data", "tensor"), ", over data|"),
+        ("over large", "0/mu/a/b", P(), "fewer than the 1024 asked for"),
+        ("over units", "w", P("tensor", "fsdp"), "`data` (2) beside the axes"),
+        ("over units", "e", P(), "|"),
+        # What nothing has room for is a reason, whether other axes found some or not.
+        ("over each", "a", P("x", "y"), "over y, x|"),
+        ("over each", "b", P("y"), "over y|size 12 is not divisible by `x` (2) beside"),
+        ("over each", "c", P("y", "x"), "over y, x|"),
+        ("over each", "d", P(), "`x` (2) x `y` (4)"),
+        ("adapters", "q/a", P(None, "fsdp"), "adapters[0] of `q/weight`"),
+        ("adapters", "q/b", P(None, None, "tensor"), ""),
+        ("adapters", "o/a", P("fsdp"), ""),
+        ("adapters", "o/b", P(), ""),
+        ("scales", "q/scale", P(None, "fsdp", "tensor"), ""),  # blocks of 8 x 64
+        ("scales", "o/scale", P("fsdp"), ""),
+        ("scales", "o/all", P(), "rank 0"),
+        ("scales", "o/zero", P(), "not divisible"),  # two blocks of 32 rows on four devices
+    ],
 )
+def test_each_leaf_follows_the_array_that_it_belongs_to(state, path, spec, says):
+    planned, init, keywords = STATES[state]
+    leaf = follow(init, planned, **keywords)[path]
+    assert leaf.spec == spec and says in f"{leaf.rule}|{'|'.join(map(str, leaf.reasons))}"
+    assert not (says.endswith("|") and leaf.reasons)
 
 
-def test_adapters_are_sharded_like_the_dimensions_of_their_base():
-    adapters = {
-        "layers": {
-            "q": {"lora_a": struct(8, 64, 16), "lora_b": struct(8, 16, 128)},
-            "o": {"lora_a": struct(64, 16), "lora_b": struct(16, 64)},
-        }
-    }
-    made = follow(lambda _: adapters, BASE_PLAN, adapters=[("lora_[ab]$", "weight")])
-    assert {leaf.path: leaf.spec for leaf in made.leaves} == {
-        "layers/q/lora_a": P(None, "fsdp"),
-        "layers/q/lora_b": P(None, None, "tensor"),
-        "layers/o/lora_a": P("fsdp"),
-        "layers/o/lora_b": P(),
-    }
-    assert made["layers/q/lora_a"].rule == "adapters[0] of `layers/q/weight`"
-
-
-def test_scales_are_sharded_like_the_blocks_of_their_base():
-    scales = {
-        "layers": {"q": {"scale": struct(8, 8, 2)}, "o": {"scale": struct(64), "zero": struct(2, 64), "all": struct()}}
-    }
-    pairs = [("(scale|zero|all)$", "weight")]
-    made = follow(lambda _: scales, BASE_PLAN, scales=pairs)
-    assert made["layers/q/scale"].spec == P(None, "fsdp", "tensor")  # blocks of 8 x 64
-    assert made["layers/o/scale"].spec == P("fsdp") and made["layers/o/all"].spec == P()
-    # Two blocks of 32 rows over four devices: each block would be on two.
-    assert made["layers/o/zero"].spec == P() and "not divisible" in str(made["layers/o/zero"].reasons[0])
-
-
-def test_pairs_for_adapters_that_fit_nothing():
-    adapters = {"layers": {"q": {"lora_a": struct(8, 64, 16)}}}
-    with pytest.raises(RuleError, match=r"`adapters\[0\]` makes `layers/q/weigth` of this path, .*did you mean"):
-        follow(lambda _: adapters, BASE_PLAN, adapters=[("lora_[ab]$", "weigth")])
-    with pytest.raises(RuleError, match=r"`scales\[0\]`: 'scale' matches no path of what is made"):
-        follow(lambda _: adapters, BASE_PLAN, adapters=[("lora_[ab]$", "weight")], scales=[("scale", "weight")])
-    with pytest.raises(RuleError, match="is no regex"):
-        follow(lambda _: adapters, BASE_PLAN, adapters=[("(", "weight")])
+@pytest.mark.parametrize(
+    "planned, keywords, message",
+    [
+        (SMALL_PLAN, {"over": "dta"}, r"`over` names mesh axis 'dta', .* \(did you mean 'data'\?\)"),
+        (
+            SMALL_PLAN,
+            {"paths": PathRules([("w", P())])},
+            r"rule 0, the regex 'w', is shadowed: .* what they follow\.",
+        ),
+        (SMALL_PLAN, {"memory_kinds": [("mu", "device")]}, "`memory_kinds` entry 0, the regex 'mu', matches no path"),
+        (
+            BASES,
+            {"adapters": [("q.*", "q/weigth")]},
+            r"`adapters\[0\]` makes `q/weigth` of this path, .*did you mean",
+        ),
+        (BASES, {"scales": [("scale", "weight")]}, r"`scales\[0\]`: 'scale' matches no path of what is made"),
+        (BASES, {"adapters": [("(", "weight")]}, "is no regex"),
+    ],
+)
+def test_what_follow_refuses(planned, keywords, message):
+    with pytest.raises(RuleError, match=message):
+        follow(itself, planned, **keywords)

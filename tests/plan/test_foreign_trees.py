@@ -34,16 +34,13 @@ class Struct:
 
 
 @jax.tree_util.register_pytree_node_class
-class WithoutKeys:
-    def __init__(self, a, b):
-        self.a, self.b = a, b
-
+class WithoutKeys(list):
     def tree_flatten(self):
-        return (self.a, self.b), None
+        return tuple(self), None
 
     @classmethod
     def tree_unflatten(cls, aux, children):
-        return cls(*children)
+        return cls(children)
 
 
 class Net(nnx.Module):
@@ -56,13 +53,14 @@ def small_types() -> dict[str, jax.Array]:
     return {name: jnp.ones((8, 8), name) for name in names}
 
 
+OPTIMIZER = optax.chain(optax.adam(1e-3), optax.masked(optax.adam(1e-3), {"w": True, "b": False}))
 W = np.arange(128, dtype=np.float32).reshape(8, 16)
 # A function for each, since making one runs JAX; and some paths that its leaves must have.
 TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "namedtuple": (lambda: Pair(W, [W, Pair(W, None)]), ("x", "y/0", "y/1/x")),
     "registered dataclass": (lambda: {"d": Registered(W), "e": [Registered(W, 5)]}, ("d/w", "e/0/w")),
     "flax dataclass": (lambda: {"d": Struct(W, print)}, ("d/w",)),
-    "node without keys": (lambda: WithoutKeys(W, {"b": W}), ("0", "1/b")),
+    "node without keys": (lambda: WithoutKeys([W, {"b": W}]), ("0", "1/b")),
     "FrozenDict": (lambda: FrozenDict({"params": {"Dense_0": {"kernel": W}}}), ("params/Dense_0/kernel",)),
     "OrderedDict": (lambda: collections.OrderedDict([("z", W), ("a", W)]), ("z", "a")),
     "defaultdict": (lambda: collections.defaultdict(list, {"z": W, "a": [W]}), ("a/0", "z")),
@@ -77,12 +75,7 @@ TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "linen": (lambda: nn.Dense(16).init(jax.random.key(0), jnp.ones((2, 8))), ("params/kernel", "params/bias")),
     "Equinox": (lambda: eqx.nn.MLP(4, 4, 8, 2, key=jax.random.key(0)), ("layers/0/weight", "layers/2/bias")),
     "Equinox state": (lambda: eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "b", mode="ema")[1], ()),
-    "optax state": (
-        lambda: optax.chain(optax.adam(1e-3), optax.masked(optax.adam(1e-3), {"w": True, "b": False})).init(
-            {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
-        ),
-        ("0/0/count", "0/0/mu/w", "1/inner_state/0/mu/w"),
-    ),
+    "optax state": (lambda: OPTIMIZER.init({"w": W, "b": W[0]}), ("0/0/count", "0/0/mu/w", "1/inner_state/0/mu/w")),
     "Partial": (lambda: jax.tree_util.Partial(np.add, W), ()),
     "functions, None and strings": (lambda: {"f": jax.nn.relu, "n": None, "s": "text", "w": W, "p": 3}, ("w",)),
     "one array": (lambda: W, ("",)),
@@ -130,8 +123,7 @@ def test_it_is_planned_placed_gathered_stored_and_joined(name):
     joined = ShardPlan.join(a=made, b=made)
     assert joined.bytes_total == 2 * made.bytes_total
     assert jax.tree.structure(joined.specs) == jax.tree.structure({"a": made.specs, "b": made.specs})
-    followed = follow(lambda tree: tree, made)
-    assert [leaf.spec for leaf in followed.leaves] == [leaf.spec for leaf in made.leaves]
+    assert [leaf.spec for leaf in follow(lambda tree: tree, made).leaves] == [leaf.spec for leaf in made.leaves]
 
 
 def is_numpy(leaf: Any) -> bool:

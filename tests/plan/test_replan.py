@@ -5,14 +5,9 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._ground.errors import MeshError
-from shardfx._plan.following import follow
-from shardfx._plan.planner import plan
-from shardfx._plan.replanning import replan
-from shardfx._plan.shard_plan import ShardPlan
-from shardfx._reshard.mover import reshard
-from shardfx._rules.path_rules import PathRules
-from shardfx.topology._mesh import MeshSpec
+from shardfx import MeshSpec, PathRules, ShardPlan, follow, plan, reshard
+from shardfx.auto import replan
+from shardfx.errors import MeshError
 
 
 RULES = PathRules([("in/w", P("model", None)), ("out/w", P(None, "model")), ("b", P("model"))])
@@ -26,18 +21,15 @@ def params():
     }
 
 
-def batches(count):
-    rng = np.random.default_rng(1)
-    return [
-        (rng.normal(size=(24, 12)).astype(np.float32), rng.normal(size=(24, 4)).astype(np.float32))
-        for _ in range(count)
-    ]
+def batch(step):
+    rng = np.random.default_rng(step)
+    return rng.normal(size=(24, 12)).astype(np.float32), rng.normal(size=(24, 4)).astype(np.float32)
 
 
 def trainer(mesh, state_plan):
     """A step of Adam with its state under the plan and its batch over the data axis."""
     optimizer = optax.adam(0.05)
-    batch = NamedSharding(mesh, P("data"))
+    rows = NamedSharding(mesh, P("data"))
 
     def loss(params, x, y):
         hidden = jax.nn.tanh(x @ params["in"]["w"].T + params["in"]["b"])
@@ -49,41 +41,30 @@ def trainer(mesh, state_plan):
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
 
     shardings = state_plan.shardings
-    return jax.jit(step, in_shardings=(shardings, batch, batch), out_shardings=(shardings, None))
-
-
-def start(mesh):
-    """A trained state's plan, and the state before the first step."""
-    made = plan(params(), mesh, paths=RULES)
-    state_plan = ShardPlan.join(params=made, opt=follow(optax.adam(0.05).init, made))
-    state = {"params": params(), "opt": optax.adam(0.05).init(jax.tree.map(jnp.asarray, params()))}
-    return state_plan, jax.device_put(state, state_plan.shardings)
+    return jax.jit(step, in_shardings=(shardings, rows, rows), out_shardings=(shardings, None))
 
 
 def test_training_goes_on_after_the_loss_of_two_devices():
     devices = np.asarray(jax.devices())
     mesh = Mesh(devices.reshape(4, 2), ("data", "model"))
-    state_plan, state = start(mesh)
-    step, undisturbed, steady = trainer(mesh, state_plan), [], state
-    for x, y in batches(6):
-        steady, value = step(steady, x, y)
+    made = plan(params(), mesh, paths=RULES)
+    state_plan = ShardPlan.join(params=made, opt=follow(optax.adam(0.05).init, made))
+    state = {"params": params(), "opt": optax.adam(0.05).init(jax.tree.map(jnp.asarray, params()))}
+    state = jax.device_put(state, state_plan.shardings)
+    step, undisturbed, steady, losses = trainer(mesh, state_plan), [], state, []
+    for at in range(6):
+        steady, value = step(steady, *batch(at))
         undisturbed.append(float(value))
 
-    losses = []
-    for x, y in batches(6)[:3]:
-        state, value = step(state, x, y)
-        losses.append(float(value))
     # Devices 2 and 7 are gone: one replica of each half of the model. What is left is read from the other replicas.
     lost = devices[[2, 7]]
-    left = [device for device in devices if device not in lost]
-    smaller = Mesh(np.asarray(left).reshape(3, 2), ("data", "model"))
-    again = replan(state_plan, smaller)
-    state = reshard(state, again, lost=lost)
-    for leaf in jax.tree.leaves(state):
-        assert not set(leaf.sharding.device_set) & set(lost)
-    step = trainer(smaller, again)
-    for x, y in batches(6)[3:]:
-        state, value = step(state, x, y)
+    smaller = Mesh(np.asarray([device for device in devices if device not in lost]).reshape(3, 2), ("data", "model"))
+    for at in range(6):
+        if at == 3:
+            again = replan(state_plan, smaller)
+            state, step = reshard(state, again, lost=lost), trainer(smaller, again)
+            assert not any(set(leaf.sharding.device_set) & set(lost) for leaf in jax.tree.leaves(state))
+        state, value = step(state, *batch(at))
         losses.append(float(value))
     np.testing.assert_allclose(losses, undisturbed, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state, steady)

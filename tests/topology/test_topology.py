@@ -70,64 +70,41 @@ def test_coordinates_need_not_be_three():
     assert topology.coords(flat[-1], 0) == (1, 2, 0)
 
 
-TILE = (4, 4, 1, 2), (2, 2, 1, 2)
-REFUSED = {
-    "no devices": (lambda: topology.bounds([]), r"there are no devices; pass `jax.devices\(\)`"),
-    "mixed devices": (
-        lambda: topology.bounds([*chips((2, 1, 1, 1)), SimpleNamespace(id=0, process_index=0)]),
-        r"different lengths \(\[0, 4\]; 0 is none\)",
-    ),
-    "uneven processes": (
-        lambda: topology.bounds([SimpleNamespace(id=i, process_index=i // 2) for i in range(3)]),
-        r"different numbers of devices: \[2, 1\]",
-    ),
-    "a hole": (
-        lambda: topology.positions([chip for chip in chips((2, 2, 1, 1)) if chip.id != 1]),
-        r"3 devices span bounds \(2, 2, 1, 1\), but none sits at \(1, 0, 0, 0\)",
-    ),
-    "a clash": (
-        lambda: topology.positions(chips((2, 2, 1, 1), slices=2)),
-        r"2 of the 8 devices sit at \(0, 0, 0, 0\); slices are ordered one by one",
-    ),
-    "no count": (
-        lambda: topology.coords(SimpleNamespace(id=0, process_index=0), 0),
-        "`local_device_count` is 0; it must be at least 1",
-    ),
-    "no processes": (lambda: topology.hybrid_shape(1, 8, 0), "`processes` is 0; it must be at least 1"),
-    "too few": (
-        lambda: topology.torus_order((2, 2), (2, 3)),
-        r"sizes \(2, 3\) have 6 devices, but bounds \(2, 2\) hold 4",
-    ),
-    "a count": (
-        lambda: topology.submesh_order(*TILE, (3, 1, 1, 2)),
-        r"is no multiple of 3; use `num_partitions` out of \[1, 2, 4, 8, 16, 32\]",
-    ),
-    "a box": (
-        lambda: topology.submesh_order((4, 6, 1, 2), (2, 2, 1, 2), (3, 2, 1, 1)),
-        r"boxes of 6 devices that fit are \[\(1, 3, 1, 2\), \(1, 6",
-    ),
-    "a size": (lambda: topology.submesh_order(*TILE, (0, 1, 1, 2)), r"`submesh` \(0, 1, 1, 2\) has size 0 in dim 0"),
-    "hosts": (
-        lambda: topology.submesh_order((4, 4, 1, 2), (3, 2, 1, 2), (1, 1, 1, 2)),
-        r"`host_bounds` \(3, 2, 1, 2\) does not divide",
-    ),
-    "cores": (
-        lambda: topology.submesh_order(*TILE, (4, 1, 1, 1)),
-        r"spans dim 0 of .* 1 of 2 cores \(dim 3\); use \(4, 1, 1, 2\)",
-    ),
-    "tiles": (
-        lambda: topology.submesh_order((4, 6, 1, 2), (2, 2, 1, 2), (1, 3, 1, 2)),
-        r"`tile_by_host=False`, or one of the submeshes \[\(1, 6, 1, 1\)",
-    ),
-    "a rank": (lambda: topology.submesh_order(*TILE, (1, 2)), r"`submesh` \(1, 2\) has 2 dimensions, but `bounds`"),
-}
+TORUS, HOST, SUBMESH = (4, 4, 1, 2), (2, 2, 1, 2), topology.submesh_order
+OTHER = [SimpleNamespace(id=i, process_index=i // 2) for i in range(3)]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_box_is_refused(name):
-    make, message = REFUSED[name]
+@pytest.mark.parametrize(
+    "function, arguments, message",
+    [
+        (topology.bounds, [[]], r"there are no devices; pass `jax.devices\(\)`"),
+        (topology.bounds, [[*chips((2, 1, 1, 1)), OTHER[0]]], r"different lengths \(\[0, 4\]; 0 is none\)"),
+        (topology.bounds, [OTHER], r"different numbers of devices: \[2, 1\]"),
+        (
+            topology.positions,
+            [chips(HOST)[2:]],
+            r"6 devices span bounds \(2, 2, 1, 2\), but none sits at \(0, 0, 0, 0\)",
+        ),
+        (
+            topology.positions,
+            [chips(HOST, slices=2)],
+            r"2 of the 16 .* at \(0, 0, 0, 0\); slices are ordered one by one",
+        ),
+        (topology.coords, [OTHER[0], 0], "`local_device_count` is 0; it must be at least 1"),
+        (topology.hybrid_shape, [1, 8, 0], "`processes` is 0; it must be at least 1"),
+        (topology.torus_order, [(2, 2), (2, 3)], r"sizes \(2, 3\) have 6 devices, but bounds \(2, 2\) hold 4"),
+        (SUBMESH, [TORUS, HOST, (3, 1, 1, 2)], r"no multiple of 3; use `num_partitions` out of \[1, 2, 4, 8, 16, 32\]"),
+        (SUBMESH, [(4, 6, 1, 2), HOST, (3, 2, 1, 1)], r"boxes of 6 devices that fit are \[\(1, 3, 1, 2\), \(1, 6"),
+        (SUBMESH, [TORUS, HOST, (0, 1, 1, 2)], r"`submesh` \(0, 1, 1, 2\) has size 0 in dim 0"),
+        (SUBMESH, [TORUS, (3, 2, 1, 2), (1, 1, 1, 2)], r"`host_bounds` \(3, 2, 1, 2\) does not divide"),
+        (SUBMESH, [TORUS, HOST, (4, 1, 1, 1)], r"spans dim 0 of .* 1 of 2 cores \(dim 3\); use \(4, 1, 1, 2\)"),
+        (SUBMESH, [(4, 6, 1, 2), HOST, (1, 3, 1, 2)], r"`tile_by_host=False`, or one of .* \[\(1, 6, 1, 1\)"),
+        (SUBMESH, [TORUS, HOST, (1, 2)], r"`submesh` \(1, 2\) has 2 dimensions, but `bounds`"),
+    ],
+)
+def test_what_is_no_box_is_refused(function, arguments, message):
     with pytest.raises(MeshError, match=message):
-        make()
+        function(*arguments)
 
 
 def whole(box, bounds):
