@@ -139,21 +139,25 @@ def test_a_plan_that_was_written_is_a_model(here, capsys):
     assert "Missing option '--rules'" in failure(capsys, "plan", "plan.json", "--mesh", "fsdp=2")
 
 
-def test_models_and_chips_as_data(capsys):
-    assert run("models", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["gpt2"]["strategies"] == ["dp", "fsdp", "tp", "fsdp_tp"]
-
-    assert run("chips", "--json") == 0
-    assert {"v5p", "h100"} <= {chip["name"] for chip in json.loads(capsys.readouterr().out)}
-    assert run("chips", "v5p", "TPU v5 lite") == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["chip", "v5p", "v5e"]
+def data(capsys, words, code=0):
+    """The JSON that a command prints."""
+    capsys.readouterr()
+    assert run(*words.split(), "--json") == code
+    return json.loads(capsys.readouterr().out)
 
 
-def test_traffic_of_a_step_as_data(here, capsys):
-    assert run("traffic", "my_model:train_step", "--mesh", "fsdp=8", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+def test_what_verbs_print_as_data(here, capsys):
+    assert data(capsys, "models")["gpt2"]["strategies"] == ["dp", "fsdp", "tp", "fsdp_tp"]
+    assert {"v5p", "h100"} <= {chip["name"] for chip in data(capsys, "chips")}
+    dims = data(capsys, "explain llama3-8b model/norm/weight --mesh fsdp=8,tensor=16 --rules tp")["dims"]
+    assert dims[0]["size"] == 4096
+    assert "seconds" in data(capsys, "traffic my_model:train_step --mesh fsdp=8 --how estimate --chip v5p")
+    found = data(capsys, "traffic my_model:train_step --mesh fsdp=8")
     assert found["wire_bytes"] == sum(row["wire_bytes"] for row in found["rows"]) > 0
     assert {row["source"]["function"] for row in found["rows"]} >= {"loss"}
+    found = data(capsys, "traffic my_model:train_step --mesh data=2,fsdp=2,tensor=2 --how compare")
+    compiled, estimated = (sum(row["wire_bytes"] for row in found[how]["rows"]) for how in ("compiled", "estimated"))
+    assert found["extra_bytes"] == compiled - estimated
 
 
 STEPS = """
@@ -209,6 +213,8 @@ $ traffic my_model:train_step --mesh data=2,fsdp=2,tensor=2
 forward   layer_0/up
 $ traffic my_model:train_step --mesh data=16,fsdp=64,tensor=8 --how estimate
 enter each of 8192 devices in a step
+$ chips v5p "TPU v5 lite"
+v5e
 $ traffic steps:own_mesh
 all-gather
 $ traffic steps:jitted
@@ -293,6 +299,16 @@ $ search my_model:plain_step
 say what the devices are: --target tpu:v5e:4x4, or --devices
 $ search my_model:plain_step --target tpu:v5e:2x4 --rules my_model:loss.__doc__
 is None; name AxisRules
+$ search no_model:step --target tpu:v5e:2x4 --write no/where.py
+writing 'no/where.py' failed: FileNotFoundError
+$ search no_model:step --target tpu:v5e:2x4 --write a.py --json .
+failed: IsADirectoryError
+$ search no_model:step --target tpu:v5e:2x4 --write - --json
+two results would be printed as one
+$ search no_model:step --target tpu:v5e:2x4 --write a.py
+no_model
+$ search no_model:step --target tpu:v5e:2x4 --write kept.py
+no_model
 $ report my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH --step my_model:train_step
 Missing option '--html'
 $ report my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH --step my_model:train_step --json --chip v5q
@@ -316,14 +332,18 @@ gpt2-xl
 """)
 
 
+def files(folder):
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.suffix != ".pyc"}
+
+
 @pytest.mark.parametrize("words, message", WRONG)
 def test_what_cannot_be_done_is_one_line_and_writes_nothing(words, message, here, capsys):
-    files = {"steps.py": STEPS, "bad.json": "{}", "cut.json": '{"format": "shardfx.plan",', "gpt2-xl": "no checkpoint"}
-    for name, text in files.items():
+    texts = {"bad.json": "{}", "cut.json": '{"format": "shardfx.plan",', "gpt2-xl": "no checkpoint", "kept.py": "1"}
+    for name, text in {**texts, "steps.py": STEPS}.items():
         Path(name).write_text(text)
-    before = sorted(here.rglob("*[!c]"))
+    before = files(here)
     assert message in failure(capsys, *words)
-    assert sorted(file for file in here.rglob("*[!c]") if "__pycache__" not in str(file)) == before
+    assert files(here) == before
 
 
 @pytest.mark.parametrize("fail_on, code", [("error", 0), ("warning", 1), ("info", 1)])
@@ -336,32 +356,21 @@ def test_lint_fails_for_findings_of_the_chosen_severity(fail_on, code, here, cap
 
 
 def test_lint_shows_what_plan_would_refuse_and_does_not_fail_itself(here, capsys):
-    flags = ("--mesh", "fsdp=4", "--rules", "up->fsdp, none->fsdp")
-    assert "no rule covers" in failure(capsys, "plan", "my_model:make", *flags)
-    assert run("lint", "my_model:make", *flags, "--json") == 1
-    found = json.loads(capsys.readouterr().out)
+    flags = "my_model:make --mesh fsdp=4 --rules up->fsdp,none->fsdp"
+    assert "no rule covers" in failure(capsys, "plan", *flags.split())
+    found = data(capsys, f"lint {flags}", 1)
     assert {one["code"]: one["severity"] for one in found} == {"unmatched": "error", "unused-rule": "error"}
     assert all(one["fix"] for one in found)
 
 
-def test_lint_of_the_state_of_an_optimizer(here, capsys):
-    flags = ("--mesh", "data=2,fsdp=4,tensor=2", "--rules", "my_model:BOTH", "--kwargs", "width=8192")
-    assert run("lint", "my_model:make", *flags, "--optimizer", "my_model:OPTIMIZER") == 1
-    assert "as ZeRO-1 would" in " ".join(capsys.readouterr().out.split())
-
-
-def test_lint_of_a_plan_that_was_written(here, capsys):
-    flags = ("--mesh", "fsdp=4,tensor=3", "--rules", "my_model:BOTH")
-    assert run("plan", "my_model:make", *flags, "--json", "plan.json") == 0
-    capsys.readouterr()
+def test_lint_of_a_plan_and_of_the_state_of_an_optimizer(here, capsys):
+    flags = ("my_model:make", "--rules", "my_model:BOTH")
+    assert run("plan", *flags, "--mesh", "fsdp=4,tensor=3", "--json", "plan.json") == 0
     assert run("lint", "plan.json", "--fail-on", "warning") == 1
-    assert "warning corrected" in capsys.readouterr().out
-
-
-def test_an_explanation_as_data(capsys):
-    words = ("explain", "llama3-8b", "model/norm/weight", "--mesh", "fsdp=8,tensor=16", "--rules", "tp", "--json")
-    assert run(*words) == 0
-    assert json.loads(capsys.readouterr().out)["dims"][0]["size"] == 4096
+    wide = ("--mesh", "data=2,fsdp=4,tensor=2", "--kwargs", "width=8192", "--optimizer", "my_model:OPTIMIZER")
+    assert run("lint", *flags, *wide) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "warning corrected" in out and "as ZeRO-1 would" in out
 
 
 def test_diff_of_two_plans(here, capsys):
@@ -381,12 +390,7 @@ def test_diff_of_two_plans(here, capsys):
 
 
 def test_fit_of_a_model_counts_its_arrays_alone_and_does_not_say_that_a_step_fits(capsys):
-    flags = ("--rules", "fsdp", "--optimizer", "optax:adamw", "--chip", "v5e")
-    assert run("fit", "llama3-8b", "--mesh", "fsdp=8", *flags) == 1
-    out = capsys.readouterr().out
-    assert "The arrays alone take " in out and "on v5e; activations are not counted." in out
-    assert run("fit", "llama3-8b", "--mesh", "fsdp=2", *flags, "--json") == 1
-    found = json.loads(capsys.readouterr().out)
+    found = data(capsys, "fit llama3-8b --mesh fsdp=2 --rules fsdp --optimizer optax:adamw --chip v5e", 1)
     assert found["how"] == "arguments" and found["is_close"] is False
     assert not found["fits"] and found["headroom_bytes"] == found["usable_bytes"] - found["peak_bytes"] < 0
     assert sum(row["bytes"] for row in found["rows"]) == found["peak_bytes"]
@@ -394,17 +398,13 @@ def test_fit_of_a_model_counts_its_arrays_alone_and_does_not_say_that_a_step_fit
 
 
 def test_fit_of_a_step_counts_activations(here, capsys):
-    step = ("fit", "--step", "my_model:train_step", "--mesh", "data=2,fsdp=2,tensor=2")
-    assert run(*step, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = data(capsys, "fit --step my_model:train_step --mesh data=2,fsdp=2,tensor=2")
     rows = {row["group"]: row["bytes"] for row in found["rows"]}
     assert found["how"] == "estimated" and rows["activations"] > 0 and rows["parameters"] > 0
 
 
 def test_search_chooses_mesh_and_rules_that_run(here, capsys):
-    words = ("search", "my_model:plain_step", "--target", "tpu:v5e:2x4", "--keep", "2")
-    assert run(*words, "--write", "chosen.py", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = data(capsys, "search my_model:plain_step --target tpu:v5e:2x4 --keep 2 --write chosen.py")
     assert len(found) == 2 and found[0]["fits"] and found[0]["seconds"] <= found[1]["seconds"]
     space = {}
     exec(Path("chosen.py").read_text(), space)
@@ -415,30 +415,16 @@ def test_search_chooses_mesh_and_rules_that_run(here, capsys):
     assert [{leaf.path: data_of(leaf.spec) for leaf in plan.leaves} for plan in plans] == found[0]["plans"]
     assert found[0]["by"] == "estimate" and found[0]["state_over"] == found[0]["states"] == []
     assert found[0]["wire_bytes"] > 0
-    assert run(*words[:2], "--devices", "2", "--chip", "v5e", "--kwargs", "width=65536") == 1
-    capsys.readouterr()
-
-
-def test_search_says_before_it_begins_what_it_cannot_write(here, capsys):
-    # The module is not there: what is said first is about the file.
-    words = ("search", "no_model:step", "--target", "tpu:v5e:2x4")
-    assert "writing 'no/where.py' failed: FileNotFoundError" in failure(capsys, *words, "--write", "no/where.py")
-    assert "failed: IsADirectoryError" in failure(capsys, *words, "--write", "a.py", "--json", ".")
-    assert "two results would be printed as one" in failure(capsys, *words, "--write", "-", "--json")
-    assert "no_model" in failure(capsys, *words, "--write", "b.py") and not Path("a.py").exists()
-    Path("kept.py").write_text("1\n")
-    failure(capsys, *words, "--write", "kept.py")
-    assert Path("kept.py").read_text() == "1\n" and not Path("b.py").exists()
+    assert run("search", "my_model:plain_step", *"--devices 2 --chip v5e --kwargs width=65536".split()) == 1
 
 
 def test_search_compiles_the_best_and_rules_by_hand(here, capsys):
-    words = ("search", "my_model:plain_step", "--target", "cpu:4", "--kwargs", "width=64,rows=64")
-    verified = ("--verify", "--closely", "1", "--rules", "my_model:BY_HAND", "--write", "chosen.py")
-    assert run(*words, *verified) == 0
+    words = "search my_model:plain_step --target cpu:4 --kwargs width=64,rows=64 --verify --closely 1"
+    more = "--rules my_model:BY_HAND --write chosen.py --json found.json"
+    assert run(*words.split(), *more.split()) == 0
     out = capsys.readouterr().out
-    assert (
-        re.search(r"^\[1\] +\S.* +compile +[\d.]+ ", out, re.MULTILINE) and "rows=" not in out
-    )  # axes get usual names
+    # Axes get usual names.
+    assert re.search(r"^\[1\] +\S.* +compile +[\d.]+ ", out, re.MULTILINE) and "rows=" not in out
     assert "by the compiled program" in Path("chosen.py").read_text()
     space = {}
     exec(Path("chosen.py").read_text(), space)
@@ -448,8 +434,7 @@ def test_search_compiles_the_best_and_rules_by_hand(here, capsys):
         shardfx.plan(arg, space["MESH"], names=tree, axes=space["RULES"]) for arg, tree in zip(args, names, strict=True)
     ]
     assert all(made.mesh.size == 4 for made in plans)
-    assert run(*words, *verified, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(Path("found.json").read_text())
     assert found[0]["by"] == "compile" and found[0]["traffic"]
     assert len(found) > 1 and str(space["MESH"]) in [one["mesh"] for one in found]
 
@@ -462,21 +447,6 @@ def test_a_report_has_the_findings_the_chip_and_the_traffic(here, capsys):
     assert found["traffic"]["wire_bytes"] > 0 and len(found["rows"]) == 2
     page = Path("out.html").read_text()
     assert page.lower().startswith("<!doctype html>") and "my_model:make" in page
-
-
-def test_traffic_is_compared(here, capsys):
-    flags = ("traffic", "my_model:train_step", "--mesh")
-    assert run(*flags, "data=2,fsdp=2,tensor=2", "--how", "compare", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["extra_bytes"] == sum(row["wire_bytes"] for row in found["compiled"]["rows"]) - sum(
-        row["wire_bytes"] for row in found["estimated"]["rows"]
-    )
-
-
-def test_traffic_takes_time_over_the_links_of_a_chip(here, capsys):
-    words = ("traffic", "my_model:train_step", "--mesh", "fsdp=8", "--how", "estimate", "--chip", "v5p")
-    assert run(*words, "--json") == 0
-    assert "seconds" in json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="the compiler for TPUs is there")
