@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -380,78 +381,83 @@ def test_bad_input_is_one_line_and_exit_code_2(case, module, capsys):
     assert line.startswith("shardfx plan: error: ") and message in line
 
 
-TO_FILL = "plan m:m --mesh a=-1 --rules llama"
-DIGITS = "9" * 5000
-FLAGS = {
-    "no such command": ("plans", "No such command 'plans'"),
-    "no mesh": ("plan m:m --rules w->fsdp", "Missing option '--mesh'; give one, as in"),
-    "no rules": ("plan m:m --mesh fsdp=4", "Missing option '--rules'; give some, as in"),
-    "no such preset": ("plan m:m --mesh fsdp=4 --rules lama", "has this name; did you mean 'llama'?"),
-    "no number": (f"{TO_FILL} --devices 0", "is no positive integer"),
-    "5,000 digits": (f"{TO_FILL} --devices {DIGITS}", "is no positive integer of at most 18 digits"),
-    "digits of bytes": (f"{TO_FILL} --min-bytes {DIGITS}", "is no whole number of at most 18 digits"),
-    "digits in a preset": (
-        f"plan m:m --mesh a=2 --rules llama:head_dim={DIGITS}",
-        "is not of the form NAME or NAME:key=value",
-    ),
-    "digits of chips": (f"{TO_FILL} --target tpu:v5e:{DIGITS}x4", "is no slice"),
-    "more chips than there are": (
-        f"{TO_FILL} --target tpu:v5e:100000x100000",
-        "has 10,000,000,000 chips, and a pod of v5e is 16x16",
-    ),
-    "an escape code": ("plan m:m --mesh a=2 --rules \x1b[31m", r"--rules '\x1b[31m' is neither"),
-    "an escape code in a flag": ("plan m:m --mesh a=2 --rules llama --\x1b[31m", r"--\x1b[31m"),
-    "no steps": ("demo --steps many", "is no positive integer"),
-    "no axis type": ("demo --axis-types manual", "'manual' is not one of"),
-    "no kind": (f"{TO_FILL} --target tpu:v9:8", "there is no chip 'tpu:v9'"),
-    "no target": (f"{TO_FILL} --target v5p", "'v5p' is no slice; write it as"),
-    "dimensions": (f"{TO_FILL} --target tpu:v5p:8x8", "v5p has 3 dimensions, as in 4x4x4"),
-    "another number": (f"{TO_FILL} --target tpu:v5e:4x4 --devices 8", "has 16 devices, not 8"),
-    "does not divide": (
-        "plan m:m --mesh a=-1,b=3 --rules llama --target tpu:v5e:4x4",
-        "does not divide 16 devices",
-    ),
-    "a file that is not there": (
-        "plan nofile.json --mesh fsdp=2 --rules fsdp",
-        "there is no file and no published model 'nofile.json'",
-    ),
-    "arguments of a checkpoint": (
-        "plan ./model-dir --kwargs depth=4 --mesh fsdp=2 --rules w->fsdp",
-        "--kwargs are for a callable or a published model; name one as",
-    ),
-    "a dtype of no published model": (
-        "plan module:make --mesh fsdp=2 --rules fsdp --dtype float32",
-        "--dtype is for a published model",
-    ),
-    "no dtype": ("plan gpt2 --mesh fsdp=2 --rules fsdp --dtype flaot32", "flaot32"),
-    "a part that is not there": (
-        "plan gpt2 --mesh fsdp=2 --rules fsdp --only k_porj",
-        "matches no path of the plan",
-    ),
-    "no such mode": ("plan {}:Dense --mesh fsdp=4,tensor=2 --rules {}:AXES --mode decoed", "decoed"),
-    "a truncated checkpoint": ("plan cut.safetensors --mesh fsdp=8 --rules llama", "cut.safetensors"),
-    "a directory without one": (
-        "plan my_package --mesh fsdp=2 --rules w->fsdp",
-        "A model is named as MODULE:CALLABLE, as in `my_package:make`",
-    ),
-    "a file that cannot be written": (
-        "plan {}:make --mesh fsdp=4 --rules .*->fsdp(fsdp) --json /nonexistent/plan.json",
-        "writing '/nonexistent/plan.json' failed: FileNotFoundError",
-    ),
-    "strictly": ("plan {}:STRUCTS --mesh fsdp=5 --rules w->fsdp --strict", "`--strict`, and these leaves"),
-    "what is indivisible": (
-        "plan {}:STRUCTS --mesh fsdp=5 --rules w->fsdp --strict",
-        "size 64 is not divisible by `fsdp` (5)",
-    ),
-}
+def transcript(text):
+    """The words of each command of a text, in which `\\x1b` is the character, and the line that follows it."""
+    pairs = re.findall(r"^\$ (.*)\n(.*)$", text, re.MULTILINE)
+    words = [shlex.split(command.replace(r"\x1b", "\x1b").replace("DIGITS", "9" * 5000)) for command, _ in pairs]
+    return [pytest.param(one, told, id=command) for one, (command, told) in zip(words, pairs, strict=True)]
 
 
-@pytest.mark.parametrize("case", FLAGS)
-def test_bad_flags_are_one_line_and_exit_code_2(case, module, capsys):
+# A command, and the error that it prints.
+FLAGS = transcript(r"""
+$ plans
+No such command 'plans'
+$ plan m:m --rules w->fsdp
+Missing option '--mesh'; give one, as in
+$ plan m:m --mesh fsdp=4
+Missing option '--rules'; give some, as in
+$ plan m:m --mesh fsdp=4 --rules lama
+has this name; did you mean 'llama'?
+$ plan m:m --mesh a=-1 --rules llama --devices 0
+is no positive integer
+$ plan m:m --mesh a=-1 --rules llama --devices DIGITS
+is no positive integer of at most 18 digits
+$ plan m:m --mesh a=-1 --rules llama --min-bytes DIGITS
+is no whole number of at most 18 digits
+$ plan m:m --mesh a=2 --rules llama:head_dim=DIGITS
+is not of the form NAME or NAME:key=value
+$ plan m:m --mesh a=-1 --rules llama --target tpu:v5e:DIGITSx4
+is no slice
+$ plan m:m --mesh a=-1 --rules llama --target tpu:v5e:100000x100000
+has 10,000,000,000 chips, and a pod of v5e is 16x16
+$ plan m:m --mesh a=2 --rules \x1b[31m
+--rules '\x1b[31m' is neither
+$ plan m:m --mesh a=2 --rules llama --\x1b[31m
+--\x1b[31m
+$ demo --steps many
+is no positive integer
+$ demo --axis-types manual
+'manual' is not one of
+$ plan m:m --mesh a=-1 --rules llama --target tpu:v9:8
+there is no chip 'tpu:v9'
+$ plan m:m --mesh a=-1 --rules llama --target v5p
+'v5p' is no slice; write it as
+$ plan m:m --mesh a=-1 --rules llama --target tpu:v5p:8x8
+v5p has 3 dimensions, as in 4x4x4
+$ plan m:m --mesh a=-1 --rules llama --target tpu:v5e:4x4 --devices 8
+has 16 devices, not 8
+$ plan m:m --mesh a=-1,b=3 --rules llama --target tpu:v5e:4x4
+does not divide 16 devices
+$ plan nofile.json --mesh fsdp=2 --rules fsdp
+there is no file and no published model 'nofile.json'
+$ plan ./model-dir --kwargs depth=4 --mesh fsdp=2 --rules w->fsdp
+--kwargs are for a callable or a published model; name one as
+$ plan module:make --mesh fsdp=2 --rules fsdp --dtype float32
+--dtype is for a published model
+$ plan gpt2 --mesh fsdp=2 --rules fsdp --dtype flaot32
+flaot32
+$ plan gpt2 --mesh fsdp=2 --rules fsdp --only k_porj
+matches no path of the plan
+$ plan {}:Dense --mesh fsdp=4,tensor=2 --rules {}:AXES --mode decoed
+decoed
+$ plan cut.safetensors --mesh fsdp=8 --rules llama
+cut.safetensors
+$ plan my_package --mesh fsdp=2 --rules w->fsdp
+A model is named as MODULE:CALLABLE, as in `my_package:make`
+$ plan {}:make --mesh fsdp=4 --rules .*->fsdp(fsdp) --json /nonexistent/plan.json
+writing '/nonexistent/plan.json' failed: FileNotFoundError
+$ plan {}:STRUCTS --mesh fsdp=5 --rules w->fsdp --strict
+`--strict`, and these leaves
+$ plan {}:STRUCTS --mesh fsdp=5 --rules w->fsdp --strict
+size 64 is not divisible by `fsdp` (5)
+""")
+
+
+@pytest.mark.parametrize("words, message", FLAGS)
+def test_bad_flags_are_one_line_and_exit_code_2(words, message, module, capsys):
     Path("cut.safetensors").write_bytes(b"\xff" * 20)
     Path("my_package").mkdir()
-    words, message = FLAGS[case]
-    assert message in failure(capsys, *words.replace("{}", module).split())
+    assert message in failure(capsys, *[word.replace("{}", module) for word in words])
 
 
 def test_a_module_that_does_not_import(module, tmp_path, capsys):
@@ -516,11 +522,13 @@ def test_every_rule_set_is_offered():
 
 
 def test_the_demo_from_the_command_line():
-    flags = ("--cpu-devices", "4", "--axis-types", "explicit", "--steps", "3", "--batch", "4")
+    flags = ("--cpu-devices", "4", "--axis-types", "explicit", "--steps", "2", "--batch", "2")
     done = python(f"sys.exit(main({['demo', *flags]}))")
     assert done.returncode == 0, done.stderr
-    assert "4 x emulated cpu, as the mesh data=1,fsdp=2,tensor=2" in done.stdout
-    assert "Explicit axes" in done.stdout and "The curves are the same up to rounding." in done.stdout
+    out = done.stdout
+    assert "4 x emulated cpu, as the mesh data=1,fsdp=2,tensor=2" in out and "layers/attention/query" in out
+    assert "Explicit axes" in out and " as planned" in out and "NOT as planned" not in out
+    assert "tokens/s" in out and "The curves are the same up to rounding." in out
 
 
 def test_the_demo_that_cannot_run():

@@ -122,20 +122,11 @@ def test_default_mesh(count, shape):
     assert mesh.axis_names == ("data", "fsdp", "tensor") and mesh.axis_sizes == shape
 
 
-def test_show_on_one_device(capsys, monkeypatch):
-    monkeypatch.setattr(screen.testing, "check_step", lambda *args: "as on one device")
-    run = Run(steps=2, batch_size=8, length=32)
-    assert show(default_mesh(1), jax.devices()[:1], run, width=100)
-    out = capsys.readouterr().out
-    assert "layers/attention/query" in out and "as planned" in out and "NOT as planned" not in out
-    assert "tokens/s" in out and "The curves are the same up to rounding." in out
-    assert max(map(len, out.splitlines())) <= 100
-
-
 def test_show_notices_curves_that_differ(capsys, monkeypatch):
     curves = iter([[5.0, 4.0], [5.0, 4.0 + 2 * TOLERANCE]])
     monkeypatch.setattr(screen, "train", lambda *args, **how: next(curves))
     monkeypatch.setattr(screen.testing, "check_step", lambda *args: CheckedStep(()))
-    assert not show(default_mesh(1), jax.devices()[:1], Run(steps=2, batch_size=8, length=32))
-    assert "THE CURVES DIFFER" in capsys.readouterr().out
+    assert not show(default_mesh(1), jax.devices()[:1], Run(steps=2, batch_size=8, length=32), width=100)
+    out = capsys.readouterr().out
+    assert "THE CURVES DIFFER" in out and max(map(len, out.splitlines())) <= 100
     assert TOLERANCE < 1e-3
