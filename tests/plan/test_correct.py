@@ -119,6 +119,7 @@ def test_messages_of_reasons(axes, size, unit, message):
     [
         ((P("data", "tensor"), (8,)), {}, r"has 2 entries, but shape \(8,\) has 1 dimension; write `\w+\('data',?\)`"),
         ((("data",), (8,)), {}, "expected a PartitionSpec"),
+        ((P(3), (8,)), {}, "3 is no entry of a PartitionSpec; it must be a mesh axis, a tuple of mesh axes, `None` or"),
         ((P("data"), (8,)), {"min_bytes": 1}, "`min_bytes` needs the array's dtype"),
         ((P("data"), (8,)), {"units": (1, 2)}, "one positive int for each dimension"),
         ((P("data"), (7,)), {"strict": True}, r"on mesh data=2,tensor=4,one=1: dim 0: size 7 is not divisible"),

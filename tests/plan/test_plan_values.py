@@ -242,7 +242,7 @@ def test_a_replicated_plan_of_a_deep_tree_comes_back():
     assert ShardPlan.from_json(made.to_json()) == made == pickle.loads(pickle.dumps(made))
 
 
-LIKE = {"w": jnp.ones((8, 16)), "b": jnp.ones(16)}
+LIKE = {"act": jnp.tanh, "b": jnp.ones(16), "none": None, "w": jnp.ones((8, 16))}
 
 
 @pytest.mark.parametrize(

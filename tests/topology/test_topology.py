@@ -61,7 +61,8 @@ def test_devices_without_a_torus_are_processes_by_devices():
     devices = [SimpleNamespace(id=i, process_index=10 + i // 3) for i in range(6)]
     assert topology.bounds(devices[::-1]) == (2, 3)
     assert topology.positions(devices[::-1]).tolist() == [[5, 4, 3], [2, 1, 0]]
-    assert topology.bounds(jax.devices()) == (1, 8)
+    assert topology.bounds(jax.devices()) == topology.bounds(np.array(jax.devices()).reshape(2, 4)) == (1, 8)
+    assert topology.positions(np.array(jax.devices()).reshape(2, 4)).shape == (1, 8)
 
 
 def test_coordinates_need_not_be_three():
