@@ -145,17 +145,6 @@ def test_an_empty_plan():
     )
 
 
-@pytest.mark.parametrize("width", [80, 100, 120])
-def test_it_fits_the_width(width):
-    layer = {"self_attention": {"query_projection": {"weight": struct(6, 8)}}}
-    tree = {"model": {"layers": [layer] * 3, "a_rather_long_name_for_an_embedding_table": struct(8, 8)}}
-    made = plan(tree, MESH, paths=PathRules([("query_projection|a_rather_long_name_for_an_embedding", P("tensor"))]))
-    lines = report(made, width=width).splitlines()
-    assert max(map(len, lines)) <= width
-    assert "self_attention/query_projection/weight" in "\n".join(lines)  # no path is cut
-    assert max(map(len, report(made).splitlines())) > 80
-
-
 SIZES = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536 << 20: "1.5 GiB", 1 << 60: "1.0 EiB", 1 << 70: "1,024.0 EiB"}
 
 
@@ -214,8 +203,9 @@ def test_plans_of_leaves_and_codes_read_well():
 def test_paths_stay_whole_in_80_columns():
     tree = models.tree("llama3-70b")
     made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 16}), paths=models.rules_for("llama3-70b", "fsdp_tp"))
+    widest = {width: max(map(len, report(made, width=width).splitlines())) for width in (80, 100, 120, 200)}
+    assert all(found <= width for width, found in widest.items()) and max(map(len, report(made).splitlines())) > 80
     lines = report(made, width=80).splitlines()
-    assert max(map(len, lines)) <= 80
     assert lines.count("model/layers/{0..79}/") == 1 and lines[0].split()[-1] == "why"
     below = [line.split()[0] for line in lines if line.startswith("  ") and "/" in line][:9]
     assert len(set(below)) == 9 and "mlp/up_proj/weight" in below and "self_attn/k_proj/weight" in below

@@ -202,8 +202,8 @@ def test_a_name_that_no_rule_is_about():
 
 def test_a_name_that_another_mode_has_rules_for_is_no_typing_error():
     rules = AxisRules([("mlp", "tensor")], modes={"decode": [("cache", "data")], "train": []})
-    made = plan(TREE, MESH, names={"w": ("cache", "mlp")}, axes=rules, mode="train")
-    assert made["w"].spec == P(None, "tensor")
+    for mode, spec in (("train", P(None, "tensor")), ("decode", P("data", "tensor"))):
+        assert plan(TREE, MESH, names={"w": ("cache", "mlp")}, axes=rules, mode=mode)["w"].spec == spec
     with pytest.raises(UnmatchedError, match="'chache'"):
         plan(TREE, MESH, names={"w": ("chache", "mlp")}, axes=rules, mode="train")
 
