@@ -25,6 +25,7 @@ def test_a_plan_of_paths():
     assert [why.code for why in made["step"].reasons] == [Code.scalar]
     assert made.bytes_total == 512 + 64 + 4 and made.bytes_per_device == 128 + 32 + 4
     assert [leaf.path for leaf in made.leaves] == ["b", "step", "w"]
+    assert repr(made) == "ShardPlan(3 arrays, mesh data=2,fsdp=2,tensor=2, 580 bytes, 164 per device)"
 
 
 def test_shardings_and_structs_lie_on_the_mesh_that_there_is():
@@ -35,6 +36,7 @@ def test_shardings_and_structs_lie_on_the_mesh_that_there_is():
     concrete = plan(TREE, mesh, paths=RULES)
     assert concrete.jax_mesh is mesh and concrete.shardings["w"].mesh is mesh
     assert abstract.on(mesh) == concrete and abstract != concrete and abstract.digest == concrete.digest
+    assert concrete.off() == abstract == concrete.off().off() and concrete.off().jax_mesh is None
 
 
 def test_names_win_over_paths_and_none_leaves_them_the_choice():
@@ -193,11 +195,6 @@ def test_differences():
     fewer = plan({"w": TREE["w"]}, MESH, paths=PathRules([("w", P("data"))]))
     assert "leaf `b` is only in one plan" in differences(one, fewer)
     assert "leaf `b` is only in the other plan" in differences(fewer, one)
-
-
-def test_repr_is_short():
-    text = "ShardPlan(3 arrays, mesh data=2,fsdp=2,tensor=2, 580 bytes, 164 per device)"
-    assert repr(plan(TREE, MESH, paths=RULES)) == text
 
 
 def test_what_was_too_small_stays_replicated_on_another_mesh():
