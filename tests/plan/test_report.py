@@ -1,5 +1,6 @@
 import html
 import re
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -22,7 +23,7 @@ def struct(*shape, dtype=jnp.float32):
 MESH = MeshSpec({"data": 2, "tensor": 4})
 
 
-def planned(tree, target=replicate, mesh=MESH, **keywords):
+def planned(tree, target: Any = replicate, mesh=MESH, **keywords):
     return plan(tree, mesh, paths=PathRules([(".*", target)]), **keywords)
 
 

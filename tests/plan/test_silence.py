@@ -1,6 +1,7 @@
 """No layout goes wrong without a word: names of another rank, rules that never apply, unknown names and axes."""
 
 import inspect
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -335,7 +336,7 @@ def test_a_replaced_spec_cuts_no_unit():
 # --- every mistake has its words
 
 
-def named(names, axes=AXES, tree=TREE, **keywords):
+def named(names, axes: AxisRules | None = AXES, tree: Any = TREE, **keywords):
     return plan(tree, MESH, names=names, axes=axes, **keywords)
 
 
