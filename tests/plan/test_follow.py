@@ -326,9 +326,10 @@ def test_the_error_of_a_broken_init_comes_through(params_plan):
 
 
 def test_names_and_units_go_to_copies_and_histories_and_not_to_the_transposed():
+    square = plan({"w": struct(8, 8)}, MESH, names={"w": ("heads", "embed")}, axes=HEADS)
     kept, turned, history = (
-        follow(make, NAMED)["w"]
-        for make in (itself, lambda tree: {"w": tree["w"].T}, lambda _: {"w": jnp.zeros((5, 3, 8, 6))})
+        follow(make, square)["w"]
+        for make in (itself, lambda tree: {"w": tree["w"].T}, lambda _: {"w": jnp.zeros((5, 3, 8, 8))})
     )
     assert kept.names == ("heads", "embed") and kept.units == (4, 1)
     assert turned.spec == P("fsdp", "tensor") and turned.names is None and turned.units is None

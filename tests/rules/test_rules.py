@@ -304,7 +304,7 @@ def test_lists_tuples_and_mappings_give_equal_rules_that_stay():
         ("an alias has its name's", ("embed", "t"), (1, 128)),
         ("an atomic entry's", ("embed", atomic("kv", 64)), (1, 64)),
         ("the entry's before the rule's", (atomic("heads", 256), None), (256, 1)),
-        ("a tuple has the product", (("pair", atomic("b", 4)), U), (12, 1)),
+        ("a tuple has the least multiple", (("pair", atomic("b", 4)), U), (12, 1)),
         ("none where all are 1", ("embed", atomic("a", 1)), None),
         ("in the order of a spec", P("heads"), (128, 1)),
     ],
