@@ -138,9 +138,6 @@ def test_states_of_modules_have_paths_that_name_the_module():
     assert list(flatten({"state": state}).paths) == [*blocks, "state/by_name.a.b", "state/by_name.c.d/k"]
     _, abstract = eqx.filter_eval_shape(eqx.nn.make_with_state(Norms))
     assert flatten(abstract).paths == flatten(state).paths
-
-
-def test_a_state_that_is_one_index_or_was_made_by_hand():
     _, alone = eqx.nn.make_with_state(lambda: eqx.nn.StateIndex(jnp.zeros(3)))()
     assert list(flatten(alone).paths) == ["StateIndex"]
     assert flatten(eqx.nn.State(Norms())).paths[:3] == ("0", "1/0", "1/1")

@@ -18,9 +18,9 @@ MESH = MeshSpec({"data": 2, "tensor": 4, "one": 1})
 BOTH = ("data", "tensor")
 
 
-def added(spec, shape, axes, units=None, min_bytes=0, mesh=MESH):
+def added(spec, shape, axes, units=None, mesh=MESH):
     """What `fsdp` makes of an array that a spec has sharded."""
-    target = (spec if units is None else sfx.atomic(spec, units)) | fsdp(axes, min_bytes)
+    target = (spec if units is None else sfx.atomic(spec, units)) | fsdp(axes)
     tree = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
     return sfx.plan(tree, mesh, paths=sfx.PathRules([("w", target)], axes=("gone",)))["w"]
 
@@ -119,6 +119,7 @@ def test_messages_of_reasons(axes, size, unit, message):
     [
         ((P("data", "tensor"), (8,)), {}, r"has 2 entries, but shape \(8,\) has 1 dimension; write `\w+\('data',?\)`"),
         ((("data",), (8,)), {}, "expected a PartitionSpec"),
+        ((P(3), (8,)), {}, "3 is no entry of a PartitionSpec; it must be a mesh axis, a tuple of mesh axes, `None` or"),
         ((P("data"), (8,)), {"min_bytes": 1}, "`min_bytes` needs the array's dtype"),
         ((P("data"), (8,)), {"units": (1, 2)}, "one positive int for each dimension"),
         ((P("data"), (7,)), {"strict": True}, r"on mesh data=2,tensor=4,one=1: dim 0: size 7 is not divisible"),
@@ -153,16 +154,18 @@ def test_arrays_that_share_a_rule_are_cut_as_each_alone(dims, kind, has_units):
         assert (leaf.spec, leaf.reasons) == (alone.spec, alone.reasons)
 
 
-def test_spread_takes_the_largest_free_dimension_that_divides():
-    assert added(P(), (6, 8, 4), "data").spec == P(None, "data")
-    assert added(P(None, "tensor"), (6, 8, 4), "data").spec == P("data", "tensor")
-    assert added(P(), (3, 5), "data").spec == P()
-    assert added(P(), (4, 6), ("data", "tensor")).spec == P("tensor")
-    assert added(P(), (6, 4), "tensor", units=(6, 1)).spec == P(None, "tensor")
-
-
-def test_spread_says_why_not():
-    assert codes(added(P("data"), (4, 4), "data")) == [Code.duplicate]
-    assert codes(added(P(), (4,), "gone")) == [Code.absent]
-    assert codes(added(P(), (4,), "data", min_bytes=17)) == [Code.small]
-    assert codes(added(P(), (3,), "data")) == [Code.indivisible]
+@pytest.mark.parametrize(
+    "spec, shape, axes, units, expected, why",
+    [
+        (P(), (6, 8, 4), "data", None, P(None, "data"), []),
+        (P(None, "tensor"), (6, 8, 4), "data", None, P("data", "tensor"), []),
+        (P(), (3, 5), "data", None, P(), [Code.indivisible]),
+        (P(), (4, 6), BOTH, None, P("tensor"), [Code.indivisible]),
+        (P(), (6, 4), "tensor", (6, 1), P(None, "tensor"), []),
+        (P("data"), (4, 4), "data", None, P("data"), [Code.duplicate]),
+        (P(), (4,), "gone", None, P(), [Code.absent]),
+    ],
+)
+def test_fsdp_takes_the_largest_free_dimension_that_divides_or_says_why_not(spec, shape, axes, units, expected, why):
+    made = added(spec, shape, axes, units)
+    assert made.spec == expected and codes(made) == why

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -90,11 +91,12 @@ def test_names_of_flax_are_not_passed_over():
     with pytest.raises(RuleError, match=r"`embed/embedding` carries the names \('mlp', 'embed'\) of Flax, .* 1 of 1"):
         plan(state, MESH, axes=AXES, paths=REST)
     none = jax.tree.map(lambda _: None, state)
-    for keywords, spec in (
+    cases: list[tuple[dict[str, Any], P]] = [
         ({"names": interop.names_of(state), "axes": AXES}, P("tensor", "fsdp")),
         ({"names": none, "axes": AXES, "paths": REST}, P()),
         ({"paths": REST}, P()),
-    ):
+    ]
+    for keywords, spec in cases:
         assert plan(state, MESH, **keywords)["embed/embedding/value"].spec == spec
     boxed = {"kernel": nn.LogicallyPartitioned(jnp.ones((16, 32)), ("embed", "mlp"))}
     with pytest.raises(RuleError, match="`kernel` carries the names"):

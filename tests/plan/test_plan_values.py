@@ -61,14 +61,6 @@ def test_a_pickled_plan_needs_its_devices():
             make(text, skeleton, order, others)
 
 
-def test_off_drops_the_devices():
-    mesh = MESH.build(jax.devices())
-    made = plan(TREE, mesh, paths=RULES, axes=AXES)
-    assert made.off().jax_mesh is None and made.off().digest == made.digest
-    assert made.off() == plan(TREE, MESH, paths=RULES, axes=AXES) == made.off().off()
-    assert made.off().on(mesh) == made
-
-
 def test_a_plan_is_read_by_path():
     made = plan(TREE, MESH, paths=RULES, axes=AXES)
     assert list(made) == [leaf.path for leaf in made.leaves] == ["l/0", "l/1", "t/1", "w"]
@@ -90,13 +82,8 @@ HOSTILE: list[Any] = [
 ]
 
 
-RICH_AXES = AxisRules(
-    [("a", ("data", "tensor")), ("b", None)],
-    modes={"m": [("a", P.UNCONSTRAINED)]},
-    units={"a": 3},
-    aliases={"c": "a"},
-    axes=["pod"],
-)
+MODES, UNITS = {"m": [("a", P.UNCONSTRAINED)]}, {"a": 3}
+RICH_AXES = AxisRules({"a": ("data", "tensor"), "b": None}, modes=MODES, units=UNITS, aliases={"c": "a"}, axes=["pod"])
 RICH = plan(
     {
         "w": jnp.ones((6, 8)),
@@ -242,7 +229,7 @@ def test_a_replicated_plan_of_a_deep_tree_comes_back():
     assert ShardPlan.from_json(made.to_json()) == made == pickle.loads(pickle.dumps(made))
 
 
-LIKE = {"w": jnp.ones((8, 16)), "b": jnp.ones(16)}
+LIKE = {"act": jnp.tanh, "b": jnp.ones(16), "none": None, "w": jnp.ones((8, 16))}
 
 
 @pytest.mark.parametrize(

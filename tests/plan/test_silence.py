@@ -1,6 +1,7 @@
 """No layout goes wrong without a word: names of another rank, rules that never apply, unknown names and axes."""
 
 import inspect
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -21,6 +22,10 @@ TREE, NAMES = {"w": W}, {"w": ("mlp", None)}
 MADE, STRICT = (plan(TREE, MESH, names=NAMES, axes=AXES, strict=strict) for strict in (False, True))
 ON = MADE.on(MESH.build(jax.devices()))
 KV = AxisRules([("heads", "tensor"), ("kv", "tensor")], units={"heads": 16, "kv": 16})
+
+
+def ruled(target, tree=TREE, mesh=MESH, **keywords):
+    return plan(tree, mesh, paths=PathRules([("", target)]), **keywords)
 
 
 class Dense(eqx.Module):
@@ -119,7 +124,7 @@ def test_the_error_in_vmap_says_what_works_and_it_does():
 def test_trailing_nones_beyond_the_rank():
     """A rule is for arrays of several ranks, so its surplus `None`s say nothing; a spec for one array fits its rank."""
     long = P("tensor", None, None)
-    made = plan(TREE, MESH, paths=PathRules([("w", long)]))
+    made = ruled(long)
     assert made["w"].spec == sfx.correct(long, (8, 16), MESH).spec == made.replace("w", long)["w"].spec == P("tensor")
     rules = PathRules([("other", P(None, "tensor", None))])
     assert sfx.follow(lambda _: {"other": jnp.ones((5, 12))}, made, paths=rules)["other"].spec == P(None, "tensor")
@@ -172,17 +177,15 @@ def test_the_last_rule_may_be_for_the_rest_or_for_what_is_no_array(rest):
 
 def test_optional_changes_nothing_else():
     target = P(None, "data") | sfx.fsdp("tensor")
-    one, two = (plan(TREE, MESH, paths=PathRules([("w", what)])) for what in (target, optional(target)))
-    assert one == two and optional(optional(P())) == optional(P())
-    called = PathRules([("w", optional(lambda path, leaf: P(path[0] and "data")))])
-    assert plan(TREE, MESH, paths=called)["w"].spec == P("data")
+    assert ruled(target) == ruled(optional(target)) and optional(optional(P())) == optional(P())
+    assert ruled(optional(lambda path, leaf: P(path[0] and "data")))["w"].spec == P("data")
 
 
 def test_memory_kinds_that_never_apply():
-    kinds, rules = [("mlp", "pinned_host"), ("wi", "device")], PathRules([("", P())])
+    kinds = [("mlp", "pinned_host"), ("wi", "device")]
     with pytest.raises(RuleError, match=r"`memory_kinds` entry 1, the regex 'wi', is shadowed: .* rule 0 \('mlp'\)"):
-        plan(MLP, MESH, paths=rules, memory_kinds=kinds)
-    assert plan(MLP, MESH, paths=rules, memory_kinds=kinds, unused="allow")["mlp/wi"].memory_kind == "pinned_host"
+        ruled(P(), MLP, memory_kinds=kinds)
+    assert ruled(P(), MLP, memory_kinds=kinds, unused="allow")["mlp/wi"].memory_kind == "pinned_host"
 
 
 # --- names and axes that nobody knows
@@ -202,29 +205,23 @@ def test_a_name_that_no_rule_is_about():
 
 def test_a_name_that_another_mode_has_rules_for_is_no_typing_error():
     rules = AxisRules([("mlp", "tensor")], modes={"decode": [("cache", "data")], "train": []})
-    made = plan(TREE, MESH, names={"w": ("cache", "mlp")}, axes=rules, mode="train")
-    assert made["w"].spec == P(None, "tensor")
+    for mode, spec in (("train", P(None, "tensor")), ("decode", P("data", "tensor"))):
+        assert plan(TREE, MESH, names={"w": ("cache", "mlp")}, axes=rules, mode=mode)["w"].spec == spec
     with pytest.raises(UnmatchedError, match="'chache'"):
         plan(TREE, MESH, names={"w": ("chache", "mlp")}, axes=rules, mode="train")
 
 
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"names": NAMES, "axes": AXES.prepend([("heads", "tenser")])},
-        {"paths": PathRules([("w", P("tenser"))])},
-        {"paths": PathRules([("w", sfx.fsdp("tenser"))])},
-        {"paths": PathRules([("w", lambda path, leaf: P("tenser"))])},
-    ],
-    ids=["names", "spec", "strategy", "callable"],
-)
-def test_a_mesh_axis_that_no_mesh_is_known_to_have(keywords):
+@pytest.mark.parametrize("target", [P("tenser"), sfx.fsdp("tenser"), lambda path, leaf: P("tenser"), ("heads", None)])
+def test_a_mesh_axis_that_no_mesh_is_known_to_have(target):
+    axes = AXES.prepend([("heads", "tenser")] if isinstance(target, tuple) else [])
     with pytest.raises(RuleError, match=r"the mesh axis 'tenser' \(did you mean 'tensor'\?\)"):
-        plan(TREE, MESH, **keywords)
-    assert plan(TREE, MESH, **keywords, unmatched="replicate").leaves
+        ruled(target, axes=axes)
+    assert ruled(target, axes=axes, unmatched="replicate").leaves
 
 
 def test_a_mesh_axis_that_is_declared():
+    with pytest.raises(RuleError, match=r"the mesh axis 'pipe'"):
+        plan(TREE, MESH, names=NAMES, axes=AXES.prepend([("heads", "pipe")]))
     other = AXES.prepend([("heads", "pipe")]).extend(axes=["pipe"])
     assert plan(TREE, MESH, names=NAMES, axes=other)["w"].spec == P("tensor")
     (leaf,) = plan(TREE, MESH, paths=PathRules([("w", P("pipe"))], axes=["pipe"])).leaves
@@ -282,7 +279,8 @@ def test_a_sharding_needs_no_shape_where_it_cuts_no_unit():
     tree = {"q": jnp.ones((8, 128)), "k": jnp.ones((8, 32))}
     made = plan(tree, MESH, names={"q": (None, "heads"), "k": (None, "kv")}, axes=KV)
     assert made.sharding((None, "heads")).spec == P(None, "tensor")
-    assert made.sharding((None, "heads"), (8, 64)).spec == P(None, "tensor")
+    bare = plan({}, MESH, axes=KV)
+    assert [bare.sharding(("kv",), (size,)).spec for size in (64, 32)] == [P("tensor"), P()]
     assert made.sharding((None, "kv"), (8, 32)).spec == P()
     with pytest.raises(SpecError, match=r"'kv' is made of units of 16, and `tensor` \(4\) may cut .* arrays have 2\."):
         made.sharding((None, "kv"))
@@ -338,11 +336,7 @@ def test_a_replaced_spec_cuts_no_unit():
 # --- every mistake has its words
 
 
-def ruled(target, tree=TREE, mesh=MESH):
-    return plan(tree, mesh, paths=PathRules([("", target)]))
-
-
-def named(names, axes=AXES, tree=TREE, **keywords):
+def named(names, axes: AxisRules | None = AXES, tree: Any = TREE, **keywords):
     return plan(tree, MESH, names=names, axes=axes, **keywords)
 
 

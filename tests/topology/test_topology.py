@@ -61,7 +61,8 @@ def test_devices_without_a_torus_are_processes_by_devices():
     devices = [SimpleNamespace(id=i, process_index=10 + i // 3) for i in range(6)]
     assert topology.bounds(devices[::-1]) == (2, 3)
     assert topology.positions(devices[::-1]).tolist() == [[5, 4, 3], [2, 1, 0]]
-    assert topology.bounds(jax.devices()) == (1, 8)
+    assert topology.bounds(jax.devices()) == topology.bounds(np.array(jax.devices()).reshape(2, 4)) == (1, 8)
+    assert topology.positions(np.array(jax.devices()).reshape(2, 4)).shape == (1, 8)
 
 
 def test_coordinates_need_not_be_three():
@@ -230,3 +231,29 @@ def test_which_dimensions_are_rings():
     assert topology.wraps("TPU v5 lite", (8, 16, 1, 1)) == (False, True, False, False)
     assert topology.wraps("TPU v3", (32, 16, 1, 2)) == (True, False, False, False)
     assert topology.wraps("unheard of", (4, 4)) == (False, False)
+
+
+SMALL = [
+    *(("TPU v2", (4, 4, 1, 2)), ("TPU v3", (2, 2, 1, 2)), ("TPU v4", (2, 2, 4, 1)), ("TPU v4 lite", (2, 2, 1, 1))),
+    *(("TPU v5 lite", (2, 4, 1, 1)), ("TPU v5 lite", (4, 4, 1, 1)), ("TPU v5p", (2, 2, 2, 1))),
+    *(("TPU v5p", (4, 4, 4, 2)), ("TPU v6 lite", (4, 2, 1, 1)), ("TPU7x", (2, 2, 4, 2))),
+]
+
+
+def factorings(number, count):
+    if count == 1:
+        return [(number,)]
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    return [(n, *rest) for n in divisors for rest in factorings(number // n, count - 1)]
+
+
+@pytest.mark.parametrize(("kind", "bounds"), [*SMALL, *(row[:2] for row in HARDWARE)], ids=str)
+def test_neighbours_on_the_last_axis_are_linked_whatever_the_sizes(kind, bounds):
+    devices, size = chips(bounds, (2, 2, 1, bounds[3]), kind), math.prod(bounds)
+    every = [sizes for count in (1, 2, 3) for sizes in factorings(size, count)]
+    models = [(size // model, model) for model in (4, 8, 16) if topology.feasible_submeshes(model, bounds)]
+    for sizes in every if (kind, bounds) in SMALL else models:
+        order = topology.device_order(devices, sizes)
+        assert sorted(device.id for device in order.devices.flat) == list(range(size))
+        last = max(i for i, size in enumerate(sizes) if size > 1)
+        assert order.mean_hops is not None and order.mean_hops[last] == 1.0, (sizes, order.method)
