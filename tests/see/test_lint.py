@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
 from shardfx._see.finding import CODES
-from tests.see.planted import AXES, CLEAN, MESH, PLANTED
+from tests.see.planted import AXES, CLEAN, MESH, PLANTED, model
 
 
 def applied(fix: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -42,11 +43,17 @@ def test_clean_rules_have_no_findings(clean):
     assert lint(CLEAN[clean]) == ()
 
 
+def test_rules_of_ones_own_before_a_presets_are_no_mistake():
+    own = ("embed_tokens|lm_head", P("fsdp")), ("up_proj", P("tensor"))
+    assert lint(model("llama3-8b", "fsdp_tp", "fsdp=4,tensor=4", *own)) == ()
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_mistake_is_found_and_nothing_else_and_each_fix_takes_its_finding_away(name):
-    arguments = PLANTED[name].make()
+    make, expected = PLANTED[name]
+    arguments = make()
     found = lint(arguments)
-    assert sorted((one.code, one.where) for one in found) == sorted(PLANTED[name].found), str(found)
+    assert sorted((one.code, one.where) for one in found) == sorted(expected), str(found)
     for one in found:
         after = lint(applied(one.fix, arguments))
         assert {other.code for other in after.worst("error")} <= {other.code for other in found.worst("error")}, one.fix
@@ -65,7 +72,8 @@ def test_a_planted_mistake_is_found_and_nothing_else_and_each_fix_takes_its_find
     assert found == (), f"findings are left: {found}"
 
 
-def test_the_page_lists_every_kind_of_finding():
+def test_every_kind_of_finding_is_planted_and_on_the_page():
+    assert {code for _, found in PLANTED.values() for code, _ in found} == set(CODES)
     page = (Path(__file__).parents[2] / "docs" / "look.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (.*) \|$", page, re.M)
     assert dict(rows) == dict(CODES)
