@@ -151,8 +151,8 @@ def test_between_two_slices_what_is_compiled_sends_what_is_planned(source, targe
 
 
 WIDE = (8192, 8192)
-# These take two shards beside pointers of a few bytes and the compiler's scratch for a permutation, whatever the size of
-# its pieces.
+# These take two shards beside pointers of a few bytes and the compiler's scratch for a permutation, whatever the size
+# of its pieces.
 SCRATCH = 4096 + 32 * 1024
 OF_TWO_SHARDS = [
     # XLA's own program takes 16 shards here: the array as a whole.
