@@ -70,14 +70,6 @@ def test_model_neighbours_are_at_distance_one(name, kind, bounds, processes, mod
     assert order.devices.size == len(devices)
     own = topology.mean_hops(places(order.devices), 1, bounds, closed)
     assert order.mean_hops is not None and own == order.mean_hops[1] == 1.0
-    box = topology.default_submesh(kind, model, bounds)
-    rows = topology.submesh_order(bounds, (1, 1, 1, bounds[3]), box, tile_by_host=False)
-    t5x = topology.mean_hops(rows, 1, bounds, closed)
-    theirs = "none"
-    if bounds[3] == 1:
-        array = mesh_utils.create_device_mesh((len(devices) // model, model), devices, allow_split_physical_axes=True)
-        theirs = f"{topology.mean_hops(places(array), 1, bounds, closed):.2f}"
-    print(f"{name} model={model}: mean hops {own:.2f} ({order.method}), mesh_utils {theirs}, T5X {t5x:.2f}")
 
 
 def collectives(mesh):

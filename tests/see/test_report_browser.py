@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
-from test_report_data import HOSTILE, fitted, hostile, of_many, struct
+from test_report_data import HOSTILE, fitted, hostile, of_many
 
 from shardfx import MeshSpec, PathRules, ShardPlan, html_report, plan
 from shardfx._ground.text import printable
 from shardfx._see import Finding
 from shardfx.cost import traffic
+from tests.see.planted import leaf
 
 
 pytestmark = pytest.mark.browser
@@ -117,13 +116,11 @@ def finding(**fields: Any) -> Finding:
 
 def model() -> ShardPlan:
     layer = {
-        "attn": {"qkv": struct(1024, 3072), "out": struct(1024, 1024)},
-        "mlp": {"up": struct(1024, 4096), "down": struct(4096, 1024)},
-        "norm": struct(1024),
+        "attn": {"qkv": leaf(1024, 3072), "out": leaf(1024, 1024)},
+        "mlp": {"up": leaf(1024, 4096), "down": leaf(4096, 1024)},
+        "norm": leaf(1024),
     }
-    tree = jax.tree.map(
-        lambda one: struct(*one.shape, dtype=jnp.bfloat16), {"embed": struct(50257, 1024), "layers": [layer] * 24}
-    )
+    tree = {"embed": leaf(50257, 1024), "layers": [layer] * 24}
     rules = PathRules.parse("embed->tensor.fsdp, qkv|up->fsdp.tensor, out|down->tensor.fsdp, norm->replicate")
     return plan(tree, MeshSpec({"data": 2, "fsdp": 8, "tensor": 8}, dcn={"data": 2}), paths=rules)
 
