@@ -180,8 +180,7 @@ def python(code, folder=ROOT, **flags):
     """What a process of its own does with some code, in which `main` is the command line."""
     code = f"import sys\nfrom shardfx.__main__ import main\n{textwrap.dedent(code)}"
     words = [sys.executable, "-c", "import sys; exec(sys.argv[1])", code]
-    given = {"env": flags} if flags else {}
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, **given)
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, env=flags or None)
 
 
 def test_nothing_is_allocated_and_no_backend_starts(module, tmp_path):

@@ -70,14 +70,6 @@ def test_model_neighbours_are_at_distance_one(name, kind, bounds, processes, mod
     assert order.devices.size == len(devices)
     own = topology.mean_hops(places(order.devices), 1, bounds, closed)
     assert order.mean_hops is not None and own == order.mean_hops[1] == 1.0
-    box = topology.default_submesh(kind, model, bounds)
-    rows = topology.submesh_order(bounds, (1, 1, 1, bounds[3]), box, tile_by_host=False)
-    t5x = topology.mean_hops(rows, 1, bounds, closed)
-    theirs = "none"
-    if bounds[3] == 1:
-        array = mesh_utils.create_device_mesh((len(devices) // model, model), devices, allow_split_physical_axes=True)
-        theirs = f"{topology.mean_hops(places(array), 1, bounds, closed):.2f}"
-    print(f"{name} model={model}: mean hops {own:.2f} ({order.method}), mesh_utils {theirs}, T5X {t5x:.2f}")
 
 
 def collectives(mesh):
@@ -150,32 +142,45 @@ def test_between_two_slices_what_is_compiled_sends_what_is_planned(source, targe
     assert 0 < plan.dcn_bytes <= xla and (plan.dcn_bytes < xla) == fewer
 
 
-# Pieces that fill no tiles: made at once, they take 2.2 to 8 times a shard, as they do by XLA's own program.
-NO_TILES = [
+WIDE = (8192, 8192)
+# These take two shards beside pointers of a few bytes and the compiler's scratch for a permutation, whatever the size
+# of its pieces.
+SCRATCH = 4096 + 32 * 1024
+OF_TWO_SHARDS = [
+    # XLA's own program takes 16 shards here: the array as a whole.
+    ((2, 4, 2), P("b", ("a", "c")), (2, 2, 4), P(None, ("a", "c"))),
+    # All-to-alls of 32 and more chips whose factors have another order afterwards, then gathers.
+    ((2, 8, 4), P(("a", "c", "b")), (2, 4, 8), P(None, ("b", "c"))),
+    ((2, 8, 4), P(("b", "c", "a")), (4, 4, 4), P(None, ("c", "b"))),
+    # And back, where they are in order before.
+    ((2, 4, 8), P(None, ("b", "c")), (2, 8, 4), P(("a", "c", "b"))),
+]
+# Arrays on v5p:4x4x4 that move from one mesh to another, or on v5e:4x4 where the meshes have 16 devices.
+MOVES = [
+    # Pieces that fill no tiles: made at once, they take 2.2 to 8 times a shard, as they do by XLA's own program.
     ("bfloat16", (6400, 4800), (64,), P("a"), (2, 2, 2, 8), P("a", ("b", "c", "d"))),
     ("bfloat16", (8256, 4160), (8, 8), P(("b", "a")), (2, 8, 4), P(None, ("c", "a", "b"))),
     ("float32", (8256, 4160), (2, 8, 4), P("a", ("c", "b")), (2, 8, 4), P(("b", "a", "c"))),
     ("bfloat16", (8256, 4160), (2, 8, 4), P(("b", "c", "a")), (4, 4, 4), P("b", "a")),
     ("float32", (5120, 64, 80), (4, 4, 4), P(None, ("c", "a", "b")), (16, 4), P("a", "b")),
-]
-# Pieces that fill tiles and double at last: made at once, they take 2.5 times a shard: all-to-alls whose parts come in
-# another order, then a gather of twice the piece. In the order of the rows: a permutation first, one in between, two
-# all-to-alls, a slice, and nothing else.
-DOUBLED = [
-    ("float32", (8192, 8192), (16, 4), P("a", "b"), (4, 2, 8), P(None, ("c", "a"))),
-    ("float32", (8192, 8192), (4, 16), P(("b", "a")), (2, 2, 8, 2), P("a", ("c", "b"))),
-    ("float32", (8192, 8192), (2, 4, 8), P(("c", "b"), "a"), (4, 4, 2, 2), P(None, ("d", "b", "a"))),
-    ("float32", (8192, 8192), (4, 4, 4), P(("a", "c")), (2, 16, 2), P(None, "b")),
-    ("float32", (8192, 8192), (4, 16), P(("b", "a")), (4, 4, 2, 2), P(None, ("a", "c", "b"))),
+    # Pieces that fill tiles and double at last: made at once, they take 2.5 times a shard: all-to-alls whose parts come
+    # in another order, then a gather of twice the piece. In the order of the rows: a permutation first, one in between,
+    # two all-to-alls, a slice, and nothing else.
+    ("float32", WIDE, (16, 4), P("a", "b"), (4, 2, 8), P(None, ("c", "a"))),
+    ("float32", WIDE, (4, 16), P(("b", "a")), (2, 2, 8, 2), P("a", ("c", "b"))),
+    ("float32", WIDE, (2, 4, 8), P(("c", "b"), "a"), (4, 4, 2, 2), P(None, ("d", "b", "a"))),
+    ("float32", WIDE, (4, 4, 4), P(("a", "c")), (2, 16, 2), P(None, "b")),
+    ("float32", WIDE, (4, 16), P(("b", "a")), (4, 4, 2, 2), P(None, ("a", "c", "b"))),
+    *((dtype, WIDE, *move) for dtype in ("bfloat16", "float32") for move in OF_TWO_SHARDS),
 ]
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("dtype", "shape", "sizes", "source", "others", "target"), [*NO_TILES, *DOUBLED])
+@pytest.mark.parametrize(("dtype", "shape", "sizes", "source", "others", "target"), MOVES)
 def test_a_move_takes_at_most_twice_the_larger_shard_and_sends_what_is_planned(
     dtype, shape, sizes, source, others, target
 ):
-    devices = np.array(tpu.devices_of("tpu:v5p:4x4x4"))
+    devices = np.array(tpu.devices_of("tpu:v5p:4x4x4" if math.prod(sizes) == 64 else "tpu:v5e:4x4"))
     src, dst = (
         NamedSharding(Mesh(devices.reshape(size), tuple("abcd"[: len(size)])), spec)
         for size, spec in ((sizes, source), (others, target))
@@ -183,9 +188,9 @@ def test_a_move_takes_at_most_twice_the_larger_shard_and_sends_what_is_planned(
     compiled = compiled_steps(shape, src, dst, dtype)
     shard = max(math.prod(end.shard_shape(shape)) for end in (src, dst)) * jnp.dtype(dtype).itemsize
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    print(f"{shape}, {source} to {target}: {temporary / shard:.2f} shards")
-    assert temporary <= 2 * shard
-    assert wire_bytes(compiled.as_text(), 64) == planned(shape, jnp.dtype(dtype), src, dst).wire_bytes
+    print(f"{shape}, {source} to {target}: {temporary - 2 * shard} bytes beside two shards")
+    assert temporary <= 2 * shard + SCRATCH * ((sizes, source, others, target) in OF_TWO_SHARDS)
+    assert wire_bytes(compiled.as_text(), devices.size) == planned(shape, jnp.dtype(dtype), src, dst).wire_bytes
 
 
 @needs_libtpu
@@ -201,30 +206,6 @@ def test_what_a_permutation_takes_beside_two_pieces_is_of_one_size_for_all_array
         beside.append(memory.temp_size_in_bytes - 2 * 2 * size * size // 64)
     print(f"{name}: {beside} bytes beside two pieces")
     assert max(beside) <= 32 * 1024
-
-
-@needs_libtpu
-@pytest.mark.parametrize(
-    ("name", "source", "target"),
-    [
-        # XLA's own program takes 16 shards here: the array as a whole.
-        ("v5e:4x4", ((2, 4, 2), P("b", ("a", "c"))), ((2, 2, 4), P(None, ("a", "c")))),
-        # All-to-alls of 32 and more chips whose factors have another order afterwards, then gathers.
-        ("v5p:4x4x4", ((2, 8, 4), P(("a", "c", "b"))), ((2, 4, 8), P(None, ("b", "c")))),
-        ("v5p:4x4x4", ((2, 8, 4), P(("b", "c", "a"))), ((4, 4, 4), P(None, ("c", "b")))),
-        # And back, where they are in order before.
-        ("v5p:4x4x4", ((2, 4, 8), P(None, ("b", "c"))), ((2, 8, 4), P(("a", "c", "b")))),
-    ],
-)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_no_move_takes_more_than_two_shards(name, source, target, dtype):
-    devices, shape = np.array(tpu.devices_of(f"tpu:{name}")), (8192, 8192)
-    src, dst = (NamedSharding(Mesh(devices.reshape(sizes), ("a", "b", "c")), spec) for sizes, spec in (source, target))
-    memory = compiled_steps(shape, src, dst, dtype).memory_analysis()
-    assert memory is not None
-    shard = max(math.prod(end.shard_shape(shape)) for end in (src, dst)) * jnp.dtype(dtype).itemsize
-    # Beside pointers of a few bytes and the compiler's scratch for a permutation, whatever the size of its pieces.
-    assert memory.temp_size_in_bytes <= 2 * shard + 4096 + 32 * 1024
 
 
 def padded_bytes(struct, layout):

@@ -172,31 +172,3 @@ def deepseek() -> tuple[Any, Any]:
     """The tree of DeepSeek-V2-Lite as MaxText has it, with layers in one array, and its names."""
     shapes = {path: _struct(*shape) for path, shape, _, _ in _LEAVES}
     return _nested(shapes), _nested({path: _names(names) for path, _, names, _ in _LEAVES})
-
-
-_LAYER: dict[str, tuple[tuple[int, ...], str]] = {
-    "self_attention/query/kernel": ((4096, 32, 128), "embed q_heads kv"),
-    "self_attention/key/kernel": ((4096, 8, 128), "embed kv_heads kv_head_dim"),
-    "self_attention/value/kernel": ((4096, 8, 128), "embed kv_heads kv_head_dim"),
-    "self_attention/out/kernel": ((32, 128, 4096), "heads kv embed"),
-    "MoeBlock_0/gate/kernel": ((4096, 8), "embed -"),
-    "MoeBlock_0/wi_0": ((8, 4096, 14336), "exp embed_moe mlp_moe"),
-    "MoeBlock_0/wi_1": ((8, 4096, 14336), "exp embed_moe mlp_moe"),
-    "MoeBlock_0/wo": ((8, 14336, 4096), "exp mlp_moe embed_moe"),
-    "pre_self_attention_layer_norm/scale": ((4096,), "norm"),
-    "post_self_attention_layer_norm/scale": ((4096,), "norm"),
-}
-
-
-def mixtral(layers: int) -> tuple[Any, Any]:
-    """Mixtral's shapes under MaxText's names, each layer by itself: `10 * layers + 3` leaves, and their names."""
-    decoder: dict[str, Any] = {
-        "decoder_norm": {"scale": _struct(4096)},
-        "logits_dense": {"kernel": _struct(4096, 32000)},
-    }
-    named: dict[str, Any] = {"decoder_norm": {"scale": ("norm",)}, "logits_dense": {"kernel": ("embed_vocab", "vocab")}}
-    for number in range(layers):
-        decoder[f"layers_{number}"] = _nested({path: _struct(*shape) for path, (shape, _) in _LAYER.items()})
-        named[f"layers_{number}"] = _nested({path: _names(names) for path, (_, names) in _LAYER.items()})
-    embedding, names = {"embedding": _struct(32000, 4096)}, {"embedding": ("vocab", "embed_vocab")}
-    return {"decoder": decoder, "token_embedder": embedding}, {"decoder": named, "token_embedder": names}

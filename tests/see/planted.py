@@ -1,6 +1,5 @@
 """Mistakes of each kind, planted one by one in rules that have none: what `lint` must find, and nothing else."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec, PathRules, atomic, fsdp, replicate
+from shardfx.presets import models
 
 
 def leaf(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -59,12 +59,10 @@ def by_name(axes: AxisRules = AXES, **others: Any) -> dict[str, Any]:
 CLEAN = {"paths": by_path(), "names": by_name()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Planted:
-    """Arguments with a mistake, and the findings that it must be: their codes and what each is about."""
-
-    make: Callable[[], dict[str, Any]]
-    found: tuple[tuple[str, str], ...]
+def model(name: str, how: str, mesh: str, *first: Any, layers: int = 4) -> dict[str, Any]:
+    """A published model with few layers and its rules, with some of one's own put before them."""
+    tree = models.tree(name, layers=layers, stack_experts=how == "ep")
+    return {"tree": tree, "mesh": MeshSpec.parse(mesh), "paths": models.rules_for(name, how).prepend(first)}
 
 
 def changed_names(**changes: Any) -> Any:
@@ -91,21 +89,25 @@ def opt_state(spec: P | None = None) -> Any:
     return sfx.plan({**tree, "opt": moments}, mesh, paths=PathRules([*first, *rules]))
 
 
-PLANTED: dict[str, Planted] = {
-    "a spec that is too long": Planted(
+# Arguments with a mistake, and the findings that it must be: their codes and what each is about.
+PLANTED: dict[str, tuple[Callable[[], dict[str, Any]], tuple[tuple[str, str], ...]]] = {
+    "a spec that is too long": (
         lambda: by_path((r"norm$", P(None, "fsdp")), rules=without(RULES, 4)),
         (("unplannable", "layers/{0..3}/norm"),),
     ),
-    "names of another length": Planted(
-        lambda: by_name(names=changed_names(up=("mlp",))), (("unplannable", "layers/{0..3}/mlp/up"),)
+    "names of another length": (
+        lambda: by_name(names=changed_names(up=("mlp",))),
+        (("unplannable", "layers/{0..3}/mlp/up"),),
     ),
-    "a name twice": Planted(
-        lambda: by_name(names=changed_names(up=("embed", "embed"))), (("unplannable", "layers/{0..3}/mlp/up"),)
+    "a name twice": (
+        lambda: by_name(names=changed_names(up=("embed", "embed"))),
+        (("unplannable", "layers/{0..3}/mlp/up"),),
     ),
-    "names without rules": Planted(
-        lambda: {"tree": {"w": leaf(8, 8)}, "mesh": MESH, "names": {"w": ("a", "b")}}, (("unplannable", "w"),)
+    "names without rules": (
+        lambda: {"tree": {"w": leaf(8, 8)}, "mesh": MESH, "names": {"w": ("a", "b")}},
+        (("unplannable", "w"),),
     ),
-    "names of another tree": Planted(
+    "names of another tree": (
         lambda: by_name(names={"embed": ("vocab", "embed")}),
         (
             ("invalid", "names"),
@@ -114,118 +116,168 @@ PLANTED: dict[str, Planted] = {
             *(("unmatched", f"layers/{{0..3}}/attn/{role}_proj") for role in "qkvo"),
         ),
     ),
-    "an unknown mode": Planted(lambda: by_name(mode="trian"), (("invalid", "mode 'trian'"),)),
-    "an unknown memory kind": Planted(
-        lambda: by_path(memory_kinds=(("embed", "pinned_hosts"),)), (("invalid", "memory_kinds[0] 'embed'"),)
+    "an unknown mode": (lambda: by_name(mode="trian"), (("invalid", "mode 'trian'"),)),
+    "an unknown memory kind": (
+        lambda: by_path(memory_kinds=(("embed", "pinned_hosts"),)),
+        (("invalid", "memory_kinds[0] 'embed'"),),
     ),
-    "a leaf without a rule": Planted(lambda: by_path(rules=without(RULES, 4)), (("unmatched", "layers/{0..3}/norm"),)),
-    "a name that is misspelled": Planted(
-        lambda: by_name(names=changed_names(up=("mpl", "embed"))), (("unknown-name", "name 'mpl'"),)
+    "a leaf without a rule": (lambda: by_path(rules=without(RULES, 4)), (("unmatched", "layers/{0..3}/norm"),)),
+    "a name that is misspelled": (
+        lambda: by_name(names=changed_names(up=("mpl", "embed"))),
+        (("unknown-name", "name 'mpl'"),),
     ),
-    "a name that nobody knows": Planted(
-        lambda: by_name(names=changed_names(up=("wholly_new", "embed"))), (("unknown-name", "name 'wholly_new'"),)
+    "a name that nobody knows": (
+        lambda: by_name(names=changed_names(up=("wholly_new", "embed"))),
+        (("unknown-name", "name 'wholly_new'"),),
     ),
-    "a unit of no name": Planted(
-        lambda: by_name(AxisRules(AXES.rules, units={"headz": 64})), (("unknown-name", "units 'headz'"),)
+    "a unit of no name": (
+        lambda: by_name(AxisRules(AXES.rules, units={"headz": 64})),
+        (("unknown-name", "units 'headz'"),),
     ),
-    "a mesh axis that is misspelled": Planted(
-        lambda: by_path(rules=[*RULES[:4], (r"norm$", P("fspd"))]), (("absent-axis", "mesh axis 'fspd'"),)
+    "a mesh axis that is misspelled": (
+        lambda: by_path(rules=[*RULES[:4], (r"norm$", P("fspd"))]),
+        (("absent-axis", "mesh axis 'fspd'"),),
     ),
-    "a mesh axis of axis rules that is misspelled": Planted(
-        lambda: by_name(AXES.extend([("vocab", "fdsp")])), (("absent-axis", "mesh axis 'fdsp'"),)
+    "a mesh axis of axis rules that is misspelled": (
+        lambda: by_name(AXES.extend([("vocab", "fdsp")])),
+        (("absent-axis", "mesh axis 'fdsp'"),),
     ),
-    "a mesh axis that is not there": Planted(
-        lambda: by_name(AXES.extend([("vocab", "pipeline")])), (("absent-axis", "mesh axis 'pipeline'"),)
+    "a mesh axis that is not there": (
+        lambda: by_name(AXES.extend([("vocab", "pipeline")])),
+        (("absent-axis", "mesh axis 'pipeline'"),),
     ),
-    "a mesh axis that nobody uses": Planted(
+    "a mesh axis that nobody uses": (
         lambda: by_path() | {"mesh": MeshSpec({"data": 2, "fsdp": 4, "tensor": 2})},
         (("unused-axis", "mesh axis 'data'"),),
     ),
-    "a mesh axis that no name uses": Planted(
+    "a mesh axis that no name uses": (
         lambda: by_name() | {"mesh": MeshSpec({"data": 2, "fsdp": 4, "tensor": 2})},
         (("unused-axis", "mesh axis 'data'"),),
     ),
-    "a rule that matches nothing": Planted(
-        lambda: by_path((r"lm_haed", P("tensor"))), (("unused-rule", "paths[0] 'lm_haed'"),)
+    "a rule that matches nothing": (
+        lambda: by_path((r"lm_haed", P("tensor"))),
+        (("unused-rule", "paths[0] 'lm_haed'"),),
     ),
-    "a memory kind that matches nothing": Planted(
+    "a memory kind that matches nothing": (
         lambda: by_path(memory_kinds=(("opt_state", "pinned_host"),)),
         (("unused-rule", "memory_kinds[0] 'opt_state'"),),
     ),
-    "a rule behind one that takes all": Planted(
+    "a rule behind one that takes all": (
         lambda: by_path(rules=[*RULES, (r"v_proj", P("fsdp", "tensor")), (r".*", replicate)]),
         (("shadowed-rule", "paths[5] 'v_proj'"),),
     ),
-    "a special rule behind a wide one": Planted(
+    "a special rule behind a wide one": (
         lambda: by_path(rules=[(r"_proj|mlp|norm", fsdp("fsdp")), (r"o_proj", P("fsdp", "tensor")), *RULES[2:4]]),
         (("shadowed-rule", "paths[1] 'o_proj'"),),
     ),
-    "a rule after one for nothing": Planted(
+    "a rule after one for nothing": (
         lambda: by_name(AxisRules([*AXES.rules, ("batch", None), ("batch", "fsdp")])),
         (("dead-rule", "axes.rules[6] 'batch' -> fsdp"),),
     ),
-    "a fallback that asks for more": Planted(
+    "a fallback that asks for more": (
         lambda: by_name(AXES.extend([("embed", ("fsdp", "tensor"))])),
         (("dead-rule", "axes.rules[5] 'embed' -> fsdp+tensor"),),
     ),
-    "a rule of a mode twice": Planted(
+    "a rule of a mode twice": (
         lambda: by_name(AXES.extend(modes={"serve": [("embed", "fsdp"), ("embed", "fsdp")]}), mode="serve"),
         (("dead-rule", "axes.modes['serve'][1] 'embed' -> fsdp"),),
     ),
-    "a large leaf that is whole": Planted(
-        lambda: by_path((r"embed$", ()), rules=without(RULES, 2), replicated_bytes=2**18), (("replicated", "embed"),)
+    "a large leaf that is whole": (
+        lambda: by_path((r"embed$", ()), rules=without(RULES, 2), replicated_bytes=2**18),
+        (("replicated", "embed"),),
     ),
-    "a large leaf whose names are of nothing": Planted(
+    "a large leaf whose names are of nothing": (
         lambda: by_name(
             AXES.extend([("table", None)]), names=changed_names(embed=("table", None)), replicated_bytes=2**18
         ),
         (("replicated", "embed"),),
     ),
-    "a size that does not divide": Planted(
-        lambda: by_path() | {"tree": {**TREE, "embed": leaf(1001, 256)}}, (("corrected", "embed"),)
+    "a size that does not divide": (
+        lambda: by_path() | {"tree": {**TREE, "embed": leaf(1001, 256)}},
+        (("corrected", "embed"),),
     ),
-    "a size of names that does not divide": Planted(
+    "a size of names that does not divide": (
         lambda: (
             by_name(AXES.extend([("odd", "tensor")]), names=changed_names(embed=("odd", "embed")))
             | {"tree": {**TREE, "embed": leaf(1001, 256)}}
         ),
         (("corrected", "embed"),),
     ),
-    "a head that is cut, said by its neighbour": Planted(
+    "a head that is cut, said by its neighbour": (
         lambda: by_path(
             (r"q_proj$", atomic(P("tensor", "fsdp"), (256, 1))), (r"k_proj$", atomic(P(None, "fsdp"), (256, 1)))
         ),
         (("cut-head", "layers/{0..3}/attn/v_proj"),),
     ),
-    "a head that is cut, said by a norm": Planted(
+    "a head that is cut, said by a norm": (
         lambda: by_path((r"k_norm", replicate)) | {"tree": with_attention(k_norm=leaf(256))},
         (("cut-head", "layers/{0..3}/attn/k_proj"), ("cut-head", "layers/{0..3}/attn/v_proj")),
     ),
-    "a head that is cut, said by the user": Planted(
+    "a head that is cut, said by the user": (
         lambda: by_name(head_dim=256),
         (("cut-head", "layers/{0..3}/attn/k_proj"), ("cut-head", "layers/{0..3}/attn/v_proj")),
     ),
-    "heads of the usual width that are cut": Planted(
+    "heads of the usual width that are cut": (
         lambda: (
             by_path(tree=with_attention(q_proj=leaf(2048, 256), o_proj=leaf(256, 2048)))
             | {"mesh": MeshSpec({"fsdp": 4, "tensor": 4})}
         ),
         (("cut-head", "layers/{0..3}/attn/k_proj"), ("cut-head", "layers/{0..3}/attn/v_proj")),
     ),
-    "names in the wrong order": Planted(
+    "names in the wrong order": (
         lambda: by_name(names=changed_names(**{"layers__2__mlp__up": ("embed", "mlp")})),
         (("contradicted-name", "layers/2/mlp/up"), ("uneven-layers", "layers/2/mlp/up")),
     ),
-    "one name for two axes": Planted(
-        lambda: by_name(names=changed_names(embed=("mlp", "embed"))), (("contradicted-name", "embed, name 'mlp'"),)
+    "one name for two axes": (
+        lambda: by_name(names=changed_names(embed=("mlp", "embed"))),
+        (("contradicted-name", "embed, name 'mlp'"),),
     ),
-    "a layer that is sharded otherwise": Planted(
-        lambda: by_path((r"layers/3/mlp/up$", P("fsdp"))), (("uneven-layers", "layers/3/mlp/up"),)
+    "a layer that is sharded otherwise": (
+        lambda: by_path((r"layers/3/mlp/up$", P("fsdp"))),
+        (("uneven-layers", "layers/3/mlp/up"),),
     ),
-    "a moment that is whole": Planted(
-        lambda: {"tree": opt_state(P())}, (("replicated", "opt/0/nu/w"), ("optimizer-state", "opt/0/nu/w"))
+    "a moment that is whole": (
+        lambda: {"tree": opt_state(P())},
+        (("replicated", "opt/0/nu/w"), ("optimizer-state", "opt/0/nu/w")),
     ),
-    "a moment that is less sharded": Planted(
-        lambda: {"tree": opt_state(P("fsdp"))}, (("optimizer-state", "opt/0/nu/w"),)
+    "a moment that is less sharded": (lambda: {"tree": opt_state(P("fsdp"))}, (("optimizer-state", "opt/0/nu/w"),)),
+    "names in the wrong order everywhere": (
+        lambda: by_name(names=changed_names(up=("embed", "mlp"))),
+        (("contradicted-name", "layers/{0..3}/mlp/up"),),
+    ),
+    "a table's names in the wrong order": (
+        lambda: by_name(names=changed_names(head=("vocab", "embed"))),
+        (("contradicted-name", "head"),),
+    ),
+    # In the rules of published models.
+    "heads cut, as the query's rule says": (
+        lambda: model("llama3-8b", "fsdp_tp", "fsdp=2,tensor=16", (r"[kv]_proj.weight$", P("tensor", "fsdp"))),
+        tuple(("cut-head", f"model/layers/{{0..3}}/self_attn/{role}_proj/weight") for role in "kv"),
+    ),
+    "one head cut, and the value's whole": (
+        lambda: model("gemma-2b", "fsdp_tp", "fsdp=2,tensor=2", (r"k_proj.weight$", P("tensor", "fsdp"))),
+        (
+            ("corrected", "model/layers/{0..3}/self_attn/v_proj/weight"),
+            ("cut-head", "model/layers/{0..3}/self_attn/k_proj/weight"),
+        ),
+    ),
+    "the elements of heads cut": (
+        lambda: model("vit-b-16", "fsdp_tp", "fsdp=4,tensor=4", ("key.kernel", P(None, None, "tensor"))),
+        (("cut-head", "Transformer/encoderblock_{0..3}/MultiHeadDotProductAttention_0/key/kernel"),),
+    ),
+    "the head whole": (
+        lambda: model("llama3-70b", "fsdp_tp", "fsdp=4,tensor=4", ("lm_head", replicate)),
+        (("replicated", "lm_head/weight"),),
+    ),
+    "a number that finds others too": (
+        lambda: model("llama3.2-1b", "fsdp_tp", "fsdp=4,tensor=4", (r"layers.1.*up_proj", P(None, "fsdp")), layers=12),
+        (("uneven-layers", "model/layers/{1,10..11}/mlp/up_proj/weight"),),
+    ),
+    "more experts than there are": (
+        lambda: model("llama4-scout", "ep", "expert=32,fsdp=2,tensor=2", layers=2),
+        tuple(
+            ("corrected", f"language_model/model/layers/{{0..1}}/feed_forward/experts/{name}_proj")
+            for name in ("down", "gate_up")
+        ),
     ),
 }

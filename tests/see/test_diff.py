@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings, strategies as st
-from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec, PathRules, diff, plan_reshard
@@ -43,7 +42,9 @@ def test_axes_that_moved_are_grouped_over_layers():
     assert biases.steps == ("all_gather",)
 
 
-def test_bytes_and_steps_are_those_of_the_move():
+def test_bytes_and_steps_are_those_of_the_move_and_none_between_equal_plans():
+    same = diff(BEFORE, sfx.ShardPlan.from_json(BEFORE.to_json()))
+    assert not same and same.leaves == () and str(same).startswith("the plans are equal")
     found, moving = diff(BEFORE, AFTER), plan_reshard(BEFORE, AFTER)
     assert found.wire_bytes == moving.wire_bytes > 0
     by_path = {leaf.path: leaf for leaf in moving.leaves}
@@ -51,11 +52,6 @@ def test_bytes_and_steps_are_those_of_the_move():
         assert row.wire_bytes == sum(by_path[path].wire_bytes for path in row.paths)
         assert row.steps == tuple(step.kind for step in by_path[row.paths[0]].steps)
     assert found.bytes_per_device == (BEFORE.bytes_per_device, AFTER.bytes_per_device)
-
-
-def test_equal_plans_have_no_difference():
-    found = diff(BEFORE, sfx.ShardPlan.from_json(BEFORE.to_json()))
-    assert not found and found.leaves == () and str(found).startswith("the plans are equal")
 
 
 def test_a_smaller_mesh_moves_leaves_whose_specs_are_equal():
@@ -79,10 +75,7 @@ def test_plans_of_other_trees():
 
 
 def test_what_decides_may_differ_where_nothing_moves():
-    same = sfx.plan(
-        TREE, MESH, paths=PathRules([("embed", P("tensor", "fsdp")), ("w$", P("fsdp", "tensor")), ("b", P("fsdp"))])
-    )
-    found = diff(BEFORE, same)
+    found = diff(BEFORE, planned("embed->tensor.fsdp, w$->fsdp.tensor, b->fsdp"))
     assert {row.fields for row in found.leaves} == {("rule",)} and found.wire_bytes == 0
     assert "rule: paths[1] w -> paths[1] w$" in str(found)
 
@@ -97,9 +90,8 @@ def test_containers_and_strictness_and_rules_differ():
 
 
 def test_leaves_that_cannot_be_moved_are_compared_all_the_same():
-    one = planned("w->fsdp, b->fsdp", {"w": leaf(8, dtype=jnp.int2), "b": leaf(8)})
-    two = planned("w->tensor, b->tensor", {"w": leaf(8, dtype=jnp.int2), "b": leaf(8)})
-    moves = {row.path: row.move for row in diff(one, two).leaves}
+    tree = {"w": leaf(8, dtype=jnp.int2), "b": leaf(8)}
+    moves = {row.path: row.move for row in diff(planned(".*->fsdp", tree), planned(".*->tensor", tree)).leaves}
     assert moves["w"] is None and moves["b"] is not None
 
 
@@ -140,14 +132,9 @@ layers/{0..11}/w: 12 x bf16[32,32] fsdp,tensor
 """
 
 
-def test_the_text_of_a_plan():
+def test_a_plan_has_the_text_that_its_specs_give_whatever_its_rules():
     assert plan_text(BEFORE) == GOLDEN
-    assert_same_plan_text(BEFORE, GOLDEN)
-
-
-def test_rules_can_be_rewritten_under_a_golden_text():
-    rules = PathRules([("^embed$", P("tensor", "fsdp")), ("/w$", P("fsdp", "tensor")), (".*", P("fsdp"))])
-    assert_same_plan_text(sfx.plan(TREE, MESH, paths=rules), GOLDEN)
+    assert_same_plan_text(planned("^embed$->tensor.fsdp, /w$->fsdp.tensor, .*->fsdp"), GOLDEN)
 
 
 def test_a_failure_is_a_diff_and_says_how_to_accept():
@@ -158,9 +145,8 @@ def test_a_failure_is_a_diff_and_says_how_to_accept():
         "the plan is not that of the expected text.",
         "To accept the new one, replace the text with `plan_text(plan)`.",
     ]
-    assert "-layers/{0..11}/w: 12 x bf16[32,32] fsdp,tensor" in lines
-    assert "+layers/{0..11}/w: 12 x bf16[32,32] tensor,fsdp" in lines
-    assert "-25 arrays, 29,440 bytes, 3,776 per device" in lines
+    for path in ("-layers/{0..11}/w: 12 x bf16[32,32] fsdp,tensor", "+layers/{0..11}/w: 12 x bf16[32,32] tensor,fsdp"):
+        assert path in lines
 
 
 def test_golden_files(tmp_path):
@@ -177,8 +163,8 @@ def test_golden_files(tmp_path):
 
 
 def test_a_change_of_one_leaf_is_a_change_of_one_line_and_the_totals():
-    other = sfx.plan(TREE, MESH, paths=PathRules.parse("embed->None.fsdp, w->fsdp.tensor, b->fsdp"))
-    lines = difflib.ndiff(plan_text(BEFORE).splitlines(), plan_text(other).splitlines())
+    other = planned("embed->None.fsdp, w->fsdp.tensor, b->fsdp")
+    lines = difflib.ndiff(GOLDEN.splitlines(), plan_text(other).splitlines())
     changed = [line for line in lines if line[0] in "+-"]
     assert [line[2:9] for line in changed] == ["25 arra", "25 arra", "embed: ", "embed: "]
 

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
 from shardfx._see.finding import CODES
-from tests.see.planted import AXES, CLEAN, MESH, PLANTED
+from tests.see.planted import AXES, CLEAN, MESH, PLANTED, leaf, model
 
 
 def applied(fix: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -42,11 +43,17 @@ def test_clean_rules_have_no_findings(clean):
     assert lint(CLEAN[clean]) == ()
 
 
+def test_rules_of_ones_own_before_a_presets_are_no_mistake():
+    own = ("embed_tokens|lm_head", P("fsdp")), ("up_proj", P("tensor"))
+    assert lint(model("llama3-8b", "fsdp_tp", "fsdp=4,tensor=4", *own)) == ()
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_mistake_is_found_and_nothing_else_and_each_fix_takes_its_finding_away(name):
-    arguments = PLANTED[name].make()
+    make, expected = PLANTED[name]
+    arguments = make()
     found = lint(arguments)
-    assert sorted((one.code, one.where) for one in found) == sorted(PLANTED[name].found), str(found)
+    assert sorted((one.code, one.where) for one in found) == sorted(expected), str(found)
     for one in found:
         after = lint(applied(one.fix, arguments))
         assert {other.code for other in after.worst("error")} <= {other.code for other in found.worst("error")}, one.fix
@@ -65,7 +72,8 @@ def test_a_planted_mistake_is_found_and_nothing_else_and_each_fix_takes_its_find
     assert found == (), f"findings are left: {found}"
 
 
-def test_the_page_lists_every_kind_of_finding():
+def test_every_kind_of_finding_is_planted_and_on_the_page():
+    assert {code for _, found in PLANTED.values() for code, _ in found} == set(CODES)
     page = (Path(__file__).parents[2] / "docs" / "look.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (.*) \|$", page, re.M)
     assert dict(rows) == dict(CODES)
@@ -73,7 +81,7 @@ def test_the_page_lists_every_kind_of_finding():
 
 def moments(**arguments: Any) -> sfx.ShardPlan:
     """A joined plan of parameters and Adam's moments."""
-    params = {"w": jax.ShapeDtypeStruct((8192, 4096), jnp.float32), "b": jax.ShapeDtypeStruct((4096,), jnp.float32)}
+    params = {"w": leaf(8192, 4096, dtype=jnp.float32), "b": leaf(4096, dtype=jnp.float32)}
     mesh = sfx.MeshSpec({"data": 4, "fsdp": 2})
     plan = sfx.plan(params, mesh, paths=sfx.PathRules.parse("w->fsdp, b->fsdp"))
     return sfx.ShardPlan.join(params=plan, opt=sfx.follow(optax.adam(1e-3).init, plan, **arguments))
@@ -96,7 +104,7 @@ def test_one_state_that_zero_left_out_is_told():
 
 
 def test_a_state_that_follows_another_plan_is_told():
-    params = {name: jax.ShapeDtypeStruct((512, 512), jnp.float32) for name in ("up", "down")}
+    params = {name: leaf(512, 512, dtype=jnp.float32) for name in ("up", "down")}
     mesh = sfx.MeshSpec({"fsdp": 4, "tensor": 2})
     ours = sfx.plan(params, mesh, paths=sfx.PathRules.parse("up->fsdp.tensor, down->tensor.fsdp"))
     theirs = sfx.plan(params, mesh, paths=sfx.PathRules.parse("up->tensor.fsdp, down->tensor.fsdp"))
@@ -104,33 +112,21 @@ def test_a_state_that_follows_another_plan_is_told():
     assert sfx.lint(sfx.ShardPlan.join(params=ours, opt=follow(ours))) == ()
     plan = sfx.ShardPlan.join(params=ours, opt=follow(theirs))
     found = sfx.lint(plan)
-    assert [(one.code, one.where) for one in found] == [
-        ("optimizer-state", "opt/0/mu/up"),
-        ("optimizer-state", "opt/0/nu/up"),
-    ]
+    assert [(one.code, one.where) for one in found] == [("optimizer-state", f"opt/0/{at}/up") for at in ("mu", "nu")]
     assert found[0].message.startswith("it lies as P('tensor', 'fsdp'), its parameter as P('fsdp', 'tensor'): ")
     for one in found:
         plan = applied(one.fix, {"tree": plan})["tree"]
     assert sfx.lint(plan) == ()
 
 
-def joined_with(optimizer: optax.GradientTransformation | optax.GradientTransformationExtraArgs) -> sfx.ShardPlan:
-    """A plan of parameters, a square one among them, with the state of an optimizer that follows it."""
-    layer = {"w": jax.ShapeDtypeStruct((4096, 8192), jnp.float32), "b": jax.ShapeDtypeStruct((8192,), jnp.float32)}
-    params = {"layers": [layer] * 2, "square": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
-    rules = sfx.PathRules.parse("w|square->fsdp.tensor, b->tensor")
-    plan = sfx.plan(params, sfx.MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules)
-    return sfx.ShardPlan.join(params=plan, opt=sfx.follow(optimizer.init, plan))
-
-
 # A state of each optimizer that is not as its parameter, with a spec that is less than it could have.
 LESS = {
-    "adafactor, rows": (optax.adafactor(1e-3), "opt/0/v_row/layers/{}/w", jax.P(), "nothing", "`fsdp`"),
-    "adafactor, columns": (optax.adafactor(1e-3), "opt/0/v_col/layers/{}/w", jax.P(), "nothing", "`tensor`"),
-    "adafactor, square": (optax.adafactor(1e-3), "opt/0/v_col/square", jax.P(), "nothing", "`tensor`"),
-    "sm3": (optax.sm3(1e-3), "opt/0/mu/layers/{}/w/1", jax.P(), "nothing", "`tensor`"),
+    "adafactor, rows": (optax.adafactor, "opt/0/v_row/layers/{}/w", jax.P(), "nothing", "`fsdp`"),
+    "adafactor, columns": (optax.adafactor, "opt/0/v_col/layers/{}/w", jax.P(), "nothing", "`tensor`"),
+    "adafactor, square": (optax.adafactor, "opt/0/v_col/square", jax.P(), "nothing", "`tensor`"),
+    "sm3": (optax.sm3, "opt/0/mu/layers/{}/w/1", jax.P(), "nothing", "`tensor`"),
     "l-bfgs": (
-        optax.lbfgs(),
+        optax.lbfgs,
         "opt/0/diff_params_memory/layers/{}/w",
         jax.P(None, "fsdp"),
         "`fsdp`",
@@ -142,7 +138,10 @@ LESS = {
 @pytest.mark.parametrize("which", LESS)
 def test_a_state_of_another_shape_than_its_parameter_is_compared_with_it(which):
     optimizer, path, spec, less, more = LESS[which]
-    plan = joined_with(optimizer)
+    layer = {"w": leaf(4096, 8192, dtype=jnp.float32), "b": leaf(8192, dtype=jnp.float32)}
+    params = {"layers": [layer] * 2, "square": leaf(4096, 4096, dtype=jnp.float32)}
+    made = sfx.plan(params, MESH, paths=sfx.PathRules.parse("w|square->fsdp.tensor, b->tensor"))
+    plan = sfx.ShardPlan.join(params=made, opt=sfx.follow(optimizer(1e-3).init, made))
     assert sfx.lint(plan) == ()
     plan = plan.replace(f"^{path.format('[01]')}$", spec)
     (found,) = sfx.lint(plan).without("replicated")
@@ -153,7 +152,7 @@ def test_a_state_of_another_shape_than_its_parameter_is_compared_with_it(which):
 
 
 def test_branches_that_are_alike_are_no_states():
-    tower = {"layers": [{"weight": jax.ShapeDtypeStruct((4096, 8192), jnp.float32)}] * 2}
+    tower = {"layers": [{"weight": leaf(4096, 8192, dtype=jnp.float32)}] * 2}
     tree = {"encoder": tower, "decoder": {"body": tower}, "head": {"weight": tower["layers"][0]["weight"]}}
     rules = sfx.PathRules([("encoder", jax.P("fsdp", "tensor")), (".*", jax.P("fsdp"))])
     assert sfx.lint(tree, MESH, paths=rules) == ()
@@ -164,7 +163,7 @@ def test_a_module_with_functions_and_names_of_its_own():
         weight: jax.ShapeDtypeStruct = sfx.field(names=("mlp", "embd"))
         call: Callable[..., Any] = jnp.tanh
 
-    arguments = {"tree": [Dense(jax.ShapeDtypeStruct((8, 16), jnp.float32))] * 2, "mesh": MESH, "axes": AXES}
+    arguments = {"tree": [Dense(leaf(8, 16, dtype=jnp.float32))] * 2, "mesh": MESH, "axes": AXES}
     (found,) = lint(arguments)
     assert (found.code, found.where) == ("unknown-name", "name 'embd'")
     assert lint(applied(found.fix, arguments)) == ()
@@ -174,7 +173,7 @@ def test_a_module_with_functions_and_names_of_its_own():
 
 
 def test_severities_follow_the_arguments():
-    tree, mesh = {"w": jax.ShapeDtypeStruct((7, 8), jnp.float32)}, MESH
+    tree, mesh = {"w": leaf(7, 8, dtype=jnp.float32)}, MESH
     rules = sfx.PathRules([("w", jax.P("fsdp", "tensor")), ("nothing", jax.P())])
     loose = sfx.lint(tree, mesh, paths=rules, unused="allow")
     assert [(one.code, one.severity) for one in loose] == [("corrected", "warning"), ("unused-rule", "warning")]
@@ -185,45 +184,33 @@ def test_severities_follow_the_arguments():
 
 
 def test_a_refined_mesh_takes_what_it_can():
-    key = {"k": jax.ShapeDtypeStruct((256, 64), jnp.float32)}
+    key = {"k": leaf(256, 64, dtype=jnp.float32)}
     mesh, rules = sfx.MeshSpec({"tensor": 4}), sfx.PathRules([("k", sfx.atomic(jax.P("tensor"), (128, 1)))])
     (found,) = sfx.lint(key, mesh, paths=rules)
     assert (found.code, found.severity, found.fix) == ("corrected", "info", "refine = True")
     assert sfx.lint(key, mesh, paths=rules, refine=True) == ()
-    odd = {"k": jax.ShapeDtypeStruct((7, 64), jnp.float32)}
+    odd = {"k": leaf(7, 64, dtype=jnp.float32)}
     (found,) = sfx.lint(odd, mesh, paths=sfx.PathRules.parse("k->tensor"), refine=True)
     arguments = {"tree": odd, "mesh": mesh, "paths": sfx.PathRules.parse("k->tensor"), "refine": True}
     assert lint(applied(found.fix, arguments)) == ()
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [jax.ShapeDtypeStruct((), jnp.float32), jax.random.key(0)],
-    ids=["scalar", "key"],
-)
-def test_trees_with_nothing_to_shard(tree):
-    assert sfx.lint(tree, sfx.MeshSpec({})) == ()
-
-
 def test_strange_dtypes_and_sizes():
-    def leaf(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    tree = {"key": jax.random.key(0), "numpy": np.ones((4, 4)), "int4": leaf((8, 8), jnp.int4)}
-    tree |= {"none": leaf((0, 3), bool), "fp8": leaf((3, 5), jnp.float8_e4m3fn)}
+    for nothing in (leaf(), jax.random.key(0)):
+        assert sfx.lint(nothing, sfx.MeshSpec({})) == ()
+    tree = {"key": jax.random.key(0), "numpy": np.ones((4, 4)), "int4": leaf(8, 8, dtype=jnp.int4)}
+    tree |= {"none": leaf(0, 3, dtype=bool), "fp8": leaf(3, 5, dtype=jnp.float8_e4m3fn)}
     found = sfx.lint(tree, MESH, paths=sfx.PathRules.parse("key->replicate, .*->fsdp.tensor"))
     assert {(one.code, one.where) for one in found} == {("corrected", "fp8"), ("corrected", "none")}
 
 
 def test_thousands_of_findings_are_made_fast_and_shown_in_part():
     names = ["".join(letters) for letters in itertools.product("abcdefghij", repeat=3)]
-    tree = {name: jax.ShapeDtypeStruct((7, 8), jnp.float32) for name in names}
+    tree = {name: leaf(7, 8, dtype=jnp.float32) for name in names}
     found = sfx.lint(tree, MESH, paths=sfx.PathRules.parse(".*->fsdp.tensor"))
     (one,) = found  # of one cause
-    assert (one.code, one.where) == (
-        "corrected",
-        "mesh axis 'fsdp'",
-    ) and "1,000 arrays are not divisible by" in one.message
+    assert (one.code, one.where) == ("corrected", "mesh axis 'fsdp'")
+    assert "1,000 arrays are not divisible by" in one.message
     again = sfx.lint(tree, MESH, paths=sfx.PathRules([("nothing_like_it", sfx.optional(jax.P()))]))
     assert sum(one.code == "unmatched" for one in again) == 1000
     text = str(again)
@@ -233,7 +220,7 @@ def test_thousands_of_findings_are_made_fast_and_shown_in_part():
 
 @pytest.mark.parametrize("roots, count", [(("q", "k", "v"), 0), (("g", "m"), 0), (("params", "m", "v"), 1)])
 def test_one_letter_is_a_moment_only_beside_the_other(roots, count):
-    tree = {root: {"w": jax.ShapeDtypeStruct((8192, 32768), jnp.float32)} for root in roots}
+    tree = {root: {"w": leaf(8192, 32768, dtype=jnp.float32)} for root in roots}
     names = {root: {"w": ("embed", "heads")} for root in roots}
     axes = sfx.AxisRules([("heads", "tensor"), ("embed", None), ("batch", "data")])
     found = sfx.lint(tree, sfx.MeshSpec({"data": 2, "tensor": 4}), names=names, axes=axes)
@@ -241,18 +228,13 @@ def test_one_letter_is_a_moment_only_beside_the_other(roots, count):
 
 
 def test_one_cause_is_one_finding_whose_fix_mends_it():
-    tree = {name: jax.ShapeDtypeStruct((64, 64 * size), jnp.float32) for size, name in enumerate("abcdefghi", 1)}
-    given = {
-        "tree": tree,
-        "mesh": sfx.MeshSpec({"fsdp": 3, "tensor": 2}),
-        "paths": sfx.PathRules.parse(".*->fsdp.tensor"),
-    }
+    tree = {name: leaf(64, 64 * size, dtype=jnp.float32) for size, name in enumerate("abcdefghi", 1)}
+    mesh, rules = sfx.MeshSpec({"fsdp": 3, "tensor": 2}), sfx.PathRules.parse(".*->fsdp.tensor")
+    given = {"tree": tree, "mesh": mesh, "paths": rules}
     (found,) = lint(given)
     assert (found.code, found.where) == ("corrected", "mesh axis 'fsdp'")
-    assert (
-        "9 arrays are not divisible by `fsdp` (3)" in found.message
-        and "`fsdp` of 2 or 4 would divide all of them" in found.message
-    )
+    assert "9 arrays are not divisible by `fsdp` (3)" in found.message
+    assert "`fsdp` of 2 or 4 would divide all of them" in found.message
     assert found.fix == "mesh = MeshSpec({'fsdp': 2, 'tensor': 2})" and lint(applied(found.fix, given)) == ()
     # Of one array alone, too: a spec without the axis would only hush.
     (alone,) = lint({**given, "tree": {"a": tree["a"]}})

@@ -1,7 +1,7 @@
 """Laws of `lint`, over random rules: what is dead is never applied, and any number of mistakes is found."""
 
 import itertools
-import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec
 from shardfx._rules.resolution import attempts
-from tests.see.planted import AXES, MESH, NAMES, PLANTED, RULES, TREE
+from tests.see.planted import AXES, MESH, NAMES, RULES, TREE
 
 
 MESH_AXES = ("a", "b", "c")
@@ -43,40 +43,33 @@ def test_a_rule_is_dead_exactly_if_no_array_uses_it(rules):
     assert dead == {number for number in range(len(rules)) if number not in applied}
 
 
-# Mistakes that have nothing to do with one another.
-TOGETHER = (
-    "a name that is misspelled",
-    "a unit of no name",
-    "a mesh axis that is not there",
-    "a rule after one for nothing",
-    "names in the wrong order",
-    "one name for two axes",
+# Mistakes that have nothing to do with one another: names of some arrays, rules of names, and what is found.
+TOGETHER: tuple[tuple[dict[str, tuple[str, ...]], list[Any], set[tuple[str, str]]], ...] = (
+    # A layer of which one name is misspelled, or two are swapped, is not sharded as the others are.
+    (
+        {"layers/1/mlp/down$": ("embed", "mpl")},
+        [],
+        {("unknown-name", "name 'mpl'"), ("uneven-layers", "layers/1/mlp/down")},
+    ),
+    (
+        {"layers/2/mlp/up$": ("embed", "mlp")},
+        [],
+        {("contradicted-name", "layers/2/mlp/up"), ("uneven-layers", "layers/2/mlp/up")},
+    ),
+    ({"^embed$": ("mlp", "embed")}, [], {("contradicted-name", "embed, name 'mlp'")}),
+    ({}, [("vocab", "pipeline")], {("absent-axis", "mesh axis 'pipeline'")}),
+    ({}, [("heads", ("tensor", "fsdp"))], {("dead-rule", "axes.rules[{}] 'heads' -> tensor+fsdp")}),
+    ({}, [("embed", ("fsdp", "tensor"))], {("dead-rule", "axes.rules[{}] 'embed' -> fsdp+tensor")}),
 )
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_mistakes_of_several_kinds_are_all_found(seed):
-    chosen = random.Random(seed)
-    typo, unit, axis, dead, swap, doubled = (chosen.random() < 0.6 for _ in range(6))
-    rules, expected, names = list(AXES.rules), set(), dict[str, tuple[str, ...]]()
-    if typo:
-        names["layers/1/mlp/down$"] = ("embed", "mpl")
-        # Its layer is then not sharded as the others are.
-        expected |= {("unknown-name", "name 'mpl'"), ("uneven-layers", "layers/1/mlp/down")}
-    if axis:
-        rules.append(("vocab", "pipeline"))
-        expected.add(("absent-axis", "mesh axis 'pipeline'"))
-    if dead:
-        at = chosen.randrange(5)
-        rules.append((AXES.rules[at][0], (str(AXES.rules[at][1]), "fsdp" if at < 4 else "tensor")))
-        told = f"axes.rules[{len(rules) - 1}] {rules[-1][0]!r} -> {'+'.join(rules[-1][1])}"
-        expected.add(("dead-rule", told))
-    if swap:
-        names["layers/2/mlp/up$"] = ("embed", "mlp")
-        expected |= {("contradicted-name", "layers/2/mlp/up"), ("uneven-layers", "layers/2/mlp/up")}
-    if doubled:
-        names["^embed$"] = ("mlp", "embed")
-        expected.add(("contradicted-name", "embed, name 'mlp'"))
+@given(st.sets(st.sampled_from(range(len(TOGETHER)))), st.booleans())
+def test_mistakes_of_several_kinds_are_all_found(chosen, unit):
+    rules, expected, names = list(AXES.rules), set(), {}
+    for changed, more, found in (TOGETHER[number] for number in sorted(chosen)):
+        expected |= {(code, where.replace("[{}]", f"[{len(rules)}]")) for code, where in found}
+        rules += more
+        names |= changed
     axes = AxisRules(rules, units={"headz": 64} if unit else None)
     expected |= {("unknown-name", "units 'headz'")} if unit else set()
     found = sfx.lint(TREE, MESH, names=sfx.auto.renamed(TREE, names, names=NAMES), axes=axes)
@@ -84,30 +77,16 @@ def test_mistakes_of_several_kinds_are_all_found(seed):
     assert [one.bytes for one in found] == sorted((one.bytes for one in found), reverse=True)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_mistakes_of_several_path_rules_are_all_found(seed):
-    chosen = random.Random(seed)
-    expected: set[tuple[str, str]] = set()
-    first, last = [], []
-    for number in range(chosen.randrange(4)):
-        first.append((f"nothing_{number}", jax.P("tensor")))
-        expected.add(("unused-rule", f"paths[{number}] 'nothing_{number}'"))
-    for number in range(chosen.randrange(3)):
-        last.append((f"v_proj|{number}x", jax.P("fsdp")))
-        at = len(first) + len(RULES) + number
-        expected.add(("shadowed-rule", f"paths[{at}] 'v_proj|{number}x'"))
-    mesh = MESH
-    if chosen.random() < 0.5:
-        mesh = MeshSpec({"pod": 2, **MESH.shape})
-        expected.add(("unused-axis", "mesh axis 'pod'"))
+@given(st.integers(0, 3), st.integers(0, 2), st.booleans())
+def test_mistakes_of_several_path_rules_are_all_found(unused, shadowed, pod):
+    first = [(f"nothing_{number}", jax.P("tensor")) for number in range(unused)]
+    last = [(f"v_proj|{number}x", jax.P("fsdp")) for number in range(shadowed)]
+    expected = {("unused-rule", f"paths[{number}] 'nothing_{number}'") for number in range(unused)}
+    expected |= {("shadowed-rule", f"paths[{unused + len(RULES) + n}] 'v_proj|{n}x'") for n in range(shadowed)}
+    expected |= {("unused-axis", "mesh axis 'pod'")} if pod else set()
+    mesh = MeshSpec({"pod": 2, **MESH.shape}) if pod else MESH
     found = sfx.lint(TREE, mesh, paths=sfx.PathRules([*first, *RULES, *last]))
     assert {(one.code, one.where) for one in found} == expected, str(found)
-
-
-def test_every_kind_of_finding_is_planted():
-    from shardfx._see.finding import CODES
-
-    assert {code for planted in PLANTED.values() for code, _ in planted.found} == set(CODES)
 
 
 SMALL = MeshSpec({"fsdp": 2, "tensor": 2})
@@ -122,48 +101,34 @@ def mlp(width: int, down: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     return {"up": f32(96, width), "down": f32(down or width, 96)}
 
 
-UP_AND_DOWN = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
-LAYERS = {"layers": [mlp(256)] * 3}
-NAMED = {"layers": [UP_AND_DOWN] * 3}
-
-# A tree, its names, and where a contradiction is found.
-CASES = {
-    "experts of another width": ({**LAYERS, "shared": mlp(100)}, {**NAMED, "shared": UP_AND_DOWN}, []),
-    "a tower of another width": (
-        {**LAYERS, "eyes": {"up": f32(90, 200), "down": f32(200, 90)}},
-        {**NAMED, "eyes": UP_AND_DOWN},
-        [],
-    ),
+TABLE, NAMED = f32(1000, 96), {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
+# What is beside three layers of width 256, its names, and where a contradiction is found.
+CASES: dict[str, tuple[Any, Any, list[str]]] = {
+    "experts of another width": ({"shared": mlp(100)}, {"shared": NAMED}, []),
+    "a tower of another width": ({"eyes": {"up": f32(90, 200), "down": f32(200, 90)}}, {"eyes": NAMED}, []),
     "a name that no axis cuts": (
-        {**LAYERS, "q": f32(96, 192), "v": f32(96, 128)},
-        {**NAMED, "q": ("embed", "kv"), "v": ("embed", "kv")},
+        {"q": f32(96, 192), "v": f32(96, 128)},
+        {"q": ("embed", "kv"), "v": ("embed", "kv")},
         [],
     ),
-    "a product that does not fit": (
-        {**LAYERS, "odd": mlp(256, 250)},
-        {**NAMED, "odd": UP_AND_DOWN},
-        ["odd/down, name 'mlp'"],
-    ),
-    "a table under another's name": (
-        {**LAYERS, "embed": f32(1000, 96)},
-        {**NAMED, "embed": ("mlp", "embed")},
-        ["embed, name 'mlp'"],
-    ),
+    "a product that does not fit": ({"odd": mlp(256, 250)}, {"odd": NAMED}, ["odd/down, name 'mlp'"]),
+    "a table under another's name": ({"embed": TABLE}, {"embed": ("mlp", "embed")}, ["embed, name 'mlp'"]),
     "two tables under another's name": (
-        {**LAYERS, "embed": f32(1000, 96), "head": f32(96, 1000)},
-        {**NAMED, "embed": ("mlp", "embed"), "head": ("embed", "mlp")},
+        {"embed": TABLE, "head": f32(96, 1000)},
+        {"embed": ("mlp", "embed"), "head": ("embed", "mlp")},
         ["embed, name 'mlp'", "head, name 'mlp'"],
     ),
     "an alias": (
-        {**LAYERS, "embed": f32(1000, 96), "more": f32(300, 96)},
-        {**NAMED, "embed": ("wide", "embed"), "more": ("wide", "embed")},
-        ["more, name 'wide'"],
+        {"embed": TABLE, "few": f32(300, 96)},
+        {"embed": ("wide", "embed"), "few": ("wide", "embed")},
+        ["few, name 'wide'"],
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_name_contradicts_where_its_sizes_cannot_be_meant(case):
-    tree, names, expected = CASES[case]
+    more, named, expected = CASES[case]
+    tree, names = {"layers": [mlp(256)] * 3, **more}, {"layers": [NAMED] * 3, **named}
     found = sfx.lint(tree, SMALL, names=names, axes=MLP_AXES.with_alias("wide", of="mlp"))
     assert [one.where for one in found if one.code == "contradicted-name"] == expected, str(found)

@@ -1,23 +1,19 @@
 """The page of a report in headless Chromium, as someone uses it: mouse, keyboard, hostile names."""
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
-from test_report_data import HOSTILE, MANY, fitted, hostile
+from test_report_data import HOSTILE, fitted, hostile, of_many
 
 from shardfx import MeshSpec, PathRules, ShardPlan, html_report, plan
 from shardfx._ground.text import printable
 from shardfx._see import Finding
 from shardfx.cost import traffic
+from tests.see.planted import leaf
 
 
 pytestmark = pytest.mark.browser
@@ -118,17 +114,13 @@ def finding(**fields: Any) -> Finding:
     return Finding(**{**given, **fields})
 
 
-def struct(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-
 def model() -> ShardPlan:
     layer = {
-        "attn": {"qkv": struct(1024, 3072), "out": struct(1024, 1024)},
-        "mlp": {"up": struct(1024, 4096), "down": struct(4096, 1024)},
-        "norm": struct(1024),
+        "attn": {"qkv": leaf(1024, 3072), "out": leaf(1024, 1024)},
+        "mlp": {"up": leaf(1024, 4096), "down": leaf(4096, 1024)},
+        "norm": leaf(1024),
     }
-    tree = {"embed": struct(50257, 1024), "layers": [layer] * 24}
+    tree = {"embed": leaf(50257, 1024), "layers": [layer] * 24}
     rules = PathRules.parse("embed->tensor.fsdp, qkv|up->fsdp.tensor, out|down->tensor.fsdp, norm->replicate")
     return plan(tree, MeshSpec({"data": 2, "fsdp": 8, "tensor": 8}, dcn={"data": 2}), paths=rules)
 
@@ -391,11 +383,7 @@ def test_hostile_names_stay_text(browser, tmp_path, width):
 
 def test_fifty_thousand_leaves_stay_usable(browser, tmp_path):
     name = "f'model/layers/{n // 10}/experts/w{n % 10}' if n < 25_000 else f'{n * 7919 % 50021:05d}x{n:x}'"
-    file = tmp_path / "made.json"
-    subprocess.run(
-        [sys.executable, "-c", MANY, name, str(file)], cwd=Path(__file__).parents[2], check=True, timeout=300
-    )
-    page = Page(browser, json.loads(file.read_text())["page"], tmp_path / "page.html")
+    page = Page(browser, of_many(name, tmp_path / "made.json")["page"], tmp_path / "page.html")
     assert "50,000 arrays" in page.text("#count") and len(page.paths) <= 100
     assert len(page.run("return document.querySelectorAll('*')")) < 8000
     # Of many numbers a range shows the ends: what may hold this one is found, and nothing else.
