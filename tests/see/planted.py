@@ -250,6 +250,30 @@ PLANTED: dict[str, tuple[Callable[[], dict[str, Any]], tuple[tuple[str, str], ..
         (("contradicted-name", "head"),),
     ),
     # In the rules of published models.
+    "a misspelled axis beside strategies": (
+        lambda: model("gemma2-2b", "fsdp_tp", "fsdp=4,tensor=4", ("embed_tokens", P("tesnor", "fsdp"))),
+        (("absent-axis", "mesh axis 'tesnor'"),),
+    ),
+    "a wide rule before a preset's": (
+        lambda: model("qwen3-8b", "fsdp_tp", "fsdp=4,tensor=4", ("self_attn", fsdp("fsdp"))),
+        (
+            ("shadowed-rule", "paths[3] '(q_proj|k_proj|v_proj).weight$'"),
+            ("shadowed-rule", "paths[4] 'o_proj.weight$'"),
+        ),
+    ),
+    "biases with the spec of weights": (
+        lambda: model("qwen2.5-7b", "fsdp_tp", "fsdp=4,tensor=4", (r"_proj.bias$", P("tensor", "fsdp"))),
+        tuple(("unplannable", f"model/layers/{{0..3}}/self_attn/{role}_proj/bias") for role in "qkv"),
+    ),
+    "heads and their elements in the wrong order": (
+        lambda: {
+            "tree": {"q": leaf(4096, 32, 128), "k": leaf(4096, 8, 128), "o": leaf(32, 128, 4096)},
+            "mesh": MeshSpec({"fsdp": 4, "tensor": 4}),
+            "names": {"q": ("embed", "kv", "heads"), "k": ("embed", "kv_heads", "kv"), "o": ("heads", "kv", "embed")},
+            "axes": AxisRules([("embed", "fsdp"), ("heads", "tensor"), ("kv_heads", "tensor"), ("kv", None)]),
+        },
+        (("contradicted-name", "q"),),
+    ),
     "heads cut, as the query's rule says": (
         lambda: model("llama3-8b", "fsdp_tp", "fsdp=2,tensor=16", (r"[kv]_proj.weight$", P("tensor", "fsdp"))),
         tuple(("cut-head", f"model/layers/{{0..3}}/self_attn/{role}_proj/weight") for role in "kv"),
