@@ -91,9 +91,10 @@ def plan_transfer(
         text = [path, repr(shape), str(target.dtype), str(_end(target)), repr(own.pieces)]
         text += [f"{name} {sources[name].shape} {sources[name].dtype} {_end(sources[name])}" for name in names]
         leaves.append(SentLeaf(path, shape, dtype, hash_of(text), numbers[key], names))
+    settings = repr((1, dict(src.mesh.shape), dict(dst.mesh.shape), senders, receivers, limit_bytes))
     used = dict.fromkeys(name for leaf in leaves for name in leaf.names)
     data = {name: Struct(*data_of(sources[name].shape, sources[name].dtype)) for name in used}
-    return TransferPlan(src, dst, map, *jobs, data, tuple(kinds), tuple(leaves))
+    return TransferPlan(hash_of([settings]), *jobs, data, tuple(kinds), tuple(leaves))
 
 
 def _processes(size: int, given: Processes) -> tuple[int, ...]:

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..._convert import Factor, Piece, Struct, TreeMap, Value, hull, once, scale_box, swapped
+from ..._convert import Factor, Piece, Struct, Value, hull, once, scale_box, swapped
 from ..._ground.boxes import Box, volume
 from ..._ground.spec import bits
-from ..._plan import ShardPlan
 
 
 class Buffer(NamedTuple):
@@ -175,7 +174,7 @@ class TransferPlan:
 
     **Arguments:**
 
-    - `src`, `dst`, `map`: what it was planned from.
+    - `settings`: one text for what is not about a leaf: the meshes, the processes and the limit.
     - `senders`, `receivers`: the process of each device, in the mesh's order.
     - `receiver`: the only receiving process that it covers; `None` for all.
     - `limit_bytes`: the most that the pieces of one round take.
@@ -183,9 +182,7 @@ class TransferPlan:
     - `kinds`, `leaves`: the arrays of the target, and what arrays that are made alike have in common.
     """
 
-    src: ShardPlan
-    dst: ShardPlan
-    map: TreeMap | None
+    settings: str
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
     receiver: int | None
@@ -197,9 +194,7 @@ class TransferPlan:
     @ft.cached_property
     def digest(self) -> str:
         """A text that is equal where both jobs plan the same transfer, whichever part they computed."""
-        meshes = (dict(self.src.mesh.shape), dict(self.dst.mesh.shape))
-        settings = repr((1, *meshes, self.senders, self.receivers, self.limit_bytes))
-        return hash_of([hash_of([settings]), *[leaf.digest for leaf in self.leaves]])
+        return hash_of([self.settings, *[leaf.digest for leaf in self.leaves]])
 
     @ft.cached_property
     def known(self) -> dict[object, object]:
