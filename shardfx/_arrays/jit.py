@@ -31,9 +31,14 @@ from .entries import (
 )
 from .given import (
     Given,
+    Static,
     is_abstract,
     is_placed,
+    is_traced,
+    joined,
     lies_apart,
+    needs_marks,
+    node_data,
     raise_apart,
     raise_elsewhere,
     raise_gone_or_shared,
@@ -41,7 +46,6 @@ from .given import (
     without_devices,
 )
 from .stages import Lowered, Traced, TracedArray
-from .static import Static, is_traced, joined, needs_marks, node_data
 
 
 P = ParamSpec("P")

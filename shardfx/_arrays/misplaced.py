@@ -9,9 +9,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
-from .._ground.html import html_table
 from .._ground.spec import array_bytes, canonical, entries_of
-from .._ground.text import array_text, between_numbers, bytes_text, joined_exactly, plural, spec_text, table
+from .._ground.text import array_text, between_numbers, bytes_text, html_table, joined_exactly, plural, spec_text, table
 from .._ground.tree import flatten
 from .._plan import ShardPlan, canonical_dtype, check_plan
 from .given import lies_as, memory_kind

@@ -10,8 +10,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .._ground.errors import MapError
-from .._ground.html import html_text
-from .._ground.text import first_lines
+from .._ground.text import first_lines, html_text
 from .applied import applied
 from .binding import bound_steps
 from .expression import From, Rules, from_data, leaves_of, to_data

@@ -1,8 +1,11 @@
 """Text for a person: tables, sizes and arrays in few characters, and one path for many that differ in numbers.
 
+The same tables are there for a notebook, as HTML.
+
 Names can come from files that nobody vouches for: `printable` is for all of them that are shown.
 """
 
+import html
 import math
 import re
 import textwrap
@@ -226,3 +229,32 @@ def array_text(dtype: Any, shape: Sequence[int]) -> str:
     letters = re.match("[a-z]*", name)
     kind = letters.group() if letters else ""
     return f"{_KINDS.get(kind, kind)}{name[len(kind) :]}[{','.join(map(str, shape))}]"
+
+
+def html_table(rows: Sequence[Sequence[str]], *, right: Collection[str] = (), below: Sequence[str] = ()) -> str:
+    """A plain HTML table under the header `rows[0]`, for a `_repr_html_`: no table where there are no rows.
+
+    The columns named in `right` are aligned there, and each text of `below` is a paragraph under the table. Cells may
+    hold any text: it is made printable, and escaped.
+    """
+    lines = [f"<p>{_escaped(text)}</p>" for text in below]
+    if rows:
+        sides = ["right" if name in right else "left" for name in rows[0]]
+        body = [_html_row("td" if at else "th", row, sides) for at, row in enumerate(rows)]
+        lines = ["<table>", *body, "</table>", *lines]
+    return "\n".join(lines)
+
+
+def html_text(self: object) -> str:
+    """What `print` shows of a result, as it is: for the `_repr_html_` of what is no single table."""
+    return "<pre>" + "\n".join(map(_escaped, str(self).splitlines())) + "</pre>"
+
+
+def _escaped(text: str) -> str:
+    return html.escape(printable(text))
+
+
+def _html_row(tag: str, cells: Sequence[str], sides: Sequence[str]) -> str:
+    pairs = zip(cells, sides, strict=True)
+    inner = "".join(f'<{tag} style="text-align: {side}">{_escaped(cell)}</{tag}>' for cell, side in pairs)
+    return f"<tr>{inner}</tr>"

@@ -4,7 +4,6 @@ It may import `_rules` and the ground values. It never touches the values of an 
 for a mesh that is not there is made the same way.
 """
 
-from .codec import decode_dtype, encode_dtype
 from .compared import OTHER_TREES, Pair, differences, pairs, plan_lines, report
 from .complaints import (
     Decided,
@@ -26,8 +25,8 @@ from .facts import ReportRow, report_rows_of
 from .following import follow
 from .leaf import MEMORY_KINDS, LeafPlan, Row, Skeleton, canonical_dtype, memory_kind_pairs, named_sharding
 from .names import field, names_of_leaves, renamed
+from .plan_json import decode_dtype, encode_dtype
 from .planner import NAMES, Draft, drafted, plan
 from .replanning import refined, replan, row_on
-from .shard_plan import ShardPlan, check_plan, shardings_of_leaves
+from .shard_plan import ShardPlan, Target, check_plan, shardings_of_leaves, target_of
 from .single import Policy, decision_for
-from .target import Target, target_of

@@ -298,3 +298,58 @@ def _tied_to(path: str, flat: Flat) -> str:
     if other is None or not isinstance(leaf, jax.Array):
         return ""
     return f", which is the same array as `{other}`: give a tree that holds it once, as `nnx.state(module)` does"
+
+
+def joined_contents(contents: dict[str, Content]) -> Content:
+    """The content of the plan of a dict of trees; see `shardfx.ShardPlan.join`."""
+    first = next(iter(contents.values()))
+    for what in ("mesh", "jax_mesh", "mode"):
+        _require_same(what, {name: vars(content)[what] for name, content in contents.items()})
+    axes = {name: content.axes for name, content in contents.items() if content.axes is not None}
+    _require_same("axes", axes)
+    rows, index, paths = [], [], []
+    for name, content in contents.items():
+        for path, i in content.skeleton.in_order(list(content.numbered)):
+            paths.append(f"{name}/{path}" if path else name)
+            index.append(i + len(rows) if i >= 0 else -1)
+        rows += content.rows
+    treedef = jax.tree.structure({name: content.skeleton.numbered for name, content in contents.items()})
+    joined_axes = next(iter(axes.values()), None)
+    strict = any(content.strict for content in contents.values())
+    skeleton = Skeleton(tuple(paths), treedef)
+    return Content(first.mesh, first.jax_mesh, joined_axes, first.mode, rows, index, skeleton, strict)
+
+
+def _require_same(what: str, values: dict[str, Any]) -> None:
+    (first, expected), *rest = values.items() or [("", None)]
+    for name, value in rest:
+        if value != expected:
+            one, two = _told_apart(expected, value)
+            raise PlanMismatchError(
+                f"`join`: the plans `{first}` and `{name}` differ in their {_WORDS[what]} ({one} and {two}); "
+                "make both for the same mesh, rules and mode, on the same devices or both without (`plan.off()`)."
+            )
+
+
+_WORDS = {"mesh": "mesh", "jax_mesh": "devices", "mode": "mode", "axes": "axes"}
+
+
+def _told_apart(one: object, two: object) -> tuple[str, str]:
+    """The texts of two values that differ, in which they do."""
+    if isinstance(one, MeshSpec) and isinstance(two, MeshSpec):
+        if one.axis_types != two.axis_types:
+            return f"{one} of axis types {type_names(one)}", f"{two} of {type_names(two)}"
+        return (str(one), str(two)) if str(one) != str(two) else (repr(one), repr(two))
+    if isinstance(one, Mesh | None) and isinstance(two, Mesh | None):
+        return _devices_text(one), _devices_text(two)
+    return repr(one), repr(two)
+
+
+def _devices_text(mesh: Mesh | None) -> str:
+    ids = [] if mesh is None else [device.id for device in mesh.devices.flat]
+    return "none" if mesh is None else str(ids) if len(ids) <= 16 else f"{str(ids[:16])[:-1]}, ...]"
+
+
+def type_names(mesh: MeshSpec) -> str:
+    """The axis types of a mesh by their names."""
+    return "(" + ", ".join(kind.name for kind in mesh.axis_types) + ")"

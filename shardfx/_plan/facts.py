@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from jax.sharding import AxisType
 
-from .._ground.html import html_table
 from .._ground.reason import Code, Reason
 from .._ground.spec import entries_of
 from .._ground.text import (
     array_text,
     bytes_text,
     entry_text,
+    html_table,
     printable,
     spec_text,
 )

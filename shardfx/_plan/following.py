@@ -1,10 +1,11 @@
-"""The plan of what is made from planned arrays: an optimizer's state, gradients, statistics."""
+"""The plan of what is made from planned arrays: an optimizer's state, gradients, statistics, adapters, scales."""
 
 import contextlib
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -17,7 +18,6 @@ from .._ground.spec import canonical, entries_of, pinned, trimmed
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
 from .._rules import AxisRules, Fsdp, PathRules, check_axis_rules, check_path_rules, compiled, first_match, fsdp, near
-from .bases import Beside, base_of, besides
 from .complaints import (
     Decided,
     raise_absent,
@@ -113,7 +113,7 @@ def follow(
     made, refused = _evaluated(init, plan, args)
     flat = flatten(made)
     raise_repeated(flat)
-    pairs = [*besides("adapters", adapters), *besides("scales", scales)]
+    pairs = [*_besides("adapters", adapters), *_besides("scales", scales)]
     follower = _Follower(plan, _NO_RULES if paths is None else paths, axes, _axes_over(over, plan), refused, pairs)
     rows, index, used_kinds = [], [], {}
     patterns = compiled(kind_rules)
@@ -217,6 +217,35 @@ def _struct(row: Row, mesh: AbstractMesh | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
 
 
+class _Beside(NamedTuple):
+    """How the path of a base array is made of the path of an array beside it.
+
+    **Arguments:**
+
+    - `kind`: "adapters" have some of the base's dimensions, "scales" a number per block of its elements.
+    - `number`: of the pair among those of its kind.
+    - `pattern`, `base`: what of the path is replaced, and by what, as in `re.sub`.
+    """
+
+    kind: Literal["adapters", "scales"]
+    number: int
+    pattern: re.Pattern[str]
+    base: str
+
+
+def _besides(kind: Literal["adapters", "scales"], pairs: Iterable[tuple[str, str]]) -> list[_Beside]:
+    """The pairs of regex and replacement that `follow` is given."""
+    found = []
+    for number, pair in enumerate(pairs):
+        if isinstance(pair, str) or len(pair) != 2:
+            raise RuleError(f'`{kind}[{number}]` is {pair!r}; give pairs, as in `{kind}=[("lora_[ab]$", "weight")]`.')
+        try:
+            found.append(_Beside(kind, number, re.compile(pair[0]), pair[1]))
+        except re.error as error:
+            raise RuleError(f"`{kind}[{number}]`: {pair[0]!r} is no regex: {error}.") from error
+    return found
+
+
 class _Follower:
     """What one call of `follow` goes by, and what it has found so far."""
 
@@ -227,13 +256,13 @@ class _Follower:
         axes: AxisRules | None,
         over: Fsdp | None,
         refused: str,
-        pairs: Sequence[Beside],
+        pairs: Sequence[_Beside],
     ):
         self.plan, self.mesh, self.paths, self.over, self.refused = plan, axes_of(plan.mesh), paths, over, refused
         self.axes = plan.axes if axes is None else axes
         self.declared = paths.axes + (() if self.axes is None else self.axes.axes)
         self.patterns = compiled(paths)
-        self.pairs, self.used_pairs = pairs, dict[Beside, None]()
+        self.pairs, self.used_pairs = pairs, dict[_Beside, None]()
         self.used: dict[int, None] = {}
         # The paths of arrays that follow nothing.
         self.open: dict[str, None] = {}
@@ -259,7 +288,7 @@ class _Follower:
         shape = tuple(leaf.shape)
         if not shape:
             return _NOTHING._replace(reasons=(reason(Code.scalar, None),))
-        based = base_of(path, shape, self.plan, self.pairs)
+        based = _base_of(path, shape, self.plan, self.pairs)
         if based is not None:
             pair, base, dims = based
             self.used_pairs[pair] = None
@@ -339,3 +368,34 @@ def _kept(values: tuple[object, ...] | None, dims: tuple[int | None, ...], other
     if values is None:
         return None
     return tuple(other if dim is None or dim >= len(values) else values[dim] for dim in dims)
+
+
+def _base_of(
+    path: str, shape: tuple[int, ...], plan: ShardPlan, pairs: Sequence[_Beside]
+) -> tuple[_Beside, LeafPlan, tuple[int | None, ...]] | None:
+    """The base array of the one at `path`, and per dimension the base's dimension whose shards it has, if one."""
+    one = next((one for one in pairs if one.pattern.search(path)), None)
+    if one is None:
+        return None
+    name, planned = one.pattern.sub(one.base, path), plan.content.by_path
+    base = planned.get(name)
+    if base is None:
+        raise RuleError(
+            f"`{one.kind}[{one.number}]` makes `{name}` of this path, and the plan has no such array"
+            f"{near(name, list(planned))}; give the path of the base array."
+        )
+    return one, base, _base_dims(base.shape, shape, one.kind == "scales")
+
+
+def _base_dims(base: tuple[int, ...], shape: tuple[int, ...], in_blocks: bool) -> tuple[int | None, ...]:
+    """Dimensions correspond by their place, counted from the first, or else from the last."""
+    taken: list[int | None] = []
+    for dim, size in enumerate(shape):
+        places = (dim, dim - len(shape) + len(base))
+        fits = [at for at in places if 0 <= at < len(base) and at not in taken and _fits(base[at], size, in_blocks)]
+        taken.append(fits[0] if fits else None)
+    return tuple(taken)
+
+
+def _fits(base: int, size: int, in_blocks: bool) -> bool:
+    return base == size or (in_blocks and size > 1 and base % size == 0)

@@ -1,16 +1,25 @@
-"""A plan as JSON text, and back: versioned, and checked field by field where it is read."""
+"""A plan as JSON text, and back: versioned, and checked field by field where it is read.
+
+Above is the text as a whole; below are meshes, specs, names, rules and dtypes as plain JSON values.
+"""
 
 import contextlib
+import functools as ft
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
 
-from .._ground.errors import MeshError, PlanFormatError
-from .._rules import AxisRules
+from .._ground.errors import LeafTypeError, MeshError, PlanFormatError
+from .._ground.reason import Code, Reason
+from .._ground.spec import UNCONSTRAINED, DType, entries_of, unreduced_kind, with_reductions
+from .._rules import Atomic, AxisRules, Fsdp, fsdp
 from ..topology import MeshSpec
-from . import codec
 from .correction import correct
 from .leaf import MEMORY_KINDS, Row, Skeleton, decode_structure
 
@@ -33,10 +42,10 @@ def payload(
     return ({"strict": True} if strict else {}) | {
         "format": _FORMAT,
         "version": _VERSION,
-        "mesh": codec.encode_mesh(mesh),
-        "axes": codec.encode_rules(axes),
+        "mesh": encode_mesh(mesh),
+        "axes": encode_rules(axes),
         "mode": mode,
-        "rows": [codec.encode_row(row) for row in rows],
+        "rows": [encode_row(row) for row in rows],
         "leaves": [list(pair) for pair in leaves],
         "structure": structure,
     }
@@ -47,7 +56,7 @@ def written(payload: dict[str, object]) -> str:
 
 
 def _row(number: int, data: object, mesh: MeshSpec) -> Row:
-    row = codec.decode_row(number, data)
+    row = decode_row(number, data)
     if row.memory_kind not in (None, *MEMORY_KINDS):
         raise PlanFormatError(f"memory kind {row.memory_kind!r} is none of {', '.join(MEMORY_KINDS)}.")
     valid = correct(row.spec, row.shape, mesh)
@@ -91,7 +100,7 @@ def refused_as_invalid() -> Iterator[None]:
 
 def decoded(data: dict[str, Any]) -> dict[str, Any]:
     """What `payload` was made from: the fields of a plan's content, without devices."""
-    mesh = codec.decode_mesh(data["mesh"])
+    mesh = decode_mesh(data["mesh"])
     if -1 in mesh.axis_sizes:
         raise MeshError("the mesh has an axis of unknown size")
     rows = [_row(number, row, mesh) for number, row in enumerate(data["rows"])]
@@ -112,9 +121,212 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
         "strict": strict,
         "mesh": mesh,
         "jax_mesh": None,
-        "axes": codec.decode_rules(data["axes"]),
+        "axes": decode_rules(data["axes"]),
         "mode": data["mode"],
         "rows": rows,
         "index": index,
         "skeleton": Skeleton(tuple(paths), treedef, order, data["structure"]),
     }
+
+
+_DTYPE = re.compile(r"bool|u?int(1|2|4|8|16|32|64)|bfloat16|float(16|32|64|[468]_\w+)|complex(64|128)")
+_KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+def encode_mesh(mesh: MeshSpec) -> object:
+    types = [kind.name for kind in mesh.axis_types]
+    return [list(row) for row in zip(mesh.axis_names, mesh.axis_sizes, types, mesh.dcn_sizes, strict=True)]
+
+
+def decode_mesh(data: object) -> MeshSpec:
+    if not isinstance(data, list) or not all(isinstance(row, list) and len(row) == 4 for row in data):
+        raise PlanFormatError("`mesh` must hold a list [name, size, axis type, slices] for each axis.")
+    return MeshSpec(
+        [(name, size) for name, size, _, _ in data],
+        axis_types={name: AxisType[kind] for name, _, kind, _ in data},
+        dcn={name: slices for name, _, _, slices in data},
+    )
+
+
+def encode_entry(entry: object) -> object:
+    """One entry of a spec, of names, or a rule's target."""
+    if entry is UNCONSTRAINED:
+        return {"unconstrained": True}
+    if isinstance(entry, Atomic):
+        return {"atomic": encode_entry(entry.target), "unit": entry.unit}
+    return [encode_entry(part) for part in entry] if isinstance(entry, tuple) else entry
+
+
+def decode_entry(data: object) -> Any:
+    if isinstance(data, dict):
+        return UNCONSTRAINED if "unconstrained" in data else Atomic(decode_entry(data["atomic"]), data["unit"])
+    if isinstance(data, list):
+        return tuple(decode_entry(part) for part in data)
+    if data is None or isinstance(data, str):
+        return data
+    raise PlanFormatError(f"{data!r} is no entry of a spec; it must be null, a name, or a list of names.")
+
+
+def encode_spec(spec: PartitionSpec) -> object:
+    entries = [encode_entry(entry) for entry in entries_of(spec)]
+    if not (spec.unreduced or spec.reduced):
+        return entries
+    written = {"entries": entries, "unreduced": sorted(spec.unreduced), "reduced": sorted(spec.reduced)}
+    kind = unreduced_kind(spec)
+    return written | ({"kind": kind} if kind != "sum" else {})
+
+
+def decode_spec(data: Any) -> PartitionSpec:
+    if isinstance(data, dict):
+        entries = [decode_entry(entry) for entry in data["entries"]]
+        kind = data.get("kind", "sum")
+        if kind not in ("sum", "max", "min"):
+            raise PlanFormatError(f"the kind of a reduction is {kind!r:.60}; it must be sum, max or min.")
+        return with_reductions(entries, data["unreduced"], data["reduced"], kind)
+    return PartitionSpec(*[decode_entry(entry) for entry in data])
+
+
+def encode_rules(rules: AxisRules | None) -> object:
+    if rules is None:
+        return None
+    written = {
+        "rules": encode_entry(rules.rules),
+        "modes": encode_entry(rules.modes),
+        "units": [list(pair) for pair in rules.units],
+        "aliases": [list(pair) for pair in rules.aliases],
+    }
+    # Left out where there are none, so that the text of those rules stays what it was before they could be declared.
+    return written | ({"axes": list(rules.axes)} if rules.axes else {})
+
+
+def decode_rules(data: Any) -> AxisRules | None:
+    if data is None:
+        return None
+    return AxisRules(
+        decode_entry(data["rules"]),
+        modes=decode_entry(data["modes"]),
+        units=[tuple(pair) for pair in data["units"]],
+        aliases=[tuple(pair) for pair in data["aliases"]],
+        axes=data.get("axes", ()),
+    )
+
+
+def encode_reason(reason: Reason) -> object:
+    return [reason.code.name, reason.dim, list(reason.axes), reason.message]
+
+
+def decode_reason(data: Any) -> Reason:
+    code, dim, axes, message = data
+    if not (dim is None or _is_count(dim)) or not _are_names(axes) or not isinstance(message, str):
+        raise PlanFormatError(f"{data!r} is no reason; it must be [code, dimension or null, list of axes, message].")
+    return Reason(Code[code], dim, tuple(axes), message)
+
+
+def encode_strategy(strategy: Fsdp) -> object:
+    return [list(strategy.axes), strategy.min_bytes, *([list(strategy.skip)] if strategy.skip else [])]
+
+
+def decode_strategy(data: Any) -> Fsdp:
+    axes, min_bytes, *rest = data
+    skip = rest[0] if rest else []
+    if not _are_names(axes) or not _is_count(min_bytes) or not isinstance(skip, list) or not all(map(_is_count, skip)):
+        raise PlanFormatError(f"{data!r} is no strategy; it must be [list of axes, bytes, list of whole dimensions].")
+    return fsdp(axes, min_bytes, skip=skip)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+@ft.lru_cache(maxsize=256)
+def encode_dtype(dtype: DType) -> str:
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+        return np.dtype(dtype).name
+    for name in _KEY_IMPLEMENTATIONS:
+        if key_dtype(name) == dtype:
+            return f"key<{name}>"
+    raise LeafTypeError(
+        f"dtype {dtype} has no name in a plan's JSON; PRNG keys of {', '.join(_KEY_IMPLEMENTATIONS)} have one."
+    )
+
+
+@ft.lru_cache(maxsize=256)
+def decode_dtype(name: str) -> DType:
+    if name.startswith("key<") and name.removeprefix("key<").removesuffix(">") in _KEY_IMPLEMENTATIONS:
+        return key_dtype(name.removeprefix("key<").removesuffix(">"))
+    try:
+        # NumPy would take its aliases too ("a", "O", "datetime64"), none of which is a dtype of arrays on devices.
+        if not _DTYPE.fullmatch(name):
+            raise TypeError(name)
+        return jnp.dtype(name)
+    except TypeError as error:
+        raise PlanFormatError(f"dtype {name!r} is unknown to this version of JAX.") from error
+
+
+@ft.lru_cache(maxsize=8)
+def key_dtype(implementation: str) -> DType:
+    """The dtype of a PRNG key array, without making one."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
+
+
+class _Field(NamedTuple):
+    """What a field of a row holds in JSON, in words and as a test, and how it is read and written."""
+
+    what: str
+    is_valid: Callable[[Any], bool]
+    decode: Callable[[Any], Any]
+    encode: Callable[[Any], object] = encode_entry
+
+
+def _encode_each(encode: Callable[[Any], object]) -> Callable[[Any], object]:
+    return lambda values: [encode(value) for value in values]
+
+
+def _decode_each(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda values: tuple(decode(value) for value in values)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+_SPEC = _Field("a list of entries", lambda v: isinstance(v, list | dict), decode_spec, encode_spec)
+_TEXT = _Field("a string or null", lambda v: v is None or isinstance(v, str), decode_entry)
+
+
+_ROW = {
+    "shape": _Field("a list of sizes", lambda v: isinstance(v, list) and all(map(_is_count, v)), tuple),
+    "dtype": _Field("a dtype's name", lambda v: isinstance(v, str), decode_dtype, encode_dtype),
+    "names": _Field("null or a list of logical names", lambda v: v is None or isinstance(v, list), decode_entry),
+    "requested": _SPEC,
+    "spec": _SPEC,
+    "rule": _TEXT,
+    "reasons": _Field("a list", _is_list, _decode_each(decode_reason), _encode_each(encode_reason)),
+    "memory_kind": _TEXT,
+    "units": _Field(
+        "null or a list of positive integers",
+        lambda v: v is None or (isinstance(v, list) and all(_is_count(unit) and unit for unit in v)),
+        lambda v: None if v is None else tuple(v),
+    ),
+    "strategies": _Field("a list", _is_list, _decode_each(decode_strategy), _encode_each(encode_strategy)),
+}
+
+
+def encode_row(row: Row) -> dict[str, Any]:
+    return {name: field.encode(value) for (name, field), value in zip(_ROW.items(), row, strict=True)}
+
+
+def decode_row(number: int, row: object) -> Row:
+    """A row, once every field of it is there and of its kind."""
+    if not isinstance(row, dict):
+        raise PlanFormatError(f"row {number} is {row!r:.60}; it must be an object.")
+    for name, field in _ROW.items():
+        if name not in row:
+            raise PlanFormatError(f"row {number} has no `{name}`.")
+        if not field.is_valid(row[name]):
+            raise PlanFormatError(f"row {number}: `{name}` is {row[name]!r:.60}; it must be {field.what}.")
+    return Row(**{name: field.decode(row[name]) for name, field in _ROW.items()})

@@ -1,9 +1,10 @@
-"""The plan as users have it: an immutable value round its content."""
+"""The plan as users have it: an immutable value round its content; and a tree that is to be filled as one says."""
 
 import collections
+import dataclasses
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import equinox as eqx
@@ -13,13 +14,13 @@ from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, UnknownPathError, check_type
 from .._ground.reason import Decision
-from .._ground.text import plural
-from .._ground.tree import Flat
+from .._ground.text import plural, printable
+from .._ground.tree import Flat, flatten
 from .._rules import AxisRules
 from ..topology import MeshSpec
-from .content import Content, read_json, rows_of, shaped_like
+from .content import Content, joined_contents, read_json, rows_of, shaped_like, type_names
 from .facts import html_of
-from .leaf import LeafPlan, Skeleton, named_sharding
+from .leaf import LeafPlan, named_sharding
 from .single import decision_for, replaced, require_pinned
 
 
@@ -156,7 +157,7 @@ class ShardPlan(eqx.Module):
             )
         if mesh.axis_types != self.mesh.axis_types:
             raise PlanMismatchError(
-                f"the plan's mesh has the axis types {_type_names(self.mesh)}, this one {_type_names(mesh)} "
+                f"the plan's mesh has the axis types {type_names(self.mesh)}, this one {type_names(mesh)} "
                 "(`jax.make_mesh` makes Explicit axes, `jax.sharding.Mesh` Auto ones); make the mesh with "
                 "`plan.mesh.build(devices)`, or plan with `MeshSpec(..., axis_types=...)`."
             )
@@ -209,23 +210,7 @@ class ShardPlan(eqx.Module):
             )
         for name, plan in plans.items():
             check_plan(name, plan)
-        contents = {name: plans[name].content for name in sorted(plans)}
-        first = next(iter(contents.values()))
-        for what in ("mesh", "jax_mesh", "mode"):
-            _require_same(what, {name: vars(content)[what] for name, content in contents.items()})
-        axes = {name: content.axes for name, content in contents.items() if content.axes is not None}
-        _require_same("axes", axes)
-        rows, index, paths = [], [], []
-        for name, content in contents.items():
-            for path, i in content.skeleton.in_order(list(content.numbered)):
-                paths.append(f"{name}/{path}" if path else name)
-                index.append(i + len(rows) if i >= 0 else -1)
-            rows += content.rows
-        treedef = jax.tree.structure({name: content.skeleton.numbered for name, content in contents.items()})
-        joined_axes = next(iter(axes.values()), None)
-        strict = any(content.strict for content in contents.values())
-        skeleton = Skeleton(tuple(paths), treedef)
-        return ShardPlan(Content(first.mesh, first.jax_mesh, joined_axes, first.mode, rows, index, skeleton, strict))
+        return ShardPlan(joined_contents({name: plans[name].content for name in sorted(plans)}))
 
     @overload
     def sharding(
@@ -399,40 +384,6 @@ def check_plan(what: str, given: object) -> None:
     check_type(what, given, ShardPlan, LeafTypeError, "pass what `shardfx.plan(tree, mesh, ...)` returns")
 
 
-def _require_same(what: str, values: dict[str, Any]) -> None:
-    (first, expected), *rest = values.items() or [("", None)]
-    for name, value in rest:
-        if value != expected:
-            one, two = _told_apart(expected, value)
-            raise PlanMismatchError(
-                f"`join`: the plans `{first}` and `{name}` differ in their {_WORDS[what]} ({one} and {two}); "
-                "make both for the same mesh, rules and mode, on the same devices or both without (`plan.off()`)."
-            )
-
-
-_WORDS = {"mesh": "mesh", "jax_mesh": "devices", "mode": "mode", "axes": "axes"}
-
-
-def _told_apart(one: object, two: object) -> tuple[str, str]:
-    """The texts of two values that differ, in which they do."""
-    if isinstance(one, MeshSpec) and isinstance(two, MeshSpec):
-        if one.axis_types != two.axis_types:
-            return f"{one} of axis types {_type_names(one)}", f"{two} of {_type_names(two)}"
-        return (str(one), str(two)) if str(one) != str(two) else (repr(one), repr(two))
-    if isinstance(one, Mesh | None) and isinstance(two, Mesh | None):
-        return _devices_text(one), _devices_text(two)
-    return repr(one), repr(two)
-
-
-def _devices_text(mesh: Mesh | None) -> str:
-    ids = [] if mesh is None else [device.id for device in mesh.devices.flat]
-    return "none" if mesh is None else str(ids) if len(ids) <= 16 else f"{str(ids[:16])[:-1]}, ...]"
-
-
-def _type_names(mesh: MeshSpec) -> str:
-    return "(" + ", ".join(kind.name for kind in mesh.axis_types) + ")"
-
-
 def _compile(regex: str) -> re.Pattern[str]:
     try:
         return re.compile(regex)
@@ -454,3 +405,49 @@ def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
         )
     table = [*plan.content.row_shardings, None]
     return [table[i] for i in index]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A tree to be filled.
+
+    **Arguments:**
+
+    - `arrays`: per array its path and a struct with a sharding.
+    - `others`: the position, path and value of each leaf that is no array; of a plan, which has no values, `None`.
+    - `treedef`: the tree's structure.
+    """
+
+    arrays: list[tuple[str, Any]]
+    others: list[tuple[int, str, Any]]
+    treedef: Any
+
+    def filled(self, values: Sequence[object], kept: Mapping[int, object]) -> PyTree:
+        """The tree with these arrays, and at the positions of other leaves what is kept for them."""
+        left = iter(values)
+        others = {**{at: value for at, _, value in self.others}, **kept}
+        leaves = [others[at] if at in others else next(left) for at in range(self.treedef.num_leaves)]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def target_of(plan: object, what: str) -> Target:
+    """What is to be filled by the function `what`: a plan's tree, or the tree itself."""
+    if isinstance(plan, ShardPlan):
+        content = plan.content
+        leaves = content.skeleton.in_order(list(content.numbered))
+        arrays = [path for path, number in leaves if number >= 0]
+        others = [(at, path, None) for at, (path, number) in enumerate(leaves) if number < 0]
+        return Target(list(zip(arrays, jax.tree.leaves(plan.structs), strict=True)), others, content.skeleton.treedef)
+    flat = flatten(plan)
+    rows = list(zip(flat.paths, flat.leaves, flat.is_array, strict=True))
+    arrays = [(path, leaf) for path, leaf, is_array in rows if is_array]
+    others = [(at, path, leaf) for at, (path, leaf, is_array) in enumerate(rows) if not is_array]
+    # A tree without any array is none that was meant: a file's name, for one.
+    for path, leaf in arrays or [(path, leaf) for _, path, leaf in others]:
+        if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) or leaf.sharding is None:
+            raise PlanMismatchError(
+                f"`{what}` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s with shardings; leaf "
+                f"`{printable(path)}` ({type(leaf).__name__}) has none. Make a plan with "
+                "`shardfx.plan(tree, mesh, ...)`."
+            )
+    return Target(arrays, others, flat.treedef)

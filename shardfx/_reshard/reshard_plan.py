@@ -12,9 +12,8 @@ from jax.sharding import Sharding
 from .._convert import TreeMap
 from .._ground.boxes import Box
 from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
-from .._ground.html import html_text
 from .._ground.spec import DType, array_bytes
-from .._ground.text import between_numbers, first_lines, joined, plural, table
+from .._ground.text import between_numbers, first_lines, html_text, joined, plural, table
 from .._ground.tree import flatten
 from .._plan import ShardPlan
 from .destinations import data_of, in_host_memory, leaf_name, lost_devices, targets

@@ -6,9 +6,18 @@ from collections.abc import Sequence
 import jax
 
 from .._ground.errors import LeafTypeError, MeshError, SpecError
-from .._ground.html import html_table
 from .._ground.spec import entries_of, entry_axes
-from .._ground.text import array_text, between_numbers, bytes_text, first_lines, joined, plural, printable, spec_text
+from .._ground.text import (
+    array_text,
+    between_numbers,
+    bytes_text,
+    first_lines,
+    html_table,
+    joined,
+    plural,
+    printable,
+    spec_text,
+)
 from .._plan import OTHER_TREES, LeafPlan, Pair, ShardPlan, Skeleton, check_plan, pairs, plan_lines
 from .._reshard import LeafMove, plan_reshard
 

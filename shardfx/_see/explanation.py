@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 from .._ground.errors import UnknownPathError
-from .._ground.html import html_table
 from .._ground.reason import Code, Reason
 from .._ground.spec import array_bytes, entries_at, entries_of, entry_axes
 from .._ground.text import (
@@ -17,6 +16,7 @@ from .._ground.text import (
     bytes_text,
     entry_text,
     first_lines,
+    html_table,
     joined,
     printable,
     spec_text,

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
-from .._ground.html import html_table
-from .._ground.text import bytes_text, printable
+from .._ground.text import bytes_text, html_table, printable
 
 
 Severity: TypeAlias = Literal["error", "warning", "info"]

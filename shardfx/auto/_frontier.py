@@ -8,8 +8,7 @@ from jaxtyping import PyTree
 
 from .. import chips
 from .._ground.errors import MeshError, RuleError
-from .._ground.html import html_text
-from .._ground.text import bytes_text, first_lines, table
+from .._ground.text import bytes_text, first_lines, html_text, table
 from ._asked import asked_for
 from ._candidate import Candidate, ms
 from ._limits import Limits

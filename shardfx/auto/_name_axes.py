@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jaxtyping import PyTree
 
-from .._ground.html import html_text
-from .._ground.text import between_numbers, first_lines, joined, table
+from .._ground.text import between_numbers, first_lines, html_text, joined, table
 from .._step import lines_of, own_line
 from ._asked import TracedStep, trace
 from ._classes import Classes, ClassGroup

@@ -10,12 +10,12 @@ import jax
 
 from .._convert import near_names
 from .._ground.errors import CheckpointError, UnknownPathError
-from .._ground.html import html_text
 from .._ground.text import (
     array_text,
     between_numbers,
     bytes_text,
     first_lines,
+    html_text,
     joined,
     plural,
     printable,

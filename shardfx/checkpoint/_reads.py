@@ -8,8 +8,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from .._convert import TreeMap
 from .._ground.boxes import Box, boxes as all_boxes
 from .._ground.errors import PlanMismatchError
-from .._ground.html import html_text
-from .._ground.text import first_lines, table
+from .._ground.text import first_lines, html_text, table
 from . import _stores as stores
 from ._bundles import bundled
 from ._entry import StoreArray

@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from .._ground.html import html_text
-from .._ground.text import bytes_text, first_lines, table
+from .._ground.text import bytes_text, first_lines, html_text, table
 from .._step import Frame, place_text
 from ._traffic import traffic
 from ._traffic_rows import Traffic, TrafficRow

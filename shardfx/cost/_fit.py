@@ -9,9 +9,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import chips
 from .._ground.errors import LeafTypeError
-from .._ground.html import html_table
 from .._ground.spec import array_bytes, canonical_entry, shard_counts
-from .._ground.text import between_numbers, bytes_text, first_lines, joined, printable, table
+from .._ground.text import between_numbers, bytes_text, first_lines, html_table, joined, printable, table
 from .._plan import ShardPlan
 from .._step import Frame, place_text, step_of
 from ..topology import MeshSpec

@@ -8,8 +8,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .. import chips
 from .._ground.errors import MeshError
-from .._ground.html import html_text
-from .._ground.text import bytes_text, first_lines, table
+from .._ground.text import bytes_text, first_lines, html_text, table
 from ..chips._chip import Ring, axes_on, extents_of
 from ..topology import MeshSpec
 from ._traffic_rows import Traffic, TrafficRow

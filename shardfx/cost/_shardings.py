@@ -10,9 +10,8 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._ground.errors import UnknownPathError
-from .._ground.html import html_text
 from .._ground.spec import DType, bits, canonical_entry, entries_of, entry_axes
-from .._ground.text import array_text, bytes_text, first_lines, plural, printable, spec_text, table
+from .._ground.text import array_text, bytes_text, first_lines, html_text, plural, printable, spec_text, table
 from .._ground.tree import flatten
 from .._rules import near
 from .._step import Frame, Platform, Step, lines_of, name_stacks, own_line, place_text, program_of, step_of

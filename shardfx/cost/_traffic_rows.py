@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from .._ground.html import html_table
-from .._ground.text import bytes_text, first_lines, printable, table
+from .._ground.text import bytes_text, first_lines, html_table, printable, table
 from .._step import Frame, place_text
 from ._hlo_text import Phase
 

@@ -3,8 +3,7 @@ import re
 
 from hypothesis import given, strategies as st
 
-from shardfx._ground.html import html_table
-from shardfx._ground.text import printable
+from shardfx._ground.text import html_table, printable
 
 
 def test_a_table_with_a_column_aligned_right_and_text_below():
