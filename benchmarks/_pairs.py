@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._reshard.carry_out import carry_out
+from shardfx._reshard.flight import carry_out
 from shardfx._reshard.move import move_of
 from shardfx._reshard.mover import reshard
 from shardfx._reshard.steps.layout import StepLayout

@@ -9,9 +9,8 @@ from jax.sharding import NamedSharding
 
 from shardfx import MeshSpec
 from shardfx._ground.spec import bits
-from shardfx._reshard.steps.ends import NO_MESH, layouts, untyped
 from shardfx._reshard.steps.program import program
-from shardfx._reshard.steps.redistribute import Redistribution, redistribute
+from shardfx._reshard.steps.redistribute import NO_MESH, Redistribution, layouts, redistribute, untyped
 from shardfx.cost import traffic
 
 

@@ -19,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
 from shardfx import From, PathRules, ShardPlan, TreeMap, checkpoint, plan, plan_reshard, reshard
-from shardfx._reshard.job import journey_of
-from shardfx._reshard.mover import resharded
+from shardfx._reshard.mover import journey_of, resharded
 from shardfx._reshard.pieces.exchange import program
 
 from ._case import Case, Entry, Finding, Limit, Race, Rival, Value

@@ -15,7 +15,7 @@ import shardfx as sfx
 from shardfx.auto import Limits
 from shardfx.auto._asked import EMULATED, asked_for, trace
 from shardfx.auto._core import assignment_count, find, shares_of
-from shardfx.auto._naming import named_classes
+from shardfx.auto._name_axes import named_classes
 from shardfx.auto._space import Space
 
 from . import search_answers, search_hands, search_order

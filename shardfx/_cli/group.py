@@ -32,10 +32,10 @@ _VERBS = {
 }
 _FILES = {
     **dict.fromkeys(("plan", "explain", "lint", "diff", "report"), "plans"),
-    **dict.fromkeys(("traffic", "why", "fit"), "steps"),
+    **dict.fromkeys(("traffic", "why", "fit", "search"), "steps"),
     **dict.fromkeys(("convert", "clean"), "checkpoints"),
     **dict.fromkeys(("chips", "models"), "lists"),
-    **dict.fromkeys(("search", "demo")),
+    "demo": "demo",
 }
 _COMPLETION = """\b
 completion in a shell, here for bash; zsh and fish have their own word:
@@ -52,7 +52,7 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _VERBS:
             return None
-        return getattr(importlib.import_module(f".verbs.{_FILES[cmd_name] or cmd_name}", __package__), cmd_name)
+        return getattr(importlib.import_module(f".verbs.{_FILES[cmd_name]}", __package__), cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

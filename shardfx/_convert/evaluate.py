@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from .._ground.errors import MapError
 from .._ground.spec import DType
-from .expression import From, counted_leaf
-from .forms import check_number
+from .expression import From, check_number, counted_leaf
 from .patterns import Binding, pattern, sum_of
 from .pieces import (
     NOWHERE,

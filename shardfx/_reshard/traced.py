@@ -11,12 +11,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._ground.errors import MeshError, SpecError
 from .._ground.spec import bits, canonical, entries_of, entry_axes
-from .carry_out import carry_out
 from .destinations import require_movable
+from .flight import carry_out
 from .move import move_of
-from .steps.ends import abstract, is_explicit, layouts, same_order, settled
 from .steps.program import placed, program
-from .steps.redistribute import redistribute
+from .steps.redistribute import abstract, is_explicit, layouts, redistribute, same_order, settled
 
 
 def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:

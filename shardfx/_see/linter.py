@@ -12,8 +12,7 @@ from .._plan import MEMORY_KINDS, Content, ShardPlan, Skeleton, drafted, memory_
 from .._rules import AxisRules, PathRules, check_axis_rules, check_path_rules, near, nearest
 from ..topology import MeshSpec
 from .finding import Finding, Findings, Severity, findings_of
-from .heads import cut_heads
-from .leaf_checks import corrected, replicated
+from .leaf_checks import corrected, cut_heads, replicated
 from .mistakes import absent, uncovered_leaves, unknown_names, unplannable, unused_findings
 from .rule_checks import contradicted_names, dead_rules, unused_axes
 from .states import optimizer_states, uneven_layers

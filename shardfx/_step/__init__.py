@@ -7,7 +7,24 @@ XLA is asked in a process of its own.
 
 from .factors import Operation, Program, StepValue
 from .graph import program_of
-from .lines import Frame, applied, carry_of, frames_of, is_library, lines_of, name_stacks, opened, own_line, place_text
-from .lowered import Dims, Laid, Module, Op, Parameter, bytecode, meshes
+from .lowered import (
+    Dims,
+    Frame,
+    Laid,
+    Module,
+    Op,
+    Parameter,
+    applied,
+    bytecode,
+    carry_of,
+    frames_of,
+    is_library,
+    lines_of,
+    meshes,
+    name_stacks,
+    opened,
+    own_line,
+    place_text,
+)
 from .partitioner import MOST_DEVICES, partitioned
 from .step import EquinoxJitted, Jitted, Platform, Step, argument_names, step_of

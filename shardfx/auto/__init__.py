@@ -9,7 +9,7 @@ The words of this room, in the order in which one is made of another:
 - class: all parts that operations tie together, so that they are cut alike. A group is the classes that have one name,
     since they stand at the same place of layers that are alike (`_classes.py`).
 - assignment: in which order one mesh axis prefers classes; with it, what the axis does to every array
-    (`_assignments.py`, `_layouts.py`).
+    (`_layouts.py`).
 - term: bytes or operations of the step, with the assignments that divide them (`_terms.py`).
 - set and share: some assignments, and how the devices are shared out among them. Both make a candidate (`_core.py`).
 """

@@ -36,7 +36,7 @@ class ClassGroup:
 
 
 class Classes:
-    """Groups of classes, and which of them each dimension of each argument consists of; `_naming.py` names them."""
+    """Groups of classes, and which of them each dimension of each argument consists of; `_name_axes.py` names them."""
 
     def __init__(self, traced: TracedStep):
         self.traced = traced

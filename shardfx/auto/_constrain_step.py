@@ -24,9 +24,8 @@ from .._rules import AxisRules
 from .._step import Operation, applied, name_stacks, opened
 from ..topology import MeshSpec
 from ._asked import structs_of, trace
-from ._assignments import assignments_of_rules
-from ._layouts import AssignedLayout, Layouts
-from ._naming import named_classes
+from ._layouts import AssignedLayout, Layouts, assignments_of_rules
+from ._name_axes import named_classes
 
 
 # Calls that are entered in place, and equations that hold programs, with the parameters that these are.

@@ -1,7 +1,7 @@
 """The seconds and memory of every mesh of up to four axes at once, as one compiled function of arrays.
 
 **What is priced.** An assignment says which dimensions of the step one mesh axis shards, and what collectives that
-takes (`_assignments.py`, `_layouts.py`). A step has up to 79 assignments. A candidate is a set of at most four of them,
+takes (`_layouts.py`). A step has up to 79 assignments. A candidate is a set of at most four of them,
 and a share: a size for each, whose product is the number of devices. For 256 devices there are 35 shares of four axes.
 With 42 assignments, which have 112,000 sets of four, that makes 4 million candidates, as many as are priced
 (`assignment_count`). The core prices all of them, so it must not look at the step's operations again.

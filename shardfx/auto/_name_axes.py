@@ -1,16 +1,257 @@
-"""Logical names for the arguments of any step, read off what the step does."""
+"""Logical names for the arguments of any step, read off what the step does: classes of dimensions, and their names."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from .._ground.text import between_numbers, first_lines, html_text, joined, table
+from .._rules import Atomic
 from .._step import lines_of, own_line
 from ._asked import TracedStep, trace
-from ._classes import Classes, ClassGroup
-from ._naming import named_classes
+from ._classes import Classes, ClassGroup, ClassPlace, residual
+from ._program import batched
+
+
+def named_classes(traced: TracedStep) -> Classes:
+    """The classes of a step's dimensions, each with a name."""
+    classes = Classes(traced)
+    _Namer(classes).name_all()
+    classes.tie_names()
+    return classes
+
+
+_VOCAB = re.compile(r"vocab|emb|wte|lm_head|logits|unembed|tok|shared", re.IGNORECASE)
+_POSITIONS = re.compile(r"pos|wpe", re.IGNORECASE)
+_MLP = re.compile(r"mlp|ffn|ff|feed|gate|up_|down|\bw[io]\b|hidden|swiglu", re.IGNORECASE)
+_EXPERTS = re.compile(r"moe|expert|router", re.IGNORECASE)
+_ROUTERS = re.compile(r"gate|rout|switch", re.IGNORECASE)
+_DULL = frozenset("weight kernel w params bias scale value".split())
+_SMALL_VOCAB = 1000
+_KEY_WORDS = (2, 4)
+_SPATIAL = {1: ("sequence",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+
+
+class _Namer:
+    """Names each group by what the step does with it, then by the paths of its arrays."""
+
+    def __init__(self, classes: Classes):
+        self.classes = classes
+        self.traced, self.tied = classes.traced, classes.tied
+
+    def name_all(self) -> None:
+        self.declared()
+        self.key_words()
+        for group in self.unnamed("scanned"):
+            group.name = "layers" if self.classes.in_model(group) else ""
+        self.data()
+        self.heads()
+        self.routers()
+        self.looked_up()
+        # What convolutions slide along is a window, and no axis should cut it.
+        for group in self.unnamed("windows"):
+            group.name = "window" if len(self.classes.in_model(group)) == len(group.places) else ""
+        self.width()
+        self.by_path()
+
+    def unnamed(self, mark: str | None = None) -> list[ClassGroup]:
+        """The groups without a name, or those of them that operations marked so."""
+        found = [group for group in self.classes.live() if not group.name]
+        return [group for group in found if mark is None or self.is_marked(group, mark)]
+
+    def is_marked(self, group: ClassGroup, mark: str) -> bool:
+        return not self.classes.marked[mark].isdisjoint(group.roots)
+
+    def paths(self, places: Iterable[ClassPlace]) -> list[str]:
+        return list(dict.fromkeys(self.traced.path(place.argument) for place in places))
+
+    def rank(self, place: ClassPlace) -> int:
+        return len(self.classes.dims[place.argument])
+
+    def declared(self) -> None:
+        """Names that the model's fields declare come first."""
+        for group in self.unnamed():
+            for place in group.places:
+                which, leaf = self.traced.places[place.argument]
+                names = self.traced.flats[which].names[leaf]
+                if names is None or ... in names or len(names) != self.rank(place) or place.of > 1:
+                    continue
+                name = names[place.dim]
+                name = name.target if isinstance(name, Atomic) else name
+                if isinstance(name, str):
+                    group.name = name
+                    break
+
+    def key_words(self) -> None:
+        """The two or four numbers of a raw key are no batch, and no axis cuts them."""
+        for group in self.unnamed():
+            last = all(place.dim == self.rank(place) - 1 for place in group.places)
+            if last and group.size in _KEY_WORDS and all(map(self.is_raw, group.places)):
+                group.name = "key_words"
+
+    def is_raw(self, place: ClassPlace) -> bool:
+        value = self.tied.program.values[self.tied.program.arguments[place.argument]]
+        return value.dtype == np.dtype("uint32") and place.argument not in self.classes.model
+
+    def data(self) -> None:
+        """The first dimension of the data is the batch; others are those of images, or the second a sequence.
+
+        The layers that a loop walks through do not count, as those of a cache of keys and values.
+        """
+        images = self.images()
+        for group in self.unnamed():
+            own = self.classes.in_model(group)
+            places = [place for place in group.places if place.argument not in self.classes.model]
+            positions = all(map(_POSITIONS.search, self.paths(own)))
+            if not places or not (positions or images.get(group) == "channels"):
+                continue
+            first = max(places, key=lambda place: (len(self.data_dims(place)), -place.dim))
+            dims = self.data_dims(first)
+            at = dims.index(first.dim)
+            if all(self.data_dims(place)[:1] == [place.dim] and place.at == 0 for place in places):
+                group.name = "batch"
+            elif group in images:
+                group.name = images[group]
+            elif not at or (own and self.is_marked(group, "batched")):
+                continue
+            elif (at < len(dims) - 1 or len(dims) == 2) and images.keys().isdisjoint(self.classes.flat(first.argument)):
+                group.name = "sequence"
+            elif len(dims) == 3:
+                group.name = "features"
+
+    def data_dims(self, place: ClassPlace) -> list[int]:
+        """The dimensions of an argument that no loop walks through."""
+        named = [{self.classes.of(leaf).name for leaf in leaves} for leaves in self.classes.dims[place.argument]]
+        return [dim for dim, names in enumerate(named) if "layers" not in names]
+
+    def images(self) -> dict[ClassGroup, str]:
+        """What convolutions call dimensions of the data: their own numbers say it, whichever comes first."""
+        classes = self.classes
+        found = {classes.of(leaf): "channels" for leaf in classes.marked["channels"] if leaf in classes.of_root}
+        for part, (at, count) in self.tied.spatial.items():
+            for leaf in self.tied.parts.leaves(part)[:1]:
+                if leaf in classes.of_root and count in _SPATIAL:
+                    found[classes.of(leaf)] = _SPATIAL[count][at]
+        return found
+
+    def looked_up(self) -> None:
+        """Rows that the tokens of sequences look up are a vocabulary; what one label of an example says are classes."""
+        found = {
+            group: self.is_vocabulary(group, paths)
+            for group in self.unnamed("looked_up")
+            if (paths := self.paths(self.classes.in_model(group)))
+        }
+        vocabs = {group.size for group, is_vocabulary in found.items() if is_vocabulary}
+        for group in found:
+            if any(map(_POSITIONS.search, self.paths(self.classes.in_model(group)))):
+                group.name = "positions"
+            else:
+                # Logits of as many classes as there are tokens are of tokens.
+                group.name = "vocab" if group.size in vocabs else "classes"
+
+    def is_vocabulary(self, group: ClassGroup, paths: list[str]) -> bool:
+        named = any(map(_VOCAB.search, paths)) and not any(map(_POSITIONS.search, paths))
+        return named or (group.size >= _SMALL_VOCAB and self.is_marked(group, "tokens"))
+
+    def heads(self) -> None:
+        """Parts that products run over in batches: heads where a unit follows them, or where both operands are data;
+        experts where an operand is made of weights alone.
+        """
+        classes, of = self.classes, self.classes.of
+        found = [group for group in self.unnamed("batched") if classes.in_model(group)]
+        kept = [leaves[: classes.kept(leaves)] for dims in classes.dims for leaves in dims]
+        kept = [[*map(of, leaves)] for leaves in kept if len(leaves) > 1 and of(leaves[0]) in found]
+        shared, behind = {groups[0] for groups in kept}, {group for groups in kept for group in groups[1:]}
+        of_weights, named = self.batches_of_weights(), set[ClassGroup]()
+        for group in [*found, *(group for group in self.unnamed() if group in behind and group not in found)]:
+            paths = self.paths(classes.in_model(group))
+            attends = any("att" in path.lower() for path in paths) or any(place.of > 1 for place in group.places)
+            if group in behind:
+                group.name = "query_groups"
+            elif group in shared:
+                group.name = "kv_heads"
+            elif any(map(_EXPERTS.search, paths)) or not (attends or group not in of_weights):
+                group.name = "experts"
+                continue
+            else:
+                group.name = "heads"
+            named.add(group)
+        # What follows heads, in their dimension or in the next one, is a head's own.
+        for argument in range(len(classes.dims)):
+            flat = classes.flat(argument)
+            for before, after in zip(flat, flat[1:], strict=False):
+                if before in named and not after.name and self.is_marked(after, "contracted"):
+                    after.name = "head_dim"
+
+    def batches_of_weights(self) -> set[ClassGroup]:
+        """The groups over which products run in batches with an operand that has dimensions of the model alone."""
+        tied, own, found = self.tied, self.classes.own, set[ClassGroup]()
+        for made in tied.program.operations:
+            over = batched(made)
+            for value, dims in zip(made.ins, made.factors.ins, strict=True) if over else ():
+                parts = [tied.parts.leaves(part) for part in tied.dims[value]]
+                leaves = {leaf for part in parts for leaf in part}
+                if len(leaves) > 1 and leaves <= own:
+                    wide = (part for part, dim in zip(parts, dims, strict=True) if dim[0] in over)
+                    found.update(self.classes.of(leaf) for part in wide for leaf in part)
+        return found
+
+    def routers(self) -> None:
+        """What scores as many things as there are experts scores them, though choosing the best ties nothing."""
+        sizes = {group.size for group in self.classes.live() if group.name == "experts"}
+        for group in self.unnamed():
+            places = self.classes.in_model(group)
+            if group.size in sizes and places and all(self.rank(place) <= 3 and place.of == 1 for place in places):
+                chosen = self.is_marked(group, "chosen") or self.is_marked(group, "looked_up")
+                if chosen or any(map(_ROUTERS.search, self.paths(places))):
+                    group.name = "experts"
+
+    def width(self) -> None:
+        """What residual sums have, and most arrays of the model, is its width; beside a vocabulary it always is.
+
+        A model of several towers has several widths, each with residual sums of its own.
+        """
+        sums = residual(self.tied, self.classes.own)
+        found = [
+            group
+            for group in self.unnamed("contracted")
+            if not sums.isdisjoint(group.roots) and len({place.argument for place in self.classes.in_model(group)}) > 1
+        ]
+        tables = [flat for flat in map(self.classes.flat, range(len(self.classes.dims))) if len(flat) == 2]
+        tables = [flat for flat in tables if any(group.name == "vocab" for group in flat)]
+        beside = {group for flat in tables for group in flat if not group.name}
+        for group in [*found, *(beside if len(beside) == 1 else ())]:
+            group.name = "embed"
+
+    def by_path(self) -> None:
+        for group in self.unnamed():
+            places = self.classes.in_model(group) or group.places
+            places = [place for place in places if self.rank(place) > 1] or places
+            paths = self.paths(places)
+            if all(map(_POSITIONS.search, paths)):
+                group.name = "positions"
+            elif any(map(_MLP.search, paths)) or self.between_widths(group):
+                group.name = "mlp"
+            elif any(map(_VOCAB.search, paths)):
+                group.name = "vocab"
+            else:
+                group.name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
+
+    def between_widths(self, group: ClassGroup) -> bool:
+        """Whether matrices lead from the model's width into this dimension, and others out of it."""
+        places = [place for place in self.classes.in_model(group) or group.places if place.of == 1]
+        wide = {p.dim for p in places if "embed" in [other.name for other in self.classes.flat(p.argument)]}
+        return len(wide) > 1 and self.is_marked(group, "contracted")
+
+
+def _short(path: str, words: tuple[str, ...]) -> str:
+    """The part of a path that says most, as an identifier."""
+    parts = [part for part in path.split("/") if part not in _DULL and part not in words] or path.split("/")
+    name = re.sub(r"\W+", "_", "_".join(parts[-2:] if parts[-1].isdecimal() else parts[-1:])).strip("_")
+    return name if name and not name[0].isdigit() else f"a{name}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

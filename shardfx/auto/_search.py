@@ -18,7 +18,7 @@ from ._asked import SearchOptions, Tracing, asked_for, require_arrays, require_o
 from ._candidate import Candidate, against, without_twins
 from ._checked import compiled, devices_for, ran
 from ._limits import Limits
-from ._naming import named_classes
+from ._name_axes import named_classes
 from ._priced import Pricer, states_of, zero_1
 from ._space import MODEL, Space, by_hand, fastest, near
 

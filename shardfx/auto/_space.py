@@ -12,15 +12,13 @@ from .._ground.spec import entry_axes
 from .._plan import ShardPlan, plan
 from .._rules import AxisRules
 from ._asked import SearchOptions
-from ._assignments import assignments_of, assignments_of_rules, seeds
-from ._candidate import Candidate, without_twins
+from ._candidate import Candidate, axis_name, mesh_and_rules, without_twins
 from ._classes import Classes
 from ._core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
-from ._layouts import AssignedLayout, Assignment, Layouts
+from ._layouts import AssignedLayout, Assignment, Layouts, assignments_of, assignments_of_rules, seeds
 from ._limits import Limits, blocking, named_assignments, numbers_of
 from ._name_axes import names_trees, notes_of
 from ._terms import Terms, cut_by, padded, terms_of
-from ._written import axis_name, mesh_and_rules
 
 
 # With so many assignments all searches share one compiled core.

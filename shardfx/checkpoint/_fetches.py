@@ -25,10 +25,10 @@ from .._convert import (
 from .._ground.boxes import Box
 from . import _stores as stores
 from ._entry import FileArray, StoreArray, may_change
+from ._flight import Unit
 from ._reader import COPY_BYTES, Files, spans_of
 from ._spans import Span
 from ._stores import MissingChunks
-from ._units import Unit
 from ._wanted import Wanted
 
 

@@ -22,7 +22,7 @@ from .._ground.text import (
     quoted,
     table,
 )
-from . import _listings as listings, _safetensors as safetensors, _stores as stores
+from . import _safetensors as safetensors, _stores as stores
 from ._entry import ArrayEntry, FileArray, StoreArray
 from ._files import FilePlace, inside, place, read_json
 
@@ -191,23 +191,23 @@ def _read_directory(where: FilePlace, path: str, names: list[str]) -> Index:
         raise CheckpointError(f"{path!r} holds several safetensors sets, {some(indices)}; name one of these files.")
     if indices:
         return _read_set(where, where, inside(where, indices[0]))
-    if listings.EFORMER_INDEX in names:
-        return _indexed("eformer", where, listings.eformer_entries(where))
-    if listings.ORBAX_METADATA in names:
-        return _indexed("orbax", where, listings.orbax_entries(where))
-    listings.require_finished(where, names)
+    if stores.EFORMER_INDEX in names:
+        return _indexed("eformer", where, stores.eformer_entries(where))
+    if stores.ORBAX_METADATA in names:
+        return _indexed("orbax", where, stores.orbax_entries(where))
+    stores.require_finished(where, names)
     if stores.OCDBT_MANIFEST in names:
         return _indexed("ocdbt", where, stores.ocdbt_entries(where))
     if weights:
         return _of_files(where, [inside(where, name) for name in weights])
     entries = stores.zarr_entries(where)
     if not entries:
-        listings.raise_if_step(where, names)
+        stores.raise_if_step(where, names)
         steps = [os.path.join(path, name) for name in names if name[-1].isdigit()]
         hint = f" It holds {some(steps)}: if these are steps of a run, name one." if steps else ""
         raise CheckpointError(
-            f"{path!r} holds no checkpoint: no .safetensors file, no {listings.EFORMER_INDEX}, no Orbax "
-            f"{listings.ORBAX_METADATA}, no {stores.OCDBT_MANIFEST} and no zarr array.{hint}"
+            f"{path!r} holds no checkpoint: no .safetensors file, no {stores.EFORMER_INDEX}, no Orbax "
+            f"{stores.ORBAX_METADATA}, no {stores.OCDBT_MANIFEST} and no zarr array.{hint}"
         )
     return _indexed("zarr", where, entries)
 

@@ -21,13 +21,12 @@ from ._bundles import bundled, read_bundle
 from ._entry import FileArray, StoreArray
 from ._fetches import fetches, gather
 from ._files import ChangedError, require_seen_unchanged
-from ._flight import Filled, Flight, Progress, Task
+from ._flight import Filled, Flight, Host, Progress, Task, Unit, units_of
 from ._index import Index, read_index
 from ._metadata import keys_from
 from ._reader import GAP_BYTES, RUN_BYTES, Files
 from ._spans import grouped
 from ._stores import MissingChunks
-from ._units import Host, Unit, units_of
 from ._wanted import Unread, Wanted, require_devices, wanted
 
 

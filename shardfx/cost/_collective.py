@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._ground.errors import ProgramError
-from ._hlo_text import Instruction, parts_of
-from ._hlo_types import Array, arrays_in
+from ._hlo_text import Array, Instruction, arrays_in, parts_of
 
 
 KINDS = (

@@ -16,8 +16,7 @@ from .._ground.errors import ProgramError
 from .._ground.spec import entry_axes
 from .._step import Dims, Frame, Module, Op, Platform, Step, lines_of, meshes, own_line
 from ._after import as_compiled
-from ._hlo_text import HloModule, parse_hlo
-from ._hlo_types import Array, bytes_of
+from ._hlo_text import Array, HloModule, bytes_of, parse_hlo
 from ._live import Held, held
 from ._live.program import OpenedProgram, program_of
 from ._purpose import Taken, taken

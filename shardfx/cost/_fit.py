@@ -17,7 +17,7 @@ from ..topology import MeshSpec
 from ._changes import Change, batch_of, changes_of, largest_batch
 from ._compile_for import MemoryAnalysis, memory_of
 from ._counted import Counted
-from ._hlo_types import padded
+from ._hlo_text import padded
 from ._live import HeldArray
 from ._shardings import Origin, StepShardings
 

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from .._step import Frame
-from ._hlo_text import HloModule, Instruction
-from ._hlo_types import PRODUCTS
+from ._hlo_text import PRODUCTS, HloModule, Instruction
 from ._live.program import LiveOp, Uses, program_of, reached
 
 

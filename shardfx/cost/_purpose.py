@@ -9,7 +9,7 @@ import jax
 
 from .._ground.tree import flatten
 from .._step import Parameter, Step
-from ._hlo_types import ELEMENTWISE, PIECES, VIEWS
+from ._hlo_text import ELEMENTWISE, PIECES, VIEWS
 from ._live.program import LiveOp, OpenedProgram, Uses, reached
 
 

@@ -5,8 +5,7 @@ import re
 from collections.abc import Mapping
 
 from .._ground.errors import ProgramError
-from ._hlo_text import HloModule, Instruction
-from ._hlo_types import index_of, root_of
+from ._hlo_text import HloModule, Instruction, index_of, root_of
 
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')

@@ -18,8 +18,7 @@ from .._ground.tree import flatten
 from .._step import EquinoxJitted, Frame, Jitted, place_text
 from ..cost import traffic
 from ._args import made, shrunk
-from ._blame import MERGED, Compared, Fault, aligned, allowed, compared, differences, fault_of
-from ._suspects import suspects
+from ._blame import MERGED, Compared, Fault, aligned, allowed, compared, differences, fault_of, suspects
 from ._tape import Record, Tape
 
 

@@ -17,8 +17,8 @@ import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
 from shardfx._ground.boxes import boxes_here
 from shardfx._ground.errors import CheckpointError
+from shardfx.checkpoint._flight import Host, moved
 from shardfx.checkpoint._load import LoadRequest, load_index
-from shardfx.checkpoint._units import Host, moved
 from shardfx.errors import PlanMismatchError
 
 

@@ -8,15 +8,15 @@ import pytest
 from jax.sharding import AxisType
 
 from shardfx import MeshSpec, misplaced, shard
-from shardfx._cli.demo import screen, train
+from shardfx._cli.demo import train
 from shardfx._cli.demo.model import AXIS_RULES, HEAD_DIM, KV_HEADS, LAYERS, Transformer
-from shardfx._cli.demo.screen import show
 from shardfx._cli.demo.train import (
     TOLERANCE,
     Run,
     batch,
     default_mesh,
     make_plans,
+    show,
     start_sharded,
     start_unsharded,
     stdlib_text,
@@ -124,8 +124,8 @@ def test_default_mesh(count, shape):
 
 def test_show_notices_curves_that_differ(capsys, monkeypatch):
     curves = iter([[5.0, 4.0], [5.0, 4.0 + 2 * TOLERANCE]])
-    monkeypatch.setattr(screen, "train", lambda *args, **how: next(curves))
-    monkeypatch.setattr(screen.testing, "check_step", lambda *args: CheckedStep(()))
+    monkeypatch.setattr(train, "train", lambda *args, **how: next(curves))
+    monkeypatch.setattr(train.testing, "check_step", lambda *args: CheckedStep(()))
     assert not show(default_mesh(1), jax.devices()[:1], Run(steps=2, batch_size=8, length=32), width=100)
     out = capsys.readouterr().out
     assert "THE CURVES DIFFER" in out and max(map(len, out.splitlines())) <= 100

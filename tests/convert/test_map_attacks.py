@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from maps import maps, same, written
 
 from shardfx import From, TreeMap
-from shardfx._convert.forms import checked
+from shardfx._convert.expression import checked
 from shardfx.errors import MapError
 
 

@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardfx import MeshSpec
 from shardfx.cost import fit
-from shardfx.cost._hlo_text import parse_hlo
-from shardfx.cost._hlo_types import padded
+from shardfx.cost._hlo_text import padded, parse_hlo
 from shardfx.cost._live import held
 from shardfx.cost._live.arrays import listed
 

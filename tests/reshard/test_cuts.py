@@ -11,7 +11,7 @@ from shardfx._convert.evaluate import leaf_made
 from shardfx._convert.pieces import hull, swapped
 from shardfx._ground.boxes import volume
 from shardfx._reshard.pieces.cuts import cuts_of
-from shardfx._reshard.pieces.matchings import matchings
+from shardfx._reshard.pieces.exchange import matchings
 
 
 DTYPES = {4: "int4", 8: "int8", 16: "int16", 32: "float32"}

@@ -9,8 +9,8 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._ground.errors import MeshError
-from shardfx._reshard.carry_out import carry_out
 from shardfx._reshard.destinations import data_of
+from shardfx._reshard.flight import carry_out
 from shardfx._reshard.move import Move
 from shardfx._reshard.mover import reshard
 from shardfx._reshard.pieces.work import work_between

@@ -14,11 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from benchmarks._programs import lowered, steps_program
 from shardfx._ground.errors import LeafTypeError, MeshError, MoveError, PlanMismatchError, SpecError
 from shardfx._plan.planner import plan
-from shardfx._reshard.carry_out import carry_out
-from shardfx._reshard.flight import Window
-from shardfx._reshard.job import job_of
+from shardfx._reshard.flight import Window, carry_out
 from shardfx._reshard.move import move_of
-from shardfx._reshard.mover import reshard, resharded
+from shardfx._reshard.mover import job_of, reshard, resharded
 from shardfx._reshard.reshard_plan import plan_reshard
 from shardfx._rules.path_rules import PathRules
 from shardfx.topology._mesh import MeshSpec

@@ -14,8 +14,7 @@ from maps import maps, same, written
 
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, plan_reshard
-from shardfx._reshard.job import journey_of
-from shardfx._reshard.mover import reshard, resharded
+from shardfx._reshard.mover import journey_of, reshard, resharded
 from shardfx._reshard.pieces.exchange import program
 from shardfx.errors import LeafTypeError, MapError, MeshError, MoveError
 

@@ -10,7 +10,7 @@ from shardfx import MeshSpec, filter_jit, shard
 from shardfx.auto import Limits, search
 from shardfx.auto._asked import trace
 from shardfx.auto._layouts import Assignment, Layouts
-from shardfx.auto._naming import named_classes
+from shardfx.auto._name_axes import named_classes
 from shardfx.auto._space import by_hand, fastest
 from shardfx.errors import ProgramError
 

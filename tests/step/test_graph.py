@@ -6,7 +6,7 @@ import pytest
 from jax import P
 
 from shardfx._step import program_of
-from shardfx._step.lines import lines_of, name_stacks
+from shardfx._step.lowered import lines_of, name_stacks
 
 
 def f32(*shape):

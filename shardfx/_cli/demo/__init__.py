@@ -4,5 +4,4 @@ It may import the public names of `shardfx`, as any program would, and optax. It
 what users can do.
 """
 
-from .screen import show as show
-from .train import Run as Run, default_mesh as default_mesh
+from .train import Run as Run, default_mesh as default_mesh, show as show

@@ -10,9 +10,20 @@ from shardfx import chips, html_report
 from shardfx._see import report_data
 from shardfx.cost import Fit, Traffic, fit as fit_of, traffic as traffic_of
 
-from .._asked import PlanOptions, asks_for_a_plan, findings_of, inputs_or_plan, plan_of
+from .._asked import (
+    MOST_DEVICES,
+    LoadedStep,
+    PlanOptions,
+    asks_for_a_plan,
+    chip_of,
+    compiled,
+    estimated,
+    findings_of,
+    inputs_or_plan,
+    load_step,
+    plan_of,
+)
 from .._screen import JSON, answer, as_json, data_of, show, terminal_width, verb, working, write
-from .._step import MOST_DEVICES, LoadedStep, chip_of, compiled, estimated, load_step
 from .._usage import UsageError, calling
 from .._words import Whole, order_text
 

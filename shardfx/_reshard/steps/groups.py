@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from .factors import End, coordinates, levels
 from .layout import StepLayout, piece_index
 from .lower_bound import Holdings
+from .splits import End, coordinates, levels
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

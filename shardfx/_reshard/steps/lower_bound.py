@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from .factors import End, levels
+from .splits import End, levels
 
 
 # Per dimension of the array the factors that cut it, major first.

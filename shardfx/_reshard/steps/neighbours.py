@@ -8,9 +8,9 @@ import functools as ft
 import itertools as it
 from collections.abc import Iterator
 
-from .factors import End
 from .lower_bound import Holdings, ShardDims
 from .path import STEP, PermutationPrices, Prices
+from .splits import End
 
 
 # More factors than that move in the order that they have: 5 factors have 120 orders, 4 have 24.

@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .factors import End, levels
 from .groups import permutation
 from .layout import StepLayout, slice_numbers
+from .splits import End, levels
 
 
 StepKind = Literal["slice", "all_to_all", "permute", "all_gather"]

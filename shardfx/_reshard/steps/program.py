@@ -15,11 +15,20 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from ..._ground.spec import bits
-from .ends import NO_MESH, abstract, is_explicit, labelled, layouts, same_order, untyped
 from .groups import all_to_all, gathered, join, permutation, split, starts
 from .in_parts import PartCut, cut_on_tpus, in_parts
 from .layout import StepLayout
-from .redistribute import MoveStep, Redistribution
+from .redistribute import (
+    NO_MESH,
+    MoveStep,
+    Redistribution,
+    abstract,
+    is_explicit,
+    labelled,
+    layouts,
+    same_order,
+    untyped,
+)
 
 
 def program(

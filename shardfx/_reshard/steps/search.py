@@ -53,11 +53,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from .factors import End, levels
 from .lower_bound import Holdings, LowerBound, ShardDims
 from .neighbours import Neighbours
 from .path import STEP, STEP_BEFORE_PERMUTATION, Path, PermutationPrices, path_along
-from .splits import primes
+from .splits import End, levels, primes
 
 
 # Costs that differ by less are equal: what differs is the order of additions.

@@ -4,9 +4,8 @@ It may import `_plan`, `_convert`, its siblings in this room and what is below t
 job, and it never changes what a receiver has before every piece of the new revision has arrived.
 """
 
-from .channel import Channel as Channel
 from .codec import from_json as from_json, to_json as to_json
-from .ends import receive as receive, send as send
+from .ends import Channel as Channel, receive as receive, send as send
 from .planning import plan_transfer as plan_transfer
 from .servers import JaxChannel as JaxChannel
 from .sockets import Receiver as Receiver, Sender as Sender

@@ -1,4 +1,4 @@
-"""Either end of a transfer: pieces read from the shards of arrays, and written into spare memory."""
+"""Either end of a transfer, and the channel between them: pieces read from shards, and written into spare memory."""
 
 import collections
 import contextlib
@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
+from typing import Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,30 @@ from ..._ground.errors import PlanMismatchError, SyncError
 from ..._plan import ShardPlan, encode_dtype
 from ..pieces.host import Shards, as_bytes
 from ..pieces.work import leaves_of_plan
-from .channel import Channel
 from .transfer import Step, Transfer, TransferPlan
 from .wire import Span, land, pack, received_at, sent_from
+
+
+@runtime_checkable
+class Channel(Protocol):
+    """One direction from a sending to a receiving process; sockets are the reference, RDMA libraries fit.
+
+    Both sides know the plan, so that a channel carries bytes alone. A piece is a row of `uint8`; those of a round come
+    in the plan's order, and together they take at most `limit_bytes` of the plan. A channel delivers each piece once
+    and unharmed or raises [`shardfx.errors.SyncError`][]; it never waits longer than its time-out for a dead peer.
+    """
+
+    def put(self, round: int, pieces: Sequence[np.ndarray]) -> None:
+        """Sends the pieces of a round. Their memory may be written again as soon as it returns."""
+        ...
+
+    def get(self, round: int, memories: Sequence[np.ndarray]) -> None:
+        """Fills memory with the pieces of a round, all of them checked when it returns."""
+        ...
+
+    def commit(self, revision: int | None = None) -> int:
+        """Ends a transfer: the sender gives its revision, and the receiver gets it."""
+        ...
 
 
 # Leaves whose memory is asked for together: the kernel gives large memory in large pages, which takes less time.

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .._collective import Groups, groups_of
-from .._hlo_text import HloModule, Instruction
-from .._hlo_types import Array, array_of
-from .graph import Computation, Details, in_each, renamed, users_of, with_groups, with_operands
+from .._hlo_text import Array, HloModule, Instruction, array_of
+from .merge import Computation, Details, in_each, renamed, users_of, with_groups, with_operands
 
 
 # What changes only the form of a sum.

@@ -4,7 +4,7 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from .._hlo_types import CONSTANTS, ELEMENTWISE, PIECES, PRODUCTS, VIEWS
+from .._hlo_text import CONSTANTS, ELEMENTWISE, PIECES, PRODUCTS, VIEWS
 from .program import Body, LiveOp, OpenedProgram, Uses
 
 

@@ -9,8 +9,7 @@ done. Read off the programs that libtpu 0.0.42 compiles for v5e.
 import math
 import re
 
-from .._hlo_text import Instruction
-from .._hlo_types import PIECES, VIEWS
+from .._hlo_text import PIECES, VIEWS, Instruction
 from .program import Body, LiveOp, OpenedProgram, Uses
 
 

@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
-from .._hlo_text import HloModule, Instruction
-from .._hlo_types import Array, Result, index_of, result_of
+from .._hlo_text import Array, HloModule, Instruction, Result, index_of, result_of
 
 
 # The numbers of the values that an instruction makes: one, or a tuple of such.

@@ -2,8 +2,7 @@
 
 It may import the rules, the ground values and the rules of its room. It never allocates: every leaf is a
 ShapeDtypeStruct. A model is one row of numbers in `_table.py`. The rows of its family in `presets.maps` give the tree
-(`_named.py`) and the rules (`_rules.py`).
+and the rules (`_named.py`).
 """
 
-from ._named import config as config, names as names, tree as tree
-from ._rules import rules_for as rules_for, strategies as strategies
+from ._named import config as config, names as names, rules_for as rules_for, strategies as strategies, tree as tree

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from benchmarks._programs import lowered, planned, program_of, steps_program, wire_bytes
 from shardfx import MeshSpec, reshard
 from shardfx._ground.errors import LeafTypeError, MeshError, SpecError
-from shardfx._reshard.carry_out import carry_out
+from shardfx._reshard.flight import carry_out
 from shardfx._reshard.move import move_of
 from shardfx._reshard.mover import resharded
 
