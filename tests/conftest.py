@@ -1,6 +1,7 @@
 import gc
 import os
 import resource
+import tempfile
 
 import equinox as eqx
 import hypothesis
@@ -51,6 +52,16 @@ def as_users_run_it():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _temporary_folder(tmp_path_factory: pytest.TempPathFactory):
+    """What examples and processes leave among the temporary files goes where pytest removes it."""
+    with pytest.MonkeyPatch.context() as patched:
+        folder = str(tmp_path_factory.mktemp("temporary"))
+        patched.setattr(tempfile, "tempdir", folder)
+        patched.setenv("TMPDIR", folder)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
