@@ -61,7 +61,7 @@ def _is_mistaken(node: object) -> bool:
 
 
 def key_of(sharding: object) -> Any:
-    """What is the same for equal shardings. JAX takes other entries too, layouts for one, or says what is wrong."""
+    """A key that equal shardings share. JAX takes other entries too, layouts for one, or says what is wrong."""
     return sharding if sharding is None or isinstance(sharding, Sharding) else id(sharding)
 
 
@@ -205,7 +205,7 @@ def parameter_names(signature: inspect.Signature, args: Sequence[object], kwargs
 
 
 def counts_as_given(signature: inspect.Signature) -> range:
-    """With how many positional arguments, and no others, there is nothing to bind and no default to add."""
+    """The numbers of positional arguments for which a call without keywords has nothing to bind and no default."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     least = len(positional_names(signature))
     most = sys.maxsize if inspect.Parameter.VAR_POSITIONAL in kinds else least + 1

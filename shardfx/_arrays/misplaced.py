@@ -162,7 +162,7 @@ def _verdict(found: _Described | None, asked: _Described | None) -> tuple[str, s
 
 
 def _held(described: _Described) -> int:
-    """The bytes of one shard; those of an array that no device holds are none."""
+    """The bytes of one shard; 0 for an array that no device holds."""
     sharding, shape, dtype = described
     return 0 if sharding is None else array_bytes(sharding.shard_shape(shape), dtype)
 

@@ -143,7 +143,7 @@ def _assembled(made: Made, arrays: Mapping[str, object]) -> Any:
 
 
 def _assembled_in_jax(made: Made, arrays: Mapping[str, Any]) -> jax.Array:
-    """The same in JAX, traced or not; of PRNG keys the bits are moved."""
+    """A leaf put together from pieces in JAX, traced or not. Of PRNG keys the bits are moved."""
     if not jnp.issubdtype(made.dtype, jax.dtypes.extended):
         return _filled(made.pieces, made.shape, made.dtype, arrays)
     names = [piece.value.path for piece in made.pieces if piece.value.path is not None]
@@ -172,7 +172,7 @@ Digits = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
 class Form(NamedTuple):
-    """What pieces have in common that begin at different places.
+    """All that a piece is but the place where it begins: pieces of one form share a program.
 
     **Arguments:**
 
@@ -188,7 +188,7 @@ class Form(NamedTuple):
 
 
 def form_of(piece: Piece) -> Form:
-    """What a piece has in common with others that begin elsewhere."""
+    """The form that a piece shares with others that begin elsewhere."""
     sources, targets = _digits(swapped(piece)), _digits(piece)
     source = [f for own in sources for f in own]
     # Seen from either side the same digit has the same four numbers.
@@ -241,7 +241,7 @@ def _below(own: Sequence[tuple[int, int]], step: int) -> int:
 
 
 def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
-    """A dimension as so many rows of `step` elements; behind the last there may be too few."""
+    """A dimension as `count` rows of `step` elements; zeros fill the last row up."""
     missing = count * step - x.shape[axis]
     padded = jnp.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)])
     return padded.reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :])

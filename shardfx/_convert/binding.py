@@ -230,7 +230,7 @@ def _unused(
 
 
 def _behind_gaps(step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str, None]) -> Iterator[tuple[str, str]]:
-    """Leaves that a stack would go through if it did not stop at a number before, which the source lacks."""
+    """Leaves behind a gap: a stack stops at the first number that the source lacks, and these have later numbers."""
     for _, rule in step.made:
         for over, text in _endless(rule):
             one = pattern(text)
@@ -294,7 +294,7 @@ def _raise(problems: Sequence[tuple[str, str]]) -> None:
 
 
 def _through(made: Mapping[str, Made], between: Mapping[str, Made]) -> Mapping[str, Made]:
-    """What is made of leaves that are made themselves, made of the leaves that those are made of."""
+    """Two steps of a map as one: what is made of intermediate leaves, made of the leaves of the source."""
     found = {}
     for path, one in made.items():
         pieces: list[Piece] = []
@@ -338,7 +338,7 @@ def _backward(forward: Mapping[str, Made], source: Mapping[str, TreeLeaf]) -> Ma
 
 
 def _back(casts: Sequence[object], dtype: object) -> tuple[Any, ...]:
-    """What undoes casts of numbers of a dtype: they are counted with in the dtype in which they were."""
+    """The casts that undo those of a number: arithmetic is undone in the dtype in which it was done."""
     kinds, found = [dtype], []
     for to in casts:
         kinds.append(kinds[-1] if isinstance(to, Counted) else to)

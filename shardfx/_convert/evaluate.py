@@ -244,7 +244,7 @@ def _alike(parts: Sequence[Made], op: str, dim: int | None) -> Made:
 
 
 def _uneven(parts: Sequence[Made]) -> str:
-    """Of parts that take turns, as `layers[0::2]` and `layers[1::2]`: how many they are together."""
+    """How many parts take turns, as `layers[0::2]` and `layers[1::2]`, counted together."""
     rows = {part.shape[1:] for part in parts if part.shape}
     counts = [part.shape[0] for part in parts if part.shape]
     if len(rows) > 1 or len(counts) < len(parts) or max(counts) - min(counts) > 1:
@@ -303,7 +303,7 @@ def _cast(parts: Sequence[Made], dtype: str) -> Made:
 
 
 def cast(made: Made, to: Any) -> Made:
-    """The same in another dtype."""
+    """A value in another dtype."""
     if made.dtype == to:
         return made
     if jnp.issubdtype(made.dtype, jax.dtypes.extended) or jnp.issubdtype(to, jax.dtypes.extended):
@@ -316,7 +316,7 @@ def cast(made: Made, to: Any) -> Made:
 
 
 def _then(made: Made, step: Any, dtype: Any) -> Made:
-    """The same after one more cast, or counted with a number."""
+    """A value after one more cast, or one more arithmetic operation with a number."""
     pieces = [piece._replace(value=piece.value._replace(casts=(*piece.value.casts, step))) for piece in made.pieces]
     return Made(made.shape, dtype, tuple(pieces))
 
@@ -330,7 +330,7 @@ def _counted(sign: Literal["*", "+"]) -> Callable[..., Made]:
 
 
 def check_counted(number: float, dtype: DType) -> float:
-    """The number that arrays of a dtype are counted with; raises for those that are not counted with any."""
+    """The number, checked for arithmetic with arrays of a dtype; raises where the dtype or the number allows none."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise MapError(f"{dtype} is not counted with {number!r}: cast it to floating-point numbers first.")
     return float(number)

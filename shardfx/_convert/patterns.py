@@ -27,7 +27,7 @@ class Sum:
         return self.terms[0][1] if len(self.terms) == 1 and self.terms[0][0] == 1 and not self.rest else None
 
     def value(self, binding: Binding) -> str | int | None:
-        """What it is worth; `None` where a name stands for nothing, or for no number where it is counted with."""
+        """The value of the sum; `None` where a name stands for nothing, or for no number where a number is needed."""
         if self.name is not None:
             return binding.get(self.name)
         found = [(count, binding.get(name)) for count, name in self.terms]
@@ -36,7 +36,7 @@ class Sum:
         return self.rest + sum(count * value for count, value in found if isinstance(value, int))
 
     def solved(self, value: str | int) -> tuple[str, str | int] | None:
-        """The one name of it, and what that is if the sum is worth `value`; `None` where it cannot be."""
+        """The one name of the sum, and its number where the sum is `value`; `None` where there is none."""
         if self.name is not None:
             return self.name, value
         if len(self.terms) != 1 or not isinstance(value, int):

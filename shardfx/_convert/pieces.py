@@ -42,7 +42,7 @@ class Scale(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """Arithmetic with one number, in float32 (of float64 in float64), rounded to the dtype that there was.
+    """Arithmetic with one number, in float32 (for float64 in float64), rounded to the array's dtype.
 
     **Arguments:**
 
@@ -79,7 +79,7 @@ def changed(x: Any, to: Any) -> Any:
 
 
 def is_only(casts: Iterable[object], dtype: object) -> bool:
-    """Whether numbers are cast to one dtype at most, and not counted with."""
+    """Whether numbers are cast to one dtype at most, without arithmetic."""
     return all(not isinstance(to, Counted) and to == dtype for to in casts)
 
 

@@ -26,7 +26,7 @@ def target_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = 
 
 
 def source_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None) -> np.ndarray:
-    """The same elements in an array that holds the source from `start` on."""
+    """The elements of a piece in an array that holds the source from `start` on: one dimension per factor."""
     return _view(memory, piece.source, start, [(f.size, f.source_dim, f.source_step) for f in piece.factors])
 
 

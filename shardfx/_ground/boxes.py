@@ -30,7 +30,7 @@ def boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """The same for the devices of this process alone."""
+    """Per device of this process the box that it holds of an array of `shape`."""
     found = sharding.addressable_devices_indices_map(shape)
     return {device: as_box(index or (), shape) for device, index in found.items()}
 
@@ -47,7 +47,7 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def slices(part: Box, box: Box) -> tuple[Any, ...]:
-    """What takes a part of a box out of an array that holds the box. The ellipsis makes it a view at rank 0 too."""
+    """The index of a part of a box in an array that holds the box. The ellipsis makes it a view at rank 0 too."""
     found = [slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True)]
     return (*found, ...)
 

@@ -121,7 +121,7 @@ def unknown_units(axes: AxisRules) -> tuple[str, ...]:
 
 
 def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
-    """By the number of their row, the logical names that no rule is about, in any mode."""
+    """For each row the logical names that no rule is about, in any mode."""
     asked = [
         (i, row) for i, row in enumerate(rows) if row.reasons and row.names is not None and _has(Code.unmatched, row)
     ]

@@ -335,7 +335,7 @@ _WORDS = {"mesh": "mesh", "jax_mesh": "devices", "mode": "mode", "axes": "axes"}
 
 
 def _told_apart(one: object, two: object) -> tuple[str, str]:
-    """The texts of two values that differ, in which they do."""
+    """The texts of two values, long enough to differ."""
     if isinstance(one, MeshSpec) and isinstance(two, MeshSpec):
         if one.axis_types != two.axis_types:
             return f"{one} of axis types {type_names(one)}", f"{two} of {type_names(two)}"

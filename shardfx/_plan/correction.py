@@ -26,7 +26,7 @@ from ..topology import MeshSpec
 
 
 class Leaf(NamedTuple):
-    """What correction asks of an array; `units` has an entry per dimension, or is `None` where any cut will do."""
+    """An array as correction needs it; `units` has an entry per dimension, or is `None` where any cut will do."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """What correction asks of a mesh."""
+    """The mesh axes as correction needs them."""
 
     sizes: Mapping[str, int]
     has_auto: bool

@@ -181,7 +181,7 @@ def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object,
 
 
 def _first_sentence(text: str) -> str:
-    """What a message says first, in one line and without its end."""
+    """The first sentence of a message, on one line and without its full stop."""
     return text.strip().split("\n")[0].split(". ")[0].rstrip(".")[:160]
 
 
@@ -247,7 +247,7 @@ def _besides(kind: Literal["adapters", "scales"], pairs: Iterable[tuple[str, str
 
 
 class _Follower:
-    """What one call of `follow` goes by, and what it has found so far."""
+    """The arguments of one call of `follow`, and what it has found so far."""
 
     def __init__(
         self,
@@ -388,7 +388,7 @@ def _base_of(
 
 
 def _base_dims(base: tuple[int, ...], shape: tuple[int, ...], in_blocks: bool) -> tuple[int | None, ...]:
-    """Dimensions correspond by their place, counted from the first, or else from the last."""
+    """For each dimension the base's one at the same place, counted from the first, or else from the last."""
     taken: list[int | None] = []
     for dim, size in enumerate(shape):
         places = (dim, dim - len(shape) + len(base))

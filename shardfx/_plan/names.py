@@ -196,7 +196,7 @@ def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
 
 
 def _kind(node: object) -> str:
-    """What a node is, without the values below it."""
+    """A node in words, without the values below it."""
     if isinstance(node, dict):
         return f"a dict with the keys {_listed(node)}"
     if _is_names(node):

@@ -224,7 +224,7 @@ class Matcher:
 
 @dataclasses.dataclass
 class _Planner:
-    """What one call of `plan` goes by, and what it has decided so far."""
+    """The arguments of one call of `plan`, and what it has decided so far."""
 
     mesh: Axes
     axes: AxisRules | None
@@ -289,7 +289,7 @@ class _Planner:
 
 
 def _keys(keys: Sequence[str], flat: Flat, given: Sequence[object]) -> Iterable[Any]:
-    """For each array what decides how it is planned; `None` for what is no array."""
+    """For each array a key of all that its row depends on; `None` for what is no array."""
     if all(flat.is_array):
         shapes, dtypes = [leaf.shape for leaf in flat.leaves], [leaf.dtype for leaf in flat.leaves]
         return zip(keys, shapes, dtypes, given, flat.stacked, strict=True)

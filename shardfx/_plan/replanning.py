@@ -60,7 +60,7 @@ def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
 
 
 def _is_small(row: Row) -> bool:
-    """Whether an array is whole as it is small: on one mesh, and so on every other."""
+    """Whether an array is whole because it is small, which holds on every mesh."""
     return any(why.code is Code.small for why in row.reasons)
 
 
@@ -121,7 +121,7 @@ def _first_reasons(row: Row, content: Content) -> tuple[Reason, ...]:
 
 
 class Wish(NamedTuple):
-    """A dimension would take `part` of the devices along `axis`, of which it now takes none."""
+    """A dimension that none of the devices along `axis` cut, and that `part` of them could cut."""
 
     axis: str
     part: int
@@ -188,7 +188,7 @@ def _renamed_entry(entry: object, parts: Mapping[str, tuple[str, ...]]) -> Any:
 
 
 def _renamed_axes(axes: Iterable[str], parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Mesh axes, each split one as its parts."""
+    """Mesh axes, with the parts of a split axis in its place."""
     return tuple(part for axis in axes for part in parts.get(axis, (axis,)))
 
 

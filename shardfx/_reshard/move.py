@@ -212,7 +212,7 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
 
 @ft.lru_cache(maxsize=1024)
 def _after(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
-    """A move between device sets after some senders have sent more than other replicas of their shards."""
+    """A move between device sets, planned again for senders that have sent more than other replicas."""
     ends = (move.shape, move.dtype, move.src, move.dst, move.lost, move.copies)
     return dataclasses.replace(move, work=work_between(*ends, sent_before))
 

@@ -77,7 +77,7 @@ class LeafMove:
 
     @property
     def held_bytes(self) -> tuple[int, int]:
-        """Of `source_bytes` and `target_bytes` those in the device's own memory."""
+        """`source_bytes` and `target_bytes`, as far as they are in the device's own memory."""
         source, target = (0 if in_host_memory(end) else 1 for end in (self.src, self.dst))
         return source * self.source_bytes, target * self.target_bytes
 
@@ -115,7 +115,7 @@ class ReshardPlan:
 
     @property
     def dcn_bytes(self) -> int:
-        """Those of them that come from another slice (or node), where source and target have the same devices."""
+        """Bytes that enter a device from another slice (or node), where source and target have the same devices."""
         return sum(leaf.dcn_bytes for leaf in self.leaves)
 
     @property

@@ -26,7 +26,7 @@ _COUNTED = frozenset({"layers", "layer", "stages", "stage", "blocks", "experts",
 
 
 class Matrices(NamedTuple):
-    """The matrices of one array: those of its leading dimensions.
+    """The matrices of one array: one for each index of its leading dimensions.
 
     - `at`: the number of the array in the plan.
     - `many`, `rest`: the sizes of its leading dimensions, and of the others.

@@ -441,7 +441,7 @@ def _target(name: str, target: object, what: str) -> Target:
 
 
 def repeated(names: Sequence[str]) -> list[str]:
-    """Those of `names` that came before, in order."""
+    """The names that came before in the same list, in order."""
     return [name for i, name in enumerate(names) if name in names[:i]]
 
 

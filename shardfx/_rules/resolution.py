@@ -121,7 +121,7 @@ def names_text(names: object) -> str:
 
 
 def unknown_names(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple[str, ...]:
-    """Those of `names` that no rule is about, in any mode."""
+    """The names that no rule is about, in any mode."""
     ruled = _ruled(rules)
     return tuple(slot.name for slot in _slots(_entries(names), rules) if ruled.isdisjoint(slot.chain))
 
@@ -257,7 +257,7 @@ def _entry(entry: object, given: Mapping[str, Target]) -> Any:
 
 
 def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
-    """The names in `entries`; those that share rules are in an order that no dimension has a part in."""
+    """The names in `entries`. Names that share rules come in an order that does not depend on their dimensions."""
     placed = [(name, dim) for dim, entry in enumerate(entries) for name in _members(entry)]
     slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]
     if twice := repeated([slot.name for slot in slots]):

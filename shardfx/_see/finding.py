@@ -67,7 +67,7 @@ class Findings(tuple[Finding, ...]):
     __slots__ = ()
 
     def worst(self, severity: Severity = "warning") -> "Findings":
-        """Those that are of this severity or a worse one: what a check in CI fails for.
+        """The findings of this severity or a worse one: what a check in CI fails for.
 
         **Arguments:**
 

@@ -203,7 +203,7 @@ def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _common(first: str, second: str) -> int:
-    """How many UTF-16 units both begin with, as JavaScript counts them; none where that is not plain."""
+    """The length of the beginning that both share; 0 beyond ASCII, where JavaScript counts in other units."""
     pairs = zip(first, second, strict=False)
     same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
     return same if first[:same].isascii() else 0

@@ -109,7 +109,7 @@ _MOST_TRIED, _MOST_ROWS = 16, 300
 
 
 def _other_sizes(subject: Subject, axis: str) -> tuple[int, ...]:
-    """Sizes of a mesh axis under which no array is cut less than asked but for other axes: one smaller, one larger."""
+    """The next smaller and the next larger size of a mesh axis that cuts every array as asked."""
     mesh, size = subject.mesh, subject.mesh.shape.get(axis, 1)
     rows = [row for row in subject.rows if not {*_axes(_shortfall(subject, row))} - {axis}]
     if subject.is_plan or subject.refine or any(count > 1 for count in mesh.dcn_sizes) or len(rows) > _MOST_ROWS:
@@ -169,7 +169,7 @@ def _cost(subject: Subject, group: Group) -> int:
 
 
 def _as_it_is(subject: Subject, group: Group, reasons: tuple[Reason, ...], sizes: _Sizes) -> str:
-    """Code under which the leaf is asked for no more than it can have, or can have more."""
+    """Code that asks for no more than the leaf can have, or that lets it have more."""
     row, axes = group.row, _axes(reasons)
     if not subject.strict and _more_if_refined(subject, group):
         return "refine = True"

@@ -89,7 +89,7 @@ def cutting(subject: Subject, shape: tuple[int, ...], units: tuple[int, ...] | N
 
 
 def _other_names(names: tuple[object, ...], rank: int) -> tuple[Any, ...]:
-    """Names of the right length, each once, that say as much of `names` as they can."""
+    """`names` cut or filled up to the right length, each name once."""
     if len(names) > rank:
         names = tuple(name for name in names if name is not ...)[:rank]
     once = [None if name in names[:at] else name for at, name in enumerate(names)]
@@ -223,7 +223,7 @@ def unused_findings(
 
 
 def _shadowed_optionals(subject: Subject, draft: Draft) -> Iterator[Finding]:
-    """Rules that may be without an array, but are not: others before them take all that they match."""
+    """Optional rules that arrays match, but that decide about none: rules before them take all of these."""
     rules, used = draft.paths.rules, draft.paths.used
     spare = [n for n, (_, target) in enumerate(rules) if isinstance(target, Optional) and n not in used]
     # One path of each group tells which of them match at all; a preset has many that do not.

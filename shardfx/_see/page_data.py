@@ -175,7 +175,7 @@ def _memory(rows: Sequence[ReportRow]) -> list[dict[str, object]]:
 
 
 def _memory_of_step(fit: Fit) -> list[dict[str, object]]:
-    """The same for a step, with what it needs beside its arguments."""
+    """Bytes per device of a step, with what it needs beside its arguments."""
     here = [(row.group, None, row.bytes) for row in fit.rows if row.bytes]
     away = [(row.group, "pinned_host", row.host_bytes) for row in fit.rows if row.host_bytes]
     return [{"group": group, "memory_kind": kind, "bytes_per_device": count} for group, kind, count in [*here, *away]]

@@ -127,7 +127,7 @@ class Subject:
         return (share - -(-whole // self.mesh.size)) * len(group.paths)
 
     def lost(self, shape: tuple[int, ...], dtype: object) -> int:
-        """How many bytes each device holds of a replicated array beyond an even share of it."""
+        """Bytes of a replicated array that each device holds beyond an even share of it."""
         whole = array_bytes(shape, dtype)
         return whole - -(-whole // self.mesh.size)
 

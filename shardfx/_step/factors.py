@@ -157,7 +157,7 @@ def handed(shape: Shape, times: int = 2) -> Factors:
 
 
 def opaque(ins: Shapes, outs: Shapes) -> Factors:
-    """Every dimension for itself, and whole."""
+    """Factors that tie no dimension to another, and that nothing may cut."""
     sizes: list[int] = []
     dims = []
     for shape in (*ins, *outs):

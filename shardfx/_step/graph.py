@@ -227,7 +227,7 @@ class _Walk:
         return outs
 
     def count(self, made: Instruction, ins: Sequence[int], outs: Sequence[int]) -> None:
-        """What is made of counters and literals alone counts, too."""
+        """Follows a loop's counter: a value that is made of counters and literals alone is one, too."""
         scalar = len(outs) == 1 and not self.values[outs[0]].shape and self.values[outs[0]].dtype.kind in "iu"
         numbers = [value for value in ins if self.values[value].dtype.kind in "iu"]
         known = all(value in self.literals or value in self.counters for value in numbers)

@@ -118,7 +118,7 @@ def _is_of_rows(op: Op) -> bool:
 
 
 def _of_rows(op: Op) -> list[ir.Value]:
-    """The larger of both parts, each with the least number where the other one is."""
+    """The elementwise maximum of both parts, each padded with the least number where the other one is."""
     made = ir.RankedTensorType(op.results[0].type)
     dim = ir.IntegerAttr(op.attributes["dimension"]).value
     least = stablehlo.ConstantOp(
@@ -219,7 +219,7 @@ def _complex_dot(op: Op) -> list[ir.Value]:
 
 
 def _of_three(value: ir.Value, by: Callable[[ir.Value], ir.Value]) -> ir.Value:
-    """The complex numbers of three products: of the sum of both parts, of the real and of the imaginary part."""
+    """The complex result of three real products: of the sums of both parts, of the real and of the imaginary parts."""
     whole = by(_added(value))
     real, imaginary = by(stablehlo.RealOp(value).result), by(stablehlo.ImagOp(value).result)
     return stablehlo.ComplexOp(

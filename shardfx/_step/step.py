@@ -84,7 +84,7 @@ class Step:
 
     @ft.cached_property
     def jax_mesh(self) -> MeshSpec | Mesh | AbstractMesh:
-        """The same as it was given: a Mesh of devices says which of them are in one slice."""
+        """The mesh as it was given: a Mesh of devices says which of them are in one slice."""
         if self.given_mesh is not None:
             return self.given_mesh
         for leaf in jax.tree.leaves(self.args):
@@ -124,7 +124,7 @@ class Step:
 
     @property
     def _any(self) -> Platform:
-        """A platform that the step is lowered for already, if there is one."""
+        """A platform that the step is already lowered for, or else "tpu"."""
         for platform in self._lowered:
             return platform
         return "tpu"

@@ -192,7 +192,7 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
 
 
 def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
-    """How many equations of a primitive there are, in calls and loops too; for one device some lower to nothing."""
+    """How many equations of a primitive a jaxpr has, in calls and loops too: for one device some lower to nothing."""
     inner = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
     found = sum(equation.primitive.name == name for equation in inner.eqns)
     held = (one for equation in inner.eqns for param in equation.params.values() for one in _several(param))

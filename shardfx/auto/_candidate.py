@@ -161,7 +161,7 @@ def ms(seconds: float) -> str:
 
 
 def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -> Iterator[Candidate]:
-    """The first of those that cut all arguments into the same pieces, without those that cut as a known one."""
+    """The first of each set of candidates that cut all arguments alike; none that cuts them as a known one does."""
     seen = {_pieces(one) for one in known}
     for one in found:
         if (pieces := _pieces(one)) not in seen:
@@ -176,7 +176,7 @@ def _pieces(one: Candidate) -> object:
 
 
 def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
-    """What the next candidates cost instead, as far as the texts of their numbers differ."""
+    """A sentence that compares a candidate with another one, by the numbers whose texts differ."""
     for other in others:
         computation = other.compute_seconds - mine.compute_seconds
         told = [_more(other.seconds - mine.seconds, mine.seconds)]
@@ -204,7 +204,7 @@ _RANKS = {"data": 0, "fsdp": 1, "context": 2, "expert": 3, "tensor": 5}
 
 
 def axis_name(cut: Sequence[str]) -> str:
-    """What a mesh axis is called that cuts these names, the first first."""
+    """The name of a mesh axis that cuts these names, in the order in which it prefers them."""
     if cut[0] == "batch":
         return "data" if len(cut) == 1 else "fsdp"
     if cut[0] in ("experts", "sequence"):

@@ -1,4 +1,4 @@
-"""Candidates by their compiled programs, or by the clock."""
+"""Candidates measured by their compiled programs, or by the clock."""
 
 import dataclasses
 import importlib.util

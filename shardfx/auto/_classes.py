@@ -77,7 +77,7 @@ class Classes:
         return min(taken, count - (count > 1 and leaves[-1] not in self.marked["batched"]))
 
     def names_of(self, argument: int) -> tuple[object, ...]:
-        """The names of an argument's dimensions; one that a name repeats in is whole."""
+        """The names of an argument's dimensions. A dimension whose name another one has already gets none."""
         used, found = set[str](), list[object]()
         for leaves in self.dims[argument]:
             count = self.kept(leaves)

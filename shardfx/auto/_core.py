@@ -265,7 +265,7 @@ def find(terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, keep:
 
 
 def assignment_count(terms: Terms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
-    """How many of the assignments are combined."""
+    """How many of the assignments are combined with each other."""
     count = len(terms["calls"])
     while sum(math.comb(count, number) * len(sizes) for number, (sizes, _) in enumerate(by_count, start=1)) > _ALL:
         count -= 1

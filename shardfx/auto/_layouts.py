@@ -77,7 +77,7 @@ class _Labelled(NamedTuple):
 
 
 class _Effect(NamedTuple):
-    """What an assignment makes of an operation: whether it is shared out, what it takes how, and what it makes."""
+    """What an assignment does to an operation: whether it is shared out, and how its operands and results lie."""
 
     shared: bool
     taken: tuple[int, ...]
@@ -361,7 +361,7 @@ def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Ite
 
 
 def _weights(layouts: Layouts) -> dict[int, float]:
-    """For each class how many bytes the arrays have, in sum, that it is in."""
+    """For each class the bytes of all arrays that have it."""
     found = dict[int, float]()
     for value, parts in zip(layouts.program.values, layouts.flat, strict=True):
         for number in {number for number, _ in parts if number >= 0}:
@@ -370,7 +370,7 @@ def _weights(layouts: Layouts) -> dict[int, float]:
 
 
 def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
-    """Classes that no array has two of, so that one axis can cut all of them: as many together as can be.
+    """The largest sets of classes that one axis can cut together, as no array has two of them.
 
     The smallest powers of two limit how far a set can be cut, so sets without their least divisible classes follow.
     """

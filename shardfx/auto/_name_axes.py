@@ -200,7 +200,7 @@ class _Namer:
         return found
 
     def routers(self) -> None:
-        """What scores as many things as there are experts scores them, though choosing the best ties nothing."""
+        """Names a dimension of scores `experts` if there are as many: no operation ties the two."""
         sizes = {group.size for group in self.classes.live() if group.name == "experts"}
         for group in self.unnamed():
             places = self.classes.in_model(group)

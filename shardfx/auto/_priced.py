@@ -103,7 +103,7 @@ class Pricer:
 
     @ft.cached_property
     def spare(self) -> tuple[int, ...]:
-        """These, and those that come back as results."""
+        """The numbers of the arguments that the step donates, or that come back as results."""
         return tuple(sorted({*self.donated, *(which for which, _ in self.results if which is not None)}))
 
     @ft.cached_property
@@ -135,7 +135,7 @@ class Pricer:
         return step_of(lambda *args: constrained(*args), self.args)
 
     def _carried_on(self, step: Step, one: Candidate) -> _Read:
-        """The same on more devices than XLA partitions for, from meshes with shorter axes."""
+        """The price on more devices than XLA partitions for, extrapolated from meshes with shorter axes."""
         read: dict[tuple[int, ...], _Read] = {}
 
         def rows_on(mesh: MeshSpec) -> Sequence[TrafficRow]:
@@ -143,7 +143,7 @@ class Pricer:
             return read[mesh.axis_sizes].sent.rows
 
         def carried(value: Callable[[_Read], int | float]) -> float:
-            """A number goes on as it does where each axis doubles."""
+            """A number extrapolated: it changes with each doubling of an axis as it did with the first one."""
             sizes, *others = read
             found = float(value(read[sizes]))
             for other in others if found else ():
@@ -217,7 +217,7 @@ def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, 
 
 
 def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
-    """What two trees have in common that lie alike: structure, shapes and dtypes."""
+    """A key that trees share which lie alike: structure, shapes and dtypes."""
     arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None, tree)
     leaves, treedef = jax.tree.flatten(arrays)
     return treedef, [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
@@ -229,7 +229,7 @@ def _dims_of(plan: ShardPlan) -> list[tuple[tuple[str, ...], ...]]:
 
 
 def _filled(dims: Dims | None, shape: Sequence[int]) -> Dims | None:
-    """With the dimensions that a spec leaves out, and those of a key's words."""
+    """A spec's entries filled up with the dimensions that it leaves out, and with those of a key's words."""
     return None if dims is None else (*dims, *[()] * (len(shape) - len(dims)))
 
 

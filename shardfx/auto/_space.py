@@ -86,7 +86,7 @@ class Space:
         return number
 
     def _numbered(self, ways: Iterable[tuple[Assignment, ...]]) -> list[tuple[int, ...]]:
-        """The numbers of the assignments of each way; assignments, and ways, that cut nothing left out."""
+        """The numbers of the assignments of each way. Assignments and ways that cut nothing are left out."""
         numbers = ft.lru_cache(maxsize=64)(self._number)
         found = [tuple(sorted(n for assignment in way if (n := numbers(assignment)) is not None)) for way in ways]
         return list(dict.fromkeys(way for way in found if 0 < len(way) <= AXES and len(set(way)) == len(way)))
@@ -101,7 +101,7 @@ class Space:
         return machine_of(self.chip, self.devices, MODEL, float(limit), self.extents)
 
     def names_of(self, layout: AssignedLayout) -> tuple[str, ...]:
-        """What an assignment cuts, the first first."""
+        """The names that an assignment cuts, in the order in which it prefers them."""
         return tuple(self.classes.groups[number].name for number in layout.assignment.order if number in layout.used)
 
 

@@ -137,7 +137,7 @@ def cut_by(made: list[AssignedLayout]) -> list[int]:
 
 
 def _small(size: int) -> int:
-    """A size with the same divisors among numbers of devices, and no number of devices itself, that int32 holds."""
+    """A size that int32 holds, with the same divisors among numbers of devices as a larger one."""
     return size if size < 2**31 else 11 * math.gcd(size, 2**16 * 3**3 * 5 * 7)
 
 

@@ -53,7 +53,7 @@ class Bundle:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays."""
+        """The bytes of all arrays of the bundle."""
         return len(self.entries) * (self.entries[0].nbytes or 0)
 
 
@@ -90,7 +90,7 @@ def _is_small(entry: FileArray) -> bool:
 
 
 def _placings(pieces: Sequence[Piece], boxes: Sequence[Box]) -> list[Placing] | None:
-    """Where pieces that are alike in all but name and place belong; `None` where not each is in boxes read as it is."""
+    """Where pieces belong that differ only in name and place; `None` where some are not read as they are."""
     first = pieces[0]
     if any(factor.source_dim == NOWHERE for factor in first.factors):
         return None
@@ -115,7 +115,7 @@ def _placings(pieces: Sequence[Piece], boxes: Sequence[Box]) -> list[Placing] | 
 
 
 def _alike(rows: np.ndarray, numbers: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """Equal rows, and the numbers of those."""
+    """Each different row, with the numbers of the rows that equal it."""
     if len(rows):
         unique, which = np.unique(rows, axis=0, return_inverse=True)
         for at, row in enumerate(unique.tolist()):

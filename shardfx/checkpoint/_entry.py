@@ -157,7 +157,7 @@ def _require_range(dtype: object, values: np.ndarray, name: str) -> None:
 
 
 def _changed(view: np.ndarray, values: np.ndarray) -> np.ndarray | None:
-    """Where a number is not what it was; `None` between integers, which are in range by now."""
+    """A mask of numbers that a cast changed; `None` between integers, whose range was checked before."""
     if jnp.issubdtype(values.dtype, jnp.floating):
         return np.asarray(values.astype(np.float64) != view.astype(np.float64))
     if jnp.issubdtype(view.dtype, jnp.integer):

@@ -115,7 +115,7 @@ def fetches(leaf: Wanted, boxes: Sequence[Box]) -> tuple[list[Fetch], list[Gathe
 
 
 def landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[Landing, ...] | Piece]:
-    """The parts of a piece in a box: as landings, or as they are, where they are looked at on the way."""
+    """The parts of a piece that lie in a box: as landings, or as pieces if their numbers change on the way."""
     for part in within(piece, box):
         few = tuple(it.islice(landings(part, box), _MOST_LANDINGS + 1)) if is_plain else ()
         yield few if 0 < len(few) <= _MOST_LANDINGS else part
@@ -158,7 +158,7 @@ def _chunks(piece: Piece, entry: FileArray | StoreArray | None) -> Sequence[Piec
 
 
 def gathered_fetches(leaf: Wanted, gathered: Sequence[Gathered]) -> list[Fetch]:
-    """What `gather` reads for these."""
+    """The fetches that `gather` carries out for these pieces."""
     entries = {entry.path: entry for entry in leaf.entries}
     found = []
     for one in gathered:

@@ -226,7 +226,7 @@ def _may_hold_odd_integers(data: bytes) -> bool:
 
 
 def _whole(text: str) -> int | float:
-    """As other readers have it: what is too large for a double is no number, and -0 is no integer."""
+    """An integer as other JSON readers take it: none is too large for a double, and -0 is no integer."""
     if text == "-0":
         return -0.0
     if len(text) >= 2 * _BLOCK:

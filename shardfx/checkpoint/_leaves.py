@@ -1,4 +1,4 @@
-"""What `save` writes: the arrays of a tree, keys as their bits, Python's numbers; and what a map makes of them."""
+"""What `save` writes: a tree's arrays, or what a map makes of them; keys as their bits; Python's numbers."""
 
 import dataclasses
 import functools as ft

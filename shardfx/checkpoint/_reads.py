@@ -37,7 +37,7 @@ class ProcessReads:
 
     @property
     def excess_bytes(self) -> int:
-        """What is read and not needed."""
+        """Bytes that are read and not needed."""
         return self.read_bytes - self.needed_bytes
 
 
@@ -59,7 +59,7 @@ class ReadPlan:
 
     @property
     def excess_bytes(self) -> int:
-        """What all processes together read and do not need."""
+        """Bytes that all processes together read and do not need."""
         return self.read_bytes - self.needed_bytes
 
     def __str__(self) -> str:

@@ -148,7 +148,7 @@ def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
 
 
 def _array(name: str, entry: object, base: int, file: str) -> FileArray:
-    """One array. Other fields than the format's are ignored, as its library does."""
+    """One array of a header. Fields that the format does not have are ignored, as its own library ignores them."""
     if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
         raise CheckpointError(f"tensor {quoted(name)} in {file!r} must have `dtype`, `shape` and `data_offsets`.")
     if len(entry) > len(_FIELDS) and _depth(entry) + 1 > _MOST_NESTED:
@@ -188,9 +188,7 @@ def _depth(value: object) -> int:
 
 
 def _count(shape: list[int]) -> int:
-    """How many elements there are; more than any file has where a partial product is more than that, as 2**62 * 4 * 0
-    is.
-    """
+    """The number of elements; larger than any file where a partial product is, as in 2**62 * 4 * 0."""
     count = 1
     for size in shape[:_MOST_DIMENSIONS]:
         count *= size

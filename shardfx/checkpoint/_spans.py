@@ -96,7 +96,7 @@ def spans(
 def _groups(
     wanted: list[tuple[int, Box]], cut: int, strides: tuple[int, ...], gap_bytes: int
 ) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-    """Boxes of the same rows that are near each other along dimension `cut`, and the hull of each such group."""
+    """Groups of boxes with the same rows that are near each other along dimension `cut`, each with its hull."""
     ordered = sorted(wanted, key=lambda numbered: numbered[1])
     for outer, rows in itertools.groupby(ordered, key=lambda numbered: numbered[1][:cut]):
         members: list[tuple[int, Box]] = []
@@ -177,7 +177,7 @@ def _first(box: Box, strides: tuple[int, ...]) -> int:
 
 
 def grouped(items: Iterable[T], size_of: Callable[[T], int], most: int | float) -> Iterator[list[T]]:
-    """Items that follow each other, together as long as their sizes have no more than `most`; one may have more."""
+    """Neighbouring items in groups whose sizes sum to at most `most`; a larger item is a group of its own."""
     group: list[T] = []
     total = 0
     for item in items:

@@ -195,7 +195,7 @@ def _look_in_store(store: Any, name: str) -> tuple[int, Reader]:
 
 
 def _spec_of(entry: StoreArray) -> dict[str, Any]:
-    """How tensorstore opens an array; metadata that says something else by now is an error."""
+    """tensorstore's spec of an array; it is an error if the metadata have changed since they were read."""
     kvstore = {"driver": "file", "path": f"{entry.file}/"} if entry.key is None else ocdbt(entry.file, entry.key)
     chunks = list(entry.chunks)
     if entry.driver == "zarr":

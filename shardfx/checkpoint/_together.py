@@ -259,7 +259,7 @@ def _progress(notes: Mapping[int, Any]) -> Note:
 
 
 def _compared(notes: Mapping[int, Any]) -> Note:
-    """A name for the save; the first argument in which processes differ, if there is one."""
+    """A name for the save, and the first argument in which processes differ, if there is one."""
     facts = {process: note["facts"] for process, note in notes.items()}
     for name in dict.fromkeys(it.chain.from_iterable(facts.values())):
         groups: dict[str, list[int]] = {}
@@ -311,5 +311,5 @@ def _where(sharding: Any) -> str:
 
 
 def digest_of(lines: Iterable[str]) -> str:
-    """Equal for equal lines."""
+    """A digest of lines, equal for equal ones."""
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]

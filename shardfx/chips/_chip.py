@@ -147,7 +147,7 @@ class Ring(NamedTuple):
 
     @property
     def ways(self) -> int:
-        """From how many sides bytes enter a device."""
+        """From how many sides bytes enter a device: 2 where links join the ends of the ring, else 1."""
         return 2 if self.closed else 1
 
 

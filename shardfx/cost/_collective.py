@@ -84,7 +84,7 @@ class Collective(NamedTuple):
         return sum((self._received(apart[own]) for own in self.groups), Fraction(0)) / len(apart)
 
     def _received(self, members: np.ndarray) -> Fraction:
-        """What all devices of the groups take in, which have these numbers in `apart`."""
+        """The bytes that all devices of the groups take in. `members` are their numbers in `apart`, a row per group."""
         if self.kind == "collective-permute":
             return self.bytes * int((members[:, 0] != members[:, -1]).sum())
         size = members.shape[1]
@@ -137,7 +137,7 @@ def sent_by(instruction: Instruction, result: str) -> tuple[Array, ...]:
 
 
 def _arrays(instruction: Instruction) -> tuple[Array, ...]:
-    """What a device has in the end."""
+    """The arrays that a device has when the collective is done."""
     result = instruction.result
     if instruction.opcode == "recv":
         result = parts_of(result)[0]

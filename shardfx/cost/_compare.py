@@ -180,7 +180,7 @@ def _sent(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame
 
 
 def _match(places: Sequence[_Place]) -> None:
-    """What one line sends less along some axes is taken off what others send more along the same, the largest first."""
+    """Subtracts what a line sends less from what other lines send more along the same axes, the largest first."""
     for place in sorted(places, key=lambda one: -one.extra):
         for other in places:
             moved = min(place.extra, -other.extra) if other.axes == place.axes else 0

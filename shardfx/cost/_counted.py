@@ -96,7 +96,9 @@ class Counted:
         return self.of(as_compiled(parse_hlo(text), self.platform))
 
     def under(self, arguments: Sequence[Dims | None]) -> Held:
-        """What one device holds where arguments lie otherwise; a result that one comes back as lies as it does."""
+        """What one device holds under other shardings of arguments. A result that replaces an argument has its
+        sharding.
+        """
         results = [one.dims for one in self.step.parameters[1]]
         for one, dims in zip(self.taken, arguments, strict=True):
             if one.result is not None and results[one.result] is not None and dims is not None:

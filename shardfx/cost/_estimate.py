@@ -34,7 +34,7 @@ def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
 
 
 def carried_on(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence[TrafficRow]]) -> Traffic:
-    """The traffic on a mesh, from that on shrunken ones.
+    """The traffic on a mesh, extrapolated from the traffic on smaller ones.
 
     **Arguments:**
 
@@ -75,12 +75,12 @@ def _with_sizes(mesh: MeshSpec, sizes: dict[str, int]) -> MeshSpec:
 
 
 def _form(row: TrafficRow) -> object:
-    """What is the same on meshes of all sizes."""
+    """The part of a row that is the same on meshes of all sizes."""
     return row.kind, row.axes, row.dtype, row.source, row.calls is None, row.calls == 0
 
 
 def _row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str) -> TrafficRow:
-    """A row with each axis doubled as often as its number says."""
+    """The row on a mesh where each axis is doubled the number of times that is given with its row."""
     group, bytes_each, calls = row.group_size, _payload(row), row.calls
     for other, times in doubled:
         group *= _power(other.group_size, row.group_size, times)
@@ -110,7 +110,7 @@ def _share(kind: str, group: int) -> float:
 
 
 def _power(other: float | int, one: float | int, times: int) -> float:
-    """By how much a number grows where its axis doubles so often: as much each time as the first time."""
+    """The growth of a number whose axis doubles `times` times: each doubling multiplies it as the first one did."""
     return (2.0 ** round(math.log2(other / one))) ** times if one and other else 1.0
 
 
@@ -182,7 +182,7 @@ def platform_of(compiler: Platform | str) -> Platform:
 
 
 def estimated(step: Step, compiler: Platform) -> Traffic:
-    """The same for a step that is traced already."""
+    """The estimate of a step that is already traced."""
     if step.mesh.size > DIRECT:
         for without in (SIZED, (*SIZED, TILED)):
             try:

@@ -105,7 +105,7 @@ class Fit:
 
     @property
     def peak_bytes(self) -> int:
-        """On one device, at the worst moment of a step."""
+        """Bytes on one device, at the worst moment of a step."""
         return sum(row.bytes for row in self.rows)
 
     @property
@@ -314,7 +314,7 @@ def _arguments(known: Counted, compiled: object) -> tuple[list[FitRow], tuple[Of
 
 
 def _as_compiled(known: Counted, compiled: Any) -> Counted:
-    """The step for the chip, or for one without tiles where a program was compiled for another that pads nothing."""
+    """The step for the chip, or for one without tiles where the program's own platform pads nothing."""
     if compiled is None or known.chip.tile is None:
         return known
     plain = Counted(known.step, dataclasses.replace(known.chip, tile=None))

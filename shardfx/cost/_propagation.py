@@ -60,7 +60,7 @@ class Graph:
 
     @ft.cached_property
     def operations_of(self) -> list[list[int]]:
-        """By array the operations that make or take it."""
+        """For each array the operations that make or take it."""
         found: list[list[int]] = [[] for _ in self.program.values]
         for at, made in enumerate(self.program.operations):
             for value in {*made.ins, *made.outs}:
@@ -69,7 +69,7 @@ class Graph:
 
     @ft.cached_property
     def factors(self) -> list[list[tuple[Holder, int]]]:
-        """By operation each dimension of its arrays with its slowest factor: that is where an axis cuts it."""
+        """For each operation the dimensions of its arrays, each with its slowest factor, which is what an axis cuts."""
         return [
             [
                 (Holder(value, dim), own[0])
@@ -83,13 +83,13 @@ class Graph:
 
     @ft.cached_property
     def makers(self) -> dict[int, int]:
-        """By array the operation that makes it."""
+        """For each array the operation that makes it."""
         pairs = enumerate(self.program.operations)
         return {out: at for at, made in reversed(list(pairs)) for out in made.outs}
 
     @ft.cached_property
     def ended(self) -> dict[int, int]:
-        """By array that a loop carries what an iteration makes of it."""
+        """For each array that a loop carries, the array that an iteration makes of it."""
         return {made.ins[1]: made.ins[0] for made in self.program.operations if made.name == "return"}
 
     def axes_of(self, holder: Holder) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ class Graph:
         return way[::-1]
 
     def _ways(self, axis: str, origin: str) -> Mapping[int, tuple[int, int] | None]:
-        """By array with this axis of this origin the operation and the array that it came from."""
+        """For each array with this axis from this origin, the operation and the array that it came from."""
         if (axis, origin) not in self.ways:
             self.ways[axis, origin] = self._found(axis, origin)
         return self.ways[axis, origin]
@@ -134,7 +134,7 @@ class Graph:
 
     @ft.cached_property
     def constraints(self) -> dict[str, list[int]]:
-        """By name of a constraint the arrays that it made."""
+        """For each name of a constraint the arrays that it made."""
         found: dict[str, list[int]] = {}
         for made in self.program.operations:
             if made.name == "sharding_constraint":
@@ -143,7 +143,7 @@ class Graph:
         return found
 
     def lost(self, value: int, axis: str) -> Lost | None:
-        """The nearest array that has the axis on a dimension which goes with one that has it not here."""
+        """The nearest array that has the axis on a corresponding dimension, for an array that lacks it there."""
         shape = self.program.values[value].shape
         starts = [Holder(value, dim) for dim in range(len(shape)) if axis not in self.axes_of(Holder(value, dim))]
         before: dict[Holder, Holder] = {one: one for one in starts}

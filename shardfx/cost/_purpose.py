@@ -85,7 +85,7 @@ def taken(step: Step, program: OpenedProgram) -> tuple[Taken, ...]:
 
 
 def _returned(step: Step, dtypes: Sequence[str]) -> dict[int, int]:
-    """By the number of an argument's array that of the result that it comes back as."""
+    """For each argument's array that a result replaces, the result's number."""
     info = flatten(step.traced.out_info)
     results = [(path, leaf) for path, leaf, yes in zip(info.paths, info.leaves, info.is_array, strict=True) if yes]
     made = [(path, (leaf.shape, _short(leaf.dtype))) for path, leaf in results]

@@ -280,7 +280,7 @@ def explained(step: object, line: str, args: Sequence[object], compiler: Platfor
 
 
 def shardings_of(step: Step, platform: Platform, module: object = None) -> StepShardings:
-    """The same for a step that is traced already, or for another form of its module."""
+    """The shardings of a step that is already traced, or of another form of its module."""
     known = _Known(step, Graph(program_of(step.propagated(platform, module=module))))
     notes = (_INSIDE,) if None in known.made else ()
     return StepShardings(known.rows, step.mesh, notes, known)
@@ -332,7 +332,7 @@ class _Known:
 
     @ft.cached_property
     def loops(self) -> list[Frame | None]:
-        """By operation the line of the loop around it."""
+        """For each operation the line of the loop around it."""
         found, around = [], []
         for made in self.graph.program.operations:
             if made.name == "return" and made.location in around:
@@ -421,7 +421,7 @@ class _Known:
         return dataclasses.replace(row, note="; ".join(filter(None, (row.note, why))))
 
     def _summed(self, source: Frame | None, axes: Sequence[str]) -> str:
-        """The sum of a line over an axis: what it adds up lies on it."""
+        """A sentence about the sum that a line makes over one of the axes, as what it adds up is cut over it."""
         for at, made in enumerate(self.graph.program.operations):
             if made.factors.reduction and self.lines[at] == source:
                 for holder, factor in self.graph.factors[at]:
@@ -437,7 +437,7 @@ _SILENT = ("carry", "return", "use", "sharding_constraint", "data_flow_edge")
 
 
 def _whole(axis: str) -> str:
-    """An axis of which this may be a part."""
+    """The mesh axis of a name that may be that of a part of it, as `data:(1)2`."""
     return axis.partition(":")[0]
 
 

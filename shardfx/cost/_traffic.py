@@ -304,7 +304,7 @@ def _outermost(group: list[_Found]) -> list[_Found]:
 
 
 def _of_costly_branches(found: list[_Found]) -> list[_Found]:
-    """The rows, where of each conditional only the branch counts that sends most: one runs, and which is not known."""
+    """The rows, with only the branch of each conditional that sends most: one runs, and it is not known which."""
     labels = dict.fromkeys(label for one in found for label, _ in one.runs.branch)
     # Conditionals inside others come first, so that a branch is weighed by what counts in it.
     for label in sorted(labels, key=lambda label: -_depth(found, label)):

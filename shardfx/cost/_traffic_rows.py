@@ -83,7 +83,7 @@ class Traffic:
 
     @property
     def dcn_bytes(self) -> int:
-        """Those of them that come from another slice."""
+        """Bytes that enter a device from another slice in one step."""
         return sum(row.dcn_bytes for row in self.rows)
 
     @property
@@ -146,7 +146,7 @@ def text_of(made: Traffic, most: int | None = None, width: int | None = None) ->
 
 
 def html_of(made: Traffic, most: int | None = None, above: Sequence[str] = (), below: Sequence[str] = ()) -> str:
-    """The same for a notebook."""
+    """The table of `text_of`, and what is said below it, for a notebook."""
     return html_table(_table(made.rows[:most]), right=_NUMBERS, below=[*above, *made.below(most), *below])
 
 

@@ -72,7 +72,7 @@ class Where:
         self.ids = {id_: at for at, id_ in enumerate(ids)}
 
     def lifted(self, groups: Groups, number: int | None) -> Groups:
-        """Groups of the devices of one slice, as those of all slices, or of the slice of a number."""
+        """Groups of devices numbered within a slice, as device ids: of all slices, or of slice `number` alone."""
         programs = self.programs if number is None else self.programs[number : number + 1]
         return tuple(np.concatenate([program[own] for program in programs]) for own in groups)
 

@@ -126,5 +126,5 @@ def _flops(module: HloModule, name: str, instruction: Instruction) -> float:
 
 
 def _bytes(instruction: Instruction) -> float:
-    """Of what an instruction makes."""
+    """Bytes of what an instruction makes."""
     return float(sum(array.bytes for array in arrays_in(instruction.result)))

@@ -105,7 +105,7 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
 
 
 def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> int:
-    """Which part a process has of what is sharded over `axes`, counted in processes.
+    """The number of the part that a process has of an array sharded over `axes`, counted in processes.
 
     **Arguments:**
 
@@ -136,7 +136,7 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
 
 
 def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> int:
-    """Which copy a process has of what is sharded over `axes`: its place along all other axes.
+    """The number of the copy that a process has of an array sharded over `axes`: its place along all other axes.
 
     **Arguments:**
 

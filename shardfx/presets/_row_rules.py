@@ -112,12 +112,12 @@ def _target(place: Place, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: A
 
 
 def _anywhere(fsdp: Axes) -> Fsdp | Replicate:
-    """For what no matrix product divides: norms, biases, small tables."""
+    """The target of arrays that no matrix product divides: norms, biases, small tables."""
     return fsdp_strategy(fsdp) if fsdp else replicate
 
 
 def _end(path: str, others: Sequence[str]) -> str:
-    """The shortest end of a path that none of the others has, as a regex in which numbers stand for any, if they may.
+    """A regex for the shortest end of a path that no other path has; where possible its numbers match any number.
 
     "." stands for any character, so that it matches the names of a checkpoint ("model.layers.0.mlp.up_proj.weight")
     and the paths of a nested tree ("model/layers/0/mlp/up_proj/weight").

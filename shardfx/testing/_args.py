@@ -72,7 +72,7 @@ def _on_devices(sharding: object) -> Any:
 
 
 def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTree]:
-    """The arguments in sizes as small as their shardings still cut them alike, where the step takes such sizes.
+    """The arguments in the smallest sizes that their shardings cut in the same way, if the step takes such sizes.
 
     Dimensions of one size stay of one size. One size after the other is made small, or with its multiples. Where the
     step cannot be traced so, the dimensions of that size are made small by themselves: a sequence may be as long as a
@@ -103,7 +103,7 @@ _FACTORS = (1, 2, 3, 5, 7, *(2**power for power in range(2, 16)))
 def _smaller(
     step: Any, args: PyTree, needs: Mapping[_Key, int], chosen: Mapping[_Key, int], key: _Key
 ) -> dict[_Key, int]:
-    """The first small sizes with which a step can be traced, such that sizes that differ go on to differ."""
+    """The first small sizes with which a step can be traced; sizes that differ still differ."""
     size = key[0]
     for small in (2 * factor * needs[key] for factor in _FACTORS if 2 * factor * needs[key] < size):
         kin = {one: small * (one[0] // size) for one in needs if len(one) == 1 and one[0] % size == 0}

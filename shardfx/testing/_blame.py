@@ -57,7 +57,7 @@ class Fault(NamedTuple):
 
 
 def differences(found: object, wanted: object) -> np.ndarray:
-    """How far numbers are apart; those that are no numbers, or infinite, are equal to their like alone."""
+    """How far numbers are apart. NaN equals NaN alone, and an infinity equals itself alone."""
     found, wanted = np.asarray(found), np.asarray(wanted)
     kind = np.result_type(found.dtype, np.float64)
     found, wanted = found.astype(kind), wanted.astype(kind)
@@ -141,7 +141,7 @@ def _assembled(
 
 
 def aligned(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[int, int]:
-    """For the records of one tape those of another that are the same equations."""
+    """For each record of one tape the record of another tape that is the same equation."""
     keys = [[(one.primitive, one.frames[:1]) for one in records] for records in (ours, theirs)]
     if keys[0] == keys[1]:
         return {at: at for at in range(len(ours))}

@@ -146,7 +146,7 @@ def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
 
 
 def _row_text(row: TrafficRow) -> str:
-    """What lines have in common that are counted together."""
+    """The text of a row without its numbers: rows of equal text are counted together."""
     kind = f"{row.kind}{' (windowed)' if row.windowed else ''} over {'+'.join(row.axes) or f'{row.group_size} devices'}"
     phase = "" if _phase(row) == "forward" else f"{row.phase} "
     return f"{kind}: {phase}{'+'.join(row.arrays)}"
@@ -191,7 +191,7 @@ def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
 
 
 def _over(rows: Sequence[TrafficRow], limit: int | str) -> str:
-    """What is too much, in words."""
+    """The collectives that are beyond the limits, in words."""
     if isinstance(limit, str):
         sent = sum(row.wire_bytes for row in rows)
         return f"{bytes_text(sent)}, more than {limit}" if sent > _bytes(limit) else ""

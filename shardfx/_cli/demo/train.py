@@ -279,7 +279,7 @@ def _progress(name: str, run: Run) -> Callable[[int, float, float], None]:
 
 
 def _curves(sharded: list[float], unsharded: list[float]) -> str:
-    """Both curves, a line every tenth of the way; a bar is as long as the loss."""
+    """Both curves of losses, a line every tenth of the way; the length of a bar is the loss."""
     count, top = len(sharded), max(sharded)
     steps = sorted({0, count - 1, *range(max(count // 10, 1) - 1, count, max(count // 10, 1))})
     lines = [f"{'step':>6}  {'sharded':>9}  {'one device':>10}  {'difference':>10}"]

@@ -70,7 +70,7 @@ def _as(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def anywhere(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """Rounds without who sends to whom: those of other parts of an array are often the same."""
+    """Rounds without their senders and receivers: those of other parts of an array are often equal then."""
     return tuple(step._replace(pairs=()) for step in rounds)
 
 

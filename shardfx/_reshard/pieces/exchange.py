@@ -41,7 +41,7 @@ class Round(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Some arrays' parts of another: a program, and the places that its rounds begin at.
+    """A program that brings parts of some arrays into another array, and where the pieces of each round begin.
 
     **Arguments:**
 

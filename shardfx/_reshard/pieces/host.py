@@ -155,7 +155,7 @@ def _slices(piece: Piece) -> tuple[Any, Any] | None:
 
 
 class Shards:
-    """The shards of this process, looked at once each, by path and number; a NumPy array is one shard, of number -1.
+    """The shards of this process by path and number, each looked at once. A NumPy array is one shard, number -1.
 
     **Arguments:**
 
@@ -340,7 +340,7 @@ def put_together(
     shards: Shards,
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
-    """As `coming`, of one array as it is, whose shards are deleted as soon as they were read."""
+    """As `coming`, for one array that no map changes; each of its shards is deleted as soon as it was read."""
     itemsize = np.dtype(wanted.dtype).itemsize
     if math.prod(wanted.shape) * itemsize < _PAGE_BYTES or all(one.is_part for one in fillings):
         made = coming(wanted, targets, fillings, ("",), shards, pool)()

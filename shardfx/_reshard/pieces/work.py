@@ -359,7 +359,7 @@ def _cuts(
     lost: tuple[object, ...],
     sent_before: tuple[tuple[int, int], ...],
 ) -> tuple[Cuts, _Devices, Any]:
-    """Who takes what from whom; and what arrays have in common whose cuts differ in the names of what they read."""
+    """Who takes what from whom, and a key that arrays share whose cuts differ only in the names of their sources."""
     assert leaf.sharding is not None
     ends = [end for name in names if (end := sources[name].sharding) is not None]
     devices = _devices_of(ends, leaf.sharding, lost)
@@ -424,7 +424,7 @@ def _filled(work: Work, sources: Mapping[str, MovedLeaf], devices: _Devices, kno
 
 
 def _order(leaf: MovedLeaf, devices: _Devices) -> dict[int, int]:
-    """Of each device, which of an array's shards of this process it holds."""
+    """For each device, the number of the shard of this process that it holds of an array."""
     if leaf.sharding is None:
         return {_NOBODY: _NOBODY}
     here = leaf.sharding.addressable_devices_indices_map(leaf.shape)
@@ -439,7 +439,7 @@ def _shard_of(leaf: MovedLeaf) -> tuple[tuple[int, ...], Any]:
 
 
 def kind_of(made: Made, names: tuple[str, ...], sources: Mapping[str, MovedLeaf]) -> tuple[Any, ...]:
-    """What arrays have in common whose cuts differ in the names of what they read alone."""
+    """A key that arrays share whose cuts differ only in the names of their sources."""
     numbers = {name: number for number, name in enumerate(names)}
     pieces = tuple(_numbered(piece, numbers) for piece in made.pieces)
     return made.shape, made.dtype, pieces, tuple(sources[name][1:] for name in names)
@@ -474,7 +474,7 @@ def _ordered(end: Sharding) -> list[Any]:
 
 
 def _scaled_first(made: Made) -> tuple[Made, tuple[Scaled, ...]]:
-    """A leaf of which what is scaled is an array of its own."""
+    """A leaf whose scaled source is an array of its own, made before the leaf."""
     scaled: dict[object, Scaled] = {}
     pieces = []
     for piece in made.pieces:

@@ -134,7 +134,7 @@ class _GroupBound:
         self._shares: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def bound(self, dims: ShardDims, needs_far: bool) -> float:
-        """What it costs, beyond the price of other bytes, that groups need what they do not hold: mean over devices."""
+        """The extra cost of bytes that a group needs and none of its devices holds: the mean over devices."""
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):
             if axes or self.far[dim].count > 1:
@@ -143,7 +143,7 @@ class _GroupBound:
         return max(0.0, float(np.mean(need - common))) * self.groups / self.held.devices * self.extra
 
     def _of_layout(self, dim: int, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Per group, which share of a dimension it holds under the layout, and which under this and at the far end."""
+        """Per group, its share of a dimension under the layout, and the share that it holds at both ends."""
         key = (dim, axes)
         if key not in self._shares:
             here = _HeldByGroups(self.group, self.groups, self.held.index(axes), self.held.count(axes))
@@ -180,7 +180,7 @@ class _HeldByGroups:
 
 
 def _overlap(index: np.ndarray, count: int, other: np.ndarray, others: int) -> tuple[np.ndarray, int]:
-    """How much of a dimension two pieces share, in parts of which the dimension has as many as returned."""
+    """How many parts of a dimension two pieces share, and how many parts the dimension has."""
     parts = math.lcm(count, others)
     mine, theirs = np.int32(parts // count), np.int32(parts // others)
     first, second = index * mine, other * theirs

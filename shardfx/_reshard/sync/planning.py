@@ -115,7 +115,7 @@ def _end(leaf: MovedLeaf) -> object:
 
 
 class Sent(NamedTuple):
-    """What is sent of a value: of an array, its dtype and the casts that it gets on either side, and of its scales."""
+    """How a value is sent: the dtype of its array, the casts on either side, and the same of its scales."""
 
     value: Value
     path: str

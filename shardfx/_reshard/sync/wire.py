@@ -50,7 +50,7 @@ def sent_from(one: Transfer, shard: Box) -> tuple[int, int] | None:
 
 
 def received_at(one: Transfer, sizes: Sequence[int], dtype: np.dtype) -> tuple[int, int] | None:
-    """The same where it is received, in a buffer of these sizes."""
+    """From which byte to which a piece lies in a buffer of these sizes as it is received; `None` if it does not."""
     form = one.form
     is_repeated = any(factor.source_dim == NOWHERE for factor in form.factors)
     if is_repeated or form.scales or form.casts < len(form.value.casts) or form.sent != dtype:

@@ -128,12 +128,12 @@ _FAR = 100
 
 
 def without_equals(module: HloModule) -> HloModule:
-    """The module with instructions that make the same from the same made once; collectives stay."""
+    """The module where equal instructions with equal operands are one instruction; collectives stay as they are."""
     return in_each(module, lambda _, name, own: _merged(own, _is_local, lambda first, other: True, without_names))
 
 
 def gathered_once(module: HloModule) -> HloModule:
-    """The module with equal gathers made once where all that uses them is near, and far users with their own."""
+    """The module where users near each other share one of several equal gathers, and a far user has its own."""
     details = Details(module)
     return in_each(module, lambda _, name, own: _near_merged(_each_own(own), details))
 
@@ -268,7 +268,7 @@ def _put(module: dict[str, Computation], made: Computation, call: Instruction, n
 
 
 def _with_own_bodies(module: dict[str, Computation], instruction: Instruction, suffix: str) -> Instruction:
-    """A loop or conditional with bodies that no other has: what a pass does to one is not done to another."""
+    """A loop or conditional with its own copies of its bodies, so that a pass changes them for it alone."""
     if instruction.opcode not in _RUNS:
         return instruction
     attributes = instruction.attributes

@@ -256,7 +256,7 @@ class Pass(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """Operations that a compiler sends for in a way of its own, which no pass stands for.
+    """Operations whose collectives a compiler chooses in a way that no pass stands for.
 
     **Arguments:**
 
@@ -342,7 +342,7 @@ def _marked(before: HloModule, after: HloModule, one: Pass) -> HloModule:
 
 
 def _doubted(module: HloModule) -> HloModule:
-    """The module with all of a collective in doubt that comes from operations which no pass stands for."""
+    """The module where a collective is marked as unsure if it comes from an operation that no pass stands for."""
 
     def mark(own: Instruction) -> Instruction:
         if own.opcode not in KINDS:

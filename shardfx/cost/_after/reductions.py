@@ -17,7 +17,7 @@ _FORMS = ("bitcast", "copy", "reshape", "reverse", "transpose")
 
 
 def folded(module: HloModule) -> HloModule:
-    """The module with an all-reduce of an all-reduce over other devices made one over all of them."""
+    """The module where an all-reduce of another all-reduce becomes one, over the devices of both."""
     details = Details(module)
     return in_each(module, lambda _, name, own: _folded(own, details))
 
@@ -158,7 +158,9 @@ def always_scattered(module: HloModule) -> HloModule:
 
 
 def summed_parts(module: HloModule) -> HloModule:
-    """The module with gathers of one-dimensional parts that fill no lanes as all-reduces of parts among zeros."""
+    """The module where a gather of one-dimensional parts that fill no lanes is an all-reduce of parts padded with
+    zeros.
+    """
     return in_each(module, lambda _, name, own: {key: _summed(one, own) for key, one in own.items()})
 
 

@@ -29,7 +29,7 @@ class Recomputed:
 
 
 def recomputed(program: OpenedProgram, bytes_of: Callable[[int], int]) -> Recomputed:
-    """The hypothesis; one without values where there is nothing to win."""
+    """The hypothesis that each layer is recomputed; it has no values where that saves nothing."""
     uses = Uses(program)
     loops = {id(body): op for op in uses.ops if op.opcode == "while" for body in op.bodies}
     gone: set[int] = set()
@@ -148,7 +148,7 @@ class Held:
 
     @property
     def peak_bytes(self) -> int:
-        """At the worst moment."""
+        """Bytes at the worst moment."""
         return sum(self.arguments) + sum(self.results) + self.temporary_bytes
 
 
@@ -292,7 +292,9 @@ class _Schedule:
         return _Peak(timeline[worst], (*there, *inside[worst]))
 
     def host(self, timeline: list[int], spans: Mapping[int, tuple[int, int]]) -> None:
-        """Takes off what lies where results will, from the worst moment down to the first that is below all others."""
+        """Subtracts arrays that lie in the memory of results, from the worst moment down to the first that cannot be
+        it.
+        """
         rooms, best = self.rooms(), 0
         for at in sorted(range(len(timeline)), key=lambda at: -timeline[at]) if rooms else ():
             if timeline[at] <= best:
@@ -322,7 +324,7 @@ class _Schedule:
         return sorted((self.memory.bytes_of(value), self.born[value]) for value in own)
 
     def started(self) -> Mapping[int, int]:
-        """From when the results of collectives are in memory that run while the product before them does."""
+        """When each result of a collective begins to be in memory: with the product that the collective runs beside."""
         found: dict[int, int] = {}
         for at, op in enumerate(self.ops):
             if op.opcode in _ASYNC:

@@ -26,14 +26,14 @@ class Sizes:
     apart: Mapping[str, Paths]
 
     def of(self, axis: str, why: str) -> int:
-        """Of an axis, in the target if it is said there."""
+        """The size of an axis: the target's, or else the source's."""
         found = self.target.get(axis, self.source.get(axis))
         if found is None:
             raise MapError(f"{why} needs the size of the axis `{axis}`; say it: `layout.with_sizes({axis}=...)`.")
         return found
 
     def before(self, axis: str, why: str) -> int:
-        """Of an axis of the source."""
+        """The size of an axis in the source."""
         return self.source[axis] if axis in self.source else self.of(axis, why)
 
     def resized(self, axis: str) -> int | None:
@@ -89,7 +89,7 @@ def _near(kind: str, kinds: Mapping[str, list[Place]] | Sequence[str]) -> str:
 
 
 def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
-    """A kind of weight as one place of the target has it."""
+    """The expression of a kind of weight for one place of the target."""
     if len(sources) == 1 and sources[0].range is None:
         return _taken(sources[0], want, sizes)
     exact = [one for one in sources if one.range is not None and one.range == want.range]
@@ -119,7 +119,7 @@ def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
 
 
 def _part_of(one: Place, whole: Place, sizes: Sizes) -> From:
-    """A part of an axis as the whole has it; of one entry, without the axis."""
+    """A part of an axis, taken from the whole axis; one entry alone loses the axis."""
     assert one.range is not None
     if not one.range.step:
         whole = whole._replace(dims=tuple(group for group in whole.dims if group != (one.range.axis,)))
@@ -291,7 +291,7 @@ def _taken(source: Place, want: Place, sizes: Sizes) -> From:
 
 
 def _counted(made: From, entry: Entry) -> From:
-    """A weight as it is stored, where that is not as it is used."""
+    """A weight in its stored form, where it is stored in another form than it is used."""
     if isinstance(entry, Counted):
         made = made.times(entry.times) if entry.times != 1 else made
         made = made.plus(entry.plus) if entry.plus else made
@@ -331,7 +331,7 @@ def _opened(source: Place, want: Place, sizes: Sizes) -> tuple[From, dict[str, i
 
 
 def _further(path: str, span: Range) -> str:
-    """A path whose braces count a part of an axis; of one entry, the path of that."""
+    """A path whose braces count a part of an axis; for one entry the path of that entry."""
 
     def shifted(braces: re.Match[str]) -> str:
         one = sum_of(braces[1])

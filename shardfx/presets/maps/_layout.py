@@ -85,7 +85,7 @@ class TreeLayout:
         return TreeLayout(moved, sizes=dict(self.sizes), rest=self.rest, apart=dict(self.apart))
 
     def without(self, *kinds: str) -> "TreeLayout":
-        """The same without some kinds of weights. A tree may have them, and no map uses them there."""
+        """The layout without some kinds of weights. A tree may have them, and no map uses them there."""
         unknown = [kind for kind in kinds if kind not in self.kinds]
         if unknown:
             raise MapError(f"the layout has no kind {quoted(unknown[0])}; it has {', '.join(self.kinds)}.")

@@ -112,7 +112,7 @@ Entry = str | Fused | Scaled | Counted
 
 
 class Range(NamedTuple):
-    """A part of an axis: every so many entries, or with a step of 0 one, whose array does not have the axis."""
+    """A part of an axis: an entry every `step`; with a step of 0 one entry, whose array lacks the axis."""
 
     axis: str
     start: int
