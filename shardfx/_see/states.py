@@ -110,7 +110,7 @@ def _of(root: str, groups: list[Group], known: dict[str, Row], sizes: Mapping[st
 def _state(
     root: str, group: Group, parts: Sequence[str], known: Mapping[str, Row], sizes: Mapping[str, int]
 ) -> _State | None:
-    """The state of a parameter that a leaf is, by its path: the parameter's, or that with a last word as in `w/v_row`."""
+    """The state that a leaf is, by its path: that of a parameter, or with a last word more as in `w/v_row`."""
     for path in ("/".join(parts), "/".join(parts[:-1])):
         param = known.get(path)
         if param is not None and param.shape:
