@@ -111,3 +111,9 @@ def test_strategies_keep_heads_whole_too(heads, unit, other, sizes):
     assert all(cut % unit == 0 for cut in cuts(leaf.spec, shape, mesh, 0))
     pieces = math.prod(mesh.axis_size(entry_axes(entry)) for entry in entries_of(leaf.spec))
     assert pieces == max(most_pieces(heads, tuple(sizes)), most_pieces(other, tuple(sizes)))
+
+
+def test_an_array_that_counts_units_has_none_whatever_was_planned_before_it():
+    axes = AxisRules([("heads", None)], units={"heads": 16})
+    tree = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (32, 8)]
+    assert [leaf.units for leaf in plan(tree, MeshSpec({"x": 2}), names=("heads",), axes=axes).leaves] == [(16,), (1,)]
