@@ -96,7 +96,7 @@ RICH = plan(
     MeshSpec({"data": 2, "tensor": 4}, axis_types={"tensor": AxisType.Explicit}, dcn={"data": 2}),
     paths=PathRules(
         [
-            ("^w", ("a", "b")),
+            ("^w", (atomic("a", 3), "b")),
             ("layers", fsdp("data", min_bytes=2)),
             ("keys", P("gone")),
             ("by_number/1", atomic(P(None, "tensor"), (1, 2, 1))),
