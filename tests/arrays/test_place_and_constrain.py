@@ -156,13 +156,15 @@ def test_reading_back_inside_jit_does_not_guess_what_auto_axes_do(read):
     jax.jit(lambda x: read({"x": x}) and x)(jnp.ones((4, 4)))
 
 
-HEADS = AxisRules([("batch", "data"), ("heads", "tensor")], units={"heads": 16})
+HEADS = AxisRules([("batch", "data"), ("heads", "tensor"), ("embed", None)], units={"heads": 16})
 APART = (None, "heads", None)
 
 
 def plan_with(*sizes):
-    tree = {f"q{size}": jax.ShapeDtypeStruct((64, size), jnp.float32) for size in sizes}
-    return plan(tree, AUTO, names=dict.fromkeys(tree, (None, "heads")), axes=HEADS)
+    # Neither the size of another name nor that of an array without names says anything about heads.
+    tree = {f"q{size}": jax.ShapeDtypeStruct((128, size), jnp.float32) for size in sizes}
+    names = {**dict.fromkeys(tree, ("embed", "heads")), "plain": None}
+    return plan({**tree, "plain": jnp.ones((20, 40))}, AUTO, names=names, axes=HEADS, unmatched="replicate")
 
 
 @pytest.mark.parametrize(
