@@ -162,7 +162,7 @@ APART = (None, "heads", None)
 
 def plan_with(*sizes):
     # Neither the size of another name nor that of an array without names says anything about heads.
-    tree = {f"q{size}": jax.ShapeDtypeStruct((128, size), jnp.float32) for size in sizes}
+    tree = {f"q{size}": jax.ShapeDtypeStruct((16, size), jnp.float32) for size in sizes}
     names = {**dict.fromkeys(tree, ("embed", "heads")), "plain": None}
     return plan({**tree, "plain": jnp.ones((20, 40))}, AUTO, names=names, axes=HEADS, unmatched="replicate")
 
