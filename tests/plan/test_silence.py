@@ -12,7 +12,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import shardfx as sfx
 from shardfx import AxisRules, Code, MeshSpec, PathRules, ShardPlan, optional, plan
-from shardfx.errors import PlanMismatchError, RuleError, SpecError, UnknownPathError, UnmatchedError
+from shardfx.errors import (
+    LeafTypeError,
+    MeshError,
+    PlanMismatchError,
+    RuleError,
+    SpecError,
+    UnknownPathError,
+    UnmatchedError,
+)
 
 
 MESH = MeshSpec({"data": 2, "tensor": 4})
@@ -386,6 +394,16 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         (lambda: named({"w": P("data", "tensor")}, None), RuleError, RULES),
         (lambda: named(P("mpl")), UnmatchedError, r"names \('mpl', (\.\.\.|None)\)"),
         (lambda: named(("mlp", ...), None), RuleError, r"the names \('mlp', \.\.\.\) need rules"),
+        (lambda: named({"x": ("embed",)}), RuleError, "`names` is no prefix of the tree"),
+        (lambda: named({"w": 3}), RuleError, "leaf `w`: `names` holds 3"),
+        (lambda: ruled(("embed", None)), RuleError, "pass `axes=AxisRules"),
+        (lambda: ruled(sfx.atomic(P("data"), (1, 1, 4))), SpecError, "the units .* the array has rank 2"),
+        (lambda: ruled(lambda *_: "data"), RuleError, r"paths\[0\] .* returned 'data'; it must return a PartitionS"),
+        (lambda: ruled(P(), memory_kinds=[("zz", "device")]), RuleError, "entry 0, the regex 'zz', matches no path"),
+        (lambda: ruled(P(), mesh=MeshSpec({"data": -1})), MeshError, r"call `.fit\(device_count\)` first"),
+        (lambda: ruled(P(), {"x": np.array([None])}), LeafTypeError, "`x`: a NumPy array of dtype object cannot"),
+        (lambda: MADE.select("nothing"), RuleError, "matches no path of the plan"),
+        (lambda: MADE.select("("), RuleError, "does not compile"),
         (lambda: named({"a": {"w": None}}, tree=DEEP), RuleError, "at `a` it has a dict with the keys 'w', and the"),
         (lambda: named({"a": {"w": (), "v": [(), ()]}}, tree=DEEP), RuleError, "`a/v` it has list of 2, and the tree"),
         (lambda: ShardPlan.join(a=MADE, b=OTHER), PlanMismatchError, r"\(Auto, Auto\) and .* of \(Explicit, Explicit"),
