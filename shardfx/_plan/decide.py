@@ -5,7 +5,7 @@ import functools as ft
 import math
 import operator
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -13,14 +13,19 @@ from jax.sharding import PartitionSpec
 from .._ground.errors import RuleError, SpecError
 from .._ground.reason import Code, Decision, Reason, reason
 from .._ground.spec import entries_at, entry_axes, shard_counts, trimmed
+from .._ground.tree import Flat
 from .._rules import (
     Atomic,
     AxisRules,
     Fsdp,
+    PathRules,
     Pipeline,
     Replicate,
+    are_digit_blind,
     bare,
     check_once,
+    compiled,
+    first_match,
     is_callable,
     names_text,
     one_per_dim,
@@ -53,6 +58,60 @@ class Request(NamedTuple):
     units: tuple[int, ...] | None
     strategies: tuple[Any, ...]
     reasons: tuple[Reason, ...]
+
+
+class Matcher:
+    """Path rules, and which of them have matched."""
+
+    def __init__(self, rules: PathRules):
+        self.rules, self.declared, self.patterns = rules.rules, rules.axes, compiled(rules)
+        self.called = [is_callable(target) for _, target in rules.rules]
+        # Paths that differ only in digits may share a row where no regex can tell the digits apart.
+        self.needs_paths = any(self.called) or not are_digit_blind(tuple([regex for regex, _ in rules.rules]))
+        self.used: dict[int, None] = {}
+
+    def first(self, path: str) -> int | None:
+        """The number of the first rule that matches."""
+        number = first_match(path, self.patterns)
+        if number is not None:
+            self.used[number] = None
+        return number
+
+    def text(self, number: int) -> str:
+        """How a plan calls a rule."""
+        return f"paths[{number}] {self.rules[number][0]}"
+
+    def request(
+        self, number: int, path: str, leaf: object, axes: AxisRules | None, mode: str | None, stacked: int = 0
+    ) -> Request:
+        """What the rule asks for the array at `path`."""
+        return asked_by_target(self.rules[number][1], path, leaf, self.text(number), axes, mode, stacked)
+
+
+def matcher_of_kinds(pairs: Sequence[tuple[str, str]]) -> Matcher:
+    """Pairs of a regex and a memory kind, as rules whose target holds the kind alone."""
+    return Matcher(PathRules((regex, (kind,)) for regex, kind in pairs))
+
+
+class Draft(NamedTuple):
+    """What is decided about a tree before anybody says what is wrong with it: `plan` raises that, `lint` lists it.
+
+    `numbers` says which row each leaf has; it is -1 at leaves that are no arrays, and `-2 - n` at those with error `n`.
+    `declared` are the axes that the mesh may lack.
+    """
+
+    flat: Flat
+    mesh: MeshSpec
+    paths: Matcher
+    kinds: Matcher
+    declared: tuple[str, ...]
+    numbers: Sequence[int]
+    rows: Sequence[Row]
+    errors: list[tuple[str, Any]]
+
+    def arrays(self, chosen: Container[int]) -> Iterator[tuple[str, int, Row]]:
+        """The path of each array whose row has one of these numbers, the number, and the row."""
+        return ((path, i, self.rows[i]) for i, path in zip(self.numbers, self.flat.paths, strict=True) if i in chosen)
 
 
 def asked_by_target(
@@ -255,7 +314,7 @@ class Asked:
         found = corrected(self.request.spec, Leaf((0,) * self.rank, None, self.request.units), self.mesh, 0)
         counts = shard_counts(found.spec, self.rank, self.mesh.sizes)
         pairs = zip(counts, self.request.units or (1,) * self.rank, strict=True)
-        return found, tuple(count * unit if count > 1 else 1 for count, unit in pairs)
+        return found, tuple(count * unit for count, unit in pairs)
 
     def row(self, shape: tuple[int, ...], dtype: object, memory_kind: str | None) -> Row:
         asked = self.request

@@ -9,14 +9,7 @@ from jax.sharding import AxisType
 
 from .._ground.reason import Code, Reason
 from .._ground.spec import entries_of
-from .._ground.text import (
-    array_text,
-    bytes_text,
-    entry_text,
-    html_table,
-    printable,
-    spec_text,
-)
+from .._ground.text import array_text, bytes_text, entry_text, html_table, printable, spec_text
 from ..topology import MeshSpec
 from .content import Content
 from .leaf import LeafPlan

@@ -17,19 +17,10 @@ from .._ground.reason import Code, reason
 from .._ground.spec import canonical, entries_of, pinned, trimmed
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
-from .._rules import AxisRules, Fsdp, PathRules, check_axis_rules, check_path_rules, compiled, first_match, fsdp, near
-from .complaints import (
-    Decided,
-    raise_absent,
-    raise_errors,
-    raise_loose,
-    raise_repeated,
-    raise_unknown,
-    raise_unused,
-    unused_rules,
-)
+from .._rules import AxisRules, Fsdp, PathRules, check_axis_rules, check_path_rules, fsdp, near
+from .complaints import raise_absent, raise_errors, raise_loose, raise_repeated, raise_unknown, raise_unused
 from .correction import axes_of
-from .decide import Request, asked_by_target, further, row_of
+from .decide import Draft, Matcher, Request, further, matcher_of_kinds, row_of
 from .leaf import LeafPlan, Row, Skeleton, memory_kind_pairs
 from .shard_plan import ShardPlan, check_plan
 
@@ -108,42 +99,37 @@ def follow(
         check_path_rules("paths", paths)
     if axes is not None:
         check_axis_rules("axes", axes)
-    kinds = memory_kind_pairs(memory_kinds)
-    kind_rules = PathRules((regex, ()) for regex, _ in kinds)
+    kinds = matcher_of_kinds(memory_kind_pairs(memory_kinds))
     made, refused = _evaluated(init, plan, args)
     flat = flatten(made)
     raise_repeated(flat)
     pairs = [*_besides("adapters", adapters), *_besides("scales", scales)]
-    follower = _Follower(plan, _NO_RULES if paths is None else paths, axes, _axes_over(over, plan), refused, pairs)
-    rows, index, used_kinds = [], [], {}
-    patterns = compiled(kind_rules)
+    by_path = Matcher(PathRules(()) if paths is None else paths)
+    follower = _Follower(plan, by_path, axes, _axes_over(over, plan), refused, pairs)
+    rows, index = [], []
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
         index.append(len(rows) if shaped else -1)
         if shaped:
-            kind = first_match(path, patterns)
-            used_kinds[kind] = None
-            rows.append(follower.row(path, leaf, None if kind is None else kinds[kind][1]))
+            kind = kinds.first(path)
+            rows.append(follower.row(path, leaf, None if kind is None else kinds.rules[kind][1][0]))
     raise_errors(follower.errors)
-    decided = Decided(flat, index, rows)
-    raise_unknown(decided, follower.axes, plan.mesh)
-    raise_absent(decided, plan.mesh, axes, follower.declared)
+    declared = by_path.declared + (() if follower.axes is None else follower.axes.axes)
+    found = Draft(flat, plan.mesh, by_path, kinds, declared, index, rows, [])
+    raise_unknown(found, follower.axes)
+    raise_absent(found, axes)
     if unused == "raise":
         followed = [None if path in follower.open else path for path in flat.paths]
-        rules, given_kinds = follower.paths.rules, kind_rules.rules
-        raise_unused("rule", rules, unused_rules(rules, follower.used, flat, followed, "what they follow"))
+        raise_unused("rule", by_path, flat, followed, "what they follow")
         for one in pairs:
             if one not in follower.used_pairs:
                 raise RuleError(f"`{one.kind}[{one.number}]`: {one.pattern.pattern!r} matches no path of what is made.")
-        raise_unused("`memory_kinds` entry", given_kinds, unused_rules(given_kinds, used_kinds, flat))
+        raise_unused("`memory_kinds` entry", kinds, flat)
     if plan.strict:
         raise_loose(follower.loose)
     content = plan.content
     known = axes if content.axes is None else content.axes
     skeleton = Skeleton(flat.paths, flat.treedef)
     return ShardPlan(content.replaced(axes=known, rows=rows, index=index, skeleton=skeleton))
-
-
-_NO_RULES = PathRules(())
 
 
 def _axes_over(over: Any, plan: ShardPlan) -> Fsdp | None:
@@ -252,7 +238,7 @@ class _Follower:
     def __init__(
         self,
         plan: ShardPlan,
-        paths: PathRules,
+        paths: Matcher,
         axes: AxisRules | None,
         over: Fsdp | None,
         refused: str,
@@ -260,10 +246,7 @@ class _Follower:
     ):
         self.plan, self.mesh, self.paths, self.over, self.refused = plan, axes_of(plan.mesh), paths, over, refused
         self.axes = plan.axes if axes is None else axes
-        self.declared = paths.axes + (() if self.axes is None else self.axes.axes)
-        self.patterns = compiled(paths)
         self.pairs, self.used_pairs = pairs, dict[_Beside, None]()
-        self.used: dict[int, None] = {}
         # The paths of arrays that follow nothing.
         self.open: dict[str, None] = {}
         self.errors: list[tuple[str, Any]] = []
@@ -299,11 +282,9 @@ class _Follower:
         if found is not None:
             return found
         self.open[path] = None
-        number = first_match(path, self.patterns)
+        number = self.paths.first(path)
         if number is not None:
-            self.used[number] = None
-            rule, target = f"paths[{number}] {self.paths.rules[number][0]}", self.paths.rules[number][1]
-            return asked_by_target(target, path, leaf, rule, self.axes, self.plan.mode)
+            return self.paths.request(number, path, leaf, self.axes, self.plan.mode)
         if self.over is not None:
             return _NOTHING
         why = f" by its path, and JAX cannot follow shardings through `init`: {self.refused}" if self.refused else ""

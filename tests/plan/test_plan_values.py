@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, atomic, fsdp, plan, replicate, report
+from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, atomic, fsdp, plan, replicate, report, shard
 from shardfx.errors import PlanFormatError, PlanMismatchError
 
 
@@ -96,7 +96,7 @@ RICH = plan(
     MeshSpec({"data": 2, "tensor": 4}, axis_types={"tensor": AxisType.Explicit}, dcn={"data": 2}),
     paths=PathRules(
         [
-            ("^w", ("a", "b")),
+            ("^w", (atomic("a", 3), "b")),
             ("layers", fsdp("data", min_bytes=2)),
             ("keys", P("gone")),
             ("by_number/1", atomic(P(None, "tensor"), (1, 2, 1))),
@@ -229,6 +229,21 @@ def test_a_replicated_plan_of_a_deep_tree_comes_back():
     assert ShardPlan.from_json(made.to_json()) == made == pickle.loads(pickle.dumps(made))
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Reversed:
+    """Has the arrays of a dict in another order."""
+
+    def __init__(self, *arrays):
+        self.arrays = arrays
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey(name), one) for name, one in zip("ba", self.arrays, strict=True)], None
+
+    @classmethod
+    def tree_unflatten(cls, _, arrays):
+        return cls(*arrays)
+
+
 LIKE = {"act": jnp.tanh, "b": jnp.ones(16), "none": None, "w": jnp.ones((8, 16))}
 
 
@@ -240,10 +255,13 @@ LIKE = {"act": jnp.tanh, "b": jnp.ones(16), "none": None, "w": jnp.ones((8, 16))
         (LIKE, {**LIKE, "w": "x"}, "leaf `w` is str 'x', but the plan has an array"),
         (LIKE, jnp.ones(8), "this is one array, and the plan is for a tree, as of `b`; the tree"),
         (jnp.ones(8), LIKE, "the plan has no `b`; the plan is for one array"),
+        (LIKE, {**LIKE, "b": None}, r"\(0 arrays more, 1 missing\): the tree has no `b`"),
+        ({"b": jnp.ones(8), "a": jnp.ones(8)}, Reversed(jnp.ones(8), jnp.ones(8)), "the arrays are in another order"),
     ],
-    ids=["shape", "more", "text", "one array", "a tree"],
+    ids=["shape", "more", "text", "one array", "a tree", "fewer", "order"],
 )
 def test_like_must_be_the_planned_tree(tree, like, message):
-    text = plan(tree, MESH, paths=PathRules([("", P("a"))])).to_json()
-    with pytest.raises(PlanMismatchError, match=message):
-        ShardPlan.from_json(text, like=like)
+    made = plan(tree, MESH.build(jax.devices()), paths=PathRules([("", P("a"))]))
+    for attempt in (lambda: ShardPlan.from_json(made.to_json(), like=like), lambda: shard(like, made)):
+        with pytest.raises(PlanMismatchError, match=message):
+            attempt()
