@@ -258,14 +258,14 @@ class _Follower:
         try:
             request = self.request(path, leaf)
             if self.plan.strict and math.prod(shape) > 1:
-                asked = row_of(request, shape, leaf.dtype, self.mesh, 0, memory_kind)
+                asked = row_of(request, shape, leaf.dtype, self.mesh, memory_kind)
                 self.loose += [(path, shape, str(why)) for why in asked.reasons]
             if shape and self.over is not None:
                 request = further(request, shape, leaf.dtype, self.plan.mesh, self.over)
-            return row_of(request, shape, leaf.dtype, self.mesh, 0, memory_kind)
+            return row_of(request, shape, leaf.dtype, self.mesh, memory_kind)
         except (SpecError, RuleError) as error:
             self.errors.append((path, error))
-            return row_of(_NOTHING, shape, leaf.dtype, self.mesh, 0, memory_kind)
+            return row_of(_NOTHING, shape, leaf.dtype, self.mesh, memory_kind)
 
     def request(self, path: str, leaf: Any) -> Request:
         shape = tuple(leaf.shape)
