@@ -150,6 +150,11 @@ class Entries(NamedTuple):
     others: Any = None
     hint: str = ""
 
+    @property
+    def forms(self) -> list[Any]:
+        """All that is said of any parameter."""
+        return [*self.known.values(), self.more, self.others]
+
     def of(self, args: Sequence[object], kwargs: dict[str, object]) -> list[tuple[str, Any, Any]]:
         """For each argument of a call its name in messages, the argument, and its entry; keywords in sorted order."""
         found = [(f"{at}", arg, self.known.get(at, self.more)) for at, arg in enumerate(args)]
