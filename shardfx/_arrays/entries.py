@@ -177,14 +177,8 @@ def by_parameter(in_shardings: object, signature: inspect.Signature, name: str =
         if len(unknown) == len(in_shardings) > 0:
             return Entries({}, in_shardings, in_shardings, f"`in_shardings` is a dict, and {hint}; ")
         if unknown:
-            raise PlanMismatchError(
-                f"{hint}, which `in_shardings` names"
-                + (
-                    f"; did you mean `{near[0]}`?"
-                    if near
-                    else "; name parameters, or give a tuple, one entry for each."
-                )
-            )
+            fix = f"did you mean `{near[0]}`?" if near else "name parameters, or give a tuple, one entry for each."
+            raise PlanMismatchError(f"{hint}, which `in_shardings` names; {fix}")
         keys = [key for key in dict.fromkeys([*known, *in_shardings]) if key not in (more, others)]
         table = {names.index(key) if key in names else key: in_shardings.get(key) for key in keys}
         return Entries(table, in_shardings.get(more), in_shardings.get(others))

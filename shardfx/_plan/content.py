@@ -188,7 +188,7 @@ def read_json(text: str) -> Content:
     """The content of a plan that was written as JSON."""
     with plan_json.refused_as_invalid():
         data = plan_json.parsed(text)
-        content = Content(**plan_json.decoded(data))
+        content = Content(*plan_json.decoded(data))
         is_whole = data.get("digest", content.digest) == content.digest
     if not is_whole:
         raise PlanFormatError(

@@ -223,13 +223,9 @@ def _indivisible(
     dropped = tuple(axis for axis in axes if axis not in kept)
     what = _product([axis for axis in axes if sizes[axis] > 1], sizes)
     if unit > 1 and size % unit:
-        return Reason(
-            Code.unit,
-            dim,
-            dropped,
-            f"size {size} is no whole number of units of {unit}, so nothing may cut it; if it counts units already, "
-            f"use a name without a unit, else correct the unit to one that divides {size}",
-        )
+        fix = f"use a name without a unit, else correct the unit to one that divides {size}"
+        text = f"size {size} is no whole number of units of {unit}, so nothing may cut it; if it counts units already, "
+        return Reason(Code.unit, dim, dropped, text + fix)
     if unit > 1 and _divisors(axes, size, 1, sizes) != kept:
         units = plural(size // unit, "unit")
         return reason(Code.unit, dim, dropped, size=size, units=units, count=size // unit, unit=unit, what=what)

@@ -74,8 +74,8 @@ def refused_as_invalid() -> Iterator[None]:
         raise PlanFormatError(f"the plan's JSON is invalid: {type(error).__name__}: {error}") from error
 
 
-def decoded(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a plan's content, without devices."""
+def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
+    """The fields of a plan's content in their order, without devices."""
     mesh = decode_mesh(data["mesh"])
     if -1 in mesh.axis_sizes:
         raise MeshError("the mesh has an axis of unknown size")
@@ -93,16 +93,8 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
     strict = data.get("strict", False)
     if not isinstance(strict, bool):
         raise PlanFormatError(f"`strict` is {strict!r}; it must be true or left out")
-    return {
-        "strict": strict,
-        "mesh": mesh,
-        "jax_mesh": None,
-        "axes": decode_rules(data["axes"]),
-        "mode": data["mode"],
-        "rows": rows,
-        "index": index,
-        "skeleton": Skeleton(tuple(paths), treedef, order, data["structure"]),
-    }
+    skeleton = Skeleton(tuple(paths), treedef, order, data["structure"])
+    return mesh, None, decode_rules(data["axes"]), data["mode"], rows, index, skeleton, strict
 
 
 _DTYPE = re.compile(r"bool|u?int(1|2|4|8|16|32|64)|bfloat16|float(16|32|64|[468]_\w+)|complex(64|128)")
