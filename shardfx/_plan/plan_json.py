@@ -81,9 +81,8 @@ def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
         raise MeshError("the mesh has an axis of unknown size")
     rows = [_row(number, row, mesh) for number, row in enumerate(data["rows"])]
     paths, index = [path for path, _ in data["leaves"]], [i for _, i in data["leaves"]]
-    if not all(isinstance(path, str) for path in paths) or not all(
-        type(i) is int and -1 <= i < len(rows) for i in index
-    ):
+    are_numbers = all(type(i) is int and -1 <= i < len(rows) for i in index)
+    if not are_numbers or not all(isinstance(path, str) for path in paths):
         raise PlanFormatError("`leaves` must hold pairs of a path and the number of a row")
     order, treedef = jax.tree.flatten(decode_structure(data["structure"], paths))
     if sorted(order) != list(range(len(paths))):
