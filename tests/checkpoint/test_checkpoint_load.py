@@ -17,8 +17,7 @@ import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
 from shardfx._ground.boxes import boxes_here
 from shardfx._ground.errors import CheckpointError
-from shardfx.checkpoint._flight import Host, moved
-from shardfx.checkpoint._load import LoadRequest, load_index
+from shardfx.checkpoint import _flight as flight
 from shardfx.errors import PlanMismatchError
 
 
@@ -218,7 +217,7 @@ def test_a_quarter_of_the_devices_reads_a_quarter(tmp_path, reads):
 
 
 @pytest.mark.parametrize("gap_bytes", [1, 10**9])
-def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
+def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, monkeypatch, reads, gap_bytes):
     array = random((64, 512), np.float32)
     save_file({"w": array}, tmp_path / "x.safetensors")
     mesh = Mesh(np.array(jax.devices()), ("x",))
@@ -233,10 +232,11 @@ def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
         held.update(dict.fromkeys(devices, filled.copy()))
         return []
 
-    host = Host(boxes_of, lambda sharding: False, move)
+    for name, made in (("boxes_here", boxes_of), ("is_final", lambda sharding: False), ("moved", move)):
+        monkeypatch.setattr(flight, name, made)
     with pytest.raises(ValueError):
         # There is no array of two shards out of eight; what was read is what counts here.
-        load_index(checkpoint.read_index(tmp_path), structs, LoadRequest(gap_bytes=gap_bytes), host)
+        checkpoint.load(tmp_path, structs, gap_bytes=gap_bytes)
     assert held.keys() == set(owned)
     for device, filled in held.items():
         part = structs["w"].sharding.devices_indices_map(array.shape)[device]
@@ -302,52 +302,38 @@ def test_a_boolean_that_is_neither(tmp_path):
         checkpoint.load(tmp_path, {"w": struct(np.ones(4, bool), P())})
 
 
-class Accelerator:
-    """A host whose memory is only a stop on the way, and what the kernel has read that is not yet on a device."""
-
-    def __init__(self, monkeypatch):
-        self.on_way = self.most = 0
-        preadv = os.preadv
-
-        def counted(descriptor, into, offset):
-            done = preadv(descriptor, into, offset)
-            self.on_way += done
-            self.most = max(self.most, self.on_way)
-            return done
-
-        monkeypatch.setattr(os, "preadv", counted)
-        self.host = Host(is_final=lambda sharding: False, move=self.move)
-
-    def move(self, filled, devices, sharding):
-        placed = moved(filled, devices, sharding)
-        self.on_way -= filled.nbytes
-        return placed
-
-
 @pytest.mark.parametrize("limit", [32 * 1024, 40_000, 10**9])
-def test_no_more_than_the_limit_is_on_its_way(tmp_path, monkeypatch, limit):
+def test_no_more_than_the_limit_is_on_its_way(tmp_path, monkeypatch, reads, limit):
+    """Where the host's memory is only a stop: what the kernel has read that is not yet on a device."""
     arrays = {f"w{i}": random((64, 64), np.float32, i) for i in range(12)} | {"big": random((8, 8192), np.float32)}
     save_file(arrays, tmp_path / "x.safetensors")
     plan = {name: struct(array, P(("a", "b", "c"))) for name, array in arrays.items()}
-    index, device = checkpoint.read_index(tmp_path), Accelerator(monkeypatch)
-    loaded = load_index(index, plan, LoadRequest(memory_limit_bytes=limit), device.host)
+    moved, gone, on_way = flight.moved, [], []
+
+    def move(filled, devices, sharding):
+        on_way.append(sum(reads) - sum(gone))
+        gone.append(filled.nbytes)
+        return moved(filled, devices, sharding)
+
+    monkeypatch.setattr(flight, "is_final", lambda sharding: False)
+    monkeypatch.setattr(flight, "moved", move)
+    loaded = checkpoint.load(tmp_path, plan, memory_limit_bytes=limit)
     assert all(same_bytes(loaded[name], arrays[name]) for name in arrays)
     assert all(array.sharding == plan[name].sharding for name, array in loaded.items())
-    assert 0 < device.most <= limit
-    assert device.on_way == 0
+    assert sum(reads) == sum(gone) and 0 < max(on_way) <= limit
     # The limit is what holds it down.
-    assert device.most < sum(array.nbytes for array in arrays.values()) or limit == 10**9
+    assert max(on_way) < sum(gone) or limit == 10**9
 
 
-def test_a_limit_below_one_shard(tmp_path):
+def test_a_limit_below_one_shard(tmp_path, monkeypatch):
     array = random((64, 64), np.float32)
     save_file({"w": array}, tmp_path / "x.safetensors")
     plan = {"w": struct(array, P(("a", "b", "c")))}
+    monkeypatch.setattr(flight, "is_final", lambda sharding: False)
     with pytest.raises(
         CheckpointError, match="`memory_limit_bytes=100` is less than one shard of leaf `w`, 2048 bytes; allow at least"
     ):
-        host = Host(is_final=lambda sharding: False)
-        load_index(checkpoint.read_index(tmp_path), plan, LoadRequest(memory_limit_bytes=100), host)
+        checkpoint.load(tmp_path, plan, memory_limit_bytes=100)
 
 
 def test_small_tensors_are_read_together(tmp_path, reads):
