@@ -24,7 +24,7 @@ from .._ground.text import (
 )
 from . import _safetensors as safetensors, _stores as stores
 from ._entry import ArrayEntry, FileArray, StoreArray
-from ._files import FilePlace, inside, place, read_json
+from ._files import FilePlace, inside, member, place, read_json
 
 
 _SHOWN_ROWS = 24
@@ -232,7 +232,7 @@ def _location(entry: ArrayEntry) -> str:
 
 def _read_set(where: FilePlace, trusted: FilePlace, real: str) -> Index:
     content = read_json(trusted, real)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = member(content, "weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(
             f"{real!r} has no `weight_map` from tensor names to file names, so it indexes no safetensors; give the "
