@@ -118,27 +118,6 @@ def test_what_a_header_calls_keys_must_have_their_shape(tmp_path, kind):
     assert (entry.shape, entry.dtype) == ((3, 2), np.dtype(np.uint32))
 
 
-def test_an_nnx_state_with_dropout(tmp_path, mesh):
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(8, 8, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x):
-            return self.dropout(self.linear(x))
-
-    model = Model(nnx.Rngs(0, dropout=1))
-    model(jnp.ones((2, 8)))
-    graph, state = nnx.split(model)
-    pure = nnx.to_pure_dict(state)
-    arrays, made = planned(pure, mesh, PathRules.parse("kernel->a.b, .*->replicate"))
-    checkpoint.save(tmp_path / "step", arrays, made)
-    loaded = checkpoint.load(tmp_path / "step", made)
-    nnx.replace_by_pure_dict(state, loaded)
-    other = nnx.merge(graph, state)
-    assert np.allclose(other(jnp.ones((2, 8))), model(jnp.ones((2, 8))), rtol=1e-4)
-
-
 # Python's numbers
 
 
