@@ -69,7 +69,7 @@ def _declared(subject: Subject) -> tuple[str, ...]:
 
 
 def _used(subject: Subject) -> dict[str, None]:
-    return axes_used(subject.rows, () if subject.paths is None else subject.paths.rules, subject.axes)
+    return axes_used(subject.content.rows, () if subject.paths is None else subject.paths.rules, subject.axes)
 
 
 def contradicted_names(subject: Subject) -> Iterator[Finding]:
@@ -79,14 +79,15 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     a size on which leaves of one module agree, and on which no other name stands; and a name that no mesh axis cuts.
     """
     counts: _Counts = {}
-    for number, row in enumerate(subject.rows):
+    rows, uses = subject.content.rows, collections.Counter(subject.content.index)
+    for number, row in enumerate(rows):
         if row.names is not None:
             for name, size in zip(row.names, row.shape, strict=False):
                 if isinstance(name, str) and size:
-                    counts.setdefault(name, collections.Counter())[size] += subject.uses[number]
-    swapped = {number: other for number, row in enumerate(subject.rows) if (other := _swapped(row, counts)) is not None}
+                    counts.setdefault(name, collections.Counter())[size] += uses[number]
+    swapped = {number: other for number, row in enumerate(rows) if (other := _swapped(row, counts)) is not None}
     for number, other in swapped.items():  # what they say of sizes is no evidence
-        _recount(counts, subject.rows[number], other, subject.uses[number])
+        _recount(counts, rows[number], other, uses[number])
     usual = _usual(counts)
     odd = {
         name: [size for size in sizes if sizes[size] and not _one_axis(size, usual[name])]
@@ -95,7 +96,7 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     }
     agreed = {(name, size) for name, size in _agreed(subject, odd) if not _is_of_another(name, size, counts)}
     odd = {name: [size for size in sizes if (name, size) not in agreed] for name, sizes in odd.items()}
-    for number, row in enumerate(subject.rows):
+    for number, row in enumerate(rows):
         if number in swapped:
             for group in subject.groups_of([number]):
                 message = (
@@ -138,7 +139,7 @@ def _agreed(subject: Subject, odd: Mapping[str, list[int]]) -> set[tuple[str, in
     """The names and sizes on which several projections of one module agree."""
     found: dict[tuple[str, str, int], tuple[str, ...]] = {}
     agreed: set[tuple[str, int]] = set()
-    for number, row in enumerate(subject.rows):
+    for number, row in enumerate(subject.content.rows):
         for name, size in _contradictions(row.names, row.shape, odd):
             for group in subject.groups_of([number]):
                 module, _, projection = _LAST.sub("", group.paths[0]).rpartition("/")

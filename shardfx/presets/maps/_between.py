@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..._convert import From, sum_of
 from ..._ground.errors import MapError
+from ..._ground.text import together
 from ._places import Counted, Entry, Fused, Place, Range, Scaled, places_of
 
 
@@ -46,9 +47,7 @@ def between(
     places: Sequence[Place], target: Sequence[tuple[str, Entry]], sizes: Sizes, drop: Sequence[str]
 ) -> dict[str, From]:
     """The rules for each array of a target."""
-    kinds: dict[str, list[Place]] = {}
-    for place in places:
-        kinds.setdefault(place.kind, []).append(place)
+    kinds = together(places, lambda place: place.kind)
     rows = {path: places_of(path, entry) for path, entry in target}
     _check_kinds(kinds, [place.kind for row in rows.values() for place in row], drop)
     rules = {}
