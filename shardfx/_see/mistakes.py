@@ -112,14 +112,11 @@ def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iter
     for number, leaves in enumerate(groups.values()):
         paths, row = [leaf.path for leaf in leaves], leaves[0].row
         like = near(paths[0], patterns) if number < _HINTED else ""
-        message = f"no rule covers {_arrays(len(paths))} of shape {row.shape}{like}, so every device holds all of it"
+        told = "an array" if len(paths) == 1 else f"{len(paths)} arrays"
+        message = f"no rule covers {told} of shape {row.shape}{like}, so every device holds all of it"
         size = subject.lost(row.shape, row.dtype) * len(paths)
         target = cutting(subject, row.shape) or replicate
         yield Finding("unmatched", severity, joined(paths), size, message, subject.ruled(paths, target, last=True))
-
-
-def _arrays(count: int) -> str:
-    return "an array" if count == 1 else f"{count} arrays"
 
 
 def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:

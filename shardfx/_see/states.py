@@ -65,7 +65,8 @@ def _states(subject: Subject, sizes: Mapping[str, int]) -> list[_State]:
     branches = together(subject.content.groups, lambda group: group.paths[0].partition("/")[0])
     # One letter alone is a module as well as a moment (values beside queries, for one); a moment comes with the other.
     likely = {root: groups for root, groups in branches.items() if root not in _MOMENTS or _MOMENTS <= {*branches}}
-    if len(branches) < 2 or not any(map(_is_of_an_optimizer, likely.values())):
+    first = [group.paths[0].split("/") for groups in likely.values() for group in groups]
+    if len(branches) < 2 or not any(map(_names_a_state, first)):
         return []
     best: list[_State] = []
     for root, params in branches.items():
@@ -75,10 +76,6 @@ def _states(subject: Subject, sizes: Mapping[str, int]) -> list[_State]:
         ]
         best = max(best, found, key=len)
     return best
-
-
-def _is_of_an_optimizer(groups: list[Group]) -> bool:
-    return any(_names_a_state(group.paths[0].split("/")) for group in groups)
 
 
 _MOMENTS = {"m", "v"}

@@ -105,15 +105,11 @@ def _target(place: Place, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: A
     # Latents are cut where nothing else is.
     over = {**over, **dict.fromkeys(_LATENT, None if "embed" in first else fsdp)}
     if not set(first) <= over.keys() or len(first) == 1 and first[0] not in _ALONE:
-        return _anywhere(fsdp)
+        # Norms, biases and small tables, which no matrix product divides.
+        return fsdp_strategy(fsdp) if fsdp else replicate
     units = tuple(math.prod(sizes[axis] for axis in group[1:]) for group in place.dims)
     spec = P(*[over[axis] for axis in first])
     return atomic(spec, units) if max(units) > 1 else spec
-
-
-def _anywhere(fsdp: Axes) -> Fsdp | Replicate:
-    """The target of arrays that no matrix product divides: norms, biases, small tables."""
-    return fsdp_strategy(fsdp) if fsdp else replicate
 
 
 def _end(path: str, others: Sequence[str]) -> str:

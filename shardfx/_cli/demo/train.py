@@ -5,7 +5,7 @@ import pathlib
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -174,7 +174,8 @@ def train(
     """
     step, model, state = started
     losses, begin = [], time.perf_counter()
-    for number, tokens in enumerate(_batches(text, run), start=1):
+    for number in range(1, run.steps + 1):
+        tokens = batch(text, number - 1, size=run.batch_size, length=run.length + 1, seed=run.seed)
         model, state, value = step(model, state, place(tokens))
         # Waiting for each step keeps emulated devices from queueing more collectives than the runtime takes.
         losses.append(float(value))
@@ -183,11 +184,6 @@ def train(
         seconds = time.perf_counter() - begin
         show(number, losses[-1], (number - 1) * run.batch_size * run.length / seconds if number > 1 else 0.0)
     return losses
-
-
-def _batches(text: UInt8[np.ndarray, " bytes"], run: Run) -> Iterator[Int[np.ndarray, "size length"]]:
-    for step in range(run.steps):
-        yield batch(text, step, size=run.batch_size, length=run.length + 1, seed=run.seed)
 
 
 _BAR = 30

@@ -52,7 +52,7 @@ def between(
     _check_kinds(kinds, [place.kind for row in rows.values() for place in row], drop)
     rules = {}
     for path, entry in target:
-        parts = [_made(_found(kinds, place.kind), place, sizes) for place in rows[path]]
+        parts = [_made(kinds.get(place.kind) or kinds[_ALSO[place.kind]], place, sizes) for place in rows[path]]
         if isinstance(entry, Scaled):
             raise MapError(
                 f"`{path}` is stored in blocks with scales, which a map cannot find; write it as {entry.dtype}: with "
@@ -60,10 +60,6 @@ def between(
             )
         rules[path] = From.concat(parts, dim=entry.dim, shards=entry.shards) if isinstance(entry, Fused) else parts[0]
     return rules
-
-
-def _found(kinds: Mapping[str, list[Place]], kind: str) -> list[Place]:
-    return kinds[kind] if kind in kinds else kinds[_ALSO[kind]]
 
 
 def _check_kinds(kinds: Mapping[str, list[Place]], wanted: Sequence[str], drop: Sequence[str]) -> None:
