@@ -47,6 +47,13 @@ def sight_of(family: str) -> Rows:
     return _SIGHT[family]() if family in _SIGHT else {}
 
 
+def beside(family: str) -> Rows:
+    """What checkpoints hold beside a model's own rows: masks, frequencies, heads for pretraining, layers that predict
+    ahead.
+    """
+    return _rows("", _PARTS.get(f"{family}.beside", _PARTS["beside"]), leaf="")
+
+
 def with_experts_stacked(rows: Rows) -> Rows:
     """The rows of experts, with one array for all experts of a layer in the place of one for each."""
     found: Rows = {}
