@@ -110,10 +110,8 @@ def unknown_units(axes: AxisRules) -> tuple[str, ...]:
 
 def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
     """For each row the logical names that no rule is about, in any mode."""
-    asked = [
-        (i, row) for i, row in enumerate(rows) if row.reasons and row.names is not None and _has(Code.unmatched, row)
-    ]
-    return {i: found for i, row in asked if (found := unknown_names(row.names or (), axes))}
+    by_name = [(i, row) for i, row in enumerate(rows) if row.names is not None and _axes_of(Code.unmatched, row)]
+    return {i: found for i, row in by_name if (found := unknown_names(row.names or (), axes))}
 
 
 def raise_unknown(draft: Draft, axes: AxisRules | None) -> None:
@@ -149,11 +147,8 @@ def absent_axes(draft: Draft, axes: AxisRules | None) -> dict[str, str]:
     if axes is not None:
         declared += axes.axes
         wrong = {axis: f"the rule of {name!r}" for name, axis in reversed(axes_in(axes)) if axis not in known}
-    asked = {
-        i: [axis for why in row.reasons if why.code is Code.absent for axis in why.axes]
-        for i, row in enumerate(draft.rows)
-        if row.reasons and row.names is None and _has(Code.absent, row)
-    }
+    by_path = [(i, row) for i, row in enumerate(draft.rows) if row.reasons and row.names is None]
+    asked = {i: found for i, row in by_path if (found := _axes_of(Code.absent, row))}
     for path, i, row in draft.arrays(asked) if asked else ():
         for axis in asked[i]:
             wrong.setdefault(axis, f"leaf `{path}` ({row.rule})")
@@ -284,8 +279,9 @@ def _first_rule(path: str, patterns: tuple[re.Pattern[str], ...]) -> str:
     return "no rule" if number is None else f"rule {number} ({patterns[number].pattern!r})"
 
 
-def _has(code: Code, row: Row) -> bool:
-    return any(why.code is code for why in row.reasons)
+def _axes_of(code: Code, row: Row) -> list[str]:
+    """The axes, or names, of the reasons of this code."""
+    return [axis for why in row.reasons if why.code is code for axis in why.axes]
 
 
 def _listed(head: str, lines: Sequence[str], count: int = 0) -> str:

@@ -123,14 +123,8 @@ def _cells(row: ReportRow, notes: dict[str, int], dims: Mapping[str, set[int | N
         why += f" ({', '.join(map(entry_text, leaf.names))})"
     if leaf.memory_kind is not None:
         why += f" in {leaf.memory_kind}"
-    return (
-        row.path,
-        str(row.count),
-        array_text(leaf.dtype, leaf.shape),
-        spec_text(entries_of(leaf.spec)),
-        bytes_text(row.bytes_per_device),
-        why.strip(),
-    )
+    array, spec, size = array_text(leaf.dtype, leaf.shape), entries_of(leaf.spec), bytes_text(row.bytes_per_device)
+    return row.path, str(row.count), array, spec_text(spec), size, why.strip()
 
 
 _LIMIT = re.compile(r"fewer than the (\d+) asked for")

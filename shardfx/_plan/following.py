@@ -1,6 +1,7 @@
 """The plan of what is made from planned arrays: an optimizer's state, gradients, statistics, adapters, scales."""
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import re
@@ -17,9 +18,9 @@ from .._ground.reason import Code, reason
 from .._ground.spec import canonical, entries_of, pinned, trimmed
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
-from .._rules import AxisRules, Fsdp, PathRules, check_axis_rules, check_path_rules, fsdp, near
+from .._rules import AxisRules, PathRules, Strategy, check_axis_rules, check_path_rules, fsdp, near
 from .complaints import raise_absent, raise_errors, raise_loose, raise_repeated, raise_unknown, raise_unused
-from .correction import axes_of
+from .correction import Axes, axes_of
 from .decide import Draft, Matcher, Request, further, matcher_of_kinds, row_of
 from .leaf import LeafPlan, Row, Skeleton, memory_kind_pairs
 from .shard_plan import ShardPlan, check_plan
@@ -29,7 +30,7 @@ def follow(
     init: Callable[..., Any],
     plan: ShardPlan,
     *args: Any,
-    over: str | Iterable[str] | Fsdp | None = None,
+    over: str | Iterable[str] | Strategy | None = None,
     paths: PathRules | None = None,
     axes: AxisRules | None = None,
     memory_kinds: Iterable[tuple[str, str]] | None = None,
@@ -104,8 +105,8 @@ def follow(
     flat = flatten(made)
     raise_repeated(flat)
     pairs = [*_besides("adapters", adapters), *_besides("scales", scales)]
-    by_path = Matcher(PathRules(()) if paths is None else paths)
-    follower = _Follower(plan, by_path, axes, _axes_over(over, plan), refused, pairs)
+    by_path, known = Matcher(PathRules(()) if paths is None else paths), plan.axes if axes is None else axes
+    follower = _Follower(plan, axes_of(plan.mesh), by_path, known, _axes_over(over, plan), refused, pairs)
     rows, index = [], []
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
         index.append(len(rows) if shaped else -1)
@@ -113,9 +114,9 @@ def follow(
             kind = kinds.first(path)
             rows.append(follower.row(path, leaf, None if kind is None else kinds.rules[kind][1][0]))
     raise_errors(follower.errors)
-    declared = by_path.declared + (() if follower.axes is None else follower.axes.axes)
+    declared = by_path.declared + (() if known is None else known.axes)
     found = Draft(flat, plan.mesh, by_path, kinds, declared, index, rows, [])
-    raise_unknown(found, follower.axes)
+    raise_unknown(found, known)
     raise_absent(found, axes)
     if unused == "raise":
         followed = [None if path in follower.open else path for path in flat.paths]
@@ -127,15 +128,15 @@ def follow(
     if plan.strict:
         raise_loose(follower.loose)
     content = plan.content
-    known = axes if content.axes is None else content.axes
+    resolving = axes if content.axes is None else content.axes
     skeleton = Skeleton(flat.paths, flat.treedef)
-    return ShardPlan(content.replaced(axes=known, rows=rows, index=index, skeleton=skeleton))
+    return ShardPlan(content.replaced(axes=resolving, rows=rows, index=index, skeleton=skeleton))
 
 
-def _axes_over(over: Any, plan: ShardPlan) -> Fsdp | None:
+def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
     if over is None:
         return None
-    given = over if isinstance(over, Fsdp) else fsdp(over)
+    given = over if isinstance(over, Strategy) else fsdp(over)
     known = (*plan.mesh.axis_names, *(() if plan.axes is None else plan.axes.axes))
     for axis in given.axes:
         if axis not in known:
@@ -232,40 +233,41 @@ def _besides(kind: Literal["adapters", "scales"], pairs: Iterable[tuple[str, str
     return found
 
 
+@dataclasses.dataclass
 class _Follower:
-    """The arguments of one call of `follow`, and what it has found so far."""
+    """The arguments of one call of `follow`, and what it has found so far.
 
-    def __init__(
-        self,
-        plan: ShardPlan,
-        paths: Matcher,
-        axes: AxisRules | None,
-        over: Fsdp | None,
-        refused: str,
-        pairs: Sequence[_Beside],
-    ):
-        self.plan, self.mesh, self.paths, self.over, self.refused = plan, axes_of(plan.mesh), paths, over, refused
-        self.axes = plan.axes if axes is None else axes
-        self.pairs, self.used_pairs = pairs, dict[_Beside, None]()
-        # The paths of arrays that follow nothing.
-        self.open: dict[str, None] = {}
-        self.errors: list[tuple[str, Any]] = []
-        # What a strict plan does not put up with, by path.
-        self.loose: list[tuple[str, tuple[int, ...], str]] = []
+    **Arguments:**
+
+    - `open`: the paths of arrays that follow nothing.
+    - `loose`: what a strict plan does not put up with, by path.
+    """
+
+    plan: ShardPlan
+    mesh: Axes
+    paths: Matcher
+    axes: AxisRules | None
+    over: Strategy | None
+    refused: str
+    pairs: Sequence[_Beside]
+    used_pairs: dict[_Beside, None] = dataclasses.field(default_factory=dict)
+    open: dict[str, None] = dataclasses.field(default_factory=dict)
+    errors: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    loose: list[tuple[str, tuple[int, ...], str]] = dataclasses.field(default_factory=list)
 
     def row(self, path: str, leaf: Any, memory_kind: str | None) -> Row:
         shape = tuple(leaf.shape)
         try:
             request = self.request(path, leaf)
             if self.plan.strict and math.prod(shape) > 1:
-                asked = row_of(request, shape, leaf.dtype, self.mesh, 0, memory_kind)
+                asked = row_of(request, shape, leaf.dtype, self.mesh, memory_kind)
                 self.loose += [(path, shape, str(why)) for why in asked.reasons]
             if shape and self.over is not None:
                 request = further(request, shape, leaf.dtype, self.plan.mesh, self.over)
-            return row_of(request, shape, leaf.dtype, self.mesh, 0, memory_kind)
+            return row_of(request, shape, leaf.dtype, self.mesh, memory_kind)
         except (SpecError, RuleError) as error:
             self.errors.append((path, error))
-            return row_of(_NOTHING, shape, leaf.dtype, self.mesh, 0, memory_kind)
+            return row_of(_NOTHING, shape, leaf.dtype, self.mesh, memory_kind)
 
     def request(self, path: str, leaf: Any) -> Request:
         shape = tuple(leaf.shape)

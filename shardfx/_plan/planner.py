@@ -163,7 +163,7 @@ def drafted(
     """Rows for all leaves that can be planned, and an error for each of the others."""
     mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
     by_path, by_kind = Matcher(PathRules(()) if paths is None else paths), matcher_of_kinds(kinds)
-    planner = _Planner(axes_of(mesh_spec), axes, mode, min_bytes, by_path, by_kind, given is flat.names)
+    planner = _Planner(axes_of(mesh_spec, min_bytes), axes, mode, by_path, by_kind, given is flat.names)
     index, errors = planner.columns(flat, given)
     return Draft(flat, mesh_spec, by_path, by_kind, by_path.declared, index, planner.rows, errors)
 
@@ -175,7 +175,6 @@ class _Planner:
     mesh: Axes
     axes: AxisRules | None
     mode: str | None
-    min_bytes: int
     paths: Matcher
     kinds: Matcher
     declared: bool
@@ -213,8 +212,8 @@ class _Planner:
             asked = self.asked.get(asks)
             if asked is None:
                 request = self.request(path, leaf, names, rule, stacked)
-                row = row_of(request, shape, dtype, self.mesh, self.min_bytes, memory_kind)
-                self.asked[asks] = Asked(request, len(shape), self.mesh, self.min_bytes)
+                row = row_of(request, shape, dtype, self.mesh, memory_kind)
+                self.asked[asks] = Asked(request, len(shape), self.mesh)
             else:
                 row = asked.row(shape, dtype, memory_kind)
             found = self.numbers[asks, kind, shape, dtype] = len(self.rows)

@@ -16,6 +16,7 @@ import numpy as np
 from .._ground.boxes import Box
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
+from ._files import member
 
 
 # A chunk that cannot be packed takes a little more than its own size.
@@ -74,15 +75,12 @@ class ChunkFiles:
 def chunk_files(content: dict[str, object], driver: str) -> ChunkFiles:
     """The chunks of the array that this metadata describes."""
     if driver == "zarr":
-        packed = content.get("compressor")
         separator = content.get("dimension_separator")
-        is_blosc = isinstance(packed, dict) and packed.get("id") == "blosc"
+        is_blosc = member(content, "compressor", "id") == "blosc"
         return ChunkFiles("", separator if separator in (".", "/") else ".", is_blosc)
     codecs = _codecs(content.get("codecs"))
-    encoding = content.get("chunk_key_encoding")
-    encoding = encoding if isinstance(encoding, dict) else {}
-    is_old, more = encoding.get("name") == "v2", encoding.get("configuration")
-    separator = more.get("separator") if isinstance(more, dict) else None
+    is_old = member(content, "chunk_key_encoding", "name") == "v2"
+    separator = member(content, "chunk_key_encoding", "configuration", "separator")
     if separator not in (".", "/"):
         separator = "." if is_old else "/"
     is_sharded = "sharding_indexed" in codecs

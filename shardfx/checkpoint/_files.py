@@ -238,6 +238,13 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is not JSON")
 
 
+def member(content: object, *names: str) -> Any:
+    """What JSON has under a name, and below it under the next; `None` where there is no such name."""
+    for name in names:
+        content = content.get(name) if isinstance(content, dict) else None
+    return content
+
+
 def read_json(where: FilePlace, real: str, limit_bytes: int = 100_000_000) -> Any:
     """The strict JSON content of the file `real`, of at most `limit_bytes`."""
     with opened(where, real) as descriptor:

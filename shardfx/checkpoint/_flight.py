@@ -23,8 +23,6 @@ from ._spans import Span
 from ._wanted import Wanted, box_bytes
 
 
-# Per device the box that it holds of an array.
-BoxesOf = Callable[[Sharding, tuple[int, ...]], dict[Any, Box]]
 _STAGING_BYTES = 2**30
 
 
@@ -40,22 +38,6 @@ def moved(filled: np.ndarray, devices: Sequence[object], sharding: Sharding) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class Host:
-    """What a load asks of the process that it runs in; a test may be another one.
-
-    **Arguments:**
-
-    - `boxes_here`: which device of this process holds which box.
-    - `is_final`: whether memory that is read into becomes the array's, so that nothing is on its way to a device.
-    - `move`: moves a box to its devices, where it does not.
-    """
-
-    boxes_here: BoxesOf = boxes_here
-    is_final: Callable[[Sharding], bool] = is_final
-    move: Callable[[np.ndarray, Sequence[Any], Sharding], list[Any]] = moved
-
-
-@dataclasses.dataclass(frozen=True)
 class Kind:
     """What leaves of one shape, dtype and sharding have in common; a model has many leaves and few kinds.
 
@@ -64,7 +46,7 @@ class Kind:
     - `boxes`: the boxes of the leaf that this process holds.
     - `devices`: per box the devices that hold it.
     - `shapes`, `sizes`: per box its shape and its bytes.
-    - `is_final`: as in `Host`.
+    - `is_final`: whether the memory that is read into becomes the array's, so that nothing is on its way to a device.
     """
 
     boxes: tuple[Box, ...]
@@ -103,10 +85,10 @@ class Unit:
     direct: tuple[FileArray, tuple[Span, ...]] | None = None
 
 
-def units_of(leaves: Sequence[Wanted], host: Host, asked_limit: int | None) -> tuple[list[Unit], int]:
+def units_of(leaves: Sequence[Wanted], asked_limit: int | None) -> tuple[list[Unit], int]:
     """The units of leaves in the order of the files, and how many bytes may be on their way at once."""
     known: dict[object, Kind] = {}
-    kinds = [_kind(leaf, host, known) for leaf in leaves]
+    kinds = [_kind(leaf, known) for leaf in leaves]
     limit = _limit(leaves, kinds, asked_limit)
     numbers = sorted(range(len(leaves)), key=lambda number: _position(leaves[number]))
     return [unit for number in numbers for unit in _units(number, leaves[number], kinds[number], limit)], limit
@@ -119,17 +101,16 @@ def _position(leaf: Wanted) -> tuple[str, int]:
     return entry.file, entry.offset if isinstance(entry, FileArray) else 0
 
 
-def _kind(leaf: Wanted, host: Host, known: dict[object, Kind]) -> Kind:
+def _kind(leaf: Wanted, known: dict[object, Kind]) -> Kind:
     key = (leaf.shape, leaf.dtype, leaf.sharding)
     found = known.get(key)
     if found is None:
         holders: dict[Box, tuple[Any, ...]] = {}
-        for device, box in host.boxes_here(leaf.sharding, leaf.shape).items():
+        for device, box in boxes_here(leaf.sharding, leaf.shape).items():
             holders[box] = (*holders.get(box, ()), device)
         shapes = tuple(tuple(stop - start for start, stop in box) for box in holders)
         sizes = tuple(box_bytes(box, leaf.dtype) for box in holders)
-        is_last = host.is_final(leaf.sharding)
-        found = known[key] = Kind(tuple(holders), tuple(holders.values()), shapes, sizes, is_last)
+        found = known[key] = Kind(tuple(holders), tuple(holders.values()), shapes, sizes, is_final(leaf.sharding))
     return found
 
 
@@ -221,8 +202,8 @@ class Flight:
     What has landed is, by leaf, in `filled` where the memory is to be the array's, else in `placed`, on devices.
     """
 
-    def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress, host: Host, leaf_count: int):
-        self._pool, self._limit, self._bar, self._host = pool, limit, bar, host
+    def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress, leaf_count: int):
+        self._pool, self._limit, self._bar = pool, limit, bar
         self._open: dict[concurrent.futures.Future[int], _Group] = {}
         self._staging_bytes = 0
         self.filled: list[Filled] = [((), [])] * leaf_count
@@ -281,7 +262,7 @@ class Flight:
                 continue
             # The memory is only a stop on the way: it must be gone before more is admitted.
             for filled, devices in zip(memory, unit.kind.devices, strict=True):
-                placed = self._host.move(filled, devices, unit.leaf.sharding)
+                placed = moved(filled, devices, unit.leaf.sharding)
                 self.placed.setdefault(unit.number, []).extend(placed)
                 on_devices += placed
         jax.block_until_ready(on_devices)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools as ft
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from .._ground.text import (
 )
 from . import _safetensors as safetensors, _stores as stores
 from ._entry import ArrayEntry, FileArray, StoreArray
-from ._files import FilePlace, inside, place, read_json
+from ._files import FilePlace, inside, member, place, read_json
 
 
 _SHOWN_ROWS = 24
@@ -232,7 +232,7 @@ def _location(entry: ArrayEntry) -> str:
 
 def _read_set(where: FilePlace, trusted: FilePlace, real: str) -> Index:
     content = read_json(trusted, real)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = member(content, "weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(
             f"{real!r} has no `weight_map` from tensor names to file names, so it indexes no safetensors; give the "
@@ -334,7 +334,7 @@ def _group(entry: ArrayEntry) -> str | None:
     return None if isinstance(entry, FileArray) else entry.group
 
 
-def _nested(pairs: Iterable[tuple[str, object]]) -> dict[str, Any]:
+def _nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
     """`("a/b", x)` pairs as `{"a": {"b": x}}`; no value is a dict.
 
     A path that is a leaf and a branch at once is an error, and one that is too deep for a tree.
@@ -353,20 +353,11 @@ def _nested(pairs: Iterable[tuple[str, object]]) -> dict[str, Any]:
             if type(node) is not dict:
                 raise _collision("/".join(parts[: number + 1]), path)
         if parts[-1] in node:
-            there = node[parts[-1]]
-            if type(there) is not dict:
+            if type(node[parts[-1]]) is not dict:
                 raise CheckpointError(f"the checkpoint has two arrays {quoted(path)}; a path names one array.")
-            raise _collision(path, f"{path}/{_first_below(there)}")
+            raise _collision(path, next(other for other, _ in pairs if other.startswith(f"{path}/")))
         node[parts[-1]] = value
     return tree
-
-
-def _first_below(node: object) -> str:
-    keys = []
-    while type(node) is dict:
-        keys.append(next(iter(node)))
-        node = node[keys[-1]]
-    return "/".join(keys)
 
 
 def _collision(leaf: str, branch: str) -> CheckpointError:

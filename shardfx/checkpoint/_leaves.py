@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._convert import (
-    Counted,
+    Arithmetic,
     Made,
     Piece,
     Struct,
@@ -32,7 +32,7 @@ from .._ground.errors import CheckpointError, LeafTypeError
 from .._ground.spec import DType
 from .._ground.text import printable
 from .._ground.tree import flatten
-from .._plan import ShardPlan, plan, rows_of
+from .._plan import ShardPlan, encode_dtype, plan, rows_of
 from .._rules import PathRules
 from ..topology import MeshSpec
 from . import _metadata as prng, _safetensors as safetensors
@@ -98,12 +98,8 @@ def leaves_to_save(tree: object, plan: ShardPlan) -> Leaves:
             f"two leaves have the path `{printable(twice[0])}`; a checkpoint needs one name for each array."
         )
     arrays = [(path, jax.random.key_data(leaf) if prng.is_key(leaf.dtype) else leaf) for path, leaf, _ in found]
-    kinds = {path: _kind(leaf.dtype) for path, leaf, _ in found if leaf.dtype not in safetensors.NAMES}
+    kinds = {path: encode_dtype(leaf.dtype) for path, leaf, _ in found if leaf.dtype not in safetensors.NAMES}
     return Leaves(arrays, kinds, kept)
-
-
-def _kind(dtype: DType) -> str:
-    return prng.key_name(dtype) if prng.is_key(dtype) else np.dtype(dtype).name
 
 
 def _check_leaf(path: str, leaf: object, planned: object) -> None:
@@ -163,7 +159,7 @@ def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, n
         casts = part.value.casts
         # What is cast last is cast where it is written, unless it would be refused there.
         for at, to in enumerate(casts, 1):
-            if at < len(casts) or isinstance(to, Counted) or may_change(values.dtype, to):
+            if at < len(casts) or isinstance(to, Arithmetic) or may_change(values.dtype, to):
                 values = changed(values, to)
         yield landing.source, values
 
@@ -214,11 +210,11 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
                 "first, and save what comes out."
             )
         if prng.is_key(one.dtype):
-            kinds[path], one = prng.key_name(one.dtype), _bits_of(one)
+            kinds[path], one = encode_dtype(one.dtype), _bits_of(one)
         elif safetensors.stored_name(one.dtype) is None:
             raise LeafTypeError(f"`{printable(path)}` is {one.dtype}, which safetensors cannot hold; cast it.")
         elif one.dtype not in safetensors.NAMES:
-            kinds[path] = np.dtype(one.dtype).name
+            kinds[path] = encode_dtype(one.dtype)
         found.append((path, Output(one.shape, one.dtype, ft.partial(_pieces_of, one, arrays))))
     return Leaves(found, kinds, {})
 

@@ -1,7 +1,6 @@
 """Loading: what a plan wants, read in parallel and put onto devices shard by shard."""
 
 import concurrent.futures
-import dataclasses
 import functools as ft
 import os
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from ._bundles import bundled, read_bundle
 from ._entry import FileArray, StoreArray
 from ._fetches import fetches, gather
 from ._files import ChangedError, require_seen_unchanged
-from ._flight import Filled, Flight, Host, Progress, Task, Unit, units_of
+from ._flight import Filled, Flight, Progress, Task, Unit, units_of
 from ._index import Index, read_index
 from ._metadata import keys_from
 from ._reader import GAP_BYTES, RUN_BYTES, Files
@@ -145,14 +144,17 @@ def load(
         assert again["wi"].sharding.spec == jax.P(None, "fsdp")
         ```
     """
-    asked = LoadRequest(map, dtype, memory_limit_bytes, gap_bytes, missing_chunks, progress, unread)
     # A file that a writer replaces meanwhile is read again from its header on. With more processes one alone must not:
     # it might load another file than the others.
     tries = 1 if isinstance(path, Index) or jax.process_count() > 1 else _TRIES
     for left in reversed(range(tries)):
         try:
             index = path if isinstance(path, Index) else read_index(path, root=root)
-            return load_index(index, plan, asked, Host())
+            leaves, rebuild = wanted(index, plan, dtype, map, unread)
+            require_devices(leaf.sharding for leaf in leaves)
+            landed = _read(index, leaves, memory_limit_bytes, gap_bytes, missing_chunks, progress)
+            placed = [landed.placed.get(number) for number in range(len(leaves))]
+            return rebuild([_assembled(*one) for one in zip(leaves, landed.filled, placed, strict=True)])
         except ChangedError as error:
             if not left:
                 # The name of the private class would say no more than the sentence does.
@@ -160,44 +162,30 @@ def load(
     raise AssertionError("the last try returns or raises")
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadRequest:
-    """What `load` was asked for, apart from what and where to."""
-
-    map: TreeMap | None = None
-    dtype: DType = None
-    memory_limit_bytes: int | None = None
-    gap_bytes: int = GAP_BYTES
-    missing_chunks: MissingChunks = "raise"
-    progress: bool | None = None
-    unread: Unread = "raise"
-
-
-def load_index(index: Index, plan: object, asked: LoadRequest, host: Host) -> PyTree:
-    """What an index says, loaded into the tree of a plan."""
-    leaves, rebuild = wanted(index, plan, asked.dtype, asked.map, asked.unread)
-    require_devices(leaf.sharding for leaf in leaves)
-    landed = _read(index, leaves, asked, host)
-    placed = [landed.placed.get(number) for number in range(len(leaves))]
-    return rebuild(list(map(_assembled, leaves, landed.filled, placed)))
-
-
-def _read(index: Index, leaves: Sequence[Wanted], asked: LoadRequest, host: Host) -> Flight:
+def _read(
+    index: Index,
+    leaves: Sequence[Wanted],
+    memory_limit_bytes: int | None,
+    gap_bytes: int,
+    missing_chunks: MissingChunks,
+    progress: bool | None,
+) -> Flight:
     """Reads what this process holds of the leaves, in parallel; they have landed."""
-    units, limit = units_of(leaves, host, asked.memory_limit_bytes)
-    bar = Progress("loading", sum(unit.nbytes for unit in units), asked.progress)
+    units, limit = units_of(leaves, memory_limit_bytes)
+    bar = Progress("loading", sum(unit.nbytes for unit in units), progress)
     workers = max(2, min(_WORKERS, os.cpu_count() or 1))
     entries = [entry for leaf in leaves for entry in leaf.entries]
     stores.require_possible([entry for entry in entries if isinstance(entry, StoreArray)], index.place)
     names = list(dict.fromkeys([entry.file for entry in entries if isinstance(entry, FileArray)]))
     with Files(index.place, names, workers) as files:
+        tasks = ft.partial(_tasks, files, gap_bytes, missing_chunks)
         require_seen_unchanged(index.place)
         with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-load") as pool:
-            flight = Flight(pool, limit, bar, host, len(leaves))
+            flight = Flight(pool, limit, bar, len(leaves))
             try:
                 # Small units that follow each other in the file: handing each to a thread would cost more.
                 for group in grouped(units, lambda unit: unit.nbytes, min(limit, RUN_BYTES)):
-                    flight.admit(group, lambda unit, memory: _tasks(files, unit, memory, asked), files.read_pieces)
+                    flight.admit(group, tasks, files.read_pieces)
                 flight.land()
             finally:
                 # After an error, what has not begun must not begin.
@@ -208,7 +196,9 @@ def _read(index: Index, leaves: Sequence[Wanted], asked: LoadRequest, host: Host
     return flight
 
 
-def _tasks(files: Files, unit: Unit, memory: list[np.ndarray], asked: LoadRequest) -> Iterator[Task]:
+def _tasks(
+    files: Files, gap_bytes: int, missing_chunks: MissingChunks, unit: Unit, memory: list[np.ndarray]
+) -> Iterator[Task]:
     bundles, leaf = bundled(unit.leaf, unit.kind.boxes)
     for bundle in bundles:
         yield ft.partial(read_bundle, files, bundle, memory)
@@ -217,14 +207,14 @@ def _tasks(files: Files, unit: Unit, memory: list[np.ndarray], asked: LoadReques
         targets = fetch.targets(memory)
         entry = fetch.entry
         if isinstance(entry, StoreArray):
-            yield ft.partial(stores.read_into, entry, fetch.boxes, targets, missing_chunks=asked.missing_chunks)
+            yield ft.partial(stores.read_into, entry, fetch.boxes, targets, missing_chunks=missing_chunks)
             continue
         # A read costs a call besides its bytes.
-        spans = fetch.spans(entry, unit.leaf.dtype, asked.gap_bytes)
+        spans = fetch.spans(entry, unit.leaf.dtype, gap_bytes)
         for batch in grouped(spans, lambda span: span.nbytes + _CALL_BYTES * span.runs, RUN_BYTES):
             yield ft.partial(files.read, entry, batch, fetch.boxes, targets)
     for one in gathered:
-        yield ft.partial(gather, files, unit, one, memory[one.number], asked.gap_bytes, asked.missing_chunks)
+        yield ft.partial(gather, files, unit, one, memory[one.number], gap_bytes, missing_chunks)
 
 
 def _assembled(leaf: Wanted, filled: Filled, placed: list[jax.Array] | None) -> jax.Array:

@@ -15,7 +15,7 @@ from .._ground.errors import CheckpointError
 from .._plan import ShardPlan
 from ._leaves import held
 from ._load import load
-from ._save import Content, Options, content_of, write
+from ._save import Content, content_of, write
 from ._staging import remove_partial
 from ._together import holders_of
 
@@ -65,7 +65,7 @@ class Manager:
         if keep is not None and keep < 1:
             raise CheckpointError(f"`keep={keep}` would keep no checkpoint; give 1 or more, or `None` for all.")
         self.directory, self.keep = os.path.abspath(os.fspath(directory)), keep
-        self._options = Options(progress=False, wait_seconds=wait_seconds)
+        self._wait_seconds = wait_seconds
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "shardfx-manager")
         self._under_way: concurrent.futures.Future[None] | None = None
 
@@ -109,7 +109,7 @@ class Manager:
             content = _copied(content_of(tree, plan, None, None))
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:
             # The other processes wait for this one, and are told why it does not write.
-            write(self.path(step), holders, ft.partial(_raise, error), self._options)
+            write(self.path(step), holders, ft.partial(_raise, error), self._wait_seconds, progress=False)
             raise
         self._under_way = self._pool.submit(self._write, step, holders, content)
 
@@ -147,7 +147,7 @@ class Manager:
             self._pool.shutdown()
 
     def _write(self, step: int, holders: tuple[int, ...], content: Content) -> None:
-        is_first = write(self.path(step), holders, lambda: content, self._options)
+        is_first = write(self.path(step), holders, lambda: content, self._wait_seconds, progress=False)
         if is_first and self.keep is not None:
             for old in [one for one in self.steps() if one != step][: -self.keep + 1 or None]:
                 self._remove(old)

@@ -33,14 +33,9 @@ def bits_of(dtype: object) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
 
 
-def key_name(dtype: object) -> str:
-    """The name of a key dtype in metadata: `key<threefry2x32>`."""
-    return encode_dtype(dtype)
-
-
 def implementation(dtype: object) -> str:
     """What JAX calls the implementation of a key dtype: `threefry2x32`."""
-    return key_name(dtype).removeprefix(_PREFIX).removesuffix(">")
+    return encode_dtype(dtype).removeprefix(_PREFIX).removesuffix(">")
 
 
 def key_named(name: object) -> DType:

@@ -154,17 +154,14 @@ def _reads_of(leaf: Wanted, processes: int | None, gap_bytes: int) -> Mapping[in
 
 def _boxes_of(shape: tuple[int, ...], sharding: Sharding, processes: int | None) -> dict[int, tuple[Box, ...]]:
     """Per process the different boxes of an array that its devices hold."""
-    held: dict[int, dict[Box, None]] = {}
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh):
-        for device, box in all_boxes(sharding, shape).items():
-            held.setdefault(device.process_index, {})[box] = None
-        return {process: tuple(boxes) for process, boxes in held.items()}
-    count, size = processes or 1, sharding.mesh.size
-    if size % count:
+    is_abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+    count, size = processes or 1, sharding.num_devices
+    if is_abstract and size % count:
         raise PlanMismatchError(
             f"{count} processes cannot each have as many of the {size} devices of the mesh; give a number that "
             "divides it."
         )
-    for place, box in all_boxes(sharding, shape).items():
-        held.setdefault(place * count // size, {})[box] = None
+    held: dict[int, dict[Box, None]] = {}
+    for device, box in all_boxes(sharding, shape).items():
+        held.setdefault(device * count // size if is_abstract else device.process_index, {})[box] = None
     return {process: tuple(boxes) for process, boxes in held.items()}

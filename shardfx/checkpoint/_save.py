@@ -125,18 +125,7 @@ def save(
         ```
     """
     content = ft.partial(content_of, tree, plan, map, like)
-    options = Options(overwrite, file_bytes, progress, wait_seconds)
-    write(path, holders_of(tree), content, options)
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How a checkpoint is written; as the arguments of `save`."""
-
-    overwrite: bool = False
-    file_bytes: int = _FILE_BYTES
-    progress: bool | None = None
-    wait_seconds: float = _WAIT_SECONDS
+    write(path, holders_of(tree), content, wait_seconds, progress, overwrite, file_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,33 +171,39 @@ def content_of(tree: object, plan: ShardPlan | None, map: TreeMap | None, like: 
 
 
 def write(
-    path: str | os.PathLike[str], holders: tuple[int, ...], content: Callable[[], Content], options: Options
+    path: str | os.PathLike[str],
+    holders: tuple[int, ...],
+    content: Callable[[], Content],
+    wait_seconds: float,
+    progress: bool | None,
+    overwrite: bool = False,
+    file_bytes: int = _FILE_BYTES,
 ) -> bool:
     """Writes what `content` gives, together with the other processes; returns whether this one is the first."""
     what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
-    with contextlib.ExitStack() as afterwards, meeting(what, holders, options.wait_seconds) as together:
+    with contextlib.ExitStack() as afterwards, meeting(what, holders, wait_seconds) as together:
         together.join()
         path = os.path.abspath(require_local(os.fspath(path)))
         found, is_file = content(), path.endswith(".safetensors")
-        given = {"path": repr(path), "overwrite": repr(bool(options.overwrite)), "file_bytes": repr(options.file_bytes)}
+        given = {"path": repr(path), "overwrite": repr(bool(overwrite)), "file_bytes": repr(file_bytes)}
         token = together.agree(given | dict(found.given), found.lines)
         staging = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial-{token}")
         text = None if found.plan is None else found.plan.to_json()
         extra = dict(found.metadata) | ({PLAN_KEY: text} if is_file and text is not None else {})
-        headers, tensors = _layout(found.leaves, staging, extra, None if is_file else options.file_bytes)
+        headers, tensors = _layout(found.leaves, staging, extra, None if is_file else file_bytes)
         if together.is_first:
             # After a commit nothing has this name any more.
             afterwards.callback(remove_partial, staging)
 
         def prepare() -> None:
-            require_free(path, is_file, options.overwrite)
+            require_free(path, is_file, overwrite)
             require_space(path, headers)
             begin(staging, headers, is_file, text)
 
         together.alone(prepare)
         total = sum(tensor.nbytes for tensor in tensors)
-        wrote = _write_all(tensors, Progress("saving", total, options.progress), together, afterwards)
-        together.finish(wrote, total, lambda: commit(staging, path, is_file, options.overwrite))
+        wrote = _write_all(tensors, Progress("saving", total, progress), together, afterwards)
+        together.finish(wrote, total, lambda: commit(staging, path, is_file, overwrite))
         return together.is_first
 
 

@@ -18,7 +18,7 @@ from .._ground.spec import DType
 from .._ground.text import printable, quoted
 from ._chunks import Reader, chunk_files, look_in, require_bounded, touched_by
 from ._entry import ListedArray, StoreArray, fill, itemsize, may_change
-from ._files import FilePlace, inside, opened, parsed_json, read_json, require_plain_tree
+from ._files import FilePlace, inside, member, opened, parsed_json, read_json, require_plain_tree
 from ._spans import Box
 
 
@@ -75,7 +75,7 @@ def array_entry(where: FilePlace, path: str, directory: str, name: str) -> Store
 
 
 def _described(path: str, file: str, key: str | None, content: Any, driver: str, where: str) -> StoreArray | None:
-    if driver == "zarr3" and isinstance(content, dict) and content.get("node_type") == "group":
+    if driver == "zarr3" and member(content, "node_type") == "group":
         return None
     shape, stored, chunks = _fields(content, driver)
     if not is_sizes(shape) or not is_sizes(chunks) or len(chunks) != len(shape) or not all(chunks):
@@ -88,14 +88,10 @@ def _described(path: str, file: str, key: str | None, content: Any, driver: str,
 
 
 def _fields(content: object, driver: str) -> tuple[Any, Any, Any]:
-    if not isinstance(content, dict):
-        return None, None, None
     if driver == "zarr":
-        return content.get("shape"), content.get("dtype"), content.get("chunks")
-    grid = content.get("chunk_grid")
-    configuration = grid.get("configuration") if isinstance(grid, dict) else None
-    chunks = configuration.get("chunk_shape") if isinstance(configuration, dict) else None
-    return content.get("shape"), content.get("data_type"), chunks
+        return member(content, "shape"), member(content, "dtype"), member(content, "chunks")
+    chunks = member(content, "chunk_grid", "configuration", "chunk_shape")
+    return member(content, "shape"), member(content, "data_type"), chunks
 
 
 def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
@@ -326,7 +322,7 @@ def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
     """
     real = inside(where, ORBAX_METADATA)
     content = read_json(where, real)
-    rows = content.get("tree_metadata") if isinstance(content, dict) else None
+    rows = member(content, "tree_metadata")
     if not isinstance(rows, dict):
         raise CheckpointError(f"{real!r} has no `tree_metadata` that describes arrays; it is damaged, or not Orbax's.")
     named = [_keys(real, name, row) for name, row in rows.items()]
@@ -352,8 +348,7 @@ def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 def _keys(real: str, name: str, row: object) -> tuple[list[str], bool]:
     """The keys of a value from the tree's root on, and whether it must be an array."""
-    keys = row.get("key_metadata") if isinstance(row, dict) else None
-    value = row.get("value_metadata") if isinstance(row, dict) else None
+    keys, value = member(row, "key_metadata"), member(row, "value_metadata")
     names = [key.get("key") for key in keys if isinstance(key, dict)] if isinstance(keys, list) else []
     texts = [str(key) for key in names if isinstance(key, str | int)]
     if not isinstance(value, dict) or not isinstance(keys, list) or len(texts) != len(keys):

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from _stores import zarr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
 import shardfx
-from shardfx import From, PathRules, TreeMap, checkpoint
+from shardfx import PathRules, checkpoint
 from shardfx._ground.errors import CheckpointError
 from shardfx.errors import LeafTypeError
 
@@ -80,12 +80,8 @@ def test_keys_are_planned_from_the_checkpoint_and_loaded_elsewhere(tmp_path, mes
     assert np.array_equal(bits(loaded["layers"]["1"]), bits(tree["layers"][1]))
     reads = checkpoint.plan_reads(index, found)
     assert (reads.needed_bytes, reads.read_bytes) == (8 + 2 * 32, 8 + 2 * 32)
-    # Stacked, transposed and on one device alone, as any other array.
-    struct = jax.ShapeDtypeStruct((2, 4), tree["key"].dtype, sharding=SingleDeviceSharding(jax.devices()[5]))
-    map = TreeMap({"k": From("layers/{i}").stack("i")}, drop=["key"])
-    stacked = checkpoint.load(index, {"k": struct}, map)
-    assert stacked["k"].devices() == {jax.devices()[5]}
-    assert np.array_equal(bits(stacked["k"]), np.stack([bits(keys) for keys in tree["layers"]]))
+    alone = jax.ShapeDtypeStruct((), tree["key"].dtype, sharding=SingleDeviceSharding(jax.devices()[5]))
+    assert checkpoint.load(index, {"key": alone}, unread="allow")["key"].devices() == {jax.devices()[5]}
 
 
 def test_a_key_of_another_implementation_is_an_error(tmp_path, mesh):
@@ -116,27 +112,6 @@ def test_what_a_header_calls_keys_must_have_their_shape(tmp_path, kind):
     )
     entry = checkpoint.read_index(tmp_path)["k"]
     assert (entry.shape, entry.dtype) == ((3, 2), np.dtype(np.uint32))
-
-
-def test_an_nnx_state_with_dropout(tmp_path, mesh):
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(8, 8, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x):
-            return self.dropout(self.linear(x))
-
-    model = Model(nnx.Rngs(0, dropout=1))
-    model(jnp.ones((2, 8)))
-    graph, state = nnx.split(model)
-    pure = nnx.to_pure_dict(state)
-    arrays, made = planned(pure, mesh, PathRules.parse("kernel->a.b, .*->replicate"))
-    checkpoint.save(tmp_path / "step", arrays, made)
-    loaded = checkpoint.load(tmp_path / "step", made)
-    nnx.replace_by_pure_dict(state, loaded)
-    other = nnx.merge(graph, state)
-    assert np.allclose(other(jnp.ones((2, 8))), model(jnp.ones((2, 8))), rtol=1e-4)
 
 
 # Python's numbers
@@ -258,20 +233,33 @@ def held(value, dtype):
 
 
 @hyp.settings(max_examples=150, deadline=None)
-@hyp.given(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.sampled_from(EDGES), st.sampled_from([P(), P("b")]))
-def test_no_integer_changes_its_value_and_none_is_made_of_a_fraction(tmp_path_factory, mesh, stored, to, value, spec):
+@hyp.given(
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.sampled_from(EDGES),
+    st.sampled_from([P(), P("b")]),
+    st.booleans(),
+)
+def test_no_integer_changes_its_value_and_none_is_made_of_a_fraction(
+    tmp_path_factory, mesh, stored, to, value, spec, is_store
+):
     stored, to = jnp.dtype(stored), jnp.dtype(to)
     value = held(value, stored)
     if value is None or stored in (to, "int4") or to == "int64":
         hyp.reject()
     array = np.zeros((8, 4), stored)
     array[5, 2] = value
-    path = tmp_path_factory.mktemp("cast") / "x.safetensors"
-    save_file({"n": array}, path)
+    path = tmp_path_factory.mktemp("cast")
+    if is_store:
+        zarr(path, "n", array, chunks=[8, 2])
+    else:
+        save_file({"n": array}, path / "x.safetensors")
     structs = {"n": jax.ShapeDtypeStruct((8, 4), to, sharding=NamedSharding(mesh, spec))}
     if held(value, to) == value or not (is_integer(stored) or is_integer(to)):
         loaded = checkpoint.load(path, structs, dtype="plan")["n"]
-        assert np.asarray(loaded).tobytes() == array.astype(to).tobytes()
+        # tensorstore makes a NaN of other bits.
+        is_nan = value != value and np.isnan(float(loaded[5, 2]))
+        assert is_nan or np.asarray(loaded).tobytes() == array.astype(to).tobytes()
         return
     is_beyond = is_integer(to) and not jnp.iinfo(to).min <= value <= jnp.iinfo(to).max
     beyond, between = (
@@ -280,21 +268,3 @@ def test_no_integer_changes_its_value_and_none_is_made_of_a_fraction(tmp_path_fa
     )
     with pytest.raises(CheckpointError, match=f"array 'n' holds .*{beyond if is_beyond else between}"):
         checkpoint.load(path, structs, dtype="plan")
-
-
-@pytest.mark.parametrize(
-    ("stored", "to", "message"),
-    [
-        ("int64", "int32", "holds 3758096384, and int32 goes from"),
-        ("int32", "bfloat16", r"holds \d+, which is no number"),
-    ],
-)
-def test_no_integer_of_a_store_changes_its_value(tmp_path, mesh, stored, to, message):
-    import tensorstore as ts
-
-    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{tmp_path}/n/"}}
-    array = np.arange(8) * 2**29 if stored == "int64" else np.arange(994, 1002, dtype=np.int32)
-    ts.open(spec, create=True, dtype=ts.dtype(stored), shape=[8]).result().write(array).result()
-    structs = {"n": jax.ShapeDtypeStruct((8,), jnp.dtype(to), sharding=NamedSharding(mesh, P("a")))}
-    with pytest.raises(CheckpointError, match=f"array 'n' {message}"):
-        checkpoint.load(tmp_path, structs, dtype="plan")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, atomic, fsdp, plan, replicate, report, shard
+from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, atomic, fsdp, plan, report, shard
 from shardfx.errors import PlanFormatError, PlanMismatchError
 
 
@@ -26,10 +26,13 @@ AXES = AxisRules([("m", "a"), ("n", "b")], units={"n": 2}, modes={"x": [("m", No
 
 def trees() -> list[Any]:
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
-    return [TREE, eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0)), {"keys": keys}, [], jnp.ones(8)]
+    deep = jnp.ones(2)
+    for _ in range(100):
+        deep = {"a": [deep]}
+    return [TREE, eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0)), {"keys": keys}, [], jnp.ones(8), deep]
 
 
-@pytest.mark.parametrize("tree", trees(), ids=["dict", "module", "keys", "empty", "array"])
+@pytest.mark.parametrize("tree", trees(), ids=["dict", "module", "keys", "empty", "array", "deep"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("on", [False, True])
 def test_a_plan_pickles_and_copies(tree, kind, on):
@@ -40,16 +43,11 @@ def test_a_plan_pickles_and_copies(tree, kind, on):
         assert again == made and hash(again) == hash(made) and again.leaves == made.leaves
         assert again.jax_mesh == made.jax_mesh and again.shardings == made.shardings
         assert jax.tree.structure(again.specs) == jax.tree.structure(made.specs)
-
-
-def test_a_plan_read_from_json_has_dicts_for_modules_and_pickles():
-    model = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
-    made = plan(model, MESH, paths=PathRules([(".*", fsdp("a"))]))
     read = ShardPlan.from_json(made.to_json())
     again = pickle.loads(pickle.dumps(read))
-    assert again == read == made and again.specs == read.specs and read["layers/0/weight"] == made["layers/0/weight"]
-    assert read.specs["layers"][0]["weight"] == P("a")
-    assert jax.tree.structure(ShardPlan.from_json(made.to_json(), like=model).specs) == jax.tree.structure(made.specs)
+    assert again == read == made.off() and again.specs == read.specs
+    if isinstance(tree, eqx.Module):  # which is read as dicts
+        assert read.specs["layers"][0]["weight"] == P("a")
 
 
 def test_a_pickled_plan_needs_its_devices():
@@ -219,14 +217,6 @@ def test_whatever_is_edited_the_result_is_a_whole_plan_or_an_error(edits):
 def test_hostile_text_is_a_format_error(text, message):
     with pytest.raises(PlanFormatError, match=message):
         ShardPlan.from_json(text)
-
-
-def test_a_replicated_plan_of_a_deep_tree_comes_back():
-    tree = jnp.ones(2)
-    for _ in range(100):
-        tree = {"a": [tree]}
-    made = plan(tree, MESH, paths=PathRules([(".*", replicate)]))
-    assert ShardPlan.from_json(made.to_json()) == made == pickle.loads(pickle.dumps(made))
 
 
 @jax.tree_util.register_pytree_with_keys_class
