@@ -5,6 +5,7 @@ import functools as ft
 import itertools as it
 import json
 import math
+import operator
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -188,12 +189,8 @@ def _depth(value: object) -> int:
 
 def _count(shape: list[int]) -> int:
     """The number of elements; larger than any file where a partial product is, as in 2**62 * 4 * 0."""
-    count = 1
-    for size in shape[:_MOST_DIMENSIONS]:
-        count *= size
-        if count >= 2**64:
-            return count
-    return count
+    partial = list(it.accumulate(shape[:_MOST_DIMENSIONS], operator.mul, initial=1))
+    return max(partial) if max(partial) >= 2**64 else partial[-1]
 
 
 def _renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArray, ...]:
