@@ -15,7 +15,7 @@ import numpy as np
 from shardfx import MeshSpec, filter_jit, shard
 from shardfx._cli.demo.train import (
     TOLERANCE,
-    Plans,
+    DemoPlans,
     Run,
     batch,
     make_optimizer,
@@ -77,11 +77,11 @@ def cases(options: Options) -> list[Entry]:
     return entries
 
 
-def _plans(layout: str, run: Run, options: Options) -> Plans:
+def _plans(layout: str, run: Run, options: Options) -> DemoPlans:
     return make_plans(MeshSpec.parse(layout).build(options.devices), run)
 
 
-def _call(plans: Plans, run: Run) -> Race:
+def _call(plans: DemoPlans, run: Run) -> Race:
     """One array of many is read, so that what is timed is the way into the compiled program and back."""
     _, model, state = start_sharded(plans, run)
 
@@ -118,7 +118,7 @@ def _call(plans: Plans, run: Run) -> Race:
     )
 
 
-def _step(plans: Plans, run: Run) -> Race:
+def _step(plans: DemoPlans, run: Run) -> Race:
     trainer = _Trainer(run, plans)
     model, state, tokens = trainer.model, trainer.state, trainer.tokens(0)
     step = make_step(make_optimizer(run), plans.model)
@@ -147,7 +147,7 @@ def _step(plans: Plans, run: Run) -> Race:
 class _Trainer:
     """A model in training; without plans, on one device."""
 
-    def __init__(self, run: Run, plans: Plans | None = None):
+    def __init__(self, run: Run, plans: DemoPlans | None = None):
         self.run, self.plans = run, plans
         started = start_unsharded(run) if plans is None else start_sharded(plans, run)
         self.step, self.model, self.state = started
@@ -180,7 +180,7 @@ def _one_device_losses(run: Run) -> tuple[float, ...]:
     return tuple([trainer.loss(trainer.tokens(number)) for number in range(CHECKED_STEPS)])
 
 
-def _speed(plans: Plans, run: Run, options: Options) -> Mapping[str, Value]:
+def _speed(plans: DemoPlans, run: Run, options: Options) -> Mapping[str, Value]:
     """Tokens per second of a layout and of one device, in turn; their first losses must agree."""
     expected = _one_device_losses(run)
     begin = time.perf_counter()

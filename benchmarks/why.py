@@ -13,7 +13,7 @@ import shardfx as sfx
 from shardfx import chips
 from shardfx._step import step_of
 from shardfx.cost import ArrayRow, StepShardings
-from shardfx.cost._counted import Counted, constrained, with_constraints
+from shardfx.cost._counted import StepOnChip, constrained, with_constraints
 from shardfx.cost._hlo_text import parse_hlo
 from shardfx.cost._shardings import shardings_of
 from shardfx.cost._traffic import read
@@ -30,11 +30,11 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     for name, make in models(jnp.bfloat16).items():
         step, *states, data = _laid(make())
-        known = Counted(step_of(step, [*states, *data]), chips.find("v5e"), step)
+        known = StepOnChip(step_of(step, [*states, *data]), chips.find("v5e"), step)
         print(f"{name:34} {judged(known)}", flush=True)
 
 
-def judged(known: Counted) -> str:
+def judged(known: StepOnChip) -> str:
     """How much smaller the arrays and the memory get, and what is sent before and after."""
     step, before = known.step, shardings_of(known.step, "tpu")
     largest = _whole(before)

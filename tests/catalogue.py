@@ -45,13 +45,6 @@ class Model:
         return PUBLISHED[self.name]
 
 
-def stacked(tree: Tree) -> Tree:
-    """The same decoder with its layers stacked along a new first dimension, as `jax.lax.scan` wants them."""
-    layers = list(tree["model"]["layers"].values())
-    same = jax.tree.map(lambda one, *_: leaf(len(layers), *one.shape, dtype=one.dtype), *layers)
-    return {**tree, "model": {**tree["model"], "layers": same}}
-
-
 def paths_of(tree: Any) -> list[tuple[str, jax.ShapeDtypeStruct]]:
     """Path and struct of every leaf, the paths written down without shardfx."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)

@@ -150,6 +150,11 @@ class Entries(NamedTuple):
     others: Any = None
     hint: str = ""
 
+    @property
+    def forms(self) -> list[Any]:
+        """All that is said of any parameter."""
+        return [*self.known.values(), self.more, self.others]
+
     def of(self, args: Sequence[object], kwargs: dict[str, object]) -> list[tuple[str, Any, Any]]:
         """For each argument of a call its name in messages, the argument, and its entry; keywords in sorted order."""
         found = [(f"{at}", arg, self.known.get(at, self.more)) for at, arg in enumerate(args)]
@@ -172,14 +177,8 @@ def by_parameter(in_shardings: object, signature: inspect.Signature, name: str =
         if len(unknown) == len(in_shardings) > 0:
             return Entries({}, in_shardings, in_shardings, f"`in_shardings` is a dict, and {hint}; ")
         if unknown:
-            raise PlanMismatchError(
-                f"{hint}, which `in_shardings` names"
-                + (
-                    f"; did you mean `{near[0]}`?"
-                    if near
-                    else "; name parameters, or give a tuple, one entry for each."
-                )
-            )
+            fix = f"did you mean `{near[0]}`?" if near else "name parameters, or give a tuple, one entry for each."
+            raise PlanMismatchError(f"{hint}, which `in_shardings` names; {fix}")
         keys = [key for key in dict.fromkeys([*known, *in_shardings]) if key not in (more, others)]
         table = {names.index(key) if key in names else key: in_shardings.get(key) for key in keys}
         return Entries(table, in_shardings.get(more), in_shardings.get(others))

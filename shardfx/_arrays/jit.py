@@ -231,7 +231,7 @@ class Jitted(Generic[P, R]):
         # The function may be a module with arrays, which are traced as well.
         self._fn_leaves, self._fn_treedef = jax.tree.flatten(fn)
         self._fn_arrays = [leaf for leaf in self._fn_leaves if is_traced(type(leaf))]
-        wanted = shardings_in([*self._in.known.values(), self._in.more, self._in.others])
+        wanted = shardings_in(self._in.forms)
         # The key of a sharding, and whether it is for arrays that are donated: one list of arrays for each.
         self._slots = [*it.product(wanted, (False, True) if self._donated != _NOTHING else (False,))]
         self._wanted = [wanted[key] for key, _ in self._slots]
@@ -299,8 +299,7 @@ class Jitted(Generic[P, R]):
 
     def _mesh(self) -> MeshSpec | None:
         """The mesh of the first plan."""
-        forms = [*self._in.known.values(), self._in.more, self._in.others, self._out]
-        plans = jax.tree.leaves(forms, is_leaf=lambda node: isinstance(node, ShardPlan))
+        plans = jax.tree.leaves([self._in.forms, self._out], is_leaf=lambda node: isinstance(node, ShardPlan))
         return next((one.mesh for one in plans if isinstance(one, ShardPlan)), None)
 
     def _run_compiled(self, static: Static, compiled: jax.stages.Compiled, args: object, kwargs: object) -> Any:

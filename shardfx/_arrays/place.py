@@ -72,11 +72,7 @@ def shard(tree: object, plan: ShardPlan) -> PyTree:
         return jax.tree.unflatten(flat.treedef, _constrained(flat, plan))
     shardings = shardings_of_leaves(plan, flat)
     leaves = list(flat.leaves)
-    moved = [
-        at
-        for at, (sharding, shaped) in enumerate(zip(shardings, flat.is_array, strict=True))
-        if shaped and sharding is not None
-    ]
+    moved = [at for at, shaped in enumerate(flat.is_array) if shaped and shardings[at] is not None]
     for at, array in zip(moved, placed([leaves[at] for at in moved], [shardings[at] for at in moved]), strict=True):
         leaves[at] = array
     return jax.tree.unflatten(flat.treedef, leaves)

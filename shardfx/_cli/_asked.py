@@ -13,10 +13,10 @@ from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, chips, follow, li
 from shardfx._see import Findings
 
 from ..cost import Traffic, compile_for, estimate
-from ._load import Model, attribute, check_arguments, load_model, load_optimizer, load_rules
+from ._load import LoadedModel, attribute, check_arguments, load_model, load_optimizer, load_rules
 from ._screen import working
 from ._usage import UsageError, calling
-from ._words import Slice, Whole, literals, near, parse_slice
+from ._words import NamedSlice, Whole, literals, near, parse_slice
 
 
 # JAX starts a thread for each emulated device.
@@ -176,11 +176,11 @@ class PlanOptions:
 class Inputs:
     """What the words mean: all that `shardfx.plan` takes, and the slice that was named, if one was."""
 
-    model: Model
+    model: LoadedModel
     mesh: MeshSpec
     paths: PathRules | None
     axes: AxisRules | None
-    target: Slice | None
+    target: NamedSlice | None
 
 
 _OPTIONS = (

@@ -23,14 +23,14 @@ from ._words import near, rule_set_names, whole_number
 Rules = tuple[PathRules | None, AxisRules | None]
 
 
-class Model(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model that a command line names: its arrays, and the plan where a plan was named."""
 
     tree: PyTree
     plan: ShardPlan | None = None
 
 
-def load_model(name: str, arguments: Mapping[str, object] | None = None, *, stack_experts: bool = False) -> Model:
+def load_model(name: str, arguments: Mapping[str, object] | None = None, *, stack_experts: bool = False) -> LoadedModel:
     """The tree of structs of a model, of the arrays in a checkpoint, or of a plan.
 
     **Arguments:**
@@ -50,7 +50,7 @@ def load_model(name: str, arguments: Mapping[str, object] | None = None, *, stac
     """
     if not os.path.exists(name) and name in presets.models.names():
         named = {"stack_experts": stack_experts, **(arguments or {})}
-        return Model(calling(f"`{name}`", lambda: presets.models.tree(name, **named)))
+        return LoadedModel(calling(f"`{name}`", lambda: presets.models.tree(name, **named)))
     if os.path.exists(name) or ":" not in name:
         if arguments:
             hint = "are for a callable or a published model; name one as MODULE:CALLABLE, or as llama3-8b"
@@ -62,23 +62,23 @@ def load_model(name: str, arguments: Mapping[str, object] | None = None, *, stac
     elif arguments:
         raise UsageError(f"--kwargs are for a callable, but `{name}` is {made!r:.60}; leave them out")
     elif isinstance(made, ShardPlan):
-        return Model(made.structs, made)
+        return LoadedModel(made.structs, made)
     elif not calling(f"reading `{name}`", lambda: jax.tree.leaves(made)):
         raise UsageError(f"`{name}` is {made!r:.60}; name a callable that makes the model, or a tree of arrays.")
-    return Model(calling(f"reading `{name}`", lambda: jax.tree.map(_struct, made)))
+    return LoadedModel(calling(f"reading `{name}`", lambda: jax.tree.map(_struct, made)))
 
 
 def _struct(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if eqx.is_array(leaf) else leaf
 
 
-def _file(path: str) -> Model:
+def _file(path: str) -> LoadedModel:
     if os.path.isfile(path):
         text = calling(f"reading {path!r}", lambda: _text_of_plan(path))
         if text is not None:
             made = calling(f"reading {path!r}", lambda: _plan(path, text))
-            return Model(jax.tree.map(_struct, made.structs), made)
-    return Model(_checkpoint(path))
+            return LoadedModel(jax.tree.map(_struct, made.structs), made)
+    return LoadedModel(_checkpoint(path))
 
 
 def _text_of_plan(path: str) -> str | None:

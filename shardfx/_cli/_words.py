@@ -96,14 +96,14 @@ def _is_rule_set(value: object) -> bool:
     return isinstance(value, PathRules | AxisRules)
 
 
-class Slice(NamedTuple):
+class NamedSlice(NamedTuple):
     """A TPU slice: its name, and its devices as JAX would describe them."""
 
     name: str
     devices: tuple[types.SimpleNamespace, ...]
 
 
-def parse_slice(text: str) -> Slice:
+def parse_slice(text: str) -> NamedSlice:
     """Reads `tpu:v5p:8x8x8`.
 
     **Arguments:**
@@ -137,10 +137,10 @@ def parse_slice(text: str) -> Slice:
         )
         for number, place in enumerate(places)
     )
-    return Slice(made.name, devices)
+    return NamedSlice(made.name, devices)
 
 
-def order_text(target: Slice, mesh: MeshSpec) -> str:
+def order_text(target: NamedSlice, mesh: MeshSpec) -> str:
     """In what order the mesh would take the slice's devices, and how far apart neighbours then are."""
     order = mesh.order(target.devices)
     hops = zip(mesh.axis_names, order.mean_hops or (), strict=False)

@@ -43,7 +43,7 @@ completion in a shell, here for bash; zsh and fish have their own word:
 """
 
 
-class _Group(click.Group):
+class _Verbs(click.Group):
     """The group of `_VERBS`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -64,7 +64,7 @@ class _Group(click.Group):
 
 
 @click.command(
-    cls=_Group,
+    cls=_Verbs,
     name="shardfx",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     no_args_is_help=False,

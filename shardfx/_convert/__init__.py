@@ -4,14 +4,14 @@ It may import the ground values. It never touches a file or a device, and it nev
 reads, writes and moves asks it for pieces, and carries them out.
 """
 
-from .applied import Form, form_of, is_dense, ordered, put, taken
+from .applied import PieceForm, form_of, is_dense, ordered, put, taken
 from .binding import near_names, structs_of, tree_structs
 from .evaluate import cast, leaf_made
 from .expression import From
 from .patterns import pattern, sum_of
 from .pieces import (
     NOWHERE,
-    Counted,
+    Arithmetic,
     Factor,
     Made,
     Piece,

@@ -14,7 +14,7 @@ from .binding import bound_steps, places, structs_of, tree_structs
 from .casts import cast_array
 from .evaluate import ON_SHAPES, check_counted, dim_of, evaluated, leaf_made
 from .expression import Rules
-from .pieces import NOWHERE, Counted, Factor, Made, Piece, Struct, along, changed, extended, hull, swapped
+from .pieces import NOWHERE, Arithmetic, Factor, Made, Piece, Struct, along, changed, extended, hull, swapped
 from .values import constant, fill
 
 
@@ -70,7 +70,7 @@ def on_arrays(xp: Any, leaves: Mapping[str, Any]) -> Mapping[str, Callable[..., 
 
     def counted(sign: Literal["*", "+"]) -> Callable[..., Any]:
         def run(parts: Sequence[Any], number: float) -> Any:
-            return changed(parts[0], Counted(sign, check_counted(number, parts[0].dtype)))
+            return changed(parts[0], Arithmetic(sign, check_counted(number, parts[0].dtype)))
 
         return run
 
@@ -171,7 +171,7 @@ def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: DType, array
 Digits = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
-class Form(NamedTuple):
+class PieceForm(NamedTuple):
     """All that a piece is but the place where it begins: pieces of one form share a program.
 
     **Arguments:**
@@ -187,7 +187,7 @@ class Form(NamedTuple):
     casts: tuple[Any, ...]
 
 
-def form_of(piece: Piece) -> Form:
+def form_of(piece: Piece) -> PieceForm:
     """The form that a piece shares with others that begin elsewhere."""
     sources, targets = _digits(swapped(piece)), _digits(piece)
     source = [f for own in sources for f in own]
@@ -196,7 +196,9 @@ def form_of(piece: Piece) -> Form:
     order = tuple(
         NOWHERE if f.source_dim == NOWHERE else numbers[f.source_dim, f.source_step] for own in targets for f in own
     )
-    return Form(_plain(hull(swapped(piece)), sources), _plain(hull(piece), targets), order, tuple(piece.value.casts))
+    return PieceForm(
+        _plain(hull(swapped(piece)), sources), _plain(hull(piece), targets), order, tuple(piece.value.casts)
+    )
 
 
 def _digits(piece: Piece) -> list[list[Factor]]:
@@ -247,7 +249,7 @@ def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
     return padded.reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :])
 
 
-def ordered(piece: jax.Array, form: Form) -> jax.Array:
+def ordered(piece: jax.Array, form: PieceForm) -> jax.Array:
     """The digits in the order of the target, those that repeat among them."""
     piece = piece.transpose([number for number in form.order if number != NOWHERE])
     counts = [count for _, own in form.target for count, _ in own]

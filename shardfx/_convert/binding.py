@@ -13,7 +13,7 @@ from .._ground.tree import flatten
 from .evaluate import Absent, cast, dim_of, evaluated, on_shapes
 from .expression import From, Rules, counted_leaf, leaves_of
 from .patterns import Binding, Pattern, pattern, sum_of
-from .pieces import Counted, Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
+from .pieces import Arithmetic, Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
 
 
 TreeLeaf = Struct | Made
@@ -341,10 +341,10 @@ def _back(casts: Sequence[object], dtype: object) -> tuple[Any, ...]:
     """The casts that undo those of a number: arithmetic is undone in the dtype in which it was done."""
     kinds, found = [dtype], []
     for to in casts:
-        kinds.append(kinds[-1] if isinstance(to, Counted) else to)
+        kinds.append(kinds[-1] if isinstance(to, Arithmetic) else to)
     own = kinds[-1]
     for to, kind in zip(reversed(casts), reversed(kinds[:-1]), strict=True):
-        if isinstance(to, Counted):
+        if isinstance(to, Arithmetic):
             found += [to.back] if own == kind else [kind, to.back]
             own = kind
     return tuple(found) if own == dtype and (found or not casts) else (*found, dtype)

@@ -13,7 +13,7 @@ from .expression import From, check_number, counted_leaf
 from .patterns import Binding, pattern, sum_of
 from .pieces import (
     NOWHERE,
-    Counted,
+    Arithmetic,
     Factor,
     Made,
     Piece,
@@ -324,7 +324,7 @@ def _then(made: Made, step: Any, dtype: Any) -> Made:
 def _counted(sign: Literal["*", "+"]) -> Callable[..., Made]:
     def run(parts: Sequence[Made], number: float) -> Made:
         (made,) = parts
-        return _then(made, Counted(sign, check_counted(number, made.dtype)), made.dtype)
+        return _then(made, Arithmetic(sign, check_counted(number, made.dtype)), made.dtype)
 
     return run
 

@@ -41,7 +41,7 @@ class Scale(NamedTuple):
     block: tuple[int, ...]
 
 
-class Counted(NamedTuple):
+class Arithmetic(NamedTuple):
     """Arithmetic with one number, in float32 (for float64 in float64), rounded to the array's dtype.
 
     **Arguments:**
@@ -54,15 +54,15 @@ class Counted(NamedTuple):
     number: float
 
     @property
-    def back(self) -> "Counted":
+    def back(self) -> "Arithmetic":
         """What undoes it, but for rounding."""
         signs: dict[str, Literal["*", "/", "+", "-"]] = {"*": "/", "/": "*", "+": "-", "-": "+"}
-        return Counted(signs[self.sign], self.number)
+        return Arithmetic(signs[self.sign], self.number)
 
 
 def changed(x: Any, to: Any) -> Any:
     """An array of NumPy or of JAX, cast to a dtype, or counted with a number."""
-    if not isinstance(to, Counted):
+    if not isinstance(to, Arithmetic):
         return cast_array(x, to)
     wide = np.dtype("float64") if x.dtype == np.float64 else np.dtype("float32")
     number, values = wide.type(to.number), x.astype(wide)
@@ -80,12 +80,12 @@ def changed(x: Any, to: Any) -> Any:
 
 def is_only(casts: Iterable[object], dtype: object) -> bool:
     """Whether numbers are cast to one dtype at most, without arithmetic."""
-    return all(not isinstance(to, Counted) and to == dtype for to in casts)
+    return all(not isinstance(to, Arithmetic) and to == dtype for to in casts)
 
 
 def dtypes_of(casts: Iterable[object]) -> list[Any]:
     """The dtypes that a number has on its way."""
-    return [to for to in casts if not isinstance(to, Counted)]
+    return [to for to in casts if not isinstance(to, Arithmetic)]
 
 
 class Value(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 from .._ground.boxes import Box, volume
 from .._ground.copying import copy
 from .casts import is_rounded
-from .pieces import NOWHERE, Counted, Factor, Piece, Scale, along, changed, dense, hull, is_only, rows, swapped
+from .pieces import NOWHERE, Arithmetic, Factor, Piece, Scale, along, changed, dense, hull, is_only, rows, swapped
 
 
 _BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: np.dtype("uint64")}
@@ -145,7 +145,7 @@ def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
         # What is cast last is cast while it is copied, unless NumPy would cast it in another way.
         for at, to in enumerate(piece.value.casts, 1):
             is_last = at == len(piece.value.casts)
-            if not is_last or isinstance(to, Counted) or is_rounded(values.dtype, to):
+            if not is_last or isinstance(to, Arithmetic) or is_rounded(values.dtype, to):
                 values = changed(values, to)
         copy(there, values)
 

@@ -6,7 +6,6 @@ for a mesh that is not there is made the same way.
 
 from .compared import OTHER_TREES, Pair, differences, pairs, plan_lines, report
 from .complaints import (
-    Decided,
     Unused,
     absent_axes,
     axes_used,
@@ -20,13 +19,13 @@ from .complaints import (
 )
 from .content import Content, Group, aligned, rows_of
 from .correction import axes_of, correct
-from .decide import Request, further
+from .decide import Draft, Request, further
 from .facts import ReportRow, report_rows_of
 from .following import follow
 from .leaf import MEMORY_KINDS, LeafPlan, Row, Skeleton, canonical_dtype, memory_kind_pairs, named_sharding
 from .names import field, names_of_leaves, renamed
 from .plan_json import decode_dtype, encode_dtype
-from .planner import NAMES, Draft, drafted, plan
+from .planner import NAMES, drafted, plan
 from .replanning import refined, replan, row_on
 from .shard_plan import ShardPlan, Target, check_plan, shardings_of_leaves, target_of
 from .single import Policy, decision_for

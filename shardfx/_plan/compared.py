@@ -48,16 +48,9 @@ OTHER_TREES = "the trees are built of other containers, or their leaves are in a
 
 def plan_lines(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
     """A line for each thing that is one for a whole plan, and differs."""
-    return tuple(
-        f"{what} is {one} in one plan, {other} in the other"
-        for what, one, other in (
-            ("the mesh", a.mesh, b.mesh),
-            ("the mode", a.mode, b.mode),
-            ("axes", a.axes, b.axes),
-            ("strict", a.strict, b.strict),
-        )
-        if one != other
-    )
+    texts = {"mesh": "the mesh", "mode": "the mode", "axes": "axes", "strict": "strict"}
+    values = [(what, vars(a.content)[name], vars(b.content)[name]) for name, what in texts.items()]
+    return tuple(f"{what} is {one} in one plan, {other} in the other" for what, one, other in values if one != other)
 
 
 class Pair(NamedTuple):

@@ -13,6 +13,7 @@ from .._ground.text import plural
 from .._ground.tree import Flat
 from .._rules import AxisRules, Optional, axes_in, axes_of_target, first_match, names_text, near, nearest, unknown_names
 from ..topology import MeshSpec
+from .decide import Draft, Matcher
 from .leaf import Row
 
 
@@ -63,14 +64,6 @@ def raise_repeated(flat: Flat) -> None:
             seen.add(path)
 
 
-class Decided(NamedTuple):
-    """The leaves of a tree, for each the number of its row (below 0 at those that have none), and the rows."""
-
-    flat: Flat
-    numbers: Sequence[int]
-    rows: Sequence[Row]
-
-
 class Uncovered(NamedTuple):
     """An array that neither names nor a path rule covers."""
 
@@ -79,26 +72,21 @@ class Uncovered(NamedTuple):
     row: Row
 
 
-def uncovered(decided: Decided) -> list[Uncovered]:
+def uncovered(draft: Draft) -> list[Uncovered]:
     """The arrays that no rule covers, largest first."""
-    flat, index, rows = decided
-    open_rows = {i for i, row in enumerate(rows) if row.rule is None and row.shape}
-    if not open_rows:
-        return []
-    found = [
-        Uncovered(array_bytes(rows[i].shape, rows[i].dtype), path, rows[i])
-        for i, path in zip(index, flat.paths, strict=True)
-        if i in open_rows
-    ]
+    open_rows = {i for i, row in enumerate(draft.rows) if row.rule is None and row.shape}
+    arrays = draft.arrays(open_rows) if open_rows else ()
+    found = [Uncovered(array_bytes(row.shape, row.dtype), path, row) for path, _, row in arrays]
     return sorted(found, key=lambda leaf: -leaf.bytes)
 
 
-def raise_unmatched(decided: Decided, rules: Sequence[Any], axes: AxisRules | None) -> None:
-    found = uncovered(decided)
+def raise_unmatched(draft: Draft, axes: AxisRules | None) -> None:
+    """Raises if no rule covers an array."""
+    found = uncovered(draft)
     if not found:
         return
-    patterns = [pattern for pattern, _ in rules]
-    declared = dict(zip(decided.flat.paths, decided.flat.names, strict=True))
+    patterns = [pattern for pattern, _ in draft.paths.rules]
+    declared = dict(zip(draft.flat.paths, draft.flat.names, strict=True))
     lines = []
     for nbytes, path, row in found[:_SHOWN]:
         near = difflib.get_close_matches(path, patterns, n=1, cutoff=0.0)
@@ -109,7 +97,7 @@ def raise_unmatched(decided: Decided, rules: Sequence[Any], axes: AxisRules | No
             hint += f"; it declares the names {names_text(names)}, which need `axes=AxisRules(...)`"
         lines.append(f"  `{path}`: {row.dtype}{list(row.shape)}, {nbytes} bytes{hint}")
     head = (
-        f"no rule covers {len(found)} of {sum(decided.flat.is_array)} leaves; add path rules or names for them, end "
+        f"no rule covers {len(found)} of {sum(draft.flat.is_array)} leaves; add path rules or names for them, end "
         'the path rules with `(".*", fsdp(...))`, or pass `unmatched="replicate"`. Largest first:'
     )
     raise UnmatchedError(_listed(head, lines, len(found)))
@@ -122,13 +110,11 @@ def unknown_units(axes: AxisRules) -> tuple[str, ...]:
 
 def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
     """For each row the logical names that no rule is about, in any mode."""
-    asked = [
-        (i, row) for i, row in enumerate(rows) if row.reasons and row.names is not None and _has(Code.unmatched, row)
-    ]
-    return {i: found for i, row in asked if (found := unknown_names(row.names or (), axes))}
+    by_name = [(i, row) for i, row in enumerate(rows) if row.names is not None and _axes_of(Code.unmatched, row)]
+    return {i: found for i, row in by_name if (found := unknown_names(row.names or (), axes))}
 
 
-def raise_unknown(decided: Decided, axes: AxisRules | None, mesh: MeshSpec) -> None:
+def raise_unknown(draft: Draft, axes: AxisRules | None) -> None:
     """Raises if an array has a logical name that no rule is about, in any mode."""
     if axes is None:
         return
@@ -137,46 +123,41 @@ def raise_unknown(decided: Decided, axes: AxisRules | None, mesh: MeshSpec) -> N
             f"`units` has {name!r}{near(name, axes.names)}, and no rule of `axes` is about that name, so it keeps "
             f"nothing together. The rules have {axes.names}; correct the name, or take its unit out."
         )
-    flat, index, rows = decided
-    unknown = unknown_of_rows(rows, axes)
+    unknown = unknown_of_rows(draft.rows, axes)
     if not unknown:
         return
     lines = [
-        f"  leaf `{path}`, shape {rows[i].shape}, names {names_text(rows[i].names)}: "
+        f"  leaf `{path}`, shape {row.shape}, names {names_text(row.names)}: "
         + ", ".join(f"{name!r}{near(name, axes.names)}" for name in unknown[i])
-        for i, path in zip(index, flat.paths, strict=True)
-        if i in unknown
+        for path, i, row in draft.arrays(unknown)
     ]
     first = next(iter(unknown.values()))[0]
     fix = f"declare a name that is to be replicated with `axes.extend([({first!r}, None)])`"
-    if first in mesh.axis_names:
+    if first in draft.mesh.axis_names:
         fix = f"{first!r} is a mesh axis: for mesh axes give PartitionSpecs by path, `paths=PathRules([(regex, spec)])`"
     count = plural(len(lines), "leaf", "leaves")
     head = f"no rule of `axes` is about the logical names of {count}. The rules have {axes.names}; "
     raise UnmatchedError(_listed(f'{head}{fix}, or pass `unmatched="replicate"`:', lines))
 
 
-def absent_axes(decided: Decided, mesh: MeshSpec, axes: AxisRules | None, declared: tuple[str, ...]) -> dict[str, str]:
+def absent_axes(draft: Draft, axes: AxisRules | None) -> dict[str, str]:
     """The mesh axes of rules that the mesh lacks and that nobody has declared, and who uses each of them first."""
-    flat, index, rows = decided
+    declared, known = draft.declared, draft.mesh.axis_names
     wrong: dict[str, str] = {}
     if axes is not None:
         declared += axes.axes
-        wrong = {axis: f"the rule of {name!r}" for name, axis in reversed(axes_in(axes)) if axis not in mesh.axis_names}
-    asked = {
-        i: [axis for why in row.reasons if why.code is Code.absent for axis in why.axes]
-        for i, row in enumerate(rows)
-        if row.reasons and row.names is None and _has(Code.absent, row)
-    }
-    for i, path in zip(index, flat.paths, strict=True) if asked else ():
-        for axis in asked.get(i, ()):
-            wrong.setdefault(axis, f"leaf `{path}` ({rows[i].rule})")
+        wrong = {axis: f"the rule of {name!r}" for name, axis in reversed(axes_in(axes)) if axis not in known}
+    by_path = [(i, row) for i, row in enumerate(draft.rows) if row.reasons and row.names is None]
+    asked = {i: found for i, row in by_path if (found := _axes_of(Code.absent, row))}
+    for path, i, row in draft.arrays(asked) if asked else ():
+        for axis in asked[i]:
+            wrong.setdefault(axis, f"leaf `{path}` ({row.rule})")
     return {axis: who for axis, who in wrong.items() if axis not in declared}
 
 
-def raise_absent(decided: Decided, mesh: MeshSpec, axes: AxisRules | None, declared: tuple[str, ...]) -> None:
+def raise_absent(draft: Draft, axes: AxisRules | None) -> None:
     """Raises if rules name a mesh axis that the mesh lacks and that nobody has declared."""
-    wrong = absent_axes(decided, mesh, axes, declared)
+    wrong, mesh = absent_axes(draft, axes), draft.mesh
     missing = tuple(wrong)
     lines = [f"  {who} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}" for axis, who in wrong.items()]
     if lines:
@@ -209,9 +190,12 @@ def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]
     return {axis: close[0] for axis in idle if (close := nearest(axis, lacking))}
 
 
-def raise_misspelled(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]) -> None:
+def raise_misspelled(draft: Draft, axes: AxisRules | None) -> None:
     """Raises if an axis of the mesh is most likely one of the rules, misspelled."""
-    for axis, meant in misspelled_axes(mesh, declared, used).items():
+    if not draft.declared and axes is None:
+        return
+    mesh, declared = draft.mesh, (*draft.declared, *(() if axes is None else axes.axes))
+    for axis, meant in misspelled_axes(mesh, declared, axes_used(draft.rows, draft.paths.rules, axes)).items():
         sizes = {meant if name == axis else name: size for name, size in mesh.shape.items()}
         raise RuleError(
             f"no rule uses the mesh axis {axis!r} of size {mesh.shape[axis]}, and the mesh {mesh} lacks {meant!r}, "
@@ -247,9 +231,10 @@ def unused_rules(
     return [why for why in found if why is not None]
 
 
-def raise_unused(what: str, rules: Sequence[tuple[str, object]], found: Sequence[Unused]) -> None:
-    """Raises if a rule decides about no array."""
-    lines = [f"  {what} {why.number}, the regex {rules[why.number][0]!r}, {unused_text(why)}." for why in found]
+def raise_unused(what: str, rules: Matcher, flat: Flat, given: Sequence[Any] | None = None, giver: str = "") -> None:
+    """Raises if a rule decides about no array; `what` is its kind, the rest as in `unused_rules`."""
+    found = unused_rules(rules.rules, rules.used, flat, given, giver)
+    lines = [f"  {what} {why.number}, the regex {rules.rules[why.number][0]!r}, {unused_text(why)}." for why in found]
     if lines:
         head = (
             "rules that never apply are mostly mistakes. Correct them, take them out, mark those that other trees need "
@@ -294,8 +279,9 @@ def _first_rule(path: str, patterns: tuple[re.Pattern[str], ...]) -> str:
     return "no rule" if number is None else f"rule {number} ({patterns[number].pattern!r})"
 
 
-def _has(code: Code, row: Row) -> bool:
-    return any(why.code is code for why in row.reasons)
+def _axes_of(code: Code, row: Row) -> list[str]:
+    """The axes, or names, of the reasons of this code."""
+    return [axis for why in row.reasons if why.code is code for axis in why.axes]
 
 
 def _listed(head: str, lines: Sequence[str], count: int = 0) -> str:
@@ -307,21 +293,15 @@ def _listed(head: str, lines: Sequence[str], count: int = 0) -> str:
     return "\n".join([head, *lines[:_SHOWN], *([f"  and {more} more"] if more > 0 else [])])
 
 
-def raise_cut(decided: Decided, refined: MeshSpec | None) -> None:
-    """Raises if any array is not sharded as asked; `refined` is the mesh, if its axes have been split."""
-    flat, index, rows = decided
-    whys = {i: [why for why in row.reasons if why.code is not Code.scalar] for i, row in enumerate(rows)}
-    lines = [
-        f"  leaf `{path}`, shape {rows[i].shape}: {why}"
-        for i, path in zip(index, flat.paths, strict=True)
-        if i >= 0
-        for why in whys[i]
-    ]
+def raise_cut(draft: Draft, mesh: MeshSpec) -> None:
+    """Raises if any array is not sharded as asked; `mesh` may be that of the draft with some axes split."""
+    whys = {i: [why for why in row.reasons if why.code is not Code.scalar] for i, row in enumerate(draft.rows)}
+    lines = [f"  leaf `{path}`, shape {row.shape}: {why}" for path, i, row in draft.arrays(whys) for why in whys[i]]
     if lines:
         text = _listed("`strict=True`, and these leaves are not sharded as asked:", lines)
-        if refined is not None:
+        if mesh != draft.mesh:
             text += (
-                f"\n`refine=True` has split the mesh into {refined}. If they may be replicated over the rest, plan "
+                f"\n`refine=True` has split the mesh into {mesh}. If they may be replicated over the rest, plan "
                 "on that mesh, made with `MeshSpec.split`, by rules that name the parts; or leave `strict` out."
             )
         raise SpecError(text)

@@ -93,8 +93,17 @@ class Content:
         return plan_json.written({**self._payload(), "digest": self.digest})
 
     def _payload(self) -> dict[str, Any]:
-        structure = self.skeleton.encoded
-        return plan_json.payload(self.mesh, self.axes, self.mode, self.rows, self.numbered, structure, self.strict)
+        """What the text of the plan says, its digest apart."""
+        # Most plans are not strict; the text of those stays what it was before plans could say so.
+        return ({"strict": True} if self.strict else {}) | {
+            **plan_json.HEADER,
+            "mesh": plan_json.encode_mesh(self.mesh),
+            "axes": plan_json.encode_rules(self.axes),
+            "mode": self.mode,
+            "rows": [plan_json.encode_row(row) for row in self.rows],
+            "leaves": [list(pair) for pair in self.numbered],
+            "structure": self.skeleton.encoded,
+        }
 
     @ft.cached_property
     def leaves(self) -> tuple[LeafPlan, ...]:
@@ -179,7 +188,7 @@ def read_json(text: str) -> Content:
     """The content of a plan that was written as JSON."""
     with plan_json.refused_as_invalid():
         data = plan_json.parsed(text)
-        content = Content(**plan_json.decoded(data))
+        content = Content(*plan_json.decoded(data))
         is_whole = data.get("digest", content.digest) == content.digest
     if not is_whole:
         raise PlanFormatError(

@@ -2,7 +2,7 @@
 
 import functools as ft
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -34,14 +34,15 @@ class Leaf(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """The mesh axes as correction needs them."""
+    """The mesh axes as correction needs them, and the bytes below which arrays stay whole."""
 
     sizes: Mapping[str, int]
     has_auto: bool
+    min_bytes: int = 0
 
 
-def axes_of(mesh: MeshSpec) -> Axes:
-    return Axes(mesh.shape, AxisType.Auto in mesh.axis_types)
+def axes_of(mesh: MeshSpec, min_bytes: int = 0) -> Axes:
+    return Axes(mesh.shape, AxisType.Auto in mesh.axis_types, min_bytes)
 
 
 def correct(
@@ -110,14 +111,14 @@ def correct(
 
 @ft.lru_cache(maxsize=4096)
 def _cached(spec: PartitionSpec, leaf: Leaf, mesh: MeshSpec, min_bytes: int) -> Decision:
-    return corrected(spec, leaf, axes_of(mesh), min_bytes)
+    return corrected(spec, leaf, axes_of(mesh, min_bytes))
 
 
-def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes, min_bytes: int) -> Decision:
+def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
     """[`shardfx.correct`][] of checked arguments."""
     entries, sizes = _fitted(spec, leaf.shape), axes.sizes
-    if min_bytes and (asked := tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))):
-        if found := too_small(leaf, asked, min_bytes):
+    if axes.min_bytes and (asked := tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))):
+        if found := _too_small(leaf, asked, axes.min_bytes):
             return Decision(PartitionSpec(), found)
     used: dict[str, int] = dict.fromkeys((*spec.unreduced, *spec.reduced), -1)
     kept, reasons = [], []
@@ -163,38 +164,9 @@ def _units(leaf: Leaf) -> tuple[int, ...]:
     return (1,) * len(leaf.shape) if leaf.units is None else leaf.units
 
 
-def counts_units(size: int, unit: int, fused: Collection[int] = ()) -> bool:
-    """Whether a dimension counts units, as heads that are apart, and is not fused with what a unit holds.
-
-    **Arguments:**
-
-    - `size`, `unit`: of the dimension, and of its name.
-    - `fused`: the sizes that the name has in other arrays. They decide where the size could be either.
-    """
-    if unit == 1 or size in fused:
-        return False
-    if size % unit:
-        return size < unit or any(other % unit == 0 for other in fused)
-    return size * unit in fused
-
-
-def looks_apart(dim: int, shape: Sequence[int], unit: int) -> bool:
-    """Whether a later dimension has the size of a unit, as `head_dim` behind heads that are apart."""
-    return unit in shape[dim + 1 :]
-
-
-def too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reason, ...]:
+def _too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reason, ...]:
     size = array_bytes(leaf.shape, leaf.dtype) if min_bytes else 0
     return (reason(Code.small, None, axes, size=size, limit=min_bytes),) if size < min_bytes else ()
-
-
-def padded_units(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
-    """`units` with an entry for each of `rank` dimensions: 1 beyond their end."""
-    if units is None:
-        return None
-    if any(unit > 1 for unit in units[rank:]):
-        raise SpecError(f"the units {units} are for rank {len(units)}, and the array has rank {rank}.")
-    return (*units[:rank], *[1] * (rank - len(units)))
 
 
 def _unconstrained(has_auto: bool, dim: int) -> tuple[Any, list[Reason]]:
@@ -206,19 +178,25 @@ def _unconstrained(has_auto: bool, dim: int) -> tuple[Any, list[Reason]]:
 def _entry(
     axes: tuple[str, ...], dim: int, size: int, unit: int, sizes: Mapping[str, int], used: Mapping[str, int]
 ) -> tuple[Any, list[Reason]]:
-    absent = tuple(axis for axis in axes if axis not in sizes)
-    present = [axis for axis in axes if axis in sizes]
-    free = tuple(dict.fromkeys(axis for axis in present if axis not in used))
-    taken = list(present)
+    free, reasons = _free(axes, dim, sizes, used)
+    kept = _divisors(free, size, unit, sizes)
+    if kept != free:
+        reasons.append(_indivisible(free, kept, dim, size, unit, sizes))
+    return canonical_entry(kept), reasons
+
+
+def _free(
+    axes: tuple[str, ...], dim: int | None, sizes: Mapping[str, int], used: Container[str]
+) -> tuple[tuple[str, ...], list[Reason]]:
+    """Those of `axes` that the mesh has and nothing uses, each once; and reasons for the others."""
+    absent, taken = tuple(axis for axis in axes if axis not in sizes), [axis for axis in axes if axis in sizes]
+    free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
     for axis in free:
         taken.remove(axis)
     reasons = [reason(Code.absent, dim, absent, what=f"axis {_names(absent)}")] if absent else []
     if taken:
         reasons.append(reason(Code.duplicate, dim, tuple(taken), what=_names(tuple(dict.fromkeys(taken)))))
-    kept = _divisors(free, size, unit, sizes)
-    if kept != free:
-        reasons.append(_indivisible(free, kept, dim, size, unit, sizes))
-    return canonical_entry(kept), reasons
+    return free, reasons
 
 
 def _divisors(axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -243,21 +221,17 @@ def _indivisible(
     axes: tuple[str, ...], kept: tuple[str, ...], dim: int | None, size: int, unit: int, sizes: Mapping[str, int]
 ) -> Reason:
     dropped = tuple(axis for axis in axes if axis not in kept)
-    what = " x ".join(f"`{axis}` ({sizes[axis]})" for axis in axes if sizes[axis] > 1)
+    what = _product([axis for axis in axes if sizes[axis] > 1], sizes)
     if unit > 1 and size % unit:
-        return Reason(
-            Code.unit,
-            dim,
-            dropped,
-            f"size {size} is no whole number of units of {unit}, so nothing may cut it; if it counts units already, "
-            f"use a name without a unit, else correct the unit to one that divides {size}",
-        )
+        fix = f"use a name without a unit, else correct the unit to one that divides {size}"
+        text = f"size {size} is no whole number of units of {unit}, so nothing may cut it; if it counts units already, "
+        return Reason(Code.unit, dim, dropped, text + fix)
     if unit > 1 and _divisors(axes, size, 1, sizes) != kept:
         units = plural(size // unit, "unit")
         return reason(Code.unit, dim, dropped, size=size, units=units, count=size // unit, unit=unit, what=what)
     product, count = math.prod(sizes[axis] for axis in axes) * unit, size // unit
     text = f"{size} ({plural(count, 'unit')} of {unit})" if unit > 1 else size
-    pad = advice_to_pad(size, product)
+    pad = _advice_to_pad(size, product)
     return reason(Code.indivisible, dim, dropped, size=text, what=what, pad=pad, whole=count)
 
 
@@ -265,7 +239,7 @@ def _indivisible(
 _PADDED_PARTS = 64
 
 
-def advice_to_pad(size: int, product: int) -> str:
+def _advice_to_pad(size: int, product: int) -> str:
     """The beginning of an advice: to pad a dimension to a multiple of `product`; "" where that is much."""
     padded = -(-size // product) * product
     return f"pad it to {padded}, or " if (padded - size) * _PADDED_PARTS <= size else ""
@@ -286,21 +260,16 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decis
     Of several such dimensions it takes the largest. `spec` has been through [`shardfx.correct`][] already; axes that
     it uses, and axes that the mesh lacks, are left out with a reason.
     """
-    axes, sizes, entries, units = strategy.axes, mesh.sizes, [*_fitted(spec, leaf.shape)], _units(leaf)
-    if found := too_small(leaf, axes, strategy.min_bytes):
+    sizes, entries, units = mesh.sizes, [*_fitted(spec, leaf.shape)], _units(leaf)
+    if found := _too_small(leaf, strategy.axes, strategy.min_bytes):
         return Decision(spec, found)
     used = {axis for entry in entries for axis in entry_axes(entry)}
-    absent = tuple(axis for axis in axes if axis not in sizes)
-    taken = tuple(axis for axis in axes if axis in used)
-    free = tuple(axis for axis in axes if axis in sizes and axis not in used)
-    reasons = [reason(Code.absent, None, absent, what=f"axis {_names(absent)}")] if absent else []
-    if taken:
-        reasons.append(reason(Code.duplicate, None, taken, what=_names(taken)))
+    free, reasons = _free(strategy.axes, None, sizes, used)
     open_dims = [dim for dim in range(len(entries)) if dim not in strategy.skip]
     if not free or (entries and not open_dims):
         return Decision(spec, tuple(reasons))
     dims = [dim for dim in open_dims if entries[dim] is None]
-    dim, kept = roomiest(free, entries, leaf.shape, units, sizes, dims) or (None, ())
+    dim, kept = _roomiest(free, entries, leaf, sizes, dims) or (None, ())
     if len(kept) < len(free):
         told = max(open_dims, key=leaf.shape.__getitem__, default=None) if dim is None else dim
         size, unit = (1, 1) if told is None else (leaf.shape[told], units[told])
@@ -311,27 +280,56 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decis
     return Decision(trimmed(entries, spec), tuple(reasons))
 
 
-def roomiest(
-    axes: tuple[str, ...],
-    entries: Sequence[object],
-    shape: tuple[int, ...],
-    units: tuple[int, ...],
-    sizes: Mapping[str, int],
-    dims: Iterable[int],
+def widened(spec: PartitionSpec, leaf: Leaf, mesh: Axes, over: Fsdp) -> tuple[Decision, tuple[str, ...]]:
+    """Adds the axes of `over` that `spec` does not use, on whichever dimension has room; and says which it added.
+
+    Axes that do not fit on the dimension that they cut furthest go to the next. A dimension that is sharded is cut
+    within its shards, so that what one device then holds is part of what it would have held. Axes for which no
+    dimension has room are a reason.
+    """
+    shape, sizes = leaf.shape, mesh.sizes
+    if not math.prod(shape):
+        return Decision(spec), ()
+    kept = corrected(spec, leaf, mesh).spec
+    entries = [*_fitted(kept, shape)]
+    used = {axis for entry in entries for axis in entry_axes(entry)}
+    free = tuple(axis for axis in over.axes if sizes.get(axis, 1) > 1 and axis not in used)
+    if free and (small := _too_small(leaf, free, over.min_bytes)):
+        return Decision(spec, small), ()
+    dims, added = [dim for dim in range(len(shape)) if dim not in over.skip], ()
+    while free and (found := _roomiest(free, entries, leaf, sizes, dims)):
+        dim, more = found
+        entries[dim] = (*entry_axes(entries[dim]), *more)
+        free, added = tuple(axis for axis in free if axis not in more), (*added, *more)
+    return Decision(trimmed(entries, kept), _no_room(free, max(shape), sizes) if free else ()), added
+
+
+def _no_room(axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[Reason, ...]:
+    what = f"{_product(axes, sizes)} beside the axes that shard it already, and no other dimension is"
+    pad = _advice_to_pad(size, math.lcm(size, math.prod(sizes[axis] for axis in axes)))
+    return (reason(Code.indivisible, None, axes, size=size, what=what, pad=pad, whole=size),)
+
+
+def _roomiest(
+    axes: tuple[str, ...], entries: Sequence[object], leaf: Leaf, sizes: Mapping[str, int], dims: Iterable[int]
 ) -> tuple[int, tuple[str, ...]] | None:
     """Of `dims` the one that some of `axes` cut furthest, and these axes; `None` where none cuts any.
 
     Of several one that nothing shards, then the one of the largest shards, then the first. A dimension that is sharded
     is cut further within its shards.
     """
-    choices = []
+    choices, units = [], _units(leaf)
     for dim in dims:
-        left = shape[dim] // math.prod(sizes[axis] for axis in entry_axes(entries[dim]))
+        left = leaf.shape[dim] // math.prod(sizes[axis] for axis in entry_axes(entries[dim]))
         if kept := _divisors(axes, left, units[dim], sizes):
             count = math.prod(sizes[axis] for axis in kept)
             choices.append((count, entries[dim] is None, left, -dim, kept))
     *_, dim, kept = max(choices, default=(0, ()))
     return (-dim, kept) if kept else None
+
+
+def _product(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"`{axis}` ({sizes[axis]})" for axis in axes)
 
 
 def _names(axes: tuple[str, ...]) -> str:

@@ -2,25 +2,29 @@
 
 import dataclasses
 import functools as ft
-import math
 import operator
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError, SpecError
-from .._ground.reason import Code, Decision, Reason, reason
-from .._ground.spec import entries_at, entry_axes, shard_counts, trimmed
+from .._ground.reason import Code, Decision, Reason
+from .._ground.spec import entries_at, shard_counts
+from .._ground.tree import Flat
 from .._rules import (
     Atomic,
     AxisRules,
     Fsdp,
+    PathRules,
     Pipeline,
     Replicate,
+    are_digit_blind,
     bare,
     check_once,
+    compiled,
+    first_match,
     is_callable,
     names_text,
     one_per_dim,
@@ -28,19 +32,7 @@ from .._rules import (
     units_of,
 )
 from ..topology import MeshSpec
-from .correction import (
-    Axes,
-    Leaf,
-    advice_to_pad,
-    axes_of,
-    corrected,
-    counts_units,
-    looks_apart,
-    padded_units,
-    roomiest,
-    spread,
-    too_small,
-)
+from .correction import Axes, Leaf, axes_of, corrected, spread, widened
 from .leaf import Row
 
 
@@ -53,6 +45,60 @@ class Request(NamedTuple):
     units: tuple[int, ...] | None
     strategies: tuple[Any, ...]
     reasons: tuple[Reason, ...]
+
+
+class Matcher:
+    """Path rules, and which of them have matched."""
+
+    def __init__(self, rules: PathRules):
+        self.rules, self.declared, self.patterns = rules.rules, rules.axes, compiled(rules)
+        self.called = [is_callable(target) for _, target in rules.rules]
+        # Paths that differ only in digits may share a row where no regex can tell the digits apart.
+        self.needs_paths = any(self.called) or not are_digit_blind(tuple([regex for regex, _ in rules.rules]))
+        self.used: dict[int, None] = {}
+
+    def first(self, path: str) -> int | None:
+        """The number of the first rule that matches."""
+        number = first_match(path, self.patterns)
+        if number is not None:
+            self.used[number] = None
+        return number
+
+    def text(self, number: int) -> str:
+        """How a plan calls a rule."""
+        return f"paths[{number}] {self.rules[number][0]}"
+
+    def request(
+        self, number: int, path: str, leaf: object, axes: AxisRules | None, mode: str | None, stacked: int = 0
+    ) -> Request:
+        """What the rule asks for the array at `path`."""
+        return asked_by_target(self.rules[number][1], path, leaf, self.text(number), axes, mode, stacked)
+
+
+def matcher_of_kinds(pairs: Sequence[tuple[str, str]]) -> Matcher:
+    """Pairs of a regex and a memory kind, as rules whose target holds the kind alone."""
+    return Matcher(PathRules((regex, (kind,)) for regex, kind in pairs))
+
+
+class Draft(NamedTuple):
+    """What is decided about a tree before anybody says what is wrong with it: `plan` raises that, `lint` lists it.
+
+    `numbers` says which row each leaf has; it is -1 at leaves that are no arrays, and `-2 - n` at those with error `n`.
+    `declared` are the axes that the mesh may lack.
+    """
+
+    flat: Flat
+    mesh: MeshSpec
+    paths: Matcher
+    kinds: Matcher
+    declared: tuple[str, ...]
+    numbers: Sequence[int]
+    rows: Sequence[Row]
+    errors: list[tuple[str, Any]]
+
+    def arrays(self, chosen: Container[int]) -> Iterator[tuple[str, int, Row]]:
+        """The path of each array whose row has one of these numbers, the number, and the row."""
+        return ((path, i, self.rows[i]) for i, path in zip(self.numbers, self.flat.paths, strict=True) if i in chosen)
 
 
 def asked_by_target(
@@ -157,54 +203,24 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
 
 
 def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Fsdp) -> Request:
-    """`request` with the axes of `over` that it does not use, on whichever dimension has room, as ZeRO does.
-
-    Axes that do not fit on the dimension that they cut furthest go to the next. A dimension that is sharded is cut
-    within its shards, so that what one device then holds is part of what it would have held. Axes for which no
-    dimension has room are a reason.
-    """
-    if not math.prod(shape):
-        return request
-    leaf, sizes = Leaf(shape, dtype, request.units), mesh.shape
-    spec = corrected(request.spec, leaf, axes_of(mesh), 0).spec
-    entries = [*entries_at(spec, len(shape))]
-    used = {axis for entry in entries for axis in entry_axes(entry)}
-    free = tuple(axis for axis in over.axes if sizes.get(axis, 1) > 1 and axis not in used)
-    if free and (small := too_small(leaf, free, over.min_bytes)):
-        return request._replace(reasons=(*request.reasons, *small))
-    dims = [dim for dim in range(len(shape)) if dim not in over.skip]
-    units, added = request.units or (1,) * len(shape), ()
-    while free and (found := roomiest(free, entries, shape, units, sizes, dims)):
-        dim, kept = found
-        entries[dim] = (*entry_axes(entries[dim]), *kept)
-        free, added = tuple(axis for axis in free if axis not in kept), (*added, *kept)
-    if free:
-        request = request._replace(reasons=(*request.reasons, _no_room(free, shape, mesh)))
+    """`request` with the axes of `over` that it does not use, on whichever dimension has room, as ZeRO does."""
+    found, added = widened(request.spec, Leaf(shape, dtype, request.units), axes_of(mesh), over)
+    request = request._replace(reasons=(*request.reasons, *found.reasons))
     if not added:
         return request
     rule = f"{request.rule + ', ' if request.rule else ''}over {', '.join(added)}"
-    return request._replace(spec=trimmed(entries, spec), rule=rule)
+    return request._replace(spec=found.spec, rule=rule)
 
 
-def _no_room(axes: tuple[str, ...], shape: tuple[int, ...], mesh: MeshSpec) -> Reason:
-    size = max(shape)
-    what = " x ".join(f"`{axis}` ({mesh.axis_size(axis)})" for axis in axes)
-    what = f"{what} beside the axes that shard it already, and no other dimension is"
-    pad = advice_to_pad(size, math.lcm(size, mesh.axis_size(axes)))
-    return reason(Code.indivisible, None, axes, size=size, what=what, pad=pad, whole=size)
-
-
-def row_of(
-    request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, min_bytes: int, memory_kind: str | None
-) -> Row:
+def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, memory_kind: str | None) -> Row:
     """What the mesh and the shape leave of a request."""
     names, units = request.names, request.units
     units = units if units is None or names is None else units_at(names, shape, units)
     leaf = Leaf(shape, dtype, units)
-    found = corrected(request.spec, leaf, mesh, min_bytes)
+    found = corrected(request.spec, leaf, mesh)
     reasons = (*request.reasons, *[_with_doubt(why, shape, request, units) for why in found.reasons])
-    asked = request.strategies
-    strategies = tuple(dataclasses.replace(step, min_bytes=max(step.min_bytes, min_bytes)) for step in asked)
+    least, asked = mesh.min_bytes, request.strategies
+    strategies = tuple(dataclasses.replace(step, min_bytes=max(step.min_bytes, least)) for step in asked)
     for step in strategies:
         found = spread(found.spec, leaf, mesh, step)
         reasons += found.reasons
@@ -227,6 +243,35 @@ def units_at(
     return tuple(map(unit_of, names, shape, units))
 
 
+def counts_units(size: int, unit: int, fused: Collection[int] = ()) -> bool:
+    """Whether a dimension counts units, as heads that are apart, and is not fused with what a unit holds.
+
+    **Arguments:**
+
+    - `size`, `unit`: of the dimension, and of its name.
+    - `fused`: the sizes that the name has in other arrays. They decide where the size could be either.
+    """
+    if unit == 1 or size in fused:
+        return False
+    if size % unit:
+        return size < unit or any(other % unit == 0 for other in fused)
+    return size * unit in fused
+
+
+def looks_apart(dim: int, shape: Sequence[int], unit: int) -> bool:
+    """Whether a later dimension has the size of a unit, as `head_dim` behind heads that are apart."""
+    return unit in shape[dim + 1 :]
+
+
+def padded_units(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
+    """`units` with an entry for each of `rank` dimensions: 1 beyond their end."""
+    if units is None:
+        return None
+    if any(unit > 1 for unit in units[rank:]):
+        raise SpecError(f"the units {units} are for rank {len(units)}, and the array has rank {rank}.")
+    return (*units[:rank], *[1] * (rank - len(units)))
+
+
 def _with_doubt(why: Reason, shape: tuple[int, ...], request: Request, units: tuple[int, ...] | None) -> Reason:
     """A reason that says what else the dimension may be, where a unit stands in the way of heads that look apart."""
     if why.code is not Code.unit or why.dim is None or not request.names or not units:
@@ -244,23 +289,23 @@ class Asked:
     A tree of 10,000 shapes takes 1.7 times as long without it.
     """
 
-    def __init__(self, request: Request, rank: int, mesh: Axes, min_bytes: int):
-        self.request, self.rank, self.mesh, self.min_bytes = request, rank, mesh, min_bytes
-        self.by_size_alone = not (min_bytes or request.strategies)
+    def __init__(self, request: Request, rank: int, mesh: Axes):
+        self.request, self.rank, self.mesh = request, rank, mesh
+        self.by_size_alone = not (mesh.min_bytes or request.strategies)
 
     @ft.cached_property
     def even(self) -> tuple[Decision, tuple[int, ...]]:
         """What the request becomes where no size stands in its way, and what each size must be a multiple of."""
         # Anything divides a size of 0, so nothing is dropped on account of it.
-        found = corrected(self.request.spec, Leaf((0,) * self.rank, None, self.request.units), self.mesh, 0)
+        found = corrected(self.request.spec, Leaf((0,) * self.rank, None, self.request.units), self.mesh)
         counts = shard_counts(found.spec, self.rank, self.mesh.sizes)
         pairs = zip(counts, self.request.units or (1,) * self.rank, strict=True)
-        return found, tuple(count * unit if count > 1 else 1 for count, unit in pairs)
+        return found, tuple(count * unit for count, unit in pairs)
 
     def row(self, shape: tuple[int, ...], dtype: object, memory_kind: str | None) -> Row:
         asked = self.request
         if not self.by_size_alone or any(map(operator.mod, shape, self.even[1])):
-            return row_of(asked, shape, dtype, self.mesh, self.min_bytes, memory_kind)
+            return row_of(asked, shape, dtype, self.mesh, memory_kind)
         found = self.even[0]
         reasons = asked.reasons + found.reasons
         return Row(shape, dtype, asked.names, asked.spec, found.spec, asked.rule, reasons, memory_kind, asked.units, ())

@@ -9,14 +9,7 @@ from jax.sharding import AxisType
 
 from .._ground.reason import Code, Reason
 from .._ground.spec import entries_of
-from .._ground.text import (
-    array_text,
-    bytes_text,
-    entry_text,
-    html_table,
-    printable,
-    spec_text,
-)
+from .._ground.text import array_text, bytes_text, entry_text, html_table, printable, spec_text
 from ..topology import MeshSpec
 from .content import Content
 from .leaf import LeafPlan
@@ -130,14 +123,8 @@ def _cells(row: ReportRow, notes: dict[str, int], dims: Mapping[str, set[int | N
         why += f" ({', '.join(map(entry_text, leaf.names))})"
     if leaf.memory_kind is not None:
         why += f" in {leaf.memory_kind}"
-    return (
-        row.path,
-        str(row.count),
-        array_text(leaf.dtype, leaf.shape),
-        spec_text(entries_of(leaf.spec)),
-        bytes_text(row.bytes_per_device),
-        why.strip(),
-    )
+    array, spec, size = array_text(leaf.dtype, leaf.shape), entries_of(leaf.spec), bytes_text(row.bytes_per_device)
+    return row.path, str(row.count), array, spec_text(spec), size, why.strip()
 
 
 _LIMIT = re.compile(r"fewer than the (\d+) asked for")

@@ -1,6 +1,7 @@
 """The plan of what is made from planned arrays: an optimizer's state, gradients, statistics, adapters, scales."""
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import re
@@ -17,19 +18,10 @@ from .._ground.reason import Code, reason
 from .._ground.spec import canonical, entries_of, pinned, trimmed
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
-from .._rules import AxisRules, Fsdp, PathRules, check_axis_rules, check_path_rules, compiled, first_match, fsdp, near
-from .complaints import (
-    Decided,
-    raise_absent,
-    raise_errors,
-    raise_loose,
-    raise_repeated,
-    raise_unknown,
-    raise_unused,
-    unused_rules,
-)
-from .correction import axes_of
-from .decide import Request, asked_by_target, further, row_of
+from .._rules import AxisRules, Fsdp, PathRules, check_axis_rules, check_path_rules, fsdp, near
+from .complaints import raise_absent, raise_errors, raise_loose, raise_repeated, raise_unknown, raise_unused
+from .correction import Axes, axes_of
+from .decide import Draft, Matcher, Request, further, matcher_of_kinds, row_of
 from .leaf import LeafPlan, Row, Skeleton, memory_kind_pairs
 from .shard_plan import ShardPlan, check_plan
 
@@ -108,42 +100,37 @@ def follow(
         check_path_rules("paths", paths)
     if axes is not None:
         check_axis_rules("axes", axes)
-    kinds = memory_kind_pairs(memory_kinds)
-    kind_rules = PathRules((regex, ()) for regex, _ in kinds)
+    kinds = matcher_of_kinds(memory_kind_pairs(memory_kinds))
     made, refused = _evaluated(init, plan, args)
     flat = flatten(made)
     raise_repeated(flat)
     pairs = [*_besides("adapters", adapters), *_besides("scales", scales)]
-    follower = _Follower(plan, _NO_RULES if paths is None else paths, axes, _axes_over(over, plan), refused, pairs)
-    rows, index, used_kinds = [], [], {}
-    patterns = compiled(kind_rules)
+    by_path, known = Matcher(PathRules(()) if paths is None else paths), plan.axes if axes is None else axes
+    follower = _Follower(plan, axes_of(plan.mesh), by_path, known, _axes_over(over, plan), refused, pairs)
+    rows, index = [], []
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
         index.append(len(rows) if shaped else -1)
         if shaped:
-            kind = first_match(path, patterns)
-            used_kinds[kind] = None
-            rows.append(follower.row(path, leaf, None if kind is None else kinds[kind][1]))
+            kind = kinds.first(path)
+            rows.append(follower.row(path, leaf, None if kind is None else kinds.rules[kind][1][0]))
     raise_errors(follower.errors)
-    decided = Decided(flat, index, rows)
-    raise_unknown(decided, follower.axes, plan.mesh)
-    raise_absent(decided, plan.mesh, axes, follower.declared)
+    declared = by_path.declared + (() if known is None else known.axes)
+    found = Draft(flat, plan.mesh, by_path, kinds, declared, index, rows, [])
+    raise_unknown(found, known)
+    raise_absent(found, axes)
     if unused == "raise":
         followed = [None if path in follower.open else path for path in flat.paths]
-        rules, given_kinds = follower.paths.rules, kind_rules.rules
-        raise_unused("rule", rules, unused_rules(rules, follower.used, flat, followed, "what they follow"))
+        raise_unused("rule", by_path, flat, followed, "what they follow")
         for one in pairs:
             if one not in follower.used_pairs:
                 raise RuleError(f"`{one.kind}[{one.number}]`: {one.pattern.pattern!r} matches no path of what is made.")
-        raise_unused("`memory_kinds` entry", given_kinds, unused_rules(given_kinds, used_kinds, flat))
+        raise_unused("`memory_kinds` entry", kinds, flat)
     if plan.strict:
         raise_loose(follower.loose)
     content = plan.content
-    known = axes if content.axes is None else content.axes
+    resolving = axes if content.axes is None else content.axes
     skeleton = Skeleton(flat.paths, flat.treedef)
-    return ShardPlan(content.replaced(axes=known, rows=rows, index=index, skeleton=skeleton))
-
-
-_NO_RULES = PathRules(())
+    return ShardPlan(content.replaced(axes=resolving, rows=rows, index=index, skeleton=skeleton))
 
 
 def _axes_over(over: Any, plan: ShardPlan) -> Fsdp | None:
@@ -246,43 +233,41 @@ def _besides(kind: Literal["adapters", "scales"], pairs: Iterable[tuple[str, str
     return found
 
 
+@dataclasses.dataclass
 class _Follower:
-    """The arguments of one call of `follow`, and what it has found so far."""
+    """The arguments of one call of `follow`, and what it has found so far.
 
-    def __init__(
-        self,
-        plan: ShardPlan,
-        paths: PathRules,
-        axes: AxisRules | None,
-        over: Fsdp | None,
-        refused: str,
-        pairs: Sequence[_Beside],
-    ):
-        self.plan, self.mesh, self.paths, self.over, self.refused = plan, axes_of(plan.mesh), paths, over, refused
-        self.axes = plan.axes if axes is None else axes
-        self.declared = paths.axes + (() if self.axes is None else self.axes.axes)
-        self.patterns = compiled(paths)
-        self.pairs, self.used_pairs = pairs, dict[_Beside, None]()
-        self.used: dict[int, None] = {}
-        # The paths of arrays that follow nothing.
-        self.open: dict[str, None] = {}
-        self.errors: list[tuple[str, Any]] = []
-        # What a strict plan does not put up with, by path.
-        self.loose: list[tuple[str, tuple[int, ...], str]] = []
+    **Arguments:**
+
+    - `open`: the paths of arrays that follow nothing.
+    - `loose`: what a strict plan does not put up with, by path.
+    """
+
+    plan: ShardPlan
+    mesh: Axes
+    paths: Matcher
+    axes: AxisRules | None
+    over: Fsdp | None
+    refused: str
+    pairs: Sequence[_Beside]
+    used_pairs: dict[_Beside, None] = dataclasses.field(default_factory=dict)
+    open: dict[str, None] = dataclasses.field(default_factory=dict)
+    errors: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    loose: list[tuple[str, tuple[int, ...], str]] = dataclasses.field(default_factory=list)
 
     def row(self, path: str, leaf: Any, memory_kind: str | None) -> Row:
         shape = tuple(leaf.shape)
         try:
             request = self.request(path, leaf)
             if self.plan.strict and math.prod(shape) > 1:
-                asked = row_of(request, shape, leaf.dtype, self.mesh, 0, memory_kind)
+                asked = row_of(request, shape, leaf.dtype, self.mesh, memory_kind)
                 self.loose += [(path, shape, str(why)) for why in asked.reasons]
             if shape and self.over is not None:
                 request = further(request, shape, leaf.dtype, self.plan.mesh, self.over)
-            return row_of(request, shape, leaf.dtype, self.mesh, 0, memory_kind)
+            return row_of(request, shape, leaf.dtype, self.mesh, memory_kind)
         except (SpecError, RuleError) as error:
             self.errors.append((path, error))
-            return row_of(_NOTHING, shape, leaf.dtype, self.mesh, 0, memory_kind)
+            return row_of(_NOTHING, shape, leaf.dtype, self.mesh, memory_kind)
 
     def request(self, path: str, leaf: Any) -> Request:
         shape = tuple(leaf.shape)
@@ -299,11 +284,9 @@ class _Follower:
         if found is not None:
             return found
         self.open[path] = None
-        number = first_match(path, self.patterns)
+        number = self.paths.first(path)
         if number is not None:
-            self.used[number] = None
-            rule, target = f"paths[{number}] {self.paths.rules[number][0]}", self.paths.rules[number][1]
-            return asked_by_target(target, path, leaf, rule, self.axes, self.plan.mode)
+            return self.paths.request(number, path, leaf, self.axes, self.plan.mode)
         if self.over is not None:
             return _NOTHING
         why = f" by its path, and JAX cannot follow shardings through `init`: {self.refused}" if self.refused else ""

@@ -126,7 +126,7 @@ class Skeleton:
     @ft.cached_property
     def encoded(self) -> object:
         """The tree's structure as a plan's JSON has it."""
-        return encode_structure(self.treedef) if self.structure is None else self.structure
+        return _encode_structure(self.treedef, {}) if self.structure is None else self.structure
 
     @property
     def numbered(self) -> PyTree:
@@ -142,12 +142,8 @@ class Skeleton:
         return jax.tree.unflatten(self.treedef, self.in_order(column))
 
 
-def encode_structure(treedef: object) -> object:
-    """A treedef as JSON: containers that JSON-like trees are made of by kind, others by their class's name."""
-    return _encode_structure(treedef, {})
-
-
 def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
+    """A treedef as JSON: containers that JSON-like trees are made of by kind, others by their class's name."""
     data = treedef.node_data()
     if data is None:
         return "leaf" if treedef.num_leaves else None

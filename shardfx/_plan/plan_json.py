@@ -7,7 +7,7 @@ import contextlib
 import functools as ft
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -24,31 +24,7 @@ from .correction import correct
 from .leaf import MEMORY_KINDS, Row, Skeleton, decode_structure
 
 
-_FORMAT = "shardfx.plan"
-_VERSION = 1
-
-
-def payload(
-    mesh: MeshSpec,
-    axes: AxisRules | None,
-    mode: str | None,
-    rows: Sequence[Row],
-    leaves: Iterable[tuple[str, int]],
-    structure: object,
-    strict: bool,
-) -> dict[str, Any]:
-    """What the text of a plan says, its digest apart; `leaves` are pairs of a path and the number of its row."""
-    # Most plans are not strict; the text of those stays what it was before plans could say so.
-    return ({"strict": True} if strict else {}) | {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "mesh": encode_mesh(mesh),
-        "axes": encode_rules(axes),
-        "mode": mode,
-        "rows": [encode_row(row) for row in rows],
-        "leaves": [list(pair) for pair in leaves],
-        "structure": structure,
-    }
+HEADER = {"format": "shardfx.plan", "version": 1}
 
 
 def written(payload: dict[str, object]) -> str:
@@ -75,13 +51,13 @@ def parsed(text: str) -> dict[str, Any]:
         raise PlanFormatError(
             f"this is no whole JSON text ({error.msg} at character {error.pos} of {len(text)}); was the file truncated?"
         ) from error
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+    if not isinstance(data, dict) or data.get("format") != HEADER["format"]:
         raise PlanFormatError(
-            f"this JSON is no plan: its `format` is not {_FORMAT!r}; write plans with `plan.to_json()`."
+            f"this JSON is no plan: its `format` is not {HEADER['format']!r}; write plans with `plan.to_json()`."
         )
-    if data.get("version") != _VERSION:
+    if data.get("version") != HEADER["version"]:
         raise PlanFormatError(
-            f"the plan has version {data.get('version')!r}, and this shardfx reads version {_VERSION}; "
+            f"the plan has version {data.get('version')!r}, and this shardfx reads version {HEADER['version']}; "
             "update shardfx, or write the plan again."
         )
     return data
@@ -98,16 +74,15 @@ def refused_as_invalid() -> Iterator[None]:
         raise PlanFormatError(f"the plan's JSON is invalid: {type(error).__name__}: {error}") from error
 
 
-def decoded(data: dict[str, Any]) -> dict[str, Any]:
-    """What `payload` was made from: the fields of a plan's content, without devices."""
+def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
+    """The fields of a plan's content in their order, without devices."""
     mesh = decode_mesh(data["mesh"])
     if -1 in mesh.axis_sizes:
         raise MeshError("the mesh has an axis of unknown size")
     rows = [_row(number, row, mesh) for number, row in enumerate(data["rows"])]
     paths, index = [path for path, _ in data["leaves"]], [i for _, i in data["leaves"]]
-    if not all(isinstance(path, str) for path in paths) or not all(
-        type(i) is int and -1 <= i < len(rows) for i in index
-    ):
+    are_numbers = all(type(i) is int and -1 <= i < len(rows) for i in index)
+    if not are_numbers or not all(isinstance(path, str) for path in paths):
         raise PlanFormatError("`leaves` must hold pairs of a path and the number of a row")
     order, treedef = jax.tree.flatten(decode_structure(data["structure"], paths))
     if sorted(order) != list(range(len(paths))):
@@ -117,16 +92,8 @@ def decoded(data: dict[str, Any]) -> dict[str, Any]:
     strict = data.get("strict", False)
     if not isinstance(strict, bool):
         raise PlanFormatError(f"`strict` is {strict!r}; it must be true or left out")
-    return {
-        "strict": strict,
-        "mesh": mesh,
-        "jax_mesh": None,
-        "axes": decode_rules(data["axes"]),
-        "mode": data["mode"],
-        "rows": rows,
-        "index": index,
-        "skeleton": Skeleton(tuple(paths), treedef, order, data["structure"]),
-    }
+    skeleton = Skeleton(tuple(paths), treedef, order, data["structure"])
+    return mesh, None, decode_rules(data["axes"]), data["mode"], rows, index, skeleton, strict
 
 
 _DTYPE = re.compile(r"bool|u?int(1|2|4|8|16|32|64)|bfloat16|float(16|32|64|[468]_\w+)|complex(64|128)")
@@ -282,16 +249,8 @@ class _Field(NamedTuple):
     encode: Callable[[Any], object] = encode_entry
 
 
-def _encode_each(encode: Callable[[Any], object]) -> Callable[[Any], object]:
-    return lambda values: [encode(value) for value in values]
-
-
-def _decode_each(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda values: tuple(decode(value) for value in values)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
+def _list_of(decode: Callable[[Any], Any], encode: Callable[[Any], object]) -> _Field:
+    return _Field("a list", lambda v: isinstance(v, list), lambda v: tuple(map(decode, v)), lambda v: [*map(encode, v)])
 
 
 _SPEC = _Field("a list of entries", lambda v: isinstance(v, list | dict), decode_spec, encode_spec)
@@ -305,14 +264,14 @@ _ROW = {
     "requested": _SPEC,
     "spec": _SPEC,
     "rule": _TEXT,
-    "reasons": _Field("a list", _is_list, _decode_each(decode_reason), _encode_each(encode_reason)),
+    "reasons": _list_of(decode_reason, encode_reason),
     "memory_kind": _TEXT,
     "units": _Field(
         "null or a list of positive integers",
         lambda v: v is None or (isinstance(v, list) and all(_is_count(unit) and unit for unit in v)),
         lambda v: None if v is None else tuple(v),
     ),
-    "strategies": _Field("a list", _is_list, _decode_each(decode_strategy), _encode_each(encode_strategy)),
+    "strategies": _list_of(decode_strategy, encode_strategy),
 }
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,20 +13,9 @@ from .._ground.errors import LeafTypeError, RuleError, SpecError
 from .._ground.reason import Code, reason, refined_reasons
 from .._ground.spec import DType
 from .._ground.tree import Flat, flatten
-from .._rules import (
-    AxisRules,
-    PathRules,
-    are_digit_blind,
-    check_axis_rules,
-    check_path_rules,
-    compiled,
-    first_match,
-    is_callable,
-)
+from .._rules import AxisRules, PathRules, check_axis_rules, check_path_rules
 from ..topology import MeshSpec
 from .complaints import (
-    Decided,
-    axes_used,
     raise_absent,
     raise_cut,
     raise_empty,
@@ -36,18 +25,14 @@ from .complaints import (
     raise_unknown,
     raise_unmatched,
     raise_unused,
-    unused_rules,
 )
 from .content import Content
 from .correction import Axes, axes_of
-from .decide import Asked, Request, asked_by_names, asked_by_target, row_of
+from .decide import Asked, Draft, Matcher, Request, asked_by_names, matcher_of_kinds, row_of
 from .leaf import Row, Skeleton, canonical_dtype, memory_kind_pairs
 from .names import names_of_leaves, raise_tied
 from .replanning import refined
 from .shard_plan import ShardPlan
-
-
-_NO_RULES = PathRules(())
 
 
 def plan(
@@ -140,49 +125,29 @@ def plan(
     raise_tied(tree, flat)
     given = names_of_leaves(names, tree, flat, axes)
     found = drafted(flat, given, mesh, paths, axes, mode, min_bytes, memory_kind_pairs(memory_kinds))
-    index, rows, mesh_spec = found.numbers, found.rows, found.mesh
     raise_errors(found.errors)
     if unmatched == "raise":
-        decided = Decided(flat, index, rows)
-        raise_unmatched(decided, found.paths.rules, axes)
-        raise_unknown(decided, axes, mesh_spec)
-        raise_absent(decided, mesh_spec, axes, found.declared)
-        if found.declared or axes is not None:
-            declared = (*found.declared, *(() if axes is None else axes.axes))
-            raise_misspelled(mesh_spec, declared, axes_used(rows, found.paths.rules, axes))
+        raise_unmatched(found, axes)
+        raise_unknown(found, axes)
+        raise_absent(found, axes)
+        raise_misspelled(found, axes)
     if unused == "raise":
-        by_path, kinds = found.paths, found.kinds
-        raise_unused("rule", by_path.rules, unused_rules(by_path.rules, by_path.used, flat, given, NAMES))
-        raise_unused("`memory_kinds` entry", kinds.rules, unused_rules(kinds.rules, kinds.used, flat))
+        raise_unused("rule", found.paths, flat, given, NAMES)
+        raise_unused("`memory_kinds` entry", found.kinds, flat)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     skeleton = Skeleton(flat.paths, flat.treedef)
-    made = ShardPlan(Content(mesh_spec, jax_mesh, axes, mode, rows, index, skeleton, strict))
+    made = ShardPlan(Content(found.mesh, jax_mesh, axes, mode, found.rows, found.numbers, skeleton, strict))
     if refine:
         content = refined(made, min_bytes).content
         rows = [row._replace(reasons=refined_reasons(row.reasons)) for row in content.rows]
         made = ShardPlan(content.replaced(rows=rows))
     if strict:
-        raise_cut(Decided(flat, made.content.index, made.content.rows), None if made.mesh == mesh_spec else made.mesh)
+        raise_cut(found._replace(numbers=made.content.index, rows=made.content.rows), made.mesh)
     return made
 
 
 # What goes before any path rule.
 NAMES = "the names of the leaves"
-
-
-class Draft(NamedTuple):
-    """What is decided about a tree before anybody says what is wrong with it: `plan` raises that, `lint` lists it.
-
-    `numbers` says which row each leaf has; it is -1 at leaves that are no arrays, and `-2 - n` at those with error `n`.
-    """
-
-    mesh: MeshSpec
-    paths: "Matcher"
-    kinds: "Matcher"
-    declared: tuple[str, ...]
-    numbers: list[int]
-    rows: list[Row]
-    errors: list[tuple[str, Exception]]
 
 
 def drafted(
@@ -197,29 +162,10 @@ def drafted(
 ) -> Draft:
     """Rows for all leaves that can be planned, and an error for each of the others."""
     mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
-    rules = _NO_RULES if paths is None else paths
-    by_path = Matcher(rules)
-    by_kind = Matcher(PathRules((regex, (kind,)) for regex, kind in kinds) if kinds else _NO_RULES)
-    planner = _Planner(axes_of(mesh_spec), axes, mode, min_bytes, by_path, by_kind, given is flat.names)
-    index, rows, errors = planner.columns(flat, given)
-    return Draft(mesh_spec, by_path, by_kind, rules.axes, index, rows, errors)
-
-
-class Matcher:
-    """Regexes, and which of them have matched."""
-
-    def __init__(self, rules: PathRules):
-        self.rules, self.patterns = rules.rules, compiled(rules)
-        self.called = [is_callable(target) for _, target in rules.rules]
-        # Paths that differ only in digits may share a row where no regex can tell the digits apart.
-        self.needs_paths = any(self.called) or not are_digit_blind(tuple([regex for regex, _ in rules.rules]))
-        self.used: dict[int, None] = {}
-
-    def first(self, path: str) -> int | None:
-        number = first_match(path, self.patterns)
-        if number is not None:
-            self.used[number] = None
-        return number
+    by_path, by_kind = Matcher(PathRules(()) if paths is None else paths), matcher_of_kinds(kinds)
+    planner = _Planner(axes_of(mesh_spec, min_bytes), axes, mode, by_path, by_kind, given is flat.names)
+    index, errors = planner.columns(flat, given)
+    return Draft(flat, mesh_spec, by_path, by_kind, by_path.declared, index, planner.rows, errors)
 
 
 @dataclasses.dataclass
@@ -229,7 +175,6 @@ class _Planner:
     mesh: Axes
     axes: AxisRules | None
     mode: str | None
-    min_bytes: int
     paths: Matcher
     kinds: Matcher
     declared: bool
@@ -237,8 +182,8 @@ class _Planner:
     numbers: dict[Any, int] = dataclasses.field(default_factory=dict)
     rows: list[Row] = dataclasses.field(default_factory=list)
 
-    def columns(self, flat: Flat, given: Sequence[object]) -> tuple[list[int], list[Row], list[tuple[str, Exception]]]:
-        """For each leaf the number of its row, the rows, and what cannot be planned. Alike leaves share one."""
+    def columns(self, flat: Flat, given: Sequence[object]) -> tuple[list[int], list[tuple[str, Exception]]]:
+        """For each leaf the number of its row, and what cannot be planned. Alike leaves share a row."""
         keys = flat.paths if self.paths.needs_paths or self.kinds.needs_paths else flat.templates
         numbers: dict[object, int] = {None: -1}
         index, errors = [], []
@@ -253,7 +198,7 @@ class _Planner:
                     errors.append((flat.paths[at], error))
                 numbers[key] = number
             index.append(number)
-        return index, self.rows, errors
+        return index, errors
 
     def number(self, path: str, leaf: Any, names: object, stacked: int) -> int:
         """The number of the row of an array."""
@@ -267,8 +212,8 @@ class _Planner:
             asked = self.asked.get(asks)
             if asked is None:
                 request = self.request(path, leaf, names, rule, stacked)
-                row = row_of(request, shape, dtype, self.mesh, self.min_bytes, memory_kind)
-                self.asked[asks] = Asked(request, len(shape), self.mesh, self.min_bytes)
+                row = row_of(request, shape, dtype, self.mesh, memory_kind)
+                self.asked[asks] = Asked(request, len(shape), self.mesh)
             else:
                 row = asked.row(shape, dtype, memory_kind)
             found = self.numbers[asks, kind, shape, dtype] = len(self.rows)
@@ -280,12 +225,11 @@ class _Planner:
             shape = tuple(leaf.shape)
             return asked_by_names(names, shape, "names", self.axes, self.mode, declared=self.declared)
         if not leaf.shape:
-            rule = None if number is None else _rule_text(number, self.paths.rules)
+            rule = None if number is None else self.paths.text(number)
             return Request(None, PartitionSpec(), rule, None, (), (reason(Code.scalar, None),))
         if number is None:
             return Request(None, PartitionSpec(), None, None, (), (reason(Code.unmatched, None, what="the array"),))
-        target, rule = self.paths.rules[number][1], _rule_text(number, self.paths.rules)
-        return asked_by_target(target, path, leaf, rule, self.axes, self.mode, stacked)
+        return self.paths.request(number, path, leaf, self.axes, self.mode, stacked)
 
 
 def _keys(keys: Sequence[str], flat: Flat, given: Sequence[object]) -> Iterable[Any]:
@@ -306,7 +250,3 @@ def _dtype(leaf: Any) -> DType:
     if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != bool:
         raise LeafTypeError(f"a NumPy array of dtype {leaf.dtype} cannot be put on a device; take it out of the tree.")
     return canonical_dtype(leaf.dtype)
-
-
-def _rule_text(number: int, rules: Sequence[Any]) -> str:
-    return f"paths[{number}] {rules[number][0]}"

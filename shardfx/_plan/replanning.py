@@ -64,10 +64,10 @@ def _is_small(row: Row) -> bool:
     return any(why.code is Code.small for why in row.reasons)
 
 
-def row_on(row: Row, content: Content, axes: Axes, min_bytes: int = 0, **changes: object) -> Row:
+def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
     """The row of an array for which the same is asked, but for `changes`, on other mesh axes."""
     request = Request(row.names, row.requested, row.rule, row.units, row.strategies, _first_reasons(row, content))
-    return row_of(request._replace(**changes), row.shape, row.dtype, axes, min_bytes, row.memory_kind)
+    return row_of(request._replace(**changes), row.shape, row.dtype, axes, row.memory_kind)
 
 
 def refined(made: ShardPlan, min_bytes: int) -> ShardPlan:
@@ -84,19 +84,17 @@ def refined(made: ShardPlan, min_bytes: int) -> ShardPlan:
     mesh, parts = _refined_mesh(made.mesh, asked)
     if not parts:
         return made
-    pairs = zip(made.content.rows, wishing, strict=True)
-    rows = [_refined_row(row, made, mesh, parts, min_bytes, wished) for row, wished in pairs]
+    pairs, sizes = zip(made.content.rows, wishing, strict=True), axes_of(mesh, min_bytes)
+    rows = [_refined_row(row, made.content, sizes, parts, wished) for row, wished in pairs]
     jax_mesh = None if made.jax_mesh is None else mesh.build(made.jax_mesh)
     axes = None if made.axes is None else _renamed_rules(made.axes, parts)
     return ShardPlan(made.content.replaced(mesh=mesh, jax_mesh=jax_mesh, axes=axes, rows=rows))
 
 
-def _refined_row(
-    row: Row, made: ShardPlan, mesh: MeshSpec, parts: dict[str, tuple[str, ...]], min_bytes: int, wished: bool
-) -> Row:
+def _refined_row(row: Row, content: Content, axes: Axes, parts: dict[str, tuple[str, ...]], wished: bool) -> Row:
     steps = tuple(dataclasses.replace(step, axes=_renamed_axes(step.axes, parts)) for step in row.strategies)
     requested, same = _renamed(row.requested, parts), _renamed(row.spec, parts)
-    again = row_on(row, made.content, axes_of(mesh), min_bytes, spec=requested, strategies=steps)
+    again = row_on(row, content, axes, spec=requested, strategies=steps)
     # Only an array that asked for a part of an axis may change its layout.
     if wished or again.spec == same:
         return again

@@ -1,6 +1,5 @@
 """The plan as users have it: an immutable value round its content; and a tree that is to be filled as one says."""
 
-import collections
 import dataclasses
 import difflib
 import re
@@ -128,7 +127,7 @@ class ShardPlan(eqx.Module):
                 f"the plan has no leaf `{path}`"
                 + (f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ".")
             )
-        if collections.Counter(self.content.skeleton.paths)[path] > 1:
+        if self.content.skeleton.paths.count(path) > 1:
             raise UnknownPathError(f"several leaves have the path `{path}`; read them from `plan.leaves`.")
         return found
 

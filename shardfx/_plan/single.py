@@ -16,8 +16,8 @@ from .._rules import AxisRules, PathRules, check_known, near, one_per_dim, resol
 from ..topology import MeshSpec
 from .complaints import raise_errors
 from .content import Content
-from .correction import axes_of, correct, looks_apart, padded_units
-from .decide import asked_by_target, row_of, skipping, units_at
+from .correction import axes_of, correct
+from .decide import asked_by_target, looks_apart, padded_units, row_of, skipping, units_at
 from .leaf import Row
 
 
@@ -212,7 +212,7 @@ def _row(content: Content, path: str, row: Row, target: object) -> Row:
     request = request._replace(strategies=skipping(request.strategies, whole))
     if request.names is not None and content.axes is not None:
         check_known(request.names, content.axes)
-    made = row_of(request, row.shape, row.dtype, axes_of(mesh), 0, row.memory_kind)
+    made = row_of(request, row.shape, row.dtype, axes_of(mesh), row.memory_kind)
     check_absent(made.reasons, mesh, content.axes)
     cut = [why for why in made.reasons if why.code is not Code.scalar]
     if content.strict and cut:

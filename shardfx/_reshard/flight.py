@@ -16,7 +16,7 @@ from .._ground.errors import MoveError
 from .destinations import leaf_name
 from .move import Move, move_of, program_of
 from .pieces.carry import Means, begun
-from .pieces.host import Shards, put_together
+from .pieces.host import LocalShards, put_together
 from .pieces.work import Work
 from .steps.redistribute import labelled
 
@@ -121,7 +121,7 @@ class _Flight:
         self._begun: collections.deque[tuple[int, Work, Callable[[], jax.Array]]] = collections.deque()
         most_bytes = max([0, *[work.most_bytes for _, work in job.works]])
         self._means = Means(
-            job.arrays, ft.partial(self._moved, job.copies), limit_bytes, most_bytes, pool, Shards(job.arrays)
+            job.arrays, ft.partial(self._moved, job.copies), limit_bytes, most_bytes, pool, LocalShards(job.arrays)
         )
 
     def _moved(self, copies: bool, x: object, sharding: Sharding) -> jax.Array:
@@ -284,7 +284,7 @@ def _in_pieces(
     assert work is not None
     if x.weak_type and not move.lost and all(end.is_fully_addressable for end in ends):  # which pieces would lose
         return jax.device_put(x, move.dst, donate=donate)
-    shards = Shards({"": x}, one_by_one=work.way == "host" and (donate or bool(move.lost)))
+    shards = LocalShards({"": x}, one_by_one=work.way == "host" and (donate or bool(move.lost)))
     if donate and work.way == "host" and not work.is_elsewhere:
         return put_together(work.struct, work.targets, work.fillings, shards, pool)
     if work.way == "programs" and limit_bytes is not None:

@@ -1,7 +1,7 @@
 """A function of whole matrices over a tree whose matrices are cut: each goes to one owner and comes back.
 
-On the wire, each device sends one row of `Exchange.width` units to each owner: its pieces of the owner's matrices, one
-behind the other. So an owner receives a row from each device, and the columns of a matrix in these rows are all its
+On the wire, each device sends one row of `OwnerExchange.width` units to each owner: its pieces of the owner's matrices,
+one behind the other. So an owner receives a row from each device, and the columns of a matrix in these rows are all its
 pieces.
 """
 
@@ -21,7 +21,7 @@ from .._ground.errors import LeafTypeError
 from .._ground.tree import flatten
 from .._plan import ShardPlan, check_plan, plan as plan_of, rows_of
 from .._rules import PathRules
-from .stacks import Exchange, Other, Stack, Where, exchanges_of
+from .stacks import Other, OwnerExchange, Stack, Where, exchanges_of
 from .steps.program import placed
 from .traced import traced
 
@@ -37,7 +37,7 @@ class MappedMatrices:
     """
 
     plan: ShardPlan
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[OwnerExchange, ...]
     _fn: Callable[..., Any]
     _others: Mapping[int, Other]
     _state: Callable[[Any], Any] | None
@@ -79,7 +79,7 @@ class MappedMatrices:
         rules = [(f"^{one.name}(/|$)", PartitionSpec((*by.cut, *by.axes))) for by, _, one in self._stacks()]
         return plan_of(shapes, mesh, paths=PathRules(rules), strict=True)
 
-    def _stacks(self) -> list[tuple[Exchange, int, Stack]]:
+    def _stacks(self) -> list[tuple[OwnerExchange, int, Stack]]:
         return [(by, number, one) for by in self.exchanges for number, one in enumerate(by.stacks)]
 
 
@@ -165,7 +165,7 @@ def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
 
 
 def _mapped(
-    fn: Callable[..., object], exchange: Exchange, arrays: Sequence[Any], states: PyTree, mesh: Any
+    fn: Callable[..., object], exchange: OwnerExchange, arrays: Sequence[Any], states: PyTree, mesh: Any
 ) -> tuple[list[Any], Any]:
     """The arrays of an exchange after `fn`, and the new states: one program of each device."""
     parts = exchange.parts
@@ -187,7 +187,7 @@ def _mapped(
     return [jnp.reshape(one, array.shape) for one, array in zip(back, arrays, strict=True)], states
 
 
-def _owned(fn: Callable[..., Any], exchange: Exchange, number: int, owned: Any, states: PyTree) -> tuple[Any, Any]:
+def _owned(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: Any, states: PyTree) -> tuple[Any, Any]:
     """What a device owns after `fn` of the matrices of one stack, and their states, one after the other in a loop."""
     starts, stack = exchange.starts(number), exchange.stacks[number]
 
@@ -218,7 +218,7 @@ def _check_result(made: object, same: object) -> None:
         )
 
 
-def packed(exchange: Exchange, arrays: Sequence[jax.Array]) -> jax.Array:
+def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
     """One row for each owner, of a device's pieces of all arrays."""
     column, unit = iter(arrays), exchange.unit
     pieces = [
@@ -234,7 +234,7 @@ def packed(exchange: Exchange, arrays: Sequence[jax.Array]) -> jax.Array:
     return _taken(jnp.concatenate(made), np.argsort(order))
 
 
-def unpacked(exchange: Exchange, rows: jax.Array) -> list[jax.Array]:
+def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
     """The reverse of `packed`."""
     pieces: list[list[jax.Array]] = [[] for _ in exchange.stacks]
     order: list[list[int]] = [[] for _ in exchange.stacks]
@@ -253,7 +253,7 @@ def unpacked(exchange: Exchange, rows: jax.Array) -> list[jax.Array]:
     return made
 
 
-def _alike(exchange: Exchange) -> Iterator[tuple[np.ndarray, list[tuple[int, np.ndarray]]]]:
+def _alike(exchange: OwnerExchange) -> Iterator[tuple[np.ndarray, list[tuple[int, np.ndarray]]]]:
     """Owners that own as many of each stack: who they are, and for each stack their matrices, by owner."""
     found: dict[tuple[int, ...], list[int]] = {}
     for owner, own in enumerate(exchange.holds):
@@ -271,18 +271,18 @@ def _taken(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
     return rows if count == len(rows) else rows[first : first + count]
 
 
-def sent(exchange: Exchange, rows: jax.Array) -> jax.Array:
+def sent(exchange: OwnerExchange, rows: jax.Array) -> jax.Array:
     """Each row at its owner; or back, which is the same all-to-all."""
     return jax.lax.all_to_all(rows, exchange.axes, 0, 0, tiled=True) if len(exchange.holds) > 1 else rows
 
 
-def row_of_owner(exchange: Exchange, table: np.ndarray) -> jax.Array:
+def row_of_owner(exchange: OwnerExchange, table: np.ndarray) -> jax.Array:
     """This owner's row of a table."""
     is_same = (table == table[0]).all()
     return jnp.asarray(table[0]) if is_same else jnp.asarray(table)[jax.lax.axis_index(exchange.axes)]
 
 
-def joined(exchange: Exchange, stack: Stack, pieces: jax.Array) -> jax.Array:
+def joined(exchange: OwnerExchange, stack: Stack, pieces: jax.Array) -> jax.Array:
     """A matrix from its pieces."""
     grid, order = _grid(exchange, stack), _order(exchange, stack)
     pieces = pieces.reshape(*[exchange.sizes[axis] for axis in exchange.axes], *stack.piece)
@@ -290,7 +290,7 @@ def joined(exchange: Exchange, stack: Stack, pieces: jax.Array) -> jax.Array:
     return pieces[tuple(slice(size) for size in grid)].transpose(order).reshape(stack.parts[0].matrix)
 
 
-def apart(exchange: Exchange, stack: Stack, matrix: jax.Array) -> jax.Array:
+def apart(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array:
     """The pieces of a matrix, for each device its own."""
     grid, order = _grid(exchange, stack), _order(exchange, stack)
     pieces = matrix.reshape([(*grid, *stack.piece)[at] for at in order]).transpose(np.argsort(order))
@@ -298,13 +298,13 @@ def apart(exchange: Exchange, stack: Stack, matrix: jax.Array) -> jax.Array:
     return pieces.reshape(len(exchange.holds), -1, *exchange.unit)
 
 
-def _grid(exchange: Exchange, stack: Stack) -> list[int]:
+def _grid(exchange: OwnerExchange, stack: Stack) -> list[int]:
     """Along each of the owners' axes, into how many parts it cuts a matrix."""
     cuts = {axis for own in stack.parts[0].laid for axis in own}
     return [exchange.sizes[axis] if axis in cuts else 1 for axis in exchange.axes]
 
 
-def _order(exchange: Exchange, stack: Stack) -> list[int]:
+def _order(exchange: OwnerExchange, stack: Stack) -> list[int]:
     """The dimensions of a matrix's pieces, first the owners' axes, in the order in which they are a matrix."""
     axes, laid = exchange.axes, stack.parts[0].laid
     order = [at for dim, own in enumerate(laid) for at in (*map(axes.index, own), len(axes) + dim)]

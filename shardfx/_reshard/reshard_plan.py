@@ -33,7 +33,7 @@ class LeafMove:
     - `src`, `dst`: its shardings; of what is put together, that of the first array that it is made of.
     - `how`: "in place" or "relabel" (it needs nothing), "memory kind", "steps" (over one device set), "tiles" (between
         device sets), or "pieces" (a map puts it together from parts of other arrays).
-    - `steps`: the collectives, for "steps": one `Step` each, in order.
+    - `steps`: the collectives, for "steps": one `MoveStep` each, in order.
     - `links`: bytes per (sender, receiver), for "tiles" and "pieces"; what a device takes from itself is left out. A
         device is its id where it is known, else its place in the mesh.
     - `missing`: the elements that only lost devices hold, as boxes of (start, stop) per dimension.

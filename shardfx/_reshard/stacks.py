@@ -73,7 +73,7 @@ class Stack(NamedTuple):
         return f"{one.at}_{'x'.join(map(str, one.matrix))}_{np.dtype(one.dtype).name}"
 
 
-class Exchange(NamedTuple):
+class OwnerExchange(NamedTuple):
     """Stacks of one dtype whose matrices go to their owners together, in one all-to-all.
 
     - `stacks`: what travels.
@@ -118,7 +118,7 @@ class Exchange(NamedTuple):
 
 def exchanges_of(
     plan: ShardPlan, over: Sequence[str] | None, where: Where, limit: int | None
-) -> tuple[tuple[Exchange, ...], dict[int, Other]]:
+) -> tuple[tuple[OwnerExchange, ...], dict[int, Other]]:
     """The exchanges of a plan's matrices, and what each other array that changes goes through, by its number."""
     found, others = _sorted_out(plan, where)
     sizes = dict(plan.mesh.shape)
@@ -131,7 +131,7 @@ def exchanges_of(
     # Large products first: what is left over goes to the owners that have least.
     for one in sorted(found, key=lambda one: (-_cost(one), one.at)):
         groups.setdefault((one.dtype, one.cut), []).append(one)
-    made: list[Exchange] = []
+    made: list[OwnerExchange] = []
     for (_, cut), arrays in groups.items():
         dealer = _Dealer(cut, tuple(axis for axis in over if axis not in cut), sizes)
         together = dealer.apart([*map(dealer.laid, arrays)])
@@ -244,7 +244,7 @@ class _Dealer:
     def piece(self, one: Matrices) -> tuple[int, ...]:
         return tuple(size // self.size(axes) for size, axes in zip(one.rest, one.laid, strict=True))
 
-    def dealt(self, arrays: Sequence[Matrices]) -> Exchange:
+    def dealt(self, arrays: Sequence[Matrices]) -> OwnerExchange:
         """Each matrix to the owner that has least, the widest first."""
         widest = sorted(arrays, key=lambda one: (-math.prod(self.piece(one)), -_cost(one)))
         alike = [(tuple(parts), self.piece(parts[0])) for parts in _alike(widest).values()]
@@ -261,7 +261,7 @@ class _Dealer:
                 holds[owner].append((number, matrix))
                 self.loads[owner] = load + _cost(stack.parts[0])
                 heapq.heapreplace(waiting, (width + stack.width, self.loads[owner], owner))
-        return Exchange(stacks, self.cut, self.axes, unit, tuple(map(tuple, holds)), self.sizes)
+        return OwnerExchange(stacks, self.cut, self.axes, unit, tuple(map(tuple, holds)), self.sizes)
 
     def total(self, arrays: Sequence[Matrices]) -> int:
         """How many elements a device sends to each owner where these arrays travel together."""

@@ -4,17 +4,7 @@ It may import the ground values: errors, reasons, specs and trees. It never look
 Whether what is asked fits is for `_plan` to say.
 """
 
-from .axis_rules import (
-    AxisRules,
-    Rule,
-    RulesLike,
-    Target,
-    alias_chain,
-    axes_in,
-    check_axis_rules,
-    near,
-    nearest,
-)
+from .axis_rules import AxisRules, Rule, RulesLike, Target, alias_chain, axes_in, check_axis_rules, near, nearest
 from .path_rules import (
     PathRules,
     are_digit_blind,

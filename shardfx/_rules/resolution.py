@@ -129,15 +129,10 @@ def unknown_names(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> 
 def check_known(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> None:
     """Raises if a name is one that no rule is about: most likely it is a typing error."""
     for name in unknown_names(names, rules):
-        raise UnmatchedError(unknown_name(name, rules))
-
-
-def unknown_name(name: str, rules: AxisRules) -> str:
-    """What to say of a name that no rule is about."""
-    return (
-        f"no rule is about the logical name {name!r}{near(name, rules.names)}. The rules have {rules.names}; if it is "
-        f"to be replicated, declare it with `rules.extend([({name!r}, None)])`"
-    )
+        raise UnmatchedError(
+            f"no rule is about the logical name {name!r}{near(name, rules.names)}. The rules have {rules.names}; if it "
+            f"is to be replicated, declare it with `rules.extend([({name!r}, None)])`"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,37 +196,35 @@ def attempts(names: Sequence[object] | PartitionSpec, rules: AxisRules, mode: st
     active, slots = _active(rules, mode), _slots(_entries(names), rules)
     own = len(active) - len(rules.rules)
     found: list[Attempt] = []
-
-    def note(number: int, slot: _Slot, settled: bool, taken: list[tuple[str, _Slot]]) -> None:
+    for number, slot, settled, taken in _assign(active, slots, {}, {}):
         outcome = "settled" if settled else "blocked" if taken else "applied"
         place = (mode, number) if number < own else (None, number - own)
         users = tuple((axis, user.name, user.dim) for axis, user in taken)
         found.append(Attempt(slot.name, slot.dim, *place, active[number], outcome, users))
-
-    _assign(active, slots, {}, {}, note)
     return tuple(found)
 
 
 def _assign(
-    active: tuple[Rule, ...],
-    slots: tuple[_Slot, ...],
-    given: dict[str, Target],
-    user: dict[str, _Slot],
-    note: Callable[[int, _Slot, bool, list[tuple[str, _Slot]]], None] | None = None,
-) -> None:
-    """Gives each name the target of the first rule whose axes are free; `note` is told of every rule that is read."""
+    active: tuple[Rule, ...], slots: tuple[_Slot, ...], given: dict[str, Target], user: dict[str, _Slot]
+) -> list[tuple[int, _Slot, bool, list[tuple[str, _Slot]]]]:
+    """Gives each name the target of the first rule whose axes are free.
+
+    Each rule that is read for a name is listed: its number, the name, whether that had a target already, and the axes
+    of the rule that other names use.
+    """
+    read = []
     for number, (name, target) in enumerate(active):
         for slot in slots:
             if name not in slot.chain:
                 continue
             axes, settled = entry_axes(target), slot.name in given
             taken = [(axis, user[axis]) for axis in axes if axis in user]
-            if note is not None:
-                note(number, slot, settled, taken)
+            read.append((number, slot, settled, taken))
             if settled or taken:
                 continue
             given[slot.name] = target
             user.update((axis, slot) for axis in axes)
+    return read
 
 
 def _reasons(slot: _Slot, active: tuple[Rule, ...], user: dict[str, _Slot]) -> list[Reason]:

@@ -118,8 +118,8 @@ def _other_sizes(subject: Subject, axis: str) -> tuple[int, ...]:
     found = []
     for tried in (smaller, range(size + 1, 2 * size + 1)):
         for other in tried[:_MOST_TRIED]:
-            axes = axes_of(_resized(mesh, axis, other))
-            if not any(_shortfall(subject, row_on(row, subject.content, axes, subject.min_bytes)) for row in rows):
+            axes = axes_of(_resized(mesh, axis, other), subject.min_bytes)
+            if not any(_shortfall(subject, row_on(row, subject.content, axes)) for row in rows):
                 found.append(other)
                 break
     return tuple(found)

@@ -10,7 +10,6 @@ from .._ground.spec import canonical_entry, entries_of, entry_axes, trimmed
 from .._ground.text import between_numbers, joined
 from .._plan import (
     NAMES,
-    Decided,
     Draft,
     Unused,
     absent_axes,
@@ -109,7 +108,7 @@ def _other_target(target: object, rank: int) -> Any:
 def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
     """Leaves that no rule covers."""
     groups: dict[object, list[Any]] = {}
-    for leaf in uncovered(Decided(subject.flat, draft.numbers, draft.rows)):
+    for leaf in uncovered(draft):
         groups.setdefault((between_numbers(leaf.path), leaf.row), []).append(leaf)
     patterns = () if subject.paths is None else tuple(regex for regex, _ in subject.paths.rules)
     for number, leaves in enumerate(groups.values()):
@@ -153,9 +152,7 @@ def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterato
 def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
     """Mesh axes of rules that the mesh lacks and that nobody declares."""
     known = subject.mesh.axis_names
-    decided = Decided(subject.flat, draft.numbers, draft.rows)
-    found = absent_axes(decided, subject.mesh, subject.axes, draft.declared)
-    for axis, who in found.items():
+    for axis, who in absent_axes(draft, subject.axes).items():
         message = f"{who} uses the mesh axis {axis!r}{near(axis, known)}; the mesh has {known}"
         meant = next(iter(nearest(axis, known)), None)
         fix = "" if meant is None else "\n".join(_corrected_axis(subject, axis, meant))

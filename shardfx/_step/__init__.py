@@ -27,4 +27,4 @@ from .lowered import (
     place_text,
 )
 from .partitioner import MOST_DEVICES, partitioned
-from .step import EquinoxJitted, Jitted, Platform, Step, argument_names, step_of
+from .step import EquinoxJitted, JaxJitted, Platform, Step, argument_names, step_of

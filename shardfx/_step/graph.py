@@ -35,7 +35,7 @@ _NESTED = ("while", "case", "if", "manual_computation")
 _CALLS = {"call": "callee", "composite": "decomposition"}
 
 
-class Instruction(NamedTuple):
+class BlockOp(NamedTuple):
     """One operation of a block, over the numbers of its function's values."""
 
     name: str
@@ -53,7 +53,7 @@ class Block(NamedTuple):
     """A sequence of instructions, the values that it takes, and those that it returns."""
 
     arguments: tuple[int, ...]
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[BlockOp, ...]
     results: tuple[int, ...]
 
 
@@ -105,7 +105,7 @@ class _Reader:
         self.values.append(dataclasses.replace(_value(value.type), laid=laid))
         return number
 
-    def instruction(self, operation: Op) -> Instruction:
+    def instruction(self, operation: Op) -> BlockOp:
         full = operation.name
         name = full.rpartition(".")[2]
         ins = tuple(self.numbers[value] for value in operation.operands)
@@ -121,7 +121,7 @@ class _Reader:
             factors = own(operation, full, *shapes)
         flops = flops_of(name, operation, factors, *shapes) if factors else 0.0
         detail = _detail(name, attributes, self.values[outs[0]] if outs else None)
-        return Instruction(name, ins, outs, factors, flops, detail, blocks, operation.location)
+        return BlockOp(name, ins, outs, factors, flops, detail, blocks, operation.location)
 
 
 def _value(kind: ir.Type) -> StepValue:
@@ -167,7 +167,7 @@ class _Walk:
         self.values.append(value)
         return len(self.values) - 1
 
-    def at(self, made: Instruction) -> tuple[ir.Location, ...]:
+    def at(self, made: BlockOp) -> tuple[ir.Location, ...]:
         """Where an operation stands, and the calls around it."""
         return (made.location, *reversed(self.calls))
 
@@ -183,7 +183,7 @@ class _Walk:
         return [known[number] for number in block.results]
 
     def step(
-        self, function: Function, made: Instruction, ins: tuple[int, ...], known: dict[int, int], times: float
+        self, function: Function, made: BlockOp, ins: tuple[int, ...], known: dict[int, int], times: float
     ) -> Sequence[int]:
         if made.name in _CALLS:
             called = self.functions[made.detail]
@@ -202,7 +202,7 @@ class _Walk:
             return self.manual(function, made, ins, known, times)
         return self.plain(function, made, ins, times)
 
-    def plain(self, function: Function, made: Instruction, ins: tuple[int, ...], times: float) -> Sequence[int]:
+    def plain(self, function: Function, made: BlockOp, ins: tuple[int, ...], times: float) -> Sequence[int]:
         values = [function.values[number] for number in made.outs]
         if _is_free(made, [self.values[value] for value in ins]):
             values = [dataclasses.replace(value, free=True) for value in values]
@@ -226,7 +226,7 @@ class _Walk:
         self.operations.append(Operation(name, ins, outs, factors, times, made.flops, self.at(made), counted, windows))
         return outs
 
-    def count(self, made: Instruction, ins: Sequence[int], outs: Sequence[int]) -> None:
+    def count(self, made: BlockOp, ins: Sequence[int], outs: Sequence[int]) -> None:
         """Follows a loop's counter: a value that is made of counters and literals alone is one, too."""
         scalar = len(outs) == 1 and not self.values[outs[0]].shape and self.values[outs[0]].dtype.kind in "iu"
         numbers = [value for value in ins if self.values[value].dtype.kind in "iu"]
@@ -251,7 +251,7 @@ class _Walk:
         return out
 
     def loop(
-        self, function: Function, made: Instruction, ins: tuple[int, ...], known: dict[int, int], times: float
+        self, function: Function, made: BlockOp, ins: tuple[int, ...], known: dict[int, int], times: float
     ) -> list[int]:
         test, body = made.blocks
         changed = [number != given for number, given in zip(body.results, body.arguments, strict=True)]
@@ -296,7 +296,7 @@ class _Walk:
             return None, at
         return float(max(0, math.ceil((stop - start) / step))), at
 
-    def branches(self, function: Function, made: Instruction, known: dict[int, int], times: float) -> list[int]:
+    def branches(self, function: Function, made: BlockOp, known: dict[int, int], times: float) -> list[int]:
         outs = [self.add(function.values[number]) for number in made.outs]
         for block in made.blocks:
             # Which one runs is not known: each counts for its share.
@@ -307,7 +307,7 @@ class _Walk:
         return outs
 
     def manual(
-        self, function: Function, made: Instruction, ins: tuple[int, ...], known: dict[int, int], times: float
+        self, function: Function, made: BlockOp, ins: tuple[int, ...], known: dict[int, int], times: float
     ) -> list[int]:
         """A `shard_map`: the arrays in it are shards, of which each device has its own."""
         self.note("a `shard_map` shards arrays over a mesh of its own: that is not priced")
@@ -335,7 +335,7 @@ def _literals(block: Block) -> dict[int, int]:
     return {one.outs[0]: one.detail for one in block.instructions if one.name == "constant" and one.detail is not None}
 
 
-def _is_free(made: Instruction, ins: Sequence[StepValue]) -> bool:
+def _is_free(made: BlockOp, ins: Sequence[StepValue]) -> bool:
     """Whether something is made of constants alone, so that every device makes its part in place."""
     if made.name in ("constant", "iota"):
         return True

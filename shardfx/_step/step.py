@@ -27,7 +27,7 @@ _OPTIONS: Mapping[Platform, Mapping[str, str]] = {"tpu": {"xla_disable_hlo_passe
 
 
 @runtime_checkable
-class _Traced(Protocol):
+class _JaxTraced(Protocol):
     """What the `trace` of `jax.jit` and `shardfx.filter_jit` returns."""
 
     jaxpr: Any
@@ -36,7 +36,7 @@ class _Traced(Protocol):
 
 
 @runtime_checkable
-class Jitted(Protocol):
+class JaxJitted(Protocol):
     """What `jax.jit` and `shardfx.filter_jit` return."""
 
     def trace(self, *args: object) -> Any: ...
@@ -212,7 +212,7 @@ def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | Abstra
         _refuse_plans(arg, at)
     mesh = _mesh_of_devices(args) if mesh is None else mesh
     args = jax.tree.map(_without_devices, tuple(args))
-    if isinstance(step, _Traced):
+    if isinstance(step, _JaxTraced):
         if args:
             raise LeafTypeError("`step` is traced already; pass it alone, without arguments.")
         return _named(step, (), mesh)
@@ -221,9 +221,9 @@ def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | Abstra
         raise LeafTypeError(f"`step` must be a function, not {type(step).__name__}; pass the function that is jitted.")
     if isinstance(step, EquinoxJitted):
         return _traced(step.__wrapped__, args, mesh, (step.donate_first, step.donate_rest))
-    if isinstance(step, Jitted):
+    if isinstance(step, JaxJitted):
         made = step.trace(*args)
-        if isinstance(made, _Traced):
+        if isinstance(made, _JaxTraced):
             return _named(made, tuple(args), mesh)
     return _traced(function, args, mesh)
 

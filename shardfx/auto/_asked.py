@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from .. import chips
 from .._ground.errors import LeafTypeError, MeshError, RuleError
 from .._ground.tree import Flat, flatten
-from .._step import Jitted, Platform, Step, argument_names, program_of, step_of
+from .._step import JaxJitted, Platform, Step, argument_names, program_of, step_of
 from ..chips._chip import extents_of
 from ._program import Tied, tied
 
@@ -179,7 +179,7 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
     structs = structs_of(args)
     # As a plain function, a step of any form takes all arrays in their order. What a jitted one says of where they lie
     # would be constraints in it.
-    inner = inspect.unwrap(step, stop=lambda one: not isinstance(one, Jitted))
+    inner = inspect.unwrap(step, stop=lambda one: not isinstance(one, JaxJitted))
     made = step_of(lambda *args: inner(*args), structs)
     places = tuple(
         (which, leaf) for which, flat in enumerate(flats) for leaf, shaped in enumerate(flat.is_array) if shaped

@@ -20,7 +20,7 @@ from ..cost._hlo_text import HloModule, parse_hlo
 from ..cost._live import held as held_by
 from ..cost._traffic import read
 from ..cost._traffic_rows import largest_first
-from ..cost._work import Work, work_of
+from ..cost._work import DeviceWork, work_of
 from ..topology import MeshSpec
 from ._asked import EMULATED, TracedStep
 from ._candidate import Candidate
@@ -34,7 +34,7 @@ class _Read:
     """What a program sends, computes, and holds: with the step's own donation, and with all donated that comes back."""
 
     sent: Traffic
-    work: Work
+    work: DeviceWork
     held: tuple[int | float, int | float]
 
 
@@ -42,7 +42,7 @@ class _Read:
 _UNITS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2}
 
 
-def timed(one: Candidate, sent: Traffic, work: Work, chip: chips.Chip, model: CostModel) -> Candidate:
+def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, model: CostModel) -> Candidate:
     """The candidate with what a program of it sends, and the seconds of one step.
 
     This is the one model of time: for a partitioned program, and for a compiled one that does not tell its cycles.

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._convert import (
-    Counted,
+    Arithmetic,
     Made,
     Piece,
     Struct,
@@ -158,7 +158,7 @@ def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, n
         casts = part.value.casts
         # What is cast last is cast where it is written, unless it would be refused there.
         for at, to in enumerate(casts, 1):
-            if at < len(casts) or isinstance(to, Counted) or may_change(values.dtype, to):
+            if at < len(casts) or isinstance(to, Arithmetic) or may_change(values.dtype, to):
                 values = changed(values, to)
         yield landing.source, values
 

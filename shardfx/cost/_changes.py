@@ -12,7 +12,7 @@ from .._ground.tree import flatten
 from .._plan import Request, further
 from .._rules import Fsdp
 from .._step import Dims, Frame, argument_names, step_of
-from ._counted import Counted, constrained
+from ._counted import StepOnChip, constrained
 
 
 # How many other sizes of the batch are traced to find the largest that fits.
@@ -46,7 +46,7 @@ class Change:
     sources: tuple[Frame, ...] = ()
 
 
-def changes_of(known: Counted, peak_bytes: int) -> tuple[Change, ...]:
+def changes_of(known: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
     """The changes that save something, the most saving first.
 
     **Arguments:**
@@ -68,7 +68,7 @@ def changes_of(known: Counted, peak_bytes: int) -> tuple[Change, ...]:
 _Row = tuple[str, int, str, int, tuple[Frame, ...]]
 
 
-def _changed(known: Counted) -> Iterator[_Row]:
+def _changed(known: StepOnChip) -> Iterator[_Row]:
     axes = _data_axes(known)
     over = ", ".join(f'"{axis}"' for axis in axes)
     over = over if len(axes) == 1 else f"({over})"
@@ -100,7 +100,7 @@ def _changed(known: Counted) -> Iterator[_Row]:
         yield "half the batch", half.held.peak_bytes, how, 0, ()
 
 
-def _under(known: Counted, what: str, arguments: Sequence[Dims | None], how: str) -> Iterator[_Row]:
+def _under(known: StepOnChip, what: str, arguments: Sequence[Dims | None], how: str) -> Iterator[_Row]:
     if list(arguments) == [one.dims for one in known.step.arguments]:
         return
     try:
@@ -109,13 +109,13 @@ def _under(known: Counted, what: str, arguments: Sequence[Dims | None], how: str
         return  # XLA cannot partition it so
 
 
-def _data_axes(known: Counted) -> tuple[str, ...]:
+def _data_axes(known: StepOnChip) -> tuple[str, ...]:
     """The axes that cut the batch."""
     cut = [axis for at in known.of_group("batch") for axes in known.step.arguments[at].dims or () for axis in axes]
     return tuple(axis for axis in dict.fromkeys(cut) if known.step.mesh.axis_size(axis) > 1)
 
 
-def _over(known: Counted, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
+def _over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
     """How the arguments lie with some of them cut over further axes, on the dimension with most room."""
     found = [one.dims for one in known.step.arguments]
     for at in chosen:
@@ -128,7 +128,7 @@ def _over(known: Counted, chosen: Sequence[int], axes: tuple[str, ...]) -> list[
     return found
 
 
-def _of_moments(known: Counted) -> Iterator[_Row]:
+def _of_moments(known: StepOnChip) -> Iterator[_Row]:
     """The optimizer's state in bfloat16, and in host memory."""
     held, taken = known.held, known.taken
     moments = [at for at in known.of_group("optimizer") if taken[at].argument.shape and not taken[at].argument.on_host]
@@ -153,13 +153,13 @@ def _of_moments(known: Counted) -> Iterator[_Row]:
         yield "moments in host memory", held.peak_bytes - less, how, here, ()
 
 
-def batch_of(known: Counted) -> int | None:
+def batch_of(known: StepOnChip) -> int | None:
     """How many examples a step takes; `None` where its batch cannot be told."""
     sizes = {known.step.arguments[at].shape[0] for at in known.of_group("batch")}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def largest_batch(known: Counted, peak_bytes: int) -> int | None:
+def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
     """How many examples would fit, in steps that the mesh divides; `None` where that is not known.
 
     What a step needs grows with its batch along lines: flat while all lies where results will, then steeper. The line
@@ -187,7 +187,7 @@ def largest_batch(known: Counted, peak_bytes: int) -> int | None:
     return max((count for count, need in needs.items() if need <= usable), default=0)
 
 
-def _parts(known: Counted, dims: Dims | None) -> int:
+def _parts(known: StepOnChip, dims: Dims | None) -> int:
     return known.step.mesh.axis_size(dims[0]) if dims else 1
 
 
@@ -204,7 +204,7 @@ def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None,
     return min(max(fits + int((over - fits) * share) // unit * unit, fits + unit), over - unit)
 
 
-def with_batch(known: Counted, batch: int) -> Counted | None:
+def with_batch(known: StepOnChip, batch: int) -> StepOnChip | None:
     """The step for another number of examples; `None` for one that is written for this number alone."""
     ours = {known.step.arguments[at].path for at in known.of_group("batch")}
     names = argument_names(known.function, len(known.step.args))
@@ -212,7 +212,7 @@ def with_batch(known: Counted, batch: int) -> Counted | None:
     if known.function is None:
         return None
     try:
-        other = Counted(step_of(known.function, args, known.step.given_mesh), known.chip, known.function)
+        other = StepOnChip(step_of(known.function, args, known.step.given_mesh), known.chip, known.function)
         return other if other.held else None
     except (TypeError, ValueError, ProgramError):
         return None

@@ -140,11 +140,11 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
     found = compiled if isinstance(compiled, Traffic) else traffic(compiled)
     # The line at which the gradient of each leaf is added up: there belong the shares of sums that are joined.
     lines = {row.leaf: row.source for row in estimated.rows if row.leaf is not None and row.kind in _SUMS}
-    places: dict[tuple[object, ...], _Place] = {}
+    places: dict[tuple[object, ...], _LineSent] = {}
     for side, sent in enumerate((_sent(estimated, {}), _sent(found, lines))):
         for source, row in sent:
             key = None if source is None else (source.file, source.line), row.axes
-            place = places.setdefault(key, _Place(source, row.axes, ([], [])))
+            place = places.setdefault(key, _LineSent(source, row.axes, ([], [])))
             place.rows[side].append(row)
             place.extra += row.wire_bytes if side else -row.wire_bytes
     _match([*places.values()])
@@ -159,7 +159,7 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
 
 
 @dataclasses.dataclass
-class _Place:
+class _LineSent:
     """What is sent at one line along some mesh axes, estimated and compiled, and how much more was compiled."""
 
     source: Frame | None
@@ -179,7 +179,7 @@ def _sent(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame
             missing = 0
 
 
-def _match(places: Sequence[_Place]) -> None:
+def _match(places: Sequence[_LineSent]) -> None:
     """Subtracts what a line sends less from what other lines send more along the same axes, the largest first."""
     for place in sorted(places, key=lambda one: -one.extra):
         for other in places:
@@ -189,13 +189,13 @@ def _match(places: Sequence[_Place]) -> None:
                 other.extra += moved
 
 
-def _together(places: Sequence[_Place]) -> _Place:
+def _together(places: Sequence[_LineSent]) -> _LineSent:
     """One place for what has no line of its own."""
     ours, theirs = ([row for one in places for row in one.rows[side]] for side in (0, 1))
-    return _Place(None, (), (ours, theirs), sum(one.extra for one in places))
+    return _LineSent(None, (), (ours, theirs), sum(one.extra for one in places))
 
 
-def _surplus(place: _Place) -> Surplus:
+def _surplus(place: _LineSent) -> Surplus:
     ours, theirs = ([row for row in rows if row.wire_bytes] for rows in place.rows)
     passes = tuple(dict.fromkeys(one for row in ours for one in row.passes))
     notes = dict.fromkeys(row.note for row in ours if row.note)

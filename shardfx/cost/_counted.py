@@ -24,7 +24,7 @@ from ._shardings import ArrayRow, StepShardings, Wanted, shardings_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Counted:
+class StepOnChip:
     """A step for a chip.
 
     **Arguments:**
@@ -138,7 +138,7 @@ class Constrained(NamedTuple):
         return tuple(dict.fromkeys(one.line for one in self.told if one.line))
 
 
-def constrained(known: Counted) -> Constrained | None:
+def constrained(known: StepOnChip) -> Constrained | None:
     """The constraints that save memory where arrays of the worst moment lost the batch's axis to another argument.
 
     **Returns:**
@@ -163,14 +163,14 @@ def constrained(known: Counted) -> Constrained | None:
     return None if held is None else Constrained(held.peak_bytes, told)
 
 
-def _held(known: Counted, told: Sequence[Wanted]) -> Held | None:
+def _held(known: StepOnChip, told: Sequence[Wanted]) -> Held | None:
     try:
         return known.written_as(with_constraints(known.step, told, known.platform))
     except ProgramError:
         return None
 
 
-def _lost(known: Counted, told: Sequence[Wanted]) -> Iterator[Wanted]:
+def _lost(known: StepOnChip, told: Sequence[Wanted]) -> Iterator[Wanted]:
     """What the lines of the largest arrays of the worst moment make without an axis that the batch has."""
     batch = {known.step.arguments[at].path or known.step.arguments[at].name for at in known.of_group("batch")}
     held, found = known.held, known.shardings

@@ -16,7 +16,7 @@ from .._step import Frame, place_text, step_of
 from ..topology import MeshSpec
 from ._changes import Change, batch_of, changes_of, largest_batch
 from ._compile_for import MemoryAnalysis, memory_of
-from ._counted import Counted
+from ._counted import StepOnChip
 from ._hlo_text import padded
 from ._live import HeldArray
 from ._shardings import Origin, StepShardings
@@ -101,7 +101,7 @@ class Fit:
     how: Basis
     largest: tuple[Offender, ...] = ()
     notes: tuple[str, ...] = ()
-    _known: Counted | None = dataclasses.field(default=None, repr=False, compare=False)
+    _known: StepOnChip | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -269,7 +269,7 @@ def fit(
             f"`step` must be a function, what one compiled to, or a plan, not {type(step).__name__}; pass "
             "`fit(step, *args, chip=...)`, as the step is called."
         )
-    known = Counted(step_of(step, args, mesh), chip, step if args else None)
+    known = StepOnChip(step_of(step, args, mesh), chip, step if args else None)
     rows, largest = _arguments(known, compiled)
     shapes = _gradient_shapes(known)
     temporaries = [_offender(one, shapes) for one in known.held.arrays]
@@ -298,7 +298,7 @@ def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
     return Fit(_sorted(found), chip, "arguments", tuple(_alike(largest)[:_LARGEST]))
 
 
-def _arguments(known: Counted, compiled: object) -> tuple[list[FitRow], tuple[Offender, ...]]:
+def _arguments(known: StepOnChip, compiled: object) -> tuple[list[FitRow], tuple[Offender, ...]]:
     """What the step takes, by group, and its largest arrays."""
     sizes: dict[str, list[int]] = {}
     largest: list[Offender] = []
@@ -313,16 +313,16 @@ def _arguments(known: Counted, compiled: object) -> tuple[list[FitRow], tuple[Of
     return [FitRow(group, here, host, exact=True) for group, (here, host) in sizes.items()], tuple(_alike(largest))
 
 
-def _as_compiled(known: Counted, compiled: Any) -> Counted:
+def _as_compiled(known: StepOnChip, compiled: Any) -> StepOnChip:
     """The step for the chip, or for one without tiles where the program's own platform pads nothing."""
     if compiled is None or known.chip.tile is None:
         return known
-    plain = Counted(known.step, dataclasses.replace(known.chip, tile=None))
+    plain = StepOnChip(known.step, dataclasses.replace(known.chip, tile=None))
     measured = compiled.memory_analysis().argument_size_in_bytes
     return min((known, plain), key=lambda one: abs(sum(one.held.arguments) - measured))
 
 
-def _temporaries(found: Sequence[Offender], known: Counted) -> list[FitRow]:
+def _temporaries(found: Sequence[Offender], known: StepOnChip) -> list[FitRow]:
     """What the step makes, by group. What lies where a result will is listed, too: what is shared counts once."""
     sums: dict[str, int] = {}
     for one in found:
@@ -370,7 +370,7 @@ def _alike(found: Sequence[Offender]) -> list[Offender]:
 _COPIES = ("all-gather", "all-to-all", "collective-permute", "convert")
 
 
-def _gradient_shapes(known: Counted) -> set[tuple[int, ...]]:
+def _gradient_shapes(known: StepOnChip) -> set[tuple[int, ...]]:
     """The sorted dimensions of parameters, cut or whole: gradients of stacked layers may have them in another order."""
     found: set[tuple[int, ...]] = set()
     for at in known.of_group("parameters"):
@@ -378,7 +378,7 @@ def _gradient_shapes(known: Counted) -> set[tuple[int, ...]]:
     return found
 
 
-def _moment(known: Counted) -> tuple[Offender, ...]:
+def _moment(known: StepOnChip) -> tuple[Offender, ...]:
     shapes = _gradient_shapes(known)
     found = []
     for one, here in zip(known.taken, known.held.arguments, strict=True):

@@ -49,7 +49,7 @@ class _Compiled(Protocol):
 
 
 @runtime_checkable
-class _Named(Protocol):
+class _NamedArrays(Protocol):
     """A program that knows the paths of its arrays with their arguments' names in front, as `filter_jit` makes it."""
 
     argument_paths: dict[str, str]
@@ -129,11 +129,11 @@ def read(
     # The first line of some texts does not say it.
     devices = spec.size if spec is not None and module.partitions == 1 else module.partitions
     where = Where(spec, mesh, devices, slices, ids)
-    found = _Reader(module, runs, where, devices, paths).rows()
+    found = _ModuleReader(module, runs, where, devices, paths).rows()
     return Traffic(tuple(one.row for one in found), where.devices, where.names)
 
 
-class _Program(NamedTuple):
+class _ProgramText(NamedTuple):
     """A program: its text, the mesh of its arguments, their paths by the names in the text, and its devices' ids."""
 
     text: str
@@ -142,9 +142,9 @@ class _Program(NamedTuple):
     ids: tuple[int, ...] = ()
 
 
-def _program(compiled: object) -> _Program:
+def _program(compiled: object) -> _ProgramText:
     if isinstance(compiled, str):
-        return _Program(compiled)
+        return _ProgramText(compiled)
     if isinstance(compiled, _Lowered):
         return _program(compiled.compile())
     if not isinstance(compiled, _Compiled):
@@ -157,10 +157,10 @@ def _program(compiled: object) -> _Program:
         raise ProgramError("the compiler of this platform does not give the text of its programs.")
     shardings = jax.tree.leaves(compiled.input_shardings)
     meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty]
-    named = compiled.argument_paths if isinstance(compiled, _Named) else {}
+    named = compiled.argument_paths if isinstance(compiled, _NamedArrays) else {}
     paths = {name: path.partition("/")[2] or path for name, path in named.items()}
     ids = compiled.device_ids if isinstance(compiled, _OnDevices) else ()
-    return _Program(text, next(iter(meshes), None), paths, ids)
+    return _ProgramText(text, next(iter(meshes), None), paths, ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +171,7 @@ class _Found:
     runs: Runs
 
 
-class _Reader:
+class _ModuleReader:
     """One module, read into rows: what it is about, where its devices are, and how often its computations run."""
 
     def __init__(

@@ -27,7 +27,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class DeviceWork:
     """What one device computes in a step.
 
     **Arguments:**
@@ -45,7 +45,7 @@ class Work:
     notes: tuple[str, ...] = ()
 
 
-def work_of(module: HloModule, *, tpu: bool = False) -> Work:
+def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
     """Reads what one device computes off a program, partitioned or compiled.
 
     **Arguments:**
@@ -69,7 +69,7 @@ def work_of(module: HloModule, *, tpu: bool = False) -> Work:
                 notes[f"the products of the kernel `{found[1]}` are not counted"] = None
             if found := _CYCLES.search(instruction.attributes):
                 cycles += count * int(found[1])
-    return Work(flops, moved, cycles, tuple(notes))
+    return DeviceWork(flops, moved, cycles, tuple(notes))
 
 
 def _moved(computation: Mapping[str, Instruction], instruction: Instruction, tpu: bool, in_loop: bool) -> float:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from .._ground.text import array_text, plural, spec_text, table
 from .._ground.tree import flatten
-from .._step import EquinoxJitted, Frame, Jitted, place_text
+from .._step import EquinoxJitted, Frame, JaxJitted, place_text
 from ..cost import traffic
 from ._args import made, shrunk
 from ._blame import MERGED, Compared, Fault, aligned, allowed, compared, differences, fault_of, suspects
@@ -179,7 +179,7 @@ def _traced(step: Callable[..., object], args: Sequence[object]) -> _Traced:
         return [_data(leaf) for leaf, yes in zip(out.leaves, out.is_array, strict=True) if yes]
 
     closed = jax.make_jaxpr(run)(*leaves)
-    is_jitted = isinstance(step, Jitted | EquinoxJitted)
+    is_jitted = isinstance(step, JaxJitted | EquinoxJitted)
     return _Traced(run if is_jitted else jax.jit(run, compiler_options=_QUICKLY), closed, leaves, paths)
 
 

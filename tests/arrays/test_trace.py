@@ -126,11 +126,3 @@ def test_a_struct_that_lies_otherwise_than_its_entry_is_an_error():
     other = jax.ShapeDtypeStruct((6, 4), jnp.float32, sharding=NamedSharding(MESH.abstract(), P(None, "data")))
     with pytest.raises(PlanMismatchError, match=r"`x` of argument 1 .* lies by .*, but its entry of `in_shardings` is"):
         jitted.trace(params.structs, {"x": other})
-
-
-def test_what_was_traced_on_devices_runs():
-    params, batch = (made.on(MESH.build(jax.devices())) for made in plans())
-    jitted = filter_jit(step, in_shardings=(params, batch))
-    compiled = jitted.trace(PARAMS, BATCH).lower().compile()
-    found = compiled(shard(PARAMS, params), shard(BATCH, batch))
-    assert found["text"] == "text" and np.array_equal(found["y"], BATCH["x"] @ PARAMS["w"] + 0.5)

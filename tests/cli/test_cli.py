@@ -158,10 +158,6 @@ SHOWN = {
         "on mesh data=8,fsdp=4 (32 ",
     ),
     "v5p": (f"{SLICE} --mesh data=-1,fsdp=16,tensor=8 --rules {FULL}v5p:8x8x8", "data=4,fsdp=16,tensor=8 (512 "),
-    "v5e": (f"{SLICE} --mesh data=-1,fsdp=16,tensor=8 --rules {FULL}v5e:16x16", "data=2,fsdp=16,tensor=8 (256 "),
-    "v4": (f"{SLICE} --mesh data=-1,fsdp=1,tensor=8 --rules {FULL}v4:2x2x2", "data=1,fsdp=1,tensor=8 (8 devices)"),
-    "v6e": (f"{SLICE} --mesh data=-1,fsdp=2,tensor=8 --rules {FULL}v6e:4x4", "data=1,fsdp=2,tensor=8 (16 devices)"),
-    "v3": (f"{SLICE} --mesh data=-1,fsdp=4,tensor=8 --rules {FULL}v3:4x4", "data=1,fsdp=4,tensor=8 (32 devices)"),
     "an order of devices": (
         f"{SLICE} --mesh data=-1,fsdp=4 --rules {FULL}v5p:2x2x2",
         "On tpu:v5p:2x2x2: 8 devices, ordered",
@@ -323,11 +319,8 @@ BAD = {
     "no such package": (("no.where:make", "fsdp=4", "w->fsdp"), "No module named 'no'"),
     "no such name": (("{}:makes", "fsdp=4", "w->fsdp"), "has no `makes`"),
     "another case": (("{}:Make", "fsdp=4", "w->fsdp"), "has no `Make`; did you mean 'make'?"),
-    "a near name": (("{}:mak", "fsdp=4", "w->fsdp"), "has no `mak`; did you mean 'make'"),
     "a near name in a class": (("{}:Nested.makes", "fsdp=4", "w->fsdp"), "has no `Nested.makes`; did you mean 'make'?"),
-    "no near name": (("{}:xyz", "fsdp=4", "w->fsdp"), "has no `xyz`; it has AXES, AxisRules, CALLABLE, Dense,"),
     "a file": (("{}.py:make", "fsdp=4", "w->fsdp"), ".py' is a file; name its module, `cli_model_"),
-    "no name": (("{}:", "fsdp=4", "w->fsdp"), "is not of the form MODULE:NAME"),
     "no such directory": (("./nowhere", "fsdp=4", "w->fsdp"), "'./nowhere'"),
     "arguments": (("{}:configured", "fsdp=4", "w->fsdp"), "needs the arguments config, depth; give"),
     "a module alone": (("{}", "fsdp=4", "w->fsdp"), ". A model is named as MODULE:CALLABLE, as in `cli_model_"),
@@ -338,38 +331,21 @@ BAD = {
     "an escape code in a name": (("{}:escapes", "fsdp=4", "red->None.fsdp, .*->fsdp"), r"leaf `red\x1b[31m`"),
     "a tree without end": (("{}:deep", "fsdp=4", "w->fsdp"), "RecursionError"),
     "a large tree without end": (("{}:nested", "fsdp=4", "w->fsdp"), "RecursionError"),
-    "5,000 digits": (("{}:make", "fsdp=" + "9" * 5000, "w->fsdp"), "`fsdp` has a size of 5000 digits"),
-    "too many devices": (("{}:make", "a=65536,b=65536", "w->a"), "has more devices than JAX can number"),
     "a failing model": (("{}:failing", "fsdp=4", "w->fsdp"), f"{place('@')}: TypeError"),
-    "a model that is none": (("{}:P", "fsdp=4", "w->fsdp"), "P"),
     "bad mesh": (("{}:make", "fsdp", "w->fsdp"), "is not of the form `name=size`"),
-    "bad size": (("{}:make", "fsdp=four", "w->fsdp"), "is not of the form `name=size`"),
-    "zero": (("{}:make", "fsdp=0", "w->fsdp"), "has size 0"),
-    "axis twice": (("{}:make", "fsdp=2,fsdp=2", "w->fsdp"), "occurs twice"),
-    "two unknown sizes": (("{}:make", "a=-1,b=-1", "w->fsdp"), "are both -1"),
     "unknown size": (("{}:make", "data=-1", "w->fsdp"), "say what fills it"),
-    "no such rules": (("{}:make", "fsdp=4", "{}:RULES"), "has no `RULES`; did you mean 'rules'"),
     "rules that are none": (("{}:make", "fsdp=4", "{}:number"), "it must be PathRules, AxisRules"),
     "rules twice": (("{}:make", "fsdp=4", "{}:TWICE"), "one of each in a tuple"),
     "failing rules": (("{}:make", "fsdp=4", "{}:failing_rules"), f"{place('missing')}: KeyError: 'missing'"),
     "a failing callable": (("{}:make", "fsdp=4", "{}:CALLABLE"), f"{place('P({}')}: KeyError: 'layers/0/weight'"),
-    "neither name nor text": (("{}:make", "fsdp=4", "fsdb"), "neither MODULE:NAME nor a text"),
     "a near name of rules": (("{}:make", "fsdp=4", "fsdb"), "did you mean 'fsdp'"),
     "a strategy": (("{}:make", "fsdp=4", "fsdp_tp"), "is for a published model, as llama3-8b"),
-    "a published model": (
-        ("llama3-405", "fsdp=4", "fsdp"),
-        "no published model 'llama3-405'; did you mean 'llama3-405b'",
-    ),
     "Hugging Face's name": (("meta-llama/Llama-3.1-8B", "fsdp=4", "fsdp"), "did you mean 'llama3.1-8b'"),
     "a published model's name": (("llama3-405", "fsdp=4", "w->fsdp"), "did you mean 'llama3-405b'"),
     "experts": (("llama3-8b", "fsdp=4", "ep"), "`llama3-8b` has no rules 'ep'; there are dp, fsdp, tp, fsdp_tp"),
-    "bad regex": (("{}:make", "fsdp=4", "a(->fsdp"), "a bracket is not closed"),
-    "bad text": (("{}:make", "fsdp=4", "[->fsdp"), "at position 0"),
-    "unmatched": (("{}:make", "fsdp=4", "bias->fsdp"), "no rule covers 3 of 6 leaves"),
     "advice": (("{}:make", "fsdp=4", "bias->fsdp"), "or pass `--unmatched replicate`"),
     "unused": (("{}:make", "fsdp=4", "wieght->fsdp,.*->fsdp"), "matches no path of the tree; the nearest path is"),
     "names without rules": (("{}:make", "fsdp=4", "{}:NAMED"), "need rules that say which mesh axes they use"),
-    "spec longer than rank": (("{}:make", "fsdp=4", ".*->None.None.None.fsdp"), "leaf `layers/0/weight`"),
 }
 
 
@@ -397,32 +373,18 @@ $ plan m:m --mesh fsdp=4
 Missing option '--rules'; give some, as in
 $ plan m:m --mesh fsdp=4 --rules lama
 has this name; did you mean 'llama'?
-$ plan m:m --mesh a=-1 --rules llama --devices 0
-is no positive integer
 $ plan m:m --mesh a=-1 --rules llama --devices DIGITS
 is no positive integer of at most 18 digits
-$ plan m:m --mesh a=-1 --rules llama --min-bytes DIGITS
-is no whole number of at most 18 digits
 $ plan m:m --mesh a=2 --rules llama:head_dim=DIGITS
 is not of the form NAME or NAME:key=value
-$ plan m:m --mesh a=-1 --rules llama --target tpu:v5e:DIGITSx4
-is no slice
-$ plan m:m --mesh a=-1 --rules llama --target tpu:v5e:100000x100000
-has 10,000,000,000 chips, and a pod of v5e is 16x16
 $ plan m:m --mesh a=2 --rules \x1b[31m
 --rules '\x1b[31m' is neither
 $ plan m:m --mesh a=2 --rules llama --\x1b[31m
 --\x1b[31m
-$ demo --steps many
-is no positive integer
 $ demo --axis-types manual
 'manual' is not one of
-$ plan m:m --mesh a=-1 --rules llama --target tpu:v9:8
-there is no chip 'tpu:v9'
 $ plan m:m --mesh a=-1 --rules llama --target v5p
 'v5p' is no slice; write it as
-$ plan m:m --mesh a=-1 --rules llama --target tpu:v5p:8x8
-v5p has 3 dimensions, as in 4x4x4
 $ plan m:m --mesh a=-1 --rules llama --target tpu:v5e:4x4 --devices 8
 has 16 devices, not 8
 $ plan m:m --mesh a=-1,b=3 --rules llama --target tpu:v5e:4x4
@@ -447,8 +409,6 @@ $ plan {}:make --mesh fsdp=4 --rules .*->fsdp(fsdp) --json /nonexistent/plan.jso
 writing '/nonexistent/plan.json' failed: FileNotFoundError
 $ plan {}:STRUCTS --mesh fsdp=5 --rules w->fsdp --strict
 `--strict`, and these leaves
-$ plan {}:STRUCTS --mesh fsdp=5 --rules w->fsdp --strict
-size 64 is not divisible by `fsdp` (5)
 """)
 
 
@@ -476,7 +436,6 @@ def test_no_words_at_all_show_the_help(capsys):
     assert "Usage: shardfx [OPTIONS] COMMAND" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("where, told", [("", ""), (">/dev/full", "No space left"), (">&-", "")])
 def test_a_text_is_printed_or_it_is_said_why_not(where, told, module, tmp_path):

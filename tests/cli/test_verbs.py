@@ -172,9 +172,6 @@ V = plan(jax.ShapeDtypeStruct((8, 8), jnp.float32), MeshSpec({"fsdp": 2}), paths
 def own_mesh():
     return lambda w: w @ w, (W,)
 
-def jitted():
-    return jax.jit(lambda w: w @ w), (W,)
-
 def static():
     return lambda w, name: {"out": w @ w if name == "square" else w}, (W, "square")
 
@@ -184,9 +181,6 @@ def needs_mesh(mesh):
 
 def nothing():
     return None
-
-def no_tuple():
-    return lambda w: w, W
 
 def no_mesh():
     return lambda w: w, (jax.ShapeDtypeStruct((8, 8), jnp.float32),)
@@ -216,8 +210,6 @@ enter each of 8192 devices in a step
 $ chips v5p "TPU v5 lite"
 v5e
 $ traffic steps:own_mesh
-all-gather
-$ traffic steps:jitted
 all-gather
 $ traffic steps:static
 all-gather
@@ -253,8 +245,6 @@ $ chips \x1b[2J
 there is no chip '\x1b[2J'
 $ traffic steps:nothing
 must return a step and a tuple of its arguments, as in `return train_step, (
-$ traffic steps:no_tuple
-must return a step and a tuple of its arguments
 $ traffic steps:no_mesh
 are on no mesh; plan them on one
 $ traffic steps:two_meshes
@@ -273,8 +263,6 @@ $ traffic steps:own_mesh --kwargs depth=2
 takes no argument `depth` by name; it takes none
 $ traffic steps:VALUE
 is 3; name a function that returns a step
-$ traffic steps:own_mesh --mesh \x1b[2J
-mesh '\x1b[2J'
 $ traffic my_model:train_step --mesh fsdp=8 --how estimate --target tpu:v5e:2x4
 --target is what is compiled for
 $ lint my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH --ignore corected
@@ -285,8 +273,6 @@ $ fit --mesh fsdp=2
 give a MODEL, as llama3-8b, or --step
 $ fit llama3-8b --step my_model:train_step --mesh fsdp=8
 give a MODEL, as llama3-8b, or --step
-$ fit --step my_model:train_step --mesh fsdp=8 --chip v9
-there is no chip 'v9'
 $ fit --step my_model:train_step --mesh fsdp=8 --compile
 --compile needs --step MODULE:STEP, and --target
 $ search my_model:plain_step --devices 16

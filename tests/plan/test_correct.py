@@ -35,23 +35,14 @@ UNREDUCED = P("tensor", unreduced=frozenset({"data"}))
 @pytest.mark.parametrize(
     "spec, shape, keywords, expected, why",
     [
-        (P("data", "tensor"), (8, 8), {}, P("data", "tensor"), []),
         (P(BOTH), (4, 3), {}, P("tensor"), [Code.indivisible]),
         (P(("data", "gone")), (4,), {}, P("data"), [Code.absent]),
         (P("data", "data"), (4, 4), {}, P("data"), [Code.duplicate]),
         (P(("data", "data")), (4,), {}, P("data"), [Code.duplicate]),
-        (P("data", "data"), (3, 4), {}, P(None, "data"), [Code.indivisible]),
-        (P(("one", "data")), (3,), {}, P("one"), [Code.indivisible]),
-        (P("tensor"), (0,), {}, P("tensor"), []),
-        (P("data", None, None), (2,), {}, P("data"), []),
-        (P(None), (), {}, P(), []),
-        (P(U, "data"), (3, 2), {}, P(U, "data"), []),
         (UNREDUCED, (8,), {}, UNREDUCED, []),
         (P("tensor", unreduced=frozenset({"gone"})), (8,), {}, P("tensor"), [Code.absent]),
-        (P("tensor"), (8 * 128,), {"units": (128,)}, P("tensor"), []),
         (P(BOTH), (2 * 128,), {"units": (128,)}, P("data"), [Code.unit]),
         (P("data"), (10,), {"units": (4,)}, P(), [Code.unit]),
-        (P("data"), (8,), {"min_bytes": 32, "dtype": jnp.float32}, P("data"), []),
         (P("data"), (8,), {"min_bytes": 33, "dtype": jnp.float32}, P(), [Code.small]),
     ],
 )

@@ -27,7 +27,7 @@ from shardfx import (
     shard,
 )
 from shardfx._ground.spec import canonical
-from shardfx.errors import PlanMismatchError, RuleError
+from shardfx.errors import RuleError
 
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -177,10 +177,7 @@ def assert_same_arrays(made: ShardPlan, tree: Any) -> None:
     assert [(leaf.shape, leaf.dtype) for leaf in made.leaves] == [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
-DEPRECATED = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
-
-
-@DEPRECATED
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_follow_gives_what_jax_gives(name, params_plan):
     optimizer = OPTIMIZERS[name]()
@@ -209,24 +206,6 @@ def test_follow_gives_what_jax_gives(name, params_plan):
         assert leaf.spec == canonical(P(*entries, *planned[source].spec))
 
 
-# What `scale_by_adam` keeps, `adam` keeps too.
-@DEPRECATED
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "scale_by_" not in name])
-def test_the_state_starts_and_comes_back_where_the_plan_says(name, params_plan):
-    optimizer = OPTIMIZERS[name]()
-    mesh = built(AxisType.Auto)
-    here, made = params_plan.on(mesh), follow(optimizer.init, params_plan).on(mesh)
-    state = filter_jit(optimizer.init, in_shardings=(here,), out_shardings=made)(shard(params(), here))
-    for leaf, array in zip(made.leaves, jax.tree.leaves(state), strict=True):
-        assert array.sharding.is_equivalent_to(NamedSharding(mesh, leaf.spec), array.ndim)
-    alone = optimizer.init(params())
-    for one, two in zip(jax.tree.leaves(state), jax.tree.leaves(alone), strict=True):
-        if jnp.issubdtype(two.dtype, jax.dtypes.prng_key):
-            one, two = jax.random.key_data(one), jax.random.key_data(two)
-        assert np.allclose(np.asarray(one, np.float64), np.asarray(two, np.float64), atol=1e-6)
-    assert ShardPlan.from_json(made.to_json(), like=state).on(mesh) == made
-
-
 TRAINED = {
     **dict.fromkeys(("adamw", "adafactor with momentum", "lion", "sgd with momentum", "chain", "masked")),
     **dict.fromkeys(("multi_transform", "MultiSteps", "contrib.muon")),
@@ -247,8 +226,10 @@ def test_two_steps_under_the_plan_equal_two_steps_on_one_device(name, over):
         updates, state = optimizer.update(grads, state, weights)
         return optax.apply_updates(weights, updates), state
 
-    sharded = filter_jit(step, in_shardings=(here, state_here, here), out_shardings=(here, state_here))
-    there = (shard(weights, here), shard(optimizer.init(weights), state_here))
+    entries = {"in_shardings": (here, state_here, here), "out_shardings": (here, state_here)}
+    sharded = filter_jit(step, **entries, donate=(0, 1))
+    state = filter_jit(optimizer.init, in_shardings=(here,), out_shardings=state_here)(weights)
+    there = (shard(weights, here), state)
     alone = (weights, optimizer.init(weights))
     for _ in range(2):
         there, alone = sharded(*there, grads), jax.jit(step)(*alone, grads)
@@ -262,18 +243,6 @@ def test_two_steps_under_the_plan_equal_two_steps_on_one_device(name, over):
 
 MLP = eqx.nn.MLP(16, 8, 32, 2, key=jax.random.key(0))
 MLP_RULES = PathRules([("weight", P("tensor", "fsdp")), ("bias", P("tensor"))])
-
-
-def test_the_state_of_a_module_with_functions_in_it():
-    made = plan(MLP, MESH, paths=MLP_RULES)
-    opt_plan = follow(optax.adamw(1e-3).init, made)
-    assert_same_arrays(opt_plan, optax.adamw(1e-3).init(eqx.filter(MLP, eqx.is_array)))
-    for moment in ("mu", "nu"):
-        assert opt_plan[f"0/{moment}/layers/1/weight"].spec == P("tensor", "fsdp")
-        assert opt_plan[f"0/{moment}/layers/1/bias"].spec == P("tensor")
-    overruled = opt_plan.replace("mu/.*weight", P())
-    assert [overruled[f"0/{moment}/layers/1/weight"].spec for moment in ("mu", "nu")] == [P(), P("tensor", "fsdp")]
-    assert opt_plan.bytes_per_device == 2 * made.bytes_per_device + 4
 
 
 def test_an_ema_of_the_whole_model_keeps_its_plan():
@@ -354,10 +323,6 @@ def test_a_train_state_keeps_the_leaves_that_are_no_arrays(tmp_path):
     checkpoint.save(tmp_path / "state", placed, made)
     assert checkpoint.saved_plan(tmp_path / "state", like=state).on(mesh) == made
     assert filter_jit(lambda s: s, in_shardings=made)(placed)["step"] == 0
-    with pytest.raises(PlanMismatchError, match="is for float32"):
-        shard(jax.tree.map(lambda x: x[..., None] if eqx.is_array(x) else x, state), made)
-    with pytest.raises(PlanMismatchError, match="the plan has an array"):
-        shard(eqx.tree_at(lambda s: s["model"].layers[0].bias, state, 0.0), made)
 
 
 def t5x_adafactor(params: Any) -> Any:

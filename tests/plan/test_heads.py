@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from shardfx import AxisRules, Code, MeshSpec, PathRules, atomic, correct, fsdp, plan
+from shardfx import AxisRules, MeshSpec, PathRules, atomic, fsdp, plan
 from shardfx._ground.spec import entries_of, entry_axes
 from shardfx.presets import hf
 
@@ -46,12 +46,14 @@ def fused_tree(model: catalogue.Model) -> dict[str, jax.ShapeDtypeStruct]:
 @pytest.mark.parametrize("name", MODELS)
 def test_no_mesh_cuts_a_head_of_a_real_model_and_none_is_left_whole_for_nothing(name):
     model = MODELS[name]
-    tree = fused_tree(model)
+    tree, fused = fused_tree(model), catalogue.fused_of(model)
+    # Every pattern of the catalogue finds leaves.
+    assert len({(dim, unit) for _, _, dim, unit in fused}) == len({heads[1:] for heads in model.fused})
     for sizes in [*SIZES, *SEVERAL]:
         tensor = tuple(f"t{i}" for i in range(len(sizes)))
         mesh = MeshSpec({"fsdp": 4, **dict(zip(tensor, sizes, strict=True))})
         made = plan(tree, mesh, paths=preset(model, tensor), unmatched="replicate")
-        for path, shape, dim, unit in catalogue.fused_of(model):
+        for path, shape, dim, unit in fused:
             leaf = made[path]
             found = cuts(leaf.spec, shape, mesh, dim)
             assert all(cut % unit == 0 for cut in found), (path, sizes)
@@ -60,12 +62,6 @@ def test_no_mesh_cuts_a_head_of_a_real_model_and_none_is_left_whole_for_nothing(
             assert (len(found) + 1 == math.prod(sizes)) == whole
             # The other dimension is sharded whatever becomes of the heads.
             assert len(shape) == 1 or [*entries_of(leaf.spec), None, None][1 - dim] == "fsdp"
-
-
-def test_without_a_unit_a_head_would_be_cut():
-    # What the test above would find: 16 devices do divide 8 heads of 128 elements.
-    mesh = MeshSpec({"tensor": 16})
-    assert cuts(correct(P("tensor"), (1024, 4096), mesh).spec, (1024, 4096), mesh, 0)[0] == 64
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -88,18 +84,6 @@ def test_names_with_units_and_rules_with_units_plan_alike(name):
         assert plan(tree, mesh, paths=by_path, axes=axes).specs == wanted
 
 
-def test_stacked_layers_keep_their_units():
-    tree = catalogue.stacked(catalogue.MODELS["gemma-2b"].make())
-    column, row = atomic(P(None, "tensor", "fsdp"), (1, 256, 1)), atomic(P(None, "fsdp", "tensor"), (1, 1, 256))
-    rules = PathRules([("[qkv]_proj", column), ("o_proj", row), (".*", fsdp("fsdp"))])
-    made = plan(tree, MeshSpec({"fsdp": 4, "tensor": 8}), paths=rules)
-    attention = "model/layers/self_attn"
-    assert made[f"{attention}/q_proj/weight"].spec == P(None, "tensor", "fsdp")
-    assert made[f"{attention}/k_proj/weight"].spec == P(None, None, "fsdp")
-    assert made[f"{attention}/o_proj/weight"].spec == P(None, "fsdp", "tensor")
-    assert [why.code for why in made[f"{attention}/k_proj/weight"].reasons] == [Code.unit]
-
-
 @given(st.integers(1, 24), st.integers(1, 32), st.integers(1, 64), st.lists(st.integers(1, 12), min_size=1, max_size=3))
 @settings(max_examples=300)
 def test_strategies_keep_heads_whole_too(heads, unit, other, sizes):
@@ -111,3 +95,9 @@ def test_strategies_keep_heads_whole_too(heads, unit, other, sizes):
     assert all(cut % unit == 0 for cut in cuts(leaf.spec, shape, mesh, 0))
     pieces = math.prod(mesh.axis_size(entry_axes(entry)) for entry in entries_of(leaf.spec))
     assert pieces == max(most_pieces(heads, tuple(sizes)), most_pieces(other, tuple(sizes)))
+
+
+def test_an_array_that_counts_units_has_none_whatever_was_planned_before_it():
+    axes = AxisRules([("heads", None)], units={"heads": 16})
+    tree = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (32, 8)]
+    assert [leaf.units for leaf in plan(tree, MeshSpec({"x": 2}), names=("heads",), axes=axes).leaves] == [(16,), (1,)]

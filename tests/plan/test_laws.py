@@ -33,6 +33,7 @@ from shardfx import (
     shard,
 )
 from shardfx._ground.spec import canonical, entries_of, entry_axes, pinned
+from shardfx.auto import replan
 from shardfx.errors import SpecError
 from shardfx.presets import hf
 
@@ -176,10 +177,11 @@ AXES = AxisRules([("m", ("a", "b")), ("n", "c")], units={"n": 2})
 MESH = MeshSpec({"a": 2, "b": 3, "c": 2})
 
 
-def planned(tree: Any, rules: Any, mesh: Any = MESH) -> ShardPlan:
+def planned(tree: Any, rules: Any, mesh: Any = MESH, min_bytes: int = 0) -> ShardPlan:
     """The plan, or no example where the rules do not fit the ranks."""
+    given: Any = {"axes": AXES, "unmatched": "replicate", "unused": "allow", "min_bytes": min_bytes}
     try:
-        return plan(tree, mesh, paths=PathRules(rules), axes=AXES, unmatched="replicate", unused="allow")
+        return plan(tree, mesh, paths=PathRules(rules), **given)
     except SpecError:
         assume(False)
         raise
@@ -212,6 +214,14 @@ def test_a_plan_comes_back_from_json_equal_and_is_of_its_shapes_alone(tree, rule
     json.loads(text)
     deeper = lambda x: jax.ShapeDtypeStruct((*x.shape, 1), x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
     assert (planned(jax.tree.map(deeper, tree), rules) == made) == (not made.leaves)
+
+
+@given(TREES, RULES, st.sampled_from(SIZES), st.sampled_from([0, 0, 64, 256]))
+@settings(max_examples=100)
+def test_a_replan_is_the_plan_that_the_rules_give_there(tree, rules, sizes, min_bytes):
+    first, there = planned(tree, rules, min_bytes=min_bytes), MeshSpec.parse(sizes)
+    again = replan(first, there)
+    assert again == planned(tree, rules, there, min_bytes=min_bytes) and replan(again, MESH) == first
 
 
 @given(TREES, RULES, st.sampled_from(["left", "right"]))

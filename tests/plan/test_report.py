@@ -27,16 +27,6 @@ def planned(tree, target: Any = replicate, mesh=MESH, **keywords):
     return plan(tree, mesh, paths=PathRules([(".*", target)]), **keywords)
 
 
-def test_repeated_layers_are_one_row():
-    layer = {"w": struct(8, 16), "b": struct(16)}
-    made = planned({"layers": [layer] * 32, "head": struct(8, 8)}, fsdp("tensor"))
-    rows = {row.path: row for row in report_rows_of(made.content)}
-    assert list(rows) == ["head", "layers/{0..31}/b", "layers/{0..31}/w"]
-    row = rows["layers/{0..31}/w"]
-    assert (row.count, row.bytes, row.bytes_per_device) == (32, 32 * 8 * 16 * 4, 32 * 8 * 16)
-    assert row.leaf == made["layers/0/w"]
-
-
 @pytest.mark.parametrize(
     "tree, paths",
     [

@@ -12,7 +12,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import shardfx as sfx
 from shardfx import AxisRules, Code, MeshSpec, PathRules, ShardPlan, optional, plan
-from shardfx.errors import PlanMismatchError, RuleError, SpecError, UnknownPathError, UnmatchedError
+from shardfx.errors import (
+    LeafTypeError,
+    MeshError,
+    PlanMismatchError,
+    RuleError,
+    SpecError,
+    UnknownPathError,
+    UnmatchedError,
+)
 
 
 MESH = MeshSpec({"data": 2, "tensor": 4})
@@ -227,7 +235,11 @@ def test_a_mesh_axis_that_is_declared():
     (leaf,) = plan(TREE, MESH, paths=PathRules([("w", P("pipe"))], axes=["pipe"])).leaves
     assert leaf.spec == P() and leaf.reasons[0].code is Code.absent
     rules = AxisRules([("batch", ("pod", "data"))], axes=("pod",))
-    assert plan(TREE, MESH, names={"w": ("batch", None)}, axes=rules).sharding(("batch",)).spec == P("data")
+    made = plan(TREE, MESH, names={"w": ("batch", None)}, axes=rules)
+    assert {made.sharding(asked).spec for asked in (("batch",), P(("pod", "data")))} == {P("data")}
+    assert made.replace("w", P("pod", "data"))["w"].spec == P(None, "data")
+    for lenient in (("bacth", "mlp"), P("tenser", "tensor")):
+        assert MADE.sharding(lenient, unmatched="replicate").spec == P(None, "tensor")
 
 
 # --- strict plans
@@ -275,7 +287,6 @@ def test_sharding_is_what_constrain_gives(asked, shape):
 def test_a_sharding_needs_no_shape_where_it_cuts_no_unit():
     assert MADE.sharding(("batch",)).spec == MADE.sharding(("batch", ...)).spec == P("data")
     assert MADE.sharding(("batch",)).mesh == MESH.abstract()
-    assert MADE.sharding(("bacth",), unmatched="replicate").spec == P()
     tree = {"q": jnp.ones((8, 128)), "k": jnp.ones((8, 32))}
     made = plan(tree, MESH, names={"q": (None, "heads"), "k": (None, "kv")}, axes=KV)
     assert made.sharding((None, "heads")).spec == P(None, "tensor")
@@ -342,6 +353,8 @@ def named(names, axes: AxisRules | None = AXES, tree: Any = TREE, **keywords):
 
 BARE_FIELD = inspect.unwrap(sfx.field)  # past the type checker of the tests
 OTHER = ruled(P(), mesh=MeshSpec(MESH.shape, axis_types=AxisType.Explicit))
+FEWER = ruled(P(), mesh=MeshSpec({"data": 8}))
+JOINED = ShardPlan.join(**{"a": ruled(P(), {"b/c": W}), "a/b": ruled(P(), {"c": W})})
 UNITS = AxisRules(AXES.rules, units={"mpl": 4})
 DEEP = {"a": {"w": jnp.ones((8, 16)), "v": [jnp.ones(3)]}}
 TWICE = {"a": {"b": jnp.ones(8)}, "a/b": jnp.ones(8)}
@@ -356,7 +369,8 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         (lambda: sfx.resolve(("batch", ...), AXES), SpecError, "need an array's rank"),
         (lambda: MADE.sharding((..., "batch")), SpecError, "depends on the rank; pass `shape=`"),
         (lambda: MADE.sharding(("bacth",)), UnmatchedError, r"'bacth' \(did you mean 'batch'\?\)"),
-        (lambda: MADE.sharding(P("data"), (7, 2), strict=True), SpecError, "`strict=True`, and .* 7 is not divisible"),
+        (lambda: STRICT.sharding(P("data"), (7, 2)), SpecError, "`strict=True`, and .* 7 is not divisible"),
+        (lambda: MADE.sharding(ON.shardings["w"]), SpecError, r"pass `sharding.spec`, or use `reshard\(x, sharding\)`"),
         (lambda: MADE.sharding(P("dta")), SpecError, r"the plan's mesh .* has no axis 'dta' \(did you mean 'data'\?\)"),
         (lambda: ruled(P()).sharding(("batch",)), RuleError, "pass `axes|plan with `axes=AxisRules"),
         (lambda: named(None, KV, {}).sharding(("kv",)), SpecError, r"no array .* has it. Say .*\(names, shape\)`"),
@@ -380,9 +394,26 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         (lambda: named({"w": P("data", "tensor")}, None), RuleError, RULES),
         (lambda: named(P("mpl")), UnmatchedError, r"names \('mpl', (\.\.\.|None)\)"),
         (lambda: named(("mlp", ...), None), RuleError, r"the names \('mlp', \.\.\.\) need rules"),
+        (lambda: named({"x": ("embed",)}), RuleError, "`names` is no prefix of the tree"),
+        (lambda: named({"w": 3}), RuleError, "leaf `w`: `names` holds 3"),
+        (lambda: ruled(("embed", None)), RuleError, "pass `axes=AxisRules"),
+        (lambda: ruled(sfx.atomic(P("data"), (1, 1, 4))), SpecError, "the units .* the array has rank 2"),
+        (lambda: ruled(lambda *_: "data"), RuleError, r"paths\[0\] .* returned 'data'; it must return a PartitionS"),
+        (lambda: ruled(P(), memory_kinds=[("zz", "device")]), RuleError, "entry 0, the regex 'zz', matches no path"),
+        (lambda: ruled(P(), mesh=MeshSpec({"data": -1})), MeshError, r"call `.fit\(device_count\)` first"),
+        (lambda: ruled(P(), {"x": np.array([None])}), LeafTypeError, "`x`: a NumPy array of dtype object cannot"),
+        (lambda: MADE.select("nothing"), RuleError, "matches no path of the plan"),
+        (lambda: MADE.select("("), RuleError, "does not compile"),
         (lambda: named({"a": {"w": None}}, tree=DEEP), RuleError, "at `a` it has a dict with the keys 'w', and the"),
         (lambda: named({"a": {"w": (), "v": [(), ()]}}, tree=DEEP), RuleError, "`a/v` it has list of 2, and the tree"),
         (lambda: ShardPlan.join(a=MADE, b=OTHER), PlanMismatchError, r"\(Auto, Auto\) and .* of \(Explicit, Explicit"),
+        (lambda: ShardPlan.join(a=MADE, b=FEWER), PlanMismatchError, "the plans `a` and `b` differ in their mesh"),
+        (lambda: ShardPlan.join(), PlanMismatchError, "needs at least one plan"),
+        (lambda: MADE.on(FEWER.mesh.build(jax.devices())), PlanMismatchError, "mesh data=2,tensor=4, not for data=8"),
+        (lambda: MADE.on(OTHER.mesh.build(jax.devices())), PlanMismatchError, r"types \(Auto, Auto\), this one \(Exp"),
+        (lambda: MADE["ww"], UnknownPathError, r"the plan has no leaf `ww`; did you mean `w`\?"),
+        (lambda: JOINED["a/b/c"], UnknownPathError, "several leaves have the path `a/b/c`"),
+        (lambda: sfx.shard(TREE, MADE), PlanMismatchError, r"has no devices; use `plan.on\(plan.mesh.build"),
         (lambda: ShardPlan.join(a=ON, b=MADE), PlanMismatchError, r"\(\[0, 1, .*, 7\] and none\).*`plan.off\(\)`"),
         (lambda: ruled(P("data"), TWICE), RuleError, "two arrays of the tree have the path `a/b`"),
         (lambda: sfx.follow(lambda _: TWICE, MADE), RuleError, "two arrays of the tree have the path `a/b`"),

@@ -1,5 +1,7 @@
 """Small random weights under the real names of published checkpoints, and what NumPy makes of them."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -116,147 +118,30 @@ def close(found: dict[str, Any], expected: dict[str, np.ndarray], rtol: float = 
         np.testing.assert_allclose(found[path], array, rtol=rtol, atol=atol, err_msg=path)
 
 
-# By hand: per path of the stacked tree the name in the checkpoint, and what NumPy does with one layer of it.
-
-
-def _by_hand(text):
-    """Rows of a path, a name and at most one letter: T for turned, 0 to 2 for a third of the columns."""
-    changes = {"": lambda x: x, "T": np.transpose} | {str(i): lambda x, i=i: np.split(x, 3, -1)[i] for i in range(3)}
-    rows = [[*line.split(), ""] for line in text.strip().splitlines()]
-    return {path: (name, changes[change]) for path, name, change, *_ in rows}
-
-
-_ATTENTION = _by_hand("""
-attention_norm/scale  input_layernorm.weight
-attention/query       self_attn.q_proj.weight  T
-attention/key         self_attn.k_proj.weight  T
-attention/value       self_attn.v_proj.weight  T
-attention/out         self_attn.o_proj.weight  T
-""")
-_MLP = _by_hand("""
-mlp/gate  mlp.gate_proj.weight  T
-mlp/up    mlp.up_proj.weight    T
-mlp/down  mlp.down_proj.weight  T
-""")
-_TWO_NORMS = _by_hand("mlp_norm/scale  post_attention_layernorm.weight")
-_FOUR_NORMS = _by_hand("""
-attention_post_norm/scale  post_attention_layernorm.weight
-mlp_norm/scale             pre_feedforward_layernorm.weight
-mlp_post_norm/scale        post_feedforward_layernorm.weight
-""")
-_QK_NORMS = _by_hand("""
-attention/query_norm  self_attn.q_norm.weight
-attention/key_norm    self_attn.k_norm.weight
-""")
-_BIASES = _by_hand("""
-attention/query_bias  self_attn.q_proj.bias
-attention/key_bias    self_attn.k_proj.bias
-attention/value_bias  self_attn.v_proj.bias
-""")
-
-
-def _experts(prefix, gate, up, down):
-    return _by_hand(f"""
-    mlp/router        {prefix}gate.weight                 T
-    mlp/experts/gate  {prefix}experts.{{e}}.{gate}.weight  T
-    mlp/experts/up    {prefix}experts.{{e}}.{up}.weight    T
-    mlp/experts/down  {prefix}experts.{{e}}.{down}.weight  T
-    """)
-
-
-_MIXTRAL = _experts("block_sparse_moe.", "w1", "w3", "w2")
-_ROUTED = _experts("mlp.", "gate_proj", "up_proj", "down_proj")
-_LATENT = _TWO_NORMS | _by_hand("""
-attention_norm/scale  input_layernorm.weight
-attention/kv_a        self_attn.kv_a_proj_with_mqa.weight  T
-attention/kv_a_norm   self_attn.kv_a_layernorm.weight
-attention/kv_b        self_attn.kv_b_proj.weight           T
-attention/out         self_attn.o_proj.weight              T
-""")
-_SHARED = _by_hand("""
-mlp/shared/gate  mlp.shared_experts.gate_proj.weight  T
-mlp/shared/up    mlp.shared_experts.up_proj.weight    T
-mlp/shared/down  mlp.shared_experts.down_proj.weight  T
-""")
-_V2 = _LATENT | _by_hand("attention/query  self_attn.q_proj.weight  T")
-_V3 = _LATENT | _by_hand("""
-attention/query_a       self_attn.q_a_proj.weight       T
-attention/query_a_norm  self_attn.q_a_layernorm.weight
-attention/query_b       self_attn.q_b_proj.weight       T
-""")
-_SCORES = _by_hand("mlp/router_bias  mlp.gate.e_score_correction_bias")
-_GPT2 = _by_hand("""
-attention_norm/scale  ln_1.weight
-attention_norm/bias   ln_1.bias
-mlp_norm/scale        ln_2.weight
-mlp_norm/bias         ln_2.bias
-attention/query       attn.c_attn.weight  0
-attention/key         attn.c_attn.weight  1
-attention/value       attn.c_attn.weight  2
-attention/query_bias  attn.c_attn.bias    0
-attention/key_bias    attn.c_attn.bias    1
-attention/value_bias  attn.c_attn.bias    2
-attention/out         attn.c_proj.weight
-attention/out_bias    attn.c_proj.bias
-mlp/up                mlp.c_fc.weight
-mlp/up_bias           mlp.c_fc.bias
-mlp/down              mlp.c_proj.weight
-mlp/down_bias         mlp.c_proj.bias
-""")
-_BERT = _by_hand("""
-attention/query       attention.self.query.weight   T
-attention/key         attention.self.key.weight     T
-attention/value       attention.self.value.weight   T
-attention/query_bias  attention.self.query.bias
-attention/key_bias    attention.self.key.bias
-attention/value_bias  attention.self.value.bias
-attention/out         attention.output.dense.weight  T
-attention/out_bias    attention.output.dense.bias
-mlp/up                intermediate.dense.weight      T
-mlp/up_bias           intermediate.dense.bias
-mlp/down              output.dense.weight            T
-mlp/down_bias         output.dense.bias
-attention_norm/scale  attention.output.LayerNorm.weight
-attention_norm/bias   attention.output.LayerNorm.bias
-mlp_norm/scale        output.LayerNorm.weight
-mlp_norm/bias         output.LayerNorm.bias
-""")
-_LLAMA = _ATTENTION | _TWO_NORMS | _MLP
-_IN_LAYERS = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "mixtral": _ATTENTION | _TWO_NORMS | _MIXTRAL,
-    "qwen2": _LLAMA | _BIASES,
-    "qwen3": _LLAMA | _QK_NORMS,
-    "qwen3_moe": _ATTENTION | _TWO_NORMS | _QK_NORMS | _ROUTED,
-    "gemma": _LLAMA,
-    "gemma2": _ATTENTION | _FOUR_NORMS | _MLP,
-    "gemma3": _ATTENTION | _FOUR_NORMS | _MLP | _QK_NORMS,
-    "gemma3_text": _ATTENTION | _FOUR_NORMS | _MLP | _QK_NORMS,
-    "gpt2": _GPT2,
-    "bert": _BERT,
-}
-_STACKS = {
-    "deepseek_v2": {"dense_layers": (0, 1, _V2 | _MLP), "moe_layers": (1, 5, _V2 | _ROUTED | _SHARED)},
-    "deepseek_v3": {"dense_layers": (0, 3, _V3 | _MLP), "moe_layers": (3, 5, _V3 | _ROUTED | _SHARED | _SCORES)},
-}
+# By hand: per path of the stacked tree the name in the checkpoint, and what NumPy does with one layer of it: T turns
+# it, and a number takes one of three parts of its columns.
+_STACKED = json.loads((Path(__file__).parents[1] / "data" / "stacked_names.json").read_text())
 
 
 def stacked_by_hand(family: str, files: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The stacked tree of a checkpoint, with loops over layers and experts."""
     before, layers = _prefixes(family)
     found = _ends(family, files, before)
-    for stack, (start, stop, rows) in _STACKS.get(family, {"layers": (0, 3, _IN_LAYERS.get(family, {}))}).items():
-        for path, (name, change) in rows.items():
-            one = [_layer(files, f"{before}{layers}.{i}.{name}", change) for i in range(start, stop)]
+    for stack, start, stop, groups in _STACKED["stacks"][family]:
+        rows = {path: name for group in groups for path, name in _STACKED["rows"][group].items()}
+        for path, name in rows.items():
+            one = [_layer(files, f"{before}{layers}.{i}.{name}") for i in range(start, stop)]
             found[f"{stack}/{path}"] = np.stack(one)
     return found
 
 
-def _layer(files, name, change):
-    if "{e}" not in name:
-        return change(files[name])
-    return np.stack([change(files[name.replace("{e}", str(number))]) for number in range(4)])
+def _layer(files: dict[str, np.ndarray], row: str) -> np.ndarray:
+    if "{e}" in row:
+        return np.stack([_layer(files, row.replace("{e}", str(number))) for number in range(4)])
+    name, _, change = row.partition(" ")
+    if change == "T":
+        return files[name].T
+    return np.split(files[name], 3, -1)[int(change)] if change else files[name]
 
 
 def _prefixes(family):

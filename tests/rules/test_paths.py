@@ -22,6 +22,8 @@ def test_rules_are_values():
     make = lambda: PathRules([("a", P("x", None)), ("b", ("embed", atomic("kv", 4))), ("c", fsdp("x") | fsdp("y"))])
     assert make() == make() and hash(make()) == hash(make())
     assert make() != PathRules([("a", P("x"))])
+    declared = PathRules([("w", P())], axes=("pod",)).prepend([("b", P())]).extend([("c", P())])
+    assert declared == PathRules([("b", P()), ("w", P()), ("c", P())], axes=["pod"])
     assert PathRules({"mlp": P("x"), ".*": None}) == PathRules([("mlp", P("x")), (".*", None)])
 
 

@@ -78,7 +78,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plans:
+class DemoPlans:
     """The plans of all that a training step takes."""
 
     model: ShardPlan
@@ -100,11 +100,11 @@ def make_optimizer(run: Run) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
 
 
-def make_plans(mesh: Any, run: Run) -> Plans:
+def make_plans(mesh: Any, run: Run) -> DemoPlans:
     """Plans everything from shapes alone; `mesh` may be a MeshSpec, or a Mesh if arrays are to follow."""
     model = plan(eqx.filter_eval_shape(Transformer, key=_key_struct()), mesh, axes=AXIS_RULES)
     text = jax.ShapeDtypeStruct((run.batch_size, run.length + 1), jnp.int32)
-    return Plans(
+    return DemoPlans(
         model=model,
         optimizer=follow(make_optimizer(run).init, model),
         batch=plan(text, mesh, names=("batch", "sequence"), axes=AXIS_RULES),
@@ -124,7 +124,7 @@ def make_step(optimizer: optax.GradientTransformation, model_plan: ShardPlan | N
     return train_step
 
 
-def start_sharded(plans: Plans, run: Run) -> tuple[Any, Transformer, optax.OptState]:
+def start_sharded(plans: DemoPlans, run: Run) -> tuple[Any, Transformer, optax.OptState]:
     """The jitted step, and model and optimizer state, each array made in the shards that its plan says."""
     optimizer = make_optimizer(run)
     init = filter_jit(_init_model, out_shardings=plans.model)
@@ -245,7 +245,7 @@ def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None 
     return curves_agree and bool(checked)
 
 
-def _others(plans: Plans) -> str:
+def _others(plans: DemoPlans) -> str:
     share, batch = plans.optimizer.bytes_per_device, plans.batch.leaves[0]
     return (
         f"The optimizer's state follows it: {len(plans.optimizer.leaves)} arrays, {share:,} bytes per device.\n"
@@ -253,7 +253,7 @@ def _others(plans: Plans) -> str:
     )
 
 
-def _placed(plans: Plans, started: tuple[object, ...]) -> str:
+def _placed(plans: DemoPlans, started: tuple[object, ...]) -> str:
     _, model, state = started
     wrong = [*misplaced(model, plans.model), *misplaced(state, plans.optimizer)]
     return (

@@ -25,7 +25,7 @@ from .exchange import (
     AXIS,
     Block,
     Exchange,
-    Form,
+    PieceForm,
     Round,
     blocks,
     cut_out,
@@ -35,15 +35,15 @@ from .exchange import (
     sent_dtype,
     sharding_of,
 )
-from .host import Shards, coming
-from .work import Scaled, Work
+from .host import LocalShards, coming
+from .work import ScaledArray, Work
 
 
 # Of each round: how many elements a device sends, and who sends to whom.
 Parcel = tuple[int, tuple[tuple[int, int], ...]]
 
 
-def elements_of(form: Form) -> int:
+def elements_of(form: PieceForm) -> int:
     """How many elements of a piece are sent: of what repeats, one."""
     return math.prod(count for _, own in form.source for count, _ in own)
 
@@ -181,7 +181,7 @@ class Means:
     limit_bytes: int | None
     most_bytes: int
     pool: ThreadPoolExecutor | None
-    shards: Shards
+    shards: LocalShards
     joined_up: Joined = dataclasses.field(default_factory=dict)
     begun: list[jax.Array] = dataclasses.field(default_factory=list)
     begun_bytes: int = 0
@@ -395,7 +395,7 @@ def _nothing(path: str, box: Box) -> np.ndarray:
     raise AssertionError(path)
 
 
-def _scaled(one: Scaled, x: jax.Array, by: jax.Array, move: Carry | None) -> jax.Array:
+def _scaled(one: ScaledArray, x: jax.Array, by: jax.Array, move: Carry | None) -> jax.Array:
     """An array times its scales, where it lies."""
     assert move is not None
     sharding = x.sharding

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..._convert import (
     NOWHERE,
-    Counted,
+    Arithmetic,
     Factor,
     Made,
     Piece,
@@ -148,7 +148,7 @@ class Senders:
         return device
 
 
-class Shards:
+class ShardGrid:
     """Who holds which box of an array. The boxes form a grid, as they do under every JAX sharding.
 
     **Arguments:**
@@ -205,7 +205,7 @@ def cuts_of(
     The Cuts.
     """
     sent = dict(sent_before)
-    shards = {id(held): Shards(*held, process_of, sent) for held in sources.values()}
+    shards = {id(held): ShardGrid(*held, process_of, sent) for held in sources.values()}
     found: list[tuple[Cut, Senders | None]] = []
     missing: dict[Box, None] = {}
     known: dict[object, list[tuple[Cut, Senders]]] = {}
@@ -241,7 +241,7 @@ def _choose(found: list[tuple[Cut, Senders | None]]) -> tuple[tuple[int, ...], .
     return tuple(replicas)
 
 
-def _cut(piece: Piece, box: Box, source: Shards, missing: dict[Box, None]) -> Iterator[tuple[Cut, Senders]]:
+def _cut(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) -> Iterator[tuple[Cut, Senders]]:
     """What of a piece lies in a box, by shards of the source; adds what nobody holds to `missing`."""
     sent, widest = sent_bits(piece.value, source.dtype), _widest_bits(piece.value, source.dtype)
     for part in within(piece, box):
@@ -267,7 +267,7 @@ def first_casts(casts: Sequence[object], dtype: object) -> int:
     """How many casts of numbers come before they are sent: those up to the smallest dtype that they have."""
     sizes = [bits(dtype)]
     for to in casts:
-        sizes.append(sizes[-1] if isinstance(to, Counted) else bits(to))
+        sizes.append(sizes[-1] if isinstance(to, Arithmetic) else bits(to))
     return sizes.index(min(sizes))
 
 

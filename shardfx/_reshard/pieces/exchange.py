@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..._convert import Form, changed, form_of, is_dense, ordered, put, taken
+from ..._convert import PieceForm, changed, form_of, is_dense, ordered, put, taken
 from ..steps.program import on_bits
 from .cuts import Cut, first_casts
 
@@ -35,7 +35,7 @@ class Round(NamedTuple):
     """
 
     number: int
-    form: Form
+    form: PieceForm
     pairs: tuple[tuple[int, int], ...]
     is_full: bool
 
@@ -74,7 +74,7 @@ def exchanges(
     - `most_bytes`: the most that the pieces of one program take together, as far as there is more than one round.
     - `homes`: per array that is read what all arrays of one program have in common, if they must.
     """
-    classes: dict[str, dict[tuple[Form, bool], list[Cut]]] = {}
+    classes: dict[str, dict[tuple[PieceForm, bool], list[Cut]]] = {}
     for cut in cuts:
         forms = classes.setdefault(str(cut.piece.value.path), {})
         forms.setdefault((form_of(cut.piece), cut.sender == cut.receiver), []).append(cut)
@@ -87,7 +87,7 @@ def exchanges(
     return [_exchange(group, count, receivers) for group in _groups(steps, most_bytes, homes)]
 
 
-Sending = tuple[str, Form, bool, Sequence[Cut]]
+Sending = tuple[str, PieceForm, bool, Sequence[Cut]]
 
 
 def _groups(
@@ -169,12 +169,12 @@ def _round(step: Round, out: jax.Array, block: jax.Array, place: jax.Array) -> j
     return put_in(step, out, piece, block.dtype, place)
 
 
-def sent_dtype(form: Form, dtype: object) -> Any:
+def sent_dtype(form: PieceForm, dtype: object) -> Any:
     """What the numbers of an array of a dtype are when they are sent."""
     return (dtype, *form.casts)[first_casts(form.casts, dtype)]
 
 
-def cut_out(form: Form, block: jax.Array, place: jax.Array) -> jax.Array:
+def cut_out(form: PieceForm, block: jax.Array, place: jax.Array) -> jax.Array:
     """A piece of a shard, as it is sent; a dimension per digit of the source."""
     piece = jax.lax.dynamic_slice(block, list(place[: len(form.source)]), [size for size, _ in form.source])
     piece = taken(piece, form.source)

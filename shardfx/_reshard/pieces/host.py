@@ -154,7 +154,7 @@ def _slices(piece: Piece) -> tuple[Any, Any] | None:
     return there, here
 
 
-class Shards:
+class LocalShards:
     """The shards of this process by path and number, each looked at once. A NumPy array is one shard, number -1.
 
     **Arguments:**
@@ -255,7 +255,7 @@ def coming(
     targets: Sequence[Box],
     fillings: Sequence[Filling],
     names: Sequence[str],
-    shards: Shards,
+    shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> There:
     """Begins to make an array in this process's memory from the shards of others.
@@ -317,7 +317,7 @@ def _sizes(box: Box) -> tuple[int, ...]:
 
 
 def _shared(
-    targets: Sequence[Box], fillings: Sequence[Filling], names: Sequence[str], shards: Shards, dtype: np.dtype
+    targets: Sequence[Box], fillings: Sequence[Filling], names: Sequence[str], shards: LocalShards, dtype: np.dtype
 ) -> list[np.ndarray] | None:
     """The new shards as parts of old ones, where that keeps no more memory than copies take."""
     if not all(one.is_part for one in fillings):
@@ -337,7 +337,7 @@ def put_together(
     wanted: jax.ShapeDtypeStruct,
     targets: Sequence[Box],
     fillings: Sequence[Filling],
-    shards: Shards,
+    shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
     """As `coming`, for one array that no map changes; each of its shards is deleted as soon as it was read."""
@@ -377,7 +377,9 @@ def _run_bytes(copy: Copy, itemsize: int) -> int:
 Views = tuple[np.ndarray, np.ndarray, int | None]
 
 
-def _views(pairs: Sequence[tuple[np.ndarray, Sequence[Copy]]], names: Sequence[str], shards: Shards) -> Iterator[Views]:
+def _views(
+    pairs: Sequence[tuple[np.ndarray, Sequence[Copy]]], names: Sequence[str], shards: LocalShards
+) -> Iterator[Views]:
     sources: dict[tuple[int, int], np.ndarray] = {}
     for buffer, copies in pairs:
         memory, kind = as_bytes(buffer), as_bits(buffer).dtype
@@ -427,7 +429,7 @@ def _copy_all(batch: Iterable[Views]) -> None:
             copy_along(target, source, dim)
 
 
-def _fill_other(buffer: np.ndarray, cut: Cut, shards: Shards) -> None:
+def _fill_other(buffer: np.ndarray, cut: Cut, shards: LocalShards) -> None:
     piece = cut.piece
     if piece.value.path is not None and piece.value.scale is None:
         write(target_view(buffer, piece), source_view(shards.typed(piece.value.path, cut.sender), piece), piece)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ..._convert import (
-    Counted,
+    Arithmetic,
     Made,
     Piece,
     Scale,
@@ -62,7 +62,7 @@ def leaves_of_plan(plan: ShardPlan) -> list[MovedLeaf]:
     return [MovedLeaf(path, row.shape, row.dtype, sharding, mesh) for path, row, sharding in found]
 
 
-class Scaled(NamedTuple):
+class ScaledArray(NamedTuple):
     """An array times its scales, made before it moves."""
 
     name: str
@@ -100,7 +100,7 @@ class Work:
     dtype: Any
     made: Made
     sources: tuple[str, ...]
-    scaled: tuple[Scaled, ...] = ()
+    scaled: tuple[ScaledArray, ...] = ()
     cuts: Cuts = Cuts(())
     devices: tuple[Any, ...] = ()
     target_devices: tuple[Any, ...] = ()
@@ -473,19 +473,19 @@ def _ordered(end: Sharding) -> list[Any]:
     return sorted(end.device_set, key=lambda device: device.id)
 
 
-def _scaled_first(made: Made) -> tuple[Made, tuple[Scaled, ...]]:
+def _scaled_first(made: Made) -> tuple[Made, tuple[ScaledArray, ...]]:
     """A leaf whose scaled source is an array of its own, made before the leaf."""
-    scaled: dict[object, Scaled] = {}
+    scaled: dict[object, ScaledArray] = {}
     pieces = []
     for piece in made.pieces:
         value = piece.value
         if value.scale is not None:
             assert value.path is not None
             to, casts = jnp.dtype("float32"), value.casts
-            if casts and not isinstance(casts[0], Counted):
+            if casts and not isinstance(casts[0], Arithmetic):
                 to, casts = casts[0], casts[1:]
             name = f"{value.path} * {value.scale.path} in {to}"
-            scaled[name] = Scaled(name, value.path, value.scale, to)
+            scaled[name] = ScaledArray(name, value.path, value.scale, to)
             value = Value(name, None, None, casts)
         pieces.append(piece._replace(value=value))
     return Made(made.shape, made.dtype, tuple(pieces)), tuple(scaled.values())

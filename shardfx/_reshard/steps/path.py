@@ -26,7 +26,7 @@ class PathStep(NamedTuple):
 
     **Arguments:**
 
-    - `kind`: what it is; see `Step`.
+    - `kind`: what it is; see `MoveStep`.
     - `source`, `target`: the layouts before and after.
     - `wire_share`: all that enters.
     - `dcn_share`: the part of it that comes from other slices.

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..._convert import NOWHERE, Counted, Factor, Piece, Scale, Struct, Value, dense, dtypes_of, hull, swapped
+from ..._convert import NOWHERE, Arithmetic, Factor, Piece, Scale, Struct, Value, dense, dtypes_of, hull, swapped
 from ..._ground.errors import PlanFormatError
 from ..._plan import decode_dtype
 from .planning import form_of, sent_of
-from .transfer import BUFFER, FORM, PLACE, PROCESS, Buffer, Form, Kind, SentLeaf, TransferPlan
+from .transfer import BUFFER, FORM, PLACE, PROCESS, Buffer, SentLeaf, TransferKind, TransferPlan, WireForm
 
 
 _VERSION = 1
@@ -85,18 +85,20 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _form_data(form: Form) -> list[object]:
+def _form_data(form: WireForm) -> list[object]:
     value = form.value
-    casts = [list(to) if isinstance(to, Counted) else str(np.dtype(to)) for to in value.casts]
+    casts = [list(to) if isinstance(to, Arithmetic) else str(np.dtype(to)) for to in value.casts]
     scales = None if form.scales is None else str(form.scales)
     own = [value.path, value.number, value.scale, casts]
     return [own, form.factors, form.rank, form.casts, str(form.sent), scales]
 
 
-def _form(data: Any) -> Form:
+def _form(data: Any) -> WireForm:
     value, factors, rank, casts, sent, scales = data
     made = tuple([_factor(*one) for one in factors])
-    return Form(_value(value), made, _int(rank), _int(casts), _dtype(sent), None if scales is None else _dtype(scales))
+    return WireForm(
+        _value(value), made, _int(rank), _int(casts), _dtype(sent), None if scales is None else _dtype(scales)
+    )
 
 
 def _value(data: Any) -> Value:
@@ -108,10 +110,10 @@ def _value(data: Any) -> Value:
     return Value(None if path is None else _text(path), number, made, tuple(read))
 
 
-def _counted(sign: Any, number: Any) -> Counted:
+def _counted(sign: Any, number: Any) -> Arithmetic:
     if sign not in ("*", "/", "+", "-") or not isinstance(number, int | float):
         raise ValueError(f"arithmetic {sign!r:.20} {number!r:.20}")
-    return Counted(sign, number)
+    return Arithmetic(sign, number)
 
 
 def _dtype(name: Any) -> np.dtype:
@@ -150,7 +152,7 @@ def _read(data: Any) -> TransferPlan:
     return TransferPlan(_text(data["settings"]), *ends, only, _int(data["limit_bytes"], 1), sources, kinds, leaves)
 
 
-def _kind(data: Any, dims: int) -> Kind:
+def _kind(data: Any, dims: int) -> TransferKind:
     buffers = tuple(
         Buffer(_int(process), _ints(devices), tuple((_int(a), _int(b)) for a, b in box))
         for process, devices, box in data["buffers"]
@@ -166,7 +168,7 @@ def _kind(data: Any, dims: int) -> Kind:
     within = rows[:, BUFFER:] >= 0
     if not within.all() or (rows[:, BUFFER] >= len(buffers)).any() or (rows[:, FORM] >= len(forms)).any():
         raise ValueError("pieces of no buffer or no form")
-    return Kind(tuple(map(_text, data["names"])), rank, buffers, forms, rows)
+    return TransferKind(tuple(map(_text, data["names"])), rank, buffers, forms, rows)
 
 
 def _factor(size: Any, source_dim: Any, source_step: Any, target_dim: Any, target_step: Any) -> Factor:
@@ -191,7 +193,7 @@ def _check(plan: TransferPlan) -> None:
             _check_kind(plan, leaf, kind)
 
 
-def _check_kind(plan: TransferPlan, leaf: SentLeaf, kind: Kind) -> None:
+def _check_kind(plan: TransferPlan, leaf: SentLeaf, kind: TransferKind) -> None:
     sources = {name: plan.sources[own] for name, own in zip(kind.names, leaf.names, strict=True)}
     wanted = sorted(process for process in plan.receivers if plan.receiver in (None, process))
     given = sorted((buffer.process, device) for buffer in kind.buffers for device in buffer.devices)
@@ -218,7 +220,7 @@ def _check_kind(plan: TransferPlan, leaf: SentLeaf, kind: Kind) -> None:
         raise ValueError(f"leaf `{leaf.path}`: the elements of its shards are not each written once")
 
 
-def _check_source(leaf: SentLeaf, form: Form, sources: Mapping[str, Struct], places: np.ndarray) -> None:
+def _check_source(leaf: SentLeaf, form: WireForm, sources: Mapping[str, Struct], places: np.ndarray) -> None:
     value = form.value
     source = sources[value.path or ""]
     shape, dtype = source.shape, source.dtype
@@ -240,7 +242,7 @@ def _fits(piece: Piece, shape: Sequence[int]) -> bool:
     return all(high <= size for (_, high), size in zip(hull(piece), shape, strict=True))
 
 
-def _is_covered(kind: Kind, rank: int) -> bool:
+def _is_covered(kind: TransferKind, rank: int) -> bool:
     """Whether pieces write each element of each buffer exactly once.
 
     Boxes add up to a box, each element once, where their corners do: each corner counts 1, or -1 if an odd number of

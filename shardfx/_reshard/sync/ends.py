@@ -20,10 +20,10 @@ from ..._ground.boxes import array_of, boxes_here
 from ..._ground.copying import buffers
 from ..._ground.errors import PlanMismatchError, SyncError
 from ..._plan import ShardPlan, encode_dtype
-from ..pieces.host import Shards, as_bytes
+from ..pieces.host import LocalShards, as_bytes
 from ..pieces.work import leaves_of_plan
-from .transfer import Step, Transfer, TransferPlan
-from .wire import Span, land, pack, received_at, sent_from
+from .transfer import SentPiece, Transfer, TransferPlan
+from .wire import ShardBytes, land, pack, received_at, sent_from
 
 
 @runtime_checkable
@@ -65,11 +65,11 @@ def send(
     - `revision`: the number of the arrays.
     - `sender`, `receiver`: the two processes.
     """
-    shards = Shards(arrays)
+    shards = LocalShards(arrays)
     for number, steps in enumerate(_outgoing(plan, shards, sender, receiver)):
         slots, pieces = _slots(steps), []
         for one in steps:
-            if isinstance(one, Span):
+            if isinstance(one, ShardBytes):
                 pieces.append(as_bytes(shards.typed(str(one.array), one.shard))[one.start : one.stop])
             else:
                 pieces.append(next(slots))
@@ -102,7 +102,7 @@ def receive(
     spare = _Spare(plan, dst, receiver, it.chain.from_iterable(it.chain.from_iterable(rounds.values())))
     for steps in rounds.pop(-1):
         for step in steps:
-            assert isinstance(step, Step)
+            assert isinstance(step, SentPiece)
             with np.errstate(over="ignore", invalid="ignore"):
                 for one in step.places:
                     target_view(spare.memory(step.leaf, one.buffer), one.piece)[...] = constant(one.piece)
@@ -127,30 +127,30 @@ def receive(
     return spare.arrays(), revisions.pop()
 
 
-def _get(channel: Channel, number: int, steps: Sequence[Span | Step], spare: "_Spare") -> None:
+def _get(channel: Channel, number: int, steps: Sequence[ShardBytes | SentPiece], spare: "_Spare") -> None:
     slots = _slots(steps)
-    memories = [spare.bytes_of(one) if isinstance(one, Span) else next(slots) for one in steps]
+    memories = [spare.bytes_of(one) if isinstance(one, ShardBytes) else next(slots) for one in steps]
     channel.get(number, memories)
     for one, memory in zip(steps, memories, strict=True):
-        if isinstance(one, Step):
+        if isinstance(one, SentPiece):
             land(one, memory, ft.partial(spare.memory, one.leaf))
         spare.wrote(_leaf(one))
 
 
-def _slots(steps: Sequence[Span | Step]) -> Iterator[np.ndarray]:
+def _slots(steps: Sequence[ShardBytes | SentPiece]) -> Iterator[np.ndarray]:
     """Memory for the pieces of a round that do not lie in a shard as they are sent."""
-    sizes = [one.places[0].bytes for one in steps if isinstance(one, Step)]
+    sizes = [one.places[0].bytes for one in steps if isinstance(one, SentPiece)]
     return iter(buffers([((size,), np.dtype(np.uint8)) for size in sizes]))
 
 
-def _leaf(one: Span | Step) -> int:
-    return one.leaf if isinstance(one, Step) else int(one.array)
+def _leaf(one: ShardBytes | SentPiece) -> int:
+    return one.leaf if isinstance(one, SentPiece) else int(one.array)
 
 
-Rounds = list[list[Span | Step]]
+Rounds = list[list[ShardBytes | SentPiece]]
 
 
-def _outgoing(plan: TransferPlan, shards: Shards, sender: int, receiver: int) -> Rounds:
+def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: int) -> Rounds:
     """The rounds of a lane, with what lies in one shard as it is sent; worked out again if arrays lie otherwise."""
     key = "out", sender, receiver
     shardings, rounds = cast("tuple[dict[str, object], Rounds]", plan.known.get(key, ({}, [])))
@@ -163,12 +163,12 @@ def _outgoing(plan: TransferPlan, shards: Shards, sender: int, receiver: int) ->
     return rounds
 
 
-def _held(shards: Shards, one: Transfer) -> Span | None:
+def _held(shards: LocalShards, one: Transfer) -> ShardBytes | None:
     """A piece that lies in a shard as it is sent."""
     path = one.form.value.path or ""
     number = shards.with_all(path, hull(swapped(one.piece)))
     found = None if number is None else sent_from(one, shards.boxes(path)[number])
-    return None if number is None or found is None else Span(path, number, *found)
+    return None if number is None or found is None else ShardBytes(path, number, *found)
 
 
 def _incoming(plan: TransferPlan, sender: int, receiver: int) -> Rounds:
@@ -178,11 +178,11 @@ def _incoming(plan: TransferPlan, sender: int, receiver: int) -> Rounds:
     return cast("Rounds", plan.known[key])
 
 
-def _span(plan: TransferPlan, step: Step) -> Span | None:
+def _span(plan: TransferPlan, step: SentPiece) -> ShardBytes | None:
     leaf, (one, *more) = plan.leaves[step.leaf], step.places
     sizes = [stop - start for start, stop in plan.kinds[leaf.kind].buffers[one.buffer].box]
     found = received_at(one, sizes, leaf.dtype) if not more and one.process >= 0 else None
-    return None if found is None else Span(step.leaf, one.buffer, *found)
+    return None if found is None else ShardBytes(step.leaf, one.buffer, *found)
 
 
 class _Spare:
@@ -196,7 +196,7 @@ class _Spare:
     - `steps`: all that will be written.
     """
 
-    def __init__(self, plan: TransferPlan, dst: ShardPlan, receiver: int, steps: Iterable[Span | Step]):
+    def __init__(self, plan: TransferPlan, dst: ShardPlan, receiver: int, steps: Iterable[ShardBytes | SentPiece]):
         self._plan, self._receiver, self._lock = plan, receiver, threading.Lock()
         self._blocks = cast("_Blocks", plan.known.setdefault(("memory", receiver), _Blocks()))
         self._planned = {leaf.path: (leaf.dtype, leaf.sharding) for leaf in leaves_of_plan(dst)}
@@ -222,7 +222,7 @@ class _Spare:
                 self._allocate(leaf)
             return self._memory[leaf][buffer]
 
-    def bytes_of(self, span: Span) -> np.ndarray:
+    def bytes_of(self, span: ShardBytes) -> np.ndarray:
         """A part of a leaf's buffer, as bytes."""
         leaf, buffer, start, stop = span
         if (own := self._bytes.get((leaf, buffer))) is None:  # pyright: ignore[reportArgumentType]

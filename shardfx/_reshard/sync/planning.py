@@ -31,7 +31,7 @@ from ..._plan import ShardPlan
 from ..destinations import data_of
 from ..pieces.cuts import Cut, cuts_of, first_casts, sent_bits, smaller
 from ..pieces.work import MovedLeaf, device_boxes, kind_of, leaves_of_plan
-from .transfer import BUFFER, PLACE, Buffer, Form, Kind, SentLeaf, TransferPlan, hash_of
+from .transfer import BUFFER, PLACE, Buffer, SentLeaf, TransferKind, TransferPlan, WireForm, hash_of
 
 
 Processes = int | Sequence[int]
@@ -75,7 +75,7 @@ def plan_transfer(
     there = {path: Struct(leaf.shape, leaf.dtype) for path, leaf in targets.items()}
     made = bound(TreeMap({"{path*}": "{path*}"}) if map is None else map, here, there)
     numbers: dict[object, int] = {}
-    kinds: list[Kind] = []
+    kinds: list[TransferKind] = []
     leaves = []
     for path, target in targets.items():
         shape, dtype = data_of(target.shape, target.dtype)
@@ -136,13 +136,13 @@ def sent_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Sent:
     return Sent(value, value.path, _FLOAT32, value.casts, None)
 
 
-def form_of(one: Sent | None, piece: Piece, rank: int, dtype: np.dtype) -> Form:
+def form_of(one: Sent | None, piece: Piece, rank: int, dtype: np.dtype) -> WireForm:
     """The form of a piece: of what is sent, or of a constant."""
     if one is None:
-        return Form(piece.value, piece.factors, 0, 0, dtype, None)
+        return WireForm(piece.value, piece.factors, 0, 0, dtype, None)
     count = first_casts(one.casts, one.dtype)
     sent = np.dtype([one.dtype, *dtypes_of(one.casts[:count])][-1])
-    return Form(one.value, piece.factors, rank, count, sent, one.scales)
+    return WireForm(one.value, piece.factors, rank, count, sent, one.scales)
 
 
 class _Jobs(NamedTuple):
@@ -154,7 +154,7 @@ class _Jobs(NamedTuple):
     limit_bytes: int
 
 
-def _kind(target: MovedLeaf, pieces: tuple[Piece, ...], sources: Mapping[str, MovedLeaf], jobs: _Jobs) -> Kind:
+def _kind(target: MovedLeaf, pieces: tuple[Piece, ...], sources: Mapping[str, MovedLeaf], jobs: _Jobs) -> TransferKind:
     locals_there = _local(jobs.receivers)
     devices: dict[tuple[int, Box], list[int]] = {}
     for at, box in enumerate(device_boxes(target).values()):
@@ -179,7 +179,7 @@ def _kind(target: MovedLeaf, pieces: tuple[Piece, ...], sources: Mapping[str, Mo
             for (name, boxes), pick in zip(held.items(), picks, strict=True)
         }
         _add(table, made, read, holders, [(number, buffers[number].box) for number in group], jobs)
-    return Kind(tuple(sources), rank, buffers, tuple(table.forms), table.rows(len(made.shape)))
+    return TransferKind(tuple(sources), rank, buffers, tuple(table.forms), table.rows(len(made.shape)))
 
 
 def _add(
@@ -219,7 +219,7 @@ class _Table:
     """Pieces as rows of whole numbers, and the forms that they have in common."""
 
     def __init__(self, rank: int, dtype: np.dtype):
-        self.forms: list[Form] = []
+        self.forms: list[WireForm] = []
         self._rank, self._dtype = rank, dtype
         self._numbers: dict[tuple[Value, tuple[Factor, ...]], int] = {}
         self._rows: list[int] = []

@@ -22,7 +22,7 @@ class Buffer(NamedTuple):
     box: Box
 
 
-class Form(NamedTuple):
+class WireForm(NamedTuple):
     """What pieces have in common that differ in their place alone.
 
     **Arguments:**
@@ -56,7 +56,7 @@ class Transfer(NamedTuple):
     process: int
     device: int
     buffer: int
-    form: Form
+    form: WireForm
     source: tuple[int, ...]
     target: tuple[int, ...]
 
@@ -93,7 +93,7 @@ PROCESS, DEVICE, BUFFER, FORM, PLACE = range(5)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kind:
+class TransferKind:
     """What all leaves share that are made alike: only the names of their sources differ.
 
     **Arguments:**
@@ -108,7 +108,7 @@ class Kind:
     names: tuple[str, ...]
     rank: int
     buffers: tuple[Buffer, ...]
-    forms: tuple[Form, ...]
+    forms: tuple[WireForm, ...]
     rows: np.ndarray
 
     @ft.cached_property
@@ -145,7 +145,7 @@ class Kind:
         return [tuple(numbers) for numbers in found.values()]
 
 
-def _on_wire(form: Form) -> object:
+def _on_wire(form: WireForm) -> object:
     factors = [factor[:3] for factor in once(Piece(form.value, (), (), form.factors)).factors]
     return form.value, tuple(factors), form.casts, form.sent, form.scales
 
@@ -161,7 +161,7 @@ class SentLeaf(NamedTuple):
     names: tuple[str, ...]
 
 
-class Step(NamedTuple):
+class SentPiece(NamedTuple):
     """One piece on the wire: the leaf's number, and each place that it fills, with the leaf's own names."""
 
     leaf: int
@@ -188,7 +188,7 @@ class TransferPlan:
     receiver: int | None
     limit_bytes: int
     sources: Mapping[str, Struct]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TransferKind, ...]
     leaves: tuple[SentLeaf, ...]
 
     @ft.cached_property
@@ -207,14 +207,14 @@ class TransferPlan:
         own = [_wire_bytes(kind) for kind in self.kinds]
         return sum(own[leaf.kind] for leaf in self.leaves)
 
-    def rounds(self, sender: int, receiver: int) -> list[list[Step]]:
+    def rounds(self, sender: int, receiver: int) -> list[list[SentPiece]]:
         """What one process sends another, in rounds of at most `limit_bytes`, as far as pieces can be cut.
 
         Sender -1 is for constants.
         """
         own = [[tuple(map(kind.transfer, numbers)) for numbers in kind.sent(sender, receiver)] for kind in self.kinds]
         sizes = [[places[0].bytes for places in kind] for kind in own]
-        found: list[list[Step]] = []
+        found: list[list[SentPiece]] = []
         left = 0
         for number, leaf in enumerate(self.leaves):
             names = dict(zip(self.kinds[leaf.kind].names, leaf.names, strict=True))
@@ -222,7 +222,7 @@ class TransferPlan:
                 if not found or count > left:
                     found.append([])
                     left = self.limit_bytes
-                found[-1].append(Step(number, tuple([_named(one, names) for one in places])))
+                found[-1].append(SentPiece(number, tuple([_named(one, names) for one in places])))
                 left -= count
         return found
 
@@ -232,7 +232,7 @@ class TransferPlan:
         return sorted(found - {-1})
 
 
-def _wire_bytes(kind: Kind) -> int:
+def _wire_bytes(kind: TransferKind) -> int:
     rows = np.flatnonzero((kind.firsts == np.arange(len(kind.rows))) & (kind.rows[:, PROCESS] >= 0))
     total = 0
     for number, form in enumerate(kind.forms):

@@ -21,14 +21,14 @@ from ..._convert import (
 )
 from ..._ground.boxes import Box
 from ..._ground.spec import bits
-from .transfer import Step, Transfer
+from .transfer import SentPiece, Transfer
 
 
 # A leaf's memory by the number of its buffer.
 Memory = Callable[[int], np.ndarray]
 
 
-class Span(NamedTuple):
+class ShardBytes(NamedTuple):
     """A piece that lies in a shard as it is sent: the array, the shard's number, and from which byte to which.
 
     The sender knows its arrays by path, the receiver by number.
@@ -94,7 +94,7 @@ def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
         )
 
 
-def land(step: Step, memory: np.ndarray, there: Memory) -> None:
+def land(step: SentPiece, memory: np.ndarray, there: Memory) -> None:
     """Writes a piece that was received to each of its places.
 
     **Arguments:**

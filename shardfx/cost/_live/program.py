@@ -114,10 +114,10 @@ def reached(begun: Iterable[_T], onward: Callable[[_T], Iterable[_T]]) -> Iterat
 
 def program_of(module: HloModule) -> OpenedProgram:
     """The operations of a module."""
-    return _Reader(module).program()
+    return _Opener(module).program()
 
 
-class _Reader:
+class _Opener:
     def __init__(self, module: HloModule):
         self.module = module
         self.buffers: list[Array] = []

@@ -218,7 +218,7 @@ def _change(source: Place, want: Place, sizes: Sizes) -> _Change:
     )
 
 
-class _Way:
+class _Route:
     """An expression on its way, and the axes that each of its dimensions is made of."""
 
     def __init__(self, made: From, dims: Sequence[Paths], sizes: Sizes):
@@ -275,7 +275,7 @@ def _taken(source: Place, want: Place, sizes: Sizes) -> From:
     if want.range is not None and not want.range.step:
         source = source._replace(in_path=tuple(axis for axis in source.in_path if axis != want.range.axis))
     change = _change(source, want, sizes)
-    way, order = _Way(made, source.dims, sizes), change.order
+    way, order = _Route(made, source.dims, sizes), change.order
     way.split(change.kept)
     for axis, index in change.taken.items():
         way.at(axis, index)

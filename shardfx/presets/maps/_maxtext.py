@@ -10,7 +10,7 @@ from ..._ground.errors import MapError
 from ._hugging_face import Config, hugging_face, text_config
 from ._layout import TreeLayout
 from ._places import Counted, Entry
-from ._targets import SCANNED, Stack, stacks_of
+from ._targets import SCANNED, LayerStack, stacks_of
 
 
 # In Gemma's blocks, where these have other names.
@@ -101,7 +101,7 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
     )
 
 
-def _scanned(config: Config) -> Iterator[tuple[Stack, str]]:
+def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
     """Each kind of weight, where its layers are stacked, and what ends the name of the block that it is in."""
     family = config["model_type"]
     for stack in stacks_of(config):
@@ -118,7 +118,7 @@ def _scanned(config: Config) -> Iterator[tuple[Stack, str]]:
             for at in range(_PATTERN if end else 0):
                 yield stack._replace(layers=f"layers/layers_{at}", axis=f"layers[{at}:{end}:{_PATTERN}]"), ""
             for at in range(end, count):
-                yield Stack(stack.kind, f"layers_remainder/layers_{at - end}", f"layers[{at}]"), ""
+                yield LayerStack(stack.kind, f"layers_remainder/layers_{at - end}", f"layers[{at}]"), ""
 
 
 def _as_kept(family: str, kind: str, text: str, sizes: Mapping[str, int]) -> Entry:

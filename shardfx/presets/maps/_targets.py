@@ -10,7 +10,7 @@ from ._layout import TreeLayout
 from ._places import Entry, Fused, Place, places_of
 
 
-class Stack(NamedTuple):
+class LayerStack(NamedTuple):
     """One array for a kind of weight: the name of its layers and their axis; empty for what is in no layer."""
 
     kind: str
@@ -220,7 +220,7 @@ def _experts(place: Place, name: str) -> str:
     return f"{place.path.partition('{experts}')[0]}{name}"
 
 
-def stacks_of(config: Config) -> Iterator[Stack]:
+def stacks_of(config: Config) -> Iterator[LayerStack]:
     """Each kind of weight of a model, and the stacks of layers in which it is."""
     theirs = hugging_face(config, ahead="drop")
     places = [place for path, entry in theirs.weights for place in places_of(path, entry)]
@@ -228,7 +228,7 @@ def stacks_of(config: Config) -> Iterator[Stack]:
     for place in places:
         axis = next((one for one in place.in_path if one.endswith("layers")), "")
         if axis == "layers" and dense:
-            yield Stack(place.kind, "dense_layers", f"layers[:{dense}]")
-            yield Stack(place.kind, "moe_layers", f"layers[{dense}:]")
+            yield LayerStack(place.kind, "dense_layers", f"layers[:{dense}]")
+            yield LayerStack(place.kind, "moe_layers", f"layers[{dense}:]")
         else:
-            yield Stack(place.kind, axis, axis)
+            yield LayerStack(place.kind, axis, axis)

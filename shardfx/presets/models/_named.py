@@ -19,7 +19,7 @@ from ..._rules import PathRules, optional, replicate
 from .._row_rules import rows_for_rules, rules_of
 from ..maps._families import Rows, rows_of, sight_of, with_experts_stacked
 from ..maps._places import Entry, Fused, Place, places_of
-from ._table import TABLE, Row
+from ._table import TABLE, ModelRow
 
 
 Tree = dict[str, Any]
@@ -128,7 +128,7 @@ def tree(name: str, *, dtype: DTypeLike = jnp.bfloat16, stack_experts: bool = Fa
     return tree_of(rows, sizes_of(form), dtype)
 
 
-def row_of(name: str) -> Row:
+def row_of(name: str) -> ModelRow:
     """The model's row in the table, or an error that names the nearest ones."""
     if name not in TABLE:
         near = difflib.get_close_matches(name.lower(), TABLE, n=3)
@@ -137,7 +137,7 @@ def row_of(name: str) -> Row:
     return TABLE[name]
 
 
-def _check_changes(name: str, row: Row, changes: Mapping[str, int]) -> None:
+def _check_changes(name: str, row: ModelRow, changes: Mapping[str, int]) -> None:
     known = {**row.config, **_OPTIONS.get(row.family, {})}
     for given, value in changes.items():
         if given not in known:

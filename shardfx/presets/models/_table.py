@@ -117,14 +117,14 @@ vit: heads head_dim layers hidden patch tokens
 """
 
 
-class Row(NamedTuple):
+class ModelRow(NamedTuple):
     """A model: its family's name, and what it differs in from the others."""
 
     family: str
     config: Mapping[str, int]
 
 
-def _rows() -> Iterator[tuple[str, Row]]:
+def _rows() -> Iterator[tuple[str, ModelRow]]:
     family, names, same = "", list[str](), dict[str, int | bool]()
     for line in _TEXT.strip().replace("\n+", "").splitlines():
         first, *words = line.split()
@@ -132,11 +132,11 @@ def _rows() -> Iterator[tuple[str, Row]]:
             family, names = first[:-1], [word for word in words if "=" not in word]
             same = {name: _number(text) for name, _, text in (word.partition("=") for word in words) if text}
         else:
-            yield first, Row(family, MappingProxyType(dict(zip(names, map(_number, words), strict=True)) | same))
+            yield first, ModelRow(family, MappingProxyType(dict(zip(names, map(_number, words), strict=True)) | same))
 
 
 def _number(text: str) -> int | bool:
     return text == "True" if text in ("True", "False") else int(text)
 
 
-TABLE: Final[Mapping[str, Row]] = MappingProxyType(dict(_rows()))
+TABLE: Final[Mapping[str, ModelRow]] = MappingProxyType(dict(_rows()))
