@@ -21,7 +21,7 @@ from .._ground.spec import (
     with_reductions,
 )
 from .._ground.text import plural
-from .._rules import Fsdp
+from .._rules import Strategy
 from ..topology import MeshSpec
 
 
@@ -254,7 +254,7 @@ def _reductions(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[Partitio
     return like, [reason(Code.absent, None, absent, what=f"axis {_names(absent)}")] if absent else []
 
 
-def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decision:
+def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> Decision:
     """Adds the axes of `strategy` to the dimension that nothing shards yet and that they cut furthest.
 
     Of several such dimensions it takes the largest. `spec` has been through [`shardfx.correct`][] already; axes that
@@ -265,7 +265,7 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decis
         return Decision(spec, found)
     used = {axis for entry in entries for axis in entry_axes(entry)}
     free, reasons = _free(strategy.axes, None, sizes, used)
-    open_dims = [dim for dim in range(len(entries)) if dim not in strategy.skip]
+    open_dims = strategy.open_dims(leaf.shape)
     if not free or (entries and not open_dims):
         return Decision(spec, tuple(reasons))
     dims = [dim for dim in open_dims if entries[dim] is None]
@@ -280,7 +280,7 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decis
     return Decision(trimmed(entries, spec), tuple(reasons))
 
 
-def widened(spec: PartitionSpec, leaf: Leaf, mesh: Axes, over: Fsdp) -> tuple[Decision, tuple[str, ...]]:
+def widened(spec: PartitionSpec, leaf: Leaf, mesh: Axes, over: Strategy) -> tuple[Decision, tuple[str, ...]]:
     """Adds the axes of `over` that `spec` does not use, on whichever dimension has room; and says which it added.
 
     Axes that do not fit on the dimension that they cut furthest go to the next. A dimension that is sharded is cut
@@ -296,7 +296,7 @@ def widened(spec: PartitionSpec, leaf: Leaf, mesh: Axes, over: Fsdp) -> tuple[De
     free = tuple(axis for axis in over.axes if sizes.get(axis, 1) > 1 and axis not in used)
     if free and (small := _too_small(leaf, free, over.min_bytes)):
         return Decision(spec, small), ()
-    dims, added = [dim for dim in range(len(shape)) if dim not in over.skip], ()
+    dims, added = over.open_dims(shape), ()
     while free and (found := _roomiest(free, entries, leaf, sizes, dims)):
         dim, more = found
         entries[dim] = (*entry_axes(entries[dim]), *more)

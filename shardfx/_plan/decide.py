@@ -16,10 +16,10 @@ from .._ground.tree import Flat
 from .._rules import (
     Atomic,
     AxisRules,
-    Fsdp,
     PathRules,
     Pipeline,
     Replicate,
+    Strategy,
     are_digit_blind,
     bare,
     check_once,
@@ -113,7 +113,7 @@ def asked_by_target(
     return asked._replace(strategies=skipping(asked.strategies, whole)) if asked.strategies and stacked else asked
 
 
-def skipping(strategies: tuple[Fsdp, ...], dims: Iterable[int]) -> tuple[Fsdp, ...]:
+def skipping(strategies: tuple[Strategy, ...], dims: Iterable[int]) -> tuple[Strategy, ...]:
     """The strategies, which leave these dimensions whole too."""
     return tuple(dataclasses.replace(step, skip=tuple(sorted({*step.skip, *dims}))) for step in strategies)
 
@@ -202,7 +202,7 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
     return result
 
 
-def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Fsdp) -> Request:
+def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Strategy) -> Request:
     """`request` with the axes of `over` that it does not use, on whichever dimension has room, as ZeRO does."""
     found, added = widened(request.spec, Leaf(shape, dtype, request.units), axes_of(mesh), over)
     request = request._replace(reasons=(*request.reasons, *found.reasons))

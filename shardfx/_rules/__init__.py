@@ -27,11 +27,13 @@ from .resolution import (
     unknown_names,
 )
 from .strategies import (
+    STRATEGIES,
     Atomic,
     Fsdp,
     Optional,
     Pipeline,
     Replicate,
+    Strategy,
     atomic,
     axes_of_target,
     bare,

@@ -17,7 +17,7 @@ from .._ground.errors import RuleError, check_type
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
 from .._ground.tree import flatten
 from .axis_rules import check_places, declared_axes, repeated
-from .strategies import Atomic, Fsdp, Optional, Pipeline, Replicate, bare, fsdp, pipeline, replicate
+from .strategies import STRATEGIES, Atomic, Optional, Pipeline, Replicate, Strategy, bare, pipeline, replicate
 
 
 class PathRules(eqx.Module):
@@ -306,7 +306,7 @@ def _checked_target(index: int, pattern: str, target: object) -> Any:
         _check_names(index, pattern, inner)
     elif isinstance(inner, PartitionSpec):
         check_once(inner, f"rule {index} ({pattern!r})")
-    elif not isinstance(inner, PartitionSpec | Fsdp | Replicate | Pipeline) and not callable(inner):
+    elif not isinstance(inner, PartitionSpec | Strategy | Replicate | Pipeline) and not callable(inner):
         raise RuleError(
             f"rule {index} ({pattern!r}) has the target {target!r}; it must be a PartitionSpec, a tuple of logical "
             "names, `fsdp(...)`, `replicate`, or a callable `(path, leaf) -> PartitionSpec`. "
@@ -388,9 +388,9 @@ def _parse_step(text: str, start: int, stop: int) -> Any:
     token = text[start:stop].strip()
     if token == "replicate":
         return replicate
-    if token.startswith("fsdp(") and token.endswith(")"):
-        axes = re.split(r"[,+]", token[len("fsdp(") : -1])
-        return fsdp([_parse_axis(text, start, axis) for axis in axes])
+    name, bracket, axes = token.removesuffix(")").partition("(")
+    if name in STRATEGIES and bracket and token.endswith(")"):
+        return STRATEGIES[name].of([_parse_axis(text, start, axis) for axis in re.split(r"[,+]", axes)])
     return PartitionSpec(*[_parse_entry(text, *piece) for piece in _split(text, start, stop, ".")])
 
 

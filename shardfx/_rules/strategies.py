@@ -1,8 +1,8 @@
 """Ways to shard an array by its shape, as `fsdp(...)` and `atomic(...)` do, and targets that combine them."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Self
 
 from jax.sharding import PartitionSpec
 
@@ -70,14 +70,60 @@ def _after(target: object, other: object) -> "Pipeline":
 
 
 @dataclasses.dataclass(frozen=True)
-class Fsdp:
-    """A strategy: shard the largest free dimension that divides; made by [`shardfx.fsdp`][]."""
+class Strategy:
+    """Cuts an array by its shape, after what a rule asks for. Text, JSON and code call it by its class's name.
+
+    **Arguments:**
+
+    - `axes`: the mesh axes to cut over.
+    - `min_bytes`: arrays of fewer bytes are left as they are.
+    - `skip`: dimensions that stay whole, in order.
+    """
 
     axes: tuple[str, ...]
     min_bytes: int = 0
     skip: tuple[int, ...] = ()
 
     __or__, __ror__ = _before, _after
+
+    @classmethod
+    def of(cls, axes: str | Iterable[str], min_bytes: int = 0, skip: int | Iterable[int] = ()) -> Self:
+        """The strategy of checked arguments; `RuleError` for those that mean nothing."""
+        name, axes = cls.__name__.lower(), (axes,) if isinstance(axes, str) else tuple(axes)
+        if not axes or len(set(axes)) < len(axes) or not all(isinstance(axis, str) and axis for axis in axes):
+            raise RuleError(f"`{name}({axes!r})` needs the name of one mesh axis, or of several different ones.")
+        if min_bytes < 0:
+            raise RuleError(f"`{name}(..., min_bytes={min_bytes})`: a number of bytes is not negative.")
+        dims = (skip,) if isinstance(skip, int) else tuple(skip)
+        if any(isinstance(dim, bool) or dim < 0 for dim in dims):
+            fix = "dimensions are numbered from 0, as in `skip=0` or `skip=(0, 1)`."
+            raise RuleError(f"`{name}(..., skip={skip!r})`: {fix}")
+        return cls(axes, min_bytes, tuple(sorted(set(dims))))
+
+    def open_dims(self, shape: Sequence[int]) -> list[int]:
+        """The dimensions that it may cut; of these it takes the one that its axes cut furthest."""
+        return [dim for dim in range(len(shape)) if dim not in self.skip]
+
+    @property
+    def text(self) -> str:
+        """Its name and its axes, for a person."""
+        return f"{type(self).__name__.lower()}({', '.join(self.axes)})"
+
+    @property
+    def code(self) -> str:
+        """The call that makes it."""
+        axes = repr(self.axes[0]) if len(self.axes) == 1 else repr(self.axes)
+        least = f", {self.min_bytes}" if self.min_bytes else ""
+        dims = self.skip[0] if len(self.skip) == 1 else self.skip
+        return f"{type(self).__name__.lower()}({axes}{least}{f', skip={dims}' if self.skip else ''})"
+
+
+class Fsdp(Strategy):
+    """A strategy: shard the largest free dimension that divides; made by [`shardfx.fsdp`][]."""
+
+
+# By the name that text, JSON and code give it.
+STRATEGIES: Final[dict[str, type[Strategy]]] = {"fsdp": Fsdp}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +195,7 @@ def axes_of_target(target: object) -> tuple[str, ...]:
         return axes_of_target(target.target)
     if isinstance(target, Pipeline):
         return tuple(axis for step in target.steps for axis in axes_of_target(step))
-    if isinstance(target, Fsdp):
+    if isinstance(target, Strategy):
         return target.axes
     if isinstance(target, PartitionSpec):
         return tuple(axis for entry in entries_of(target) for axis in entry_axes(entry))
@@ -193,20 +239,12 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[
         )
         ```
     """
-    axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    if not axes or len(set(axes)) < len(axes) or not all(isinstance(axis, str) and axis for axis in axes):
-        raise RuleError(f"`fsdp({axes!r})` needs the name of one mesh axis, or of several different ones.")
-    if min_bytes < 0:
-        raise RuleError(f"`fsdp(..., min_bytes={min_bytes})`: a number of bytes is not negative.")
-    dims = (skip,) if isinstance(skip, int) else tuple(skip)
-    if any(isinstance(dim, bool) or dim < 0 for dim in dims):
-        raise RuleError(f"`fsdp(..., skip={skip!r})`: dimensions are numbered from 0, as in `skip=0` or `skip=(0, 1)`.")
-    return Fsdp(axes, min_bytes, tuple(sorted(set(dims))))
+    return Fsdp.of(axes, min_bytes, skip)
 
 
 def pipeline(left: object, right: object) -> Pipeline:
     steps = tuple(step for side in (left, right) for step in (side.steps if isinstance(side, Pipeline) else (side,)))
-    if any(not isinstance(step, Fsdp) for step in steps[1:]):
+    if any(not isinstance(step, Strategy) for step in steps[1:]):
         raise RuleError(
             f"{' | '.join(map(repr, steps))}: only the first target may be a spec, names, `replicate` or a callable; "
             "the ones after `|` refine it, as `fsdp(...)` does."

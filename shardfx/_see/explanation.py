@@ -275,7 +275,7 @@ def _head(found: Explanation) -> list[str]:
     if number and int(number[1]):
         before = int(number[1]) - 1
         asked += f" (the first that matches: {'rule 0 does' if not before else f'rules 0 to {before} do'} not)"
-    steps = [f"fsdp({', '.join(step.axes)})" for step in leaf.strategies]
+    steps = [step.text for step in leaf.strategies]
     asked += f", then {', then '.join(steps)}" if steps else ""
     gets = f"gets: {spec_text(entries_of(leaf.spec))}, {bytes_text(leaf.bytes_per_device)} on each device"
     gets += f", in {leaf.memory_kind}" if leaf.memory_kind else ""

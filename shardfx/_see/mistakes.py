@@ -1,5 +1,6 @@
 """What `plan` would raise, all of it at once: from the lists that it raises from."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from .._plan import (
     unused_rules,
     unused_text,
 )
-from .._rules import Atomic, Fsdp, Optional, PathRules, Pipeline, bare, fsdp, members_of, near, nearest, replicate
+from .._rules import Atomic, Optional, PathRules, Pipeline, Strategy, bare, fsdp, members_of, near, nearest, replicate
 from .finding import Finding, Severity
 from .subject import Subject, code_of
 
@@ -72,7 +73,9 @@ def _is_planned(subject: Subject, path: str, target: object) -> bool:
 _STACKED_RANK = 3
 
 
-def axes_to_cut(subject: Subject, shape: tuple[int, ...], units: tuple[int, ...] | None) -> Iterator[tuple[int, Fsdp]]:
+def axes_to_cut(
+    subject: Subject, shape: tuple[int, ...], units: tuple[int, ...] | None
+) -> Iterator[tuple[int, Strategy]]:
     """Each dimension with a strategy over one mesh axis that cuts it between units, the largest axis first."""
     sizes = subject.mesh.shape
     for axis in sorted(sizes, key=lambda axis: -sizes[axis]):
@@ -82,7 +85,7 @@ def axes_to_cut(subject: Subject, shape: tuple[int, ...], units: tuple[int, ...]
                 yield dim, over
 
 
-def cutting(subject: Subject, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> Fsdp | None:
+def cutting(subject: Subject, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> Strategy | None:
     """The strategy over one mesh axis that cuts an array of this shape; `None` where none does."""
     return next((over for _, over in axes_to_cut(subject, shape, units)), None)
 
@@ -188,9 +191,9 @@ def _target_with(target: object, axis: str, meant: str) -> Any:
         return Atomic(_target_with(target.target, axis, meant), target.unit) if is_spec else target
     if isinstance(target, Pipeline):
         return Pipeline(tuple(_target_with(step, axis, meant) for step in target.steps))
-    if isinstance(target, Fsdp):
+    if isinstance(target, Strategy):
         axes = dict.fromkeys(meant if one == axis else one for one in target.axes)
-        return Fsdp(tuple(axes), target.min_bytes, target.skip)
+        return dataclasses.replace(target, axes=tuple(axes))
     if not isinstance(target, PartitionSpec) or axis not in [one for e in entries_of(target) for one in entry_axes(e)]:
         return target
     taken = {one for entry in entries_of(target) for one in entry_axes(entry)}

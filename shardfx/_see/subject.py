@@ -14,7 +14,18 @@ from .._ground.spec import UNCONSTRAINED, array_bytes, entries_of
 from .._ground.text import between_numbers
 from .._ground.tree import Flat
 from .._plan import Content, Group, Row, ShardPlan, drafted, refined
-from .._rules import Atomic, AxisRules, Fsdp, Optional, PathRules, Pipeline, Replicate, compiled, first_match, optional
+from .._rules import (
+    Atomic,
+    AxisRules,
+    Optional,
+    PathRules,
+    Pipeline,
+    Replicate,
+    Strategy,
+    compiled,
+    first_match,
+    optional,
+)
 from ..topology import MeshSpec
 
 
@@ -22,11 +33,8 @@ def code_of(target: object) -> str | None:
     """The target of a rule, or a value in one, as code; `None` for a callable, which has none."""
     if isinstance(target, PartitionSpec):
         return f"PartitionSpec({', '.join(map(_value, entries_of(target)))})"
-    if isinstance(target, Fsdp):
-        axes = repr(target.axes[0]) if len(target.axes) == 1 else repr(target.axes)
-        least = f", {target.min_bytes}" if target.min_bytes else ""
-        dims = target.skip[0] if len(target.skip) == 1 else target.skip
-        return f"fsdp({axes}{least}{f', skip={dims}' if target.skip else ''})"
+    if isinstance(target, Strategy):
+        return target.code
     if isinstance(target, Replicate):
         return "replicate"
     if isinstance(target, Atomic | Optional):
