@@ -5,6 +5,7 @@ import enum
 import functools as ft
 import json
 import os
+import pathlib
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +83,7 @@ def write(text: str, file: str) -> None:
     if file == "-":
         print(text)
         return
-    calling(f"writing {file!r}", lambda: _write(text, file))
+    calling(f"writing {file!r}", lambda: pathlib.Path(file).write_text(text + "\n", encoding="utf-8"))
 
 
 def require_writable(*files: str | None) -> None:
@@ -104,11 +105,6 @@ def _try_to_write(file: str) -> None:
     open(file, "a", encoding="utf-8").close()
     if is_new:
         os.remove(file)
-
-
-def _write(text: str, file: str) -> None:
-    with open(file, "w", encoding="utf-8") as opened:
-        opened.write(text + "\n")
 
 
 class working:

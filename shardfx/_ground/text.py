@@ -9,14 +9,16 @@ import html
 import math
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 
 # A number that stands alone: the 12 of `layers/12/w` and of `h.12.attn`, but not that of `fc12`. Python converts no
 # text of thousands of digits, and nobody numbers layers that way: longer ones are part of a name.
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])[0-9]{1,18}(?![A-Za-z0-9])")
 _SHOWN_RUNS = 3
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 def printable(text: str) -> str:
@@ -42,6 +44,14 @@ def quoted(name: str, most: int = 160) -> str:
 def between_numbers(path: str) -> tuple[str, ...]:
     """The parts of a path around its numbers: equal for paths that differ in numbers only."""
     return tuple(_NUMBER.split(path))
+
+
+def together(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """The items with equal keys together, as `between_numbers` is one for paths; in the order of the first of each."""
+    found: dict[_Key, list[_Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def joined(paths: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, overload
 
 from .._ground.errors import UnknownPathError
@@ -21,6 +21,7 @@ from .._ground.text import (
     printable,
     spec_text,
     table,
+    together,
 )
 from .._plan import LeafPlan, ShardPlan, check_plan
 from .._rules import Attempt as Attempt, attempts, near
@@ -156,6 +157,7 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
     units = leaf.units or (1,) * len(leaf.shape)
     tried = () if leaf.names is None or plan.axes is None else attempts(leaf.names, plan.axes, plan.mode)
     used = {axis: dim for dim, entry in enumerate(entries) for axis in entry_axes(entry)}
+    unused = {axis: size for axis, size in plan.mesh.shape.items() if size > 1 and axis not in used}
     dims = []
     for dim, size in enumerate(leaf.shape):
         own = tuple(one for one in tried if one.dim == dim)
@@ -167,11 +169,12 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
         added = tuple(axis for axis in has if axis not in wanted)
         count = size // units[dim] if size % units[dim] == 0 else 1
         left = count // plan.mesh.axis_size(has) if has else count
-        free = _free(left, used, plan.mesh) if size else ()
+        free = tuple(axis for axis, ways in unused.items() if size and left % ways == 0)
         sizes = _nearest_sizes(reasons, wanted, size, units[dim], plan.mesh)
         changes = [text for why in reasons for text in _changes(why, plan, tried, used, left, sizes)]
         if free and dropped:
-            changes.append(f"free mesh axes that cut it evenly: {_sized(free, plan.mesh)}")
+            told = ", ".join(f"`{axis}` ({plan.mesh.shape[axis]})" for axis in free)
+            changes.append(f"free mesh axes that cut it evenly: {told}")
         columns = (own, wanted, kept, dropped, added, reasons, sizes, free, tuple(changes))
         dims.append(DimExplanation(dim, size, units[dim], names[dim], *columns))
     whole = tuple(why for why in leaf.reasons if why.dim is None)
@@ -187,10 +190,7 @@ def _found(plan: ShardPlan, where: str) -> LeafPlan:
         pattern = re.compile(where)
     except re.error:
         return plan[where]
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for path in plan:
-        if pattern.search(path):
-            groups.setdefault(between_numbers(path), []).append(path)
+    groups = together(filter(pattern.search, plan), between_numbers)
     if not groups:
         return plan[where]
     if len(groups) > 1:
@@ -202,11 +202,6 @@ def _found(plan: ShardPlan, where: str) -> LeafPlan:
 
 
 _MOST_GROUPS = 4
-
-
-def _free(left: int, used: dict[str, int], mesh: MeshSpec) -> tuple[str, ...]:
-    """The axes of more than one device that cut nothing yet, and would cut `left` more elements or units evenly."""
-    return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in used and left % size == 0)
 
 
 def _nearest_sizes(
@@ -254,10 +249,6 @@ def _changes(
 def _place(attempt: Attempt) -> str:
     rules = "axes.rules" if attempt.mode is None else f"axes.modes[{attempt.mode!r}]"
     return f"{rules}[{attempt.number}]"
-
-
-def _sized(axes: Iterable[str], mesh: MeshSpec) -> str:
-    return ", ".join(f"`{axis}` ({mesh.shape[axis]})" for axis in axes)
 
 
 _HEADER = ("dim", "size", "name", "wanted", "kept", "dropped", "added", "free")

@@ -18,12 +18,12 @@ from .subject import Subject, asked_by, code_of
 
 def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
     """Leaves of at least `limit` bytes that every device holds whole."""
-    if not any(entries_of(row.requested) or row.strategies for row in subject.rows):
+    if not any(entries_of(row.requested) or row.strategies for row in subject.content.rows):
         return  # rules that ask for nothing anywhere are those of data parallelism
     whole = [
         number
         for number, (size, share) in enumerate(subject.content.byte_counts)
-        if size >= limit and size == share and subject.mesh.size > 1 and subject.rows[number].rule is not None
+        if size >= limit and size == share and subject.mesh.size > 1 and subject.content.rows[number].rule is not None
     ]
     for group in subject.groups_of(whole):
         size = subject.content.byte_counts[group.number][0]
@@ -62,7 +62,7 @@ _CUT = (Code.indivisible, Code.unit, Code.duplicate)
 
 def corrected(subject: Subject) -> Iterator[Finding]:
     """Leaves that are cut less than their rule asks for; under `strict` all that have a reason."""
-    rows = {n: why for n, row in enumerate(subject.rows) if row.reasons and (why := _shortfall(subject, row))}
+    rows = {n: why for n, row in enumerate(subject.content.rows) if row.reasons and (why := _shortfall(subject, row))}
     sizes = ft.lru_cache(maxsize=64)(ft.partial(_other_sizes, subject))
     causes: dict[Any, list[tuple[Group, Finding]]] = {}
     for group in subject.groups_of([*rows]):
@@ -111,7 +111,7 @@ _MOST_TRIED, _MOST_ROWS = 16, 300
 def _other_sizes(subject: Subject, axis: str) -> tuple[int, ...]:
     """The next smaller and the next larger size of a mesh axis that cuts every array as asked."""
     mesh, size = subject.mesh, subject.mesh.shape.get(axis, 1)
-    rows = [row for row in subject.rows if not {*_axes(_shortfall(subject, row))} - {axis}]
+    rows = [row for row in subject.content.rows if not {*_axes(_shortfall(subject, row))} - {axis}]
     if subject.is_plan or subject.refine or any(count > 1 for count in mesh.dcn_sizes) or len(rows) > _MOST_ROWS:
         return ()
     smaller = range(size - 1, max(1, -(-size // 2) - 1), -1)
@@ -202,7 +202,7 @@ def _with_less(subject: Subject, group: Group) -> Iterator[tuple[str, Row | None
     dims = {why.dim for why in row.reasons if why.dim is not None and why.code is not Code.scalar}
     names = tuple(None if dim in dims else name for dim, name in enumerate(row.names or ()))
     entries = entries_at(row.spec, len(row.shape))
-    alone = any(other is not row and _shares(other, row, dims) for other in subject.rows)
+    alone = any(other is not row and _shares(other, row, dims) for other in subject.content.rows)
     keeps = any(entries[dim] is not None for dim in dims)
     renamed = (subject.renamed(group.paths, names), subject.row_with(path, names=names))
     if alone and not keeps:
@@ -258,7 +258,7 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
     The other leaves of a layer tell how wide a head is: a unit in the rules of one of them, or a norm of the queries.
     Where none does, and keys are narrower than queries, heads of the usual width are taken as a hint.
     """
-    projections, norms = _attentions(subject.groups)
+    projections, norms = _attentions(subject.content.groups)
     for (prefix, suffix), found in projections.items():
         first = {role: group for role, group in reversed(found)}
         if _has_inner_dimension(first):

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError, SpecError
 from .._ground.spec import canonical_entry, entries_of, entry_axes, trimmed
-from .._ground.text import between_numbers, joined
+from .._ground.text import between_numbers, joined, together
 from .._plan import (
     NAMES,
     Draft,
@@ -110,21 +110,16 @@ def _other_target(target: object, rank: int) -> Any:
 
 def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
     """Leaves that no rule covers."""
-    groups: dict[object, list[Any]] = {}
-    for leaf in uncovered(draft):
-        groups.setdefault((between_numbers(leaf.path), leaf.row), []).append(leaf)
+    groups = together(uncovered(draft), lambda leaf: (between_numbers(leaf.path), leaf.row))
     patterns = () if subject.paths is None else tuple(regex for regex, _ in subject.paths.rules)
     for number, leaves in enumerate(groups.values()):
         paths, row = [leaf.path for leaf in leaves], leaves[0].row
         like = near(paths[0], patterns) if number < _HINTED else ""
-        message = f"no rule covers {_arrays(len(paths))} of shape {row.shape}{like}, so every device holds all of it"
+        told = "an array" if len(paths) == 1 else f"{len(paths)} arrays"
+        message = f"no rule covers {told} of shape {row.shape}{like}, so every device holds all of it"
         size = subject.lost(row.shape, row.dtype) * len(paths)
         target = cutting(subject, row.shape) or replicate
         yield Finding("unmatched", severity, joined(paths), size, message, subject.ruled(paths, target, last=True))
-
-
-def _arrays(count: int) -> str:
-    return "an array" if count == 1 else f"{count} arrays"
 
 
 def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
@@ -228,7 +223,7 @@ def _shadowed_optionals(subject: Subject, draft: Draft) -> Iterator[Finding]:
     spare = [n for n, (_, target) in enumerate(rules) if isinstance(target, Optional) and n not in used]
     # One path of each group tells which of them match at all; a preset has many that do not.
     patterns = subject.patterns
-    matching = [n for n in spare if any(patterns[n].search(group.paths[0]) for group in subject.groups)]
+    matching = [n for n in spare if any(patterns[n].search(group.paths[0]) for group in subject.content.groups)]
     if not matching:
         return
     others = dict.fromkeys(n for n in range(len(rules)) if n not in matching)

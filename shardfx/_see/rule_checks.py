@@ -44,7 +44,9 @@ def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
     """Mesh axes of more than one device that no rule uses; `misspelled` is for those that are like one of a rule."""
     if subject.axes is None and subject.paths is None:
         return
-    declared, used = _declared(subject), _used(subject)
+    declared = [axis for rules in (subject.paths, subject.axes) if rules is not None for axis in rules.axes]
+    path_rules = () if subject.paths is None else subject.paths.rules
+    used = axes_used(subject.content.rows, path_rules, subject.axes)
     meant = misspelled_axes(subject.mesh, declared, used)
     # Axis rules are for activations too; path rules alone do not say what cuts the batch.
     severity: Severity = "info" if subject.axes is None else "warning"
@@ -64,14 +66,6 @@ def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
             yield Finding("unused-axis", found, f"mesh axis {axis!r}", share - share // size, message, fix)
 
 
-def _declared(subject: Subject) -> tuple[str, ...]:
-    return tuple(axis for rules in (subject.paths, subject.axes) if rules is not None for axis in rules.axes)
-
-
-def _used(subject: Subject) -> dict[str, None]:
-    return axes_used(subject.rows, () if subject.paths is None else subject.paths.rules, subject.axes)
-
-
 def contradicted_names(subject: Subject) -> Iterator[Finding]:
     """Names that stand on sizes that cannot be one axis: neither divides the other.
 
@@ -79,15 +73,14 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     a size on which leaves of one module agree, and on which no other name stands; and a name that no mesh axis cuts.
     """
     counts: _Counts = {}
-    for number, row in enumerate(subject.rows):
-        if row.names is not None:
-            for name, size in zip(row.names, row.shape, strict=False):
-                if isinstance(name, str) and size:
-                    counts.setdefault(name, collections.Counter())[size] += subject.uses[number]
-    swapped = {number: other for number, row in enumerate(subject.rows) if (other := _swapped(row, counts)) is not None}
+    rows, uses = subject.content.rows, collections.Counter(subject.content.index)
+    for number, row in enumerate(rows):
+        for name, size in _pairs(row):
+            counts.setdefault(name, collections.Counter())[size] += uses[number]
+    swapped = {number: other for number, row in enumerate(rows) if (other := _swapped(row, counts)) is not None}
     for number, other in swapped.items():  # what they say of sizes is no evidence
-        _recount(counts, subject.rows[number], other, subject.uses[number])
-    usual = _usual(counts)
+        _recount(counts, rows[number], other, uses[number])
+    usual = {name: _most(sizes) for name, sizes in counts.items()}
     odd = {
         name: [size for size in sizes if sizes[size] and not _one_axis(size, usual[name])]
         for name, sizes in counts.items()
@@ -95,7 +88,7 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     }
     agreed = {(name, size) for name, size in _agreed(subject, odd) if not _is_of_another(name, size, counts)}
     odd = {name: [size for size in sizes if (name, size) not in agreed] for name, sizes in odd.items()}
-    for number, row in enumerate(subject.rows):
+    for number, row in enumerate(rows):
         if number in swapped:
             for group in subject.groups_of([number]):
                 message = (
@@ -105,7 +98,7 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
                 fix = subject.mended(group.paths, swapped[number], swapped[number])
                 yield Finding("contradicted-name", "warning", group.where, subject.excess(group), message, fix)
             continue
-        for name, size in _contradictions(row.names, row.shape, odd):
+        for name, size in _contradictions(row, odd):
             told = f"{name!r} is {size} here, and {usual[name]} elsewhere; neither divides the other"
             message = f"{told}, so one name stands for two axes; give one of them a name of its own"
             for group in subject.groups_of([number]):
@@ -138,8 +131,8 @@ def _agreed(subject: Subject, odd: Mapping[str, list[int]]) -> set[tuple[str, in
     """The names and sizes on which several projections of one module agree."""
     found: dict[tuple[str, str, int], tuple[str, ...]] = {}
     agreed: set[tuple[str, int]] = set()
-    for number, row in enumerate(subject.rows):
-        for name, size in _contradictions(row.names, row.shape, odd):
+    for number, row in enumerate(subject.content.rows):
+        for name, size in _contradictions(row, odd):
             for group in subject.groups_of([number]):
                 module, _, projection = _LAST.sub("", group.paths[0]).rpartition("/")
                 parts = between_numbers(projection)
@@ -148,42 +141,43 @@ def _agreed(subject: Subject, odd: Mapping[str, list[int]]) -> set[tuple[str, in
     return agreed
 
 
-def _contradictions(
-    names: tuple[object, ...] | None, shape: tuple[int, ...], odd: Mapping[str, list[int]]
-) -> list[tuple[str, int]]:
-    pairs = zip(names or (), shape, strict=False)
-    return [(name, size) for name, size in pairs if isinstance(name, str) and size in odd.get(name, ())]
+def _contradictions(row: Row, odd: Mapping[str, list[int]]) -> list[tuple[str, int]]:
+    return [(name, size) for name, size in _pairs(row) if size in odd.get(name, ())]
 
 
 _Counts: TypeAlias = dict[str, collections.Counter[int]]
 
 
-def _usual(counts: _Counts) -> dict[str, int]:
-    return {name: sizes.most_common(1)[0][0] for name, sizes in counts.items()}
+def _most(sizes: collections.Counter[int]) -> int:
+    """The size that most arrays have."""
+    return sizes.most_common(1)[0][0]
 
 
 def _recount(counts: _Counts, row: Row, other: tuple[object, ...], uses: int) -> None:
-    for name, size in _pairs(row.names or (), row.shape):
+    for name, size in _pairs(row):
         counts[name][size] -= uses
-    for name, size in _pairs(other, row.shape):
+    for name, size in _pairs(row._replace(names=other)):
         counts[name][size] += uses
 
 
-def _pairs(names: tuple[object, ...], shape: tuple[int, ...]) -> list[tuple[str, int]]:
-    return [(name, size) for name, size in zip(names, shape, strict=False) if isinstance(name, str) and size]
+def _pairs(row: Row) -> list[tuple[str, int]]:
+    """The names of an array, each with the size of its dimension."""
+    pairs = zip(row.names or (), row.shape, strict=False)
+    return [(name, size) for name, size in pairs if isinstance(name, str) and size]
 
 
 def _swapped(row: Row, counts: _Counts) -> tuple[Any, ...] | None:
     """The names in another order, for which far more of the other arrays speak; `None` if there is none."""
     names = row.names or ()
-    given = _pairs(names, row.shape)
-    if len(names) > 4 or all(counts[name].most_common(1)[0][0] == size for name, size in given):
+    given = _pairs(row)
+    if len(names) > 4 or all(_most(counts[name]) == size for name, size in given):
         return None
-    best = max(itertools.permutations(names), key=lambda other: _support(_pairs(other, row.shape), counts))
-    wanted = _pairs(best, row.shape)
-    if all(counts[name].most_common(1)[0][0] == size for name, size in wanted):
+    orders = itertools.permutations(names)
+    best = max(orders, key=lambda other: _support(_pairs(row._replace(names=other)), counts))
+    wanted = _pairs(row._replace(names=best))
+    if all(_most(counts[name]) == size for name, size in wanted):
         return best
-    apart = any(not _one_axis(size, counts[name].most_common(1)[0][0]) for name, size in given)
+    apart = any(not _one_axis(size, _most(counts[name])) for name, size in given)
     return best if apart and _support(wanted, counts) > _CLEARLY * _support(given, counts) else None
 
 

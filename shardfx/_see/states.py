@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from .._ground.reason import Code
 from .._ground.spec import entries_at, entries_of, entry_axes, trimmed
-from .._ground.text import between_numbers, bytes_text, spec_text
+from .._ground.text import between_numbers, bytes_text, spec_text, together
 from .._plan import Group, Request, Row, further
 from .._rules import fsdp
 from .finding import Finding
@@ -62,12 +62,11 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
 
 def _states(subject: Subject, sizes: Mapping[str, int]) -> list[_State]:
     """The states, by the branch of the tree that holds the parameters of most of them."""
-    branches: dict[str, list[Group]] = {}
-    for group in subject.groups:
-        branches.setdefault(group.paths[0].partition("/")[0], []).append(group)
+    branches = together(subject.content.groups, lambda group: group.paths[0].partition("/")[0])
     # One letter alone is a module as well as a moment (values beside queries, for one); a moment comes with the other.
     likely = {root: groups for root, groups in branches.items() if root not in _MOMENTS or _MOMENTS <= {*branches}}
-    if len(branches) < 2 or not any(map(_is_of_an_optimizer, likely.values())):
+    first = [group.paths[0].split("/") for groups in likely.values() for group in groups]
+    if len(branches) < 2 or not any(map(_names_a_state, first)):
         return []
     best: list[_State] = []
     for root, params in branches.items():
@@ -77,10 +76,6 @@ def _states(subject: Subject, sizes: Mapping[str, int]) -> list[_State]:
         ]
         best = max(best, found, key=len)
     return best
-
-
-def _is_of_an_optimizer(groups: list[Group]) -> bool:
-    return any(_names_a_state(group.paths[0].split("/")) for group in groups)
 
 
 _MOMENTS = {"m", "v"}
@@ -190,15 +185,13 @@ def _finding(subject: Subject, states: list[_State], message: str, specs: dict[i
 def uneven_layers(subject: Subject) -> Iterator[Finding]:
     """Leaves whose paths differ in numbers only, with one shape and dtype, of which a few are sharded differently."""
     stacks: dict[object, list[Group]] = {}
-    for group in subject.groups:
+    for group in subject.content.groups:
         # A number at the end of a path is no layer's: rows and columns of a square matrix are `w/0` and `w/1`.
         last = group.paths[0].rpartition("/")[2]
         key = (between_numbers(group.paths[0]), last if last.isdigit() else "", group.row.shape, group.row.dtype)
         stacks.setdefault(key, []).append(group)
     for groups in stacks.values():
-        by_spec: dict[object, list[Group]] = {}
-        for group in groups:
-            by_spec.setdefault(group.row.spec, []).append(group)
+        by_spec = together(groups, lambda group: group.row.spec)
         if len(by_spec) > 1:
             # Most layers, or else those of which a device holds less, are taken to be what was meant.
             most = max(by_spec.values(), key=lambda same: (_count(same), -_share(subject, same[0])))

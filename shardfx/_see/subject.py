@@ -11,7 +11,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._ground.spec import UNCONSTRAINED, array_bytes, entries_of
-from .._ground.text import between_numbers
+from .._ground.text import between_numbers, together
 from .._ground.tree import Flat
 from .._plan import Content, Group, Row, ShardPlan, drafted, refined
 from .._rules import (
@@ -65,19 +65,12 @@ def regex_of(paths: Sequence[str], alike: Mapping[tuple[str, ...], int]) -> str:
     `alike` says how many paths there are with the same text between their numbers.
     """
     found = []
-    for parts, own in _by_parts(paths).items():
+    for parts, own in together(paths, between_numbers).items():
         if alike[parts] == len(own):
             found.append(r"\d+".join(map(re.escape, parts)))
         else:
             found += map(re.escape, dict.fromkeys(own))
     return f"^{found[0]}$" if len(found) == 1 else f"^(?:{'|'.join(found)})$"
-
-
-def _by_parts(paths: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
-    found: dict[tuple[str, ...], list[str]] = {}
-    for path in paths:
-        found.setdefault(between_numbers(path), []).append(path)
-    return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,23 +93,9 @@ class Subject:
     refine: bool
     is_plan: bool = False
 
-    @property
-    def rows(self) -> Sequence[Row]:
-        return self.content.rows
-
     @ft.cached_property
     def patterns(self) -> tuple[re.Pattern[str], ...]:
         return () if self.paths is None else compiled(self.paths)
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        return self.content.groups
-
-    @ft.cached_property
-    def uses(self) -> tuple[int, ...]:
-        """How many arrays have each row."""
-        counts = collections.Counter(self.content.index)
-        return tuple(counts[number] for number in range(len(self.rows)))
 
     def groups_of(self, numbers: Sequence[int]) -> Iterator[Group]:
         """The groups whose row has one of these numbers."""
@@ -124,10 +103,7 @@ class Subject:
 
     @ft.cached_property
     def _by_number(self) -> dict[int, list[Group]]:
-        found: dict[int, list[Group]] = {}
-        for group in self.groups:
-            found.setdefault(group.number, []).append(group)
-        return found
+        return together(self.content.groups, lambda group: group.number)
 
     def excess(self, group: Group) -> int:
         """How many bytes each device holds of these leaves beyond an even share of them."""

@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from .._rules import Atomic, Fsdp, Replicate, atomic, fsdp as fsdp_strategy, replicate
-from .maps._families import Form, Rows, rows_of, sight_of
+from .maps._families import Form, Rows, beside, rows_of, sight_of
 from .maps._places import Place, places_of
 
 
@@ -31,45 +31,12 @@ _WHOLE = ("experts", "dim", "latent_and_rope", "buckets", "one", "ahead_embed")
 # What divides an array of one dimension as it divides the matrix beside it.
 _ALONE = ("heads", "kv_heads", "vision_heads", "vision_hidden")
 
-# What checkpoints hold beside a model's own rows: masks, frequencies, heads for pretraining, layers that predict ahead.
-_ROTARY: Rows = {"layers.{layers}.self_attn.rotary_emb.inv_freq": "frequencies: half"}
-_BESIDE: Mapping[str, Rows] = {
-    "bert": {
-        "embeddings.position_ids": "numbers: positions",
-        "embeddings.LayerNorm.gamma": "norm: embed",
-        "embeddings.LayerNorm.beta": "norm: embed",
-        "cls.predictions.bias": "head_bias: vocab",
-        "cls.predictions.transform.dense.weight": "transform: pooled embed",
-        "cls.predictions.transform.dense.bias": "transform_bias: pooled",
-        "cls.predictions.decoder.weight": "head: vocab embed",
-        "cls.predictions.decoder.bias": "head_bias: vocab",
-        "cls.seq_relationship.weight": "next: types embed",
-        "cls.seq_relationship.bias": "next_bias: types",
-    },
-    "deepseek": {
-        "layers.{layers}.eh_proj.weight": "ahead: embed hidden",
-        "layers.{layers}.enorm.weight": "norm: embed",
-        "layers.{layers}.hnorm.weight": "norm: embed",
-        "layers.{layers}.shared_head.norm.weight": "norm: embed",
-        "layers.{layers}.shared_head.head.weight": "head: vocab embed",
-    },
-    "gpt": {
-        "lm_head.weight": "head: vocab embed",
-        "h.{layers}.attn.bias": "mask: positions",
-        "h.{layers}.attn.masked_bias": "mask: positions",
-    },
-    "t5": {
-        "encoder.embed_tokens.weight": "embedding: vocab embed",
-        "encoder.block.{layers}.layer.1.DenseReluDense.wi.weight": "up: hidden embed",
-    },
-}
-
 
 def rows_for_rules(family: str, form: Form) -> Rows:
     """All rows that models of a family may have, and what their checkpoints hold beside them."""
     every = {**form, "qk_norm": True, "four_norms": True, "tied": False, "dense_layers": 1, "score_bias": True}
     rows = {path: entry for lora in (0, 1) for path, entry in rows_of(family, {**every, "q_lora": lora}).items()}
-    rows |= sight_of(family) | _BESIDE.get(family, _ROTARY)
+    rows |= sight_of(family) | beside(family)
     if family != "deepseek":
         return rows
     # The fp8 checkpoint has beside each weight one scale per block of 128 x 128, under the same name.
@@ -105,15 +72,11 @@ def _target(place: Place, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: A
     # Latents are cut where nothing else is.
     over = {**over, **dict.fromkeys(_LATENT, None if "embed" in first else fsdp)}
     if not set(first) <= over.keys() or len(first) == 1 and first[0] not in _ALONE:
-        return _anywhere(fsdp)
+        # Norms, biases and small tables, which no matrix product divides.
+        return fsdp_strategy(fsdp) if fsdp else replicate
     units = tuple(math.prod(sizes[axis] for axis in group[1:]) for group in place.dims)
     spec = P(*[over[axis] for axis in first])
     return atomic(spec, units) if max(units) > 1 else spec
-
-
-def _anywhere(fsdp: Axes) -> Fsdp | Replicate:
-    """The target of arrays that no matrix product divides: norms, biases, small tables."""
-    return fsdp_strategy(fsdp) if fsdp else replicate
 
 
 def _end(path: str, others: Sequence[str]) -> str:

@@ -69,9 +69,6 @@ class Sized(eqx.Module):
 def seeded(depth, key):
     return {"weight": jnp.zeros((depth, key))}
 
-def deep():
-    return nested
-
 nested = {"w": jax.ShapeDtypeStruct((8,), jnp.float32)}
 for _ in range(1100):
     nested = {"a": nested}
@@ -125,14 +122,6 @@ def failure(capsys, *arguments):
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "Traceback" not in err
     return err.strip()
-
-
-def test_plan_of_a_model_for_a_mesh_that_is_not_here(module, capsys):
-    assert run("plan", f"{module}:make", "--mesh", "data=64,fsdp=16,tensor=8", "--rules", f"{module}:rules") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["path", "arrays", "shape", "spec", "bytes/device", "why"]
-    assert lines[1].split(maxsplit=6)[:5] == ["layers/0/weight", "1", "f32[4096,1024]", "tensor,fsdp", "128.0"]
-    assert "(8,192 devices)" in "\n".join(lines)
 
 
 MAKE, SIZED, SLICE = "plan {}:make --mesh", "plan {}:Sized --mesh fsdp=2 --rules weight->None.fsdp", "plan {}:STRUCTS"
@@ -329,7 +318,6 @@ BAD = {
     "a lone surrogate": (("{}:\udc80", "fsdp=4", "w->fsdp"), r":\udc80' is not of the form MODULE:NAME"),
     "an escape code": (("{}:make", "\x1b[31m", "w->fsdp"), r"mesh '\x1b[31m'"),
     "an escape code in a name": (("{}:escapes", "fsdp=4", "red->None.fsdp, .*->fsdp"), r"leaf `red\x1b[31m`"),
-    "a tree without end": (("{}:deep", "fsdp=4", "w->fsdp"), "RecursionError"),
     "a large tree without end": (("{}:nested", "fsdp=4", "w->fsdp"), "RecursionError"),
     "a failing model": (("{}:failing", "fsdp=4", "w->fsdp"), f"{place('@')}: TypeError"),
     "bad mesh": (("{}:make", "fsdp", "w->fsdp"), "is not of the form `name=size`"),
@@ -433,7 +421,8 @@ def test_a_module_that_does_not_import(module, tmp_path, capsys):
 
 def test_no_words_at_all_show_the_help(capsys):
     assert run() == 0
-    assert "Usage: shardfx [OPTIONS] COMMAND" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Usage: shardfx [OPTIONS] COMMAND" in out and max(map(len, out.splitlines())) < 120
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
@@ -464,13 +453,6 @@ def test_a_reader_that_has_enough(module, tmp_path):
         running.stdout.close()
         assert running.stderr.read() == ""
         assert running.wait(timeout=120) == 0
-
-
-@pytest.mark.parametrize("command", [(), *((name,) for name in VERBS)])
-def test_help(command, capsys):
-    assert run(*command, "--help") == 0
-    out = capsys.readouterr().out
-    assert out.startswith("Usage: shardfx") and max(map(len, out.splitlines())) < 120
 
 
 def test_every_rule_set_is_offered():

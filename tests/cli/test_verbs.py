@@ -76,8 +76,9 @@ EXAMPLES = [(name, line) for name in VERBS if name != "demo" for line in example
 
 @pytest.mark.parametrize("name", VERBS)
 def test_every_help_shows_two_examples(name, capsys):
-    run(name, "--help")
+    assert run(name, "--help") == 0
     out = capsys.readouterr().out
+    assert out.startswith(f"Usage: shardfx {name} ") and max(map(len, out.splitlines())) < 120
     assert len(examples(name)) >= 2
     for line in examples(name):
         assert line in out and line.split()[:2] == ["shardfx", name]
@@ -203,18 +204,12 @@ $ plan mixtral-8x7b --kwargs layers=2 --mesh expert=8,fsdp=4 --rules ep
 block_sparse_moe/experts/w1/weight
 $ plan mixtral-8x7b --kwargs layers=2 --mesh expert=8,fsdp=4 --rules fsdp
 block_sparse_moe/experts/{0..7}/w1/weight
-$ traffic my_model:train_step --mesh data=2,fsdp=2,tensor=2
-forward   layer_0/up
 $ traffic my_model:train_step --mesh data=16,fsdp=64,tensor=8 --how estimate
 enter each of 8192 devices in a step
-$ chips v5p "TPU v5 lite"
-v5e
 $ traffic steps:own_mesh
 all-gather
 $ traffic steps:static
 all-gather
-$ explain llama3-8b model/layers/{0..31}/self_attn/k_proj/weight --mesh fsdp=8,tensor=16 --rules tp
-model/layers/0/self_attn/k_proj/weight: 
 $ explain llama3-8b model/layers/{0..31}/self_attn/k_proj/weight --mesh fsdp=8,tensor=16 --rules tp
 (`--refine` splits the axis)
 $ lint my_model:make --mesh data=2,fsdp=4,tensor=2 --rules my_model:BOTH --kwargs width=8192
@@ -381,12 +376,6 @@ def test_fit_of_a_model_counts_its_arrays_alone_and_does_not_say_that_a_step_fit
     assert not found["fits"] and found["headroom_bytes"] == found["usable_bytes"] - found["peak_bytes"] < 0
     assert sum(row["bytes"] for row in found["rows"]) == found["peak_bytes"]
     assert {"model", "optimizer"} == {row["group"] for row in found["rows"]}
-
-
-def test_fit_of_a_step_counts_activations(here, capsys):
-    found = data(capsys, "fit --step my_model:train_step --mesh data=2,fsdp=2,tensor=2")
-    rows = {row["group"]: row["bytes"] for row in found["rows"]}
-    assert found["how"] == "estimated" and rows["activations"] > 0 and rows["parameters"] > 0
 
 
 def test_search_chooses_mesh_and_rules_that_run(here, capsys):

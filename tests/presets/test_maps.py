@@ -71,17 +71,6 @@ def test_trees_of_maxtext_with_experts(family, at, experts, first):
     close(mine.to(theirs).apply(tree), files)
 
 
-def test_a_norm_that_is_stored_as_its_distance_from_one():
-    config, files = config_of("llama"), files_of("llama")
-    theirs = maps.hugging_face(config)
-    rows = {p: maps.Counted(str(e), plus=-1) if "norm" in p else e for p, e in theirs.weights}
-    gemma = maps.TreeLayout(rows, sizes=dict(theirs.sizes), rest=theirs.rest)
-    stored = {path: one - 1 if "norm" in path else one for path, one in files.items()}
-    equal(theirs.to(gemma).apply(files), stored)
-    mine = maps.stacked(config)
-    jax.tree.map(same_logits, gemma.to(mine).apply(stored), theirs.to(mine).apply(files))
-
-
 @pytest.mark.parametrize("heads, kv_heads, shards", [(4, 2, 1), (4, 2, 2), (4, 2, 4), (8, 1, 8), (8, 2, 8)])
 def test_an_engine_computes_what_the_trainer_does(heads, kv_heads, shards):
     sizes = {"heads": heads, "kv_heads": kv_heads}
@@ -180,38 +169,6 @@ def test_a_bert_with_and_without_its_pooler():
     assert "pooler.dense.bias" in str(theirs) and "(not used)" in str(theirs)
 
 
-PADDED = {
-    "vocabulary": ("gpt2", maps.stacked, {"vocab": 64}, {"embedding": ((64, 32), np.s_[50:])}),
-    "experts": (
-        "qwen3_moe",
-        maps.stacked,
-        {"experts": 6},
-        {"layers/mlp/experts/gate": ((3, 6, 32, 24), np.s_[:, 4:]), "layers/mlp/router": ((3, 32, 6), np.s_[..., 4:])},
-    ),
-    "vocabulary of MaxText": (
-        "gemma",
-        maps.maxtext,
-        {"vocab": 70},
-        {"params/token_embedder/embedding": ((70, 32), np.s_[64:])},
-    ),
-}
-
-
-@pytest.mark.parametrize("family, layout, sizes, padded", PADDED.values(), ids=PADDED)
-def test_padded_axes_there_and_back(family, layout, sizes, padded):
-    config, files = config_of(family), files_of(family)
-    theirs, plain = maps.hugging_face(config), layout(config)
-    mine = plain.with_sizes(**sizes)
-    tree, whole = theirs.to(mine).apply(files), theirs.to(plain).apply(files)
-    for path, (shape, more) in padded.items():
-        assert tree[path].shape == shape and not tree[path][more].any()
-    equal({path: one[*map(slice, whole[path].shape)] for path, one in tree.items()}, whole)
-    rtol = 1e-15 if layout is maps.maxtext else 0
-    close(mine.to(theirs).apply(tree), files, rtol=rtol, atol=rtol)
-    close(mine.to(theirs).apply(tree, like=files), files, rtol=rtol, atol=rtol)
-    close(theirs.to(mine).inverse().apply(tree, like=files), files, rtol=rtol, atol=rtol)
-
-
 def test_a_checkpoint_with_a_prefix_and_what_no_model_has_use_for():
     config, files = config_of("gpt2"), files_of("gpt2")
     prefixed = {f"transformer.{path}": one for path, one in files.items()}
@@ -229,21 +186,6 @@ def test_output_weights_that_are_the_embedding():
     with pytest.raises(MapError, match=r"the target has no `head` \(head\); without it: `drop=\['head'\]`"):
         maps.stacked(untied).to(maps.hugging_face(config))
     equal(maps.stacked(untied).to(maps.hugging_face(config), drop="head").apply(tree), files)
-
-
-def test_heads_apart_and_paths_of_ones_own():
-    config, files = config_of("llama"), files_of("llama")
-    mine = maps.stacked(config).with_paths({"layers/attention/query": "blocks/wq", "embedding": "embed"})
-    assert mine.kinds == maps.hugging_face(config).kinds
-    one = maps.TreeLayout(
-        {**dict(mine.weights), "blocks/wq": "query: heads embed layers dim", "embed": "embedding: embed vocab"},
-        sizes=dict(mine.sizes),
-    )
-    tree = maps.hugging_face(config).to(one).apply(files)
-    assert tree["blocks/wq"].shape == (4, 32, 3, 8) and tree["embed"].shape == (32, 64)
-    query = files["model.layers.2.self_attn.q_proj.weight"].reshape(4, 8, 32)
-    assert (tree["blocks/wq"][:, :, 2] == query.transpose(0, 2, 1)).all()
-    equal(one.to(maps.hugging_face(config)).apply(tree), files)
 
 
 def test_a_line_of_a_map_is_changed():
@@ -354,9 +296,13 @@ def test_what_is_wrong_with_a_layout_is_said(make, message):
         make()
 
 
-def test_a_layout_shows_its_sizes_and_ranges():
+def test_a_layout_shows_its_sizes_and_ranges_under_paths_of_ones_own():
     halves = maps.TreeLayout({"first": "w: layers[:2] b a", "second": "w: layers[2:] b a"})
     assert "2 arrays, b=3\n  first   w: layers[:2] b a" in str(halves.with_sizes(b=3))
+    assert dict(halves.with_paths({"first": "one"}).weights) == {
+        "one": "w: layers[:2] b a",
+        "second": "w: layers[2:] b a",
+    }
 
 
 def test_an_odd_number_of_layers_in_pairs_is_named():

@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfx import MeshSpec, plan, presets, resolve
+from shardfx import presets, resolve
 from shardfx._ground.spec import canonical
 from shardfx.errors import RuleError, SpecError
 from shardfx.presets import Layout, eformer, infer_mode, t5x
@@ -13,13 +13,10 @@ from shardfx.presets.tokens import (
     BATCH,
     DP,
     EMBED,
-    EP,
     FSDP,
     GENERATION_MODES,
     HEAD,
-    HEAD_DIM,
     KV_LENGTH,
-    LENGTH,
     MODE_DECODE,
     MODE_INSERT,
     MODE_PREFILL,
@@ -185,11 +182,3 @@ def test_the_mode_of_a_shape(shape, dim, wanted):
     else:
         with pytest.raises((RuleError, SpecError), match=wanted):
             infer_mode(shape, dim)
-
-
-def test_a_plan_reads_presets():
-    mesh = MeshSpec({"dp": 2, "fsdp": 2, "tp": 2})
-    tree = {"wq": jax.ShapeDtypeStruct((64, 32), "float32"), "norm": jax.ShapeDtypeStruct((64,), "float32")}
-    made = plan(tree, mesh, names={"wq": (FSDP, HEAD), "norm": (HEAD_DIM,)}, axes=eformer(), mode=MODE_TRAIN)
-    assert made["wq"].spec == P("fsdp", "tp") and made["norm"].spec == P()
-    assert made.axes == eformer() and {LENGTH, EP, DP} < set(eformer().names)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
@@ -56,7 +57,7 @@ def by_name(axes: AxisRules = AXES, **others: Any) -> dict[str, Any]:
     return {"tree": TREE, "mesh": MESH, "names": NAMES, "axes": axes, **others}
 
 
-CLEAN = {"paths": by_path(), "names": by_name()}
+CLEAN: dict[str, dict[str, Any]] = {"paths": by_path(), "names": by_name()}
 
 
 def model(name: str, how: str, mesh: str, *first: Any, layers: int = 4) -> dict[str, Any]:
@@ -79,16 +80,29 @@ def without(rules: list[Any], *numbers: int) -> list[Any]:
     return [rule for at, rule in enumerate(rules) if at not in numbers]
 
 
-def opt_state(spec: P | None = None) -> Any:
-    """A joined plan of parameters and two moments, of which one may be planned otherwise."""
-    tree = {"params": {"w": leaf(4096, 8192), "b": leaf(8192)}}
-    moments = {"0": {"mu": tree["params"], "nu": tree["params"]}}
-    rules = [(r"w$", P("fsdp", "tensor")), (r"b$", P("fsdp"))]
-    first = [] if spec is None else [(r"nu/w", spec)]
-    mesh = MeshSpec({"fsdp": 4, "tensor": 2})
-    return sfx.plan({**tree, "opt": moments}, mesh, paths=PathRules([*first, *rules]))
+def moments(spec: P | None = None, mesh: str = "data=4,fsdp=2", **how: Any) -> sfx.ShardPlan:
+    """A joined plan of parameters and Adam's moments, of which one may be planned otherwise."""
+    params = {"w": leaf(8192, 4096, dtype=jnp.float32), "b": leaf(4096, dtype=jnp.float32)}
+    made = sfx.plan(params, MeshSpec.parse(mesh), paths=PathRules.parse("w->fsdp, b->fsdp"))
+    joined = sfx.ShardPlan.join(params=made, opt=sfx.follow(optax.adam(1e-3).init, made, **how))
+    return joined if spec is None else joined.replace("opt/0/nu/w", spec)
 
 
+TOWER = {"layers": [{"weight": leaf(4096, 8192, dtype=jnp.float32)}] * 2}
+BRANCHES = {"encoder": TOWER, "decoder": {"body": TOWER}, "head": {"weight": leaf(4096, 8192, dtype=jnp.float32)}}
+CLEAN |= {
+    "ZeRO": {"tree": moments(over="data")},
+    "no states, but branches that are alike": {
+        "tree": BRANCHES,
+        "mesh": MESH,
+        "paths": PathRules([("encoder", P("fsdp", "tensor")), (".*", P("fsdp"))]),
+    },
+    "rules of one's own before a preset's": model(
+        "llama3-8b", "fsdp_tp", "fsdp=4,tensor=4", ("embed_tokens|lm_head", P("fsdp")), ("up_proj", P("tensor"))
+    ),
+    "one number": {"tree": leaf(), "mesh": MeshSpec({})},
+    "one key": {"tree": jax.random.key(0), "mesh": MeshSpec({})},
+}
 # Arguments with a mistake, and the findings that it must be: their codes and what each is about.
 PLANTED: dict[str, tuple[Callable[[], dict[str, Any]], tuple[tuple[str, str], ...]]] = {
     "a spec that is too long": (
@@ -237,10 +251,14 @@ PLANTED: dict[str, tuple[Callable[[], dict[str, Any]], tuple[tuple[str, str], ..
         (("uneven-layers", "layers/3/mlp/up"),),
     ),
     "a moment that is whole": (
-        lambda: {"tree": opt_state(P())},
+        lambda: {"tree": moments(P(), "fsdp=8")},
         (("replicated", "opt/0/nu/w"), ("optimizer-state", "opt/0/nu/w")),
     ),
-    "a moment that is less sharded": (lambda: {"tree": opt_state(P("fsdp"))}, (("optimizer-state", "opt/0/nu/w"),)),
+    "a moment that ZeRO left out": (
+        lambda: {"tree": moments(P("fsdp"), over="data")},
+        (("optimizer-state", "opt/0/nu/w"),),
+    ),
+    "ZeRO that does nothing": (lambda: {"tree": moments()}, (("optimizer-state", "opt"),)),
     "names in the wrong order everywhere": (
         lambda: by_name(names=changed_names(up=("embed", "mlp"))),
         (("contradicted-name", "layers/{0..3}/mlp/up"),),

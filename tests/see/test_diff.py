@@ -1,6 +1,5 @@
 """Two plans compared: leaves, axes, bytes and steps; and their texts."""
 
-import difflib
 import html
 import re
 
@@ -58,9 +57,7 @@ def test_a_smaller_mesh_moves_leaves_whose_specs_are_equal():
     smaller = planned("embed->tensor.fsdp, w->fsdp.tensor, b->fsdp", mesh=MeshSpec({"fsdp": 2, "tensor": 2}))
     found = diff(BEFORE, smaller)
     assert found.plans == ("the mesh is fsdp=4,tensor=2 in one plan, fsdp=2,tensor=2 in the other",)
-    assert sum(row.count for row in found.leaves) == len(BEFORE)
-    assert found.wire_bytes == plan_reshard(BEFORE, smaller).wire_bytes
-    assert {row.steps for row in found.leaves} == {("tiles",)}
+    assert sum(row.count for row in found.leaves) == len(BEFORE) and {row.steps for row in found.leaves} == {("tiles",)}
 
 
 def test_plans_of_other_trees():
@@ -137,18 +134,6 @@ def test_a_plan_has_the_text_that_its_specs_give_whatever_its_rules():
     assert_same_plan_text(planned("^embed$->tensor.fsdp, /w$->fsdp.tensor, .*->fsdp"), GOLDEN)
 
 
-def test_a_failure_is_a_diff_and_says_how_to_accept():
-    with pytest.raises(AssertionError) as caught:
-        assert_same_plan_text(AFTER, GOLDEN)
-    lines = str(caught.value).splitlines()
-    assert lines[:2] == [
-        "the plan is not that of the expected text.",
-        "To accept the new one, replace the text with `plan_text(plan)`.",
-    ]
-    for path in ("-layers/{0..11}/w: 12 x bf16[32,32] fsdp,tensor", "+layers/{0..11}/w: 12 x bf16[32,32] tensor,fsdp"):
-        assert path in lines
-
-
 def test_golden_files(tmp_path):
     path = tmp_path / "plan.txt"
     with pytest.raises(AssertionError, match=re.escape(f"there is no file {path} with the text of a plan yet")):
@@ -158,15 +143,12 @@ def test_golden_files(tmp_path):
     assert_same_plan_text(BEFORE, path)
     with pytest.raises(AssertionError, match=r"run `assert_same_plan_text\(plan, '.*plan.txt', update=True\)`"):
         assert_same_plan_text(AFTER, path)
+    with pytest.raises(AssertionError, match=r"replace the text with `plan_text\(plan\)`") as caught:
+        assert_same_plan_text(AFTER, GOLDEN)
+    row = "layers/{0..11}/w: 12 x bf16[32,32]"
+    assert {f"-{row} fsdp,tensor", f"+{row} tensor,fsdp"} <= {*str(caught.value).splitlines()}
     with pytest.raises(ValueError, match="`update=True` writes a file"):
         assert_same_plan_text(BEFORE, GOLDEN, update=True)
-
-
-def test_a_change_of_one_leaf_is_a_change_of_one_line_and_the_totals():
-    other = planned("embed->None.fsdp, w->fsdp.tensor, b->fsdp")
-    lines = difflib.ndiff(GOLDEN.splitlines(), plan_text(other).splitlines())
-    changed = [line for line in lines if line[0] in "+-"]
-    assert [line[2:9] for line in changed] == ["25 arra", "25 arra", "embed: ", "embed: "]
 
 
 def test_a_text_says_what_was_not_given_and_where_it_is_kept():

@@ -147,9 +147,3 @@ def test_data_parallel_rules_declare_the_axis_of_the_batch(axis, told):
     if axis == "dta":
         assert "The rules use 'data', which the mesh lacks" in found[0].message
         assert found[0].fix == "mesh = MeshSpec({'data': 8})"
-
-
-def test_the_largest_model():
-    tree, rules = models.tree("llama3-405b"), models.rules_for("llama3-405b", "fsdp_tp")
-    found = sfx.lint(tree, MeshSpec.parse("data=4,fsdp=64,tensor=8"), paths=rules)
-    assert found == (), str(found)

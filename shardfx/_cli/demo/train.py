@@ -5,7 +5,7 @@ import pathlib
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from shardfx import MeshSpec, ShardPlan, filter_jit, follow, misplaced, plan, report, shard, testing
 
@@ -102,7 +102,7 @@ def make_optimizer(run: Run) -> optax.GradientTransformation:
 
 def make_plans(mesh: Any, run: Run) -> DemoPlans:
     """Plans everything from shapes alone; `mesh` may be a MeshSpec, or a Mesh if arrays are to follow."""
-    model = plan(eqx.filter_eval_shape(Transformer, key=_key_struct()), mesh, axes=AXIS_RULES)
+    model = plan(eqx.filter_eval_shape(lambda: Transformer(key=jax.random.key(0))), mesh, axes=AXIS_RULES)
     text = jax.ShapeDtypeStruct((run.batch_size, run.length + 1), jnp.int32)
     return DemoPlans(
         model=model,
@@ -127,7 +127,7 @@ def make_step(optimizer: optax.GradientTransformation, model_plan: ShardPlan | N
 def start_sharded(plans: DemoPlans, run: Run) -> tuple[Any, Transformer, optax.OptState]:
     """The jitted step, and model and optimizer state, each array made in the shards that its plan says."""
     optimizer = make_optimizer(run)
-    init = filter_jit(_init_model, out_shardings=plans.model)
+    init = filter_jit(lambda key: Transformer(key=key), out_shardings=plans.model)
     init_state = filter_jit(
         lambda model: optimizer.init(model), in_shardings=(plans.model,), out_shardings=plans.optimizer
     )
@@ -145,7 +145,7 @@ def start_unsharded(run: Run) -> tuple[Callable, Transformer, optax.OptState]:
     """The same with Equinox alone, on JAX's first device."""
     optimizer = make_optimizer(run)
     step = eqx.filter_jit(make_step(optimizer, None), donate="all")
-    model = eqx.filter_jit(_init_model)(jax.random.key(run.seed))
+    model = eqx.filter_jit(lambda key: Transformer(key=key))(jax.random.key(run.seed))
     return step, model, eqx.filter_jit(optimizer.init)(eqx.filter(model, eqx.is_array))
 
 
@@ -174,7 +174,8 @@ def train(
     """
     step, model, state = started
     losses, begin = [], time.perf_counter()
-    for number, tokens in enumerate(_batches(text, run), start=1):
+    for number in range(1, run.steps + 1):
+        tokens = batch(text, number - 1, size=run.batch_size, length=run.length + 1, seed=run.seed)
         model, state, value = step(model, state, place(tokens))
         # Waiting for each step keeps emulated devices from queueing more collectives than the runtime takes.
         losses.append(float(value))
@@ -183,19 +184,6 @@ def train(
         seconds = time.perf_counter() - begin
         show(number, losses[-1], (number - 1) * run.batch_size * run.length / seconds if number > 1 else 0.0)
     return losses
-
-
-def _init_model(key: PRNGKeyArray) -> Transformer:
-    return Transformer(key=key)
-
-
-def _key_struct() -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(lambda: jax.random.key(0))
-
-
-def _batches(text: UInt8[np.ndarray, " bytes"], run: Run) -> Iterator[Int[np.ndarray, "size length"]]:
-    for step in range(run.steps):
-        yield batch(text, step, size=run.batch_size, length=run.length + 1, seed=run.seed)
 
 
 _BAR = 30

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..._convert import From, sum_of
 from ..._ground.errors import MapError
+from ..._ground.text import together
 from ._places import Counted, Entry, Fused, Place, Range, Scaled, places_of
 
 
@@ -46,14 +47,12 @@ def between(
     places: Sequence[Place], target: Sequence[tuple[str, Entry]], sizes: Sizes, drop: Sequence[str]
 ) -> dict[str, From]:
     """The rules for each array of a target."""
-    kinds: dict[str, list[Place]] = {}
-    for place in places:
-        kinds.setdefault(place.kind, []).append(place)
+    kinds = together(places, lambda place: place.kind)
     rows = {path: places_of(path, entry) for path, entry in target}
     _check_kinds(kinds, [place.kind for row in rows.values() for place in row], drop)
     rules = {}
     for path, entry in target:
-        parts = [_made(_found(kinds, place.kind), place, sizes) for place in rows[path]]
+        parts = [_made(kinds.get(place.kind) or kinds[_ALSO[place.kind]], place, sizes) for place in rows[path]]
         if isinstance(entry, Scaled):
             raise MapError(
                 f"`{path}` is stored in blocks with scales, which a map cannot find; write it as {entry.dtype}: with "
@@ -61,10 +60,6 @@ def between(
             )
         rules[path] = From.concat(parts, dim=entry.dim, shards=entry.shards) if isinstance(entry, Fused) else parts[0]
     return rules
-
-
-def _found(kinds: Mapping[str, list[Place]], kind: str) -> list[Place]:
-    return kinds[kind] if kind in kinds else kinds[_ALSO[kind]]
 
 
 def _check_kinds(kinds: Mapping[str, list[Place]], wanted: Sequence[str], drop: Sequence[str]) -> None:

@@ -1,9 +1,12 @@
 """Each family of models as one table: the path of each kind of weight in a checkpoint, and its axes.
 
-Shapes, rules and maps all follow from these lines. A line is `"query: (heads dim) embed"`, as in a `TreeLayout`; its
+`families.txt` beside this file has the rows; here they get the paths of their layers, and are put together. Shapes,
+rules and maps all follow from these lines. A line is `"query: (heads dim) embed"`, as in a `TreeLayout`; its
 path counts layers and experts in braces. Weights lie as torch lays them out, `[out, in]`.
 """
 
+import importlib.resources
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
@@ -14,6 +17,10 @@ from ._places import Entry, Fused, groups_of
 Rows = dict[str, Entry]
 # The options of a family, by the names that the table of models has for them.
 Form = Mapping[str, int]
+
+_TEXT = importlib.resources.files("shardfx.presets.maps").joinpath("families.txt").read_text(encoding="utf-8")
+# By its name in brackets each part of a family: its rows, one a line.
+_PARTS: Final = dict(re.findall(r"^\[([^]]+)\]\n(.*?\n)(?:\n|\Z)", _TEXT, re.DOTALL | re.MULTILINE))
 
 
 def rows_of(family: str, form: Form, prefix: str | None = None) -> Rows:
@@ -38,6 +45,13 @@ def prefix_of(family: str) -> str:
 def sight_of(family: str) -> Rows:
     """The part of a family's models that sees images."""
     return _SIGHT[family]() if family in _SIGHT else {}
+
+
+def beside(family: str) -> Rows:
+    """What checkpoints hold beside a model's own rows: masks, frequencies, heads for pretraining, layers that predict
+    ahead.
+    """
+    return _rows("", _PARTS.get(f"{family}.beside", _PARTS["beside"]), leaf="")
 
 
 def with_experts_stacked(rows: Rows) -> Rows:
@@ -67,41 +81,15 @@ def _bias(entry: Entry, dim: int) -> Entry:
     return f"{kind}_bias: {groups_of(axes)[dim]}"
 
 
-_QKV = """
-q_proj  query: (heads dim) embed
-k_proj  key: (kv_heads dim) embed
-v_proj  value: (kv_heads dim) embed
-"""
-_QK_NORMS = """
-q_norm  query_norm: dim
-k_norm  key_norm: dim
-"""
-_MLP = """
-gate_proj  {kind}gate: {hidden} embed
-up_proj    {kind}up: {hidden} embed
-down_proj  {kind}down: embed {hidden}
-"""
-_NORMS = """
-input_layernorm           attention_norm: embed
-post_attention_layernorm  mlp_norm: embed
-"""
-_FOUR_NORMS = """
-input_layernorm             attention_norm: embed
-post_attention_layernorm    attention_post_norm: embed
-pre_feedforward_layernorm   mlp_norm: embed
-post_feedforward_layernorm  mlp_post_norm: embed
-"""
-
-
-def _attention(at: str, form: Form, into: str = _QKV) -> Rows:
+def _attention(at: str, form: Form, into: str = _PARTS["qkv"]) -> Rows:
     rows, out = _rows(at, into), _rows(at, "o_proj  out: embed (heads dim)")
     rows = _with_biases(rows) if form.get("qkv_bias") else rows
     rows |= _with_biases(out) if form.get("out_bias") else out
-    return rows | (_rows(at, _QK_NORMS) if form.get("qk_norm") else {})
+    return rows | (_rows(at, _PARTS["qk_norms"]) if form.get("qk_norm") else {})
 
 
 def _mlp(at: str, kind: str = "", hidden: str = "hidden") -> Rows:
-    return _rows(at, _MLP.format(kind=kind, hidden=hidden))
+    return _rows(at, _PARTS["mlp"].format(kind=kind, hidden=hidden))
 
 
 def _routed(at: str) -> Rows:
@@ -110,7 +98,7 @@ def _routed(at: str) -> Rows:
 
 def _causal(at: str, head: str, form: Form, layer: Rows) -> Rows:
     """Embedding, norms, layers, and the output weights unless they are tied."""
-    norms = _rows(f"{at}layers.{{layers}}.", _FOUR_NORMS if form.get("four_norms") else _NORMS)
+    norms = _rows(f"{at}layers.{{layers}}.", _PARTS["four_norms"] if form.get("four_norms") else _PARTS["norms"])
     last = _rows(at, "norm  norm: embed")
     if form.get("norm_bias"):
         norms, last = _with_biases(norms), _with_biases(last)
@@ -128,12 +116,8 @@ def _llama(at: str, head: str, form: Form) -> Rows:
 def _mixtral(at: str, head: str, form: Form) -> Rows:
     layer = f"{at}layers.{{layers}}."
     moe = f"{layer}block_sparse_moe."
-    experts = """
-        w1  expert_gate: hidden embed
-        w3  expert_up: hidden embed
-        w2  expert_down: embed hidden
-    """
-    routed = _rows(moe, "gate  router: experts embed") | _rows(f"{moe}experts.{{experts}}.", experts)
+    routed = _rows(moe, "gate  router: experts embed")
+    routed |= _rows(f"{moe}experts.{{experts}}.", _PARTS["mixtral.experts"])
     return _causal(at, head, form, _attention(f"{layer}self_attn.", form) | routed)
 
 
@@ -145,50 +129,26 @@ def _qwen3_moe(at: str, head: str, form: Form) -> Rows:
 def _qwen3_next(at: str, head: str, form: Form) -> Rows:
     """Linear attention in most layers, gated attention in the others, and a layer that predicts ahead."""
     # Query and gate of each head lie side by side.
-    gated = _QKV.replace("query: (heads dim)", "query_and_gate: (heads two_dims)")
+    gated = _PARTS["qkv"].replace("query: (heads dim)", "query_and_gate: (heads two_dims)")
     # Each head of the keys has beside it its query, and the values and gates that belong to it.
-    linear = """
-        in_proj_qkvz.weight  linear_into: (linear_key_heads qkvz) embed
-        in_proj_ba.weight    linear_gates: (linear_key_heads ba) embed
-        conv1d.weight        linear_conv: conv_rows one conv_width
-        dt_bias              linear_steps: linear_value_heads
-        A_log                linear_decay: linear_value_heads
-        norm.weight          linear_norm: linear_head_dim
-        out_proj.weight      linear_out: embed (linear_value_heads linear_head_dim)
-    """
 
     def mlp(layer: str) -> Rows:
         shared = _mlp(f"{layer}shared_expert.", "shared_", "shared_hidden")
         return _routed(layer) | shared | _rows(layer, "shared_expert_gate  shared_router: one embed")
 
-    ahead = """
-        fc                     ahead: ahead_embed two_embeds
-        norm                   ahead_norm: embed
-        pre_fc_norm_embedding  ahead_embedding_norm: embed
-        pre_fc_norm_hidden     ahead_hidden_norm: embed
-    """
     form = {**form, "qk_norm": True}
     layer = _attention(f"{at}layers.{{full_layers}}.self_attn.", form, gated) | mlp(f"{at}layers.{{layers}}.mlp.")
-    layer |= _rows(f"{at}layers.{{linear_layers}}.linear_attn.", linear, leaf="")
-    last = _attention("mtp.layers.0.self_attn.", form, gated) | mlp("mtp.layers.0.mlp.") | _rows("mtp.", ahead)
-    return _causal(at, head, form, layer) | last | _rows("mtp.layers.0.", _NORMS)
+    layer |= _rows(f"{at}layers.{{linear_layers}}.linear_attn.", _PARTS["qwen3_next.linear"], leaf="")
+    last = _attention("mtp.layers.0.self_attn.", form, gated) | mlp("mtp.layers.0.mlp.")
+    last |= _rows("mtp.", _PARTS["qwen3_next.ahead"]) | _rows("mtp.layers.0.", _PARTS["norms"])
+    return _causal(at, head, form, layer) | last
 
 
 def _deepseek(at: str, head: str, form: Form) -> Rows:
-    compressed = """
-        q_a_proj        query_a: query_latent embed
-        q_a_layernorm   query_a_norm: query_latent
-        q_b_proj        query_b: (heads dim) query_latent
-    """
-    latent = """
-        kv_a_proj_with_mqa  kv_a: latent_and_rope embed
-        kv_a_layernorm      kv_a_norm: latent
-        kv_b_proj           kv_b: (heads both_dim) latent
-        o_proj              latent_out: embed (heads value_dim)
-    """
     layer, dense = f"{at}layers.{{layers}}.", form.get("dense_layers", 0)
-    own = _rows(f"{layer}self_attn.", compressed if form.get("q_lora") else "q_proj  query: (heads dim) embed")
-    own |= _rows(f"{layer}self_attn.", latent) | (_mlp(f"{at}layers.{{dense_layers}}.mlp.") if dense else {})
+    query = _PARTS["deepseek.compressed"] if form.get("q_lora") else "q_proj  query: (heads dim) embed"
+    own = _rows(f"{layer}self_attn.", query) | _rows(f"{layer}self_attn.", _PARTS["deepseek.latent"])
+    own |= _mlp(f"{at}layers.{{dense_layers}}.mlp.") if dense else {}
     moe = f"{at}layers.{{moe_layers+{dense}}}.mlp." if dense else f"{layer}mlp."
     own |= _routed(moe) | _mlp(f"{moe}shared_experts.", "shared_", "shared_hidden")
     scores = _rows(moe, "gate.e_score_correction_bias  router_bias: experts", leaf="")
@@ -197,29 +157,18 @@ def _deepseek(at: str, head: str, form: Form) -> Rows:
 
 def _gpt_oss(at: str, head: str, form: Form) -> Rows:
     """The experts are unpacked from MXFP4: stacked, `[in, out]`, gate and up in turns, so that a pair is a unit."""
-    experts = """
-        gate_up_proj       expert_gate_up: experts embed (hidden two)
-        gate_up_proj_bias  expert_gate_up_bias: experts (hidden two)
-        down_proj          expert_down: experts hidden embed
-        down_proj_bias     expert_down_bias: experts embed
-    """
     layer = f"{at}layers.{{layers}}."
     own = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
     own |= _rows(f"{layer}self_attn.", "sinks  sinks: heads", leaf="")
     own |= _with_biases(_rows(f"{layer}mlp.", "router  router: experts embed"))
-    return _causal(at, head, form, own | _rows(f"{layer}mlp.experts.", experts, leaf=""))
+    return _causal(at, head, form, own | _rows(f"{layer}mlp.experts.", _PARTS["gpt_oss.experts"], leaf=""))
 
 
 def _llama4(at: str, head: str, form: Form) -> Rows:
     """The experts are stacked, `[in, out]`, gate and up one after the other: a device has a part of one of them."""
-    experts = """
-        router.weight         router: experts embed
-        experts.gate_up_proj  expert_gate_up: experts embed both_hidden
-        experts.down_proj     expert_down: experts hidden embed
-    """
     moe = f"{at}layers.{{routed_layers}}.feed_forward."
     own = _attention(f"{at}layers.{{layers}}.self_attn.", form) | _mlp(f"{at}layers.{{plain_layers}}.feed_forward.")
-    own |= _rows(moe, experts, leaf="") | _mlp(f"{moe}shared_expert.", "shared_", "shared_hidden")
+    own |= _rows(moe, _PARTS["llama4.experts"], leaf="") | _mlp(f"{moe}shared_expert.", "shared_", "shared_hidden")
     return _causal(at, head, form, own)
 
 
@@ -234,57 +183,28 @@ def _gpt(at: str, head: str, form: Form) -> Rows:
     """Conv1D keeps `[in, out]`, with query, key and value side by side."""
     layer = f"{at}h.{{layers}}."
     thirds = Fused("query: embed (heads dim)", "key: embed (kv_heads dim)", "value: embed (kv_heads dim)", dim=1)
-    out = """
-        attn.c_proj  out: (heads dim) embed
-        mlp.c_fc     up: embed hidden
-        mlp.c_proj   down: hidden embed
-    """
     rows = _rows(at, "wte  embedding: vocab embed\nwpe  positions: positions embed")
     rows |= _with_biases(_rows(layer, "ln_1  attention_norm: embed\nln_2  mlp_norm: embed"))
-    rows |= _with_biases({f"{layer}attn.c_attn.weight": thirds} | _rows(layer, out), dim=-1)
+    rows |= _with_biases({f"{layer}attn.c_attn.weight": thirds} | _rows(layer, _PARTS["gpt.out"]), dim=-1)
     return rows | _with_biases(_rows(at, "ln_f  norm: embed"))
 
 
 def _bert(at: str, head: str, form: Form) -> Rows:
-    table = """
-        word_embeddings        embedding: vocab embed
-        position_embeddings    positions: positions embed
-        token_type_embeddings  types: types embed
-    """
-    layer = """
-        attention.self.query        query: (heads dim) embed
-        attention.self.key          key: (kv_heads dim) embed
-        attention.self.value        value: (kv_heads dim) embed
-        attention.output.dense      out: embed (heads dim)
-        intermediate.dense          up: hidden embed
-        output.dense                down: embed hidden
-        attention.output.LayerNorm  attention_norm: embed
-        output.LayerNorm            mlp_norm: embed
-    """
-    rows = _rows(f"{at}embeddings.", table) | _with_biases(_rows(at, "embeddings.LayerNorm  norm: embed"))
-    rows |= _with_biases(_rows(f"{at}encoder.layer.{{layers}}.", layer))
+    rows = _rows(f"{at}embeddings.", _PARTS["bert.table"]) | _with_biases(
+        _rows(at, "embeddings.LayerNorm  norm: embed")
+    )
+    rows |= _with_biases(_rows(f"{at}encoder.layer.{{layers}}.", _PARTS["bert.layer"]))
     return rows | _with_biases(_rows(at, "pooler.dense  pooler: pooled embed"))
 
 
 def _t5(at: str, head: str, form: Form) -> Rows:
     """T5 v1.1: gated feed-forward blocks, and output weights of its own."""
-    attention = """
-        q  query: (heads dim) embed
-        k  key: (heads dim) embed
-        v  value: (heads dim) embed
-        o  out: embed (heads dim)
-    """
-    mlp = """
-        wi_0  gate: hidden embed
-        wi_1  up: hidden embed
-        wo    down: embed hidden
-    """
     rows = _rows(at, "shared  embedding: vocab embed\nlm_head  head: vocab embed")
     for stack, cross in (("encoder", ()), ("decoder", ("EncDecAttention",))):
         block = f"{at}{stack}.block."
         for number, part in enumerate(("SelfAttention", *cross, "DenseReluDense")):
             layer = f"{block}{{layers}}.layer.{number}."
-            rows |= _rows(f"{layer}{part}.", attention if part.endswith("Attention") else mlp)
+            rows |= _rows(f"{layer}{part}.", _PARTS["t5.attention"] if part.endswith("Attention") else _PARTS["t5.mlp"])
             rows |= _rows(layer, "layer_norm  norm: embed")
         rows |= _rows(f"{block}{{first}}.layer.0.SelfAttention.", "relative_attention_bias  relative: buckets heads")
         rows |= _rows(f"{at}{stack}.", "final_layer_norm  norm: embed")
@@ -293,48 +213,12 @@ def _t5(at: str, head: str, form: Form) -> Rows:
 
 def _vit(at: str, head: str, form: Form) -> Rows:
     """An encoder under big_vision's names: flax kernels, `[in, out]`, heads and head_dim not fused."""
-    block = """
-        LayerNorm_0.scale                            norm: embed
-        LayerNorm_0.bias                             norm: embed
-        MultiHeadDotProductAttention_0.query.kernel  query: embed heads dim
-        MultiHeadDotProductAttention_0.query.bias    query_bias: heads dim
-        MultiHeadDotProductAttention_0.key.kernel    key: embed heads dim
-        MultiHeadDotProductAttention_0.key.bias      key_bias: heads dim
-        MultiHeadDotProductAttention_0.value.kernel  value: embed heads dim
-        MultiHeadDotProductAttention_0.value.bias    value_bias: heads dim
-        MultiHeadDotProductAttention_0.out.kernel    out: heads dim embed
-        MultiHeadDotProductAttention_0.out.bias      out_bias: embed
-        LayerNorm_1.scale                            norm: embed
-        LayerNorm_1.bias                             norm: embed
-        MlpBlock_0.Dense_0.kernel                    up: embed vision_hidden
-        MlpBlock_0.Dense_0.bias                      up_bias: vision_hidden
-        MlpBlock_0.Dense_1.kernel                    down: vision_hidden embed
-        MlpBlock_0.Dense_1.bias                      down_bias: embed
-    """
-    ends = """
-        embedding.kernel                patches: patch_rows patch_columns colors embed
-        embedding.bias                  patches_bias: embed
-        pos_embedding                   positions: one tokens embed
-        Transformer.encoder_norm.scale  norm: embed
-        Transformer.encoder_norm.bias   norm: embed
-    """
-    return _rows(at, ends, leaf="") | _rows(f"{at}Transformer.encoderblock_{{layers}}.", block, leaf="")
-
-
-_EYE = """
-self_attn.q_proj  query: (vision_heads vision_head_dim) vision_embed
-self_attn.k_proj  key: (vision_heads vision_head_dim) vision_embed
-self_attn.v_proj  value: (vision_heads vision_head_dim) vision_embed
-self_attn.{out}   out: vision_embed (vision_heads vision_head_dim)
-mlp.fc1           up: vision_hidden vision_embed
-mlp.fc2           down: vision_embed vision_hidden
-{norms[0]}        attention_norm: vision_embed
-{norms[1]}        mlp_norm: vision_embed
-"""
+    block = _rows(f"{at}Transformer.encoderblock_{{layers}}.", _PARTS["vit.block"], leaf="")
+    return _rows(at, _PARTS["vit.ends"], leaf="") | block
 
 
 def _sight_of_gemma3() -> Rows:
-    layer = _EYE.format(out="out_proj", norms=("layer_norm1", "layer_norm2"))
+    layer = _PARTS["eye"].format(out="out_proj", norms=("layer_norm1", "layer_norm2"))
     tower = "vision_tower.vision_model."
     rows = _with_biases(_rows(f"{tower}encoder.layers.{{vision_layers}}.", layer))
     patches = "embeddings.patch_embedding  patches: vision_embed colors patch_rows patch_columns"
@@ -345,20 +229,13 @@ def _sight_of_gemma3() -> Rows:
 
 
 def _sight_of_llama4() -> Rows:
-    layer = _EYE.format(out="o_proj", norms=("input_layernorm", "post_attention_layernorm"))
-    ends = """
-        class_embedding                class: vision_embed
-        patch_embedding.linear.weight  patches: vision_embed pixels
-        positional_embedding_vlm       positions: vision_places vision_embed
-        vision_adapter.mlp.fc1.weight  adapter_up: vision_out_units adapted
-        vision_adapter.mlp.fc2.weight  adapter_down: adapter_out vision_out_units
-    """
+    layer = _PARTS["eye"].format(out="o_proj", norms=("input_layernorm", "post_attention_layernorm"))
     rows = _with_biases(_rows("vision_model.model.layers.{vision_layers}.", layer))
     rows |= _with_biases(
         _rows("vision_model.", "layernorm_pre  norm: vision_embed\nlayernorm_post  norm: vision_embed")
     )
     rows |= _rows("multi_modal_projector.", "linear_1  projector: embed vision_out")
-    return rows | _rows("vision_model.", ends, leaf="")
+    return rows | _rows("vision_model.", _PARTS["llama4.sight"], leaf="")
 
 
 _PREFIXES = {

@@ -1,5 +1,6 @@
 """The layouts of programs: a model that scans over its layers, and an inference engine's tree."""
 
+import importlib.resources
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -27,54 +28,8 @@ class Scanned(NamedTuple):
 
 
 # Per kind its axes, its name in a tree of `stacked`, and MaxText's name for it, which has no heads side by side.
-_SCANNED = """
-embedding            vocab embed               embedding                  token_embedder/embedding
-positions            positions embed           positions                  -
-types                types embed               types                      -
-norm                 embed                     norm/scale                 decoder/decoder_norm/scale
-norm_bias            embed                     norm/bias                  -
-head                 embed vocab               head                       decoder/logits_dense/kernel
-attention_norm       embed                     attention_norm/scale       pre_self_attention_layer_norm/scale
-attention_norm_bias  embed                     attention_norm/bias        -
-attention_post_norm  embed                     attention_post_norm/scale  -
-mlp_norm             embed                     mlp_norm/scale             post_self_attention_layer_norm/scale
-mlp_norm_bias        embed                     mlp_norm/bias              -
-mlp_post_norm        embed                     mlp_post_norm/scale        -
-query                embed (heads dim)         attention/query            self_attention/query/kernel
-key                  embed (kv_heads dim)      attention/key              self_attention/key/kernel
-value                embed (kv_heads dim)      attention/value            self_attention/value/kernel
-out                  (heads dim) embed         attention/out              self_attention/out/kernel
-query_bias           (heads dim)               attention/query_bias       self_attention/query/bias
-key_bias             (kv_heads dim)            attention/key_bias         self_attention/key/bias
-value_bias           (kv_heads dim)            attention/value_bias       self_attention/value/bias
-out_bias             embed                     attention/out_bias         -
-query_norm           dim                       attention/query_norm       self_attention/query_norm/scale
-key_norm             dim                       attention/key_norm         self_attention/key_norm/scale
-latent_out           (heads value_dim) embed   attention/out              self_attention/out/kernel
-query_a              embed query_latent        attention/query_a          self_attention/wq_a/kernel
-query_a_norm         query_latent              attention/query_a_norm     self_attention/q_norm/scale
-query_b              query_latent (heads dim)  attention/query_b          self_attention/wq_b/kernel
-kv_a                 embed latent_and_rope     attention/kv_a             self_attention/wkv_a/kernel
-kv_a_norm            latent                    attention/kv_a_norm        self_attention/kv_norm/scale
-kv_b                 latent (heads both_dim)   attention/kv_b             self_attention/wkv_b/kernel
-gate                 embed hidden              mlp/gate                   mlp/wi_0/kernel
-up                   embed hidden              mlp/up                     mlp/wi_1/kernel
-down                 hidden embed              mlp/down                   mlp/wo/kernel
-gate_bias            hidden                    mlp/gate_bias              -
-up_bias              hidden                    mlp/up_bias                -
-down_bias            embed                     mlp/down_bias              -
-router               embed experts             mlp/router                 {moe}/gate/kernel
-router_bias          experts                   mlp/router_bias            {moe}/gate/bias
-expert_gate          experts embed hidden      mlp/experts/gate           {moe}/wi_0
-expert_up            experts embed hidden      mlp/experts/up             {moe}/wi_1
-expert_down          experts hidden embed      mlp/experts/down           {moe}/wo
-pooler               embed pooled              pooler/weight              -
-pooler_bias          pooled                    pooler/bias                -
-shared_gate          embed shared_hidden       mlp/shared/gate            DeepSeekMoeBlock_0/shared_experts/wi_0/kernel
-shared_up            embed shared_hidden       mlp/shared/up              DeepSeekMoeBlock_0/shared_experts/wi_1/kernel
-shared_down          shared_hidden embed       mlp/shared/down            DeepSeekMoeBlock_0/shared_experts/wo/kernel
-"""
-SCANNED = {kind: Scanned(*row) for kind, *row in (re.split("  +", line) for line in _SCANNED.strip().splitlines())}
+_SCANNED = importlib.resources.files("shardfx.presets.maps").joinpath("scanned.txt").read_text(encoding="utf-8")
+SCANNED = {kind: Scanned(*row) for kind, *row in (re.split("  +", line) for line in _SCANNED.splitlines())}
 
 
 def stacked(config: Config, *, prefix: str = "") -> TreeLayout:

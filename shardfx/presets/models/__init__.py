@@ -1,7 +1,7 @@
 """The shapes of published models by name, and rules for them: `tree("llama3-405b")`, `rules_for(..., "fsdp_tp")`.
 
 It may import the rules, the ground values and the rules of its room. It never allocates: every leaf is a
-ShapeDtypeStruct. A model is one row of numbers in `_table.py`. The rows of its family in `presets.maps` give the tree
+ShapeDtypeStruct. A model is one row of numbers in `table.txt`. The rows of its family in `presets.maps` give the tree
 and the rules (`_named.py`).
 """
 
