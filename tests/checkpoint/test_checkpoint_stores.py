@@ -133,15 +133,6 @@ def test_maps_and_casts_reach_into_stores(tmp_path, mesh):
     assert np.array_equal(np.asarray(loaded["w"]), wanted.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("name", ["../../outside", "/etc", "a/../../b"])
-def test_an_eformer_index_that_names_directories_elsewhere(tmp_path, name):
-    (tmp_path / "model").mkdir()
-    zarr(tmp_path, "outside", np.ones(3), chunks=[3])
-    eformer(tmp_path / "model", arrays=[{"path": name, "shape": [3], "dtype": "float64"}])
-    with pytest.raises(CheckpointError, match="not a relative path below the directory"):
-        checkpoint.read_index(tmp_path / "model")
-
-
 def test_links_out_of_a_store_are_not_followed(tmp_path, mesh):
     (tmp_path / "outside").write_bytes(bytes(12))
     model = tmp_path / "model"
@@ -180,6 +171,7 @@ def test_links_out_of_a_store_are_not_followed(tmp_path, mesh):
         ({"arrays": [3]}, "lists '3', which has no `path`"),
         ({"arrays": [{"path": "w", "shape": [-1]}]}, "it must be a list of sizes"),
         ({"arrays": [{"path": "w", "shape": [2**70]}]}, "it must be a list of sizes"),
+        *[({"arrays": [{"path": name}]}, "not a relative path below") for name in ("../out", "/etc", "a/../../b")],
         ({"arrays": [{"path": "real", "shape": [4]}]}, r"the shape \[4\], but its own .zarray says \(3,\)"),
     ],
 )
