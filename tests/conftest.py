@@ -26,7 +26,7 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false" if jax.__version
 # These run the code of optax, flax and others, which adds numbers of two dtypes.
 _STANDARD_PROMOTION = {
     *("test_aot", "test_benchmarks", "test_benchmarks_reshard", "test_cli", "test_demo"),
-    *("test_conformance_eformer", "test_conformance_flax", "test_conformance_t5x", "test_conformance_checkpoint"),
+    *("test_conformance_eformer", "test_conformance_flax", "test_conformance_t5x"),
     *("test_docs", "test_minilm", "test_check_step", "test_recipes", "test_follow"),
     *("test_foreign_trees", "test_hosts", "test_interop_flax", "test_jit", "test_messages", "test_presets"),
     *("test_hf_presets", "test_replan", "test_suggestions"),

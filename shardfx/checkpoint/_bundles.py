@@ -11,7 +11,7 @@ from .._ground.boxes import Box, volume
 from ._entry import FileArray, fill
 from ._fetches import is_plain, landed
 from ._reader import Files
-from ._wanted import Wanted
+from ._wanted import WantedLeaf
 
 
 # Of an array: the work for each would take longer than to copy it twice.
@@ -57,7 +57,7 @@ class Bundle:
         return len(self.entries) * (self.entries[0].nbytes or 0)
 
 
-def bundled(leaf: Wanted, boxes: Sequence[Box]) -> tuple[list[Bundle], Wanted]:
+def bundled(leaf: WantedLeaf, boxes: Sequence[Box]) -> tuple[list[Bundle], WantedLeaf]:
     """The bundles of a leaf, and the leaf without their pieces."""
     if leaf.pieces is None or len(leaf.pieces) < _LEAST_COUNT:
         return [], leaf

@@ -29,7 +29,7 @@ from ._flight import Unit
 from ._reader import COPY_BYTES, Files, spans_of
 from ._spans import Span
 from ._stores import MissingChunks
-from ._wanted import Wanted
+from ._wanted import WantedLeaf
 
 
 # A piece that comes apart into more boxes than these is read as a whole, and taken apart in memory.
@@ -85,7 +85,7 @@ class Gathered:
     piece: Piece
 
 
-def fetches(leaf: Wanted, boxes: Sequence[Box]) -> tuple[list[Fetch], list[Gathered]]:
+def fetches(leaf: WantedLeaf, boxes: Sequence[Box]) -> tuple[list[Fetch], list[Gathered]]:
     """What fills `boxes` of a leaf: boxes that are read into place, and what takes more."""
     if leaf.pieces is None:
         homes = tuple((number, None) for number in range(len(boxes)))
@@ -121,7 +121,7 @@ def landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[Landing, ..
         yield few if 0 < len(few) <= _MOST_LANDINGS else part
 
 
-def is_plain(piece: Piece, leaf: Wanted, entries: Mapping[str, FileArray | StoreArray]) -> bool:
+def is_plain(piece: Piece, leaf: WantedLeaf, entries: Mapping[str, FileArray | StoreArray]) -> bool:
     """Whether the numbers are those of the file, in the leaf's dtype."""
     value = piece.value
     if value.path is None or value.scale is not None or not is_only(value.casts, leaf.dtype):
@@ -157,7 +157,7 @@ def _chunks(piece: Piece, entry: FileArray | StoreArray | None) -> Sequence[Piec
     return [piece] if entry is None else list(chunks(piece, max(1, COPY_BYTES // entry.dtype.itemsize)))
 
 
-def gathered_fetches(leaf: Wanted, gathered: Sequence[Gathered]) -> list[Fetch]:
+def gathered_fetches(leaf: WantedLeaf, gathered: Sequence[Gathered]) -> list[Fetch]:
     """The fetches that `gather` carries out for these pieces."""
     entries = {entry.path: entry for entry in leaf.entries}
     found = []

@@ -20,7 +20,7 @@ from .._ground.text import printable
 from ._entry import FileArray
 from ._reader import FilePiece, memory_to_fill, spans_of
 from ._spans import Span
-from ._wanted import Wanted, box_bytes
+from ._wanted import WantedLeaf, box_bytes
 
 
 _STAGING_BYTES = 2**30
@@ -79,13 +79,13 @@ class Unit:
     """
 
     number: int
-    leaf: Wanted
+    leaf: WantedLeaf
     kind: Kind
     nbytes: int
     direct: tuple[FileArray, tuple[Span, ...]] | None = None
 
 
-def units_of(leaves: Sequence[Wanted], asked_limit: int | None) -> tuple[list[Unit], int]:
+def units_of(leaves: Sequence[WantedLeaf], asked_limit: int | None) -> tuple[list[Unit], int]:
     """The units of leaves in the order of the files, and how many bytes may be on their way at once."""
     known: dict[object, Kind] = {}
     kinds = [_kind(leaf, known) for leaf in leaves]
@@ -94,14 +94,14 @@ def units_of(leaves: Sequence[Wanted], asked_limit: int | None) -> tuple[list[Un
     return [unit for number in numbers for unit in _units(number, leaves[number], kinds[number], limit)], limit
 
 
-def _position(leaf: Wanted) -> tuple[str, int]:
+def _position(leaf: WantedLeaf) -> tuple[str, int]:
     if not leaf.entries:  # constants alone
         return "", 0
     entry = leaf.entries[0]
     return entry.file, entry.offset if isinstance(entry, FileArray) else 0
 
 
-def _kind(leaf: Wanted, known: dict[object, Kind]) -> Kind:
+def _kind(leaf: WantedLeaf, known: dict[object, Kind]) -> Kind:
     key = (leaf.shape, leaf.dtype, leaf.sharding)
     found = known.get(key)
     if found is None:
@@ -114,7 +114,7 @@ def _kind(leaf: Wanted, known: dict[object, Kind]) -> Kind:
     return found
 
 
-def _limit(leaves: Sequence[Wanted], kinds: Sequence[Kind], asked: int | None) -> int:
+def _limit(leaves: Sequence[WantedLeaf], kinds: Sequence[Kind], asked: int | None) -> int:
     largest, path = 0, ""
     for leaf, kind in zip(leaves, kinds, strict=True):
         if not kind.is_final and max(kind.sizes, default=0) > largest:
@@ -137,7 +137,7 @@ def _direct(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...]) -> tu
     return spans if is_direct and is_whole else None
 
 
-def _units(number: int, leaf: Wanted, kind: Kind, limit: int) -> Iterator[Unit]:
+def _units(number: int, leaf: WantedLeaf, kind: Kind, limit: int) -> Iterator[Unit]:
     if kind.staging_bytes > limit:
         for one in map(kind.alone, range(len(kind.boxes))):
             yield Unit(number, leaf, one, sum(one.sizes))

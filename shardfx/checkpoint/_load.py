@@ -26,7 +26,7 @@ from ._metadata import implementation
 from ._reader import GAP_BYTES, RUN_BYTES, Files
 from ._spans import grouped
 from ._stores import MissingChunks
-from ._wanted import Unread, Wanted, require_devices, wanted
+from ._wanted import Unread, WantedLeaf, require_devices, wanted
 
 
 T = TypeVar("T")
@@ -164,7 +164,7 @@ def load(
 
 def _read(
     index: Index,
-    leaves: Sequence[Wanted],
+    leaves: Sequence[WantedLeaf],
     memory_limit_bytes: int | None,
     gap_bytes: int,
     missing_chunks: MissingChunks,
@@ -217,7 +217,7 @@ def _tasks(
         yield ft.partial(gather, files, unit, one, memory[one.number], gap_bytes, missing_chunks)
 
 
-def _assembled(leaf: Wanted, filled: Filled, placed: list[jax.Array] | None) -> jax.Array:
+def _assembled(leaf: WantedLeaf, filled: Filled, placed: list[jax.Array] | None) -> jax.Array:
     """The leaf as an array; keys as keys."""
     if placed is None:
         array = array_of(leaf.shape, leaf.dtype, leaf.sharding, *filled)

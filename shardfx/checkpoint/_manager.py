@@ -15,7 +15,7 @@ from .._ground.errors import CheckpointError
 from .._plan import ShardPlan
 from ._leaves import held
 from ._load import load
-from ._save import Content, content_of, write
+from ._save import SavedContent, content_of, write
 from ._staging import remove_partial
 from ._together import holders_of
 
@@ -146,7 +146,7 @@ class Manager:
         finally:
             self._pool.shutdown()
 
-    def _write(self, step: int, holders: tuple[int, ...], content: Content) -> None:
+    def _write(self, step: int, holders: tuple[int, ...], content: SavedContent) -> None:
         is_first = write(self.path(step), holders, lambda: content, self._wait_seconds, progress=False)
         if is_first and self.keep is not None:
             for old in [one for one in self.steps() if one != step][: -self.keep + 1 or None]:
@@ -159,10 +159,10 @@ class Manager:
         remove_partial(gone)
 
 
-def _copied(content: Content) -> Content:
+def _copied(content: SavedContent) -> SavedContent:
     arrays = [(path, held(value)) for path, value in content.leaves.arrays]
     return dataclasses.replace(content, leaves=dataclasses.replace(content.leaves, arrays=arrays))
 
 
-def _raise(error: Exception) -> Content:
+def _raise(error: Exception) -> SavedContent:
     raise error

@@ -15,7 +15,7 @@ from ._entry import StoreArray
 from ._fetches import fetches, gathered_fetches
 from ._index import Index
 from ._reader import GAP_BYTES
-from ._wanted import Unread, Wanted, box_bytes, wanted
+from ._wanted import Unread, WantedLeaf, box_bytes, wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ def plan_reads(
     return ReadPlan(tuple(ProcessReads(process, *totals[process]) for process in sorted(totals)))
 
 
-def _reads_of(leaf: Wanted, processes: int | None, gap_bytes: int) -> Mapping[int, tuple[int, int, int]]:
+def _reads_of(leaf: WantedLeaf, processes: int | None, gap_bytes: int) -> Mapping[int, tuple[int, int, int]]:
     """Per process the bytes needed, the bytes read, and the reads."""
     found = {}
     for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():

@@ -126,7 +126,7 @@ def save(
 
 
 @dataclasses.dataclass(frozen=True)
-class Content:
+class SavedContent:
     """What is written.
 
     **Arguments:**
@@ -145,7 +145,7 @@ class Content:
     metadata: Mapping[str, str]
 
 
-def content_of(tree: object, plan: ShardPlan | None, map: TreeMap | None, like: object) -> Content:
+def content_of(tree: object, plan: ShardPlan | None, map: TreeMap | None, like: object) -> SavedContent:
     """What `save` writes of a tree."""
     if plan is not None:
         check_type(
@@ -162,15 +162,15 @@ def content_of(tree: object, plan: ShardPlan | None, map: TreeMap | None, like: 
     digests = ["None" if one is None else one.digest for one in (map, own)]
     given = {"map": digests[0], "leaves": digest_of(lines), "plan": digests[1]}
     if map is not None:
-        return Content(leaves, lines, given, None, {"format": "pt"})
+        return SavedContent(leaves, lines, given, None, {"format": "pt"})
     plan_digest = {} if own is None else {PLAN_KEY: own.digest}
-    return Content(leaves, lines, given, own, plan_digest | {NUMBERS_KEY: numbers})
+    return SavedContent(leaves, lines, given, own, plan_digest | {NUMBERS_KEY: numbers})
 
 
 def write(
     path: str | os.PathLike[str],
     holders: tuple[int, ...],
-    content: Callable[[], Content],
+    content: Callable[[], SavedContent],
     wait_seconds: float,
     progress: bool | None,
     overwrite: bool = False,

@@ -26,7 +26,7 @@ Unread = Literal["raise", "allow"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedLeaf:
     """One leaf: what it will be, and what it is made of. A leaf of PRNG keys is read as their bits.
 
     **Arguments:**
@@ -50,7 +50,7 @@ class Wanted:
 
 def wanted(
     index: Index, plan: object, dtype: object, map: TreeMap | None = None, unread: Unread = "raise"
-) -> tuple[list[Wanted], Callable[[Sequence[Any]], Any]]:
+) -> tuple[list[WantedLeaf], Callable[[Sequence[Any]], Any]]:
     """What each array of the plan is made of, and a function from the arrays to the tree.
 
     Every leaf that cannot be read is named in one error, or every array that no leaf is made of.
@@ -58,7 +58,7 @@ def wanted(
     target = target_of(plan, "load")
     if map is not None:
         return _by_map(index, target, map, dtype), lambda values: target.filled(values, {})
-    found: list[Wanted] = []
+    found: list[WantedLeaf] = []
     problems: list[tuple[str, CheckpointError | None]] = []
     # A model has many leaves and few kinds of them: what was found out of one holds for all of its kind.
     known: dict[object, Any] = {}
@@ -70,7 +70,7 @@ def wanted(
             continue
         kind = (entry.shape, entry.dtype, leaf.shape, leaf.dtype)
         if kind in known and isinstance(entry, FileArray | StoreArray):
-            found.append(Wanted(path, leaf.shape, known[kind], leaf.sharding, (entry,), None))
+            found.append(WantedLeaf(path, leaf.shape, known[kind], leaf.sharding, (entry,), None))
             continue
         try:
             found.append(_wanted(index, path, leaf, dtype))
@@ -105,7 +105,7 @@ def _require_all_read(index: Index, target: Target) -> None:
         )
 
 
-def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[Wanted]:
+def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[WantedLeaf]:
     """What each array is made of where a map says so."""
     source = {entry.path: Struct(entry.shape or (), entry.dtype) for entry in index.entries}
     # What dtype a leaf gets is decided below, by the rules of all loading.
@@ -118,11 +118,11 @@ def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[W
         for entry in entries:
             struct(entry, index)
         if _is_keys(leaf.dtype, made.dtype, f"leaf `{printable(path)}`"):
-            found.append(_wanted_bits(Wanted(path, made.shape, leaf.dtype, leaf.sharding, entries, made.pieces)))
+            found.append(_wanted_bits(WantedLeaf(path, made.shape, leaf.dtype, leaf.sharding, entries, made.pieces)))
             continue
         to = _dtype(leaf.dtype, made.dtype, dtype, f"leaf `{printable(path)}`")
         found.append(
-            Wanted(path, made.shape, to, leaf.sharding, entries, cast(made, to).pieces, None, made.dtype == to)
+            WantedLeaf(path, made.shape, to, leaf.sharding, entries, cast(made, to).pieces, None, made.dtype == to)
         )
     return found
 
@@ -154,7 +154,7 @@ def _text(index: Index, path: str, problem: CheckpointError | None) -> str:
     raise AssertionError(path)
 
 
-def _wanted(index: Index, path: str, leaf: Any, dtype: DType) -> Wanted:
+def _wanted(index: Index, path: str, leaf: Any, dtype: DType) -> WantedLeaf:
     entry = _loadable(index, path)
     one, name = struct(entry, index), quoted(path)
     is_keys = _is_keys(leaf.dtype, one.dtype, name)
@@ -169,8 +169,8 @@ def _wanted(index: Index, path: str, leaf: Any, dtype: DType) -> Wanted:
             )
         )
     if is_keys:
-        return _wanted_bits(Wanted(path, one.shape, leaf.dtype, leaf.sharding, (entry,), None))
-    return Wanted(path, one.shape, _dtype(leaf.dtype, one.dtype, dtype, name), leaf.sharding, (entry,), None)
+        return _wanted_bits(WantedLeaf(path, one.shape, leaf.dtype, leaf.sharding, (entry,), None))
+    return WantedLeaf(path, one.shape, _dtype(leaf.dtype, one.dtype, dtype, name), leaf.sharding, (entry,), None)
 
 
 def _loadable(index: Index, name: str) -> FileArray | StoreArray:
@@ -202,7 +202,7 @@ def _is_keys(planned: object, stored: object, what: str) -> bool:
     )
 
 
-def _wanted_bits(leaf: Wanted) -> Wanted:
+def _wanted_bits(leaf: WantedLeaf) -> WantedLeaf:
     """A leaf of keys as the integers that are read for it."""
     prng.require_whole_keys(leaf.sharding, leaf.path)
     one = prng.bits_of(leaf.dtype)

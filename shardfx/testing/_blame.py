@@ -11,7 +11,7 @@ import numpy as np
 
 from .._ground.spec import DType, entries_of, entry_axes
 from .._step import opened, place_text
-from ._tape import CARRY, Body, Record, Tape
+from ._tape import CARRY, Record, ShardMapBody, Tape
 
 
 # How the values of the devices along one mesh axis make up the whole: a dimension that they cut, or one of these. All
@@ -263,7 +263,7 @@ def suspects(tape: Tape) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _said(tape: Tape, body: Body) -> Iterator[tuple[Record, str]]:
+def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
     """The records of a body that are suspicious, and why."""
     params, records = body.equation.params, [tape.records[at] for at in body.numbers]
     axes = [axis for axis, size in params["mesh"].shape.items() if size > 1]
@@ -291,7 +291,7 @@ def _said(tape: Tape, body: Body) -> Iterator[tuple[Record, str]]:
             yield tape.records[number], f"{what}: is a psum missing?"
 
 
-def _differing(tape: Tape, body: Body, cuts: Mapping[int, _Axes]) -> dict[int, _Axes]:
+def _differing(tape: Tape, body: ShardMapBody, cuts: Mapping[int, _Axes]) -> dict[int, _Axes]:
     """Along which mesh axes the devices' values of each record may differ."""
     differs = dict(cuts)
     for _ in range(len(body.equation.params["mesh"].shape) + 1):  # what a turn of a loop makes the next one takes

@@ -75,7 +75,7 @@ class Record(NamedTuple):
     counted: int = 0
 
 
-class Body(NamedTuple):
+class ShardMapBody(NamedTuple):
     """A shard_map, the records that it takes and returns, and the numbers of those of its equations."""
 
     equation: jex.JaxprEqn
@@ -100,7 +100,7 @@ class Tape:
         self.records: list[Record] = []
         self.values: dict[int, Any] = {}
         self.frames: tuple[Frame, ...] = ()
-        self.bodies: list[Body] = []
+        self.bodies: list[ShardMapBody] = []
         self.carried: dict[int, int] = {}
         self.count = it.count(-2, -1)
 
@@ -326,7 +326,7 @@ class Tape:
         with contextlib.nullcontext() if self.alone else equation.ctx.manager:
             outs, found = own(*ins)
         self.held(start, found, tuple((name, mesh.shape[name]) for name in names))
-        self.bodies.append(Body(equation, reads, ids, range(start, len(self.records))))
+        self.bodies.append(ShardMapBody(equation, reads, ids, range(start, len(self.records))))
         return outs, ids
 
 
