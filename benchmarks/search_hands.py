@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 import shardfx as sfx
 from shardfx.auto._asked import asked_for
-from shardfx.auto._checked import compiled, devices_for, ran
+from shardfx.auto._checked import devices_for, measured
 from shardfx.auto._search import candidates_of, opened
 
 from ._case import Entry, Finding, Limit, Value
@@ -86,12 +86,12 @@ def _all(target: str) -> dict[str, Value]:
 
 def _measured(target: str, model: tuple[Any, ...]) -> dict[str, Any]:
     """The choice and all ways by hand, compiled; seconds are computation and sending, nothing hidden."""
-    return _held_against(target, model, lambda pricer, ones, on: compiled(pricer, ones, on, print))
+    return _held_against(target, model, lambda pricer, ones, on: measured(pricer, ones, on, print, runs=False))
 
 
 def _run(target: str, model: tuple[Any, ...]) -> dict[str, Any]:
     """The same on the devices, in turn."""
-    return _held_against(target, model, lambda pricer, ones, on: ran(pricer, ones, on, print))
+    return _held_against(target, model, lambda pricer, ones, on: measured(pricer, ones, on, print, runs=True))
 
 
 def _held_against(target: str, model: tuple[Any, ...], look: Callable[..., list[sfx.auto.Candidate]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a call gives: arrays, which may not be gone, shared or on other devices, and what is static.
+"""What a call gives and a function returns: arrays, which may not be gone, shared or on other devices, and the rest.
 
 The runtime finds out about the arrays too, and where a program runs on several CPU devices it ends the process. What is
 not traced is compared by value and by type: 1, 1.0 and True are equal, and their programs differ.
@@ -7,7 +7,7 @@ not traced is compared by value and by type: 1, 1.0 and True are equal, and thei
 import dataclasses
 import functools as ft
 import operator
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -276,3 +276,31 @@ def joined(treedef: Any, positions: Sequence[Sequence[int]], lists: Sequence[Seq
         for at, leaf in zip(own, found, strict=True):
             leaves[at] = leaf
     return treedef.unflatten(leaves)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rest:
+    """What a function returns beside arrays, and where this and each list of arrays are among all its leaves."""
+
+    treedef: Any
+    positions: list[list[int]]
+    statics: list[Any]
+
+
+class Parted(NamedTuple):
+    """What a function returns that is not arrays alone, or whose arrays `out_shardings` is about."""
+
+    lists: Any
+    rest: Any
+
+    def joined(self) -> Any:
+        return joined(self.rest.treedef, self.rest.positions, (self.rest.statics, *self.lists))
+
+
+def taking(positions: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Takes what is at these positions out of a list, in half the time of a loop."""
+    first = positions[0] if positions else 0
+    run = slice(first, first + len(positions))
+    is_run = positions == [*range(run.start, run.stop)]
+    return operator.itemgetter(run) if is_run else operator.itemgetter(*positions)

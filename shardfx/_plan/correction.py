@@ -270,8 +270,11 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> D
         return Decision(spec, tuple(reasons))
     dims = [dim for dim in open_dims if entries[dim] is None]
     dim, kept = _roomiest(free, entries, leaf, sizes, dims) or (None, ())
-    if len(kept) < len(free):
-        told = max(open_dims, key=leaf.shape.__getitem__, default=None) if dim is None else dim
+    if entries and not dims:
+        text = f"no dimension is free for {_product(free, sizes)}: all that may be cut are sharded already"
+        reasons.append(Reason(Code.indivisible, None, free, f"{text}; put the axes into the rule's spec"))
+    elif len(kept) < len(free):
+        told = max(dims, key=leaf.shape.__getitem__, default=None) if dim is None else dim
         size, unit = (1, 1) if told is None else (leaf.shape[told], units[told])
         reasons.append(_indivisible(free, kept, dim, size, unit, sizes))
     if dim is None:

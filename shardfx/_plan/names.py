@@ -164,14 +164,13 @@ def renamed(tree: object, changes: Mapping[str, object], *, names: object = None
 def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
     """The names of each leaf below `node`, which is at `keys` in the tree, from a prefix of its tree."""
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
-    # Names are tuples too: where the tree itself has a tuple or list, one of names for each of its parts wins.
     below = None if parts is None else list(parts[0])
-    container = below is not None and type(names) is type(node) and len(below) == _length(names)
-    if _is_names(names) and not (container and all(entry is None or _is_names(entry) for entry in names or ())):
+    given = None if below is None or type(names) is not type(node) else _in_order_of([key for key, _ in below], names)
+    # Names are tuples too: where the tree itself has a tuple or list, one of names for each of its parts wins.
+    if _is_names(names) and (given is None or not all(map(_is_names, given))):
         return [names] * len(jax.tree.leaves(node))
     if below is None:
         return [names]
-    given = _in_order_of([key for key, _ in below], names) if container else None
     if given is None:
         where = jtu.keystr(keys, simple=True, separator="/")
         raise RuleError(
@@ -186,7 +185,7 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
 def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
     """What `names` has under each of these keys, in their order; `None` where its keys are others."""
     if type(names) in (list, tuple):
-        return list(names)
+        return list(names) if len(names) == len(keys) else None
     pairs = list(jtu.default_registry.flatten_one_level_with_keys(names)[0])
     if keys == [key for key, _ in pairs]:
         return [inner for _, inner in pairs]
@@ -208,11 +207,6 @@ def _kind(node: object) -> str:
 def _listed(keys: Iterable[object]) -> str:
     shown = [repr(key) for key in keys]
     return ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
-
-
-def _length(names: object) -> int:
-    given = jtu.default_registry.flatten_one_level(names)
-    return -1 if given is None else len(list(given[0]))
 
 
 def _hashable(node: Any) -> Any:

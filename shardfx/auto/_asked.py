@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from .. import chips
 from .._ground.errors import LeafTypeError, MeshError, RuleError
 from .._ground.tree import Flat, flatten
-from .._step import JaxJitted, Platform, Step, argument_names, program_of, step_of
+from .._step import JaxJitted, Platform, Step, argument_names, opened, program_of, step_of
 from ..chips._chip import extents_of
 from ._program import Tied, tied
 
@@ -42,10 +42,10 @@ class SearchOptions(NamedTuple):
 
     total: int
     chip: chips.Chip
-    target: str | None
-    slices: int
+    target: str | None = None
+    slices: int = 1
     # How many slices as `target` there are.
-    targets: int
+    targets: int = 1
     # The chips of one slice along each dimension.
     extents: tuple[int, ...] = ()
 
@@ -75,16 +75,16 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
         chip = EMULATED
     if isinstance(devices, str):
         if found := re.fullmatch(r"cpu:([1-9]\d*)", devices):
-            return SearchOptions(int(found[1]), EMULATED if chip is None else chips.find(chip), None, 1, 1)
+            return SearchOptions(int(found[1]), EMULATED if chip is None else chips.find(chip))
         made = chips.parse_slice(devices)
         kind = made.chip if chip is None else chips.find(chip)
-        return SearchOptions(made.chips * kind.devices_per_chip, kind, made.name, 1, 1, made.extents)
+        return SearchOptions(made.chips * kind.devices_per_chip, kind, made.name, extents=made.extents)
     if isinstance(devices, int) and not isinstance(devices, bool):
         if devices < 1:
             raise MeshError(f'`devices={devices}` are none; give how many there are, as `devices=8, chip="v5e"`.')
         if chip is None:
             raise MeshError(f'`devices={devices}` does not say which chip; add one, as `chip="v5e"`.')
-        return SearchOptions(devices, chips.find(chip), None, 1, 1)
+        return SearchOptions(devices, chips.find(chip))
     if not isinstance(devices, Sequence):
         raise MeshError(
             f'`devices={devices!r:.80}` is neither a number, a slice nor devices; write `devices=8, chip="v5e"`, '
@@ -94,7 +94,7 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
     if not here:
         raise MeshError("`devices` is empty; give JAX's devices, as `devices=jax.devices()`, or how many there are.")
     of_these = EMULATED if here[0].platform == "cpu" else here[0].device_kind
-    return SearchOptions(len(here), chips.find(of_these if chip is None else chip), None, 1, 1)
+    return SearchOptions(len(here), chips.find(of_these if chip is None else chip))
 
 
 def device_count(devices: int | str | Sequence[object], chip: str | chips.Chip | None = None) -> int:
@@ -193,14 +193,11 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
 
 def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
     """How many equations of a primitive a jaxpr has, in calls and loops too: for one device some lower to nothing."""
-    inner = jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
+    inner, _ = opened(jaxpr)
     found = sum(equation.primitive.name == name for equation in inner.eqns)
-    held = (one for equation in inner.eqns for param in equation.params.values() for one in _several(param))
+    params = [param for equation in inner.eqns for param in equation.params.values()]
+    held = (one for param in params for one in (param if isinstance(param, tuple) else (param,)))
     return found + sum(_count(one, name) for one in held if isinstance(one, jex.ClosedJaxpr | jex.Jaxpr))
-
-
-def _several(param: object) -> tuple[object, ...]:
-    return param if isinstance(param, tuple) else (param,)
 
 
 def _module(step: Step) -> Any:

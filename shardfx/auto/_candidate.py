@@ -2,8 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from .._ground.spec import entry_axes
 from .._ground.text import bytes_text
@@ -141,18 +141,20 @@ class Candidate:
         )
 
     def _below(self) -> list[str]:
-        over = self.state_over[0] if len(self.state_over) == 1 else self.state_over
-        zero = (
-            f"ZeRO-1: the optimizer's state is cut over {' x '.join(self.state_over)} too, the parameters are not: "
-            f"`shardfx.follow(optimizer.init, params_plan, over={over!r})`"
-        )
-        donated = "it fits where results take over the memory of arguments: `jitted` in `code()` donates "
-        return [
-            *([zero] if self.state_over else []),
-            *([f"{donated}{', '.join(map(str, self.donated))}"] if self.donated else []),
-            *(f"note: {note}" for note in self.notes),
-            *self.reasons,
-        ]
+        told = [f"note: {note}" for note in self.notes]
+        if self.donated:
+            donated = "it fits where results take over the memory of arguments: `jitted` in `code()` donates "
+            told.insert(0, donated + ", ".join(map(str, self.donated)))
+        if self.state_over:
+            over = self.state_over[0] if len(self.state_over) == 1 else self.state_over
+            cut = f"the optimizer's state is cut over {' x '.join(self.state_over)} too, the parameters are not"
+            told.insert(0, f"ZeRO-1: {cut}: `shardfx.follow(optimizer.init, params_plan, over={over!r})`")
+        return [*told, *self.reasons]
+
+
+def rank(one: Candidate) -> tuple[bool, float]:
+    """A key for those that fit first, the fastest first."""
+    return not one.fits, one.seconds
 
 
 def ms(seconds: float) -> str:
@@ -178,9 +180,9 @@ def _pieces(one: Candidate) -> object:
 def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
     """A sentence that compares a candidate with another one, by the numbers whose texts differ."""
     for other in others:
-        computation = other.compute_seconds - mine.compute_seconds
+        computation = _more(other.compute_seconds - mine.compute_seconds, mine.seconds)
         told = [_more(other.seconds - mine.seconds, mine.seconds)]
-        told += [f"{_more(computation, mine.seconds)} of it computation"] if _tells(computation, mine.seconds) else []
+        told += [f"{computation} of it computation"] if computation != _AS_FAST else []
         pairs = (
             (bytes_text(other.wire_bytes), bytes_text(mine.wire_bytes), " sent"),
             (bytes_text(other.memory_bytes), bytes_text(mine.memory_bytes), " a device"),
@@ -189,13 +191,12 @@ def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
         yield f"{other.title}: {', '.join(told)}"
 
 
-def _tells(seconds: float, of: float) -> bool:
-    """Whether seconds are more than noise beside a step's."""
-    return abs(seconds) > 1e-3 * of
+_AS_FAST = "as fast"
 
 
 def _more(seconds: float, of: float) -> str:
-    return f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}" if _tells(seconds, of) else "as fast"
+    """How many seconds more or less, where they are more than noise beside a step's."""
+    return f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}" if abs(seconds) > 1e-3 * of else _AS_FAST
 
 
 _HEADS = frozenset("heads kv_heads query_groups mlp hidden vocab".split())
@@ -259,7 +260,7 @@ def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
     return found
 
 
-def code_of(one: Any, head: Sequence[str]) -> str:
+def code_of(one: Candidate, head: Sequence[str]) -> str:
     """A Python file with the mesh, the rules, and what makes the plans and the jitted step.
 
     **Arguments:**
@@ -270,12 +271,11 @@ def code_of(one: Any, head: Sequence[str]) -> str:
     mesh, over = one.mesh, _text(tuple(one.state_over))
     used = ["AxisRules", "MeshSpec", "filter_jit", *(["follow"] if one.state_over else []), "plan"]
     chosen = [*(["constrain_step"] if one.constrained else []), "name_axes"]
-    sizes = ", ".join(f'"{name}": {size}' for name, size in mesh.shape.items())
     spans = {name: span for name, span in zip(mesh.axis_names, mesh.dcn_sizes, strict=True) if span > 1}
     dcn = f", dcn={_dict(spans)}" if spans else ""
     lines = [f"from shardfx import {', '.join(used)}", f"from shardfx.auto import {', '.join(chosen)}", "", ""]
     lines += [f"# {line}" for line in head]
-    lines += [f"MESH = MeshSpec({{{sizes}}}{dcn})", "RULES = AxisRules(", "    ["]
+    lines += [f"MESH = MeshSpec({_dict(mesh.shape)}{dcn})", "RULES = AxisRules(", "    ["]
     lines += [f"        ({_text(name)}, {_text(target)})," for name, target in one.rules.rules]
     lines += ["    ],", f"    axes={_text(tuple(mesh.axis_names))},", ")"]
     lines += ["", "", *_PLANS]
@@ -287,7 +287,7 @@ def code_of(one: Any, head: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _jitted(one: Any) -> list[str]:
+def _jitted(one: Candidate) -> list[str]:
     """The function that makes the jitted step."""
     given = ["in_shardings=tuple(plans)"]
     outs = ["None" if which is None else f"plans[{which}]" for which in one.results]
@@ -313,8 +313,8 @@ _PLANS = (
 )
 
 
-def _dict(spans: dict[str, int]) -> str:
-    return "{" + ", ".join(f'"{name}": {span}' for name, span in spans.items()) + "}"
+def _dict(sizes: Mapping[str, int]) -> str:
+    return "{" + ", ".join(f'"{name}": {size}' for name, size in sizes.items()) + "}"
 
 
 def _text(value: object) -> str:

@@ -21,7 +21,7 @@ from ..cost._hlo_text import parse_hlo
 from ..cost._work import work_of
 from ..interop import tpu
 from ._asked import SearchOptions
-from ._candidate import Candidate
+from ._candidate import Candidate, rank
 from ._constrain_step import constrain_step
 from ._priced import Pricer, timed
 
@@ -31,32 +31,38 @@ Tell = Callable[[str], None]
 _ROUNDS, _STEPS = 3, 3
 
 
-def compiled(
-    pricer: Pricer,
-    ones: Sequence[Candidate],
-    devices: Sequence[object],
-    tell: Tell,
+def measured(
+    pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[object], tell: Tell, *, runs: bool
 ) -> list[Candidate]:
-    """The candidates with what their compiled programs send, compute and hold; those that fit first, fastest first."""
+    """The candidates with what their compiled programs send, compute and hold; those that fit first, fastest first.
 
-    def program_of(one: Candidate) -> Any:
-        made = jitted(pricer, one, one.plans)
-        return compile_for(made, *pricer.args, target=one.mesh.build(devices))
-
-    return sorted(
-        (one for one, _ in _looked(pricer, ones, program_of, tell)), key=lambda one: (not one.fits, one.seconds)
-    )
-
-
-def ran(pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[object], tell: Tell) -> list[Candidate]:
-    """The candidates with the median of their steps' seconds, all in turn on the devices; the fastest first."""
-
-    def program_of(one: Candidate) -> Any:
-        plans = tuple(plan.on(one.mesh.build(devices)) for plan in one.plans)
-        return jitted(pricer, one, plans).lower(*pricer.args).compile()
-
-    looked = _looked(pricer, ones, program_of, tell)
+    Where they are run, with the median of their steps' seconds too, all in turn on the devices; what does not fit is
+    left out.
+    """
+    looked: list[tuple[Candidate, Any]] = []
+    for number, one in enumerate(ones, start=1):
+        tell(f"compiling candidate {number} of {len(ones)}: {one.title}")
+        mesh = one.mesh.build(devices)
+        try:
+            if runs:
+                program = jitted(pricer, one, [plan.on(mesh) for plan in one.plans]).lower(*pricer.args).compile()
+            else:
+                program = compile_for(jitted(pricer, one, one.plans), *pricer.args, target=mesh)
+        except OutOfMemoryError as error:
+            held = max(error.needed_bytes or 0, one.limit_bytes + 1)
+            looked.append((dataclasses.replace(one, by="compile", memory_bytes=held), None))
+            continue
+        looked.append((_read(pricer, one, program), program))
     kept = [(one, program) for one, program in looked if one.fits]
+    if not runs or not kept:
+        return sorted((one for one, _ in looked), key=rank)
+    return _ran(pricer, kept, devices, tell)
+
+
+def _ran(
+    pricer: Pricer, kept: Sequence[tuple[Candidate, Any]], devices: Sequence[object], tell: Tell
+) -> list[Candidate]:
+    """The candidates with the median of their steps' seconds, the fastest first."""
     taken: list[list[float]] = [[] for _ in kept]
     order = list(range(len(kept)))
     for turn in range(_ROUNDS):
@@ -69,7 +75,7 @@ def ran(pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[object], te
         dataclasses.replace(one, by="run", seconds=statistics.median(times))
         for (one, _), times in zip(kept, taken, strict=True)
     ]
-    return sorted(found, key=lambda one: one.seconds) or [one for one, _ in looked]
+    return sorted(found, key=rank)
 
 
 def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | None) -> tuple[Any, ...]:
@@ -92,23 +98,6 @@ def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | Non
 def has_libtpu() -> bool:
     """Whether the TPU's compiler is installed."""
     return importlib.util.find_spec("libtpu") is not None
-
-
-def _looked(
-    pricer: Pricer, ones: Sequence[Candidate], program_of: Callable[[Candidate], Any], tell: Tell
-) -> list[tuple[Candidate, Any]]:
-    """Each candidate with its program; `None` where the compiler says that it takes more memory than there is."""
-    found: list[tuple[Candidate, Any]] = []
-    for number, one in enumerate(ones, start=1):
-        tell(f"compiling candidate {number} of {len(ones)}: {one.title}")
-        try:
-            program = program_of(one)
-        except OutOfMemoryError as error:
-            held = max(error.needed_bytes or 0, one.limit_bytes + 1)
-            found.append((dataclasses.replace(one, by="compile", memory_bytes=held), None))
-            continue
-        found.append((_read(pricer, one, program), program))
-    return found
 
 
 def _read(pricer: Pricer, one: Candidate, program: Any) -> Candidate:

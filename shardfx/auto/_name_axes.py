@@ -345,11 +345,7 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
         assert made["up"].spec == jax.P(None, "tensor") and made["down"].spec == jax.P("tensor")
         ```
     """
-    return named(named_classes(trace(step, *args)))
-
-
-def named(classes: Classes) -> NamedAxes:
-    """What was found, as values."""
+    classes = named_classes(trace(step, *args))
     axes = tuple(_axis(group, classes) for group in classes.live() if group.name)
     return NamedAxes(names_trees(classes), axes, notes_of(classes))
 
@@ -394,14 +390,9 @@ def _joins(group: ClassGroup, traced: TracedStep) -> tuple[tuple[str, str], ...]
             if any(not roots.isdisjoint(tied.parts.leaves(part)) for part in tied.dims[value])
         ]
         if len(having) > 1 and made.name not in ("carry", "return", "use"):
-            found[made.name, source_line(made.location)] = None
+            frame = own_line(lines_of(made.location))
+            found[made.name, "-" if frame is None else frame.place] = None
     return tuple(found)
-
-
-def source_line(location: object) -> str:
-    """The file and line of the user's program that an operation comes from, without the folder."""
-    frame = own_line(lines_of(location))
-    return "-" if frame is None else frame.place
 
 
 def _some(texts: Sequence[str], most: int = 4) -> str:

@@ -15,8 +15,8 @@ from .._ground.text import bytes_text
 from .._rules import AxisRules
 from ..cost._estimate import DIRECT, LARGEST
 from ._asked import SearchOptions, Tracing, asked_for, require_arrays, require_options, trace
-from ._candidate import Candidate, against, without_twins
-from ._checked import compiled, devices_for, ran
+from ._candidate import Candidate, against, rank, without_twins
+from ._checked import Tell, devices_for, measured
 from ._limits import Limits
 from ._name_axes import named_classes
 from ._priced import Pricer, states_of, zero_1
@@ -40,7 +40,6 @@ _WORTH = 0.99
 _LESS = "use more devices, a smaller batch, or remat"
 # How many candidates are compiled where that is asked for.
 COMPILED = 12
-Tell = Callable[[str], None]
 _NO_LIMITS = Limits()
 
 
@@ -134,8 +133,7 @@ def search(
     found, usual = candidates_of(space, pricer, keep, tell)
     if verify is not None and found[0].fits:
         chosen = [one for at, one in enumerate(found) if one.fits and (at < closely or one.title in usual)]
-        verified = ran if verify == "run" else compiled
-        found = verified(pricer, chosen, targets, tell)
+        found = measured(pricer, chosen, targets, tell, runs=verify == "run")
     return _told(found, keep)
 
 
@@ -171,16 +169,15 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
     first += itertools.islice(more, max(0, most - min(_NEAR, most // 3) - len(first)))
     written.add(first or [*usual, *drawn][:most])
     # The core chose the sizes. Around the best few others are tried, until none of the few is new.
-    while (left := most - len(written.pairs)) > 0:
-        nearby = hold(other for _, one in written.ranked[:_BEST] for other in near(space, one))
+    while (left := most - len(written.made)) > 0:
+        nearby = hold(other for one in written.ranked[:_BEST] for other in near(space, one))
         count = len(written.tried)
         written.add([*itertools.islice(without_twins(nearby, written.tried), left)])
         if len(written.tried) == count:
             break
-    if not written.pairs:
-        assert written.refused is not None
-        raise written.refused
-    made, ranked = dict(written.pairs), [one for one, _ in written.ranked]
+    made, ranked = written.made, written.ranked
+    if not made:
+        raise next(iter(written.refused.values()))
     by_core = sorted(ranked, key=lambda one: one.seconds)
     # Constraints save sending. Without parameters that are cut the compiler has nothing to get wrong.
     worth = [one for one in dict.fromkeys([*ranked[:2], *by_core, *ranked]) if not _is_data(one)][:constrained]
@@ -190,7 +187,7 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
             tell(f"constrained candidate {number} of {len(worth)}: {one.title}")
             made[one] = other
     names = {one.title for one in usual}
-    return sorted(made.values(), key=_rank), {other.title for one, other in made.items() if one.title in names}
+    return sorted(made.values(), key=rank), {other.title for one, other in made.items() if one.title in names}
 
 
 class _Written:
@@ -198,32 +195,29 @@ class _Written:
 
     def __init__(self, pricer: Pricer, states: tuple[int, ...], tell: Tell):
         self.pricer, self.states, self.tell = pricer, states, tell
-        self.tried: list[Candidate] = []
-        self.pairs: list[tuple[Candidate, Candidate]] = []
-        self.refused: ProgramError | None = None
+        self.made: dict[Candidate, Candidate] = {}
+        self.refused: dict[Candidate, ProgramError] = {}
 
     def add(self, ones: Sequence[Candidate]) -> None:
         """Partitions these; what XLA refuses is left out."""
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-            for one, made in zip(ones, pool.map(self.read, ones), strict=True):
-                self.tried.append(one)
+            begun = [(one, pool.submit(_in_memory, self.pricer, one, self.states)) for one in ones]
+            for one, program in begun:
+                try:
+                    self.made[one] = program.result()
+                except ProgramError as error:
+                    self.refused[one] = error
                 self.tell(f"partitioned candidate {len(self.tried)}: {one.title}")
-                if isinstance(made, ProgramError):
-                    self.refused = self.refused or made
-                else:
-                    self.pairs.append((one, made))
-
-    def read(self, one: Candidate) -> Candidate | ProgramError:
-        """A candidate as its program says, or why there is none."""
-        try:
-            return _in_memory(self.pricer, one, self.states)
-        except ProgramError as error:
-            return error
 
     @property
-    def ranked(self) -> list[tuple[Candidate, Candidate]]:
+    def tried(self) -> list[Candidate]:
+        """All that were to be partitioned."""
+        return [*self.made, *self.refused]
+
+    @property
+    def ranked(self) -> list[Candidate]:
         """Those that fit first, by their programs, and the fastest first."""
-        return sorted(self.pairs, key=lambda pair: _rank(pair[1]))
+        return sorted(self.made, key=lambda one: rank(self.made[one]))
 
 
 def _holds_arguments(one: Candidate, states: tuple[int, ...]) -> bool:
@@ -249,7 +243,7 @@ def _in_memory(pricer: Pricer, one: Candidate, states: tuple[int, ...]) -> Candi
     """A candidate as the step is written; with the optimizer's state cut further where it does not fit otherwise."""
     made = pricer.priced(one)
     less = None if made.fits else zero_1(made, states)
-    return made if less is None or not less.fits else min(made, pricer.priced(less), key=_rank)
+    return made if less is None or not less.fits else min(made, pricer.priced(less), key=rank)
 
 
 def _better(pricer: Pricer, one: Candidate) -> Candidate:
@@ -261,10 +255,6 @@ def _better(pricer: Pricer, one: Candidate) -> Candidate:
     if one.fits != other.fits:
         return one if one.fits else other
     return other if other.seconds < _WORTH * one.seconds else one
-
-
-def _rank(one: Candidate) -> tuple[bool, float]:
-    return not one.fits, one.seconds
 
 
 def _is_data(one: Candidate) -> bool:

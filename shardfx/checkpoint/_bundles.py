@@ -68,7 +68,7 @@ def bundled(leaf: Wanted, boxes: Sequence[Box]) -> tuple[list[Bundle], Wanted]:
     groups: dict[object, list[Piece]] = {}
     for piece in leaf.pieces:
         entry = entries.get(str(piece.value.path))
-        if not isinstance(entry, FileArray) or once[entry.path] > 1 or not _is_small(entry):
+        if not isinstance(entry, FileArray) or once[entry.path] > 1 or not 0 < (entry.nbytes or 0) <= _MOST_BYTES:
             continue
         if piece.elements == math.prod(entry.shape) and is_plain(piece, leaf, entries):
             key = (piece.factors, piece.source, entry.shape, entry.dtype)
@@ -82,11 +82,6 @@ def bundled(leaf: Wanted, boxes: Sequence[Box]) -> tuple[list[Bundle], Wanted]:
             taken.update(piece.value.path for piece in pieces)
     left = tuple([piece for piece in leaf.pieces if piece.value.path not in taken]) if taken else leaf.pieces
     return found, dataclasses.replace(leaf, pieces=left)
-
-
-def _is_small(entry: FileArray) -> bool:
-    """Whether an array is better read as a whole."""
-    return 0 < (entry.nbytes or 0) <= _MOST_BYTES
 
 
 def _placings(pieces: Sequence[Piece], boxes: Sequence[Box]) -> list[Placing] | None:

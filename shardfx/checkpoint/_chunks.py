@@ -62,9 +62,9 @@ class ChunkFiles:
     - `inner`: those several, where they are packed by blosc.
     """
 
-    prefix: str = ""
-    separator: str = "."
-    is_blosc: bool = False
+    prefix: str
+    separator: str
+    is_blosc: bool
     is_sharded: bool = False
     inner: InnerChunks | None = None
 
@@ -72,41 +72,33 @@ class ChunkFiles:
         return self.separator.join([*([self.prefix] if self.prefix else []), *map(str, chunk)]) or "0"
 
 
-def chunk_files(content: dict[str, object], driver: str) -> ChunkFiles:
-    """The chunks of the array that this metadata describes."""
-    if driver == "zarr":
-        separator = content.get("dimension_separator")
-        is_blosc = member(content, "compressor", "id") == "blosc"
-        return ChunkFiles("", separator if separator in (".", "/") else ".", is_blosc)
-    codecs = _codecs(content.get("codecs"))
-    is_old = member(content, "chunk_key_encoding", "name") == "v2"
-    separator = member(content, "chunk_key_encoding", "configuration", "separator")
-    if separator not in (".", "/"):
-        separator = "." if is_old else "/"
-    is_sharded = "sharding_indexed" in codecs
-    inner = _inner(codecs["sharding_indexed"]) if is_sharded else None
-    return ChunkFiles("" if is_old else "c", separator, "blosc" in codecs, is_sharded, inner)
+def chunk_files(metadata: dict[str, Any]) -> ChunkFiles:
+    """The chunks of the array that has this metadata, as tensorstore understands it."""
+    if "codecs" not in metadata:
+        is_blosc = member(metadata, "compressor", "id") == "blosc"
+        return ChunkFiles("", metadata["dimension_separator"], is_blosc)
+    codecs, encoding = _codecs(metadata["codecs"]), metadata["chunk_key_encoding"]
+    prefix, separator = ("", ".") if encoding["name"] == "v2" else ("c", "/")
+    separator = member(encoding, "configuration", "separator") or separator
+    inner = _inner(codecs["sharding_indexed"]) if "sharding_indexed" in codecs else None
+    return ChunkFiles(prefix, separator, "blosc" in codecs, "sharding_indexed" in codecs, inner)
 
 
-def _codecs(listed: object) -> dict[Any, dict[str, Any]]:
-    """The codecs of zarr3's metadata by name, with their configurations; tensorstore judges what is none."""
-    named = [codec for codec in listed if isinstance(codec, dict)] if isinstance(listed, list) else []
-    found = {str(codec.get("name")): codec.get("configuration") for codec in named}
-    return {name: more if isinstance(more, dict) else {} for name, more in found.items()}
+def _codecs(listed: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The codecs of zarr3's metadata by name, with their configurations."""
+    return {codec["name"]: codec.get("configuration", {}) for codec in listed}
 
 
-def _inner(shards: dict[str, object]) -> InnerChunks | None:
-    packed, shape = _codecs(shards.get("codecs")), shards.get("chunk_shape")
+def _inner(shards: dict[str, Any]) -> InnerChunks | None:
+    packed, table = _codecs(shards["codecs"]), _codecs(shards["index_codecs"])
     if "sharding_indexed" in packed:
         deeper = _inner(packed["sharding_indexed"])
         return None if deeper is None else dataclasses.replace(deeper, dtype=None)
-    if "blosc" not in packed or not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
+    if "blosc" not in packed:
         return None
-    table = _codecs(shards.get("index_codecs", [{"name": "bytes"}, {"name": "crc32c"}]))
-    endian = table.get("bytes", {}).get("endian", "little")
-    is_readable = set(table) <= {"bytes", "crc32c"} and endian in ("little", "big")
-    dtype = (">u8" if endian == "big" else "<u8") if is_readable else None
-    return InnerChunks(tuple(shape), shards.get("index_location", "end") == "end", dtype, 4 * ("crc32c" in table))
+    dtype = ">u8" if member(table, "bytes", "endian") == "big" else "<u8"
+    is_readable, is_last = set(table) <= {"bytes", "crc32c"}, shards["index_location"] == "end"
+    return InnerChunks(tuple(shards["chunk_shape"]), is_last, dtype if is_readable else None, 4 * ("crc32c" in table))
 
 
 def require_bounded(

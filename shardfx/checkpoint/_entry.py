@@ -13,7 +13,6 @@ from .._ground.copying import copy
 from .._ground.errors import CheckpointError
 from .._ground.spec import DType, bits
 from .._ground.text import quoted
-from ._chunks import ChunkFiles
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +55,6 @@ class StoreArray:
     - `driver`: which tensorstore driver reads it.
     - `key`: in a database, the key of the array.
     - `group`: in an eformer index of version 2, the prefix under which it is listed.
-    - `files`: how its chunks are called and packed.
     """
 
     path: str
@@ -68,7 +66,6 @@ class StoreArray:
     driver: str
     key: str | None = None
     group: str | None = None
-    files: ChunkFiles = ChunkFiles()
 
     @property
     def nbytes(self) -> int | None:

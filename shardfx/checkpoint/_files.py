@@ -193,15 +193,12 @@ def parsed_json(data: bytes, where: str) -> Any:
     except RecursionError:
         raise CheckpointError(f"{where} is nested too deeply to be a checkpoint's JSON.") from None
     except ValueError as error:
+        # Python's text would quote the character that a terminal cannot show.
+        reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error
         raise CheckpointError(
-            f"{where} is no valid JSON: {_reason(error)}. The file is damaged, or of another format."
+            f"{where} is no valid JSON: {reason}. The file is damaged, or of another format."
         ) from None
     return content
-
-
-def _reason(error: ValueError) -> str:
-    # Python's text would quote the character that a terminal cannot show.
-    return "it is not UTF-8" if isinstance(error, UnicodeError) else str(error)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -251,7 +248,13 @@ def read_json(where: FilePlace, real: str, limit_bytes: int = 100_000_000) -> An
         size = os.fstat(descriptor).st_size
         if size > limit_bytes:
             raise CheckpointError(f"{real!r} has {size} bytes, more than the {limit_bytes} allowed for an index.")
-        data = b""
-        while piece := os.pread(descriptor, size + 1 - len(data), len(data)):
-            data += piece
+        data = read_at(descriptor, size + 1, 0)
     return parsed_json(data, repr(real))
+
+
+def read_at(descriptor: int, count: int, offset: int) -> bytes:
+    """So many bytes from an offset on, or those that there are."""
+    data = b""
+    while piece := os.pread(descriptor, count - len(data), offset + len(data)):
+        data += piece
+    return data

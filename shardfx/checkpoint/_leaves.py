@@ -38,7 +38,6 @@ from ..topology import MeshSpec
 from . import _metadata as prng, _safetensors as safetensors
 from ._entry import may_change
 from ._metadata import is_number
-from ._spans import whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +178,7 @@ def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
         return
     if not isinstance(value, jax.Array):
         if is_first:
-            yield whole(value.shape), np.ascontiguousarray(value).reshape(value.shape)
+            yield tuple((0, size) for size in value.shape), np.ascontiguousarray(value).reshape(value.shape)
         return
     first = _first_replicas(value.sharding, tuple(value.shape))
     for shard in value.addressable_shards:

@@ -22,7 +22,7 @@ from ._fetches import fetches, gather
 from ._files import ChangedError, require_seen_unchanged
 from ._flight import Filled, Flight, Progress, Task, Unit, units_of
 from ._index import Index, read_index
-from ._metadata import keys_from
+from ._metadata import implementation
 from ._reader import GAP_BYTES, RUN_BYTES, Files
 from ._spans import grouped
 from ._stores import MissingChunks
@@ -223,4 +223,4 @@ def _assembled(leaf: Wanted, filled: Filled, placed: list[jax.Array] | None) -> 
         array = array_of(leaf.shape, leaf.dtype, leaf.sharding, *filled)
     else:
         array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
-    return array if leaf.keys is None else keys_from(array, leaf.keys)
+    return array if leaf.keys is None else jax.random.wrap_key_data(array, impl=implementation(leaf.keys))

@@ -74,11 +74,6 @@ def require_whole_keys(sharding: Sharding, path: str) -> None:
     )
 
 
-def keys_from(array: jax.Array, dtype: object) -> jax.Array:
-    """Loaded bits as keys again."""
-    return jax.random.wrap_key_data(array, impl=implementation(dtype))
-
-
 NUMBERS_KEY = "shardfx.numbers"
 _KINDS = {"bool": bool, "int": int, "float": float, "complex": complex}
 # Beyond 64 bits, Python's own text of an integer takes quadratic time.

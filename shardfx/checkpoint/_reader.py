@@ -86,7 +86,7 @@ class Files:
         scratch = self._scratch.get()
         try:
             for span in todo:
-                views = [part_of(targets[part.number], boxes[part.number], part.where) for part in span.parts]
+                views = [targets[part.number][slices(part.where, boxes[part.number])] for part in span.parts]
                 if span.is_direct and all(view.dtype == entry.dtype and view.flags.c_contiguous for view in views):
                     _read(descriptor, [view.reshape(-1).view(np.uint8) for view in views], span, entry)
                     continue
@@ -154,11 +154,6 @@ def _part_in(memory: np.ndarray, dtype: DType, part: Part, strides: tuple[int, .
     """A part in the bytes of its span."""
     shape = tuple([stop - start for start, stop in part.where])
     return np.ndarray(shape, dtype, memory.data, part.offset, strides)
-
-
-def part_of(target: np.ndarray, box: Box, where: Box) -> np.ndarray:
-    """The part `where` of an array that holds the box `box` of a larger one."""
-    return target[slices(where, box)]
 
 
 def _read(descriptor: int, into: list[Any], span: Span, entry: FileArray) -> None:

@@ -4,7 +4,10 @@ import dataclasses
 import functools as ft
 import itertools as it
 import json
+import math
+import operator
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +17,7 @@ from .._ground.errors import CheckpointError
 from .._ground.spec import DType
 from .._ground.text import quoted
 from ._entry import FileArray
-from ._files import FilePlace, opened, parsed_json
+from ._files import FilePlace, opened, parsed_json, read_at
 from ._metadata import key_named, of_bits
 
 
@@ -91,12 +94,9 @@ def read_header(where: FilePlace, real: str) -> Header:
 
 
 def _read(descriptor: int, count: int, offset: int, real: str) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = os.pread(descriptor, count - len(data), offset + len(data))
-        if not piece:
-            raise CheckpointError(f"safetensors file {real!r} ends within its header; copy the whole file.")
-        data += piece
+    data = read_at(descriptor, count, offset)
+    if len(data) < count:
+        raise CheckpointError(f"safetensors file {real!r} ends within its header; copy the whole file.")
     return data
 
 
@@ -189,12 +189,8 @@ def _depth(value: object) -> int:
 
 def _count(shape: list[int]) -> int:
     """The number of elements; larger than any file where a partial product is, as in 2**62 * 4 * 0."""
-    count = 1
-    for size in shape[:_MOST_DIMENSIONS]:
-        count *= size
-        if count >= 2**64:
-            return count
-    return count
+    partial = list(it.accumulate(shape[:_MOST_DIMENSIONS], operator.mul, initial=1))
+    return max(partial) if max(partial) >= 2**64 else partial[-1]
 
 
 def _renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArray, ...]:
@@ -222,14 +218,12 @@ def _short(value: object) -> str:
     return text if len(text) < 80 else f"{text[:80]}..."
 
 
-def write_header(
-    tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str]
-) -> tuple[bytes, list[int]]:
+def write_header(tensors: Sequence[tuple[str, Any]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
     """The first bytes of a file, padded so that the buffer starts at a multiple of 64, and each tensor's offset in it.
 
     **Arguments:**
 
-    - `tensors`: name, dtype as the format calls it, shape, and bytes, in the order that they will have.
+    - `tensors`: names and arrays, in the order that they will have.
     - `metadata`: strings to strings.
 
     **Returns:**
@@ -238,10 +232,11 @@ def write_header(
     """
     content: dict[str, Any] = {METADATA: metadata} if metadata else {}
     reached, starts = 0, []
-    for name, stored, shape, nbytes in tensors:
-        content[name] = {"dtype": stored, "shape": list(shape), "data_offsets": [reached, reached + nbytes]}
+    for name, value in tensors:
         starts.append(reached)
-        reached += nbytes
+        reached += math.prod(value.shape) * value.dtype.itemsize
+        row = {"dtype": stored_name(value.dtype), "shape": value.shape, "data_offsets": [starts[-1], reached]}
+        content[name] = row
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % 64)
     if len(text) > HEADER_LIMIT_BYTES:

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from .._convert import TreeMap
-from .._ground.boxes import Box
+from .._ground.boxes import Box, slices
 from .._ground.errors import CheckpointError, LeafTypeError, check_type
-from .._ground.spec import DType
 from .._plan import ShardPlan
 from . import _safetensors as safetensors
 from ._entry import fill
@@ -26,7 +25,7 @@ from ._flight import Progress
 from ._index import read_index, require_local
 from ._leaves import Leaves, exported, leaves_to_save, plan_of_arrays, plan_of_nothing, shards_of
 from ._metadata import NUMBERS_KEY, to_text
-from ._reader import COPY_BYTES, RUN_BYTES, copied_out, part_of
+from ._reader import COPY_BYTES, RUN_BYTES, copied_out
 from ._spans import grouped, spans
 from ._staging import PLAN, Headers, begin, commit, remove_partial, require_free, require_space
 from ._together import Together, digest_of, holders_of, lines_of, meeting
@@ -43,18 +42,16 @@ _WAIT_SECONDS = 25.0
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """One array to write: its pieces in this process, and where it goes."""
+    """One array to write, and where it goes."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: DType
     value: Any
     file: str
     offset: int
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return _nbytes(self.value)
 
 
 def save(
@@ -245,15 +242,11 @@ def _layout(
     headers, tensors = {}, []
     for number, group in enumerate(groups):
         file = staging if file_bytes is None else os.path.join(staging, _file_name(number, len(groups)))
-        rows = [(name, str(safetensors.stored_name(v.dtype)), tuple(v.shape), _nbytes(v)) for name, v in group]
         other = {name: leaves.kinds[name] for name, _ in group if name in leaves.kinds}
         metadata = extra | ({safetensors.DTYPES_KEY: json.dumps(other)} if other else {})
-        header, offsets = safetensors.write_header(rows, metadata)
-        headers[file] = (header, len(header) + sum(row[3] for row in rows), [name for name, _ in group])
-        tensors += [
-            _Tensor(name, shape, np.dtype(value.dtype), value, file, offset)
-            for (name, _, shape, _), offset, (_, value) in zip(rows, offsets, group, strict=True)
-        ]
+        header, offsets = safetensors.write_header(group, metadata)
+        headers[file] = (header, len(header) + sum(_nbytes(value) for _, value in group), [name for name, _ in group])
+        tensors += [_Tensor(*row, file, offset) for row, offset in zip(group, offsets, strict=True)]
     return headers, tensors
 
 
@@ -295,12 +288,12 @@ def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: th
     memory = np.empty(tensors[-1].offset + tensors[-1].nbytes - begin, np.uint8)
     for tensor in tensors:
         pieces = list(shards_of(tensor.value, is_first))
-        if sum([values.size for _, values in pieces]) < math.prod(tensor.shape):
+        if sum([values.size for _, values in pieces]) < math.prod(tensor.value.shape):
             # Another process writes the rest of it.
             written += _write_parts(descriptor, tensor, pieces, stop)
             continue
         at = tensor.offset - begin
-        _put_together(np.ndarray(tensor.shape, tensor.dtype, memory.data, at), pieces, tensor.name)
+        _put_together(np.ndarray(tensor.value.shape, tensor.value.dtype, memory.data, at), pieces, tensor.name)
         start = runs.pop().start if runs and runs[-1].stop == at else at
         runs.append(slice(start, at + tensor.nbytes))
     for run in runs:
@@ -322,15 +315,15 @@ def _write_parts(
     descriptor: int, tensor: _Tensor, pieces: Sequence[tuple[Box, np.ndarray]], stop: threading.Event
 ) -> int:
     boxes, values = [box for box, _ in pieces], [value for _, value in pieces]
-    written = 0
+    shape, dtype, written = tensor.value.shape, tensor.value.dtype, 0
     # Nothing between the pieces is written along: another process may have written it by now.
     limits = {"gap_bytes": 1, "run_bytes": RUN_BYTES, "copy_bytes": COPY_BYTES}
-    for span in spans(tensor.shape, tensor.dtype.itemsize, boxes, **limits):
-        views = [part_of(values[part.number], boxes[part.number], part.where) for part in span.parts]
-        if span.is_direct and len(views) == 1 and views[0].flags.c_contiguous and views[0].dtype == tensor.dtype:
+    for span in spans(shape, dtype.itemsize, boxes, **limits):
+        views = [values[part.number][slices(part.where, boxes[part.number])] for part in span.parts]
+        if span.is_direct and len(views) == 1 and views[0].flags.c_contiguous and views[0].dtype == dtype:
             out = views[0].reshape(-1).view(np.uint8)
         else:
-            out = copied_out(views, span, tensor.dtype, tensor.name)
+            out = copied_out(views, span, dtype, tensor.name)
         for run in range(span.runs):
             piece = out[run * span.run_bytes : (run + 1) * span.run_bytes]
             _write_at(descriptor, piece, tensor.offset + span.offset + run * span.step, stop)

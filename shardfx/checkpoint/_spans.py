@@ -58,11 +58,6 @@ class Span:
         return self.run_bytes * self.runs
 
 
-def whole(shape: tuple[int, ...]) -> Box:
-    """The box of the whole array."""
-    return tuple((0, size) for size in shape)
-
-
 def spans(
     shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], *, gap_bytes: int, run_bytes: int, copy_bytes: int
 ) -> Iterator[Span]:

@@ -82,9 +82,7 @@ def _described(path: str, file: str, key: str | None, content: Any, driver: str,
         raise CheckpointError(f"{where} describes no zarr array: its shape and chunks must be lists of as many sizes.")
     if not isinstance(stored, str):
         stored = str(stored)[:80]
-    files = chunk_files(content, driver)
-    dtype = dtype_named(stored)
-    return StoreArray(path, tuple(shape), dtype, file, stored, tuple(chunks), driver, key, files=files)
+    return StoreArray(path, tuple(shape), dtype_named(stored), file, stored, tuple(chunks), driver, key)
 
 
 def _fields(content: object, driver: str) -> tuple[Any, Any, Any]:
@@ -154,18 +152,20 @@ def read_into(
     """Fills `targets`, which have the shapes of `boxes`, casting to their dtypes; the number of bytes filled."""
     import tensorstore as ts
 
-    _require_bounded(ts, entry, boxes)
     # Chunks that two boxes share are decoded once, if they can be kept.
     cache_bytes = 0 if all(_is_aligned(entry, box) for box in boxes) else _CACHE_BYTES
     context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
     spec = _spec_of(entry) | {"fill_missing_data_reads": missing_chunks == "fill"}
     try:
         array = ts.open(spec, open=True, read=True, context=context).result()
+        _require_bounded(ts, array, entry, boxes)
         reads = [_begin_read(ts, array, box, target) for box, target in zip(boxes, targets, strict=True)]
         for (read, staged), target in zip(reads, targets, strict=True):
             read.result()
             if staged is not None:
                 fill(target, staged, entry.path)
+    except CheckpointError:
+        raise
     except (ValueError, OSError) as error:
         if _MISSING in str(error):
             raise _chunk_is_missing(entry) from error
@@ -173,16 +173,18 @@ def read_into(
     return sum(target.nbytes for target in targets)
 
 
-def _require_bounded(ts: Any, entry: StoreArray, boxes: Sequence[Box]) -> None:
+def _require_bounded(ts: Any, array: Any, entry: StoreArray, boxes: Sequence[Box]) -> None:
+    # What is checked must be what tensorstore reads, so it says itself how it understands the metadata.
+    files = chunk_files(array.spec().to_json()["metadata"])
     if entry.key is None:
         look = ft.partial(look_in, entry.file)
-    elif entry.files.is_blosc or entry.files.inner is not None:
+    elif files.is_blosc or files.inner is not None:
         store = ts.KvStore.open(ocdbt(entry.file, entry.key)).result()
         look = ft.partial(_look_in_store, store)
     else:
         return  # a database reads parts of its own files
     touched = touched_by(entry.chunks, boxes)
-    require_bounded(entry.path, look, entry.files, entry.chunks, itemsize(entry.dtype), touched)
+    require_bounded(entry.path, look, files, entry.chunks, itemsize(entry.dtype), touched)
 
 
 def _look_in_store(store: Any, name: str) -> tuple[int, Reader]:

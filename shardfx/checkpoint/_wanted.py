@@ -230,13 +230,9 @@ def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
             f'{what} would be {to}, which JAX holds only under `jax.config.update("jax_enable_x64", True)`; set it, or '
             'plan a 32-bit dtype and pass `dtype="plan"`.'
         )
-    if _is_complex(stored) and not _is_complex(to):
+    if jnp.issubdtype(stored, jnp.complexfloating) and not jnp.issubdtype(to, jnp.complexfloating):
         raise CheckpointError(f"{what} is complex and would be cast to {to}; its imaginary part would be lost.")
     return np.dtype(to)
-
-
-def _is_complex(dtype: DType) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
 def require_devices(shardings: Iterable[Sharding]) -> None:

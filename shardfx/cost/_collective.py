@@ -2,8 +2,9 @@
 
 import math
 import re
+from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -11,15 +12,41 @@ from .._ground.errors import ProgramError
 from ._hlo_text import Array, Instruction, arrays_in, parts_of
 
 
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+def _gathered(size: Fraction, members: np.ndarray) -> Fraction:
+    # The pieces of other slices come in once for all that are in a slice, as the compilers for TPUs do it.
+    return size * sum(len(set(row)) - 1 for row in members.tolist())
+
+
+def _exchanged(size: Fraction, members: np.ndarray) -> Fraction:
+    return size * int((members[:, :, None] != members[:, None, :]).sum()) / members.shape[1]
+
+
+class CollectiveKind(NamedTuple):
+    """A kind of collective.
+
+    **Arguments:**
+
+    - `received`: the bytes that all devices of the groups take in, by the bytes of a result and the members of each
+        group: a row of numbers, which differ where bytes between two members count.
+    - `links`: what it is sent over. "rings": all of the group's. "middle": half of it crosses the middle of the longest
+        ring. "one": from one device to another.
+    """
+
+    received: Callable[[Fraction, np.ndarray], Fraction]
+    links: Literal["rings", "middle", "one"] = "rings"
+
+
+KINDS: Final[Mapping[str, CollectiveKind]] = {
+    "all-gather": CollectiveKind(_gathered),
+    "all-reduce": CollectiveKind(lambda size, members: 2 * _gathered(size, members)),
+    "reduce-scatter": CollectiveKind(lambda size, members: members.shape[1] * _gathered(size, members)),
+    "all-to-all": CollectiveKind(_exchanged, "middle"),
+    "ragged-all-to-all": CollectiveKind(_exchanged, "middle"),
+    "collective-permute": CollectiveKind(
+        lambda size, members: size * int((members[:, 0] != members[:, -1]).sum()), "one"
+    ),
+    "collective-broadcast": CollectiveKind(_gathered),
+}
 # Whatever names groups of devices or a channel between them communicates, and must be known.
 _COMMUNICATES = re.compile(r"\b(replica_groups|source_target_pairs|device_groups|channel_id|collective_id)=")
 # A kernel that sends to other devices by itself says so to its own compiler only.
@@ -81,20 +108,8 @@ class Collective(NamedTuple):
 
     def wire_bytes(self, apart: np.ndarray) -> Fraction:
         """Bytes that enter a device from devices with another number in `apart`, the mean over all devices."""
-        return sum((self._received(apart[own]) for own in self.groups), Fraction(0)) / len(apart)
-
-    def _received(self, members: np.ndarray) -> Fraction:
-        """The bytes that all devices of the groups take in. `members` are their numbers in `apart`, a row per group."""
-        if self.kind == "collective-permute":
-            return self.bytes * int((members[:, 0] != members[:, -1]).sum())
-        size = members.shape[1]
-        if self.kind in ("all-to-all", "ragged-all-to-all"):
-            return self.bytes * int((members[:, :, None] != members[:, None, :]).sum()) / size
-        # A gather takes the pieces of other slices in once for all that are in a slice, as the compilers for TPUs do.
-        others = sum(len(set(row)) - 1 for row in members.tolist())
-        if self.kind == "all-reduce":
-            return 2 * self.bytes * others
-        return self.bytes * others * (size if self.kind == "reduce-scatter" else 1)
+        received = KINDS[self.kind].received
+        return sum((received(self.bytes, apart[own]) for own in self.groups), Fraction(0)) / len(apart)
 
 
 def collective_of(instruction: Instruction, devices: int) -> Collective | None:

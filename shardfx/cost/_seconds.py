@@ -11,6 +11,7 @@ from .._ground.errors import MeshError
 from .._ground.text import bytes_text, first_lines, html_text, table
 from ..chips._chip import Ring, axes_on, extents_of
 from ..topology import MeshSpec
+from ._collective import KINDS
 from ._traffic_rows import Traffic, TrafficRow
 
 
@@ -179,11 +180,12 @@ def _rate(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chi
     rings = [ring for axis in row.axes for ring in axes.get(axis, ())]
     if not rings:
         return float(link), "one link one way"
-    if row.kind in ("all-to-all", "ragged-all-to-all"):
+    links = KINDS[row.kind].links
+    if links == "middle":
         return _across(rings, link)
     ways = sum(ring.ways for ring in rings)
     shape = " + ".join(f"{'ring' if closed else 'line'} of {size}" for size, closed in rings)
-    if row.kind == "collective-permute":
+    if links == "one":
         return float(link), f"one link one way ({shape})"
     return float(link * ways), shape
 

@@ -55,7 +55,8 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
     what = "maps" if isinstance(plan, TreeMap) else "plans"
     theirs = texts[other].decode("utf-8", "surrogatepass")
     try:
-        lines = _map_lines(plan, theirs) if isinstance(plan, TreeMap) else _plan_lines(plan, theirs)
+        is_map = isinstance(plan, TreeMap)
+        lines = _map_lines(plan, theirs) if is_map else differences(plan, ShardPlan.from_json(theirs))
     except (MapError, PlanFormatError):
         lines = ["one has a plan, the other a map"]
     first = (
@@ -75,10 +76,6 @@ def _devices(plan: ShardPlan | TreeMap) -> str:
     if isinstance(plan, TreeMap) or plan.jax_mesh is None:
         return ""
     return ",".join(str(device.id) for device in plan.jax_mesh.devices.flat)
-
-
-def _plan_lines(plan: ShardPlan, theirs: str) -> Sequence[str]:
-    return differences(plan, ShardPlan.from_json(theirs))
 
 
 def _map_lines(map: TreeMap, theirs: str) -> Sequence[str]:

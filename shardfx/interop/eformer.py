@@ -81,12 +81,17 @@ def _on(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh.abstract() if isinstance(mesh, MeshSpec) else mesh, spec)
 
 
-def _sharding_of(entry: Any, mesh: AnyMesh, default: object) -> Sharding | None:
-    asked = default
+def _chosen(asked: object, array: object, mesh: AnyMesh) -> object:
+    """What functions give for an array, and whole arrays on the mesh for `None`."""
     if callable(asked) and not isinstance(asked, PartitionSpec | Sharding):
-        asked = asked(entry)
+        asked = asked(array)
+    return _on(mesh, PartitionSpec()) if asked is None and mesh is not None else asked
+
+
+def _sharding_of(entry: Any, mesh: AnyMesh, default: object) -> Sharding | None:
+    asked = _chosen(default, entry, mesh)
     if asked is None:
-        return None if mesh is None else _on(mesh, PartitionSpec())
+        return None
     if isinstance(asked, Sharding):
         if entry.shape is not None:
             _check_fits(asked, entry.shape, entry.path)
@@ -180,10 +185,9 @@ def _spread(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _target(leaf: Any, path: str, asked: object, mesh: Mesh | None) -> Sharding | None:
-    if callable(asked) and not isinstance(asked, PartitionSpec | Sharding):
-        asked = asked(leaf)
+    asked = _chosen(asked, leaf, mesh)
     if asked is None:
-        return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        return None
     if isinstance(asked, PartitionSpec):
         asked = _on(mesh, asked)
     if not isinstance(asked, Sharding):
@@ -272,13 +276,9 @@ def _node(tree: PyTree) -> _Node | None:
     """One level of a tree; `None` for a leaf."""
     if tree is None:
         return None
-    children, treedef = jax.tree.flatten(tree, is_leaf=lambda node: node is not tree)
+    children, treedef = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     data = treedef.node_data()
-    if data is None:
-        return None
-    keyed = jtu.default_registry.flatten_one_level_with_keys(tree)
-    pairs = keyed[0] if keyed is not None else zip(range(len(children)), children, strict=True)
-    return data[0], data[1], {jtu.keystr((key,), simple=True): child for key, child in pairs}
+    return data and (*data, {jtu.keystr(key, simple=True): child for key, child in children})
 
 
 def _kind(node: _Node | None) -> str:

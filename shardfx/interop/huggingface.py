@@ -169,8 +169,8 @@ def rules_of(
     own, experts, head = plans if isinstance(plans, Plans) else (plans, {}, {})
     merged = {key: (style, tensor) for key, style in {**own, **head}.items()}
     if expert is not None:
-        axes = {key: expert if STYLES.get(style) == _EXPERTS else tensor for key, style in experts.items()}
-        merged |= {key: (style, axes[key]) for key, style in experts.items()}
+        for key, style in experts.items():
+            merged[key] = style, expert if STYLES.get(style) == _EXPERTS else tensor
     for key, (style, _) in merged.items():
         if style not in STYLES:
             raise RuleError(

@@ -121,9 +121,8 @@ def _standard(bound: dict[str, str], experts: bool) -> AxisRules:
 
 def _said(bound: dict[str, str], *names: str) -> Any:
     """The value of the first of these names that has one; `None` where a file leaves it to the command line."""
-    return next(
-        (value for name in names if (value := _literal(bound, name, None, open_is_none=True)) is not None), None
-    )
+    values = (_literal(bound, name, None, open_is_none=True) for name in names)
+    return next((value for value in values if value is not None), None)
 
 
 def _bindings(text: str) -> dict[str, str]:

@@ -342,4 +342,4 @@ def test_reading_headers_reads_no_weights(tmp_path, monkeypatch):
 
 def test_a_header_that_the_format_does_not_allow_is_not_written():
     with pytest.raises(CheckpointError, match=r"a safetensors header of \d+ bytes is over the format's limit"):
-        _safetensors.write_header([("w" * _safetensors.HEADER_LIMIT_BYTES, "F32", (1,), 4)], {})
+        _safetensors.write_header([("w" * _safetensors.HEADER_LIMIT_BYTES, np.ones(1, np.float32))], {})

@@ -1,5 +1,7 @@
 """Loading and saving through a map: bitwise what the map makes of whole arrays."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,7 +83,7 @@ def test_an_exported_checkpoint_is_a_plain_one_of_its_own_layout(tmp_path):
         checkpoint.saved_plan(tmp_path / "out")
 
 
-def test_each_process_reads_only_what_its_shards_are_made_of(tmp_path):
+def test_each_process_reads_only_what_its_shards_are_made_of(tmp_path, monkeypatch):
     files = hugging_face(width=64)
     save_file(files, tmp_path / "model.safetensors")
     whole = LLAMA.apply(files)
@@ -89,6 +91,10 @@ def test_each_process_reads_only_what_its_shards_are_made_of(tmp_path):
     reads = checkpoint.plan_reads(checkpoint.read_index(tmp_path), made.off(), LLAMA, processes=8, gap_bytes=1)
     total = sum(array.nbytes for array in whole.values())
     assert [one.needed_bytes for one in reads.processes] == [total // 8] * 8 and reads.excess_bytes == 0
+    read, preadv = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *given: read.append(preadv(*given)) or read[-1])
+    checkpoint.load(tmp_path, made, LLAMA)
+    assert sum(read) == checkpoint.plan_reads(checkpoint.read_index(tmp_path), made, LLAMA).read_bytes
 
 
 def test_blocks_of_fp8_are_scaled_on_the_way(tmp_path):
@@ -102,6 +108,8 @@ def test_blocks_of_fp8_are_scaled_on_the_way(tmp_path):
     whole = dequantised.apply(files)
     for rules in ((("w", jax.P("b", "a")),), (("w", jax.P("a")),), ()):
         equal(checkpoint.load(tmp_path, planned(whole, *rules), dequantised), whole)
+    reads = checkpoint.plan_reads(checkpoint.read_index(tmp_path), planned(whole).off(), dequantised)
+    assert reads.needed_bytes >= sum(one.nbytes for one in files.values())
     wide = {"w": whole["w"].astype(np.float32)}
     loaded = checkpoint.load(tmp_path, planned(wide, ("w", jax.P("a"))), dequantised, dtype="plan")
     equal(loaded, wide)

@@ -85,6 +85,8 @@ def test_a_module_is_saved_by_its_paths_and_other_libraries_can_read_it(tmp_path
     assert sorted(os.listdir(tmp_path)) == ["step"]
     assert sorted(os.listdir(tmp_path / "step")) == ["model.safetensors", "plan.json"]
     arrays = load_file(tmp_path / "step" / "model.safetensors")
+    header = (tmp_path / "step" / "model.safetensors").read_bytes()[:8]
+    assert int.from_bytes(header, "little") % 64 == 64 - len(header), "arrays begin at a multiple of 64"
     assert arrays.keys() == {leaf.path for leaf in made.leaves}
     assert np.array_equal(arrays["layers/0/weight"], model.layers[0].weight)
     assert checkpoint.saved_plan(tmp_path / "step").digest == made.digest

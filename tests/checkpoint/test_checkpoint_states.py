@@ -266,5 +266,5 @@ def test_no_integer_changes_its_value_and_none_is_made_of_a_fraction(
         f", and {to} goes from -?[0-9]+ to [0-9]+; plan a wider",
         f", which is no number of {to}; plan a d",
     )
-    with pytest.raises(CheckpointError, match=f"array 'n' holds .*{beyond if is_beyond else between}"):
+    with pytest.raises(CheckpointError, match=f"^array 'n' holds .*{beyond if is_beyond else between}"):
         checkpoint.load(path, structs, dtype="plan")

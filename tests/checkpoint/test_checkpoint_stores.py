@@ -227,14 +227,15 @@ def test_zarr_dtypes_are_from_a_list(tmp_path, dtype):
     assert found == {"|b1": np.dtype(bool), "<i2": np.dtype("int16")}.get(str(dtype))
 
 
-@pytest.mark.parametrize("damage", ["chunk", "shape", "manifest", "dtype"])
+@pytest.mark.parametrize("damage", ["chunk", "cut chunk", "shape", "manifest", "dtype"])
 def test_damaged_stores_name_what_is_damaged(tmp_path, mesh, damage):
     zarr(tmp_path, "w", np.arange(64, dtype=np.float32), chunks=[64], ocdbt=damage == "manifest")
     index = checkpoint.read_index(tmp_path)
     structs = {"w": jax.ShapeDtypeStruct((64,), np.float32, sharding=NamedSharding(mesh, P("a")))}
     metadata = tmp_path / "w" / ".zarray"
-    if damage == "chunk":
-        metadata.with_name("0").write_bytes(b"nonsense")
+    if damage.endswith("chunk"):
+        chunk = metadata.with_name("0")
+        chunk.write_bytes(b"nonsense" if damage == "chunk" else chunk.read_bytes()[:-9])
     elif damage == "manifest":
         (tmp_path / "manifest.ocdbt").write_bytes(b"nonsense")
         with pytest.raises(CheckpointError, match="cannot be read"):
@@ -243,7 +244,8 @@ def test_damaged_stores_name_what_is_damaged(tmp_path, mesh, damage):
         metadata.write_text(
             json.dumps(json.loads(metadata.read_text()) | {damage: {"shape": [32], "dtype": "<f8"}[damage]})
         )
-    with pytest.raises(CheckpointError, match="was replaced" if damage != "chunk" else "claims to unpack to"):
+    told = {"chunk": "claims to unpack to", "cut chunk": "w, array w' cannot be read"}
+    with pytest.raises(CheckpointError, match=told.get(damage, "was replaced")):
         checkpoint.load(index, structs)
 
 

@@ -29,6 +29,7 @@ SKIPPED = {
     "flax-0095": "rules in a context manager; here they are an argument",
     "flax-0111": "the mesh of a legacy `with mesh:`; here it is an argument",
     "flax-0112": "the mesh of jax.set_mesh; here it is an argument",
+    "explicit mesh type string": "how JAX prints Explicit axes; eformer-0042 is constrained under them",
 }
 # id -> (what shardfx gives, why not what flax gives)
 DEVIATIONS: dict[str, tuple[Any, str]] = {
@@ -248,26 +249,21 @@ def test_transform_metadata(vector):
 
 @SUITE.of("lifted transform axis metadata")
 def test_a_scanned_layer_has_the_name_of_its_new_dimension(vector):
-    class Layers(nn.Module):
+    init = nn.with_partitioning(nn.initializers.ones_init(), tuple(vector["inputs"]["names"]))
+
+    class Layer(nn.Module):
         @nn.compact
-        def __call__(self, x):
-            init = nn.with_partitioning(nn.initializers.ones_init(), tuple(vector["inputs"]["names"]))
+        def __call__(self, x, _):
+            return nn.Dense(4, kernel_init=init, use_bias=False)(x), None
 
-            class Layer(nn.Module):
-                @nn.compact
-                def __call__(self, x, _):
-                    return nn.Dense(4, kernel_init=init, use_bias=False)(x), None
-
-            scanned = nn.scan(
-                Layer,
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=8,
-                metadata_params={nn.PARTITION_NAME: "layers"},
-            )
-            return scanned()(x, None)[0]
-
-    boxed = jax.eval_shape(Layers().init, jax.random.key(0), jnp.ones((2, 4)))
+    scanned: Any = nn.scan(
+        Layer,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=8,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+    boxed = jax.eval_shape(scanned().init, jax.random.key(0), jnp.ones((2, 4)), None)
     found = jax.tree.leaves(interop.names_of(boxed), is_leaf=lambda node: isinstance(node, tuple))
     wanted = tuple(vector["expected"])
     assert found == [wanted] == [interop.add_axis(tuple(vector["inputs"]["names"]), 0, "layers")]
@@ -331,23 +327,6 @@ def test_a_plan_per_mesh(vector):
         made = plan(x, mesh, names=tuple(given["spec"]), axes=interop.core_rules((), mesh))
         assert made.leaves[0].spec == spec_of(vector["expected"][name]["spec"])
         assert constrain(x, made.leaves[0].spec, made).sharding.mesh == mesh  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@SUITE.of("explicit mesh type string")
-def test_explicit_types(vector):
-    mesh = MeshSpec({"X": 2, "Y": 2}, axis_types=AxisType.Explicit).build(jax.devices()[:4])
-    x, w = jnp.ones((2, 2)), jnp.ones((2, 4))
-    made = plan(x, mesh, paths=PathRules([("", P("X"))]))
-    seen = {}
-
-    def linear(x, w):
-        out = x @ w
-        seen["no out_sharding"] = str(jax.typeof(out))
-        seen["out_sharding P('X','Y')"] = str(jax.typeof(constrain(out, P("X", "Y"), made)))
-        return out
-
-    jax.jit(linear)(constrain(x, P("X"), made), constrain(w, P(), made))
-    assert seen == vector["expected"]
 
 
 @SUITE.of("jax PartitionSpec canonicalisation", "jax.make_mesh default axis_types")

@@ -64,26 +64,6 @@ def test_no_mesh_cuts_a_head_of_a_real_model_and_none_is_left_whole_for_nothing(
             assert len(shape) == 1 or [*entries_of(leaf.spec), None, None][1 - dim] == "fsdp"
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_names_with_units_and_rules_with_units_plan_alike(name):
-    model = MODELS[name]
-    tree, fused = fused_tree(model), catalogue.fused_of(model)
-    units = {f"heads{unit}": unit for *_, unit in fused}
-    axes = AxisRules([*((name, "tensor") for name in units), ("embed", "fsdp"), ("plain", "tensor")], units=units)
-
-    def named(heads):
-        return {path: tuple(heads(u) if at == dim else "embed" for at in range(len(s))) for path, s, dim, u in fused}
-
-    by_rules, by_entries = named(lambda unit: f"heads{unit}"), named(lambda unit: atomic("plain", unit))
-    by_path = PathRules([(f"^{path}$", entries) for path, entries in by_entries.items()])
-    for size in (1, 2, 3, 6, 8, 12, 16, 64):
-        mesh = MeshSpec({"fsdp": 4, "tensor": size})
-        wanted = plan(tree, mesh, paths=preset(model), unmatched="replicate").specs
-        assert plan(tree, mesh, names=by_rules, axes=axes).specs == wanted
-        assert plan(tree, mesh, names=by_entries, axes=axes).specs == wanted
-        assert plan(tree, mesh, paths=by_path, axes=axes).specs == wanted
-
-
 @given(st.integers(1, 24), st.integers(1, 32), st.integers(1, 64), st.lists(st.integers(1, 12), min_size=1, max_size=3))
 @settings(max_examples=300)
 def test_strategies_keep_heads_whole_too(heads, unit, other, sizes):

@@ -58,6 +58,11 @@ def test_strategies_refine_what_comes_before_them():
     made = plan({"w": TREE["w"], "b": TREE["b"]}, MESH, paths=rules, axes=AXES)
     assert made["w"].spec == P("fsdp", "data") and [why.code for why in made["w"].reasons] == [Code.duplicate]
     assert made["b"].spec == P() and [why.code for why in made["b"].reasons] == [Code.small]
+    rules = PathRules([("taken", P("fsdp") | fsdp("data")), ("odd", P("fsdp") | fsdp("data"))])
+    made = plan({"taken": jnp.ones(8), "odd": jnp.ones((8, 3))}, MESH, paths=rules)
+    (taken,), (odd,) = made["taken"].reasons, made["odd"].reasons
+    assert taken.message.startswith("no dimension is free for `data` (2): all that may be cut are sharded already")
+    assert odd.message.startswith("size 3 is not divisible by `data` (2)")
 
 
 def test_unconstrained_is_kept_in_the_spec_and_pinned_in_the_sharding():

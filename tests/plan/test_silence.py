@@ -330,6 +330,8 @@ def test_replace_by_path_or_regex():
     assert made.replace("w2", sfx.fsdp(("data", "tensor")))["a/w2"].spec == P(None, ("data", "tensor"))
     assert made.replace("w2", lambda path, leaf: P(None, "data"))["a/w2"].spec == P(None, "data")
     assert made.replace("s", P())["s"].spec == P()
+    kept = made.replace("a/w", sfx.atomic(("mlp", None), (8, 1)))["a/w"]
+    assert kept.units == (8, 1) and kept.spec == P()
     cut = made.replace("a/w", P(None, "data") | sfx.fsdp(("data", "tensor")))
     assert cut["a/w"].spec == P("tensor", "data") and cut["a/w"].reasons[0].code is Code.duplicate
     assert ShardPlan.from_json(cut.to_json(), like=tree).on(MESH.build(jax.devices())) == cut

@@ -1,4 +1,4 @@
-"""Steps that are unlike decoders: two towers, a diffusion transformer, a decoding step, channels first, a router."""
+"""Steps that are unlike decoders: two towers, a diffusion transformer, a decoding step, channels first, adapters."""
 
 from typing import Any
 
@@ -120,13 +120,73 @@ def two_towers() -> tuple[Any, ...]:
     return sgd(loss), {"image": image, "text": text}, f32(16, 24, 48), i32(16, 20)
 
 
-def fused() -> tuple[Any, ...]:
-    """Queries, keys and values by one product, as nanoGPT and ViT have them."""
+def adapters() -> tuple[Any, ...]:
+    """The adapters are what is trained; the base is no data, though it has a dimension that they lack."""
 
-    def step(p, x):
-        b, t, d = x.shape
-        made = (x @ p["w"]).reshape(b, t, 3, 6, 16)
-        a = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", made[:, :, 0], made[:, :, 1]))
-        return x + jnp.einsum("bhqk,bkhd->bqhd", a, made[:, :, 2]).reshape(b, t, d) @ p["o"]
+    def loss(adapters, base, tokens):
+        x = base["wte"][tokens]
+        for a, w in zip(adapters, base["h"], strict=True):
+            x = x + jax.nn.relu(x @ w["up"] + x @ a["down"] @ a["up"]) @ w["back"]
+        return token_loss(x @ base["wte"].T, tokens)
 
-    return step, {"w": f32(96, 288), "o": f32(96, 96)}, f32(16, 64, 96)
+    base = {"wte": f32(1000, 64), "h": [{"up": f32(64, 256), "back": f32(256, 64)}] * 2}
+    return sgd(loss), [{"down": f32(64, 8), "up": f32(8, 256)}] * 2, base, i32(16, 32)
+
+
+def state_space() -> tuple[Any, ...]:
+    def loss(p, tokens):
+        x = p["embed"][tokens]
+        inner, gate = jnp.split(x @ p["in_proj"], 2, -1)
+        into, out, step = inner @ p["B"], inner @ p["C"], jax.nn.softplus(inner @ p["dt"])
+
+        def cell(h, row):
+            x, d, b, c = row
+            h = h * jnp.exp(d[..., None] * p["A"]) + (d * x)[..., None] * b[:, None, :]
+            return h, jnp.einsum("bdn,bn->bd", h, c)
+
+        rows = jax.tree.map(lambda a: a.swapaxes(0, 1), (inner, step, into, out))
+        _, y = jax.lax.scan(cell, jnp.zeros((x.shape[0], 256, 16)), rows)
+        x = x + ((y.swapaxes(0, 1) + inner * p["D"]) * jax.nn.silu(gate)) @ p["out_proj"]
+        return token_loss(x @ p["embed"].T, tokens)
+
+    inner = {**{name: f32(256, 16) for name in "ABC"}, "D": f32(256), "dt": f32(256, 256)}
+    return sgd(loss), {"embed": f32(512, 128), "in_proj": f32(128, 512), "out_proj": f32(256, 128), **inner}, i32(8, 32)
+
+
+def positions() -> tuple[Any, ...]:
+    def loss(p, tokens):
+        x = p["wte"][tokens] + p["wpe"][: tokens.shape[1]]
+        x = jnp.concatenate([jnp.zeros((tokens.shape[0], 1, 64)), x], 1) + p["pos_embed"]
+        return jnp.mean(jax.nn.logsumexp((x + jax.nn.relu(x @ p["up"]) @ p["down"]) @ p["wte"].T, -1))
+
+    shapes = {"wte": (5000, 64), "wpe": (1024, 64), "pos_embed": (1, 129, 64), "up": (64, 256), "down": (256, 64)}
+    return jax.grad(loss), {name: f32(*shape) for name, shape in shapes.items()}, i32(8, 128)
+
+
+def stacked() -> tuple[Any, ...]:
+    def step(params, x):
+        rows = jnp.stack([x @ params["a"], jnp.tanh(x) @ params["b"]], axis=1)
+        return sum(jnp.unstack(rows @ params["c"], axis=1)) @ params["d"]
+
+    return step, {"a": f32(32, 96), "b": f32(32, 96), "c": f32(96, 48), "d": f32(48, 32)}, f32(64, 32)
+
+
+def rows_of_a_table() -> tuple[Any, ...]:
+    """As Equinox's embedding does it: a slice of one row, which `jax.vmap` makes a lookup that keeps a one."""
+
+    def loss(params, tokens):
+        rows = jax.vmap(jax.vmap(lambda token: params["table"][token]))(tokens)
+        return jnp.mean((rows @ params["out"]) ** 2)
+
+    return jax.grad(loss), {"table": f32(5000, 64), "out": f32(64, 96)}, i32(16, 8)
+
+
+def heads_by_another_name() -> tuple[Any, ...]:
+    """Products of heads run over the batch, too."""
+
+    def attend(params, x):
+        q, k, v = (jnp.einsum("bte,ehd->bthd", x, params[name]) for name in "qkv")
+        mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v)
+        return x + jnp.einsum("bthd,hde->bte", mixed, params["o"])
+
+    return attend, {**{name: f32(64, 4, 16) for name in "qkv"}, "o": f32(4, 16, 64)}, f32(16, 8, 64)

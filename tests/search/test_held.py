@@ -10,7 +10,7 @@ from models import compiled, f32
 
 import shardfx
 from shardfx import filter_jit, follow
-from shardfx.auto import Candidate, Limits, search
+from shardfx.auto import Limits, search
 from shardfx.auto._asked import asked_for
 from shardfx.auto._priced import states_of, zero_1
 from shardfx.auto._search import opened
@@ -41,18 +41,12 @@ def searched(args):
     return space, pricer, {one.title: one for one in by_hand(space, space.usual)}
 
 
-def less(one, states) -> Candidate:
-    found = zero_1(one, states)
-    assert found is not None
-    return found
-
-
 def test_zero_1_cuts_the_state_over_the_data_axis_and_sends_as_much(searched, args):
     space, pricer, ways = searched
     whole = ways["data=8 (batch)"]
     assert states_of(space.classes) == (1,)
-    cut = less(whole, (1,))
-    assert cut.state_over == ("data",) and cut.plans[0] == whole.plans[0]
+    cut = zero_1(whole, (1,))
+    assert cut is not None and cut.state_over == ("data",) and cut.plans[0] == whole.plans[0]
     followed = follow(OPTIMIZER.init, whole.plans[0], over="data")
     assert [leaf.spec for leaf in cut.plans[1].leaves] == [leaf.spec for leaf in followed.leaves]
     assert cut.title == "data=8 (batch), ZeRO-1 over data"

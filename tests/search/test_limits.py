@@ -44,13 +44,6 @@ def test_a_limit_holds(limits, holds):
     assert ones and all(map(holds, ones))
 
 
-def test_a_search_keeps_to_its_limits():
-    (one,) = search(*MODEL, devices=8, chip="v5e", limits=Limits(free_bytes=USABLE - 1000))
-    assert not one.fits and "nothing fits" in one.reasons[0]
-    best = search(*MODEL, devices=8, chip="v5e", keep=1, limits=Limits(never=("batch",)))[0]
-    assert cuts(best, "batch") == 1
-
-
 @pytest.mark.parametrize(
     ("limits", "message"),
     [

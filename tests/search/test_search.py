@@ -1,12 +1,10 @@
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import odd_models
 import pytest
 from models import MODELS, Struct, f32, mlp_step, space_of
 
-from shardfx import MeshSpec, filter_jit, shard
+from shardfx import MeshSpec
 from shardfx.auto import Limits, search
 from shardfx.auto._asked import trace
 from shardfx.auto._layouts import Assignment, Layouts
@@ -112,15 +110,16 @@ def test_a_step_over_a_mesh_of_its_own_is_an_error():
         search(step, f32(256, 256), f32(512, 256), devices=16, chip="v5e")
 
 
-def test_how_a_jitted_step_lies_is_chosen():
-    rows = jax.NamedSharding(MeshSpec({"i": 4, "j": 2}).abstract(), jax.P("i"))
+def test_how_a_jitted_step_and_its_arrays_lie_is_chosen():
+    mesh = MeshSpec({"i": 4, "j": 2})
+    rows = jax.NamedSharding(mesh.abstract(), jax.P("i"))
     plain, args = lambda p, x: jnp.tanh(x @ p), (f32(256, 256), f32(512, 256))
-    plans = jax.tree.map(lambda _: rows, args)
-    found = [
-        search(step, *args, devices=8, chip="v5e", keep=1)[0]
-        for step in (plain, jax.jit(plain, in_shardings=plans, out_shardings=rows))
-    ]
-    assert found[0].seconds == found[1].seconds and found[0].rules == found[1].rules
+    columns = jax.NamedSharding(mesh.build(jax.devices()), jax.P(None, "j"))
+    placed = jax.device_put(jnp.ones((256, 256)), columns), args[1]
+    jitted = jax.jit(plain, in_shardings=(rows, rows), out_shardings=rows)
+    asked = [(plain, *args), (jitted, *args), (plain, *placed)]
+    first, *others = [search(*one, devices=8, chip="v5e", keep=1)[0] for one in asked]
+    assert all((one.seconds, one.rules) == (first.seconds, first.rules) for one in others)
 
 
 def test_the_memory_of_arguments_is_the_plans():
@@ -135,48 +134,26 @@ def test_grouped_heads_are_cut_behind_those_they_share():
     limits = Limits(always=("query_groups", "kv_heads"), never=("batch", "sequence", "embed", "vocab"))
     found = fastest(space_of(MODELS["scanned"](), 8, "v5p", limits), 50)
     for one in found:
-        query, key = one.plans[0]["layers/q"], one.plans[0]["layers/k"]
-        cut = one.mesh.axis_size(tuple(a for e in query.spec if e for a in ((e,) if isinstance(e, str) else e)))
-        keys = one.mesh.axis_size(tuple(a for e in key.spec if e for a in ((e,) if isinstance(e, str) else e)))
-        assert keys == 2 and cut in (4, 8)
+        query, key = (one.plans[0][f"layers/{name}"] for name in "qk")
+        assert key.bytes == 2 * key.bytes_per_device and query.bytes // query.bytes_per_device in (4, 8)
     assert found
 
 
-@pytest.mark.parametrize("name", ["mlp", "experts"])
-def test_a_step_under_the_chosen_plans_computes_the_same(name):
-    step, *args = MODELS[name]()
-    rng = np.random.default_rng(0)
-    values = [
-        jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape), s.dtype) if isinstance(s, Struct) else s, arg)
-        for arg in args
-    ]
-    expected = eqx.filter(eqx.filter_jit(step)(*values), eqx.is_array)
-    for one in fastest(space_of((step, *args), 8, "v5e"), 3):
-        mesh = one.mesh.build(jax.devices())
-        plans = tuple(made.on(mesh) for made in one.plans)
-        placed = [shard(value, made) for value, made in zip(values, plans, strict=True)]
-        result = eqx.filter(filter_jit(step, in_shardings=plans)(*placed), eqx.is_array)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), result, expected)
-
-
-@pytest.mark.parametrize("devices", [3, 12])
-def test_odd_numbers_of_devices(devices):
-    assert search(*mlp_step(84, 84 * 4, 84 * 8), devices=devices, chip="v5e", keep=1)[0].mesh.size == devices
-
-
-@pytest.mark.parametrize("name", ["flax_transformer", "convolutions", "ragged_experts"])
-def test_every_model_is_searched(name):
-    (best,) = search(*MODELS[name](), devices=4, chip="h100", keep=1)
-    assert best.mesh.size == 4 and best.by == "estimate"
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("flax_transformer", 4), ("convolutions", 4), ("ragged_experts", 4), ("mlp", 3), ("mlp", 12)],
+)
+def test_every_model_is_searched_for_odd_numbers_of_devices_too(name, devices):
+    (best,) = search(*MODELS[name](), devices=devices, chip="h100", keep=1)
+    assert best.mesh.size == devices and best.by == "estimate"
 
 
 def test_heads_behind_queries_keys_and_values_are_searched():
     """16 devices never cut the 3 of a fused `3 * heads * head_dim`, so no axis can cut the heads behind it."""
-    for model in (odd_models.fused(), odd_models.dit()):
-        found = fastest(space_of(model, 16, "v5e"), 5)
-        assert found
-        for one in found if "w" in model[1] else ():
-            assert one.plans[0]["w"].spec[1:] in ((), (None,))
+    found = fastest(space_of(odd_models.dit(), 16, "v5e"), 5)
+    assert found
+    for one in found:
+        assert one.plans[0]["blocks/0/qkv"].spec[1:] in ((), (None,))
 
 
 def test_dimensions_that_int32_does_not_hold():

@@ -103,12 +103,6 @@ def sum_over_the_wrong_axis(wrong, x, w1, w2):
     return lax.psum(h, "d" if wrong else "t")  # wrong
 
 
-@planted(*MLP, out=P("d"))
-def mean_in_place_of_sum(wrong, x, w1, w2):
-    h = jax.nn.relu(x @ w1) @ w2
-    return lax.pmean(h, "t") if wrong else lax.psum(h, "t")  # wrong
-
-
 @planted(*MLP, ((6,), P()), out=P("d"))
 def bias_added_by_every_device(wrong, x, w1, w2, bias):
     y = jax.nn.relu(x @ w1) @ w2
@@ -205,41 +199,11 @@ def mean_of_means(wrong, x, mask):
     return lax.psum(total, "d") / lax.psum(count, "d")
 
 
-@planted(ROWS, out=P())
-def loss_summed_over_an_axis_that_does_not_cut_it(wrong, x):
-    value = lax.psum(jnp.sum(x**2), "d")
-    return lax.psum(value, ("d", "t")) if wrong else value  # wrong
-
-
-@planted(ROWS, out=P())
-def divided_by_the_local_count(wrong, x):
-    count = x.size if wrong else x.size * lax.axis_size("d")
-    return lax.psum(jnp.sum(x**2), "d") / count  # wrong
-
-
 @planted(CUT, out=P("d", "t"))
 def norm_over_a_cut_dimension(wrong, x):
     square = jnp.mean(x**2, axis=-1, keepdims=True)
     square = square if wrong else lax.pmean(square, "t")
     return x * lax.rsqrt(square + 1e-6)  # wrong
-
-
-@planted(CUT, out=P("d", "t"))
-def variance_of_parts(wrong, x):
-    if wrong:
-        mean, var = (lax.pmean(one, "t") for one in (x.mean(-1), x.var(-1)))  # wrong
-    else:
-        mean = lax.pmean(x.mean(-1), "t")
-        var = lax.pmean(((x - mean[:, None]) ** 2).mean(-1), "t")
-    return (x - mean[:, None]) * lax.rsqrt(var + 1e-6)[:, None]
-
-
-@planted(CUT, out=P("d", "t"))
-def softmax_of_parts(wrong, x):
-    top = lax.pmax(x.max(-1, keepdims=True), "t")
-    shifted = jnp.exp(x - top)
-    total = shifted.sum(-1, keepdims=True)
-    return shifted / (total if wrong else lax.psum(total, "t"))  # wrong
 
 
 @planted(CUT, out=P("d", "t"))
@@ -308,15 +272,6 @@ def mask_not_offset(wrong, q, kv):
     return jnp.einsum("bqk,bkd->bqd", weights, kv)
 
 
-@planted(SEQUENCE, out=P("d", "t"))
-def rotary_positions_not_offset(wrong, x):
-    first = 0 if wrong else lax.axis_index("t") * x.shape[1]
-    angles = (jnp.arange(x.shape[1]) + first)[:, None] * jnp.array([1.0, 0.1, 0.01])  # wrong
-    left, right = jnp.split(x, 2, -1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
-
-
 @planted(((16, 4), P(("d", "t"))), out=P(("d", "t")))
 def positions_counted_in_the_wrong_order(wrong, x):
     place = lax.axis_index(("t", "d") if wrong else ("d", "t"))  # wrong
@@ -331,24 +286,6 @@ def labels_shifted_after_the_cut(wrong, x, tokens):
     labels = jnp.roll(tokens, -1, 1) if wrong else jnp.concatenate([tokens[:, 1:], following], 1)  # wrong
     picked = jnp.take_along_axis(logits, labels[..., None], -1)  # wrong
     return lax.pmean(jnp.mean(picked), ("d", "t"))
-
-
-@planted(((4, 16, 8, 4), P("d", None, "t")), ((4, 16, 4, 4), P("d")), out=P("d", None, "t"))
-def heads_mapped_by_tiling(wrong, q, k):
-    heads = q.shape[2]
-    if wrong:
-        k = jnp.tile(k, (1, 1, 2, 1))[:, :, :heads]  # wrong
-    else:
-        k = lax.dynamic_slice_in_dim(jnp.repeat(k, 2, 2), lax.axis_index("t") * heads, heads, 2)
-    return jnp.einsum("bqhd,bkhd->bqhk", q, k)  # wrong
-
-
-@planted(((8, 16), P("d", "t")), out=P("d"))
-def choice_not_offset(wrong, logits):
-    best, at = logits.max(-1), jnp.argmax(logits, -1)  # wrong
-    at = at if wrong else at + lax.axis_index("t") * logits.shape[1]
-    is_best = best == lax.pmax(best, "t")
-    return lax.psum(jnp.where(is_best, at, 0), "t")  # wrong
 
 
 @planted(((8, 4, 6), P("d")), ((4, 6, 6), P("t")), out=P("d"))
@@ -381,51 +318,11 @@ def smoothed(x):
 
 
 @planted(SEQUENCE, out=P("d", "t"))
-def border_without_the_neighbours(wrong, x):
-    sides = (x[:, -1:], 1), (x[:, :1], -1)
-    left, right = (lax.ppermute(one, "t", neighbours("t", by, turn=False)) for one, by in sides)
-    left, right = (0 * left, 0 * right) if wrong else (left, right)
-    padded = jnp.concatenate([left, x, right], 1)  # wrong
-    return smoothed(padded)  # wrong
-
-
-@planted(SEQUENCE, out=P("d", "t"))
 def border_that_turns_round(wrong, x):
     turn = wrong and lax.axis_size("t") > 1
     left = lax.ppermute(x[:, -1:], "t", neighbours("t", 1, turn))  # wrong
     right = lax.ppermute(x[:, :1], "t", neighbours("t", -1, turn=False))
     return smoothed(jnp.concatenate([left, x, right], 1))  # wrong
-
-
-@planted(((4, 16, 8, 3), P("d", "t")), ((3, 3, 3, 5), P()), out=P("d", "t"))
-def image_padded_on_each_device(wrong, x, kernel):
-    conv = ft.partial(lax.conv_general_dilated, dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    if wrong:
-        return conv(x, kernel, (1, 1), "SAME")  # wrong
-    above = lax.ppermute(x[:, -1:], "t", neighbours("t", 1, turn=False))
-    below = lax.ppermute(x[:, :1], "t", neighbours("t", -1, turn=False))
-    return conv(jnp.concatenate([above, x, below], 1), kernel, (1, 1), [(0, 0), (1, 1)])
-
-
-@planted(SEQUENCE, SEQUENCE, out=P("d", "t"))
-def ring_with_the_wrong_block(wrong, q, kv):
-    size, here, length = lax.axis_size("t"), lax.axis_index("t"), q.shape[1]
-    rows = jnp.arange(length) + here * length
-
-    def turn(carry, i):
-        kv, top, total, out = carry
-        block = (here + i if wrong else here - i) % size  # wrong
-        mask = rows[:, None] >= jnp.arange(length) + block * length  # wrong
-        scores = jnp.where(mask, jnp.einsum("bqd,bkd->bqk", q, kv), -1e9)
-        best = jnp.maximum(top, scores.max(-1))
-        weights, scale = jnp.exp(scores - best[..., None]), jnp.exp(top - best)
-        total = total * scale + weights.sum(-1)
-        out = out * scale[..., None] + jnp.einsum("bqk,bkd->bqd", weights, kv)
-        return (lax.ppermute(kv, "t", neighbours("t")), best, total, out), None
-
-    start = kv, jnp.full(q.shape[:2], -1e9), jnp.zeros(q.shape[:2]), jnp.zeros_like(q)
-    _, _, total, out = lax.scan(turn, start, jnp.arange(size))[0]
-    return out / total[..., None]
 
 
 @planted(((8, 8), P("t")), out=P())
@@ -437,16 +334,6 @@ def ring_one_turn_short(wrong, x):
 
     turns = lax.axis_size("t") - 1 - (wrong and lax.axis_size("t") > 1)
     return lax.scan(turn, (x, x), None, length=turns)[0][1].sum()  # wrong
-
-
-@planted(((4, 16, 2, 4), P("d")), *[((4, 16, 2, 4), P("d", "t"))] * 2, out=P("d"))
-def parts_of_attention_added_without_their_maxima(wrong, q, k, v):
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-    top = scores.max(-1, keepdims=True)  # wrong
-    weights = jnp.exp(scores - top)  # wrong
-    total, out = weights.sum(-1, keepdims=True), jnp.einsum("bhqk,bkhd->bhqd", weights, v)
-    scale = 1.0 if wrong else jnp.exp(top - lax.pmax(top, "t"))
-    return lax.psum(out * scale, "t") / lax.psum(total * scale, "t")
 
 
 @planted(CUT, out=P("d"))
