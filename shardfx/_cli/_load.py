@@ -198,13 +198,8 @@ def _strategy(text: str, how: str, given: str, model: str) -> PathRules:
 
 def _rule_set(text: str, name: str, given: str) -> Rules:
     """`llama`, or with arguments for it, `llama:head_dim=64,fsdp=data`."""
-    found = vars(presets)[name]
     arguments = _arguments(text, given)
-    if not inspect.isfunction(found):
-        if arguments:
-            raise UsageError(f"--rules {text!r:.200}: {name} takes no arguments")
-        return _sorted(found, f"rules {name!r}")
-    return _sorted(calling(f"--rules {text}", lambda: found(**arguments)), f"rules {name!r}")
+    return _sorted(calling(f"--rules {text}", lambda: vars(presets)[name](**arguments)), f"rules {name!r}")
 
 
 def _arguments(text: str, given: str) -> dict[str, Any]:

@@ -86,14 +86,10 @@ def near(name: str, known: tuple[str, ...], cutoff: float = 0.6) -> str:
 
 def rule_set_names() -> tuple[str, ...]:
     """The rule sets in `shardfx.presets` that need no arguments."""
-    return tuple(name for name in sorted(vars(presets)) if _is_rule_set(vars(presets)[name]))
-
-
-def _is_rule_set(value: object) -> bool:
-    if inspect.isfunction(value):
-        value = inspect.signature(value).return_annotation
-        return value in (PathRules, AxisRules, tuple[PathRules, AxisRules])
-    return isinstance(value, PathRules | AxisRules)
+    made = {
+        name: inspect.signature(one).return_annotation for name, one in vars(presets).items() if inspect.isfunction(one)
+    }
+    return tuple(name for name in sorted(made) if made[name] in (PathRules, AxisRules))
 
 
 class NamedSlice(NamedTuple):
