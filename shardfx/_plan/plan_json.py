@@ -18,7 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 from .._ground.errors import LeafTypeError, MeshError, PlanFormatError
 from .._ground.reason import Code, Reason
 from .._ground.spec import UNCONSTRAINED, DType, entries_of, unreduced_kind, with_reductions
-from .._rules import STRATEGIES, Atomic, AxisRules, Fsdp, Strategy
+from .._rules import STRATEGIES, Atomic, AxisRules, Fsdp, Strategy, strategy_of
 from ..topology import MeshSpec
 from .correction import correct
 from .leaf import MEMORY_KINDS, Row, Skeleton, decode_structure
@@ -199,7 +199,7 @@ def decode_strategy(data: Any) -> Strategy:
     skip = rest[0] if rest else []
     if not _are_names(axes) or not _is_count(min_bytes) or not isinstance(skip, list) or not all(map(_is_count, skip)):
         raise PlanFormatError(f"{data!r} is no strategy; it must be [list of axes, bytes, list of whole dimensions].")
-    return STRATEGIES[name].of(axes, min_bytes, skip)
+    return strategy_of(name, axes, min_bytes, skip)
 
 
 def _is_count(value: object) -> bool:

@@ -40,4 +40,5 @@ from .strategies import (
     fsdp,
     optional,
     replicate,
+    strategy_of,
 )

@@ -17,7 +17,18 @@ from .._ground.errors import RuleError, check_type
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
 from .._ground.tree import flatten
 from .axis_rules import check_places, declared_axes, repeated
-from .strategies import STRATEGIES, Atomic, Optional, Pipeline, Replicate, Strategy, bare, pipeline, replicate
+from .strategies import (
+    STRATEGIES,
+    Atomic,
+    Optional,
+    Pipeline,
+    Replicate,
+    Strategy,
+    bare,
+    pipeline,
+    replicate,
+    strategy_of,
+)
 
 
 class PathRules(eqx.Module):
@@ -390,7 +401,7 @@ def _parse_step(text: str, start: int, stop: int) -> Any:
         return replicate
     name, bracket, axes = token.removesuffix(")").partition("(")
     if name in STRATEGIES and bracket and token.endswith(")"):
-        return STRATEGIES[name].of([_parse_axis(text, start, axis) for axis in re.split(r"[,+]", axes)])
+        return strategy_of(name, [_parse_axis(text, start, axis) for axis in re.split(r"[,+]", axes)])
     return PartitionSpec(*[_parse_entry(text, *piece) for piece in _split(text, start, stop, ".")])
 
 

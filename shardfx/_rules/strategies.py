@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from jax.sharding import PartitionSpec
 
@@ -86,20 +86,6 @@ class Strategy:
 
     __or__, __ror__ = _before, _after
 
-    @classmethod
-    def of(cls, axes: str | Iterable[str], min_bytes: int = 0, skip: int | Iterable[int] = ()) -> Self:
-        """The strategy of checked arguments; `RuleError` for those that mean nothing."""
-        name, axes = cls.__name__.lower(), (axes,) if isinstance(axes, str) else tuple(axes)
-        if not axes or len(set(axes)) < len(axes) or not all(isinstance(axis, str) and axis for axis in axes):
-            raise RuleError(f"`{name}({axes!r})` needs the name of one mesh axis, or of several different ones.")
-        if min_bytes < 0:
-            raise RuleError(f"`{name}(..., min_bytes={min_bytes})`: a number of bytes is not negative.")
-        dims = (skip,) if isinstance(skip, int) else tuple(skip)
-        if any(isinstance(dim, bool) or dim < 0 for dim in dims):
-            fix = "dimensions are numbered from 0, as in `skip=0` or `skip=(0, 1)`."
-            raise RuleError(f"`{name}(..., skip={skip!r})`: {fix}")
-        return cls(axes, min_bytes, tuple(sorted(set(dims))))
-
     def open_dims(self, shape: Sequence[int]) -> list[int]:
         """The dimensions that it may cut; of these it takes the one that its axes cut furthest."""
         return [dim for dim in range(len(shape)) if dim not in self.skip]
@@ -122,8 +108,22 @@ class Fsdp(Strategy):
     """A strategy: shard the largest free dimension that divides; made by [`shardfx.fsdp`][]."""
 
 
-# By the name that text, JSON and code give it.
+# By the name that text, JSON and code give it: that of the class, in small letters.
 STRATEGIES: Final[dict[str, type[Strategy]]] = {"fsdp": Fsdp}
+
+
+def strategy_of(name: str, axes: str | Iterable[str], min_bytes: int = 0, skip: int | Iterable[int] = ()) -> Strategy:
+    """The strategy of a name in `STRATEGIES`, with checked arguments; `RuleError` for those that mean nothing."""
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    if not axes or len(set(axes)) < len(axes) or not all(isinstance(axis, str) and axis for axis in axes):
+        raise RuleError(f"`{name}({axes!r})` needs the name of one mesh axis, or of several different ones.")
+    if min_bytes < 0:
+        raise RuleError(f"`{name}(..., min_bytes={min_bytes})`: a number of bytes is not negative.")
+    dims = (skip,) if isinstance(skip, int) else tuple(skip)
+    if any(isinstance(dim, bool) or dim < 0 for dim in dims):
+        fix = "dimensions are numbered from 0, as in `skip=0` or `skip=(0, 1)`."
+        raise RuleError(f"`{name}(..., skip={skip!r})`: {fix}")
+    return STRATEGIES[name](axes, min_bytes, tuple(sorted(set(dims))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +202,7 @@ def axes_of_target(target: object) -> tuple[str, ...]:
     return ()
 
 
-def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[int] = ()) -> Fsdp:
+def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[int] = ()) -> Strategy:
     """The strategy of fully sharded data parallelism: cut the largest free dimension that divides.
 
     A dimension is not free if a rule of `AxisRules` keeps its name whole, or if it is one of stacked layers: a
@@ -239,7 +239,7 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[
         )
         ```
     """
-    return Fsdp.of(axes, min_bytes, skip)
+    return strategy_of("fsdp", axes, min_bytes, skip)
 
 
 def pipeline(left: object, right: object) -> Pipeline:

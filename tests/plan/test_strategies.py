@@ -1,11 +1,13 @@
 """A strategy beside `fsdp` is one class: everything that takes strategies takes it by its name."""
 
+import functools as ft
+
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, ShardPlan, explain, follow, lint, plan
-from shardfx._rules import STRATEGIES, Strategy
+from shardfx._rules import STRATEGIES, Strategy, strategy_of
 from shardfx.auto import replan
 
 
@@ -20,14 +22,17 @@ class Largest(Strategy):
         return sorted(super().open_dims(shape), key=lambda dim: -shape[dim])[:1]
 
 
+largest = ft.partial(strategy_of, "largest")
+
+
 @pytest.fixture(autouse=True)
 def _known(monkeypatch):
     monkeypatch.setitem(STRATEGIES, "largest", Largest)
 
 
 def test_it_is_planned_alone_and_after_others():
-    over = Largest.of("fsdp", skip=1)
-    made = plan(TREE, MESH, paths=PathRules([("wide", P("data") | Largest.of("fsdp")), ("b", over), (".*", over)]))
+    over = largest("fsdp", skip=1)
+    made = plan(TREE, MESH, paths=PathRules([("wide", P("data") | largest("fsdp")), ("b", over), (".*", over)]))
     assert made.specs == {"wide": P("data", "fsdp"), "odd": P("fsdp"), "b": P("fsdp")}
     (why,) = plan(TREE, MESH, paths=PathRules.parse(".*->largest(fsdp)"))["odd"].reasons
     assert why.dim is None and "9" in why.message
@@ -46,6 +51,6 @@ def test_what_reads_plans_calls_it_by_its_name():
     made = plan(TREE, MESH, paths=PathRules.parse("odd->replicate, .*->largest(fsdp)"))
     assert "then largest(fsdp)" in str(explain(made, "wide"))
     assert replan(made, MeshSpec({"data": 1, "fsdp": 2})).specs["wide"] == P(None, "fsdp")
-    assert follow(lambda tree: tree, made, over=Largest.of("data"))["wide"].spec == P(None, ("fsdp", "data"))
-    found = lint(TREE, MESH, paths=PathRules([(".*", Largest.of("fdsp", 64))]))
+    assert follow(lambda tree: tree, made, over=largest("data"))["wide"].spec == P(None, ("fsdp", "data"))
+    found = lint(TREE, MESH, paths=PathRules([(".*", largest("fdsp", 64))]))
     assert "largest('fsdp', 64)" in str(found)
