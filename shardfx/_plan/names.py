@@ -1,18 +1,17 @@
-"""The logical names of each leaf: those of a tree of names, or a prefix of one, and those that modules declare."""
+"""A tree of logical names, or a prefix of one, as one entry per leaf."""
 
 import functools as ft
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import equinox as eqx
 import jax
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from .._ground.errors import RuleError, SpecError
+from .._ground.errors import RuleError
 from .._ground.spec import UNCONSTRAINED, entries_of
-from .._ground.tree import METADATA, Flat, flatten, leaves_at
+from .._ground.tree import Flat, flatten, leaves_at
 from .._rules import Atomic, AxisRules, names_text
 
 
@@ -20,55 +19,7 @@ if TYPE_CHECKING:
     # Modules declare to type checkers that `equinox.field` makes fields, and these know it by its name alone.
     from equinox import field as field
 else:
-
-    def field(*, names: tuple[object, ...] | None = None, stacked: tuple[object, ...] = (), **kwargs: Any) -> Any:
-        """`equinox.field` for an attribute whose arrays have logical names.
-
-        **Arguments:**
-
-        - `names`: the logical names of the attribute's dimensions, one for each, as in [`shardfx.resolve`][]. `...`
-            stands for all dimensions that are not named, which are whole; `()` for an array that is whole. For an
-            attribute that is itself a tree, they are of each array in it that declares no names of its own.
-        - `stacked`: names that go before those of every array below this attribute: of the leading dimensions that
-            `jax.vmap` adds where layers are stacked. Without it, an array with a stacked dimension is an error.
-        - `kwargs`: passed on to `equinox.field`.
-
-        **Returns:**
-
-        A dataclass field. [`shardfx.plan`][] reads the names where it is given `axes`.
-
-        **Raises:**
-
-        `SpecError` for a string in the place of a tuple of names.
-
-        !!! Example
-
-            ```python
-            import equinox as eqx
-            import jax
-            import shardfx
-            from shardfx import AxisRules, MeshSpec
-
-            class Dense(eqx.Module):
-                weight: jax.Array = shardfx.field(names=("mlp", "embed"))
-                bias: jax.Array = shardfx.field(names=("mlp",))
-
-            class Model(eqx.Module):
-                layers: Dense = shardfx.field(stacked=("layers",))
-
-            model = Model(Dense(jax.numpy.ones((12, 64, 16)), jax.numpy.ones((12, 64))))
-            rules = AxisRules([("mlp", "tensor"), ("embed", "fsdp"), ("layers", None)])
-            made = shardfx.plan(model, MeshSpec({"fsdp": 2, "tensor": 4}), axes=rules)
-            assert made["layers/weight"].spec == jax.P(None, "tensor", "fsdp")
-            ```
-        """
-        for what, given in (("names", names), ("stacked", stacked)):
-            if isinstance(given, str):
-                raise SpecError(
-                    f"`field({what}={given!r})`: give a tuple, `{what}=({given!r},)`; a string is one name."
-                )
-        metadata = {**kwargs.pop("metadata", {}), METADATA: (names, tuple(stacked))}
-        return eqx.field(metadata=metadata, **kwargs)
+    from .declared import field as field
 
 
 # What the names of most arrays are made of: they are told from containers without a look at each entry.

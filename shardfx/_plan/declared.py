@@ -1,0 +1,56 @@
+"""Logical names that a module declares for its attributes."""
+
+from typing import Any
+
+import equinox as eqx
+
+from .._ground.errors import SpecError
+from .._ground.tree import METADATA
+
+
+def field(*, names: tuple[object, ...] | None = None, stacked: tuple[object, ...] = (), **kwargs: Any) -> Any:
+    """`equinox.field` for an attribute whose arrays have logical names.
+
+    **Arguments:**
+
+    - `names`: the logical names of the attribute's dimensions, one for each, as in [`shardfx.resolve`][]. `...`
+        stands for all dimensions that are not named, which are whole; `()` for an array that is whole. For an
+        attribute that is itself a tree, they are of each array in it that declares no names of its own.
+    - `stacked`: names that go before those of every array below this attribute: of the leading dimensions that
+        `jax.vmap` adds where layers are stacked. Without it, an array with a stacked dimension is an error.
+    - `kwargs`: passed on to `equinox.field`.
+
+    **Returns:**
+
+    A dataclass field. [`shardfx.plan`][] reads the names where it is given `axes`.
+
+    **Raises:**
+
+    `SpecError` for a string in the place of a tuple of names.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import jax
+        import shardfx
+        from shardfx import AxisRules, MeshSpec
+
+        class Dense(eqx.Module):
+            weight: jax.Array = shardfx.field(names=("mlp", "embed"))
+            bias: jax.Array = shardfx.field(names=("mlp",))
+
+        class Model(eqx.Module):
+            layers: Dense = shardfx.field(stacked=("layers",))
+
+        model = Model(Dense(jax.numpy.ones((12, 64, 16)), jax.numpy.ones((12, 64))))
+        rules = AxisRules([("mlp", "tensor"), ("embed", "fsdp"), ("layers", None)])
+        made = shardfx.plan(model, MeshSpec({"fsdp": 2, "tensor": 4}), axes=rules)
+        assert made["layers/weight"].spec == jax.P(None, "tensor", "fsdp")
+        ```
+    """
+    for what, given in (("names", names), ("stacked", stacked)):
+        if isinstance(given, str):
+            raise SpecError(f"`field({what}={given!r})`: give a tuple, `{what}=({given!r},)`; a string is one name.")
+    metadata = {**kwargs.pop("metadata", {}), METADATA: (names, tuple(stacked))}
+    return eqx.field(metadata=metadata, **kwargs)
