@@ -80,13 +80,7 @@ _LATE = {
     }.items()
     for name in names.split()
 }
-__all__ = """
-    AxisRules Code Decision From LeafPlan MeshSpec PathRules Reason ShardPlan TreeMap
-    atomic auto checkpoint chips clear_caches constrain correct cost diff errors explain field filter_jit follow fsdp
-    gather hosts html_report interop lint map_matrices match misplaced optional plan plan_reshard presets replicate
-    report
-    reshard resolve shard shardings_of specs_of sync testing topology
-""".split()  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(_LATE)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> _typing.Any:
