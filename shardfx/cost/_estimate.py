@@ -10,6 +10,7 @@ from .._ground.errors import MeshError, ProgramError
 from .._step import MOST_DEVICES, Platform, Step, step_of
 from ..topology import MeshSpec
 from ._after import as_compiled
+from ._collective import KINDS
 from ._hlo_text import parse_hlo
 from ._traffic import read
 from ._traffic_rows import Traffic, TrafficRow, largest_first
@@ -106,7 +107,7 @@ def _payload(row: TrafficRow) -> float:
 
 
 def _share(kind: str, group: int) -> float:
-    return 1.0 if kind == "collective-permute" else (group - 1) / group if group > 1 else 1.0
+    return 1.0 if KINDS[kind].links == "one" or group < 2 else (group - 1) / group
 
 
 def _power(other: float | int, one: float | int, times: int) -> float:
