@@ -80,7 +80,7 @@ def raise_elsewhere(given: Iterable[Given], error: Exception | None) -> None:
 
 
 def raise_apart(places: Iterable[tuple[str, object]], error: Exception | None) -> None:
-    """Raises if two shardings are on other devices, or on the same ones in another order; each has a text before it."""
+    """Raises if two shardings have different devices, or the same in another order. Each comes with a text for it."""
     pairs = [(what, devices) for what, sharding in places if (devices := _in_order(sharding))]
     for what, devices in pairs[1:]:
         if devices != pairs[0][1]:

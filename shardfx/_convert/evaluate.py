@@ -42,7 +42,7 @@ class Absent(MapError):
 def evaluated(
     made: From, binding: Binding, leaves: Mapping[str, object], ops: Mapping[str, Callable[..., object]]
 ) -> Any:
-    """What an expression is worth where its names stand for these.
+    """The value of an expression where its names stand for these.
 
     **Arguments:**
 
@@ -137,7 +137,7 @@ def _shape_after(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ..
 
 
 def leaf_made(path: str, struct: Struct | Made) -> Made:
-    """A leaf as it is."""
+    """The value of a leaf that no operation changes."""
     return Made(tuple(struct.shape), struct.dtype, whole(Value(path), tuple(struct.shape)))
 
 
@@ -193,7 +193,7 @@ def _reshape(parts: Sequence[Made], *sizes: int) -> Made:
 
 
 def _placed(made: Made, order: Sequence[int | None], shape: tuple[int, ...]) -> Made:
-    """With other dimensions: each is one that there was, or `None` for a new one."""
+    """A value with other dimensions: each is one of the present ones, or `None` for a new one."""
     return Made(shape, made.dtype, tuple(renumbered(piece, order) for piece in made.pieces))
 
 

@@ -104,7 +104,7 @@ class TreeMap:
 
     @property
     def rules(self) -> dict[str, From]:
-        """From each pattern of a target's path to what it is made of, as they were written; to be changed, a new dict.
+        """A new dict of the rules as they were written: from the pattern of a target's path to its expression.
 
         With `TreeMap({**map.rules, "head": From("embed").T}, drop=map.drop)` one line is another.
         """

@@ -159,7 +159,7 @@ def constant(piece: Piece) -> Any:
 
 
 def _scales(piece: Piece, box: Box, read: Read) -> np.ndarray:
-    """What each element of a box is multiplied by."""
+    """The factor of each element of a box."""
     scale = piece.value.scale
     assert scale is not None
     blocks = scale_box(box, scale)

@@ -47,7 +47,7 @@ OTHER_TREES = "the trees are built of other containers, or their leaves are in a
 
 
 def plan_lines(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
-    """A line for each thing that is one for a whole plan, and differs."""
+    """A line for each property of whole plans in which the two differ, as the mesh."""
     texts = {"mesh": "the mesh", "mode": "the mode", "axes": "axes", "strict": "strict"}
     values = [(what, vars(a.content)[name], vars(b.content)[name]) for name, what in texts.items()]
     return tuple(f"{what} is {one} in one plan, {other} in the other" for what, one, other in values if one != other)

@@ -299,7 +299,7 @@ def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
 
 
 def _tied_to(path: str, flat: Flat) -> str:
-    """What to say of an array that the tree holds under another path as well."""
+    """A sentence about an array that the tree also holds under another path."""
     leaf = flat.leaves[flat.paths.index(path)]
     pairs = zip(flat.paths, flat.leaves, strict=True)
     other = next((name for name, one in pairs if one is leaf and name != path), None)

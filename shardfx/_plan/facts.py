@@ -62,7 +62,7 @@ def report_rows_of(content: Content) -> tuple[ReportRow, ...]:
 
 
 def facts_of(content: Content) -> Facts:
-    """All that a report of the plan says."""
+    """The content of a plan's report, as a value."""
     rows = _paired(report_rows_of(content))
     notes: dict[str, int] = {}
     dims = _dims(rows)

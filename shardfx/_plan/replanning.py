@@ -186,7 +186,7 @@ def _renamed_entry(entry: object, parts: Mapping[str, tuple[str, ...]]) -> Any:
 
 
 def _renamed_axes(axes: Iterable[str], parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Mesh axes, with the parts of a split axis in its place."""
+    """Mesh axes, each split one replaced by its parts."""
     return tuple(part for axis in axes for part in parts.get(axis, (axis,)))
 
 

@@ -34,7 +34,7 @@ _MOST_BEGUN = 1
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What there is to do for a tree; arrays of the target are numbers.
+    """The work of one move of a tree; arrays of the target are numbered.
 
     **Arguments:**
 
@@ -77,7 +77,7 @@ def require_room(job: Job, limit_bytes: int) -> None:
 
 
 def carried_out(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Array]:
-    """Does what there is to do; the arrays that were made, by number."""
+    """Carries out a job; returns the arrays that were made, by number."""
     order = list(job.moves.items())
     if donate:  # what shrinks goes first, so that what grows finds the room
         order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
@@ -160,7 +160,7 @@ class _Flight:
                 self._give_up(leaf)
 
     def land(self) -> None:
-        """Waits for what other threads copy."""
+        """Waits for the copies of other threads."""
         while self._begun:
             self._land()
 

@@ -105,14 +105,14 @@ class Move:
         return None if self.plan is None else cut_in(count, self.src.shard_shape(self.shape), self.plan.steps)
 
     def cut_within(self, limit_bytes: int | None) -> PartCut | None:
-        """The parts of the steps that take so many bytes, which are enough for the finest."""
+        """The coarsest parts of the steps that fit into so many bytes, which suffice for the finest."""
         if limit_bytes is None or self.extra_bytes <= limit_bytes:
             return None
         cut = self.cut_in(-(-self.held_bytes // max(1, limit_bytes - self.aside_bytes)))
         return cut if cut is None or self.bytes_in(cut) <= limit_bytes else self.cut_in(max(self.shape))
 
     def bytes_in(self, cut: PartCut) -> int:
-        """What the steps take in parts: a part of all that an array takes, its source and target included."""
+        """The bytes that the steps take in parts: a share of all that an array takes, source and target included."""
         return -(-(self.held_bytes - self.aside_bytes) * cut.part // cut.block) + self.aside_bytes
 
     @property

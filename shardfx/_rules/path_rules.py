@@ -385,7 +385,7 @@ def _parse_rule(text: str, start: int, stop: int) -> tuple[str, Any]:
 
 
 def _open_bracket(text: str, start: int, stop: int) -> int:
-    """Where the last bracket that is not closed stands; one that is closed twice, where none is open."""
+    """The position of the last bracket that is not closed; `start` where none is open."""
     opened: list[int] = []
     for position in range(start, stop):
         if text[position] in "([{" and text[position - 1 : position] != "\\":

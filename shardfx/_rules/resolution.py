@@ -228,7 +228,7 @@ def _assign(
 
 
 def _reasons(slot: _Slot, active: tuple[Rule, ...], user: dict[str, _Slot]) -> list[Reason]:
-    """Why `slot` got nothing: it has no rule, or all were blocked before one said `None` or the rules ended."""
+    """Why `slot` got no axis: its name has no rule, or every rule was blocked before one said `None`."""
     targets = [target for name, target in active if name in slot.chain]
     if not targets:
         return [reason(Code.unmatched, slot.dim, (slot.name,), what=f"logical name `{slot.name}`")]

@@ -138,7 +138,7 @@ def _row(row: ReportRow, mesh: MeshSpec) -> dict[str, object]:
 
 
 def _lost(leaf: LeafPlan) -> list[list[str]]:
-    """For each dimension the mesh axes that a rule asked for and that do not cut it; a strategy may add others."""
+    """For each dimension the mesh axes that a rule asked for and that do not cut it."""
     asked, given = _axes(leaf, leaf.requested), _axes(leaf, leaf.spec)
     pairs = zip(asked[: len(given)], given, strict=True)
     return [[axis for axis in wanted or [] if axis not in (got or [])] for wanted, got in pairs]

@@ -196,7 +196,7 @@ def _laid(sharding: ir.Attribute | None, origins: ir.Attribute | None, name: str
 
 
 def _axis_text(axis: ir.Attribute) -> str:
-    """An axis by its name; a part of one as Shardy writes it, "fsdp:(1)2"."""
+    """The text of an axis: its name, or for a part of one Shardy's form, "fsdp:(1)2"."""
     read = sdy.AxisRefAttr(axis)
     part = read.sub_axis_info
     if part is None:

@@ -103,7 +103,7 @@ def _sliced(value: ir.Value) -> Op | None:
 
 
 def _first_rows(op: Op) -> list[ir.Value]:
-    """One slice of the stack, and then the reshape."""
+    """The operation with the slice before the reshape: the first rows are sliced out of the stack at once."""
     outer = _sliced(op.operands[0])
     assert outer is not None
     names = ("start_indices", "limit_indices", "strides")

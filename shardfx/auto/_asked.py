@@ -103,7 +103,7 @@ def device_count(devices: int | str | Sequence[object], chip: str | chips.Chip |
 
 
 def require_options(keep: object, closely: object, verify: object) -> None:
-    """How many candidates to return and to compile, and how."""
+    """Raises for options that mean nothing: how many candidates to return, how many to compile, and how."""
     for name, value, usual in (("keep", keep, 5), ("closely", closely, 12)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RuleError(f"`{name}={value!r:.40}` is no number of candidates; give 1 or more, as `{name}={usual}`.")
@@ -115,7 +115,7 @@ def require_options(keep: object, closely: object, verify: object) -> None:
 
 
 def require_arrays(args: Sequence[PyTree]) -> None:
-    """There must be something to share out."""
+    """Raises where no argument is an array: there is nothing to share out."""
     if any(eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray) for leaf in jax.tree.leaves(args)):
         return
     found = ", ".join(type(arg).__name__ for arg in args) or "nothing"

@@ -172,7 +172,7 @@ def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -
 
 
 def _pieces(one: Candidate) -> object:
-    """Into how many pieces each dimension of each argument is cut, and how many slices the mesh axes span."""
+    """How many pieces each dimension of each argument is cut into, and how many slices each mesh axis spans."""
     leaves = (leaf for made in one.plans for leaf in made.leaves)
     return one.mesh.dcn_sizes, tuple(tuple(one.mesh.axis_size(entry_axes(e)) for e in leaf.spec) for leaf in leaves)
 

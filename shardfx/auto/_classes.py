@@ -144,11 +144,11 @@ class Classes:
         return {root for group in self.groups if self.in_model(group) for root in group.roots}
 
     def in_model(self, group: ClassGroup) -> list[ClassPlace]:
-        """Where the model has a group."""
+        """The places of a group that are in arguments of the model."""
         return [place for place in group.places if place.argument in self.model]
 
     def live(self) -> list[ClassGroup]:
-        """The groups, without those that went into others."""
+        """The groups that were not joined to another one."""
         return [group for group in self.groups if group.roots]
 
 

@@ -229,7 +229,7 @@ class Found:
 
 
 def find(terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, keep: int = 256) -> list[Found]:
-    """The best share of each of the best sets of assignments, in order.
+    """The best sets of assignments in order, each with its best numbers of devices.
 
     All sets of up to four assignments are priced. Where these would be more than `_ALL` candidates, the last
     assignments are left out: the usual ones come first.

@@ -118,7 +118,7 @@ class Layouts:
 
 
 def _numbers(classes: Classes, devices: int) -> dict[int, int]:
-    """The number of the group of each part that a mesh axis may cut."""
+    """For each part that a mesh axis may cut, the number of its group."""
     scanned = classes.marked["scanned"]
     return {
         root: number
@@ -228,7 +228,7 @@ class _Run:
         self.shared.append(effect.shared)
 
     def effect(self, made: _Labelled, states: tuple[int, ...]) -> _Effect:
-        """What becomes of an operation whose operands lie so."""
+        """The effect of the assignment on an operation whose operands lie as given."""
         if PARTIAL in states and _stays_partial(made, states):
             return _Effect(False, states, (PARTIAL,) * len(made.outs))
         label = self.label(made, states)
@@ -404,7 +404,7 @@ def _twos(size: int) -> int:
 
 
 def is_behind(classes: Classes, number: int) -> bool:
-    """Whether the class stands behind another in an argument, and is no unit."""
+    """Whether the class is a later part of some argument's dimension, behind another class, and may be cut."""
     return any(
         place.at and place.at < classes.kept(classes.dims[place.argument][place.dim])
         for place in classes.groups[number].places

@@ -263,7 +263,7 @@ def _is_data(one: Candidate) -> bool:
 
 
 def _told(found: Sequence[Candidate], keep: int) -> tuple[Candidate, ...]:
-    """The first few with why they stand there."""
+    """The first `keep` candidates, each with the reasons for its rank."""
     fitting = [one for one in found if one.fits]
     if not fitting:
         least = min(found, key=lambda one: one.memory_bytes)

@@ -186,7 +186,7 @@ def _has_any(space: Space, limits: Limits) -> bool:
 
 
 def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found | None:
-    """A way with these sizes; `None` where they do not divide. The first axis that can spans the slices."""
+    """A way with these sizes of axes; `None` where they do not divide. The first axis that can spans the slices."""
     spans = [1] * len(way)
     if space.slices > 1:
         over = next((at for at, size in enumerate(sizes) if size % space.slices == 0), None)
@@ -201,7 +201,7 @@ def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found |
 
 
 def various(space: Space, found: Iterable[Found], keep: int) -> Iterator[Candidate]:
-    """The best of those whose plans say something different."""
+    """The best candidates, one for each different plan."""
     made = (_candidate(space, one) for one in found)
     return itertools.islice(without_twins(one for one in made if one is not None), keep)
 

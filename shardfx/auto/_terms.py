@@ -100,7 +100,7 @@ def _has_data(layouts: Layouts) -> list[bool]:
 
 
 def _temporaries(program: Program) -> list[int]:
-    """What lives at the moment when temporaries are largest, as long as nothing is cut."""
+    """The temporaries in memory at the worst moment of the step on one device, where nothing is cut."""
     maker: dict[int, Operation] = {}
     born, dies = dict[int, int](), dict.fromkeys(program.results, len(program.operations))
     for number, operation in enumerate(program.operations):

@@ -239,7 +239,7 @@ class Flight:
             self._finish(group)
 
     def land(self) -> None:
-        """Waits until no read is open."""
+        """Waits until every read that began has landed."""
         while self._open:
             self._land_one()
 

@@ -172,7 +172,7 @@ def held(value: Any) -> Output:
 
 
 def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
-    """The parts of an array, or of an Output, that this process writes."""
+    """The parts of an array, or of an `Output`, that this process writes."""
     if isinstance(value, Output):
         yield from value.pieces(is_first)
         return

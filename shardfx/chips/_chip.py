@@ -173,7 +173,7 @@ def closed(chip: Chip, extents: Sequence[int]) -> tuple[bool, ...]:
 
 
 def shared(chip: Chip, extents: Sequence[int]) -> Shared:
-    """The network of a slice, dimensions taken alike: one that is a ring has twice the bytes of one that is not."""
+    """The network of a slice, the same along each dimension: the mean of rings, with two ways, and lines, with one."""
     link = float(chip.link_bytes_per_second)
     if not chip.torus_dims:
         return Shared(link, 0.0, float(chip.island_chips * chip.devices_per_chip))

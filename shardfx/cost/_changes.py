@@ -192,7 +192,7 @@ def _parts(known: StepOnChip, dims: Dims | None) -> int:
 
 
 def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None, unit: int, *, halves: bool) -> int:
-    """Where to look next: between what fits and what does not, or twice as far."""
+    """The batch to try next: between one that fits and one that does not, or about twice the largest that fits."""
     if over is None:
         before = max((count for count in needs if count < fits), default=None)
         slope = 0.0 if before is None else (needs[fits] - needs[before]) / (fits - before)

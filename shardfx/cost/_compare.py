@@ -190,7 +190,7 @@ def _match(places: Sequence[_LineSent]) -> None:
 
 
 def _together(places: Sequence[_LineSent]) -> _LineSent:
-    """One place for what has no line of its own."""
+    """The sum of several places, for rows that have no line of their own."""
     ours, theirs = ([row for one in places for row in one.rows[side]] for side in (0, 1))
     return _LineSent(None, (), (ours, theirs), sum(one.extra for one in places))
 

@@ -282,7 +282,7 @@ def fit(
 
 
 def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
-    """The arrays of a plan alone, by the names under which plans were joined."""
+    """The memory of a plan's arrays without a step, a row for each name under which plans were joined."""
     rows: dict[str, list[int]] = {}
     largest: list[Offender] = []
     for leaf in plan.leaves:

@@ -179,7 +179,7 @@ def _initial(around: Mapping[str, Instruction], loop: Instruction, index: int) -
 
 
 def _step(module: HloModule, body: Mapping[str, Instruction], index: int) -> int | None:
-    """By how much the body moves the loop's variable, where it adds a constant to it."""
+    """The constant that a loop's body adds to the loop's variable; `None` if it does something else."""
     root = root_of(body)
     if root.opcode != "tuple":
         return None
@@ -196,7 +196,7 @@ def _step(module: HloModule, body: Mapping[str, Instruction], index: int) -> int
 
 
 def _moved(scope: Mapping[str, Instruction], name: str) -> Instruction | None:
-    """What a name stands for, before it was copied from one memory to another."""
+    """The instruction that a name stands for, before copies from one memory to another."""
     found = scope.get(name)
     while found is not None and found.opcode in _MOVES:
         found = scope.get(found.operands[0])

@@ -437,7 +437,7 @@ _SILENT = ("carry", "return", "use", "sharding_constraint", "data_flow_edge")
 
 
 def _whole(axis: str) -> str:
-    """The mesh axis of a name that may be that of a part of it, as `data:(1)2`."""
+    """The mesh axis of a name; `data` for `data:(1)2`, which is a part of it."""
     return axis.partition(":")[0]
 
 

@@ -95,7 +95,7 @@ def _bodies(module: HloModule) -> set[str]:
 
 
 def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> bool:
-    """Whether an operand in a loop's body is a small array that the loop takes or carries."""
+    """Whether an operand in a loop's body is an array that the loop carries, small enough to stay on the chip."""
     size = _bytes(one)
     while one.opcode in _PASSED:
         one = computation[one.operands[0]]

@@ -94,7 +94,7 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
 
 
 def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
-    """How many elements of each dimension this process's devices hold between them."""
+    """The number of elements of each dimension that this process's devices hold together."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     out = []
     for dim, size in enumerate(shape):

@@ -242,7 +242,7 @@ def _choose(found: list[tuple[Cut, Senders | None]]) -> tuple[tuple[int, ...], .
 
 
 def _cut(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) -> Iterator[tuple[Cut, Senders]]:
-    """What of a piece lies in a box, by shards of the source; adds what nobody holds to `missing`."""
+    """The cuts of a piece that lie in a box, one per shard of the source; what nobody holds goes to `missing`."""
     sent, widest = sent_bits(piece.value, source.dtype), _widest_bits(piece.value, source.dtype)
     for part in within(piece, box):
         part = shifted(part, [-low for low, _ in box])
@@ -309,6 +309,6 @@ def smaller(cut: Cut, most_bytes: int) -> list[Cut]:
 
 
 def least_room_bytes(cut: Cut) -> int:
-    """What the smallest of its parts take."""
+    """The bytes of memory that the smallest parts of a cut take."""
     repeated = tuple(f for f in cut.piece.factors if f.source_dim == NOWHERE)
     return cut._replace(piece=cut.piece._replace(factors=repeated)).room_bytes

@@ -163,7 +163,7 @@ class Work:
         return exchanges(pieces, *counts, room, homes if self.is_apart else None)
 
     def _room(self, limit_bytes: int | None, most_bytes: int) -> int | None:
-        """How many bytes the pieces of a program may have."""
+        """The bytes that the pieces of one program may have together."""
         if limit_bytes is not None:
             return max(1, limit_bytes // (self._times * self.sharers))
         return max(1, most_bytes // self._times) if self.is_apart else None
@@ -272,7 +272,7 @@ class _Devices(NamedTuple):
         return self.places.get(device if self.are_named else getattr(device, "id", device))
 
     def places_of(self, sharding: Sharding) -> list[int]:
-        """Where those of a sharding are."""
+        """The places of a sharding's devices among all."""
         return [at for device in _ordered(sharding) if (at := self.place(device)) is not None]
 
 

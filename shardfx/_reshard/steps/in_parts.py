@@ -193,7 +193,7 @@ class _Stored:
 
     @staticmethod
     def of(shape: tuple[int, ...], cut: PartCut, as_on_tpus: bool) -> "_Stored":
-        """In the order that takes the least room on TPUs; that is the one in which their compiler passes it."""
+        """A piece stored in the order that takes the least room on TPUs, in which their compiler passes it."""
         orders = _orders(len(shape)) if as_on_tpus else [tuple(range(len(shape)))]
         order = min(orders, key=lambda order: _padded([shape[dim] for dim in order]))
         return _Stored(order, order.index(cut.dim), shape[cut.dim] // cut.block, cut.block)
@@ -205,7 +205,7 @@ class _Stored:
         return stored.transpose(np.argsort(self.order))
 
     def part_of(self, stored: Any, start: Any, size: int) -> Any:
-        """From `start` on so much of each block."""
+        """The part of each block that begins at `start`."""
         if self.strips == 1:
             return lax.dynamic_slice_in_dim(stored, start, size, self.dim)
         shape = list(stored.shape)
@@ -219,7 +219,7 @@ class _Stored:
         return self._for_each_strip(copy, lax.empty(tuple(shape), stored.dtype))
 
     def with_part(self, stored: object, part: Any, start: object, size: int) -> Any:
-        """With so much of each block replaced, from `start` on."""
+        """The piece with a part of each block replaced, from `start` on."""
         copy = lambda index, stored: lax.dynamic_update_slice_in_dim(
             stored,
             lax.dynamic_slice_in_dim(part, index * size, size, self.dim),

@@ -182,7 +182,7 @@ class _Primes:
         }
 
     def must_end(self, factor: int, other: "_Primes", kept: set[int]) -> bool:
-        """Whether a factor cannot be joined with the next one: the other end, with its `kept`, tells them apart."""
+        """Whether a factor must stay apart from the next one, since the other end's `kept` tell the two apart."""
         return self._is_told_apart(factor, other, kept) or any(
             other.cuts[theirs] == self.cuts.get(factor) for theirs in kept if theirs in other.cuts
         )

@@ -56,7 +56,7 @@ def added_once(module: HloModule) -> HloModule:
 
 
 class _Waiting(NamedTuple):
-    """A value that is still to be reduced: the reduction, the value without it, and what is added afterwards."""
+    """A sum whose reduction waits: the reduction, the value before it, and what is added after it."""
 
     reduction: Instruction
     value: str

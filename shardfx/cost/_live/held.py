@@ -201,7 +201,7 @@ class _Memory:
     def held(
         self, donated: Sequence[bool], on_host: Sequence[bool], results_on_host: Sequence[bool], recomputes: bool
     ) -> Held:
-        """What is held, with this donation."""
+        """The memory of the program with these arguments donated."""
         if recomputes:
             self.changed = recomputed(self.program, self.bytes_of)
         entry = self.program.entry
@@ -261,7 +261,7 @@ class _Schedule:
         self.last = {value: at for at, values in enumerate(self.reads) for value in values}
 
     def peak(self, timeline: list[int]) -> _Peak:
-        """The worst moment; adds the bytes of each moment to the timeline."""
+        """The bytes of the worst moment; the bytes of each moment go to the timeline."""
         at_home, ends = self.at_home(), {**self.last, **dict.fromkeys(self.body.results, len(self.ops))}
         starts = self.started() if self.memory.tpu else {}
         spans = {

@@ -214,7 +214,7 @@ def _change(source: Place, want: Place, sizes: Sizes) -> _Change:
 
 
 class _Route:
-    """An expression on its way, and the axes that each of its dimensions is made of."""
+    """An expression under construction, and the axes that each of its dimensions is made of."""
 
     def __init__(self, made: From, dims: Sequence[Paths], sizes: Sizes):
         self.made, self.dims, self.sizes = made, list(dims), sizes
