@@ -155,7 +155,7 @@ def in_host_memory(sharding: Sharding) -> bool:
 
 
 def named(sharding: Sharding) -> NamedSharding:
-    """A sharding of which it is known that it names mesh axes."""
+    """The sharding, as one that is known to name mesh axes."""
     assert isinstance(sharding, NamedSharding)
     return sharding
 
@@ -168,7 +168,7 @@ def in_device_memory(sharding: Sharding) -> Sharding:
 
 
 def copies_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
-    """What programs need where an end lies in other memory than they compute in: a copy of its shards in theirs."""
+    """The bytes that programs need for an end in other memory than they compute in: a copy of its shards in theirs."""
     away = [end for end in ends if in_device_memory(end) is not end]
     return sum(array_bytes(end.shard_shape(shape), dtype) * sharers(end.device_set) for end in away)
 

@@ -152,7 +152,7 @@ class _Flight:
             self._land()
 
     def finish(self) -> None:
-        """Waits for all that is under way and has to be; gives up what nothing was made of."""
+        """Waits for all arrays under way; gives up the sources of which nothing was made."""
         self.land()
         if self.donate:
             self.window.drain()

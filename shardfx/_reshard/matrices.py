@@ -264,7 +264,7 @@ def _alike(exchange: OwnerExchange) -> Iterator[tuple[np.ndarray, list[tuple[int
 
 
 def _taken(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
-    """Some of the rows; those that stand beside each other are a slice."""
+    """Some of the rows: as a slice where they are neighbours, else by their numbers."""
     first, count = int(numbers[0]), len(numbers)
     if not np.array_equal(numbers, np.arange(first, first + count)):
         return rows[numbers]

@@ -151,7 +151,7 @@ def _silent(_: str) -> None:
 
 
 def _undominated(found: Iterable[Candidate]) -> Iterable[Candidate]:
-    """What nothing else beats in both time and memory, the fastest first."""
+    """The candidates that no other beats in both time and memory, the fastest first."""
     least = None
     for one in sorted(found, key=lambda made: (made.seconds, made.memory_bytes)):
         if least is None or one.memory_bytes < least:

@@ -188,7 +188,7 @@ class Pricer:
         )
 
     def _held(self, module: HloModule, one: Candidate, donated: Sequence[int]) -> int:
-        """Bytes of a device at the worst moment, where results take over the memory of these arguments."""
+        """Bytes of a device at the worst moment, if results take over the memory of these arguments."""
         flags = [which in donated for which, plan in enumerate(one.plans) for _ in plan.leaves]
         return held_by(module, donated=flags, tile=self.chip.tile, tpu=self.platform == "tpu").peak_bytes
 

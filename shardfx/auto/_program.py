@@ -24,7 +24,7 @@ class Parts:
         return len(self._parent) - 1
 
     def find(self, part: int) -> int:
-        """The part that stands for the class of this one."""
+        """The part that stands for the class to which a part belongs."""
         while self._parent[part] != part:
             self._parent[part] = self._parent[self._parent[part]]
             part = self._parent[part]

@@ -81,7 +81,7 @@ class StepOnChip:
         return tuple(at for at, one in enumerate(self.taken) if one.group.partition(":")[0] == kind)
 
     def of(self, module: HloModule, *, donated: Sequence[bool] | None = None, recomputes: bool = False) -> Held:
-        """What one device holds while it runs the step's program, or another form of it."""
+        """The memory of one device while it runs the step's program, or another form of that program."""
         ours = self.step.arguments
         donated = [one.donated for one in ours] if donated is None else donated
         on_host = [one.on_host for one in ours]
@@ -171,7 +171,7 @@ def _held(known: StepOnChip, told: Sequence[Wanted]) -> Held | None:
 
 
 def _lost(known: StepOnChip, told: Sequence[Wanted]) -> Iterator[Wanted]:
-    """What the lines of the largest arrays of the worst moment make without an axis that the batch has."""
+    """The axes of the batch that arrays from the lines of the worst moment's largest could have, and lack."""
     batch = {known.step.arguments[at].path or known.step.arguments[at].name for at in known.of_group("batch")}
     held, found = known.held, known.shardings
     if told:

@@ -158,7 +158,7 @@ class Origins:
         return not any(made is None or made.opcode in _WHOLE for made in makers)
 
     def _made_of(self, value: int) -> Iterable[int]:
-        """The values that one is made of; of what a loop carries, what its body made the last time."""
+        """The values that a value is made of; for one that a loop carries, what the body made of it the last time."""
         if value in self._carried:
             loop, at = self._carried[value]
             return (loop.bodies[0].results[at],)

@@ -165,7 +165,7 @@ def _program(compiled: object) -> _ProgramText:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """A row, and how often the computation runs that it is in."""
+    """A row, with how often its computation runs."""
 
     row: TrafficRow
     runs: Runs

@@ -44,7 +44,7 @@ Parcel = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def elements_of(form: PieceForm) -> int:
-    """How many elements of a piece are sent: of what repeats, one."""
+    """How many elements of a piece are sent; repeated elements are sent once."""
     return math.prod(count for _, own in form.source for count, _ in own)
 
 
@@ -307,7 +307,7 @@ def _apart(work: Work, target: tuple[int, ...], every: Mapping[str, object], mea
 
 
 def _sent(devices: tuple[object, ...], step: Exchange, block: Block, sent: dict[object, jax.Array]) -> jax.Array:
-    """What each device receives; one that sends nothing puts in zeros."""
+    """The arrays that each device receives; a device that sends nothing puts in zeros."""
     others = tuple(device for device in devices if _is_mine(device) and device not in sent)
     if others:
         with _on(others):

@@ -177,7 +177,7 @@ class Work:
         return 4 if self.is_apart else 3
 
     def extra_bytes(self, steps: Sequence[Exchange]) -> int:
-        """What its programs take of a memory beside source and target, one after the other."""
+        """The most bytes that its programs take of a memory beside source and target; they run one after the other."""
         # The CPU's compiler drops the barriers between rounds, and may cut all pieces before it sends the first.
         of_step = sum if self.is_apart or self.sharers > 1 else max
         return self._times * self.sharers * max([0, *[of_step(step.sizes) for step in steps]])

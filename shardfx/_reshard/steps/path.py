@@ -149,7 +149,7 @@ class Prices:
         return cost / pieces
 
     def are_mixed(self, group: tuple[int, ...]) -> bool:
-        """Whether some factors of a group are dearer than others."""
+        """Whether bytes along some factors of a group cost more than along others."""
         return len({self.weights[factor] for factor in group}) > 1
 
     def _dearest_first(self, group: tuple[int, ...]) -> list[int]:

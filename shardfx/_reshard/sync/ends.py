@@ -138,7 +138,7 @@ def _get(channel: Channel, number: int, steps: Sequence[ShardBytes | SentPiece],
 
 
 def _slots(steps: Sequence[ShardBytes | SentPiece]) -> Iterator[np.ndarray]:
-    """Memory for the pieces of a round that do not lie in a shard as they are sent."""
+    """Memory for the pieces of a round that no shard holds in the form in which they are sent."""
     sizes = [one.places[0].bytes for one in steps if isinstance(one, SentPiece)]
     return iter(buffers([((size,), np.dtype(np.uint8)) for size in sizes]))
 
@@ -216,7 +216,7 @@ class _Spare:
         return {leaf.path: self._made[number] for number, leaf in enumerate(self._plan.leaves)}
 
     def memory(self, leaf: int, buffer: int) -> np.ndarray:
-        """What a leaf's buffer will have."""
+        """The memory of one buffer of a leaf."""
         with self._lock:
             if leaf not in self._memory:
                 self._allocate(leaf)

@@ -171,7 +171,7 @@ def listed(
 def _firsts(
     reads: Sequence[frozenset[int]], makes: Sequence[tuple[int, ...]], bytes_of: Callable[[int], int]
 ) -> tuple[list[list[int]], list[bool]]:
-    """What runs before each operation, and whether an operation reads next to nothing that the body makes."""
+    """For each operation what runs before it, and whether it reads almost nothing that the body makes."""
     maker = {value: at for at, values in enumerate(makes) for value in values}
     read = {value for values in reads for value in values}
     before = [sorted({maker[value] for value in values if value in maker}) for values in reads]
@@ -183,7 +183,7 @@ def _firsts(
 
 
 def _waits(before: Sequence[Sequence[int]], is_first: Sequence[bool]) -> list[set[int]]:
-    """The operations that must have run before one can; those that wait for it themselves aside."""
+    """The operations that must run before one can, without those that wait for it themselves."""
     found: list[set[int]] = []
     for own in before:
         found.append({one for one in own if not is_first[one]}.union(*(found[one] for one in own if is_first[one])))

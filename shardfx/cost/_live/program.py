@@ -134,7 +134,7 @@ class _Opener:
         return OpenedProgram(self.buffers, Body((*named,), tuple(leaves(made)), ops), (*named.values(),))
 
     def new(self, result: Result) -> Values:
-        """Numbers for what an instruction makes."""
+        """New numbers for the values that an instruction makes."""
         if isinstance(result, Array):
             self.buffers.append(result)
             return len(self.buffers) - 1
