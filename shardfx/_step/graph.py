@@ -287,6 +287,10 @@ class _Walk:
         if asked is None or "LT" not in asked.detail or asked.ins[0] not in test.arguments:
             return None, None
         at = test.arguments.index(asked.ins[0])
+        if asked.ins[1] in test.arguments:
+            bound = test.arguments.index(asked.ins[1])
+            if body.results[bound] != body.arguments[bound]:
+                return None, at
         added = next((one for one in body.instructions if one.outs == (body.results[at],)), None)
         if added is None or added.name != "add" or body.arguments[at] not in added.ins:
             return None, None

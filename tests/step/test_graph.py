@@ -72,6 +72,16 @@ def test_loops_within_loops_and_from_other_ends():
     assert [*unknown.notes] == ["the trips of a loop are not in the program: it counts once"]
 
 
+def test_a_bound_that_the_body_changes_is_not_known():
+    def step(x):
+        closer = lambda state: (state[0] + 1, state[1] - 1, jnp.sin(state[2]))
+        return jax.lax.while_loop(lambda state: state[0] < state[1], closer, (0, 10, x))[2]
+
+    made = program(step, f32(8))
+    assert {one.times for one in named(made, "sine")} == {1.0}
+    assert [*made.notes] == ["the trips of a loop are not in the program: it counts once"]
+
+
 def test_branches_count_for_their_share():
     def step(x, at):
         return jax.lax.switch(at, [jnp.sin, jnp.cos, lambda x: x], x)
