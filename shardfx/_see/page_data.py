@@ -128,7 +128,7 @@ def _row(row: ReportRow, mesh: MeshSpec) -> dict[str, object]:
         "spec": _axes(leaf, leaf.spec),
         "lost": [dim for dim, axes in enumerate(_lost(leaf)) if axes],
         "less": _is_less(leaf),
-        "strategies": [list(step.axes) for step in leaf.strategies],
+        "strategies": [step.text for step in leaf.strategies],
         "rule": leaf.rule,
         "reasons": [_reason(reason) for reason in leaf.reasons],
         "memory_kind": leaf.memory_kind,

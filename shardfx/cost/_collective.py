@@ -30,23 +30,26 @@ class CollectiveKind(NamedTuple):
         group: a row of numbers, which differ where bytes between two members count.
     - `links`: what it is sent over. "rings": all of the group's. "middle": half of it crosses the middle of the longest
         ring. "one": from one device to another.
+    - `moves`: whether its result has the operand's elements and no others, so that the result is the operand elsewhere.
     """
 
     received: Callable[[Fraction, np.ndarray], Fraction]
     links: Literal["rings", "middle", "one"] = "rings"
+    moves: bool = False
 
 
 KINDS: Final[Mapping[str, CollectiveKind]] = {
-    "all-gather": CollectiveKind(_gathered),
+    "all-gather": CollectiveKind(_gathered, moves=True),
     "all-reduce": CollectiveKind(lambda size, members: 2 * _gathered(size, members)),
     "reduce-scatter": CollectiveKind(lambda size, members: members.shape[1] * _gathered(size, members)),
-    "all-to-all": CollectiveKind(_exchanged, "middle"),
+    "all-to-all": CollectiveKind(_exchanged, "middle", moves=True),
     "ragged-all-to-all": CollectiveKind(_exchanged, "middle"),
     "collective-permute": CollectiveKind(
-        lambda size, members: size * int((members[:, 0] != members[:, -1]).sum()), "one"
+        lambda size, members: size * int((members[:, 0] != members[:, -1]).sum()), "one", moves=True
     ),
-    "collective-broadcast": CollectiveKind(_gathered),
+    "collective-broadcast": CollectiveKind(_gathered, moves=True),
 }
+MOVING: Final = frozenset(name for name, kind in KINDS.items() if kind.moves)
 # Whatever names groups of devices or a channel between them communicates, and must be known.
 _COMMUNICATES = re.compile(r"\b(replica_groups|source_target_pairs|device_groups|channel_id|collective_id)=")
 # A kernel that sends to other devices by itself says so to its own compiler only.

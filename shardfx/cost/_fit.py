@@ -15,6 +15,7 @@ from .._plan import ShardPlan
 from .._step import Frame, place_text, step_of
 from ..topology import MeshSpec
 from ._changes import Change, batch_of, changes_of, largest_batch
+from ._collective import MOVING
 from ._compile_for import MemoryAnalysis, memory_of
 from ._counted import StepOnChip
 from ._hlo_text import padded
@@ -367,7 +368,7 @@ def _alike(found: Sequence[Offender]) -> list[Offender]:
     return sorted(merged, key=lambda one: -one.bytes)
 
 
-_COPIES = ("all-gather", "all-to-all", "collective-permute", "convert")
+_COPIES = MOVING | {"convert"}
 
 
 def _gradient_shapes(known: StepOnChip) -> set[tuple[int, ...]]:

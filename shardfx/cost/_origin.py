@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from .._step import Frame
+from ._collective import MOVING
 from ._hlo_text import PRODUCTS, HloModule, Instruction
 from ._live.program import LiveOp, Uses, program_of, reached
 
@@ -14,9 +15,8 @@ from ._live.program import LiveOp, Uses, program_of, reached
 # What passes its first operand on, in another form or a part of it; of several arrays each its own.
 _PASSES = frozenset(
     "copy copy-start copy-done convert bitcast bitcast-convert reshape transpose slice dynamic-slice pad opt-barrier "
-    "all-gather all-gather-start all-gather-done collective-permute collective-permute-start collective-permute-done "
-    "all-to-all all-to-all-start all-to-all-done slice-start slice-done recv-done while".split()
-)
+    "slice-start slice-done recv-done while".split()
+) | {kind + stage for kind in MOVING for stage in ("", "-start", "-done")}
 _WHOLE = ("all-gather", "all-gather-done")
 # What was read slice by slice, in one piece.
 _JOINED = 'custom_call_target="ConcatBitcast"'

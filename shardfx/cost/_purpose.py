@@ -9,13 +9,14 @@ import jax
 
 from .._ground.tree import flatten
 from .._step import Parameter, Step
+from ._collective import MOVING
 from ._hlo_text import ELEMENTWISE, PIECES, VIEWS
 from ._live.program import LiveOp, OpenedProgram, Uses, reached
 
 
 # What makes an argument's new value of its old one. Where the optimizer's state is cut further, so is the update: it is
 # gathered behind it.
-_FOLLOWED = ELEMENTWISE | VIEWS | PIECES | {"all-gather", "all-to-all", "collective-permute"}
+_FOLLOWED = ELEMENTWISE | VIEWS | PIECES | MOVING
 
 
 class Taken(NamedTuple):

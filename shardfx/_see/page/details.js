@@ -4,7 +4,7 @@ function detailsOf(row) {
   const count = row.arrays === 1 ? row.array : `${numberText(row.arrays)} arrays of ${row.array}`;
   const facts = [
     ['given by', row.rule || 'no rule'],
-    ['asked', row.strategies.map((axes) => `fsdp(${axes.join(', ')})`).join(' | ')],
+    ['asked', row.strategies.join(' | ')],
     ['memory', row.memory_kind],
     ['one array', `${bytesText(row.one.bytes)}, ${bytesText(row.one.bytes_per_device)} of it on each device`],
     ['in all', row.arrays === 1 ? null : `${bytesText(row.bytes)}, ${bytesText(row.bytes_per_device)} on each device`],

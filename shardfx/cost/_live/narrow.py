@@ -9,6 +9,7 @@ done. Read off the programs that libtpu 0.0.42 compiles for v5e.
 import math
 import re
 
+from .._collective import MOVING
 from .._hlo_text import PIECES, VIEWS, Instruction
 from .program import Body, LiveOp, OpenedProgram, Uses
 
@@ -16,11 +17,8 @@ from .program import Body, LiveOp, OpenedProgram, Uses
 _PRECISE = re.compile(r"operand_precision=\{[^}]*hig|algorithm=dot_(?!bf16_bf16_f32\b)")
 _BATCHED = re.compile(r"lhs_batch_dims=\{([\d,]+)\}")
 # The results have no more digits than the operands.
-_MOVES = frozenset(
-    "all-gather all-to-all collective-permute collective-broadcast concatenate optimization-barrier maximum minimum "
-    "clamp sort gather select".split()
-)
-_MOVES |= VIEWS | PIECES
+_MOVES = frozenset("concatenate optimization-barrier maximum minimum clamp sort gather select".split())
+_MOVES |= MOVING | VIEWS | PIECES
 
 
 def narrowed(program: OpenedProgram) -> OpenedProgram:
