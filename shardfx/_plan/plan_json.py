@@ -35,6 +35,11 @@ def _row(number: int, data: object, mesh: MeshSpec) -> Row:
     row = decode_row(number, data)
     if row.memory_kind not in (None, *MEMORY_KINDS):
         raise PlanFormatError(f"memory kind {row.memory_kind!r} is none of {', '.join(MEMORY_KINDS)}.")
+    for name, column in (("names", row.names), ("units", row.units)):
+        if column and len(column) != len(row.shape):
+            raise PlanFormatError(
+                f"row {number}: `{name}` is {column!r:.60}; shape {row.shape} needs one for each dimension."
+            )
     valid = correct(row.spec, row.shape, mesh)
     if valid.spec != row.spec:
         reason = valid.reasons[0]
