@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._ground.errors import MapError
-from .._ground.spec import DType
+from .._ground.spec import DType, dtype_named
 from .patterns import pattern, sum_of
 
 
@@ -119,7 +119,7 @@ def _read(word: str, value: Any) -> Any:
 
 
 def _int(value: object) -> int | None:
-    # Of NumPy's too, which JSON cannot hold. A bool is an int to Python, but no size.
+    # NumPy's integers too, which JSON cannot hold. A bool is an int to Python, but no size.
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         return None
     return operator.index(value)
@@ -127,10 +127,11 @@ def _int(value: object) -> int | None:
 
 def _dtype(value: Any) -> str | None:
     try:
-        # NumPy takes None for float64.
-        return None if value is None else jnp.dtype(value).name
-    except TypeError:
+        name = jnp.dtype(value).name
+    except (TypeError, ValueError, SyntaxError):  # NumPy evaluates parts of a text
         return None
+    # NumPy takes None for float64.
+    return None if value is None or dtype_named(name) is None else name
 
 
 def check_number(value: Any, dtype: DType, what: str) -> None:

@@ -2,6 +2,7 @@
 
 import functools as ft
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -137,6 +138,18 @@ def bits(dtype: DType) -> int:
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits
     return dtype.itemsize * 8
+
+
+_DTYPE = re.compile(r"bool|u?int(1|2|4|8|16|32|64)|bfloat16|float(16|32|64|[468]_\w+)|complex(64|128)")
+
+
+def dtype_named(name: str) -> DType | None:
+    """The dtype of arrays on devices that is called `name`; `None` if this version of JAX has no such dtype."""
+    # NumPy also takes aliases of other types ("a", "O", "datetime64"), and evaluates parts of a text.
+    try:
+        return jnp.dtype(name) if _DTYPE.fullmatch(name) else None
+    except TypeError:
+        return None
 
 
 def array_bytes(shape: tuple[int, ...], dtype: object) -> int:

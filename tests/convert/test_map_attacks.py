@@ -38,6 +38,8 @@ WRONG = {
     "two": ("x", lambda: From.constant(2, (2,), bool), {}, r"2 is neither 0 nor 1, as an array of bool holds"),
     "sizes": ("x", lambda: From.constant(2, (-2,), "int8"), {}, r"`constant` takes the sizes of an array, not \(-2,\)"),
     "dtype": ("x", lambda: leaf().cast("float99"), W, r"`cast` takes a dtype, not 'float99'"),
+    "no dtype of arrays": ("x", lambda: leaf().cast("S"), W, r"`cast` takes a dtype, not 'S'"),
+    "a long text": ("x", lambda: leaf().cast("9" * 5000), W, r"`cast` takes a dtype, not '999"),
     "no dtype": ("x", lambda: leaf().cast(None), W, r"`cast` takes a dtype, not None"),
     "complex": ("x", lambda: leaf().cast("int8"), {"w": np.ones(3, np.complex64)}, r"to int8, which has no imaginary"),
     "ranks": ("x", lambda: From.concat([leaf(), leaf("v")], dim=1), V, r"`concat` of different shapes, \[\(3,\), "),
