@@ -1,4 +1,4 @@
-"""Single changes that would save memory, each made and counted, and the largest batch that fits."""
+"""Single changes that would save memory, each applied and counted, and the largest batch that fits."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ _WIDE = ("f32", "f64")
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A single change, and what it would do.
+    """A single change to a step, and the memory that it would save.
 
     **Arguments:**
 
@@ -47,7 +47,7 @@ class Change:
 
 
 def changes_of(known: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
-    """The changes that save something, the most saving first.
+    """The changes that save memory, the one that saves most first.
 
     **Arguments:**
 
@@ -110,13 +110,15 @@ def _under(known: StepOnChip, what: str, arguments: Sequence[Dims | None], how: 
 
 
 def _data_axes(known: StepOnChip) -> tuple[str, ...]:
-    """The axes that cut the batch."""
+    """The mesh axes that shard the batch."""
     cut = [axis for at in known.of_group("batch") for axes in known.step.arguments[at].dims or () for axis in axes]
     return tuple(axis for axis in dict.fromkeys(cut) if known.step.mesh.axis_size(axis) > 1)
 
 
 def _over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
-    """How the arguments lie with some of them cut over further axes, on the dimension with most room."""
+    """The dimensions' axes of all arguments, with the `chosen` ones sharded over further axes on the dimension with the
+    largest shards.
+    """
     found = [one.dims for one in known.step.arguments]
     for at in chosen:
         shape = known.step.arguments[at].shape
@@ -129,7 +131,7 @@ def _over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> li
 
 
 def _of_moments(known: StepOnChip) -> Iterator[_Row]:
-    """The optimizer's state in bfloat16, and in host memory."""
+    """The change that keeps the optimizer's state in bfloat16, and the change that keeps it in host memory."""
     held, taken = known.held, known.taken
     moments = [at for at in known.of_group("optimizer") if taken[at].argument.shape and not taken[at].argument.on_host]
 
@@ -154,13 +156,13 @@ def _of_moments(known: StepOnChip) -> Iterator[_Row]:
 
 
 def batch_of(known: StepOnChip) -> int | None:
-    """How many examples a step takes; `None` where its batch cannot be told."""
+    """The number of examples in the step's batch; `None` if the arguments of the batch disagree."""
     sizes = {known.step.arguments[at].shape[0] for at in known.of_group("batch")}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
-    """How many examples would fit, in steps that the mesh divides; `None` where that is not known.
+    """The largest number of examples that fits, a multiple of what the mesh divides; `None` if it cannot be found.
 
     What a step needs grows with its batch along lines: flat while all lies where results will, then steeper. The line
     between what fits and what does not says where to look, the middle every other time; the step is traced there.
@@ -205,7 +207,7 @@ def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None,
 
 
 def with_batch(known: StepOnChip, batch: int) -> StepOnChip | None:
-    """The step for another number of examples; `None` for one that is written for this number alone."""
+    """The step for another number of examples; `None` if the step's code only works for its own number."""
     ours = {known.step.arguments[at].path for at in known.of_group("batch")}
     names = argument_names(known.function, len(known.step.args))
     args = [_resized(arg, name, ours, batch) for name, arg in zip(names, known.step.args, strict=True)]

@@ -1,4 +1,6 @@
-"""What one collective of a compiled program sends, and between whom: all forms in which HLO writes that."""
+"""What one collective of a compiled program sends and between which devices, read from every form in which HLO writes
+it.
+"""
 
 import math
 import re
@@ -78,7 +80,7 @@ _SAYS_WHOSE = ("all-gather", "all-reduce", "reduce-scatter")
 
 
 class Collective(NamedTuple):
-    """One collective, as a compiled program does it once.
+    """One collective of a compiled program, as one execution of it.
 
     **Arguments:**
 
@@ -96,27 +98,28 @@ class Collective(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Of what it sends, as HLO writes it; several, joined by "+", where it sends several."""
+        """The dtype that the collective sends, as HLO writes it; several dtypes are joined by "+"."""
         return "+".join(dict.fromkeys(array.dtype for array in self.arrays))
 
     @property
     def bytes(self) -> Fraction:
-        """Of its whole result on one device."""
+        """The bytes of the whole result on one device."""
         return sum(self.parts, Fraction(0))
 
     @property
     def group_size(self) -> int:
-        """How many devices exchange; of a permute the two ends."""
+        """The number of devices in the largest replica group; 2 for a permute."""
         return max(own.shape[1] for own in self.groups)
 
     def wire_bytes(self, apart: np.ndarray) -> Fraction:
-        """Bytes that enter a device from devices with another number in `apart`, the mean over all devices."""
+        """The bytes that enter a device from devices with another number in `apart`, as the mean over all devices."""
         received = KINDS[self.kind].received
         return sum((received(self.bytes, apart[own]) for own in self.groups), Fraction(0)) / len(apart)
 
 
 def collective_of(instruction: Instruction, devices: int) -> Collective | None:
-    """The collective that an instruction is; `None` for one that sends nothing, and for the end of one.
+    """The collective that an instruction starts; `None` for an instruction that sends nothing, and for the end of a
+    collective.
 
     **Raises:**
 
@@ -133,13 +136,13 @@ def collective_of(instruction: Instruction, devices: int) -> Collective | None:
 
 
 def channel_of(instruction: Instruction) -> int | None:
-    """The number by which the compiler tells collectives apart."""
+    """The instruction's `channel_id`, by which the compiler tells collectives apart; `None` without one."""
     found = re.search(r"\bchannel_id=(\d+)", instruction.structure)
     return int(found[1]) if found else None
 
 
 def sent_by(instruction: Instruction, result: str) -> tuple[Array, ...]:
-    """The arrays in the type of what an instruction sends.
+    """The arrays in `result`, the type of what an instruction sends.
 
     **Raises:**
 
@@ -155,7 +158,7 @@ def sent_by(instruction: Instruction, result: str) -> tuple[Array, ...]:
 
 
 def _arrays(instruction: Instruction) -> tuple[Array, ...]:
-    """The arrays that a device has when the collective is done."""
+    """The arrays of the collective's result on one device."""
     result = instruction.result
     if instruction.opcode == "recv":
         result = parts_of(result)[0]
@@ -189,7 +192,7 @@ def _require_local(instruction: Instruction) -> None:
 
 
 def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
-    """The devices that exchange in a collective of a program that `devices` of them run.
+    """The replica groups of a collective in a program for `devices` devices.
 
     **Returns:**
 

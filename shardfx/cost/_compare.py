@@ -1,4 +1,4 @@
-"""What a compiled step sends beyond its estimate, and which of the compiler's passes explain it."""
+"""The bytes that a compiled step sends beyond its estimate, and the compiler's passes that explain them."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ _REST = "what has no line, and lines at which little differs"
 
 @dataclasses.dataclass(frozen=True)
 class Surplus:
-    """What a compiled step sends more than its estimate, or less, at one line and along the same mesh axes.
+    """The bytes that a compiled step sends beyond its estimate at one line and along the same mesh axes.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""Compiling a step ahead of time for a topology that is not there."""
+"""Compiling a step ahead of time for a topology whose devices are not present."""
 
 import dataclasses
 import re
@@ -43,7 +43,7 @@ class MemoryAnalysis:
 
     @property
     def needed_bytes(self) -> int:
-        """All that the program needs at its worst moment, as far as the compiler says."""
+        """The bytes that the program needs at its worst moment, as far as the compiler reports them."""
         return self.peak_memory_in_bytes or (
             self.argument_size_in_bytes + self.output_size_in_bytes - self.alias_size_in_bytes + self.temp_size_in_bytes
         )
@@ -53,7 +53,7 @@ _COUNTED = [one for one in dataclasses.fields(MemoryAnalysis) if one.default is 
 
 
 def memory_of(compiled: Any) -> MemoryAnalysis:
-    """The count of a compiled step: this module's, or JAX's own."""
+    """The memory analysis of a compiled step, whether JAX or `compile_for` compiled it."""
     found = compiled.memory_analysis()
     if isinstance(found, MemoryAnalysis):
         return found
@@ -69,7 +69,7 @@ def memory_of(compiled: Any) -> MemoryAnalysis:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledFor:
-    """A step as it was compiled for a topology; made by [`shardfx.cost.compile_for`][].
+    """A step compiled for a topology; made by [`shardfx.cost.compile_for`][].
 
     [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] read it as they read what JAX compiles. It cannot be run. It
     is plain data: `pickle` keeps it in a file.
@@ -97,7 +97,9 @@ class CompiledFor:
 
     @property
     def input_shardings(self) -> tuple[NamedSharding]:
-        """A sharding on the program's mesh, for those who read the mesh off it."""
+        """One sharding on the program's mesh, so that code which reads the mesh from a compiled step's shardings finds
+        it.
+        """
         return (NamedSharding(self.mesh.abstract(), jax.P()),)
 
     def as_text(self) -> str:
@@ -105,7 +107,7 @@ class CompiledFor:
         return self.text
 
     def memory_analysis(self) -> MemoryAnalysis:
-        """The compiler's count of memory."""
+        """The compiler's count of memory on one device."""
         return self.memory
 
 
@@ -115,7 +117,8 @@ def compile_for(
     target: str | Mesh | Sequence[object] = "tpu:v5e:4x4",
     mesh: MeshSpec | None = None,
 ) -> CompiledFor:
-    """Compiles a step for a topology that is not there: [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] read it.
+    """Compiles a step for a topology whose devices are not present, for [`shardfx.cost.traffic`][] and
+    [`shardfx.cost.fit`][] to read.
 
     The TPU's own compiler does it, from the libtpu wheel, on any machine: `pip install "shardfx[aot]"`. It takes
     minutes for a model of many different layers. A `scan` over layers, or two layers in the place of eighty, is
@@ -170,7 +173,7 @@ def compile_for(
 
 
 def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
-    """The program, or an error of its own where it takes more memory than a device has."""
+    """The compiled program; raises `OutOfMemoryError` if it needs more memory than a device has."""
     try:
         return lowered.compile(device_assignment=tuple(devices))
     except jax.errors.JaxRuntimeError as error:
@@ -188,7 +191,7 @@ def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
 
 
 def _bytes_of(text: str | None) -> int | None:
-    """Bytes of a size as XLA writes it, "16.18G"."""
+    """The bytes of a size as XLA writes it, such as "16.18G"."""
     if text is None:
         return None
     number, unit = re.fullmatch(r"([\d.]+)([KMGT]?)", text).groups()  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,4 +1,4 @@
-"""A step whose memory is counted: partitioned for its own shardings, for others, and with constraints in it.
+"""The memory of a step, partitioned for its own shardings, for other shardings, and with further sharding constraints.
 
 Constraints that give activations back to the batch are found by where each axis of an array comes from.
 """
@@ -25,7 +25,7 @@ from ._shardings import ArrayRow, StepShardings, Wanted, shardings_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepOnChip:
-    """A step for a chip.
+    """A step, and the chip whose memory it is counted for.
 
     **Arguments:**
 
@@ -40,22 +40,22 @@ class StepOnChip:
 
     @property
     def platform(self) -> Platform:
-        """Whose lowering is partitioned."""
+        """The platform whose lowering is partitioned."""
         return "tpu" if self.chip.torus_dims > 0 else "gpu"
 
     @ft.cached_property
     def module(self) -> HloModule:
-        """The program of one device."""
+        """The program of one device, after the compiler's passes."""
         return as_compiled(parse_hlo(self.step.partitioned(self.platform)), self.platform)
 
     @ft.cached_property
     def held(self) -> Held:
-        """What one device holds."""
+        """The bytes that one device holds."""
         return self.of(self.module)
 
     @ft.cached_property
     def shardings(self) -> StepShardings:
-        """How every array lies, and where that comes from."""
+        """The sharding of every array of the step, and where each sharding comes from."""
         return shardings_of(self.step, self.platform)
 
     @ft.cached_property
@@ -64,7 +64,7 @@ class StepOnChip:
 
     @ft.cached_property
     def taken(self) -> tuple[Taken, ...]:
-        """What the step takes, and what for."""
+        """The arrays that the step takes, each with its purpose."""
         return taken(self.step, self._program)
 
     @ft.cached_property
@@ -73,15 +73,15 @@ class StepOnChip:
         return tuple(self._program.buffers[value].shape for value in self._program.entry.carried)
 
     def host_bytes(self, at: int) -> int:
-        """What an argument takes of a device's share of host memory."""
+        """The bytes of argument number `at` in the host memory of one device."""
         return bytes_of(Array(self.taken[at].dtype, self.shards[at]), self.chip.tile)
 
     def of_group(self, kind: str) -> tuple[int, ...]:
-        """The numbers of the arguments of a group, "optimizer" for all its parts."""
+        """The numbers of the arguments of a group. "optimizer" covers all groups whose name begins so."""
         return tuple(at for at, one in enumerate(self.taken) if one.group.partition(":")[0] == kind)
 
     def of(self, module: HloModule, *, donated: Sequence[bool] | None = None, recomputes: bool = False) -> Held:
-        """The memory of one device while it runs the step's program, or another form of that program."""
+        """The bytes that one device holds while it runs this module of the step."""
         ours = self.step.arguments
         donated = [one.donated for one in ours] if donated is None else donated
         on_host = [one.on_host for one in ours]
@@ -91,13 +91,15 @@ class StepOnChip:
         return held(module, donated=donated, on_host=on_host, results_on_host=away, **given)
 
     def written_as(self, module: Module) -> Held:
-        """What one device holds where the step is another StableHLO module of the same arguments and results."""
+        """The bytes that one device holds if the step is another StableHLO module with the same arguments
+        and results.
+        """
         text = self.step.partitioned(self.platform, module=module)
         return self.of(as_compiled(parse_hlo(text), self.platform))
 
     def under(self, arguments: Sequence[Dims | None]) -> Held:
-        """What one device holds under other shardings of arguments. A result that replaces an argument has its
-        sharding.
+        """The bytes that one device holds under other shardings of the arguments. A result that replaces an argument
+        gets that argument's sharding.
         """
         results = [one.dims for one in self.step.parameters[1]]
         for one, dims in zip(self.taken, arguments, strict=True):
@@ -116,7 +118,7 @@ _NO_ARRAY = ("sdy.sharding_constraint", "stablehlo.while", "func.call", "stableh
 
 
 class Constrained(NamedTuple):
-    """Constraints that give activations back to the batch.
+    """Sharding constraints that shard activations over the batch's mesh axes again.
 
     **Arguments:**
 
@@ -129,17 +131,18 @@ class Constrained(NamedTuple):
 
     @property
     def how(self) -> str:
-        """As code, with the line of each."""
+        """The constraints as code, with the line of each."""
         return "; ".join(f"{one.change} for the {one.where}" for one in self.told)
 
     @property
     def sources(self) -> tuple[Frame, ...]:
-        """Their lines."""
+        """The lines that the constraints are for."""
         return tuple(dict.fromkeys(one.line for one in self.told if one.line))
 
 
 def constrained(known: StepOnChip) -> Constrained | None:
-    """The constraints that save memory where arrays of the worst moment lost the batch's axis to another argument.
+    """The constraints that save memory, for arrays of the worst moment that lost the batch's mesh axis to another
+    argument.
 
     **Returns:**
 
@@ -171,7 +174,9 @@ def _held(known: StepOnChip, told: Sequence[Wanted]) -> Held | None:
 
 
 def _lost(known: StepOnChip, told: Sequence[Wanted]) -> Iterator[Wanted]:
-    """The axes of the batch that arrays from the lines of the worst moment's largest could have, and lack."""
+    """The constraints for lines of the largest arrays at the worst moment: mesh axes of the batch that these arrays
+    could have and lack.
+    """
     batch = {known.step.arguments[at].path or known.step.arguments[at].name for at in known.of_group("batch")}
     held, found = known.held, known.shardings
     if told:
@@ -186,7 +191,7 @@ def _lost(known: StepOnChip, told: Sequence[Wanted]) -> Iterator[Wanted]:
 
 
 def with_constraints(step: Step, told: Sequence[Wanted], platform: Platform) -> Module:
-    """The step's module with these constraints on what their lines make."""
+    """The step's module with these constraints on the values that the constraints' lines make."""
     module = step.module(platform)
     sizes = dict(step.mesh.shape)
     mesh = next(name for name, own in meshes(module).items() if dict(own) == sizes)

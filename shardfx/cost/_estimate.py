@@ -1,4 +1,4 @@
-"""What a step should send, from XLA's own partitioner: nothing is compiled to the end."""
+"""The bytes that a step should send, from XLA's own partitioner, without a full compilation."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ _LEAST = 4
 
 
 def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
-    """The mesh with its longest axes halved until one of them can double within `most` devices."""
+    """The mesh with its longest axes halved until at most half of `most` devices are left."""
     sizes = dict(mesh.shape)
     while math.prod(sizes.values()) > most // 2:
         name = max(sizes, key=lambda axis: sizes[axis] if sizes[axis] % 2 == 0 else 0)
@@ -35,7 +35,7 @@ def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
 
 
 def carried_on(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence[TrafficRow]]) -> Traffic:
-    """The traffic on a mesh, extrapolated from the traffic on smaller ones.
+    """The traffic on a large mesh, extrapolated from the traffic on smaller ones.
 
     **Arguments:**
 
@@ -76,12 +76,14 @@ def _with_sizes(mesh: MeshSpec, sizes: dict[str, int]) -> MeshSpec:
 
 
 def _form(row: TrafficRow) -> object:
-    """The part of a row that is the same on meshes of all sizes."""
+    """The fields of a row that are the same on meshes of all sizes."""
     return row.kind, row.axes, row.dtype, row.source, row.calls is None, row.calls == 0
 
 
 def _row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str) -> TrafficRow:
-    """The row on a mesh where each axis is doubled the number of times that is given with its row."""
+    """The row on a larger mesh. Each pair in `doubled` is the row where one axis is doubled, and how many times that
+    axis doubles.
+    """
     group, bytes_each, calls = row.group_size, _payload(row), row.calls
     for other, times in doubled:
         group *= _power(other.group_size, row.group_size, times)
@@ -102,7 +104,7 @@ def _row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str) 
 
 
 def _payload(row: TrafficRow) -> float:
-    """The bytes of one call, of which a device receives a share that depends on the group."""
+    """The bytes of one call before the factor `_share`, which depends on the group's size."""
     return row.wire_bytes / ((row.calls or 1) * _share(row.kind, row.group_size))
 
 
@@ -111,7 +113,9 @@ def _share(kind: str, group: int) -> float:
 
 
 def _power(other: float | int, one: float | int, times: int) -> float:
-    """The growth of a number whose axis doubles `times` times: each doubling multiplies it as the first one did."""
+    """The growth of a number when its axis doubles `times` times, if each doubling multiplies it as the
+    first one did.
+    """
     return (2.0 ** round(math.log2(other / one))) ** times if one and other else 1.0
 
 
@@ -127,7 +131,7 @@ COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 def estimate(
     step: object, *args: object, compiler: Platform | str = "tpu", mesh: MeshSpec | Mesh | AbstractMesh | None = None
 ) -> Traffic:
-    """What a step should send, row by row, without compiling it and without its devices.
+    """The bytes that a step should send, row by row, without compiling it and without its devices.
 
     The step is traced and lowered for a platform, and XLA's own partitioner makes the program of one device. That text
     is read as [`shardfx.cost.traffic`][] reads a compiled program. What the platform's compiler does to it afterwards,
@@ -183,7 +187,7 @@ def platform_of(compiler: Platform | str) -> Platform:
 
 
 def estimated(step: Step, compiler: Platform) -> Traffic:
-    """The estimate of a step that is already traced."""
+    """The estimate of a traced step."""
     if step.mesh.size > DIRECT:
         for without in (SIZED, (*SIZED, TILED)):
             try:
@@ -195,6 +199,6 @@ def estimated(step: Step, compiler: Platform) -> Traffic:
 
 
 def _read(step: Step, compiler: Platform, mesh: MeshSpec | Mesh | AbstractMesh, without: Sequence[str] = ()) -> Traffic:
-    """The rows in the order of the program, where some of the compiler's passes are left out."""
+    """The rows of a step's partitioned program on `mesh`, in program order. Passes in `without` are not applied."""
     module = parse_hlo(step.partitioned(compiler, mesh=MeshSpec.of(mesh)))
     return read(as_compiled(module, compiler, without=without), mesh, step.leaves)

@@ -1,4 +1,6 @@
-"""Computations as graphs, and what compilers make once or not at all: equal instructions, gathers, dead ones."""
+"""Computations of HLO as graphs, and the merges that compilers make in them: of equal instructions, of gathers, of dead
+instructions.
+"""
 
 import collections
 import dataclasses
@@ -24,7 +26,7 @@ _REDUCER = re.compile(r"to_apply=%?[\w.\-]+")
 
 
 def users_of(computation: Computation) -> dict[str, list[Instruction]]:
-    """The users of each instruction, in the order of the text."""
+    """The instructions that read each instruction, in the order of the text."""
     users: dict[str, list[Instruction]] = collections.defaultdict(list)
     for instruction in computation.values():
         for operand in dict.fromkeys(instruction.operands):
@@ -33,19 +35,21 @@ def users_of(computation: Computation) -> dict[str, list[Instruction]]:
 
 
 def with_operands(instruction: Instruction, operands: tuple[str, ...]) -> Instruction:
-    """The instruction with other operands."""
+    """A copy of an instruction with other operands."""
     return instruction._replace(operands=operands, inside=", ".join(f"%{name}" for name in operands))
 
 
 def renamed(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
-    """The instruction with the operands that have new names under these."""
+    """The instruction with each operand in `names` replaced by its new name."""
     if names.keys().isdisjoint(instruction.operands):
         return instruction
     return with_operands(instruction, tuple(names.get(operand, operand) for operand in instruction.operands))
 
 
 def in_each(module: HloModule, rewrite: Callable[[HloModule, str, Computation], Computation]) -> HloModule:
-    """The module with each computation rewritten, callees first; a rewrite can replace others."""
+    """The module with `rewrite` applied to each computation, callees first. A rewrite may replace other computations
+    too.
+    """
     copied = dict(module.computations)
     made = dataclasses.replace(module, computations=copied)
     for name in (*copied,):
@@ -54,7 +58,7 @@ def in_each(module: HloModule, rewrite: Callable[[HloModule, str, Computation], 
 
 
 def loops_of(module: HloModule, computation: Computation) -> Iterator[tuple[Instruction, str, Computation]]:
-    """The loops in a computation that begin with a tuple: each with the name of its body, and its body."""
+    """The loops of a computation whose initial value is a tuple, each with its body's name and its body."""
     for instruction in (*computation.values(),):
         start = computation.get(instruction.operands[0]) if instruction.opcode == "while" else None
         if start is not None and start.opcode == "tuple":
@@ -64,7 +68,7 @@ def loops_of(module: HloModule, computation: Computation) -> Iterator[tuple[Inst
 
 
 def carried(body: Computation) -> dict[str, int]:
-    """The `get-tuple-element`s of a body's parameter, each with its index."""
+    """The index of each `get-tuple-element` of the body's parameter, by instruction name."""
     parameters = {name for name, own in body.items() if own.opcode == "parameter"}
     return {
         name: index
@@ -74,29 +78,29 @@ def carried(body: Computation) -> dict[str, int]:
 
 
 def without_names(instruction: Instruction) -> str:
-    """The attributes of an instruction but those that only name it."""
+    """The attributes of an instruction without its metadata, channel and other names."""
     return _OWN.sub("", instruction.attributes)
 
 
 class Details:
-    """The attributes of a module's collectives, with the groups as lists whatever form the text has."""
+    """The attributes of a module's collectives, with replica groups written as lists whatever form the text has."""
 
     def __init__(self, module: HloModule):
         self.devices = module.partitions
         self.known: dict[str, Groups] = {}
 
     def of(self, instruction: Instruction) -> str:
-        """The attributes that tell a collective from another."""
+        """The attributes in which two different collectives differ."""
         details = without_names(instruction)
         found = _GROUPS.search(details)
         return details if found is None else details.replace(found[0], _listed(self.groups(instruction)))
 
     def of_sum(self, instruction: Instruction) -> str:
-        """The attributes that tell a reduction from another, but for the name of what adds."""
+        """The attributes in which two different reductions differ, without the name of the computation that adds."""
         return _REDUCER.sub("", self.of(instruction))
 
     def groups(self, instruction: Instruction) -> Groups:
-        """The devices that exchange with each other."""
+        """The replica groups of a collective."""
         found = _GROUPS.search(instruction.attributes)
         key = found[0] if found else instruction.name
         if key not in self.known:
@@ -105,7 +109,7 @@ class Details:
 
 
 def with_groups(instruction: Instruction, groups: Groups) -> Instruction:
-    """The collective among other devices."""
+    """The collective with other replica groups."""
     return instruction._replace(
         attributes=_GROUPS.sub(f"replica_groups={_listed(groups)}", instruction.attributes, count=1)
     )
@@ -128,18 +132,22 @@ _FAR = 100
 
 
 def without_equals(module: HloModule) -> HloModule:
-    """The module where equal instructions with equal operands are one instruction; collectives stay as they are."""
+    """The module where instructions with equal opcodes, operands and attributes are merged. Collectives stay as they
+    are.
+    """
     return in_each(module, lambda _, name, own: _merged(own, _is_local, lambda first, other: True, without_names))
 
 
 def gathered_once(module: HloModule) -> HloModule:
-    """The module where users near each other share one of several equal gathers, and a far user has its own."""
+    """The module where equal gathers whose users are near each other are merged, and a far user has a
+    gather of its own.
+    """
     details = Details(module)
     return in_each(module, lambda _, name, own: _near_merged(_each_own(own), details))
 
 
 def _each_own(computation: Computation) -> Computation:
-    """The computation with a gather for each of its users, as the TPU's partitioner makes them."""
+    """The computation with one gather for each of its users, as the TPU's partitioner makes them."""
     users = users_of(computation)
     made: Computation = {}
     for name, own in computation.items():
@@ -153,7 +161,7 @@ def _each_own(computation: Computation) -> Computation:
 def _is_shared(
     computation: Computation, users: Mapping[str, list[Instruction]], operand: str, user: Instruction
 ) -> bool:
-    """Whether an operand is a gather that an instruction is not the first to use."""
+    """Whether an operand is an all-gather whose first user is another instruction."""
     is_gather = operand in computation and computation[operand].opcode == "all-gather"
     return is_gather and users[operand][0].name != user.name
 
@@ -197,7 +205,7 @@ def _merged(
 
 
 def _heights(computation: Computation) -> dict[str, int]:
-    """How far each instruction is from one that nothing uses, as XLA counts it."""
+    """The longest distance from each instruction to one without users, as XLA counts it."""
     users = users_of(computation)
     heights: dict[str, int] = {}
     for name in reversed(computation):
@@ -209,7 +217,7 @@ def _heights(computation: Computation) -> dict[str, int]:
 
 
 def without_dead(module: HloModule) -> HloModule:
-    """The module without instructions whose results nothing needs."""
+    """The module without the instructions whose results nothing reads."""
     return in_each(module, lambda _, name, own: _living(own))
 
 
@@ -223,7 +231,7 @@ _RUNS = ("while", "conditional")
 
 
 def inlined(module: HloModule) -> HloModule:
-    """The module with the instructions of each called computation in the place of the call."""
+    """The module with each call replaced by the instructions of the called computation."""
     called = {_target(own) for each in module.computations.values() for own in each.values() if own.opcode == "call"}
     made: dict[str, Computation] = {}
     for name, own in module.computations.items():
@@ -253,7 +261,7 @@ def _inlined(module: dict[str, Computation], computation: Computation) -> Comput
 
 
 def _put(module: dict[str, Computation], made: Computation, call: Instruction, names: dict[str, str]) -> str:
-    """Adds the instructions of a called computation, and returns the name of its result."""
+    """Adds the instructions of a called computation to `made`, and returns the name of its result."""
     inner: dict[str, str] = {}
     body = module[_target(call)]
     for one in body.values():
@@ -268,7 +276,7 @@ def _put(module: dict[str, Computation], made: Computation, call: Instruction, n
 
 
 def _with_own_bodies(module: dict[str, Computation], instruction: Instruction, suffix: str) -> Instruction:
-    """A loop or conditional with its own copies of its bodies, so that a pass changes them for it alone."""
+    """A loop or conditional with copies of its bodies, so that a pass can change them for this instruction only."""
     if instruction.opcode not in _RUNS:
         return instruction
     attributes = instruction.attributes

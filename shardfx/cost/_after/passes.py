@@ -1,4 +1,4 @@
-"""The passes of each platform's compiler behind XLA's partitioner, and a module as they leave it."""
+"""The passes that each platform's compiler runs after XLA's partitioner, and a module as these passes leave it."""
 
 import math
 import re
@@ -40,7 +40,7 @@ _MOVES = ("reshape", "transpose", "bitcast", "copy")
 
 
 def windowed(module: HloModule) -> HloModule:
-    """The module with permutes in the place of gathers and sums that products hide."""
+    """The module where each all-gather and reduce-scatter that a product can hide is a ring of permutes."""
     details = Details(module)
     return in_each(module, lambda _, name, own: _windowed(own, details))
 
@@ -66,7 +66,7 @@ def _windowed(computation: Computation, details: Details) -> Computation:
 
 
 def _gather(computation: Computation, users: Mapping[str, list[Instruction]], name: str) -> Instruction | None:
-    """The gather that an operand of a product is, if nothing else uses it."""
+    """The all-gather that an operand of a product comes from; `None` if it has other users."""
     while name in computation and len(users[name]) == 1:
         own = computation[name]
         if own.opcode == "all-gather":
@@ -80,7 +80,9 @@ def _gather(computation: Computation, users: Mapping[str, list[Instruction]], na
 def _reduction(
     users: Mapping[str, list[Instruction]], product: Instruction
 ) -> tuple[Instruction, Instruction] | tuple[None, None]:
-    """The sum of a product over devices, and the part of it that each keeps, if there is no other use."""
+    """The all-reduce of a product and the slice of it that each device keeps; `None` twice if either has
+    other users.
+    """
     own = product
     while len(users[own.name]) == 1:
         (user,) = users[own.name]
@@ -114,7 +116,9 @@ def _shard(computation: Computation, gather: Instruction) -> str:
 
 
 def _permutes(sent: Instruction, shard: str, details: Details) -> Instruction:
-    """A ring of permutes: all shards and, where two go around in opposite directions, one more."""
+    """A ring of permutes in the place of a collective. It sends all shards, and one more where two rings run in
+    opposite directions.
+    """
     rows = details.groups(sent)[0].tolist()
     size = len(rows[0])
     count = size - 1 if sent.opcode == "all-gather" and size == 4 else size + 1
@@ -125,7 +129,9 @@ def _permutes(sent: Instruction, shard: str, details: Details) -> Instruction:
 
 
 def summed_after(module: HloModule) -> HloModule:
-    """The module with all-reduces that a loop only adds up made once, of the sum, after the loop."""
+    """The module where an all-reduce that a loop only accumulates is made once, of the accumulated sum,
+    after the loop.
+    """
     return in_each(module, _with_sums_after)
 
 
@@ -165,7 +171,9 @@ def _after(computation: Computation, loop: Instruction, sums: dict[int, Instruct
 
 
 def _buffers(body: Computation, reduction: Instruction) -> tuple[int, ...]:
-    """The elements that a body carries to which an all-reduce is only added; none if it is read otherwise."""
+    """The indices of the loop-carried elements to which an all-reduce is added; none if anything else reads the
+    all-reduce.
+    """
     users, given, last = users_of(body), carried(body), root_of(body)
     found: list[int] = []
     waiting = [reduction.name] if len(reduction.operands) == 1 else []
@@ -186,7 +194,7 @@ def _buffers(body: Computation, reduction: Instruction) -> tuple[int, ...]:
 
 
 def _origin(body: Computation, value: str, given: dict[str, int]) -> int | None:
-    """The element that a body carries of which a value is another form, or a slice."""
+    """The index of the loop-carried element that a value is a reshape or slice of; `None` if it is computed."""
     while value not in given:
         own = body[value]
         if own.opcode not in (*_FORMS, "dynamic-slice"):
@@ -198,7 +206,9 @@ def _origin(body: Computation, value: str, given: dict[str, int]) -> int | None:
 def _is_only_added(
     users: dict[str, list[Instruction]], given: dict[str, int], last: Instruction, add: Instruction, index: int
 ) -> bool:
-    """Whether nothing but this sum reads an element, and the sum is what the loop carries in its place."""
+    """Whether only this addition reads a loop-carried element, and the loop carries the addition's result
+    in its place.
+    """
     waiting, ends = [add.name], False
     while waiting:
         value = waiting.pop()
@@ -222,7 +232,9 @@ def _is_only_added(
 
 
 def narrowed(module: HloModule) -> HloModule:
-    """The module with float32 sent as bfloat16 where nothing but products at the default precision reads it."""
+    """The module where collectives send float32 as bfloat16 if only products at the default precision read
+    the result.
+    """
     program = program_of(module)
     values = narrow_values(program)
     # An instruction that runs in several places is several operations.
@@ -256,7 +268,7 @@ class Pass(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """Operations whose collectives a compiler chooses in a way that no pass stands for.
+    """Operations whose collectives the compiler chooses by rules that no pass here imitates.
 
     **Arguments:**
 
@@ -305,7 +317,7 @@ _DOUBTS = (
 
 
 def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str] = ()) -> HloModule:
-    """The program that a platform's compiler makes of a partitioned one, as far as it sends something.
+    """The program that a platform's compiler makes of a partitioned program, as far as its collectives go.
 
     **Arguments:**
 
@@ -326,7 +338,7 @@ def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str]
 
 
 def _marked(before: HloModule, after: HloModule, one: Pass) -> HloModule:
-    """The module with the name of a pass on the collectives that it made or changed."""
+    """The module where each collective that a pass made or changed carries the pass's name."""
 
     def mark(old: Instruction | None, own: Instruction) -> Instruction:
         if old is not None and old[1:3] == own[1:3] and old.attributes == own.attributes:
@@ -342,7 +354,7 @@ def _marked(before: HloModule, after: HloModule, one: Pass) -> HloModule:
 
 
 def _doubted(module: HloModule) -> HloModule:
-    """The module where a collective is marked as unsure if it comes from an operation that no pass stands for."""
+    """The module where each collective that comes from an operation in `_DOUBTS` is marked as unsure."""
 
     def mark(own: Instruction) -> Instruction:
         if own.opcode not in KINDS:

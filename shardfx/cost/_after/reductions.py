@@ -1,4 +1,6 @@
-"""All-reduces that TPUs make one of: of a sum of several, and of one over devices that another goes on over."""
+"""Merges of all-reduces that compilers for TPUs make: of several that are added, and of one that another reduces
+further.
+"""
 
 import math
 import re
@@ -17,7 +19,7 @@ _FORMS = ("bitcast", "copy", "reshape", "reverse", "transpose")
 
 
 def folded(module: HloModule) -> HloModule:
-    """The module where an all-reduce of another all-reduce becomes one, over the devices of both."""
+    """The module where an all-reduce of an all-reduce becomes one, over the replica groups of both."""
     details = Details(module)
     return in_each(module, lambda _, name, own: _folded(own, details))
 
@@ -38,7 +40,7 @@ def _folded(computation: Computation, details: Details) -> Computation:
 
 
 def _joined(inner: Groups, outer: Groups) -> Groups | None:
-    """The groups of both reductions together; `None` where they are not those of a grid."""
+    """The replica groups that cover both reductions; `None` if the groups of the two do not form a grid."""
     if len(inner) != 1 or len(outer) != 1:
         return None
     member = {device: row for row in inner[0].tolist() for device in row}
@@ -50,13 +52,13 @@ def _joined(inner: Groups, outer: Groups) -> Groups | None:
 
 
 def added_once(module: HloModule) -> HloModule:
-    """The module with sums of reductions over the same devices written as one reduction of their sum."""
+    """The module where a sum of all-reduces over the same devices is one all-reduce of the sum of their operands."""
     details = Details(module)
     return in_each(module, lambda _, name, own: _Adding(own, details).made)
 
 
 class _Waiting(NamedTuple):
-    """A sum whose reduction waits: the reduction, the value before it, and what is added after it."""
+    """A value that is not reduced yet: the postponed reduction, its operand, and a term to add after the reduction."""
 
     reduction: Instruction
     value: str
@@ -64,7 +66,7 @@ class _Waiting(NamedTuple):
 
 
 class _Adding:
-    """A computation whose reductions wait until something else than a sum of them needs them."""
+    """Rewrites one computation. Each reduction is postponed until an instruction other than a sum needs its result."""
 
     def __init__(self, computation: Computation, details: Details):
         self.computation, self.details, self.users = computation, details, users_of(computation)
@@ -88,7 +90,7 @@ class _Adding:
             self.reduce(own.name)
 
     def waits(self, own: Instruction) -> _Waiting | None:
-        """What is left to reduce of an instruction's result, if its reductions can wait until it is made."""
+        """The postponed reduction of an instruction's result; `None` if the instruction needs reduced operands."""
         found = [self.waiting.get(operand) for operand in own.operands]
         if own.opcode == "all-reduce" and len(found) == 1 and found[0] is None and len(self.users[own.name]) == 1:
             return _Waiting(own, self.names.get(own.operands[0], own.operands[0]))
@@ -124,13 +126,13 @@ class _Adding:
         return any(self.computation[operand].opcode == "all-reduce" for operand in users[0].operands)
 
     def add(self, own: Instruction, operands: tuple[str, ...]) -> str:
-        """Makes an instruction of values that are not reduced, and returns its name."""
+        """Makes an instruction over operands that are not reduced yet, and returns its name."""
         name = f"{own.name}.parts"
         self.made[name] = with_operands(own, operands)._replace(name=name)
         return name
 
     def reduce(self, name: str) -> None:
-        """Makes the reduction that a value waits for, under the name of the value."""
+        """Makes the postponed reduction of a value, under the value's name."""
         if (waiting := self.waiting.pop(name, None)) is None:
             return
         own, whole = self.computation[name], name if waiting.rest is None else f"{name}.whole"
@@ -148,18 +150,20 @@ _ROWS, _LANES = 8, 128
 
 
 def scattered(module: HloModule) -> HloModule:
-    """The module with an all-reduce that only a slice for each device uses as one reduce-scatter, where TPUs do so."""
+    """The module where an all-reduce is a reduce-scatter if each device only reads its own slice and a TPU would
+    scatter it.
+    """
     return in_each(module, lambda _, name, own: _scattered(own, module.partitions, is_tpu=True))
 
 
 def always_scattered(module: HloModule) -> HloModule:
-    """The module with every all-reduce that only a slice for each device uses as one reduce-scatter."""
+    """The module where an all-reduce is a reduce-scatter if each device only reads its own slice."""
     return in_each(module, lambda _, name, own: _scattered(own, module.partitions, is_tpu=False))
 
 
 def summed_parts(module: HloModule) -> HloModule:
-    """The module where a gather of one-dimensional parts that fill no lanes is an all-reduce of parts padded with
-    zeros.
+    """The module where a gather of one-dimensional shards that do not fill a TPU's lanes is an all-reduce of
+    zero-padded shards.
     """
     return in_each(module, lambda _, name, own: {key: _summed(one, own) for key, one in own.items()})
 
@@ -188,14 +192,14 @@ def _scattered(computation: Computation, devices: int, *, is_tpu: bool) -> Compu
 
 
 def _order(users: Mapping[str, list[Instruction]], part: Instruction) -> tuple[int, ...]:
-    """The order of a slice's dimensions: that of the transposes which alone read it, or its own."""
+    """The dimension order of a slice: that of the transposes if only transposes read it, else the slice's own."""
     orders = {own.attributes.partition("}")[0] if own.opcode == "transpose" else "" for own in users[part.name]}
     dims = tuple(map(int, _NUMBER.findall(orders.pop()))) if len(orders) == 1 else ()
     return dims or tuple(range(len(array_of(part).shape)))
 
 
 def _is_part(reduction: Instruction, part: Instruction, devices: int, order: tuple[int, ...] | None) -> bool:
-    """Whether each device of a group keeps its own part, and the compiler scatters it.
+    """Whether the slice is a different part of the reduction on each device of a group, and the compiler scatters it.
 
     `order` is about TPUs: of the dimensions as they lie in memory; `None` stands for other platforms.
     """
@@ -214,7 +218,8 @@ def _is_part(reduction: Instruction, part: Instruction, devices: int, order: tup
 
 
 def _fills_tiles(dtype: str, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Whether a slice takes whole tiles in the layout that the compiler chooses: that with the least padding.
+    """Whether a slice covers whole tiles in the memory layout that the compiler chooses, the one with the least
+    padding.
 
     By 58 programs of one product each, in float32 and bfloat16, and of two to four dimensions.
     """

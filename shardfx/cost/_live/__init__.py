@@ -1,4 +1,4 @@
-"""What one device holds while it runs a partitioned program.
+"""The bytes that one device holds while it runs a partitioned program.
 
 It may import the text of programs and the ground values. It never compiles, and never looks at a mesh: the shapes of a
 partitioned program are those of one device.

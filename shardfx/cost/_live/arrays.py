@@ -1,4 +1,6 @@
-"""Which values of a program are arrays in memory, and the order in which XLA makes them, to hold little at a time."""
+"""Which values of a program occupy memory as arrays, and the order in which XLA schedules operations to hold few bytes
+at a time.
+"""
 
 import heapq
 import math
@@ -9,7 +11,7 @@ from .program import Body, LiveOp, OpenedProgram, Uses
 
 
 class Arrays:
-    """What XLA keeps in memory of a program, fusions taken into account.
+    """Which values of a program XLA writes to memory as arrays, after fusion.
 
     On TPUs products are fusions, too. On GPUs and CPUs libraries compute them, which read arrays.
     """
@@ -21,7 +23,7 @@ class Arrays:
         self.sources: dict[int, frozenset[int]] = {}
 
     def is_array(self, value: int) -> bool:
-        """Whether a value lies in memory; parameters and what loops carry do."""
+        """Whether a value is an array in memory. Parameters and loop-carried values always are."""
         if value not in self.known:
             self.known[value] = self._is_array(value)
         return self.known[value]
@@ -47,7 +49,9 @@ class Arrays:
         return True
 
     def is_one_hot(self, op: LiveOp) -> bool:
-        """Whether a scatter writes one element of each row of a constant: XLA makes it a comparison with an iota."""
+        """Whether a scatter writes one element into each row of a constant. XLA turns such a scatter into a comparison
+        with an iota.
+        """
         if op.opcode != "scatter":
             return False
         operand, *_, updates = (self.program.buffers[value].shape for value in op.reads)
@@ -56,7 +60,7 @@ class Arrays:
         return is_constant and math.prod(updates) * max(operand, default=1) <= math.prod(operand)
 
     def readers(self, value: int) -> Iterator[tuple[LiveOp, int, Body]]:
-        """Who reads a value, also through views of it that are no arrays."""
+        """The operations that read a value, directly or through views that are not arrays themselves."""
         for user, at, body in self.uses.users.get(value, ()):
             if user.opcode in VIEWS and not self.is_array(user.makes[0]):
                 yield from self.readers(user.makes[0])
@@ -64,7 +68,7 @@ class Arrays:
                 yield user, at, body
 
     def read_for(self, value: int) -> frozenset[int]:
-        """The arrays that are read to compute a value: itself, if it is one."""
+        """The arrays that are read to compute a value. For a value that is an array this is the value itself."""
         if self.is_array(value):
             return frozenset([value])
         if value not in self.sources:
@@ -72,7 +76,7 @@ class Arrays:
         return self.sources[value]
 
     def reads(self, op: LiveOp) -> set[int]:
-        """The arrays that an operation reads, its bodies included."""
+        """The arrays that an operation and its bodies read."""
         found = {source for value in op.reads for source in self.read_for(value)}
         for body in op.bodies:
             for value in body.results:
@@ -83,7 +87,9 @@ class Arrays:
         return found
 
     def fuses(self, op: LiveOp, at: int) -> bool:
-        """Whether an operation computes an operand while it reads it."""
+        """Whether an operation computes its operand number `at` in its own fusion, so that the operand
+        needs no memory.
+        """
         if op.opcode == "dynamic-update-slice":
             return at > 0
         return (
@@ -96,7 +102,7 @@ class Arrays:
         )
 
     def needs_memory(self, op: LiveOp, at: int) -> bool:
-        """Whether an operand lies in memory even where it is a view, a piece or a constant."""
+        """Whether operand number `at` must be an array even if it is a view, a slice or a constant."""
         if op.opcode == "dynamic-update-slice":
             return at == 0
         if op.opcode == "scatter":
@@ -113,7 +119,7 @@ _SMALL = 16
 def listed(
     reads: Sequence[frozenset[int]], makes: Sequence[tuple[int, ...]], bytes_of: Callable[[int], int]
 ) -> list[int]:
-    """The order of XLA's list scheduler: of what can run, the operation that frees most is next.
+    """The order of XLA's list scheduler, which picks the ready operation that frees the most bytes.
 
     `ListMemoryScheduler` in `xla/hlo/transforms/hlo_memory_scheduler.cc`, November 2026: the priority is the bytes
     freed less the bytes made, then the number of readers. What reads nothing that the body makes, such as the zeros
@@ -171,7 +177,9 @@ def listed(
 def _firsts(
     reads: Sequence[frozenset[int]], makes: Sequence[tuple[int, ...]], bytes_of: Callable[[int], int]
 ) -> tuple[list[list[int]], list[bool]]:
-    """For each operation what runs before it, and whether it reads almost nothing that the body makes."""
+    """For each operation, the operations that must run before it, and whether it reads almost nothing that the body
+    makes.
+    """
     maker = {value: at for at, values in enumerate(makes) for value in values}
     read = {value for values in reads for value in values}
     before = [sorted({maker[value] for value in values if value in maker}) for values in reads]
@@ -183,7 +191,9 @@ def _firsts(
 
 
 def _waits(before: Sequence[Sequence[int]], is_first: Sequence[bool]) -> list[set[int]]:
-    """The operations that must run before one can, without those that wait for it themselves."""
+    """For each operation, the operations that must run before it, without those that run only for their
+    first reader.
+    """
     found: list[set[int]] = []
     for own in before:
         found.append({one for one in own if not is_first[one]}.union(*(found[one] for one in own if is_first[one])))
@@ -191,7 +201,9 @@ def _waits(before: Sequence[Sequence[int]], is_first: Sequence[bool]) -> list[se
 
 
 def _needed(at: int, before: Sequence[Sequence[int]], is_first: Sequence[bool], done: Collection[int]) -> list[int]:
-    """The operations that must run right before one, since they wait for their first reader."""
+    """The operations that must run immediately before operation `at`, since they were postponed until their first
+    reader.
+    """
     found: list[int] = []
     for one in before[at]:
         if is_first[one] and one not in done and one not in found:

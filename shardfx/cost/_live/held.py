@@ -1,4 +1,6 @@
-"""What one device holds while it runs a partitioned program, at the worst moment, and with each layer recomputed."""
+"""The bytes that one device holds at the worst moment of a partitioned program, and the same with each layer
+rematerialized.
+"""
 
 import bisect
 import dataclasses
@@ -14,7 +16,7 @@ from .program import Body, LiveOp, OpenedProgram, Uses, program_of, reached
 
 @dataclasses.dataclass(frozen=True)
 class Recomputed:
-    """A step that recomputes each layer in its backward pass, though it is not written so.
+    """The effect of rematerializing each layer in the backward pass, for a step that does not do so.
 
     **Arguments:**
 
@@ -29,7 +31,7 @@ class Recomputed:
 
 
 def recomputed(program: OpenedProgram, bytes_of: Callable[[int], int]) -> Recomputed:
-    """The hypothesis that each layer is recomputed; it has no values where that saves nothing."""
+    """The effect of rematerializing each layer; an empty one if that saves nothing."""
     uses = Uses(program)
     loops = {id(body): op for op in uses.ops if op.opcode == "while" for body in op.bodies}
     gone: set[int] = set()
@@ -61,7 +63,9 @@ def recomputed(program: OpenedProgram, bytes_of: Callable[[int], int]) -> Recomp
 
 
 def _is_stack(loop: LiveOp, at: int, uses: Uses) -> bool:
-    """Whether a loop writes one slice of an array in each turn and does not read it."""
+    """Whether a loop only writes one slice of the loop-carried array number `at` in each iteration, and never reads the
+    array.
+    """
     body = loop.bodies[0]
     op = uses.maker.get(body.results[at])
     readers = [one for one, _, _ in uses.users.get(body.carried[at], ())]
@@ -69,13 +73,15 @@ def _is_stack(loop: LiveOp, at: int, uses: Uses) -> bool:
 
 
 def _reader(value: int, uses: Uses, loops: dict[int, LiveOp]) -> Body | None:
-    """The body of the one loop that reads a value."""
+    """The body of the loop that reads a value; `None` unless exactly one loop does."""
     bodies = {id(body): body for _, _, body in uses.users.get(value, ())}
     return next(iter(bodies.values())) if len(bodies) == 1 and next(iter(bodies)) in loops else None
 
 
 def _is_of_others(loop: LiveOp, at: int, stacks: list[int], uses: Uses) -> bool:
-    """Whether what a loop stacks follows by elements from something else that it stacks: a fusion computes it again."""
+    """Whether a stacked value is an elementwise function of another stacked value, so that a fusion can
+    recompute it.
+    """
     written = {_written(loop, one, uses) for one in stacks if one != at}
 
     def before(value: int) -> tuple[int, ...]:
@@ -87,7 +93,7 @@ def _is_of_others(loop: LiveOp, at: int, stacks: list[int], uses: Uses) -> bool:
 
 
 def _written(loop: LiveOp, at: int, uses: Uses) -> int:
-    """The slice that a turn of a loop writes to a stack."""
+    """The slice that one iteration of a loop writes to a stacked array."""
     value = uses.maker[loop.bodies[0].results[at]].reads[1]
     while (op := uses.maker.get(value)) is not None and op.opcode == "reshape":
         value = op.reads[0]
@@ -103,7 +109,7 @@ _ASYNC = ("all-gather", "collective-permute")
 
 @dataclasses.dataclass(frozen=True)
 class HeldArray:
-    """One array in memory at the worst moment, beside arguments and results.
+    """One temporary array in memory at the worst moment.
 
     **Arguments:**
 
@@ -128,7 +134,7 @@ class HeldArray:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What one device holds.
+    """The bytes that one device holds: arguments, results and temporaries.
 
     **Arguments:**
 
@@ -148,7 +154,7 @@ class Held:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes at the worst moment."""
+        """Bytes of arguments, results and temporaries at the worst moment."""
         return sum(self.arguments) + sum(self.results) + self.temporary_bytes
 
 
@@ -193,7 +199,7 @@ class _Memory:
         self.aliased: set[int] = set()
 
     def bytes_of(self, value: int) -> int:
-        """Bytes of a value in the device's memory."""
+        """Bytes of a value in the device's memory, tile padding included; 0 for a rematerialized value."""
         if value in self.changed.values:
             return 0
         return bytes_of(self.program.buffers[value], self.tile)
@@ -201,7 +207,7 @@ class _Memory:
     def held(
         self, donated: Sequence[bool], on_host: Sequence[bool], results_on_host: Sequence[bool], recomputes: bool
     ) -> Held:
-        """The memory of the program with these arguments donated."""
+        """The memory of the program, with these arguments donated or in host memory."""
         if recomputes:
             self.changed = recomputed(self.program, self.bytes_of)
         entry = self.program.entry
@@ -224,7 +230,7 @@ class _Memory:
         return Held(arguments, tuple(results), temporary + ahead, found, tuple(beside + one for one in timeline))
 
     def described(self, value: int) -> HeldArray:
-        """A value with where it came from; what a loop leaves is made in its body."""
+        """A temporary with the operation that made it. For a loop's result this is the operation in the loop's body."""
         op = made = self.arrays.maker.get(value)
         while made is not None and made.opcode == "while":
             op, value = made, made.bodies[0].results[made.makes.index(value)]
@@ -236,7 +242,7 @@ class _Memory:
         return HeldArray(buffer, size, op.opcode, op.instruction.op_name, line)
 
     def peak(self, body: Body, timeline: list[int] | None = None) -> _Peak:
-        """The worst moment of a body, beside what it carries."""
+        """The worst moment of a body, without the values that the body carries."""
         if id(body) not in self.peaks:
             found = _Schedule(self, body).peak([] if timeline is None else timeline)
             more = self.changed.inside_bytes.get(id(body), 0)
@@ -245,7 +251,7 @@ class _Memory:
 
 
 class _Schedule:
-    """The operations of a body in the order in which they run, and from when to when each array is in memory."""
+    """The operations of a body in the order in which they run, and the live range of each array."""
 
     def __init__(self, memory: _Memory, body: Body):
         self.memory, self.body, self.is_entry = memory, body, body is memory.program.entry
@@ -261,7 +267,7 @@ class _Schedule:
         self.last = {value: at for at, values in enumerate(self.reads) for value in values}
 
     def peak(self, timeline: list[int]) -> _Peak:
-        """The bytes of the worst moment; the bytes of each moment go to the timeline."""
+        """The bytes at the worst moment. The bytes at every moment are appended to `timeline`."""
         at_home, ends = self.at_home(), {**self.last, **dict.fromkeys(self.body.results, len(self.ops))}
         starts = self.started() if self.memory.tpu else {}
         spans = {
@@ -292,9 +298,7 @@ class _Schedule:
         return _Peak(timeline[worst], (*there, *inside[worst]))
 
     def host(self, timeline: list[int], spans: Mapping[int, tuple[int, int]]) -> None:
-        """Subtracts arrays that lie in the memory of results, from the worst moment down to the first that cannot be
-        it.
-        """
+        """Subtracts temporaries that share memory with results, for each moment that could still be the worst one."""
         rooms, best = self.rooms(), 0
         for at in sorted(range(len(timeline)), key=lambda at: -timeline[at]) if rooms else ():
             if timeline[at] <= best:
@@ -306,7 +310,7 @@ class _Schedule:
             best = max(best, timeline[at])
 
     def at_home(self) -> set[int]:
-        """The results that lie where the loop carries them, or where the caller wants them."""
+        """The results that are written directly to the loop-carried buffer, or to the caller's result buffer."""
         if self.is_entry:
             return {value for value in self.body.results if value in self.born}
         found: set[int] = set()
@@ -317,14 +321,18 @@ class _Schedule:
         return found
 
     def rooms(self) -> list[tuple[int, int]]:
-        """The memory of each result that takes over none: its size, and when the result needs it."""
+        """The memory of each result that reuses no argument's memory: its size, and the moment from which the result
+        needs it.
+        """
         if not self.is_entry:
             return []
         own = [value for value in self.body.results if value in self.born and value not in self.memory.aliased]
         return sorted((self.memory.bytes_of(value), self.born[value]) for value in own)
 
     def started(self) -> Mapping[int, int]:
-        """When each result of a collective begins to be in memory: with the product that the collective runs beside."""
+        """The moment from which each collective's result occupies memory: that of the product that the collective
+        overlaps with.
+        """
         found: dict[int, int] = {}
         for at, op in enumerate(self.ops):
             if op.opcode in _ASYNC:
@@ -334,7 +342,7 @@ class _Schedule:
         return found
 
     def taken_over(self, op: LiveOp, begins: Sequence[int], dies: Sequence[int], live: Mapping[int, int]) -> int:
-        """Bytes of operands that die here and whose memory the results take over."""
+        """Bytes of operands that are read here for the last time and whose memory the results reuse."""
         if op.opcode != "while" and op.opcode not in IN_PLACE:
             return 0
         room = [live[value] for value in dies if value in live and (op.opcode != "while" or value in op.reads)]
@@ -348,7 +356,8 @@ class _Schedule:
 
 
 def _hosted(arrays: list[tuple[int, int]], rooms: list[tuple[int, int]], at: int) -> int:
-    """Bytes of arrays that lie where results will, as compilers place them: one array in the memory of one result.
+    """Bytes of temporaries that fit into the memory of later results, one temporary per result, as compilers place
+    them.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""A program as the TPU's compiler keeps its arrays: in bfloat16 where nothing reads more than that.
+"""The float32 values that the TPU's compiler stores as bfloat16, since nothing reads them at a higher precision.
 
 A TPU multiplies float32 in bfloat16, unless a precision is asked for. So an array that products alone read is kept in
 bfloat16, what a loop stacks for the backward pass and what is gathered among it. And what a loop reads in bfloat16
@@ -22,13 +22,15 @@ _MOVES |= MOVING | VIEWS | PIECES
 
 
 def narrowed(program: OpenedProgram) -> OpenedProgram:
-    """The program, changed: arrays in the dtypes in which they are kept, and conversions before loops."""
+    """The program, changed in place: values have the dtype that they are stored in, and loops have conversions before
+    them.
+    """
     _Narrowing(program).run()
     return program
 
 
 def narrow_values(program: OpenedProgram) -> set[int]:
-    """The values of float32 that nothing but products at the default precision reads.
+    """The float32 values that are read only by products at the default precision.
 
     XLA's BFloat16Propagation finds them: xla/service/bfloat16_propagation.cc, read in the libtpu that jaxlib 0.10.2
     pins.
@@ -62,7 +64,7 @@ class _Narrowing:
             buffers[value] = buffers[value]._replace(dtype="bf16")
 
     def is_narrow(self, value: int) -> bool | None:
-        """Whether a value is kept in bfloat16; `None` while that depends on itself."""
+        """Whether a value is stored as bfloat16; `None` while the answer depends on itself."""
         if value not in self.known:
             self.known[value] = None
             self.known[value] = self._is_narrow(value)
@@ -80,7 +82,7 @@ class _Narrowing:
         return False not in reads and True in reads
 
     def reads_narrow(self, op: LiveOp, at: int) -> bool | None:
-        """Whether an operation reads an operand in bfloat16."""
+        """Whether an operation reads operand number `at` as bfloat16."""
         if op.opcode in ("dot", "convolution"):
             return not _PRECISE.search(op.instruction.attributes) and not self.is_by_vector(op)
         if op.opcode == "convert":
@@ -92,7 +94,7 @@ class _Narrowing:
         return False
 
     def is_by_vector(self, product: LiveOp) -> bool:
-        """Whether a side of a product has nothing but what is added up: it is multiplied and added in float32."""
+        """Whether one side of a product has contracted dimensions only. The TPU computes such products in float32."""
         # One that is fused with what makes its sides reads more than two.
         if product.opcode != "dot" or len(product.reads) != 2:
             return False
@@ -105,7 +107,7 @@ class _Narrowing:
         return batch * added in sizes
 
     def convert_before_loops(self, body: Body) -> None:
-        """Adds conversions before the loops that read a value of this body in bfloat16 alone."""
+        """Adds a conversion before each loop that reads a value of this body only as bfloat16."""
         copies: dict[int, int] = {}
         ops: list[LiveOp] = []
         for op in body.ops:
@@ -120,7 +122,7 @@ class _Narrowing:
         body.ops[:] = ops
 
     def outside(self, body: Body) -> list[int]:
-        """The values of float32 that a body does not make and reads in bfloat16 alone."""
+        """The float32 values that are made outside of a body and that the body reads only as bfloat16."""
         inside = {value for value, home in self.uses.home.items() if home in _within(body)}
         found: dict[int, list[bool | None]] = {}
         for one in _within(body):

@@ -1,4 +1,6 @@
-"""A program as operations on buffers: tuples, copies, calls and fusions are opened, loops and branches nest."""
+"""A program as operations on numbered values. Tuples, copies, calls and fusions are expanded; loops and branches are
+nested bodies.
+"""
 
 import collections
 import dataclasses
@@ -24,7 +26,7 @@ _IDENTITIES = re.compile(r'custom_call_target="(Sharding|SPMDFullToShardShape|SP
 
 @dataclasses.dataclass(eq=False)
 class LiveOp:
-    """An operation: the values that it reads and makes, and the bodies that it runs.
+    """An operation: the values that it reads and makes, and the bodies of a loop or conditional.
 
     **Arguments:**
 
@@ -43,13 +45,13 @@ class LiveOp:
 
     @property
     def opcode(self) -> str:
-        """What it does, as HLO names it."""
+        """The HLO opcode."""
         return self.instruction.opcode
 
 
 @dataclasses.dataclass(eq=False)
 class Body:
-    """The operations of the entry, of one turn of a loop or of a branch, in the order of the text."""
+    """The operations of the entry, of a loop's body or of a branch, in the order of the text."""
 
     carried: tuple[int, ...]
     results: tuple[int, ...]
@@ -58,7 +60,7 @@ class Body:
 
 @dataclasses.dataclass(eq=False)
 class OpenedProgram:
-    """A program.
+    """A program whose values are numbered.
 
     **Arguments:**
 
@@ -73,7 +75,7 @@ class OpenedProgram:
 
 
 class Uses:
-    """Who makes and who reads each value of a program."""
+    """The operation that makes each value of a program, and the operations that read it."""
 
     def __init__(self, program: OpenedProgram):
         self.ops: list[LiveOp] = []
@@ -84,7 +86,7 @@ class Uses:
         self.read(program.entry)
 
     def read(self, body: Body) -> None:
-        """Notes the operations of a body and of those within it."""
+        """Records the operations of a body and of the bodies inside it."""
         self.results.update(body.results)
         self.home.update(dict.fromkeys(body.carried, body))
         for op in body.ops:
@@ -101,7 +103,7 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 def reached(begun: Iterable[_T], onward: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
-    """What can be reached from where a walk begins, each once, the nearest first."""
+    """The items that a breadth-first walk from `begun` reaches, each once, the nearest first."""
     waiting = collections.deque(dict.fromkeys(begun))
     seen = set(waiting)
     while waiting:
@@ -113,7 +115,7 @@ def reached(begun: Iterable[_T], onward: Callable[[_T], Iterable[_T]]) -> Iterat
 
 
 def program_of(module: HloModule) -> OpenedProgram:
-    """The operations of a module."""
+    """The expanded program of a module."""
     return _Opener(module).program()
 
 
@@ -134,7 +136,7 @@ class _Opener:
         return OpenedProgram(self.buffers, Body((*named,), tuple(leaves(made)), ops), (*named.values(),))
 
     def new(self, result: Result) -> Values:
-        """New numbers for the values that an instruction makes."""
+        """New numbers for the arrays of an instruction's result."""
         if isinstance(result, Array):
             self.buffers.append(result)
             return len(self.buffers) - 1
@@ -146,7 +148,9 @@ class _Opener:
         return self.results[text]
 
     def read(self, name: str, bound: Sequence[Values], ops: list[LiveOp]) -> Values:
-        """Adds the operations of a computation, whose parameters are bound to values, and returns its root."""
+        """Appends the operations of a computation with `bound` as its parameters, and returns the values of
+        its root.
+        """
         known: dict[str, Values] = {}
         root: Values = ()
         for instruction in self.module.computations[name].values():
@@ -156,7 +160,7 @@ class _Opener:
         return root
 
     def made(self, one: Instruction, bound: Sequence[Values], known: dict[str, Values], ops: list[LiveOp]) -> Values:
-        """The values that an instruction makes."""
+        """The values of an instruction's result. Its operations are appended to `ops`."""
         operands = [known[name] for name in one.operands if name in known]
         if one.opcode == "parameter":
             return bound[_number(one)]
@@ -186,7 +190,7 @@ class _Opener:
         return makes
 
     def opened(self, call: Instruction, name: str, bound: Sequence[Values], ops: list[LiveOp]) -> Values:
-        """What a call makes: the operations of its computation are in its place."""
+        """The values that a call returns. The operations of the called computation are appended in the call's place."""
         self.calls, before = (call, *self.calls), self.calls
         made = self.read(name, bound, ops)
         self.calls = before
@@ -197,7 +201,9 @@ class _Opener:
         return Body(carried, tuple(leaves(self.read(name, bound, ops))), ops)
 
     def loop(self, one: Instruction, initial: Values, ops: list[LiveOp]) -> Values:
-        """A loop; the values that it only reads are those that it was given, inside and afterwards."""
+        """The values that a loop returns. A value that the loop never changes keeps its number inside and after the
+        loop.
+        """
         body = dict(one.called)["body"]
         changes = self.changes(body)
         entries = initial if isinstance(initial, tuple) else (initial,)
@@ -221,7 +227,7 @@ class _Opener:
         return outside
 
     def changes(self, name: str) -> tuple[int, ...]:
-        """Which elements of its tuple the body of a loop changes."""
+        """The indices of the loop-carried tuple that the body of a loop changes."""
         body = self.module.computations[name]
         root = next(one for one in body.values() if one.is_root)
         if root.opcode != "tuple":
@@ -230,7 +236,7 @@ class _Opener:
         return tuple(at for at, operand in enumerate(root.operands) if not self.hands_on(body, operand, at))
 
     def hands_on(self, body: dict[str, Instruction], made: str, at: int) -> bool:
-        """Whether a value is element `at` of the body's parameter, if need be handed through loops inside it."""
+        """Whether `made` is element `at` of the body's parameter unchanged, directly or through nested loops."""
         one = body[made]
         while one.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
             one = body[one.operands[0]]
@@ -245,7 +251,7 @@ class _Opener:
 
 
 def leaves(values: Values) -> list[int]:
-    """The numbers in a tuple of values, in order."""
+    """The value numbers in a nested tuple, in order."""
     if isinstance(values, int):
         return [values]
     return [leaf for one in values for leaf in leaves(one)]
