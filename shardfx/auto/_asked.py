@@ -1,4 +1,4 @@
-"""What a search is asked for: the devices, and a step with arrays."""
+"""The input of a search: the devices, and a traced step with its arrays."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,9 @@ EMULATED = chips.Chip(
 
 
 class SearchOptions(NamedTuple):
-    """The devices of a search: how many, of which kind, in how many slices; `target` is one slice, if it was named."""
+    """The devices of a search: their number, their chip and the number of slices. `target` names one slice, if the
+    caller did.
+    """
 
     total: int
     chip: chips.Chip
@@ -51,7 +53,7 @@ class SearchOptions(NamedTuple):
 
 
 def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -> SearchOptions:
-    """What a search is for; `devices` may say how many slices there are, as "tpu:v5p:4x4x4*2"."""
+    """The devices of a search. The text may give the number of slices, as in "tpu:v5p:4x4x4*2"."""
     text, star, many = devices.partition("*") if isinstance(devices, str) else (devices, "", "")
     times = 1
     if star:
@@ -70,7 +72,7 @@ def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -
 
 
 def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
-    """How many devices, of which kind, and the slice that they are, if one was named."""
+    """The number of devices, their chip, and the slice if one was named."""
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED
     if isinstance(devices, str):
@@ -98,12 +100,12 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
 
 
 def device_count(devices: int | str | Sequence[object], chip: str | chips.Chip | None = None) -> int:
-    """How many devices a search for these is for."""
+    """The number of devices of a search."""
     return asked_for(devices, chip).total
 
 
 def require_options(keep: object, closely: object, verify: object) -> None:
-    """Raises for options that mean nothing: how many candidates to return, how many to compile, and how."""
+    """Raises for values of `keep`, `closely` and `verify` that are not allowed."""
     for name, value, usual in (("keep", keep, 5), ("closely", closely, 12)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RuleError(f"`{name}={value!r:.40}` is no number of candidates; give 1 or more, as `{name}={usual}`.")
@@ -115,7 +117,7 @@ def require_options(keep: object, closely: object, verify: object) -> None:
 
 
 def require_arrays(args: Sequence[PyTree]) -> None:
-    """Raises where no argument is an array: there is nothing to share out."""
+    """Raises if no argument has an array, since there is nothing to shard."""
     if any(eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray) for leaf in jax.tree.leaves(args)):
         return
     found = ", ".join(type(arg).__name__ for arg in args) or "nothing"
@@ -126,7 +128,7 @@ def require_arrays(args: Sequence[PyTree]) -> None:
 
 
 class Tracing(contextlib.AbstractContextManager[None]):
-    """Adds to an error that the user's own function raised what was being done with it."""
+    """A context that adds to an error of the user's function what the function was called for."""
 
     def __init__(self, args: Sequence[PyTree]):
         self.args = args
@@ -143,7 +145,7 @@ _PLATFORMS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A step's program, and the leaves of its arguments."""
+    """A traced step, and the leaves of its arguments."""
 
     tied: Tied
     flats: tuple[Flat, ...]
@@ -156,23 +158,23 @@ class TracedStep:
 
     @property
     def out(self) -> PyTree:
-        """What the step returns, with structs for its arrays and `None` for the rest."""
+        """The step's result, with structs in the place of arrays and `None` in the place of other leaves."""
         return self.step.traced.out_info
 
     def rank(self, argument: int) -> int:
-        """How many dimensions an argument of the program has, as the step takes it."""
+        """The number of dimensions of parameter number `argument`, as the step takes it."""
         which, leaf = self.places[argument]
         return len(np.shape(self.flats[which].leaves[leaf]))
 
     def path(self, argument: int) -> str:
-        """How messages call an argument of the program: `model/layers/mlp/gate`."""
+        """The path of parameter number `argument` in messages, such as `model/layers/mlp/gate`."""
         which, leaf = self.places[argument]
         inner = self.flats[which].paths[leaf]
         return f"{self.words[which]}/{inner}" if inner else self.words[which]
 
 
 def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
-    """Traces and lowers the step over the shapes of its arguments; nothing is run."""
+    """Traces and lowers the step for the shapes of its arguments, without running it."""
     if not callable(step):
         raise LeafTypeError(f"`step` must be a function, not {type(step).__name__}; pass the function that is jitted.")
     flats = tuple(map(flatten, args))
@@ -192,7 +194,9 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
 
 
 def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
-    """How many equations of a primitive a jaxpr has, in calls and loops too: for one device some lower to nothing."""
+    """The number of equations of a primitive in a jaxpr, inside calls and loops too. On one device some of them lower
+    to nothing.
+    """
     inner, _ = opened(jaxpr)
     found = sum(equation.primitive.name == name for equation in inner.eqns)
     params = [param for equation in inner.eqns for param in equation.params.values()]

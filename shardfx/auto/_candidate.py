@@ -1,4 +1,4 @@
-"""What a search returns: candidates, and their meshes and rules as code to be committed."""
+"""The results of a search: candidates, and the code of their meshes and rules."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ _SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A mesh and rules for a step, with what a step costs under them.
+    """A mesh and rules for a step, with the cost of the step under them.
 
     **Arguments:**
 
@@ -79,7 +79,7 @@ class Candidate:
 
     @property
     def unsure_bytes(self) -> int:
-        """How many more or fewer the compiler may send; see [`shardfx.cost.Traffic`][]."""
+        """The bytes by which the compiler may send more or less; see [`shardfx.cost.Traffic`][]."""
         return self.traffic.unsure_bytes
 
     @property
@@ -89,14 +89,14 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """The mesh, with what each axis cuts: `data=4 (batch), tensor=2 (heads, mlp)`."""
+        """The mesh, with the names that each axis shards: `data=4 (batch), tensor=2 (heads, mlp)`."""
         assignments = dict(self.assignments)
         axes = [f"{axis}={size} ({', '.join(assignments[axis])})" for axis, size in self.mesh.shape.items()]
         zero = [f"ZeRO-1 over {' x '.join(self.state_over)}"] if self.state_over else []
         return ", ".join([*axes, *zero, *(["constrained"] if self.constrained else [])])
 
     def code(self) -> str:
-        """A Python file to read and commit: the mesh, the rules, and all else that the numbers depend on.
+        """A Python file to read and commit: the mesh, the rules, and everything else that the numbers depend on.
 
         `plans_of(step, *args)` in it makes this candidate's plans, and `jitted(step, plans)` the function to call:
         with its constraints, its donation, and the layout of its results.
@@ -114,7 +114,8 @@ class Candidate:
         return code_of(self, head)
 
     def explain(self) -> str:
-        """All that is sent, along which axes and by which lines; after `verify`, where the compiled program differs.
+        """All traffic, by mesh axes and source lines. After `verify`, also the difference between the compiled program
+        and the estimate.
 
         **Returns:**
 
@@ -153,17 +154,19 @@ class Candidate:
 
 
 def rank(one: Candidate) -> tuple[bool, float]:
-    """A key for those that fit first, the fastest first."""
+    """A sort key that puts candidates that fit first, and of those the fastest first."""
     return not one.fits, one.seconds
 
 
 def ms(seconds: float) -> str:
-    """Seconds for a person: three digits, without an exponent where they are many."""
+    """Seconds as text in milliseconds, with three digits."""
     return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -> Iterator[Candidate]:
-    """The first of each set of candidates that cut all arguments alike; none that cuts them as a known one does."""
+    """The candidates without duplicates, that is without those that shard all arguments into the same pieces as an
+    earlier or known one.
+    """
     seen = {_pieces(one) for one in known}
     for one in found:
         if (pieces := _pieces(one)) not in seen:
@@ -172,13 +175,13 @@ def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -
 
 
 def _pieces(one: Candidate) -> object:
-    """How many pieces each dimension of each argument is cut into, and how many slices each mesh axis spans."""
+    """The number of shards of each dimension of each argument, and the number of slices that each mesh axis spans."""
     leaves = (leaf for made in one.plans for leaf in made.leaves)
     return one.mesh.dcn_sizes, tuple(tuple(one.mesh.axis_size(entry_axes(e)) for e in leaf.spec) for leaf in leaves)
 
 
 def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
-    """A sentence that compares a candidate with another one, by the numbers whose texts differ."""
+    """A sentence for each other candidate that compares the two, by the numbers whose texts differ."""
     for other in others:
         computation = _more(other.compute_seconds - mine.compute_seconds, mine.seconds)
         told = [_more(other.seconds - mine.seconds, mine.seconds)]
@@ -195,7 +198,7 @@ _AS_FAST = "as fast"
 
 
 def _more(seconds: float, of: float) -> str:
-    """How many seconds more or less, where they are more than noise beside a step's."""
+    """The difference in seconds as text, or "as fast" if it is noise beside the step's time."""
     return f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}" if abs(seconds) > 1e-3 * of else _AS_FAST
 
 
@@ -205,7 +208,7 @@ _RANKS = {"data": 0, "fsdp": 1, "context": 2, "expert": 3, "tensor": 5}
 
 
 def axis_name(cut: Sequence[str]) -> str:
-    """The name of a mesh axis that cuts these names, in the order in which it prefers them."""
+    """The usual name of a mesh axis that shards these logical names, given in the axis's order of preference."""
     if cut[0] == "batch":
         return "data" if len(cut) == 1 else "fsdp"
     if cut[0] in ("experts", "sequence"):
@@ -216,7 +219,8 @@ def axis_name(cut: Sequence[str]) -> str:
 def mesh_and_rules(
     orders: Sequence[Sequence[str]], found: Found, known: Iterable[str]
 ) -> tuple[MeshSpec, AxisRules, tuple[str, ...]] | None:
-    """The mesh, the rules, and the axis of each assignment; `None` where these want names in orders that contradict.
+    """The mesh, the rules and each assignment's mesh axis; `None` if two assignments need contradicting orders of
+    names.
 
     **Arguments:**
 
@@ -248,7 +252,7 @@ def mesh_and_rules(
 
 
 def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
-    """One order that holds all of these; `None` if they contradict each other."""
+    """One order that contains all of the given orders; `None` if they contradict each other."""
     left, found = [list(order) for order in orders], list[str]()
     while any(left):
         heads = [order[0] for order in left if order]
@@ -261,7 +265,7 @@ def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
 
 
 def code_of(one: Candidate, head: Sequence[str]) -> str:
-    """A Python file with the mesh, the rules, and what makes the plans and the jitted step.
+    """A Python file with the mesh, the rules, and functions that make the plans and the jitted step.
 
     **Arguments:**
 
@@ -288,7 +292,7 @@ def code_of(one: Candidate, head: Sequence[str]) -> str:
 
 
 def _jitted(one: Candidate) -> list[str]:
-    """The function that makes the jitted step."""
+    """The lines of the function that makes the jitted step."""
     given = ["in_shardings=tuple(plans)"]
     outs = ["None" if which is None else f"plans[{which}]" for which in one.results]
     if any(which is not None for which in one.results):

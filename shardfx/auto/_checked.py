@@ -1,4 +1,4 @@
-"""Candidates measured by their compiled programs, or by the clock."""
+"""Candidates measured by their compiled programs or by running them."""
 
 import dataclasses
 import importlib.util
@@ -34,7 +34,8 @@ _ROUNDS, _STEPS = 3, 3
 def measured(
     pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[object], tell: Tell, *, runs: bool
 ) -> list[Candidate]:
-    """The candidates with what their compiled programs send, compute and hold; those that fit first, fastest first.
+    """The candidates with the traffic, work and memory of their compiled programs; those that fit first, the fastest
+    first.
 
     Where they are run, with the median of their steps' seconds too, all in turn on the devices; what does not fit is
     left out.
@@ -62,7 +63,7 @@ def measured(
 def _ran(
     pricer: Pricer, kept: Sequence[tuple[Candidate, Any]], devices: Sequence[object], tell: Tell
 ) -> list[Candidate]:
-    """The candidates with the median of their steps' seconds, the fastest first."""
+    """The candidates with the median time of their steps, the fastest first."""
     taken: list[list[float]] = [[] for _ in kept]
     order = list(range(len(kept)))
     for turn in range(_ROUNDS):
@@ -79,7 +80,7 @@ def _ran(
 
 
 def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | None) -> tuple[Any, ...]:
-    """The devices to compile for: those that were given, the slice's where libtpu describes it, or JAX's own."""
+    """The devices to compile for: the given ones, those of the slice if libtpu describes it, or JAX's own."""
     count, target = asked.total, asked.target
     if given is not None:
         return tuple(given)
@@ -101,7 +102,7 @@ def has_libtpu() -> bool:
 
 
 def _read(pricer: Pricer, one: Candidate, program: Any) -> Candidate:
-    """The candidate with what its compiled program says."""
+    """The candidate with the numbers of its compiled program."""
     sent = traffic(program, one.mesh)
     work = work_of(parse_hlo(program.as_text()))
     return dataclasses.replace(
@@ -113,7 +114,7 @@ def _read(pricer: Pricer, one: Candidate, program: Any) -> Candidate:
 
 
 def jitted(pricer: Pricer, one: Candidate, plans: Sequence[ShardPlan]) -> Any:
-    """The step to compile under these plans, as `code()` writes it."""
+    """The step jitted under these plans, as `code()` writes it."""
     step = constrain_step(pricer.step, plans[0].jax_mesh or one.mesh, one.rules) if one.constrained else pricer.step
     results = tuple(None if which is None else plans[which] for which in one.results)
     out = results[0] if len(results) == 1 else results
@@ -121,7 +122,7 @@ def jitted(pricer: Pricer, one: Candidate, plans: Sequence[ShardPlan]) -> Any:
 
 
 def _timed(args: Sequence[PyTree], devices: Sequence[object], one: Candidate, program: Any) -> list[float]:
-    """The seconds of some steps, on arrays that only this turn has: those of one candidate are there at a time."""
+    """The seconds of several steps. Only the arrays of the candidate at hand are on the devices."""
     plans = [plan.on(one.mesh.build(devices)) for plan in one.plans]
     taken = []
     for turn in range(_STEPS + 1):
@@ -135,7 +136,7 @@ def _timed(args: Sequence[PyTree], devices: Sequence[object], one: Candidate, pr
 
 
 def _filled(arg: PyTree, plan: ShardPlan) -> PyTree:
-    """Arrays for an argument, each made in its shards. What they hold does not matter to the clock."""
+    """Arrays for an argument, each made in its shards. Their values do not matter to the timing."""
     structs, rest = eqx.partition(arg, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
     make = filter_jit(lambda: jax.tree.map(_value, structs), out_shardings=plan)
     return eqx.combine(make(), rest)

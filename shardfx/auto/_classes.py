@@ -1,4 +1,4 @@
-"""The classes of dimensions that a step's arguments have."""
+"""The classes of dimensions in a step's arguments: dimensions that operations tie together must be sharded alike."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ _COPIES = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClassPlace:
-    """A part of a dimension of an argument."""
+    """A position of a class: one sub-dimension of a dimension of an argument."""
 
     argument: int
     dim: int
@@ -27,7 +27,7 @@ class ClassPlace:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ClassGroup:
-    """Classes that get one name: one, or those that stand at the same place in repeated layers."""
+    """Classes that share one name: a single class, or classes at the same position of repeated layers."""
 
     roots: list[int]
     size: int
@@ -36,7 +36,9 @@ class ClassGroup:
 
 
 class Classes:
-    """Groups of classes, and which of them each dimension of each argument consists of; `_name_axes.py` names them."""
+    """Groups of classes, and the groups that each dimension of each argument consists of. `_name_axes.py` names the
+    groups.
+    """
 
     def __init__(self, traced: TracedStep):
         self.traced = traced
@@ -62,11 +64,12 @@ class Classes:
         return self.groups[self.of_root[leaf]]
 
     def flat(self, argument: int) -> list[ClassGroup]:
-        """The groups of an argument's dimensions, of all their parts."""
+        """The groups of an argument's dimensions, one for each sub-dimension."""
         return [self.of(leaf) for leaves in self.dims[argument] for leaf in leaves]
 
     def kept(self, leaves: Sequence[int]) -> int:
-        """How many of a dimension's parts, from the slowest, may be cut; the rest is a unit.
+        """How many of a dimension's sub-dimensions, from the major-most, may be sharded. The rest is an indivisible
+        unit.
 
         The fastest part of a fused dimension is one head's, unless products run over it in batches: then it counts
         heads itself.
@@ -77,7 +80,7 @@ class Classes:
         return min(taken, count - (count > 1 and leaves[-1] not in self.marked["batched"]))
 
     def names_of(self, argument: int) -> tuple[object, ...]:
-        """The names of an argument's dimensions. A dimension whose name another one has already gets none."""
+        """The names of an argument's dimensions. A name that occurs twice is left out the second time."""
         used, found = set[str](), list[object]()
         for leaves in self.dims[argument]:
             count = self.kept(leaves)
@@ -89,7 +92,7 @@ class Classes:
         return tuple(found)
 
     def _placed(self) -> Iterator[tuple[ClassPlace, int]]:
-        """The parts of all arguments, each with its class."""
+        """The position of each sub-dimension of all arguments, with its class."""
         for argument, dims in enumerate(self.dims):
             for dim, leaves in enumerate(dims):
                 for at, leaf in enumerate(leaves):
@@ -103,7 +106,7 @@ class Classes:
             self.of(leaf).places.append(place)
 
     def _tie_layers(self) -> None:
-        """Gives one name to what stands at the same place of layers that differ in their number alone."""
+        """Gives one name to classes at the same position of layers that differ only in their number."""
         keys: dict[object, int] = {}
         alike = [between_numbers(self.traced.path(argument)) for argument in range(len(self.dims))]
         for place, leaf in self._placed():
@@ -111,7 +114,7 @@ class Classes:
             self.tie(self.of_root[keys.setdefault(key, leaf)], self.of_root[leaf])
 
     def tie(self, first: int, second: int) -> bool:
-        """Makes two groups one, unless an array has both."""
+        """Merges two groups, unless some array has both; returns whether they are one group now."""
         if first == second:
             return True
         a, b = self.groups[first], self.groups[second]
@@ -125,7 +128,7 @@ class Classes:
         return True
 
     def tie_names(self) -> None:
-        """Groups that were given one name become one, or get numbers."""
+        """Merges groups that were given one name, or numbers them if some array has several of them."""
         known: dict[str, list[int]] = {}
         for number, group in enumerate(self.groups):
             if group.roots:
@@ -144,16 +147,17 @@ class Classes:
         return {root for group in self.groups if self.in_model(group) for root in group.roots}
 
     def in_model(self, group: ClassGroup) -> list[ClassPlace]:
-        """The places of a group that are in arguments of the model."""
+        """The positions of a group that are in arguments of the model."""
         return [place for place in group.places if place.argument in self.model]
 
     def live(self) -> list[ClassGroup]:
-        """The groups that were not joined to another one."""
+        """The groups that were not merged into another one."""
         return [group for group in self.groups if group.roots]
 
 
 def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
-    """Which argument is the model, and the program's arguments that belong to it or its optimizer, and are no data.
+    """The number of the argument that is the model, and the parameters of the program that belong to it or its
+    optimizer.
 
     The first argument with many arrays is the model. Another belongs to it if all dimensions do of most of its arrays:
     moments have the parameters' dimensions, and a frozen base those of its adapters; a batch has one of its own.
@@ -181,7 +185,7 @@ _FAR = 400
 
 
 def residual(tied: Tied, own: set[int]) -> set[int]:
-    """The classes in sums of an activation and of what products make of it, neither spread from something smaller.
+    """The classes of activations to which products of the same activation are added, as in a residual stream.
 
     `own` are the classes that the model's arrays have: a sum of those alone is an update.
     """
@@ -202,7 +206,7 @@ def residual(tied: Tied, own: set[int]) -> set[int]:
 
 
 def _is_made_of(value: int, source: int, maker: dict[int, Operation]) -> bool:
-    """Whether a value is made of another by a product, in not too many operations."""
+    """Whether a value is computed from another through a product, within a limited number of operations."""
     left, seen = [(value, False)], {(value, False)}
     while left and len(seen) < _FAR:
         one, by_product = left.pop(0)

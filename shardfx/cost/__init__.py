@@ -1,4 +1,4 @@
-"""What a step costs, before it runs: its traffic row by row, its memory group by group, and its time.
+"""The cost of a step before it runs: its traffic row by row, its memory group by group, and its time.
 
 It may import the ground values, rules, plans, device orders, chips, steps, arrays and `interop`. It never runs a step
 and never chooses a plan. There is one reader of programs: an estimate is the traffic of a program that XLA's

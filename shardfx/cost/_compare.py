@@ -40,7 +40,8 @@ class Surplus:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Where a compiled step sends more than its estimate; made by [`shardfx.cost.compare`][]. `str(...)` is a table.
+    """The differences between a compiled step's traffic and its estimate; made by [`shardfx.cost.compare`][].
+    `str(...)` is a table.
 
     No byte is in two rows, and none is left out: what `rows` and `less` say adds up to `extra_bytes`.
 
@@ -58,18 +59,20 @@ class Comparison:
 
     @property
     def different_bytes(self) -> int:
-        """The bytes that are sent on one side only: those of all rows, whatever their sign."""
+        """The bytes that are sent on one side only: the sum over all rows of the difference without its sign."""
         return sum(abs(row.extra_bytes) for row in (*self.rows, *self.less))
 
     @property
     def explained(self) -> float:
-        """Which share of `different_bytes` a pass of the compiler explains; 1 where nothing differs."""
+        """The fraction of `different_bytes` in rows that a pass of the compiler explains; 1 if nothing differs."""
         by_pass = sum(abs(row.extra_bytes) for row in (*self.rows, *self.less) if row.passes)
         return by_pass / self.different_bytes if self.different_bytes else 1.0
 
     @property
     def extra_bytes(self) -> int:
-        """How much more enters each device in one step than was estimated; negative where it is less."""
+        """The bytes that enter each device in one step beyond the estimate; negative if the compiled step
+        sends less.
+        """
         return self.compiled.wire_bytes - self.estimated.wire_bytes
 
     def __str__(self) -> str:
@@ -101,7 +104,8 @@ class Comparison:
 
 
 def compare(estimated: Traffic, compiled: object) -> Comparison:
-    """What a compiled step sends beyond its estimate, line by line, and which pass of the compiler explains it.
+    """The bytes that a compiled step sends beyond its estimate, line by line, with the compiler's pass that explains
+    them.
 
     An estimate is what XLA's partitioner made, and what the compiler's passes are known to make of that: each of its
     rows names the passes that touched it.
@@ -160,7 +164,7 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
 
 @dataclasses.dataclass
 class _LineSent:
-    """What is sent at one line along some mesh axes, estimated and compiled, and how much more was compiled."""
+    """The estimated and the compiled rows of one line along the same mesh axes, and the difference in bytes."""
 
     source: Frame | None
     axes: tuple[str, ...]
@@ -169,7 +173,7 @@ class _LineSent:
 
 
 def _sent(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow]]:
-    """All that is sent, each with its line: of sums that the compiler joined, each leaf's own."""
+    """The rows of a step's traffic, each with its line. A merged sum is divided into one row per leaf."""
     for row in made.rows:
         shares = row.shares or ((row.leaf, row.wire_bytes),)
         missing = row.wire_bytes - sum(count for _, count in shares)  # shares are rounded
@@ -180,7 +184,9 @@ def _sent(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame
 
 
 def _match(places: Sequence[_LineSent]) -> None:
-    """Subtracts what a line sends less from what other lines send more along the same axes, the largest first."""
+    """Moves bytes between lines of the same mesh axes: a line that sends less offsets lines that send more, the largest
+    first.
+    """
     for place in sorted(places, key=lambda one: -one.extra):
         for other in places:
             moved = min(place.extra, -other.extra) if other.axes == place.axes else 0
@@ -190,7 +196,7 @@ def _match(places: Sequence[_LineSent]) -> None:
 
 
 def _together(places: Sequence[_LineSent]) -> _LineSent:
-    """The sum of several places, for rows that have no line of their own."""
+    """The sum of several lines, as one row for small differences."""
     ours, theirs = ([row for one in places for row in one.rows[side]] for side in (0, 1))
     return _LineSent(None, (), (ours, theirs), sum(one.extra for one in places))
 

@@ -1,4 +1,4 @@
-"""Whether a step fits a chip: bytes per device by what they are for, and what would make it fit."""
+"""Whether a step fits a chip's memory: bytes per device by purpose, and the changes that would make it fit."""
 
 import dataclasses
 import functools as ft
@@ -33,14 +33,14 @@ _CLOSE = 0.18
 
 @runtime_checkable
 class _Measured(Protocol):
-    """A compiled step."""
+    """A compiled step with a memory analysis."""
 
     def memory_analysis(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class FitRow:
-    """Bytes of one group on one device.
+    """The bytes of one group of arrays on one device.
 
     **Arguments:**
 
@@ -60,7 +60,7 @@ class FitRow:
 
 @dataclasses.dataclass(frozen=True)
 class Offender:
-    """One array, or several that are alike, that takes much memory at the worst moment.
+    """One array, or several alike, among the largest at the worst moment.
 
     **Arguments:**
 
@@ -85,7 +85,7 @@ class Offender:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What a step needs of a chip's memory; made by [`shardfx.cost.fit`][]. `str(...)` is a table.
+    """The memory that a step needs on a chip; made by [`shardfx.cost.fit`][]. `str(...)` is a table.
 
     **Arguments:**
 
@@ -106,27 +106,27 @@ class Fit:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes on one device, at the worst moment of a step."""
+        """Bytes on one device at the worst moment of a step."""
         return sum(row.bytes for row in self.rows)
 
     @property
     def usable_bytes(self) -> int:
-        """What the chip leaves to a program, on one device."""
+        """Bytes of one device's memory that the chip leaves to a program."""
         return self.chip.usable_hbm_bytes_per_device
 
     @property
     def headroom_bytes(self) -> int:
-        """What is left; negative where it does not fit."""
+        """Usable bytes minus the peak; negative if the step does not fit."""
         return self.usable_bytes - self.peak_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether it fits; for an estimate, whether it would if the estimate were exact (see `is_close`)."""
+        """Whether the peak is within the usable memory. An estimate may be wrong near the limit, see `is_close`."""
         return self.headroom_bytes >= 0
 
     @property
     def is_close(self) -> bool:
-        """Whether only a compiler can say: it is estimated, and less than 18 % of the peak away from the limit.
+        """Whether only a compiler can tell: the peak is estimated, and less than 18 % of it away from the limit.
 
         Ask this beside `fits`: a step that is close may fail to compile although `fits` says that it fits.
         """
@@ -134,7 +134,7 @@ class Fit:
 
     @ft.cached_property
     def changes(self) -> tuple[Change, ...]:
-        """Single changes that save memory, and what the peak would be, most saving first.
+        """Single changes that save memory, each with the peak after it; the one that saves most comes first.
 
         Each is made and partitioned when this is first asked for; for half the batch the step is traced once more.
         """
@@ -142,7 +142,8 @@ class Fit:
 
     @ft.cached_property
     def moment(self) -> tuple[Offender, ...]:
-        """All arrays in memory at the worst moment, the largest first, with how each lies and why.
+        """All arrays in memory at the worst moment, the largest first, each with its sharding and the reason for its
+        size.
 
         For that the compiler's propagation of shardings runs once, as in [`shardfx.cost.shardings`][].
         """
@@ -150,30 +151,32 @@ class Fit:
 
     @property
     def shardings(self) -> StepShardings | None:
-        """How every array of the step lies; `None` where there is no step."""
+        """The sharding of every array of the step; `None` without a step."""
         return None if self._known is None else self._known.shardings
 
     @property
     def batch(self) -> int | None:
-        """How many examples there are; `None` where that is not known."""
+        """The number of examples in the batch; `None` if it is not known."""
         return None if self._known is None else batch_of(self._known)
 
     @ft.cached_property
     def largest_batch(self) -> int | None:
-        """How many examples would fit; `None` where that is not known. The step is traced for up to 8 other sizes."""
+        """The largest number of examples that fits; `None` if it is not known. The step is traced for up to 8 other
+        sizes.
+        """
         return None if self._known is None else largest_batch(self._known, self.peak_bytes)
 
     @property
     def timeline(self) -> tuple[int, ...]:
-        """Bytes in memory while each operation runs that XLA's partitioner leaves, for a plot."""
+        """Bytes in memory while each operation of the partitioned program runs, for a plot."""
         return () if self._known is None else self._known.held.timeline
 
     def bytes_of(self, group: str) -> int:
-        """The bytes of a group, "optimizer" for all its parts."""
+        """The bytes of a group. "optimizer" covers all groups whose name begins so."""
         return sum(row.bytes for row in self.rows if row.group == group or row.group.startswith(f"{group}: "))
 
     def explain(self) -> str:
-        """The table, why the largest arrays are not smaller, all changes, and the largest batch that fits."""
+        """The table, the reasons for the sizes of the largest arrays, all changes, and the largest batch that fits."""
         parts = [str(self)]
         why: dict[str, dict[str, None]] = {}
         for one in self.moment[:_LARGEST]:
@@ -205,7 +208,8 @@ def fit(
     mesh: MeshSpec | Mesh | AbstractMesh | None = None,
     compiled: object = None,
 ) -> Fit:
-    """Whether a step fits a chip, and what takes the memory: bytes per device by group, against usable memory.
+    """Whether a step fits a chip, and which arrays take the memory: bytes per device by group, beside the usable
+    memory.
 
     Nothing runs. The step is traced once and lowered for the chip's platform, and XLA's own partitioner makes the
     program of one device. Its arrays are live from the operation that makes them to the last that reads them, in the
@@ -300,7 +304,7 @@ def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
 
 
 def _arguments(known: StepOnChip, compiled: object) -> tuple[list[FitRow], tuple[Offender, ...]]:
-    """What the step takes, by group, and its largest arrays."""
+    """The arguments' bytes by group, and the largest arguments."""
     sizes: dict[str, list[int]] = {}
     largest: list[Offender] = []
     counted = _as_compiled(known, compiled)
@@ -315,7 +319,7 @@ def _arguments(known: StepOnChip, compiled: object) -> tuple[list[FitRow], tuple
 
 
 def _as_compiled(known: StepOnChip, compiled: Any) -> StepOnChip:
-    """The step for the chip, or for one without tiles where the program's own platform pads nothing."""
+    """The step on its chip. If the step was compiled for a platform that pads nothing, the chip has no tiles."""
     if compiled is None or known.chip.tile is None:
         return known
     plain = StepOnChip(known.step, dataclasses.replace(known.chip, tile=None))
@@ -324,7 +328,9 @@ def _as_compiled(known: StepOnChip, compiled: Any) -> StepOnChip:
 
 
 def _temporaries(found: Sequence[Offender], known: StepOnChip) -> list[FitRow]:
-    """What the step makes, by group. What lies where a result will is listed, too: what is shared counts once."""
+    """The temporaries' bytes by group. Bytes that reuse the memory of results count once: they are subtracted from the
+    largest groups.
+    """
     sums: dict[str, int] = {}
     for one in found:
         sums[one.group] = sums.get(one.group, 0) + one.bytes
@@ -357,7 +363,7 @@ def _sorted(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
 
 
 def _alike(found: Sequence[Offender]) -> list[Offender]:
-    """One for arrays whose paths differ in numbers only, and that are of one size; the largest first."""
+    """The arrays with those merged whose paths differ in numbers only and whose sizes are equal; the largest first."""
     groups: dict[tuple[object, ...], list[Offender]] = {}
     for one in found:
         groups.setdefault((between_numbers(one.what), one.bytes, one.group), []).append(one)
@@ -372,7 +378,9 @@ _COPIES = MOVING | {"convert"}
 
 
 def _gradient_shapes(known: StepOnChip) -> set[tuple[int, ...]]:
-    """The sorted dimensions of parameters, cut or whole: gradients of stacked layers may have them in another order."""
+    """The sorted shapes of parameters and of their shards. A gradient of stacked layers may have its dimensions in
+    another order.
+    """
     found: set[tuple[int, ...]] = set()
     for at in known.of_group("parameters"):
         found |= {tuple(sorted(known.taken[at].argument.shape)), tuple(sorted(known.shards[at]))}
@@ -405,7 +413,7 @@ _Rows: TypeAlias = list[tuple[str, ...]]
 
 
 def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
-    """The groups and the largest arrays: each a header and rows, and what is below it."""
+    """The table of groups and the table of the largest arrays, each with the lines below it."""
     groups: _Rows = [("group", "bytes/device", "share", "how")]
     for row in found.rows:
         share = f"{row.bytes / max(1, found.peak_bytes):.0%}"

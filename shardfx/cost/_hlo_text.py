@@ -1,4 +1,4 @@
-"""The text of an HLO module as data: computations, instructions with their types, and the lines they came from."""
+"""The text of an HLO module as data: computations, instructions with their types, and their source lines."""
 
 import dataclasses
 import functools as ft
@@ -39,14 +39,16 @@ Phase = Literal["", "forward", "backward", "recomputed"]
 
 
 def phase_of(op_name: str) -> Phase:
-    """The pass that a path of JAX's operations is of; "" where there is no gradient."""
+    """Whether a path of JAX's operations belongs to the forward pass, the backward pass or a recomputation; "" without
+    a gradient.
+    """
     if "rematted_computation" in op_name:
         return "recomputed"
     return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else ""
 
 
 class Instruction(NamedTuple):
-    """One instruction: what it makes, from what, and the rest of its line.
+    """One instruction of HLO: its result type, its operands, and the rest of its line.
 
     `passes` names the passes of a compiler that would make it of another one, and `unsure` is the share of what it
     sends that the compiler may send otherwise, for the reason in `note`; they are empty in a program as it was read.
@@ -65,18 +67,18 @@ class Instruction(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The line, without what the compiler noted for itself."""
+        """The instruction's line, without the compiler's `backend_config`."""
         line = f"%{self.name} = {self.result} {self.opcode}({self.inside}){self.attributes}"
         return line.partition(", backend_config=")[0]
 
     @property
     def structure(self) -> str:
-        """The rest of its line without what is in quotes: names that users give can look like attributes."""
+        """The attributes with quoted text removed, since names that users choose can look like attributes."""
         return _QUOTED.sub('""', self.attributes)
 
     @property
     def rendezvous(self) -> str | None:
-        """What a send and the receive that goes with it have in common; `None` for all else."""
+        """The name that a send and its receive share; `None` for other instructions."""
         if self.opcode not in ("send", "recv"):
             return None
         found = _RENDEZVOUS.search(self.attributes)
@@ -84,18 +86,18 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """The path of JAX's operations that it came from."""
+        """The path of JAX's operations that the instruction came from."""
         found = _OP_NAME.search(self.attributes)
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
     @property
     def phase(self) -> Phase:
-        """The pass that makes it, as JAX's name stack says."""
+        """The pass that the instruction belongs to, by JAX's name stack."""
         return phase_of(self.op_name)
 
     @property
     def called(self) -> Iterator[tuple[str, str]]:
-        """The computations that it names, each with the attribute that names it."""
+        """The computations that the instruction calls, each with the attribute that names it."""
         # Most instructions name none, and to search each line for eight attributes takes long.
         told = self.attributes
         if "calls=" not in told and "to_apply=" not in told and "body=" not in told and "comp" not in told:
@@ -107,7 +109,7 @@ class Instruction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """A module.
+    """An HLO module.
 
     **Arguments:**
 
@@ -123,7 +125,7 @@ class HloModule:
     partitions: int = 1
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
-        """The lines of the program that an instruction came from, innermost first."""
+        """The source lines that an instruction came from, innermost first."""
         if found := _FRAME.search(instruction.attributes):
             return self.stacks.get(int(found[1]), ())
         if found := _OLD_SOURCE.search(instruction.attributes):
@@ -208,7 +210,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _take_out(own: dict[str, Instruction], operand: str) -> None:
-    """Adds the instruction that takes an operand `param#0` out of its tuple."""
+    """Adds a `get-tuple-element` for an operand written as `param#0`."""
     whole, mark, index = operand.rpartition("#")
     if not mark or operand in own:
         return
@@ -218,7 +220,7 @@ def _take_out(own: dict[str, Instruction], operand: str) -> None:
 
 
 def parts_of(result: str) -> list[str]:
-    """The types in the type of a tuple; an array alone is one."""
+    """The types inside a tuple's type; a list of one for an array's type."""
     depth, parts = 0, [""]
     for letter in result[1:-1] if result.startswith("(") else result:
         depth += (letter in _OPENING) - (letter in _CLOSING)
@@ -280,7 +282,7 @@ _TUPLE = re.compile(r"\(|\)|[a-z]\w*\[[^\]]*\]|token")
 
 
 class Array(NamedTuple):
-    """The element type of an array on one device, as HLO writes it, and its dimensions."""
+    """An array's element type as HLO writes it, and its dimensions on one device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -290,7 +292,7 @@ class Array(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of one element.
+        """Bits of one element.
 
         **Raises:**
 
@@ -305,13 +307,13 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> Fraction:
-        """Of all elements, without padding."""
+        """Bytes of all elements, without padding."""
         return Fraction(self.bits * math.prod(self.shape), 8)
 
 
 @ft.lru_cache(maxsize=65536)
 def arrays_in(result: str) -> tuple[Array, ...]:
-    """The arrays in a type, those of a tuple in order.
+    """The arrays in a type, in order.
 
     **Raises:**
 
@@ -325,12 +327,12 @@ def arrays_in(result: str) -> tuple[Array, ...]:
 
 
 def array_of(instruction: Instruction) -> Array:
-    """The array that an instruction makes; of a tuple the first one."""
+    """The array that an instruction makes; the first one of a tuple."""
     return next(iter(arrays_in(instruction.result)), Array("", ()))
 
 
 def index_of(instruction: Instruction) -> int | None:
-    """Which element of a tuple a `get-tuple-element` takes; `None` of other instructions."""
+    """The tuple index of a `get-tuple-element`; `None` for other instructions."""
     found = _INDEX.search(instruction.structure) if instruction.opcode == "get-tuple-element" else None
     return int(found[1]) if found else None
 
@@ -345,7 +347,7 @@ Result: TypeAlias = "Array | tuple[Result, ...]"
 
 
 def result_of(text: str) -> Result:
-    """The buffers that an instruction makes, from the type that HLO writes: a tuple nests as the type does."""
+    """The arrays of a result type, nested as its tuples are."""
     if not text.startswith("(") and (alone := arrays_in(text)):
         return alone[0]
     open_: list[list[Result]] = [[]]
@@ -364,12 +366,12 @@ def result_of(text: str) -> Result:
 
 @ft.lru_cache(maxsize=65536)
 def bytes_of(buffer: Array, tile: tuple[int, int] | None) -> int:
-    """Bytes of an array in a memory of tiles; sub-byte types are packed."""
+    """Bytes of an array in tiled memory; sub-byte types are packed."""
     return -(-math.prod(padded(buffer.shape, tile)) * buffer.bits // 8)
 
 
 def padded(shape: tuple[int, ...], tile: tuple[int, int] | None) -> tuple[int, ...]:
-    """A shape as it lies in memory that is cut into tiles: the two dimensions that pad least are the last ones.
+    """A shape padded to whole tiles, with the two last dimensions chosen so that the padding is least.
 
     A dimension shorter than the tile's rows is padded to a power of two alone, as the compiler for TPUs does.
     """

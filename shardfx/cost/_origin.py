@@ -1,4 +1,6 @@
-"""Which argument of a compiled program a collective is about: the weight that it gathers, or whose gradient it adds."""
+"""The argument of a compiled program that a collective serves: the weight that it gathers, or the weight whose gradient
+it reduces.
+"""
 
 import collections
 import itertools
@@ -29,7 +31,7 @@ _FAR, _MANY = 64, 2000
 
 
 class Origins:
-    """Follows values through a program: from an operation back to an argument, and from one on to an update."""
+    """Follows values through a program, from an operation back to an argument and forward to an update."""
 
     def __init__(self, module: HloModule):
         self._module = module
@@ -58,7 +60,7 @@ class Origins:
                 self._becomes[sender.reads[0]].append(op.makes[0])
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
-        """The lines that an instruction came from.
+        """The source lines that an instruction came from.
 
         What lays a result out is no line's: it came from the line that made what is sent, or else from that which uses
         what arrives.
@@ -72,7 +74,7 @@ class Origins:
         return next(filter(None, map(self._module.frames, (op.instruction, *op.calls))), ())
 
     def _before(self, op: LiveOp | None) -> Iterator[LiveOp]:
-        """An operation, and those that made its first operand."""
+        """An operation and, backwards, the operations that made its first operand."""
         for _ in range(_FAR):
             if op is None:
                 return
@@ -84,13 +86,14 @@ class Origins:
             op = self._carried[value][0] if value in self._carried else self._uses.maker.get(value)
 
     def _behind(self, op: LiveOp) -> Iterator[LiveOp]:
-        """The operations that use what one makes, the nearest first."""
+        """The operations that read an operation's results, directly or indirectly, the nearest first."""
         uses = self._uses.users
         users = reached([op], lambda one: (user for value in one.makes for user, _, _ in uses.get(value, ())))
         return itertools.islice(users, _FAR)
 
     def gathered(self, instruction: Instruction, element: int | None) -> str | None:
-        """The argument of which an instruction moves a part, by the name that JAX gave it.
+        """The argument that an instruction moves a part of, by the name that JAX gave it; `None` if it moves a computed
+        value.
 
         `element` is the number of the array among those that are moved, where there are several.
         """
@@ -99,7 +102,8 @@ class Origins:
         return self._argument(moved[0]) if moved else None
 
     def updated(self, instruction: Instruction, element: int | None) -> str | None:
-        """The argument to which the result of a reduction is added in the end: the one whose gradient it is of.
+        """The argument that a reduction's result is added to in the end, which is the argument whose gradient it is;
+        `None` without one.
 
         `element` is the number of the array in the result, where that is a tuple.
         """
@@ -114,11 +118,11 @@ class Origins:
         return None
 
     def _later(self, begun: int) -> Iterator[int]:
-        """A value and all that it becomes, the nearest first."""
+        """A value and the values that it becomes, the nearest first."""
         return itertools.islice(reached([begun], self._next), _MANY)
 
     def _next(self, value: int) -> tuple[int, ...]:
-        """What a value is one operation later, in the same shape, as a shard, or as a part of what is stacked."""
+        """The values that a value becomes by one operation, in the same shape, as a shard, or as a slice of a stack."""
         if value not in self._known:
             found = [*self._becomes.get(value, ())]
             for op, at, _ in self._uses.users.get(value, ()):
@@ -128,11 +132,13 @@ class Origins:
         return self._known[value]
 
     def _is_returned(self, value: int) -> bool:
-        """Whether a value becomes a result of the program: an updated weight does, a difference from data does not."""
+        """Whether a value becomes a result of the program, as an updated weight does and a difference from data does
+        not.
+        """
         return any(one in self._results for one in self._later(value))
 
     def _argument(self, value: int) -> str | None:
-        """The argument of the whole program that a value is, or is a part of."""
+        """The argument that a value is, or is a part of; `None` for a computed value."""
         for _ in range(_FAR):
             if value in self._names:
                 return self._names[value].op_name or None
@@ -146,7 +152,7 @@ class Origins:
         return None
 
     def is_sum_of_products(self, instruction: Instruction) -> bool:
-        """Whether a permute passes on products that others add to, and no argument as it is.
+        """Whether a permute passes on partial products, to which other products are added.
 
         Such a sum begins with zeros, and in a loop it is what the body made the last time.
         """
@@ -158,7 +164,7 @@ class Origins:
         return not any(made is None or made.opcode in _WHOLE for made in makers)
 
     def _made_of(self, value: int) -> Iterable[int]:
-        """The values that a value is made of; for one that a loop carries, what the body made of it the last time."""
+        """The operands of a value's operation; for a loop-carried value the body's result of the previous iteration."""
         if value in self._carried:
             loop, at = self._carried[value]
             return (loop.bodies[0].results[at],)
@@ -176,7 +182,7 @@ class Origins:
 
 
 def _of_one(op: LiveOp, at: int) -> tuple[int, ...]:
-    """What an operation makes of one of the arrays that it reads: what only begins gives out its operands, too."""
+    """The values that an operation makes of operand number `at`. A collective's `-start` also returns its operands."""
     count = max(1, min(len(op.reads), len(op.makes)))
     return op.makes[at % count :: count]
 

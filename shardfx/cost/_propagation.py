@@ -1,4 +1,6 @@
-"""A propagated step as a graph: over which operations an axis came, and who else wanted it."""
+"""A step after Shardy's propagation as a graph: the operations over which a mesh axis reached an array, and the
+conflicts between them.
+"""
 
 import functools as ft
 from collections import deque
@@ -28,7 +30,8 @@ class Holder(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """An axis that an array does not have on one of its dimensions, while a neighbour has it there.
+    """A mesh axis that an array lacks on a dimension, although a neighbouring array has it on the corresponding
+    dimension.
 
     `holder` has it, `last` is the array next to it that has not, and `operation` is between the two. `near` is the
     nearest to it that a program can name: `last`, or what a loop reads of the stack that `last` is.
@@ -42,7 +45,9 @@ class Lost(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """An operation whose arrays have one axis on two factors: those of `kept` stay, those of `moved` are gathered."""
+    """An operation whose arrays have one mesh axis on two factors. The arrays of `kept` keep it, those of `moved` are
+    gathered.
+    """
 
     operation: int
     axis: str
@@ -60,7 +65,7 @@ class Graph:
 
     @ft.cached_property
     def operations_of(self) -> list[list[int]]:
-        """For each array the operations that make or take it."""
+        """For each array, the operations that make it or read it."""
         found: list[list[int]] = [[] for _ in self.program.values]
         for at, made in enumerate(self.program.operations):
             for value in {*made.ins, *made.outs}:
@@ -69,7 +74,9 @@ class Graph:
 
     @ft.cached_property
     def factors(self) -> list[list[tuple[Holder, int]]]:
-        """For each operation the dimensions of its arrays, each with its slowest factor, which is what an axis cuts."""
+        """For each operation, the dimensions of its arrays, each with its major-most factor, the one that a mesh axis
+        shards.
+        """
         return [
             [
                 (Holder(value, dim), own[0])
@@ -83,22 +90,22 @@ class Graph:
 
     @ft.cached_property
     def makers(self) -> dict[int, int]:
-        """For each array the operation that makes it."""
+        """For each array, the operation that makes it."""
         pairs = enumerate(self.program.operations)
         return {out: at for at, made in reversed(list(pairs)) for out in made.outs}
 
     @ft.cached_property
     def ended(self) -> dict[int, int]:
-        """For each array that a loop carries, the array that an iteration makes of it."""
+        """For each loop-carried array, the array that one iteration hands to the next in its place."""
         return {made.ins[1]: made.ins[0] for made in self.program.operations if made.name == "return"}
 
     def axes_of(self, holder: Holder) -> tuple[str, ...]:
-        """The mesh axes on one dimension."""
+        """The mesh axes that shard one dimension of an array."""
         dims = self.laid[holder.value].dims
         return dims[holder.dim] if holder.dim < len(dims) else ()
 
     def chain(self, value: int, axis: str) -> list[int]:
-        """The operations from the origin of an axis to this array, a shortest way."""
+        """The operations on a shortest path from the origin of a mesh axis to an array."""
         origin = self.laid[value].origins.get(axis, "")
         before, way = self._ways(axis, origin), []
         while value in before and (step := before[value]) is not None:
@@ -107,7 +114,7 @@ class Graph:
         return way[::-1]
 
     def _ways(self, axis: str, origin: str) -> Mapping[int, tuple[int, int] | None]:
-        """For each array with this axis from this origin, the operation and the array that it came from."""
+        """For each array with this axis from this origin, the operation and the array from which it got the axis."""
         if (axis, origin) not in self.ways:
             self.ways[axis, origin] = self._found(axis, origin)
         return self.ways[axis, origin]
@@ -134,7 +141,7 @@ class Graph:
 
     @ft.cached_property
     def constraints(self) -> dict[str, list[int]]:
-        """For each name of a constraint the arrays that it made."""
+        """For each constraint's name, the arrays that the constraint made."""
         found: dict[str, list[int]] = {}
         for made in self.program.operations:
             if made.name == "sharding_constraint":
@@ -143,7 +150,9 @@ class Graph:
         return found
 
     def lost(self, value: int, axis: str) -> Lost | None:
-        """The nearest array that has the axis on a corresponding dimension, for an array that lacks it there."""
+        """The nearest array that has the axis on a corresponding dimension, for an array that lacks it there; `None`
+        without one.
+        """
         shape = self.program.values[value].shape
         starts = [Holder(value, dim) for dim in range(len(shape)) if axis not in self.axes_of(Holder(value, dim))]
         before: dict[Holder, Holder] = {one: one for one in starts}
@@ -167,18 +176,20 @@ class Graph:
         return Lost(way[-1].dim, holder, last, operation, next(named, self._put(last)))
 
     def _ended(self, one: Holder) -> Holder:
-        """A loop carries what each of its iterations makes."""
+        """The dimension of the array that an iteration hands on in place of a loop-carried array; other dimensions as
+        they are.
+        """
         return Holder(self.ended.get(one.value, one.value), one.dim)
 
     def _is_of_loop(self, value: int) -> bool:
-        """Whether a loop's own operations make an array: no line of a program can name it."""
+        """Whether an array is made by a loop's bookkeeping rather than by a line of the program."""
         made = self.program.operations[self.makers[value]] if value in self.makers else None
         if made is None or made.name in _RESHAPED:
             return made is not None and all(map(self._is_of_loop, made.ins))
         return made.name in _OF_LOOPS
 
     def _put(self, stack: Holder) -> Holder:
-        """What a loop's body puts into a stack."""
+        """The dimension of the value that a loop's body writes into a stack, for a dimension of the stack."""
         here = stack
         for _ in range(_DEEP):
             here = self._ended(here)
@@ -193,7 +204,7 @@ class Graph:
         return self._ended(stack)
 
     def _beside(self, here: Holder) -> Iterator[tuple[int, Holder]]:
-        """The dimensions that operations walk together with one."""
+        """The dimensions that share a factor with `here` in an operation, each with that operation."""
         for at in self.operations_of[here.value]:
             factors = {factor for one, factor in self.factors[at] if one == here}
             for one, factor in self.factors[at]:
@@ -202,7 +213,7 @@ class Graph:
 
     @ft.cached_property
     def conflicts(self) -> list[Conflict]:
-        """Every operation whose arrays have an axis on two factors."""
+        """The operations whose arrays have one mesh axis on two factors."""
         return [one for at, made in enumerate(self.program.operations) for one in self._conflicts(at, made)]
 
     def _conflicts(self, at: int, made: Operation) -> Iterator[Conflict]:

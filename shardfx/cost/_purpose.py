@@ -1,4 +1,4 @@
-"""What each array that a step takes is for, by what the step does with it; names of arguments do not count."""
+"""The purpose of each array that a step takes, found from what the step does with it rather than from its name."""
 
 import collections
 import math
@@ -20,7 +20,7 @@ _FOLLOWED = ELEMENTWISE | VIEWS | PIECES | MOVING
 
 
 class Taken(NamedTuple):
-    """One array that a step takes.
+    """One array that a step takes, and its purpose.
 
     **Arguments:**
 
@@ -41,7 +41,7 @@ _Node: TypeAlias = tuple[tuple[str, int], ...]
 
 
 def taken(step: Step, program: OpenedProgram) -> tuple[Taken, ...]:
-    """What a step takes, in the order of the parameters of its program.
+    """The arrays that a step takes, each with its purpose, in the order of the program's parameters.
 
     A part of the arguments that comes back with the same structure, shapes and dtypes is state. The forward pass reads
     parameters; nothing but their update reads an optimizer's arrays. A step without gradients updates caches. What does
@@ -86,7 +86,7 @@ def taken(step: Step, program: OpenedProgram) -> tuple[Taken, ...]:
 
 
 def _returned(step: Step, dtypes: Sequence[str]) -> dict[int, int]:
-    """For each argument's array that a result replaces, the result's number."""
+    """For each array of the arguments that a result replaces, the number of that result."""
     info = flatten(step.traced.out_info)
     results = [(path, leaf) for path, leaf, yes in zip(info.paths, info.leaves, info.is_array, strict=True) if yes]
     made = [(path, (leaf.shape, _short(leaf.dtype))) for path, leaf in results]
@@ -108,7 +108,7 @@ def _returned(step: Step, dtypes: Sequence[str]) -> dict[int, int]:
 
 
 def _nodes(leaves: Sequence[tuple[str, object]]) -> Iterator[_Node]:
-    """The parts of a tree, larger ones first: those of one depth in order."""
+    """The subtrees of a tree, the larger ones first; subtrees of one depth are in order."""
     parts = [path.split("/") for path, _ in leaves]
     for depth in range(max(map(len, parts), default=0) + 1):
         below: dict[tuple[str, ...], list[tuple[str, int]]] = {}
@@ -123,7 +123,7 @@ def _kind(node: _Node, leaves: Sequence[tuple[str, object]]) -> object:
 
 
 def _comes_from(result: int, given: int, uses: Uses) -> bool:
-    """Whether a result is an argument, changed element by element or in place."""
+    """Whether a result is an argument after elementwise operations and updates in place."""
 
     def before(value: int) -> Sequence[int]:
         op = uses.maker.get(value)
@@ -140,7 +140,7 @@ def _comes_from(result: int, given: int, uses: Uses) -> bool:
 
 
 def _is_read_forward(value: int, uses: Uses) -> bool:
-    """Whether a forward pass reads a value, or anything but an update by elements."""
+    """Whether a value is read by a forward pass, or by any operation other than an elementwise update."""
 
     def forms(value: int) -> Iterator[int]:
         for op, _, _ in uses.users.get(value, ()):
@@ -155,7 +155,7 @@ def _is_update(op: LiveOp) -> bool:
 
 
 def _leading(ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
-    """The size of the batch's first dimension."""
+    """The size of the batch's first dimension; `None` if it cannot be told."""
     left = [(one, dtype) for one, dtype, group in zip(ours, dtypes, groups, strict=True) if not group and one.shape]
     # A PRNG key has up to four words.
     whole = [one for one, dtype in left if _is_whole_number(dtype) and math.prod(one.shape) > 4]
@@ -169,7 +169,7 @@ def _is_whole_number(dtype: str) -> bool:
 
 
 def _moment(path: str, parameters: Set[str]) -> str:
-    """The group of an array of the optimizer: what stands before the path of a parameter names the moment.
+    """The group of an array of the optimizer's state, named by the part of its path before the parameter's path.
 
     `parameters` are the paths of parameters within their argument, and all ends of these paths.
     """

@@ -1,4 +1,4 @@
-"""How often each computation of a compiled program runs: loops times their trips, branches, calls and fusions."""
+"""How often each computation of a compiled program runs in a step, through loops, branches, calls and fusions."""
 
 import dataclasses
 import re
@@ -90,7 +90,7 @@ def _in_branch(own: Runs, label: str, number: int, *, by_slice: bool) -> dict[st
 
 
 def _is_by_slice(around: Mapping[str, Instruction], conditional: Instruction) -> bool:
-    """Whether a conditional asks which slice of TPUs runs it: then every branch runs, each in its slice."""
+    """Whether a conditional branches on the number of the TPU slice. Every branch then runs, each in its own slice."""
     asked = around.get(conditional.operands[0])
     return asked is not None and 'custom_call_target="SliceId"' in asked.attributes
 
@@ -104,7 +104,7 @@ def _add(before: list[Runs], more: Runs) -> None:
 
 
 def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instruction) -> int | None:
-    """How often the body of a loop runs: as the compiler says, or by its condition against the step of its counter.
+    """The number of iterations of a loop, from the compiler's note or from its condition and the step of its counter.
 
     **Arguments:**
 
@@ -149,7 +149,9 @@ def _trips(start: int, step: int, stop: int, direction: str) -> int | None:
 def _unwrapped(
     module: HloModule, computation: Mapping[str, Instruction], root: Instruction
 ) -> tuple[Instruction, dict[str, Instruction]] | None:
-    """The comparison that a condition ends in, with what its operands are outside of the fusion that it may be in."""
+    """The comparison that a loop's condition returns, with the instructions around it, also if it is inside
+    a fusion.
+    """
     if root.opcode != "fusion":
         return root, dict(computation)
     inner = module.computations[next(target for _, target in root.called)]
@@ -161,7 +163,9 @@ def _unwrapped(
 
 
 def _element(scope: Mapping[str, Instruction], outer: Mapping[str, Instruction], name: str) -> int | str | None:
-    """What an operand of the comparison is: the number of a loop's variable, or the text of a constant."""
+    """An operand of the comparison: the index of a loop-carried variable, or the text of a constant; `None` for other
+    operands.
+    """
     found = _moved({**outer, **scope}, name)
     if found is None:
         return None
@@ -179,7 +183,9 @@ def _initial(around: Mapping[str, Instruction], loop: Instruction, index: int) -
 
 
 def _step(module: HloModule, body: Mapping[str, Instruction], index: int) -> int | None:
-    """The constant that a loop's body adds to the loop's variable; `None` if it does something else."""
+    """The constant that the body of a loop adds to its variable `index`; `None` if the body changes it in
+    another way.
+    """
     root = root_of(body)
     if root.opcode != "tuple":
         return None
@@ -196,7 +202,7 @@ def _step(module: HloModule, body: Mapping[str, Instruction], index: int) -> int
 
 
 def _moved(scope: Mapping[str, Instruction], name: str) -> Instruction | None:
-    """The instruction that a name stands for, before copies from one memory to another."""
+    """The instruction that a name stands for, found through copies, conversions and reshapes."""
     found = scope.get(name)
     while found is not None and found.opcode in _MOVES:
         found = scope.get(found.operands[0])

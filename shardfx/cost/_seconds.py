@@ -1,4 +1,4 @@
-"""How long the collectives of a step take at the speed of a chip's links: an estimate, by rings on a torus."""
+"""An estimate of the time that the collectives of a step take on a chip's links, by rings on a torus."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from ._traffic_rows import Traffic, TrafficRow
 
 @dataclasses.dataclass(frozen=True)
 class SecondsRow:
-    """The time of one collective of a step.
+    """The time that one collective takes in a step.
 
     **Arguments:**
 
@@ -37,7 +37,8 @@ class SecondsRow:
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """How long a step's collectives take if nothing hides them, from [`shardfx.cost.seconds`][]; prints as a table.
+    """The time that a step's collectives take if nothing hides them; from [`shardfx.cost.seconds`][]. `str(...)` is a
+    table.
 
     It is an estimate: bytes over bandwidth, without latency, without contention, and without the overlap with
     arithmetic that compilers arrange.
@@ -53,7 +54,7 @@ class Seconds:
 
     @property
     def seconds(self) -> float:
-        """All collectives, one after the other."""
+        """Seconds of all collectives, one after the other."""
         return math.fsum(row.seconds for row in self.rows)
 
     def by_axes(self) -> dict[tuple[str, ...], float]:
@@ -89,7 +90,7 @@ class Seconds:
 def seconds(
     traffic: Traffic, chip: str | chips.Chip, mesh: MeshSpec | Mesh | AbstractMesh | None = None, *, slice: str = ""
 ) -> Seconds:
-    """How long each collective of a step takes at the speed of the chip's links: an estimate.
+    """An estimate of the time that each collective of a step takes on the chip's links.
 
     On a torus a mesh axis lies along dimensions of the slice. A dimension that is closed into a ring has both
     directions to send in, one that is open has one; axes that span several dimensions use the links of all of them.
@@ -140,7 +141,7 @@ def seconds(
 
 
 def _rings(chip: chips.Chip, spec: MeshSpec | None, extents: str) -> Mapping[str, tuple[Ring, ...]]:
-    """The links of each mesh axis."""
+    """The rings of links that each mesh axis uses; none if the chip has no torus or the mesh is not known."""
     if spec is None or not chip.torus_dims:
         return {}
     sizes = zip(spec.axis_names, spec.axis_sizes, spec.dcn_sizes, strict=True)
@@ -173,7 +174,7 @@ def _row(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip
 
 
 def _rate(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip) -> tuple[float, str]:
-    """Bytes per second that enter one device, and over which links."""
+    """Bytes per second that enter one device, and a description of the links that carry them."""
     link = chip.link_bytes_per_second
     if not chip.torus_dims:
         return link, "a switch"
@@ -191,7 +192,7 @@ def _rate(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chi
 
 
 def _across(rings: Sequence[Ring], link: float) -> tuple[float, str]:
-    """An all-to-all: half of what each sends crosses the middle of the longest ring.
+    """The rate of an all-to-all: half of what each device sends crosses the middle of the longest ring.
 
     Of n devices that each take in B bytes, half come from the other side: n B / 2 over the links of the cut, of
     which a ring has two and a line one, in each direction; other dimensions multiply both.

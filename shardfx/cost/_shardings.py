@@ -1,4 +1,4 @@
-"""How every array of a step lies, and why: the second half of reasons as data."""
+"""How every array of a step is sharded, and which argument, result or constraint each of its mesh axes comes from."""
 
 import dataclasses
 import functools as ft
@@ -29,7 +29,7 @@ _MOST = 20
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where one mesh axis of an array comes from.
+    """The origin of one mesh axis of an array.
 
     **Arguments:**
 
@@ -45,7 +45,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A mesh axis that an array could have on a dimension, and has not.
+    """A mesh axis that an array could have on a dimension and does not have.
 
     **Arguments:**
 
@@ -72,7 +72,7 @@ class Wanted:
 
     @property
     def where(self) -> str:
-        """The array that it is for, and the line that makes it."""
+        """The array that lacks the axis, and the line that makes it."""
         return f"{array_text(self.dtype, self.shape)} of {place_text(self.line)}"
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRow:
-    """One array of a step.
+    """One array of a step, and its sharding.
 
     **Arguments:**
 
@@ -114,7 +114,7 @@ class ArrayRow:
 
 @dataclasses.dataclass(frozen=True)
 class StepShardings:
-    """How the arrays of a step lie, a row for each; made by [`shardfx.cost.shardings`][].
+    """How the arrays of a step are sharded, a row for each; made by [`shardfx.cost.shardings`][].
 
     `str(...)` is a table: a line of your program each, the largest first.
 
@@ -148,7 +148,7 @@ class StepShardings:
         return dataclasses.replace(self, rows=tuple(found))
 
     def of(self, path: str) -> "StepShardings":
-        """The arrays that have an axis from one argument or result: all that it shapes.
+        """The arrays that have a mesh axis from one argument or result.
 
         **Arguments:**
 
@@ -160,7 +160,7 @@ class StepShardings:
         return self._where(row for row in self.rows if any(origin.by == path for origin in row.origins))
 
     def replicated(self, *, least_bytes: int = 0) -> "StepShardings":
-        """The arrays that some mesh axis does not cut, the largest first.
+        """The arrays that at least one mesh axis does not shard, the largest first.
 
         **Arguments:**
 
@@ -177,16 +177,20 @@ class StepShardings:
         return dataclasses.replace(self, rows=tuple(rows))
 
     def wanted(self, row: ArrayRow) -> tuple[Wanted, ...]:
-        """The axes that an array could have and has not, each with who has it and what would change it."""
+        """The mesh axes that an array could have and does not have, each with its origin and the constraint that keeps
+        it.
+        """
         return self._known.wanted(row)
 
     @property
     def conflicts(self) -> tuple[str, ...]:
-        """What is gathered since an operation's arrays have one axis on two dimensions, in a sentence each."""
+        """A sentence for each operation whose arrays have one mesh axis on two dimensions, so that one array is
+        gathered.
+        """
         return self._known.conflicts
 
     def annotate(self, traffic: Traffic) -> Traffic:
-        """The same traffic, each row with a note that says why it is sent.
+        """The same traffic, where each row has a note with the reason for the collective.
 
         **Arguments:**
 
@@ -196,7 +200,9 @@ class StepShardings:
         return dataclasses.replace(traffic, rows=tuple(map(self._known.annotated, traffic.rows)))
 
     def of_held(self, array: HeldArray) -> tuple[ArrayRow | None, str]:
-        """The row of an array in memory, by its line and its size on one device, and why it is not smaller."""
+        """The row of an array in memory, found by its line and its size on one device, and the reason why it is not
+        smaller.
+        """
         own = [row for row in self.rows if row.source == array.source]
         size = math.prod(array.buffer.shape)
         alike = [row for row in own if row.bytes_per_device * 8 // bits(row.dtype) == size]
@@ -230,7 +236,7 @@ class StepShardings:
 def shardings(
     step: object, *args: object, compiler: Platform | str = "tpu", mesh: MeshSpec | Mesh | AbstractMesh | None = None
 ) -> StepShardings:
-    """How every array of a step lies, and which argument, result or constraint each of its mesh axes comes from.
+    """How every array of a step is sharded, and which argument, result or constraint each of its mesh axes comes from.
 
     XLA's own Shardy pass is run on the step as XLA sees it; nothing is compiled and no device is needed.
 
@@ -266,7 +272,7 @@ def shardings(
 
 
 def explained(step: object, line: str, args: Sequence[object], compiler: Platform | str = "tpu") -> StepShardings:
-    """The arrays of one line of a step, and in their notes what that line sends and why."""
+    """The arrays of one line of a step. The notes say what that line sends, and why."""
     known, platform = step_of(step, args), platform_of(compiler)
     found = shardings_of(known, platform)
     sent = found.annotate(estimated(known, platform)).rows
@@ -280,14 +286,14 @@ def explained(step: object, line: str, args: Sequence[object], compiler: Platfor
 
 
 def shardings_of(step: Step, platform: Platform, module: object = None) -> StepShardings:
-    """The shardings of a step that is already traced, or of another form of its module."""
+    """The shardings of a traced step, or of another form of its module."""
     known = _Known(step, Graph(program_of(step.propagated(platform, module=module))))
     notes = (_INSIDE,) if None in known.made else ()
     return StepShardings(known.rows, step.mesh, notes, known)
 
 
 class _Known:
-    """What is known of a propagated step, with the words for it."""
+    """A propagated step, and the sentences about it."""
 
     def __init__(self, step: Step, graph: Graph):
         self.step, self.graph = step, graph
@@ -295,7 +301,7 @@ class _Known:
 
     @ft.cached_property
     def made(self) -> list[ArrayRow | None]:
-        """A row for each array; `None` inside a `shard_map`."""
+        """A row for each array; `None` for an array inside a `shard_map`."""
         made = enumerate(self.graph.program.operations)
         return [self._row(at, out) for at, one in made if one.name not in _SILENT for out in one.outs]
 
@@ -316,7 +322,7 @@ class _Known:
         return ArrayRow(self.lines[at], made.name, phase, self.loops[at], *laid_as)
 
     def _bytes(self, number: int) -> int:
-        """Of one device's part, padded where it does not divide."""
+        """Bytes of one device's shard, padded if the shape does not divide."""
         value = self.graph.program.values[number]
         cuts = [math.prod(map(self._size, own)) for own in self.graph.laid[number].dims] or [1] * len(value.shape)
         part = math.prod(-(-size // cut) for size, cut in zip(value.shape, cuts, strict=True))
@@ -327,12 +333,12 @@ class _Known:
 
     @ft.cached_property
     def lines(self) -> list[Frame | None]:
-        """The user's own line of each operation."""
+        """The line of the user's program for each operation; `None` if it is not known."""
         return [own_line(lines_of(one.location)) for one in self.graph.program.operations]
 
     @ft.cached_property
     def loops(self) -> list[Frame | None]:
-        """For each operation the line of the loop around it."""
+        """For each operation, the line of the loop around it."""
         found, around = [], []
         for made in self.graph.program.operations:
             if made.name == "return" and made.location in around:
@@ -349,7 +355,7 @@ class _Known:
         return tuple(line for at, line in enumerate(lines) if line is not None and line not in lines[at - 1 : at])
 
     def name(self, origin: str) -> str:
-        """Who an axis comes from: "params/w", "result 0/w" or "the constraint at train.py:41"."""
+        """The name of an axis's origin: "params/w", "result 0/w" or "the constraint at train.py:41"."""
         kind, _, number = origin.partition(": ")
         if kind == "input":
             one = self.step.arguments[int(number)]
@@ -365,7 +371,7 @@ class _Known:
         return list(flatten(self.step.traced.out_info).paths)
 
     def from_of(self, holder: Holder, axis: str) -> str:
-        """Who gave an array an axis: itself, where it is an argument; else a constraint on it, where Shardy says so."""
+        """The origin of an array's axis. For an argument this is the argument itself."""
         origin, maker = self.graph.laid[holder.value].origins.get(axis, ""), self.graph.makers.get(holder.value)
         if origin == "self" and maker is not None:
             return f"the constraint at {place_text(self.lines[maker])}"
@@ -399,7 +405,9 @@ class _Known:
         return tuple(dict.fromkeys(f"{place_text(self.lines[one.operation])}: {self.sentence(one)}" for one in largest))
 
     def sentence(self, one: Conflict) -> str:
-        """What an operation's arrays have one axis for, and which is gathered."""
+        """The sentence about a conflict: what the operation's arrays have the axis for, and which of them
+        is gathered.
+        """
         made = self.graph.program.operations[one.operation]
         kept, moved = (self._told(holder, one.axis) for holder in (one.kept, one.moved))
         return f"gathered over {one.axis}: {kept} and {moved} both lie on it, and the {made.name} keeps the first"
@@ -410,7 +418,7 @@ class _Known:
         return f"dimension {holder.dim} of {array_text(value.dtype, value.shape)}{f' (from {by})' if by else ''}"
 
     def gathered(self, source: Frame | None, axes: Sequence[str] | None = None) -> str:
-        """The largest conflict of a line."""
+        """The sentence about the largest conflict of a line; "" without one."""
         here = [one for one in self.graph.conflicts if self.lines[one.operation] == source]
         here = [one for one in here if axes is None or one.axis in axes]
         return self.sentence(max(here, key=lambda one: self._bytes(one.moved.value))) if here else ""
@@ -421,7 +429,9 @@ class _Known:
         return dataclasses.replace(row, note="; ".join(filter(None, (row.note, why))))
 
     def _summed(self, source: Frame | None, axes: Sequence[str]) -> str:
-        """A sentence about the sum that a line makes over one of the axes, as what it adds up is cut over it."""
+        """The sentence about a sum that a line makes over a mesh axis, since its operands are sharded over it; ""
+        without one.
+        """
         for at, made in enumerate(self.graph.program.operations):
             if made.factors.reduction and self.lines[at] == source:
                 for holder, factor in self.graph.factors[at]:
@@ -437,7 +447,7 @@ _SILENT = ("carry", "return", "use", "sharding_constraint", "data_flow_edge")
 
 
 def _whole(axis: str) -> str:
-    """The mesh axis of a name; `data` for `data:(1)2`, which is a part of it."""
+    """The mesh axis of a sub-axis: `data` for `data:(1)2`."""
     return axis.partition(":")[0]
 
 
@@ -458,7 +468,7 @@ def _cells(row: ArrayRow) -> tuple[str, ...]:
 
 
 def _plain(row: ArrayRow) -> dict[str, Any]:
-    """A row as JSON has it."""
+    """A row as plain JSON values."""
     return {
         "line": row.source.place if row.source else None,
         "operation": row.operation,

@@ -1,4 +1,4 @@
-"""What a compiled step sends over the wire, a row for each collective, with the line of the program that causes it."""
+"""The bytes that a compiled step sends, a row for each collective, with the line of the program that causes it."""
 
 import dataclasses
 import functools as ft
@@ -34,14 +34,14 @@ _PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")
 
 @runtime_checkable
 class _Lowered(Protocol):
-    """What `jax.jit` and `filter_jit` lower to."""
+    """A lowered step of `jax.jit` or `filter_jit`."""
 
     def compile(self) -> object: ...
 
 
 @runtime_checkable
 class _Compiled(Protocol):
-    """What that compiles to."""
+    """A compiled step of `jax.jit` or `filter_jit`."""
 
     input_shardings: Any
 
@@ -50,20 +50,20 @@ class _Compiled(Protocol):
 
 @runtime_checkable
 class _NamedArrays(Protocol):
-    """A program that knows the paths of its arrays with their arguments' names in front, as `filter_jit` makes it."""
+    """A program of `filter_jit`, which knows the path of each array with its argument's name in front."""
 
     argument_paths: dict[str, str]
 
 
 @runtime_checkable
 class _OnDevices(Protocol):
-    """A program that knows the ids of the devices it is for, as `compile_for` makes it."""
+    """A program of `compile_for`, which knows the ids of the devices that it is compiled for."""
 
     device_ids: tuple[int, ...]
 
 
 def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Traffic:
-    """What a step sends: a row for each collective of its compiled program, with the line of yours that causes it.
+    """The bytes that a compiled step sends: a row for each collective, with the line of your program that causes it.
 
     Loops count as often as they run, a collective that begins and ends apart counts once, and one that is not known is
     an error: nothing counts as zero in silence.
@@ -112,7 +112,7 @@ def read(
     paths: Mapping[str, str],
     ids: tuple[int, ...] = (),
 ) -> Traffic:
-    """The traffic of a module, compiled or partitioned, its rows in the order of the program.
+    """The traffic of a compiled or partitioned module, with its rows in program order.
 
     **Arguments:**
 
@@ -134,7 +134,9 @@ def read(
 
 
 class _ProgramText(NamedTuple):
-    """A program: its text, the mesh of its arguments, their paths by the names in the text, and its devices' ids."""
+    """A program's text, the mesh of its arguments, the arguments' paths by their names in the text, and its devices'
+    ids.
+    """
 
     text: str
     mesh: Mesh | AbstractMesh | None = None
@@ -172,7 +174,7 @@ class _Found:
 
 
 class _ModuleReader:
-    """One module, read into rows: what it is about, where its devices are, and how often its computations run."""
+    """Reads the collectives of one module into rows."""
 
     def __init__(
         self,
@@ -186,7 +188,7 @@ class _ModuleReader:
 
     @ft.cached_property
     def origins(self) -> Origins:
-        """Where values come from and go."""
+        """The walks from values to arguments and updates."""
         return Origins(self.module)
 
     def rows(self) -> list[_Found]:
@@ -218,7 +220,9 @@ class _ModuleReader:
         return _of_costly_branches(found)
 
     def instructions(self) -> Iterator[tuple[str, Instruction, Runs]]:
-        """All that run, each with where it is, and once for every way in which it runs."""
+        """The instructions that run, each with its computation's name, once for every way in which the
+        computation runs.
+        """
         for name, ways in self.runs.items():
             for instruction in self.module.computations[name].values():
                 for runs in ways:
@@ -262,7 +266,8 @@ class _ModuleReader:
         )
 
     def replaced(self, instruction: Instruction, collective: Collective) -> str:
-        """The kind of a collective; of a permute in a windowed product that of what the window replaces.
+        """The kind of a collective. A permute in a windowed product has the kind of the collective that the window
+        replaces.
 
         The TPU's compiler turns a gather before a product into permutes of one factor, and a reduction after it into
         permutes of the sum so far.
@@ -275,7 +280,7 @@ class _ModuleReader:
     def shares(
         self, instruction: Instruction, collective: Collective, wire_bytes: int
     ) -> tuple[tuple[str | None, int], ...]:
-        """The bytes of each leaf: of the weight that is gathered, or of those whose gradients are added up."""
+        """The bytes of each leaf: the weight that a collective gathers, or the weights whose gradients it reduces."""
         find = self.origins.updated if collective.kind in ("all-reduce", "reduce-scatter") else self.origins.gathered
         parts = collective.parts
         is_whole = len(parts) == 1 and instruction.opcode != "recv"
@@ -299,12 +304,14 @@ def _note(kind: str, runs: Runs) -> str:
 
 
 def _outermost(group: list[_Found]) -> list[_Found]:
-    """Of the fusions that name one collective the one that runs least often: others are in loops beside it."""
+    """The fusion that runs least often, among those that name one collective. The others are in loops beside it."""
     return [min(group, key=lambda one: one.runs.count)]
 
 
 def _of_costly_branches(found: list[_Found]) -> list[_Found]:
-    """The rows, with only the branch of each conditional that sends most: one runs, and it is not known which."""
+    """The rows, with only the branch of each conditional that sends most, since one branch runs and it is not known
+    which.
+    """
     labels = dict.fromkeys(label for one in found for label, _ in one.runs.branch)
     # Conditionals inside others come first, so that a branch is weighed by what counts in it.
     for label in sorted(labels, key=lambda label: -_depth(found, label)):

@@ -1,4 +1,4 @@
-"""The rows of a step's traffic: what is sent, how often, along which axes, and by which line."""
+"""The rows of a step's traffic: which collective runs how often, along which mesh axes, from which line."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ class TrafficRow:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What a step sends, a row for each collective, largest first; made by [`shardfx.cost.traffic`][].
+    """The bytes that a step sends, a row for each collective, the largest first; made by [`shardfx.cost.traffic`][].
 
     `str(...)` is a table. `a - b` is a [`shardfx.cost.TrafficDifference`][].
 
@@ -88,7 +88,7 @@ class Traffic:
 
     @property
     def unsure_bytes(self) -> int:
-        """How many more or fewer they may be in the finished program."""
+        """The bytes by which the finished program may differ from `wire_bytes`, in either direction."""
         return sum(row.unsure_bytes for row in self.rows)
 
     def by(self, key: Key) -> dict[Any, int]:
@@ -119,7 +119,7 @@ class Traffic:
     __repr__ = first_lines
 
     def text(self, width: int | None = None) -> str:
-        """The table; where it is wider than `width`, without the columns that say least."""
+        """The traffic as a table. If it is wider than `width`, the least informative columns are left out."""
         return "\n".join(text_of(self, width=width))
 
     def _repr_html_(self) -> str:
@@ -127,7 +127,7 @@ class Traffic:
         return html_of(self)
 
     def below(self, most: int | None = None) -> list[str]:
-        """The total, how many rows are left out, and each note once."""
+        """The lines below the table: the total, the number of rows left out, and each note once."""
         if not self.rows:
             where = "one device" if self.devices == 1 else f"{self.devices} devices"
             return [f"no traffic: a step on {where} sends nothing."]
@@ -140,18 +140,20 @@ class Traffic:
 
 
 def text_of(made: Traffic, most: int | None = None, width: int | None = None) -> list[str]:
-    """The first rows as a table, and what is said below it."""
+    """The first rows as a table, and the lines below it."""
     rows = _table(made.rows[:most])
     return [*(table(rows, right=_NUMBERS, width=width, spare=_SPARE) if rows else ()), *made.below(most)]
 
 
 def html_of(made: Traffic, most: int | None = None, above: Sequence[str] = (), below: Sequence[str] = ()) -> str:
-    """The table of `text_of`, and what is said below it, for a notebook."""
+    """The table of `text_of` and the lines around it as HTML, for a notebook."""
     return html_table(_table(made.rows[:most]), right=_NUMBERS, below=[*above, *made.below(most), *below])
 
 
 def _table(rows: Sequence[TrafficRow]) -> list[tuple[str, ...]]:
-    """A header and the rows, those of one line together, and the line that sends most first."""
+    """A header and a line of cells for each row. Rows of one source line are adjacent, and the line that sends most
+    comes first.
+    """
     sums: dict[Frame | None, int] = {}
     for row in rows:
         sums[row.source] = sums.get(row.source, 0) + row.wire_bytes
@@ -160,13 +162,13 @@ def _table(rows: Sequence[TrafficRow]) -> list[tuple[str, ...]]:
 
 
 def largest_first(made: Traffic) -> Traffic:
-    """The traffic with its rows by their bytes."""
+    """The traffic with its rows sorted by bytes."""
     return dataclasses.replace(made, rows=tuple(sorted(made.rows, key=lambda row: -row.wire_bytes)))
 
 
 @dataclasses.dataclass(frozen=True)
 class TrafficDifference:
-    """How the traffic of two steps differs; made by subtracting one [`shardfx.cost.Traffic`][] from another.
+    """The difference between the traffic of two steps; made by subtracting one [`shardfx.cost.Traffic`][] from another.
 
     **Arguments:**
 
@@ -177,7 +179,7 @@ class TrafficDifference:
 
     @property
     def wire_bytes(self) -> int:
-        """How many more bytes the first sends in a step; negative if it sends fewer."""
+        """The bytes that the first step sends beyond the second; negative if it sends fewer."""
         return sum(ours - theirs for _, ours, theirs in self.rows)
 
     def __str__(self) -> str:
@@ -194,7 +196,7 @@ class TrafficDifference:
         return f"{_signed(self.wire_bytes)} in all." if rows else "the same traffic"
 
     def _table(self) -> list[tuple[str, ...]]:
-        """A header and a row for what changed; nothing where nothing did."""
+        """A header and a line of cells for each change; nothing if the two are equal."""
         cells = [
             (
                 _signed(ours - theirs),
@@ -218,7 +220,7 @@ _HEADER = ("bytes/step", "kind", "axes", "group", "calls", "array", "pass", "lea
 
 
 def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
-    """A row; its line only where it is the first of that line."""
+    """The cells of a row. The source line is shown only in the first row of that line."""
     first, _, others = (row.leaf or "").partition(", ")
     more = f" +{len(row.arrays) - 1}" if len(row.arrays) > 1 else ""
     return (

@@ -1,4 +1,4 @@
-"""Where the devices of a program are: along the axes of its mesh, and in slices, and what these send each other.
+"""The devices of a program along the axes of its mesh and in slices, and the transfers between slices.
 
 Between the hosts of TPU slices a program writes transfers as sends and receives.
 """
@@ -33,7 +33,7 @@ _PRODUCT = re.compile(r"^\{([\d,:]+)\}x\{([\d,:]+)\}$")
 
 
 class Where:
-    """Where the devices of a program are.
+    """The position of each device of a program in its mesh and in its slice.
 
     Devices are numbered by their positions in the mesh. A program over several slices of TPUs is written for one slice,
     and numbers the devices of that.
@@ -72,19 +72,19 @@ class Where:
         self.ids = {id_: at for at, id_ in enumerate(ids)}
 
     def lifted(self, groups: Groups, number: int | None) -> Groups:
-        """Groups of devices numbered within a slice, as device ids: of all slices, or of slice `number` alone."""
+        """Replica groups of one slice's device numbers as device ids: of all slices, or only of slice `number`."""
         programs = self.programs if number is None else self.programs[number : number + 1]
         return tuple(np.concatenate([program[own] for program in programs]) for own in groups)
 
     def numbers(self, names: Sequence[int]) -> dict[int, int]:
-        """The numbers of devices that hosts name."""
+        """The device number for each name that hosts use."""
         if all(name in self.ids for name in names):
             return {name: self.ids[name] for name in names}
         first = min(name // SLICE for name in names)
         return {name: int(self.programs[name // SLICE - first, name % SLICE]) for name in names}
 
     def axes(self, collective: Collective) -> tuple[str, ...]:
-        """The mesh axes along which the devices of a group differ."""
+        """The mesh axes along which the devices of a replica group differ."""
         found = np.zeros(len(self.names), dtype=bool)
         for own in collective.groups:
             where = self.coordinates[:, own]
@@ -105,12 +105,12 @@ def _slice_numbers(spec: MeshSpec | None, mesh: MeshSpec | Mesh | AbstractMesh |
 
 
 def is_transfer(instruction: Instruction) -> bool:
-    """Whether an instruction receives from another slice; what is sent there is received, and counts there."""
+    """Whether an instruction receives from another slice. A transfer is counted where it is received."""
     return instruction.opcode == "recv" and "_xla_megascale_target=" in instruction.attributes
 
 
 def slices_of(module: HloModule) -> int:
-    """Over how many slices the transfers of a program go; 1 if it has none."""
+    """The number of slices that the transfers of a program span; 1 without transfers."""
     transfers = [
         instruction
         for computation in module.computations.values()
@@ -122,7 +122,7 @@ def slices_of(module: HloModule) -> int:
 
 
 def transfer_of(instruction: Instruction, where: Where) -> Collective:
-    """What a transfer does, as a collective between all devices that take part."""
+    """A transfer between slices, as a collective among all devices that take part."""
     target, kind = _target(instruction)
     sent = sent_by(instruction, instruction.result)[0]
     numbers = where.numbers(sorted({name for row in target for name in row}))
@@ -133,7 +133,7 @@ def transfer_of(instruction: Instruction, where: Where) -> Collective:
 
 
 def _target(instruction: Instruction) -> tuple[list[list[int]], str]:
-    """The groups of devices that exchange, by the names that the hosts give them, and what they do."""
+    """The groups of devices that exchange, by the names that hosts use, and the kind of the collective."""
     found = _TARGET.search(instruction.attributes)
     if found is None or found[2] not in _KINDS:
         raise ProgramError(f"a transfer between slices does not say what goes whither: {instruction.text:.300}")
@@ -145,6 +145,6 @@ def _target(instruction: Instruction) -> tuple[list[list[int]], str]:
 
 
 def _listed(text: str) -> list[int]:
-    """The numbers in `0:3,8`: 0, 1, 2, 3 and 8."""
+    """The numbers in a text such as `0:3,8`, here 0, 1, 2, 3 and 8."""
     ends = [[int(number) for number in part.split(":")] for part in text.split(",")]
     return list(itertools.chain.from_iterable(range(own[0], own[-1] + 1) for own in ends))

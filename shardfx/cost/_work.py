@@ -1,4 +1,6 @@
-"""What a program computes on one device: its products, the bytes they move, and its compiler's count of cycles."""
+"""The arithmetic of a program on one device: its products, the bytes that they move, and the compiler's
+count of cycles.
+"""
 
 import dataclasses
 import math
@@ -28,7 +30,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 @dataclasses.dataclass(frozen=True)
 class DeviceWork:
-    """What one device computes in a step.
+    """The work of one device in a step.
 
     **Arguments:**
 
@@ -46,7 +48,7 @@ class DeviceWork:
 
 
 def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
-    """Reads what one device computes off a program, partitioned or compiled.
+    """The work of one device in a partitioned or compiled program.
 
     **Arguments:**
 
@@ -89,13 +91,13 @@ def _moved(computation: Mapping[str, Instruction], instruction: Instruction, tpu
 
 
 def _bodies(module: HloModule) -> set[str]:
-    """The computations that loops run."""
+    """The names of the computations that are bodies of loops."""
     found = [one.called for own in module.computations.values() for one in own.values() if one.opcode == "while"]
     return {name for called in found for attribute, name in called if attribute == "body"}
 
 
 def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> bool:
-    """Whether an operand in a loop's body is an array that the loop carries, small enough to stay on the chip."""
+    """Whether an operand in a loop's body is a loop-carried array that is small enough to stay on the chip."""
     size = _bytes(one)
     while one.opcode in _PASSED:
         one = computation[one.operands[0]]
@@ -104,7 +106,7 @@ def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> boo
 
 
 def _written(module: HloModule) -> float:
-    """Bytes of the results, read and written once, where element-by-element operations make them."""
+    """Bytes of the results that elementwise operations make, each read and written once."""
     entry = module.computations[module.entry]
     root = root_of(entry)
     made = [entry[name] for name in root.operands] if root.opcode == "tuple" else [root]
@@ -126,5 +128,5 @@ def _flops(module: HloModule, name: str, instruction: Instruction) -> float:
 
 
 def _bytes(instruction: Instruction) -> float:
-    """Bytes of what an instruction makes."""
+    """Bytes of an instruction's result."""
     return float(sum(array.bytes for array in arrays_in(instruction.result)))

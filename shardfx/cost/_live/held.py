@@ -168,7 +168,7 @@ def held(
     tpu: bool = False,
     recomputes: bool = False,
 ) -> Held:
-    """What one device holds while it runs a program.
+    """The bytes that one device holds while it runs a program.
 
     **Arguments:**
 
