@@ -1,4 +1,4 @@
-"""Ways to look at a plan: explained, checked, compared and as a page.
+"""Views of a plan: explained, checked, compared, and as an HTML page.
 
 It may import everything below it that makes facts: plans, rules, the planner of moves, costs, chips. It never decides
 how an array is cut: what it says is read from the plan, or from the lists that the planner raises its errors from. It

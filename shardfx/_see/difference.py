@@ -1,4 +1,6 @@
-"""How two plans differ: leaves, axes that moved between dimensions, and what it costs to get from one to the other."""
+"""The difference between two plans: arrays, mesh axes that moved between dimensions, and the cost of moving from one
+plan to the other.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from .._reshard import LeafMove, plan_reshard
 
 @dataclasses.dataclass(frozen=True)
 class AxisMove:
-    """A mesh axis that cuts other dimensions in the second plan than in the first.
+    """A mesh axis that shards another dimension in the second plan than in the first.
 
     **Arguments:**
 
@@ -46,7 +48,7 @@ class AxisMove:
 
 @dataclasses.dataclass(frozen=True)
 class LeafDiff:
-    """Arrays that differ in the same way between two plans; repeated layers are one.
+    """Arrays that differ in the same way between two plans. Equal arrays of repeated layers are one `LeafDiff`.
 
     **Arguments:**
 
@@ -71,12 +73,12 @@ class LeafDiff:
 
     @property
     def count(self) -> int:
-        """How many arrays they are."""
+        """The number of arrays."""
         return len(self.paths)
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The collectives that move each of them, by kind; or the one word of `LeafMove.how`."""
+        """The kinds of collectives that move each array, or the one word of `LeafMove.how`."""
         if self.move is None:
             return ()
         return tuple(step.kind for step in self.move.steps) or (self.move.how,)
@@ -84,7 +86,8 @@ class LeafDiff:
 
 @dataclasses.dataclass(frozen=True)
 class Diff:
-    """How two plans differ; made by [`shardfx.diff`][]. `print` shows it, and a notebook. It is true if they do.
+    """The difference between two plans; made by [`shardfx.diff`][]. `print` and a notebook show it. It is true if the
+    plans differ.
 
     **Arguments:**
 
@@ -102,7 +105,7 @@ class Diff:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that enter a device to get from the first plan to the second, the mean over devices."""
+        """Bytes that enter a device to move all arrays from the first plan to the second, as the mean over devices."""
         return sum(leaf.wire_bytes for leaf in self.leaves)
 
     def __bool__(self) -> bool:
@@ -120,7 +123,7 @@ class Diff:
 
 
 def diff(a: ShardPlan, b: ShardPlan) -> Diff:
-    """How two plans differ, leaf by leaf, and what it costs to move a state from one to the other.
+    """The difference between two plans, array by array, and the cost of moving a state from one to the other.
 
     **Arguments:**
 
@@ -186,7 +189,7 @@ def _dims_of_axes(leaf: LeafPlan) -> dict[str, int]:
 
 
 def _moves(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
-    """How each array is moved that is in both plans, and may lie elsewhere in the second."""
+    """The move of each array that is in both plans and may have another sharding in the second."""
     there = b.content.by_path
     common = [
         leaf.path
@@ -208,7 +211,7 @@ def _planned(a: ShardPlan, b: ShardPlan, paths: Sequence[str]) -> dict[str, Leaf
 
 
 def _of_paths(plan: ShardPlan, paths: Sequence[str]) -> ShardPlan:
-    """The plan of a flat tree that has these arrays, in this order."""
+    """The plan of a flat tree with these arrays of a plan, in this order."""
     numbers = dict(plan.content.numbered)
     skeleton = Skeleton(tuple(paths), jax.tree.structure([*paths]))
     return ShardPlan(plan.content.replaced(index=[numbers[path] for path in paths], skeleton=skeleton))

@@ -1,4 +1,4 @@
-"""Why one array of a plan is sharded as it is, dimension by dimension, and what would change it."""
+"""The reasons for the sharding of one array of a plan, dimension by dimension, and the changes that would alter it."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ from ..topology import MeshSpec
 
 @dataclasses.dataclass(frozen=True)
 class DimExplanation:
-    """Why one dimension of an array is cut as it is.
+    """The reasons for the sharding of one dimension of an array.
 
     **Arguments:**
 
@@ -67,7 +67,8 @@ class DimExplanation:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Why one array of a plan is sharded as it is; made by [`shardfx.explain`][]. `print` shows it, and a notebook.
+    """The reasons for the sharding of one array of a plan; made by [`shardfx.explain`][]. `print` and a notebook show
+    it.
 
     **Arguments:**
 
@@ -110,7 +111,7 @@ def explain(plan: Callable[..., Any], path: str, *args: Any) -> StepShardings: .
 
 
 def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
-    """Why one array of a plan is sharded as it is, and what would change it; or the arrays of one line of a step.
+    """Why one array of a plan is sharded as it is, and what would change that; or the arrays of one line of a step.
 
     Nothing is kept for this while planning: the plan has its rules, reasons and requests, and the rules are read again
     by the function that applied them.
@@ -183,7 +184,7 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
 
 
 def _found(plan: ShardPlan, where: str) -> LeafPlan:
-    """The array at a path, or the first of those that a regex finds if they differ in numbers alone."""
+    """The array at a path, or the first array that a regex matches if the matches differ in numbers only."""
     if where in plan:
         return plan[where]
     try:
@@ -222,7 +223,7 @@ def _changes(
     left: int,
     sizes: tuple[int, ...],
 ) -> list[str]:
-    """What would take one reason away, with the values of this plan."""
+    """The changes that would remove one reason, with the values of this plan, one sentence each."""
     mesh = plan.mesh
     if why.code in (Code.indivisible, Code.unit) and why.dim is not None:
         shares = [(axis, math.gcd(left, mesh.shape[axis])) for axis in why.axes if axis in mesh.shape]
@@ -282,7 +283,7 @@ def _cells(dim: DimExplanation) -> tuple[str, ...]:
 
 
 def _notes(found: Explanation) -> list[tuple[str, list[str]]]:
-    """A title and its lines for each dimension that there is something to say about, then for the whole array."""
+    """A title and lines for each dimension that has notes, then for the whole array."""
     parts = [(f"dim {dim.dim}", _dim_notes(dim)) for dim in found.dims]
     whole = [f"why: {why.message}" for why in found.reasons] + [f"change: {text}" for text in found.changes]
     return [(title, notes) for title, notes in [*parts, ("the array", whole)] if notes]

@@ -1,4 +1,4 @@
-"""What a check has found: a value, and several of them as a tuple that prints as a table."""
+"""The findings of `lint`: one finding, and a tuple of findings that prints as a table."""
 
 import dataclasses
 import textwrap
@@ -37,7 +37,7 @@ CODES: Final = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with rules, or looks so; found by [`shardfx.lint`][].
+    """One mistake or likely mistake in rules; found by [`shardfx.lint`][].
 
     **Arguments:**
 
@@ -60,14 +60,14 @@ class Finding:
 
 
 class Findings(tuple[Finding, ...]):
-    """A tuple of `Finding`s that `print`, a console and a notebook show as a table."""
+    """A tuple of `Finding`s. `print`, a console and a notebook show it as a table."""
 
     __module__ = "shardfx"
 
     __slots__ = ()
 
     def worst(self, severity: Severity = "warning") -> "Findings":
-        """The findings of this severity or a worse one: what a check in CI fails for.
+        """The findings of this severity or a worse one, for a check in CI.
 
         **Arguments:**
 
@@ -81,7 +81,7 @@ class Findings(tuple[Finding, ...]):
         return Findings(found for found in self if found.severity in known)
 
     def without(self, *codes: str) -> "Findings":
-        """Those of other codes than these.
+        """The findings whose codes are not among `codes`.
 
         **Arguments:**
 
@@ -120,7 +120,7 @@ _WIDTH, _SHOWN = 80, 100
 
 
 def findings_of(found: Iterable[Finding]) -> Findings:
-    """Findings in order: most bytes first, then the worst, then as they were found."""
+    """The findings in order: the most bytes first, then the worst severity, then the order in which they were found."""
     return Findings(sorted(dict.fromkeys(found), key=lambda one: (-one.bytes, SEVERITIES.index(one.severity))))
 
 

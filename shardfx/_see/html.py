@@ -1,4 +1,4 @@
-"""A plan as one HTML page that needs nothing else: no network, no library, no second file."""
+"""A plan as one HTML page, which loads nothing from a network or from another file."""
 
 import base64
 import hashlib
@@ -70,7 +70,7 @@ def html_report(
 
 
 def page_of(data: Mapping[str, Any]) -> str:
-    """The page that shows what `report_data` returned."""
+    """The HTML page for the data of `report_data`."""
     style, template = _read("report.css"), _read("report.html")
     script = "\n".join(["'use strict';", "(() => {", *[_read(f"{name}.js") for name in _SCRIPTS], "})();"])
     parts = {
@@ -118,13 +118,13 @@ _WHOLE = ("format", "title", "digest", "verdict", "mesh", "totals", "chip", "fit
 
 
 def embedded(value: object) -> str:
-    """JSON of which no character can end the `<script>` that holds it, in ASCII."""
+    """A value as ASCII JSON that contains no `</script>`."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
 
 def packed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What `report_data` returned, with its text made printable, in a form of bounded size.
+    """The data of `report_data` in a form of bounded size, with all text made printable.
 
     Rows that are planned alike share a kind: what they have in common, with the bytes of one array. A row is four
     values: how many characters its path shares with the path before it, the rest of its path, how many arrays it stands
@@ -159,7 +159,7 @@ def packed(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(value: object) -> Any:
-    """The value with every string made printable: a name cannot turn the text around, and can be encoded."""
+    """A copy of a value in which every string is printable, so that no name can reverse or break the text."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
@@ -175,7 +175,9 @@ def _within(
     pack: Callable[[Sequence[Any]], Any] = list,
     weight: Callable[[Any], int] | None = None,
 ) -> tuple[Any, list[Any]]:
-    """As many rows as fit, packed, in their order: the heaviest, or the first; then those that are left out."""
+    """As many rows as fit into `characters`, packed and in order, and the rows left out. Heavier rows are
+    kept first.
+    """
     numbers = range(len(rows))
     ranked = numbers if weight is None else sorted(numbers, key=lambda number: -weight(rows[number]))
     count = len(rows)
@@ -203,14 +205,16 @@ def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _common(first: str, second: str) -> int:
-    """The length of the beginning that both share; 0 beyond ASCII, where JavaScript counts in other units."""
+    """The length of the prefix that two texts share; 0 if it is not ASCII, since JavaScript counts other characters
+    differently.
+    """
     pairs = zip(first, second, strict=False)
     same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
     return same if first[:same].isascii() else 0
 
 
 def _largest(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The groups with the most bytes, and the rest as one."""
+    """The groups with the most bytes, with the rest summed into one group."""
     if len(groups) <= _MOST_GROUPS + 1:
         return list(groups)
     rest = sum(group["bytes_per_device"] for group in groups[_MOST_GROUPS:])

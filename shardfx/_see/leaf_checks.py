@@ -1,4 +1,6 @@
-"""What can be said of each leaf as it is planned: held whole, cut less than asked, or cut within an attention head."""
+"""Checks of each planned array: replicated, sharded less than its rule asks for, or sharded within an
+attention head.
+"""
 
 import functools as ft
 import re
@@ -17,7 +19,7 @@ from .subject import Subject, asked_by, code_of
 
 
 def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
-    """Leaves of at least `limit` bytes that every device holds whole."""
+    """A finding for each array of at least `limit` bytes that every device holds whole."""
     if not any(entries_of(row.requested) or row.strategies for row in subject.content.rows):
         return  # rules that ask for nothing anywhere are those of data parallelism
     whole = [
@@ -42,7 +44,7 @@ def _is_cut_short(row: Row) -> bool:
 
 
 def _sharded(subject: Subject, group: Group) -> str | None:
-    """Code that shards these leaves over an axis; `None` if there is none that can cut them."""
+    """Code that shards these arrays over a mesh axis; `None` if no axis divides them."""
     row = group.row
     if any(why.code is Code.small for why in row.reasons):
         return None
@@ -61,7 +63,9 @@ _CUT = (Code.indivisible, Code.unit, Code.duplicate)
 
 
 def corrected(subject: Subject) -> Iterator[Finding]:
-    """Leaves that are cut less than their rule asks for; under `strict` all that have a reason."""
+    """Findings for arrays that are sharded less than their rule asks for; under `strict` for all arrays
+    with a reason.
+    """
     rows = {n: why for n, row in enumerate(subject.content.rows) if row.reasons and (why := _shortfall(subject, row))}
     sizes = ft.lru_cache(maxsize=64)(ft.partial(_other_sizes, subject))
     causes: dict[Any, list[tuple[Group, Finding]]] = {}
@@ -109,7 +113,7 @@ _MOST_TRIED, _MOST_ROWS = 16, 300
 
 
 def _other_sizes(subject: Subject, axis: str) -> tuple[int, ...]:
-    """The next smaller and the next larger size of a mesh axis that cuts every array as asked."""
+    """The next smaller and the next larger size of a mesh axis that shards every array as its rule asks."""
     mesh, size = subject.mesh, subject.mesh.shape.get(axis, 1)
     rows = [row for row in subject.content.rows if not {*_axes(_shortfall(subject, row))} - {axis}]
     if subject.is_plan or subject.refine or any(count > 1 for count in mesh.dcn_sizes) or len(rows) > _MOST_ROWS:
@@ -157,7 +161,7 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
 
 
 def _cost(subject: Subject, group: Group) -> int:
-    """How many bytes more each device holds than if all were cut as asked, an uneven cut rounded up."""
+    """The bytes that each device holds beyond those of the sharding that the rule asks for."""
     row, sizes = group.row, subject.content.mesh.shape
     asked, used = 1, set[str]()
     wanted = [*entries_of(pinned(row.requested)), *[step.axes for step in row.strategies]]
@@ -169,7 +173,7 @@ def _cost(subject: Subject, group: Group) -> int:
 
 
 def _as_it_is(subject: Subject, group: Group, reasons: tuple[Reason, ...], sizes: _Sizes) -> str:
-    """Code that asks for no more than the leaf can have, or that lets it have more."""
+    """Code that asks for no more than the arrays can have, or that gives them more."""
     row, axes = group.row, _axes(reasons)
     if not subject.strict and _more_if_refined(subject, group):
         return "refine = True"
@@ -196,7 +200,7 @@ def _more_if_refined(subject: Subject, group: Group) -> bool:
 
 
 def _with_less(subject: Subject, group: Group) -> Iterator[tuple[str, Row | None]]:
-    """Code that asks for less for a named leaf, and the row that it then has."""
+    """For arrays with names: code that asks for less, and the row that the first array then has."""
     path, axes, row = group.paths[0], subject.axes, subject.plain_row(group)
     assert axes is not None
     dims = {why.dim for why in row.reasons if why.dim is not None and why.code is not Code.scalar}
@@ -221,7 +225,7 @@ def _with_less(subject: Subject, group: Group) -> Iterator[tuple[str, Row | None
 
 
 def _shares(other: Row, row: Row, dims: set[int]) -> bool:
-    """Whether another row has one of the names that stand on these dimensions, and is cut as asked."""
+    """Whether another row has one of the names of these dimensions and is sharded as its rule asks."""
     names = {row.names[dim] for dim in dims if row.names is not None}
     return other.names is not None and not names.isdisjoint(other.names) and not _is_cut_short(other)
 
@@ -238,14 +242,14 @@ _USUAL, _NARROW = 128, 1024
 
 
 class _Projection(NamedTuple):
-    """A leaf of an attention layer: of the queries, keys, values or the output."""
+    """An array of an attention layer that projects queries, keys, values or the output."""
 
     role: str
     group: Group
 
 
 class _Width(NamedTuple):
-    """How many elements a head has, and how that is known."""
+    """The number of elements of an attention head, and how it is known."""
 
     unit: int
     severity: Severity
@@ -253,7 +257,7 @@ class _Width(NamedTuple):
 
 
 def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
-    """Dimensions that are cut inside a head.
+    """Findings for dimensions that are sharded within an attention head.
 
     The other leaves of a layer tell how wide a head is: a unit in the rules of one of them, or a norm of the queries.
     Where none does, and keys are narrower than queries, heads of the usual width are taken as a hint.
@@ -279,7 +283,7 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
 
 
 def _has_inner_dimension(roles: Mapping[str, Group]) -> bool:
-    """Whether heads and their elements are dimensions of their own: the query ends in both, the output begins so."""
+    """Whether the heads and the elements of a head are separate dimensions of the projections."""
     if "q" not in roles or "o" not in roles:
         return False
     query, output = roles["q"].row.shape, roles["o"].row.shape
@@ -287,7 +291,7 @@ def _has_inner_dimension(roles: Mapping[str, Group]) -> bool:
 
 
 def _cut_within(subject: Subject, group: Group, dim: int) -> Iterator[Finding]:
-    """The dimension of the elements of one head that is cut, while that of the heads could be."""
+    """A finding if the dimension of a head's elements is sharded although the dimension of the heads could be."""
     row, rank = group.row, len(group.row.shape)
     counts = shard_counts(row.spec, rank, subject.content.mesh.shape)
     heads, count = row.shape[dim - 1], counts[dim]
@@ -307,7 +311,7 @@ def _cut_within(subject: Subject, group: Group, dim: int) -> Iterator[Finding]:
 def _attentions(
     groups: Sequence[Group],
 ) -> tuple[dict[tuple[tuple[str, ...], str], list[_Projection]], dict[tuple[str, ...], Group]]:
-    """The projections by their layer and the rest of their path, and the norms of queries and keys by their layer."""
+    """The projections by their layer and the end of their path, and the norms of queries and keys by their layer."""
     projections: dict[tuple[tuple[str, ...], str], list[_Projection]] = {}
     norms: dict[tuple[str, ...], Group] = {}
     for group in groups:
@@ -327,7 +331,7 @@ def _layer(parts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _head_dimension(suffix: str, roles: Mapping[str, Group]) -> int | None:
-    """The dimension of the queries, keys and values that holds the heads: in which they differ, or by convention."""
+    """The dimension of the projections that holds the heads: the one in which their sizes differ, or the usual one."""
     shapes = [roles[role].row.shape for role in "qkv" if role in roles]
     if len(shapes) < 2 or len({len(shape) for shape in shapes}) != 1 or not shapes[0]:
         return None
@@ -342,7 +346,7 @@ def _head_dimension(suffix: str, roles: Mapping[str, Group]) -> int | None:
 
 
 def _output_dimension(roles: Mapping[str, Group], group: Group, dim: int) -> int | None:
-    """The dimension of the output's projection that holds the heads: the one that the queries do not have there."""
+    """The dimension of the output's projection that holds the heads; `None` if it cannot be told."""
     query, output = (roles["q"].row.shape if "q" in roles else ()), group.row.shape
     if len(query) != len(output) or len(query) < 2:
         return None
@@ -387,7 +391,7 @@ def _cut(subject: Subject, group: Group, dim: int, width: _Width) -> Iterator[Fi
 
 
 def _whole_heads(subject: Subject, group: Group, dim: int, unit: int) -> str:
-    """Code under which these leaves are cut between heads only."""
+    """Code under which these arrays are sharded between heads only."""
     row, rank = group.row, len(group.row.shape)
     units = tuple(unit if at == dim else 1 for at in range(rank))
     name = None if row.names is None else row.names[dim]

@@ -1,4 +1,4 @@
-"""Everything that is wrong with rules, or looks so, at once: as data, on no devices."""
+"""All mistakes and likely mistakes in rules at once, as data, without devices."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +36,7 @@ def lint(
     replicated_bytes: int = 2**26,
     head_dim: int | None = None,
 ) -> Findings:
-    """Everything that is wrong with a tree's rules, or looks so: all of it at once, as data.
+    """All mistakes and likely mistakes in a tree's rules at once, as data.
 
     It takes what [`shardfx.plan`][] takes. What `plan` would raise is a finding of severity "error", and there is one
     exactly if `plan` raises. A ready plan can be checked too, with optimizer states in it or not.
@@ -119,7 +119,7 @@ def _of_plan(plan: ShardPlan) -> Subject:
 
 
 def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) -> Iterator[Finding]:
-    """What a plan tells by itself."""
+    """The findings that need no more than a plan."""
     yield from dead_rules(subject)
     yield from corrected(subject)
     yield from replicated(subject, replicated_bytes)
@@ -130,7 +130,7 @@ def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) ->
 
 
 def _names(names: object, tree: object, flat: Flat, axes: AxisRules | None, found: list[Finding]) -> Sequence[Any]:
-    """The names of each leaf; none where they do not fit the tree."""
+    """The names of each leaf. Names that do not fit the tree become a finding, and no leaf has names then."""
     try:
         return names_of_leaves(names, tree, flat, axes)
     except (RuleError, SpecError) as error:
@@ -139,7 +139,7 @@ def _names(names: object, tree: object, flat: Flat, axes: AxisRules | None, foun
 
 
 def _kinds(given: Iterable[tuple[str, str]] | None, found: list[Finding]) -> tuple[tuple[str, str], ...]:
-    """The memory kinds that can be used."""
+    """The valid pairs of a regex and a memory kind. Each invalid pair becomes a finding."""
     pairs = tuple(given or ())
     used: list[tuple[str, str]] = []
     for at, (regex, kind) in enumerate(pairs):

@@ -1,4 +1,4 @@
-"""What `plan` would raise, all of it at once: from the lists that it raises from."""
+"""Findings for every mistake that `plan` raises for, from the same lists."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ _HINTED = 40
 
 
 def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
-    """The leaves that cannot be planned, those of repeated layers together."""
+    """Findings for leaves that cannot be planned, one for equal leaves of repeated layers."""
     if not draft.errors:
         return
     flat, groups = subject.flat, {}
@@ -45,7 +45,7 @@ def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
 
 
 def _plannable(subject: Subject, places: Sequence[int], paths: Sequence[str]) -> str:
-    """Code under which these leaves can be planned, as near to what was meant as can be told."""
+    """Code under which these leaves can be planned, as close as possible to what was asked for."""
     leaf, names = subject.flat.leaves[places[0]], subject.given[places[0]]
     if names is not None:
         if subject.axes is None:
@@ -76,7 +76,7 @@ _STACKED_RANK = 3
 def axes_to_cut(
     subject: Subject, shape: tuple[int, ...], units: tuple[int, ...] | None
 ) -> Iterator[tuple[int, Strategy]]:
-    """Each dimension with a strategy over one mesh axis that cuts it between units, the largest axis first."""
+    """Pairs of a dimension and a strategy over one mesh axis that shards it, the largest axis first."""
     sizes = subject.mesh.shape
     for axis in sorted(sizes, key=lambda axis: -sizes[axis]):
         over = fsdp(axis, skip=0) if len(shape) >= _STACKED_RANK else fsdp(axis)
@@ -86,12 +86,12 @@ def axes_to_cut(
 
 
 def cutting(subject: Subject, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> Strategy | None:
-    """The strategy over one mesh axis that cuts an array of this shape; `None` where none does."""
+    """A strategy over one mesh axis that shards an array of this shape; `None` if no axis divides it."""
     return next((over for _, over in axes_to_cut(subject, shape, units)), None)
 
 
 def _other_names(names: tuple[object, ...], rank: int) -> tuple[Any, ...]:
-    """`names` cut or filled up to the right length, each name once."""
+    """`names` shortened or extended to `rank` entries, each name once."""
     if len(names) > rank:
         names = tuple(name for name in names if name is not ...)[:rank]
     once = [None if name in names[:at] else name for at, name in enumerate(names)]
@@ -99,7 +99,9 @@ def _other_names(names: tuple[object, ...], rank: int) -> tuple[Any, ...]:
 
 
 def _other_target(target: object, rank: int) -> Any:
-    """A target that fits an array of this rank and says as much of `target` as it can; `None` where none does."""
+    """A target that fits an array of this rank and keeps as much of `target` as possible; `None` if it
+    keeps nothing.
+    """
     first, rest = (target.steps[0], target.steps[1:]) if isinstance(target, Pipeline) else (target, ())
     inner = first.target if isinstance(first, Atomic) else first
     if not isinstance(inner, PartitionSpec | tuple):
@@ -109,7 +111,7 @@ def _other_target(target: object, rank: int) -> Any:
 
 
 def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Leaves that no rule covers."""
+    """Findings for leaves that no rule covers."""
     groups = together(uncovered(draft), lambda leaf: (between_numbers(leaf.path), leaf.row))
     patterns = () if subject.paths is None else tuple(regex for regex, _ in subject.paths.rules)
     for number, leaves in enumerate(groups.values()):
@@ -123,7 +125,7 @@ def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iter
 
 
 def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Logical names, and names that have a unit, that no rule is about."""
+    """Findings for logical names, and for names with a unit, that have no rule."""
     axes = subject.axes
     if axes is None:
         return
@@ -148,7 +150,7 @@ def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterato
 
 
 def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Mesh axes of rules that the mesh lacks and that nobody declares."""
+    """Findings for mesh axes of rules that the mesh lacks and that the rules do not declare."""
     known = subject.mesh.axis_names
     for axis, who in absent_axes(draft, subject.axes).items():
         message = f"{who} uses the mesh axis {axis!r}{near(axis, known)}; the mesh has {known}"
@@ -163,7 +165,7 @@ def _declared(subject: Subject, axis: str) -> str:
 
 
 def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
-    """Code that replaces a mesh axis in every rule; nothing if a rule has no code."""
+    """Lines of code that replace a mesh axis in every rule; none for rules that have no code, such as callables."""
     if subject.axes is not None:
         for mode, rules in ((None, subject.axes.rules), *subject.axes.modes):
             of_mode = "" if mode is None else f", mode={mode!r}"
@@ -178,7 +180,9 @@ def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
 
 
 def _target_with(target: object, axis: str, meant: str) -> Any:
-    """The target of a path rule with another mesh axis in the place of `axis`; one that it has already is left out."""
+    """The target of a path rule with `meant` in the place of the mesh axis `axis`. An axis that occurs twice then is
+    kept once.
+    """
     if isinstance(target, Optional):
         return Optional(_target_with(target.target, axis, meant))
     if isinstance(target, Atomic):
@@ -203,7 +207,7 @@ def _target_with(target: object, axis: str, meant: str) -> Any:
 def unused_findings(
     subject: Subject, draft: Draft, kinds: Sequence[tuple[str, str]], severity: Severity
 ) -> Iterator[Finding]:
-    """Path rules, and memory kinds, that decide about no leaf."""
+    """Findings for path rules and memory kinds that decide about no leaf."""
     rules = draft.paths.rules
     for why in unused_rules(rules, draft.paths.used, subject.flat, subject.given, NAMES):
         where = f"paths[{why.number}] {rules[why.number][0]!r}"
@@ -218,7 +222,7 @@ def unused_findings(
 
 
 def _shadowed_optionals(subject: Subject, draft: Draft) -> Iterator[Finding]:
-    """Optional rules that arrays match, but that decide about none: rules before them take all of these."""
+    """Findings for optional rules whose leaves all match earlier rules."""
     rules, used = draft.paths.rules, draft.paths.used
     spare = [n for n, (_, target) in enumerate(rules) if isinstance(target, Optional) and n not in used]
     # One path of each group tells which of them match at all; a preset has many that do not.
@@ -236,7 +240,9 @@ def _shadowed_optionals(subject: Subject, draft: Draft) -> Iterator[Finding]:
 
 
 def _used(subject: Subject, why: Unused) -> str:
-    """Code that moves a shadowed rule before the others where these keep some leaves; else that takes it out."""
+    """Code that moves a shadowed rule in front of the others, or that removes it if the earlier rules would lose all
+    their leaves.
+    """
     takers = {number: wide for number, wide in subject.rules_for(why.arrays).items() if number is not None}
     if takers and all(takers.values()):
         return f"paths = paths.prepend([paths.rules[{why.number}]]).drop({why.number + 1})"

@@ -1,4 +1,4 @@
-"""One step: a function and its arguments, traced once, and what compilers make of it without a device.
+"""A step: a function and its arguments, traced once, and the programs that compilers make of it without a device.
 
 That is the program of one device, by XLA's own partitioner, and Shardy's factors for every operation. It may import the
 ground values and meshes. It never runs a step, never needs the devices of a mesh, and never changes the user's process:

@@ -1,4 +1,4 @@
-"""A lowered step as operations over numbered values, each with the factors of its dimensions.
+"""The operations of a lowered step over numbered values, each with the factors of its dimensions.
 
 The factors are read off Shardy's sharding rule, or made for operations that have none. The rules come from
 `op_sharding_rule_registry.cc` of openxla/shardy, as the pass `sdy-populate-op-sharding-rules` of the jaxlib at hand
@@ -25,7 +25,8 @@ FactorDims = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class Factors(NamedTuple):
-    """Which dimensions of an operation belong together: Shardy's sharding rule of it.
+    """The sharding rule of an operation, as Shardy defines it: the factors of each dimension of its operands and
+    results.
 
     Dimensions with one factor are walked together, so that they are sharded alike. A dimension of several factors is a
     reshape of theirs. `sizes` are those of the factors; a dimension that a slice shortens has less than its factors.
@@ -42,7 +43,7 @@ class Factors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepValue:
-    """One array of the step. One that is made of constants alone is free: it is moved and kept nowhere.
+    """One array of the step. An array made of constants only is free: every device computes it in place.
 
     `laid` is known in a module that was propagated.
     """
@@ -54,13 +55,14 @@ class StepValue:
 
     @property
     def bytes(self) -> float:
-        """What the whole array takes in memory."""
+        """Bytes of the whole array."""
         return float(math.prod(self.shape)) * bits(self.dtype) / 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation, which runs `times` times: its operands and results, its factors, and what it computes.
+    """One operation, which runs `times` times: its operands and results, its factors, and its floating-point
+    operations.
 
     `name` is StableHLO's. Four names are this graph's own: "carry" hands an array to a loop or out of a branch,
     "return" hands what one iteration made, beside what it was given, to the next, "use" says that a loop reads an array
@@ -84,7 +86,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A whole step. `notes` say what was not understood, with how often."""
+    """The operations of a whole step. `notes` counts the operations that were not understood."""
 
     values: list[StepValue]
     operations: list[Operation]
@@ -98,7 +100,7 @@ _COMPLEX = {"complex<f32>": "complex64", "complex<f64>": "complex128"}
 
 @ft.lru_cache(maxsize=128)
 def dtype_of(name: str) -> DType:
-    """The dtype of an element type, as "bf16" or "ui8" or "f8E4M3FN"."""
+    """The dtype of an MLIR element type, such as "bf16", "ui8" or "f8E4M3FN"."""
     if name == "i1":
         return jnp.dtype("bool")
     if name in _COMPLEX:
@@ -117,7 +119,7 @@ RULE = "sdy.sharding_rule"
 
 @ft.lru_cache(maxsize=4096)
 def of_rule(rule: ir.Attribute) -> Factors:
-    """The factors of a rule's attribute."""
+    """The factors in a sharding rule's attribute."""
     read = sdy.OpShardingRuleAttr(rule)
     return Factors(
         tuple(read.factor_sizes),
@@ -134,7 +136,9 @@ def _mapped(mappings: Iterable[ir.Attribute]) -> tuple[tuple[tuple[int, ...], ..
 
 
 def by_element(ins: Shapes, outs: Shapes) -> Factors:
-    """Each element of the results from the elements at the same place: those of an operand alike in shape."""
+    """The factors of an elementwise operation: each dimension of the result corresponds to that of every operand of its
+    shape.
+    """
     shape = outs[0]
     same = tuple((dim,) for dim in range(len(shape)))
     others = len(shape)
@@ -151,13 +155,13 @@ def by_element(ins: Shapes, outs: Shapes) -> Factors:
 
 
 def handed(shape: Shape, times: int = 2) -> Factors:
-    """An array that is handed on as it is: the same dimensions in each of `times` arrays."""
+    """The factors of an array that is passed on unchanged: the same dimensions in each of `times` arrays."""
     dims = tuple((dim,) for dim in range(len(shape)))
     return Factors(shape, (dims,) * (times - 1), (dims,))
 
 
 def opaque(ins: Shapes, outs: Shapes) -> Factors:
-    """Factors that tie no dimension to another, and that nothing may cut."""
+    """Factors that tie no dimensions together, and that no mesh axis may shard."""
     sizes: list[int] = []
     dims = []
     for shape in (*ins, *outs):
@@ -168,13 +172,13 @@ def opaque(ins: Shapes, outs: Shapes) -> Factors:
 
 
 def _top_k(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
-    """The last dimension is needed whole; results are shorter there."""
+    """The factors of a top-k: the last dimension must be unsharded, and it is shorter in the results."""
     dims = tuple((dim,) for dim in range(len(ins[0])))
     return Factors(ins[0], (dims,), (dims,) * len(outs), replicated=frozenset({len(dims) - 1}))
 
 
 def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
-    """Rows in groups, each with a matrix of its own; the gradient of the matrices has the groups of what is summed.
+    """The factors of a `ragged_dot`: rows in groups, and one matrix for each group.
 
     Groups are looked up: a device that has some of them makes some of the rows, and zeros.
     """
@@ -214,7 +218,7 @@ _OWN: dict[str, Callable[[Op, Shapes, Shapes], Factors]] = {
 
 
 def own(operation: Op, name: str, ins: Shapes, outs: Shapes) -> Factors | None:
-    """The factors of an operation without a rule, or `None` where nothing is known of it."""
+    """The factors of an operation that Shardy has no rule for; `None` for an unknown operation."""
     if name in _OWN:
         return _OWN[name](operation, ins, outs)
     # `chlo` is StableHLO's client dialect: beside what is above it has functions of elements.

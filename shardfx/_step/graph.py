@@ -1,4 +1,4 @@
-"""From a StableHLO module as JAX lowers it to a flat list of operations with factors.
+"""A StableHLO module as JAX lowers it, as one flat list of operations with factors.
 
 A function is read once, and entered at every call. The body of a loop is entered once, and counts as often as the loop
 runs. What a loop hands on unchanged is one value inside and outside.
@@ -36,7 +36,7 @@ _CALLS = {"call": "callee", "composite": "decomposition"}
 
 
 class BlockOp(NamedTuple):
-    """One operation of a block, over the numbers of its function's values."""
+    """One operation of a block; its operands and results are numbers of the function's values."""
 
     name: str
     ins: tuple[int, ...]
@@ -50,7 +50,7 @@ class BlockOp(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A sequence of instructions, the values that it takes, and those that it returns."""
+    """A sequence of operations, with the values that it takes and returns."""
 
     arguments: tuple[int, ...]
     instructions: tuple[BlockOp, ...]
@@ -58,14 +58,14 @@ class Block(NamedTuple):
 
 
 class Function(NamedTuple):
-    """A block with the shapes and dtypes of all values in it, by their numbers."""
+    """A block, and the shape and dtype of each numbered value in it."""
 
     block: Block
     values: tuple[StepValue, ...]
 
 
 def program_of(module: Module) -> Program:
-    """The operations of a module's `main`, with their factors; the module itself is left as it is.
+    """The operations of a module's `main`, with their factors. The module is not changed.
 
     **Arguments:**
 
@@ -83,7 +83,7 @@ def program_of(module: Module) -> Program:
 
 
 class _Reader:
-    """Reads one function: MLIR's objects are asked once, however often the function is called."""
+    """Reads one function into numbered values, so that MLIR's objects are read only once."""
 
     def __init__(self):
         self.numbers: dict[ir.Value, int] = {}
@@ -143,7 +143,7 @@ def _detail(name: str, attributes: ir.OpAttributeMap, out: StepValue | None) -> 
 
 
 class _Walk:
-    """Enters the functions of a module, from `main`."""
+    """Walks through the functions of a module from `main`, and lists the operations with their factors."""
 
     def __init__(self, functions: dict[str, Function]):
         self.functions = functions
@@ -168,14 +168,14 @@ class _Walk:
         return len(self.values) - 1
 
     def at(self, made: BlockOp) -> tuple[ir.Location, ...]:
-        """Where an operation stands, and the calls around it."""
+        """The location of an operation, followed by those of the calls around it."""
         return (made.location, *reversed(self.calls))
 
     def note(self, words: str) -> None:
         self.notes[words] = self.notes.get(words, 0) + 1
 
     def enter(self, function: Function, block: Block, known: dict[int, int], times: float) -> list[int]:
-        """Walks through a block whose arguments are known; returns its results."""
+        """Appends the operations of a block whose arguments are known, and returns the block's results."""
         for made in block.instructions:
             ins = tuple(known[number] for number in made.ins)
             outs = self.step(function, made, ins, known, times)
@@ -227,7 +227,7 @@ class _Walk:
         return outs
 
     def count(self, made: BlockOp, ins: Sequence[int], outs: Sequence[int]) -> None:
-        """Follows a loop's counter: a value that is made of counters and literals alone is one, too."""
+        """Marks values that are computed from loop counters and literals only."""
         scalar = len(outs) == 1 and not self.values[outs[0]].shape and self.values[outs[0]].dtype.kind in "iu"
         numbers = [value for value in ins if self.values[value].dtype.kind in "iu"]
         known = all(value in self.literals or value in self.counters for value in numbers)
@@ -242,7 +242,7 @@ class _Walk:
     def hand(
         self, name: str, ins: tuple[int, ...], times: float, location: tuple[ir.Location, ...], out: int | None = None
     ) -> int:
-        """Hands an array on: into a loop, to its next iteration, or out of a branch."""
+        """Appends an operation that passes an array on: into a loop, to its next iteration, or out of a branch."""
         shape = self.values[ins[0]].shape
         if out is None:
             out = self.add(dataclasses.replace(self.values[ins[0]], free=False))
@@ -279,7 +279,9 @@ class _Walk:
     def trips(
         self, test: Block, body: Block, ins: Sequence[int], known: dict[int, int]
     ) -> tuple[float | None, int | None]:
-        """How often a loop runs that counts up to a known number; and which of its arguments counts."""
+        """The number of iterations of a loop that counts up to a known number, and the index of its counter; `None` if
+        unknown.
+        """
         outer = {**known, **dict(zip(test.arguments, ins, strict=True))}
         literals = {number: self.literals[value] for number, value in outer.items() if value in self.literals}
         literals |= _literals(test) | _literals(body)
@@ -313,7 +315,7 @@ class _Walk:
     def manual(
         self, function: Function, made: BlockOp, ins: tuple[int, ...], known: dict[int, int], times: float
     ) -> list[int]:
-        """A `shard_map`: the arrays in it are shards, of which each device has its own."""
+        """Appends the operations of a `shard_map`, whose arrays are shards."""
         self.note("a `shard_map` shards arrays over a mesh of its own: that is not priced")
         (block,) = made.blocks
         inner = [self.add(function.values[number]) for number in block.arguments]
@@ -329,7 +331,7 @@ class _Walk:
         return outs
 
     def apart(self, value: int, out: int, times: float, location: tuple[ir.Location, ...]) -> None:
-        """An array and its shards: dimensions that are not cut stay tied."""
+        """Ties an array to its shards in the dimensions that are not sharded."""
         shapes = [self.values[value].shape], [self.values[out].shape]
         factors = by_element(*shapes) if shapes[0] == shapes[1] else opaque(*shapes)
         self.operations.append(Operation("opaque", (value,), (out,), factors, times, 0.0, location))
@@ -340,7 +342,7 @@ def _literals(block: Block) -> dict[int, int]:
 
 
 def _is_free(made: BlockOp, ins: Sequence[StepValue]) -> bool:
-    """Whether something is made of constants alone, so that every device makes its part in place."""
+    """Whether an operation depends on constants only, so that every device computes its own shard in place."""
     if made.name in ("constant", "iota"):
         return True
     if made.name == "broadcast_in_dim" and not ins[0].shape:
@@ -351,7 +353,7 @@ def _is_free(made: BlockOp, ins: Sequence[StepValue]) -> bool:
 
 
 def _used(operations: list[Operation], results: Sequence[int]) -> list[Operation]:
-    """The operations that something is read of, as compilers keep them: in loops, too."""
+    """The operations whose results are used, inside loops too, as compilers keep them."""
     live, kept = set(results), [False] * len(operations)
     before = -1
     while before != len(live):

@@ -1,4 +1,4 @@
-"""A step's StableHLO module: what it takes, its mesh, the user's lines, and the same module under other shardings."""
+"""A step's StableHLO module: its parameters, mesh and source lines, and the same module under other shardings."""
 
 import functools as ft
 import io
@@ -27,7 +27,7 @@ _LOCATION = re.compile(r'^loc\("(.*?)"\)?', re.DOTALL)
 
 
 class Laid(NamedTuple):
-    """How an array lies: the mesh axes of each dimension, and by axis what it comes from, as Shardy writes both.
+    """The sharding of an array as Shardy writes it: the mesh axes of each dimension, and the origin of each axis.
 
     A part of an axis is written "fsdp:(1)2": here two shards of one that is larger.
     """
@@ -56,7 +56,7 @@ class Parameter(NamedTuple):
 
 
 def parameters(module: Module) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """What the module takes, and what it returns; arguments that JAX drops since nothing reads them are not there."""
+    """The arrays that the module takes and those that it returns. JAX has dropped arguments that nothing reads."""
     main = _main(module)
     arguments = main.regions[0].blocks[0].arguments
     told = _said(main, "arg_attrs")
@@ -67,7 +67,7 @@ def parameters(module: Module) -> tuple[tuple[Parameter, ...], tuple[Parameter, 
 
 
 def meshes(module: Module) -> dict[str, dict[str, int]]:
-    """The sizes of the axes of each mesh that the module names."""
+    """The axis sizes of each mesh that the module names."""
     found = {}
     for op in module.operation.regions[0].blocks[0]:
         if op.operation.name == "sdy.mesh":
@@ -78,7 +78,7 @@ def meshes(module: Module) -> dict[str, dict[str, int]]:
 
 
 def mesh_of_arguments(module: Module) -> str | None:
-    """The name of the mesh that the first argument or result with a sharding lies on."""
+    """The name of the mesh in the first sharding of an argument or result; `None` if none has a sharding."""
     main = _main(module)
     for said in (*_said(main, "arg_attrs"), *_said(main, "res_attrs")):
         if "sdy.sharding" in said:
@@ -87,7 +87,7 @@ def mesh_of_arguments(module: Module) -> str | None:
 
 
 def bytecode(module: Module) -> bytes:
-    """The module as XLA reads it."""
+    """The module as bytecode that XLA reads."""
     sink = io.BytesIO()
     module.operation.write_bytecode(sink)
     return sink.getvalue()
@@ -96,7 +96,7 @@ def bytecode(module: Module) -> bytes:
 def resharded(
     module: Module, mesh: Mapping[str, int], arguments: Sequence[Dims | None], results: Sequence[Dims | None]
 ) -> bytes:
-    """The bytecode of the module under another mesh, and other shardings of what it takes and returns.
+    """The bytecode of the module under another mesh, with other shardings of its arguments and results.
 
     **Raises:**
 
@@ -161,13 +161,13 @@ def _dims(sharding: ir.Attribute) -> Dims:
 
 
 def laid_arguments(function: Op) -> list[Laid | None]:
-    """How a function's arguments lie, in a module that was propagated."""
+    """The shardings of a function's arguments in a propagated module."""
     told = _said(function, "arg_attrs")
     return [_laid(one.get("sdy.sharding"), one.get("sdy.sharding_origins")) for one in told]
 
 
 def laid_results(operation: Op) -> list[Laid | None]:
-    """How an operation's results lie, in a module that was propagated."""
+    """The shardings of an operation's results in a propagated module."""
     attributes = operation.attributes
     origins = attributes["sdy.sharding_origins"] if "sdy.sharding_origins" in attributes else None
     if operation.name == "sdy.sharding_constraint":
@@ -196,7 +196,7 @@ def _laid(sharding: ir.Attribute | None, origins: ir.Attribute | None, name: str
 
 
 def _axis_text(axis: ir.Attribute) -> str:
-    """The text of an axis: its name, or for a part of one Shardy's form, "fsdp:(1)2"."""
+    """The text of a mesh axis: its name, or for a sub-axis Shardy's form, "fsdp:(1)2"."""
     read = sdy.AxisRefAttr(axis)
     part = read.sub_axis_info
     if part is None:
@@ -216,7 +216,7 @@ def _name(location: ir.Location) -> str:
 
 
 def _with_sharding(said: Mapping[str, ir.Attribute], mesh: str, dims: Dims | None) -> dict[str, ir.Attribute]:
-    """The attributes with this sharding. Which result takes an argument's memory depends on how both lie."""
+    """The attributes with another sharding, and without the aliasing that depends on the old one."""
     kept = {name: one for name, one in said.items() if name not in ("sdy.sharding", "tf.aliasing_output")}
     if "tf.aliasing_output" in said:
         kept["jax.buffer_donor"] = ir.BoolAttr.get(True)
@@ -227,7 +227,7 @@ def _with_sharding(said: Mapping[str, ir.Attribute], mesh: str, dims: Dims | Non
 
 
 def _sharded_inside(module: Module) -> set[str]:
-    """The kinds of operations inside the step that have a sharding of their own."""
+    """The names of the operations inside the step that have a sharding of their own."""
     found: set[str] = set()
 
     def look(op: Op) -> ir.WalkResult:
@@ -241,7 +241,7 @@ def _sharded_inside(module: Module) -> set[str]:
 
 
 class Frame(NamedTuple):
-    """A line of a program that was traced."""
+    """A source line of a traced program."""
 
     file: str
     line: int
@@ -249,7 +249,7 @@ class Frame(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The file without its folder, and the line."""
+        """The file's name without its folder, and the line number."""
         return printable(f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}")
 
 
@@ -262,41 +262,41 @@ _STACK = re.compile(r'loc\("([^"]*)"')
 
 @ft.lru_cache(maxsize=2**14)
 def lines_of(locations: tuple[ir.Location, ...]) -> tuple[Frame, ...]:
-    """The lines of an operation and of the calls around it, the innermost first."""
+    """The source lines of an operation and of the calls around it, the innermost first."""
     found = (_FRAME.findall(str(location)) for location in locations)
     return tuple(Frame(file, int(line), function) for frames in found for function, file, line in frames)
 
 
 def name_stacks(locations: tuple[ir.Location, ...]) -> tuple[str, ...]:
-    """JAX's names for what an operation, and each call around it, is part of: `jit(step)/while/body/dot_general`."""
+    """JAX's name stacks of an operation and of the calls around it, such as `jit(step)/while/body/dot_general`."""
     found = (_STACK.match(str(location)) for location in locations)
     return tuple(one[1] for one in found if one)
 
 
 def is_library(frame: Frame) -> bool:
-    """Whether a line is not the user's own."""
+    """Whether a source line belongs to a library rather than to the user."""
     return _LIBRARY.search(frame.file) is not None
 
 
 def own_line(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost line that is the user's own, or else any."""
+    """The innermost source line that is the user's own; the innermost of all if none is."""
     return next((frame for frame in stack if not is_library(frame)), next(iter(stack), None))
 
 
 def place_text(source: Frame | None) -> str:
-    """A line as tables show it, with its function."""
+    """A source line as tables show it, with its function."""
     if source is None:
         return "-"
     return f"{source.place} {printable(source.function)}" if source.function else source.place
 
 
 def opened(given: object) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr and the constants of one that may be closed."""
+    """The jaxpr and the constants of a jaxpr that may be closed."""
     return (given.jaxpr, given.consts) if isinstance(given, jex.ClosedJaxpr) else (given, ())
 
 
 def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> list[Any]:
-    """One equation carried out, with the name and the line that it came from."""
+    """Evaluates one equation under its own name stack and source line, and returns its results."""
     known = {atom: array for atom, array in zip(equation.invars, ins, strict=True) if not isinstance(atom, jex.Literal)}
     alone = jaxpr.replace(
         constvars=[],
@@ -310,7 +310,7 @@ def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> lis
 
 
 def carry_of(scan: Any) -> tuple[int, int]:
-    """Where the carry of a scan begins in what it takes, and how many arrays it has.
+    """The index at which the carry of a scan begins among its operands, and the number of arrays in the carry.
 
     The parameters that say so have other names with each JAX. What is taken or made by turns has a dimension more.
     """
@@ -321,7 +321,7 @@ def carry_of(scan: Any) -> tuple[int, int]:
 
 
 def frames_of(equation: jex.JaxprEqn) -> tuple[Frame, ...]:
-    """The lines of an equation and of the calls around it, the innermost first."""
+    """The source lines of an equation and of the calls around it, the innermost first."""
     traceback = equation.source_info.traceback
     frames = () if traceback is None else traceback.frames
     return tuple(Frame(one.file_name, one.line_num, one.function_name) for one in frames)

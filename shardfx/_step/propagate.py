@@ -1,4 +1,4 @@
-"""Shardy's layout of each array of a step, and where each axis of it comes from; `worker.py` runs it.
+"""Shardy's sharding of each array of a step, and the origin of each of its mesh axes; `worker.py` runs this file.
 
 XLA breaks ties on HLO turned back into StableHLO, not on the module that JAX lowers. So it is asked for its HLO right
 before its own Shardy pass (`xla/service/spmd/shardy/shardy_xla_pass.cc`), and the same propagation runs on that with
@@ -36,7 +36,7 @@ _READER = getattr(_CLIENT, "hlo", None) or _CLIENT._xla  # as JAX 0.9 has it
 
 
 def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
-    """The bytecode of the StableHLO module with a sharding on each operation, and what went wrong.
+    """The bytecode of the StableHLO module with a sharding on each operation, and an error text.
 
     `hlo` is the text right before XLA's Shardy pass. The request holds the sizes of the mesh's axes, and the axes of
     each dimension of what the program takes and returns, or `None` where that is free.
@@ -58,7 +58,7 @@ def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
 
 
 def _run(hlo: bytes, request: dict[str, object], origins: str, file: Any) -> None:
-    """Writes the module, or what went wrong, and ends the process."""
+    """Writes the propagated module or an error text to `file`, and ends the process."""
     status = 1
     try:
         sink = io.BytesIO()
@@ -74,7 +74,7 @@ def _run(hlo: bytes, request: dict[str, object], origins: str, file: Any) -> Non
 
 
 def _context() -> Any:
-    """With the dialects that JAX's own has."""
+    """An MLIR context with the dialects that JAX's own context has."""
     context, registry = ir.Context(), ir.DialectRegistry()
     _jax_mlir_ext.register_dialects(registry)
     context.append_dialect_registry(registry)
@@ -105,7 +105,7 @@ def _module(hlo: bytes, request: dict[str, Any], origins: str) -> Any:
 
 
 def _sharded(dims: Any) -> dict[str, Any]:
-    """The attributes of an argument or result."""
+    """The sharding attributes of an argument or result with these mesh axes; none if its sharding is free."""
     if dims is None:
         return {}
     cut = [sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], True) for axes in dims]
@@ -125,7 +125,7 @@ def _custom_calls(module: Any) -> list[Any]:
 
 
 def _without_tuple(call: Any) -> Any:
-    """The same call with several results, where HLO has one tuple: Shardy takes none."""
+    """The call with several results in the place of one tuple, since Shardy takes no tuples."""
     kinds = [result.type for result in call.results]
     if len(kinds) != 1 or not isinstance(kinds[0], ir.TupleType):
         return call
@@ -146,7 +146,7 @@ def _without_tuple(call: Any) -> Any:
 
 
 def _constrained(call: Any) -> None:
-    """What a custom call says of arrays, as constraints: of its own, or those of a `shard_map`."""
+    """Replaces a custom call that states shardings by sharding constraints."""
     target = ir.StringAttr(call.attributes["call_target_name"]).value
     if target not in (_CONSTRAINT, _INTO, _OUT):
         return
@@ -174,7 +174,7 @@ def _constraint(value: Any, dims: str, at: Any, location: Any) -> Any:
 
 
 def _said(call: Any) -> list[str]:
-    """The dimensions of each array that a call names, as Shardy writes them."""
+    """The dimensions' axes of each array that a custom call names, as Shardy writes them."""
     texts = []
     if "mhlo.frontend_attributes" in call.attributes:
         told = ir.DictAttr(call.attributes["mhlo.frontend_attributes"])

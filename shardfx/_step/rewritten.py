@@ -1,4 +1,4 @@
-"""Operations that libtpu writes as others before it propagates shardings and partitions.
+"""Rewrites of a module that libtpu makes before it propagates shardings and partitions.
 
 libtpu simplifies a program first, and XLA's partitioner on a host does not. It writes the largest values as a sort or a
 custom call (`topk_decomposer.cc`, `topk_rewriter.cc`), a Fourier transform as products, a product of complex numbers as
@@ -25,7 +25,7 @@ _COLUMNS = 70
 
 
 def rewritten(module: bytes, context: ir.Context) -> bytes:
-    """The bytecode of a StableHLO module with these operations as libtpu writes them."""
+    """The bytecode of a StableHLO module with these operations rewritten as libtpu does."""
     with context, ir.Location.unknown(context):
         parsed = ir.Module.parse(module)
         _inline_rolls(parsed)
@@ -50,7 +50,7 @@ def rewritten(module: bytes, context: ir.Context) -> bytes:
 
 
 def _inline_rolls(module: ir.Module) -> None:
-    """Opens the calls of `jnp.roll`: libtpu inlines all calls first, and writes some rolls in another way."""
+    """Inlines the calls of `jnp.roll`, since libtpu inlines all calls first and rewrites some rolls."""
     functions = {ir.StringAttr(one.attributes["sym_name"]).value: one for one in module.body.operations}
     calls: list[Op] = []
 
@@ -96,14 +96,14 @@ def _is_first_rows(op: Op) -> bool:
 
 
 def _sliced(value: ir.Value) -> Op | None:
-    """The slice that a value is a reshape of, or `None`."""
+    """The slice that a value is a reshape of; `None` if it is no such reshape."""
     reshape = _maker(value)
     made = _maker(reshape.operands[0]) if reshape is not None and reshape.name == "stablehlo.reshape" else None
     return made if made is not None and made.name == "stablehlo.slice" else None
 
 
 def _first_rows(op: Op) -> list[ir.Value]:
-    """The operation with the slice before the reshape: the first rows are sliced out of the stack at once."""
+    """The same rows sliced out of the stack directly, before the reshape."""
     outer = _sliced(op.operands[0])
     assert outer is not None
     names = ("start_indices", "limit_indices", "strides")
@@ -113,12 +113,14 @@ def _first_rows(op: Op) -> list[ir.Value]:
 
 
 def _is_of_rows(op: Op) -> bool:
-    """Whether an array of a stack is put together again of its rows, so that it is no roll for a partitioner."""
+    """Whether a concatenation rebuilds an array of a stack from its rows, so that the partitioner does not
+    see a roll.
+    """
     return len(op.operands) == 2 and any(_sliced(one) is not None for one in op.operands)
 
 
 def _of_rows(op: Op) -> list[ir.Value]:
-    """The elementwise maximum of both parts, each padded with the least number where the other one is."""
+    """The elementwise maximum of the two parts, each padded with the dtype's least number to the whole shape."""
     made = ir.RankedTensorType(op.results[0].type)
     dim = ir.IntegerAttr(op.attributes["dimension"]).value
     least = stablehlo.ConstantOp(
@@ -164,7 +166,7 @@ def _top_k(op: Op) -> list[ir.Value]:
 
 
 def _fft(op: Op) -> list[ir.Value]:
-    """A product with a matrix for each dimension; what the matrices hold is no matter."""
+    """A Fourier transform as one matrix product per dimension. The values in the matrices do not matter here."""
     value, made = op.operands[0], ir.RankedTensorType(op.results[0].type)
     kind = str(op.attributes["fft_type"])
     lengths = list(ir.DenseI64ArrayAttr(op.attributes["fft_length"]))
@@ -178,7 +180,7 @@ def _fft(op: Op) -> list[ir.Value]:
 
 
 def _by_matrix(value: ir.Value, dim: int) -> ir.Value:
-    """The product of a dimension with a square matrix, in full precision; the dimension stays where it is."""
+    """The product of one dimension with a square matrix in full precision."""
     kind = ir.RankedTensorType(value.type)
     size, rank = kind.shape[dim], kind.rank
     shape = [*(one for at, one in enumerate(kind.shape) if at != dim), size]
@@ -202,7 +204,7 @@ def _by_matrix(value: ir.Value, dim: int) -> ir.Value:
 
 
 def _complex_dot(op: Op) -> list[ir.Value]:
-    """Three products of real numbers for one of complex numbers."""
+    """A complex product as three real products."""
     left, right = op.operands
     made = ir.RankedTensorType(op.results[0].type)
     parts = iter([_added(right), stablehlo.RealOp(right).result, stablehlo.ImagOp(right).result])
@@ -219,7 +221,9 @@ def _complex_dot(op: Op) -> list[ir.Value]:
 
 
 def _of_three(value: ir.Value, by: Callable[[ir.Value], ir.Value]) -> ir.Value:
-    """The complex result of three real products: of the sums of both parts, of the real and of the imaginary parts."""
+    """The complex result of three real products: of the sum of both parts, of the real parts and of the
+    imaginary parts.
+    """
     whole = by(_added(value))
     real, imaginary = by(stablehlo.RealOp(value).result), by(stablehlo.ImagOp(value).result)
     return stablehlo.ComplexOp(
@@ -236,7 +240,7 @@ def _added(value: ir.Value) -> ir.Value:
 
 
 def _resized(value: ir.Value, dim: int, size: int) -> ir.Value:
-    """The value with another size of a dimension: its beginning, or with its beginning behind it."""
+    """The value with another size of dimension `dim`: shortened, or extended by its own beginning."""
     shape = list(ir.RankedTensorType(value.type).shape)
     if shape[dim] == size:
         return value
@@ -256,14 +260,14 @@ def _is_column_of_count(op: Op) -> bool:
 
 
 def _column_of_count(op: Op) -> list[ir.Value]:
-    """The numbers of rows as a constant: the partitioner sees them through no reshape."""
+    """The row numbers as a constant, since the partitioner does not follow them through a reshape."""
     kind = ir.RankedTensorType(op.results[0].type)
     numbers: Any = np.arange(max(kind.shape), dtype=np.int32).reshape(kind.shape)
     return [stablehlo.ConstantOp(ir.DenseElementsAttr.get(numbers)).result]
 
 
 def _is_of_count(op: Op) -> bool:
-    """Whether a `select` asks, as JAX does of indices, whether a count from zero is negative."""
+    """Whether a `select` tests whether an iota is negative, as JAX does for indices."""
     asked = _maker(op.operands[0])
     if asked is None or asked.name != "stablehlo.compare" or "LT" not in str(asked.attributes["comparison_direction"]):
         return False
@@ -275,7 +279,7 @@ def _is_of_count(op: Op) -> bool:
 
 
 def _maker(value: ir.Value) -> Op | None:
-    """The operation that makes a value; none makes what a block is given."""
+    """The operation that makes a value; `None` for an argument of a block."""
     return None if isinstance(value.owner, ir.Block) else value.owner
 
 

@@ -1,4 +1,4 @@
-"""A step and its arguments in JAX's one form, traced once."""
+"""A step and its arguments, traced once."""
 
 import dataclasses
 import functools as ft
@@ -28,7 +28,7 @@ _OPTIONS: Mapping[Platform, Mapping[str, str]] = {"tpu": {"xla_disable_hlo_passe
 
 @runtime_checkable
 class _JaxTraced(Protocol):
-    """What the `trace` of `jax.jit` and `shardfx.filter_jit` returns."""
+    """The traced step that `trace` of `jax.jit` and `shardfx.filter_jit` returns."""
 
     jaxpr: Any
 
@@ -37,14 +37,14 @@ class _JaxTraced(Protocol):
 
 @runtime_checkable
 class JaxJitted(Protocol):
-    """What `jax.jit` and `shardfx.filter_jit` return."""
+    """The jitted function that `jax.jit` and `shardfx.filter_jit` return."""
 
     def trace(self, *args: object) -> Any: ...
 
 
 @runtime_checkable
 class EquinoxJitted(Protocol):
-    """What `equinox.filter_jit` returns. Its own `lower` takes no structs."""
+    """The jitted function that `equinox.filter_jit` returns. Its own `lower` takes no structs."""
 
     __wrapped__: Any
     donate_first: bool
@@ -53,7 +53,9 @@ class EquinoxJitted(Protocol):
 
 @runtime_checkable
 class _Named(Protocol):
-    """What the `trace` of `shardfx.filter_jit` returns: it knows the paths of its arrays by their names in the text."""
+    """The traced step that `trace` of `shardfx.filter_jit` returns. It knows each array's path by its name
+    in the text.
+    """
 
     traced: Any
     arrays: tuple[Any, ...]
@@ -79,12 +81,12 @@ class Step:
 
     @ft.cached_property
     def mesh(self) -> MeshSpec:
-        """The mesh that the arguments lie on."""
+        """The mesh of the arguments' shardings."""
         return MeshSpec.of(self.jax_mesh)
 
     @ft.cached_property
     def jax_mesh(self) -> MeshSpec | Mesh | AbstractMesh:
-        """The mesh as it was given: a Mesh of devices says which of them are in one slice."""
+        """The mesh as the caller gave it. A Mesh of devices also says which devices are in one slice."""
         if self.given_mesh is not None:
             return self.given_mesh
         for leaf in jax.tree.leaves(self.args):
@@ -100,7 +102,7 @@ class Step:
         return MeshSpec(meshes(module)[name])
 
     def lowered(self, platform: Platform) -> Any:
-        """The step as JAX lowers it for a platform, once for each."""
+        """The step as JAX lowers it for a platform. Each platform is lowered once."""
         if platform not in self._lowered:
             self._lowered[platform] = self.traced.lower(lowering_platforms=(_PLATFORMS[platform],))
         return self._lowered[platform]
@@ -119,12 +121,12 @@ class Step:
 
     @ft.cached_property
     def parameters(self) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-        """What the program takes and returns, the same on each platform."""
+        """The arrays that the program takes and returns. They are the same on each platform."""
         return parameters(self.module(self._any))
 
     @property
     def _any(self) -> Platform:
-        """A platform that the step is already lowered for, or else "tpu"."""
+        """A platform that the step is already lowered for; "tpu" if there is none."""
         for platform in self._lowered:
             return platform
         return "tpu"
@@ -134,12 +136,14 @@ class Step:
         return {}
 
     def path(self, name: str) -> str:
-        """The path of an array, with its argument in front, from its name in the program."""
+        """The path of an array from its name in the program, with the argument's name in front."""
         return self.paths.get(name) or _path_of(name)
 
     @ft.cached_property
     def leaves(self) -> dict[str, str]:
-        """The path of each array within its argument, by its name in the program; an array alone has its name."""
+        """The path of each array within its argument, by its name in the program. An argument that is one array has its
+        own name.
+        """
         paths = {one.name: self.path(one.name) for one in self.parameters[0]}
         return {name: path.partition("/")[2] or path for name, path in paths.items()}
 
@@ -152,7 +156,8 @@ class Step:
         results: Sequence[Dims | None] | None = None,
         module: Module | None = None,
     ) -> str:
-        """The HLO text of one device's program, right behind XLA's partitioner; for CPUs behind all of XLA's passes.
+        """The HLO text of one device's program, as XLA's partitioner leaves it; on CPUs as all of XLA's passes leave
+        it.
 
         **Arguments:**
 
@@ -184,7 +189,7 @@ class Step:
         return partitioned(text, mesh.size, _OPTIONS[platform], finished=platform == "cpu")
 
     def propagated(self, platform: Platform, *, module: Any = None) -> Any:
-        """The step's module with the layout of each array, and where each axis of it comes from."""
+        """The step's module with the sharding of each array, and the origin of each of its mesh axes."""
         if self.mesh.size > MOST_DEVICES:
             raise MeshError(f"a mesh has at most {MOST_DEVICES} devices here, and {self.mesh} has {self.mesh.size}.")
         module = self.module(platform) if module is None else module
@@ -194,7 +199,7 @@ class Step:
 
 
 def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Step:
-    """A step and its arguments, traced.
+    """A traced step, from a function and its arguments or from a step that is traced already.
 
     **Arguments:**
 
@@ -229,7 +234,7 @@ def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | Abstra
 
 
 def _mesh_of_devices(args: Sequence[object]) -> Mesh | None:
-    """The mesh of the first array that lies on one: it knows which devices are in one slice."""
+    """The mesh of devices of the first array that has one; `None` if no array has one."""
     meshes = (one.mesh for leaf in jax.tree.leaves(args) if (one := _sharding_of(leaf)) is not None)
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
@@ -240,7 +245,7 @@ def _sharding_of(leaf: object) -> NamedSharding | None:
 
 
 def _without_devices(leaf: Any) -> object:
-    """An array on devices as a struct on the abstract mesh, so that no device is needed to lower or compile for."""
+    """A struct on the abstract mesh in the place of an array on devices, so that lowering needs no device."""
     sharding = _sharding_of(leaf)
     if sharding is None or not isinstance(sharding.mesh, Mesh):
         return leaf
@@ -258,7 +263,7 @@ def _named(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
 def _traced(
     fn: Callable[..., object], args: Sequence[object], mesh: Any, donated: tuple[bool, bool] = (False, False)
 ) -> Step:
-    """A function whose arguments may hold what is no array: that stays outside, as with `equinox.filter_jit`."""
+    """The traced step of a function. Leaves that are not arrays are closed over, as in `equinox.filter_jit`."""
     flats = [flatten(arg) for arg in args]
     words = argument_names(fn, len(args))
     arrays: list[object] = []
@@ -301,7 +306,7 @@ def _is_array(leaf: object) -> bool:
 
 
 def argument_names(fn: Callable[..., object], count: int) -> list[str]:
-    """What the function calls its arguments."""
+    """The names of the function's first `count` arguments."""
     try:
         known = [
             name
@@ -323,7 +328,7 @@ def _refuse_plans(arg: object, at: int) -> None:
 
 
 def _path_of(name: str) -> str:
-    """`params['layers'][0].w` as the path params/layers/0/w."""
+    """The path of an array from JAX's name: `params['layers'][0].w` is `params/layers/0/w`."""
     flat = name.replace("']['", "/").replace('"]["', "/")
     for marker in ("['", '["', "[", "."):
         flat = flat.replace(marker, "/")

@@ -55,7 +55,7 @@ def main() -> None:
 
 @ft.lru_cache(maxsize=1)
 def _shardy() -> types.ModuleType:
-    """The file beside this one, whose folder is no place to import from."""
+    """The module `propagate.py` beside this file, loaded by its path."""
     spec = importlib.util.spec_from_file_location("propagate", os.path.join(os.path.dirname(__file__), "propagate.py"))
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
@@ -64,7 +64,7 @@ def _shardy() -> types.ModuleType:
 
 
 def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: float, dumped: str) -> tuple[bytes, str]:
-    """The text of the program at one place of XLA's pipeline, and what went wrong."""
+    """The text of the program at one stage of XLA's pipeline, and an error text."""
     with tempfile.TemporaryDirectory(prefix="shardfx-") as folder:
         reading, writing = os.pipe()
         child = os.fork()
@@ -83,7 +83,7 @@ def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: f
 
 
 def _compile(module: bytes, devices: int, debug_options: dict[str, str | int], writing: int) -> None:
-    """Compiles in the child, writes the error if there is one, and never returns."""
+    """Compiles the module in the child process, and writes the error if there is one. It never returns."""
     # XLA writes its warnings to standard error, and nothing may reach the standard output of the parent.
     silence = os.open(os.path.join(str(debug_options["xla_dump_to"]), "stderr"), os.O_WRONLY | os.O_CREAT)
     for stream in (0, 1, 2):
@@ -109,7 +109,7 @@ def _compile(module: bytes, devices: int, debug_options: dict[str, str | int], w
 
 
 def _text_from(folder: str, dumped: str, reading: int, deadline: float) -> tuple[bytes, str]:
-    """Waits until the dump is whole, the child ends, the time is over, or the process that asked is gone."""
+    """The dumped text and an error text. Waits until the dump is complete, the child ends, or the deadline passes."""
     said = None
     while True:
         for path in glob.glob(os.path.join(folder, dumped)):
@@ -128,7 +128,9 @@ def _text_from(folder: str, dumped: str, reading: int, deadline: float) -> tuple
 
 
 def _whole(path: str) -> bytes:
-    """A module's text, once XLA has written all: the entry computation comes last, and ends with a brace on a line."""
+    """A module's dumped text, or nothing until XLA has written all of it. The entry computation comes last, and ends
+    with a brace on a line.
+    """
     with open(path, "rb") as file:
         # A large file is looked at many times while it is written.
         file.seek(max(0, file.seek(0, os.SEEK_END) - 8))
@@ -140,7 +142,7 @@ def _whole(path: str) -> bytes:
 
 
 def _last_words(folder: str) -> str:
-    """The end of what a child that was aborted wrote."""
+    """The end of the error output of a child that XLA aborted."""
     with open(os.path.join(folder, "stderr"), "rb") as file:
         return f"XLA aborted: {file.read()[-2000:].decode(errors='replace')}"
 

@@ -1,4 +1,4 @@
-"""A step with every array laid out as the search priced it: the decision, carried to the compiler.
+"""A step whose arrays are constrained to the shardings that the search priced.
 
 The step's jaxpr is walked twice, in one order. The first time each equation gets a number, as a name scope, which the
 locations of its lowered operations hold; so the layouts of these are known for each equation. The second time its
@@ -45,7 +45,7 @@ _Cut = tuple[int, int, int]
 
 
 def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: AxisRules) -> Callable[..., PyTree]:
-    """The same step with its arrays constrained to where rules for its arguments want them.
+    """The same step, with its arrays constrained to the shardings that follow from the rules for its arguments.
 
     A plan says how arguments lie. How everything between them lies is left to the compiler, which often sends several
     times more than it need. This names the step's dimensions as [`shardfx.auto.name_axes`][] does. It lays out every
@@ -118,7 +118,7 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
 
 
 class _Walker:
-    """Walks through a jaxpr and carries out each equation under a name scope with its number."""
+    """Walks through a jaxpr and evaluates each equation under a name scope with the equation's number."""
 
     def __init__(self):
         self.count = 0
@@ -144,7 +144,7 @@ class _Walker:
         return list(map(read, jaxpr.outvars))
 
     def rewritten(self, equation: jex.JaxprEqn) -> Any:
-        """The equation with the programs that it holds walked through, too."""
+        """The equation with its inner jaxprs walked through too."""
         params = dict(equation.params)
         for key in _NESTED.get(equation.primitive.name, ()):
             held = params[key]
@@ -158,12 +158,12 @@ class _Walker:
         return made if isinstance(given, jex.ClosedJaxpr) else made.jaxpr
 
     def made(self, number: int, equation: jex.JaxprEqn, outs: Sequence[Any]) -> Sequence[Any]:
-        """What an equation makes."""
+        """The results of an equation."""
         return outs
 
 
 class _Constrainer(_Walker):
-    """Constrains what equations make to where layouts want it."""
+    """Constrains the results of each equation to the shardings of the layouts."""
 
     def __init__(
         self, layouts: Layouts, chosen: Sequence[AssignedLayout], axes: Sequence[str], mesh: Mesh | AbstractMesh
@@ -181,7 +181,9 @@ class _Constrainer(_Walker):
                 self.operations.setdefault(int(tags[-1]), []).append(made)
 
     def made(self, number: int, equation: jex.JaxprEqn, outs: Sequence[Any]) -> Sequence[Any]:
-        """What an equation makes, where it lies; the last array of its shape that its operations make is the one."""
+        """The results of an equation, each constrained to the sharding of the last value of its shape among its
+        operations.
+        """
         values = self.layouts.program.values
         left = [value for made in self.operations.get(number, ()) for value in made.outs]
         found = list(outs)
@@ -198,7 +200,7 @@ class _Constrainer(_Walker):
         return found
 
     def spec(self, value: int, *, whole_where_summed: bool = False) -> PartitionSpec:
-        """How a value lies."""
+        """The sharding of a value."""
         dims = self.layouts.parts[value]
         flat = [(dim, at) for dim, leaves in enumerate(dims) for at in range(len(leaves))]
         found: list[list[_Cut]] = [[] for _ in dims]
@@ -212,7 +214,7 @@ class _Constrainer(_Walker):
         return PartitionSpec(*(self.entry(leaves, sorted(cut)) for leaves, cut in zip(dims, found, strict=True)))
 
     def entry(self, leaves: Sequence[int], cut: Sequence[_Cut]) -> object:
-        """What cuts a dimension, slowest first; left to the compiler where its parts cannot be cut so."""
+        """The mesh axes of a dimension, major-most first; UNCONSTRAINED if its sub-dimensions cannot be sharded so."""
         sizes = [self.layouts.tied.parts.sizes[leaf] for leaf in leaves]
         counts = [math.prod(self.mesh.shape[self.axes[number]] for at, _, number in cut if at == part)
                   for part in range(len(leaves))]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The seconds and memory of every mesh of up to four axes at once, as one compiled function of arrays.
+"""The seconds and memory of all meshes of up to four axes at once, as one compiled function of arrays.
 
 **What is priced.** An assignment says which dimensions of the step one mesh axis shards, and what collectives that
 takes (`_layouts.py`). A step has up to 79 assignments. A candidate is a set of at most four of them,
@@ -73,7 +73,7 @@ _ALL = 2**22
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """What the estimate assumes beside a chip's data sheet.
+    """The assumptions of the estimate that no data sheet of a chip states.
 
     - `compute`: the part of the peak that products reach.
     - `memory`: the part of the memory's bandwidth that is reached.
@@ -90,7 +90,7 @@ class CostModel:
 
 
 def shares(devices: int, axes: int) -> Int[np.ndarray, "shares axes"]:
-    """All ways to write a number as a product of exactly `axes` factors above 1, in order."""
+    """All ordered factorizations of a number into exactly `axes` factors above 1."""
     if axes == 1:
         return np.array([[devices]] * (devices > 1), np.int32).reshape(-1, 1)
     found = [
@@ -113,7 +113,9 @@ def best_of_block(
     *,
     keep: int,
 ) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 2"]]:
-    """Of the first `real` sets with their best shares that fit: which set, which share, and the cost, in order."""
+    """The best of the first `real` sets that fit, each with its best share: the set, the share and the
+    cost, in order.
+    """
     seconds, memory = costs(arrays, machine, sets, sizes, slices)
     is_real = (jnp.arange(len(sets)) < real)[:, None]
     seconds = jnp.where(is_real & (memory <= machine["limit"]), seconds, jnp.inf)
@@ -130,7 +132,8 @@ def costs(
     sizes: Int[_Array, "shares axes"],
     slices: Int[_Array, "shares axes"],
 ) -> tuple[Float[_Array, "block shares"], Float[_Array, "block shares"]]:
-    """For each pair the seconds of a step, infinite where it is not allowed, and the bytes of memory.
+    """For each pair of a set and a share, the seconds of a step, infinite if the pair is not allowed, and the bytes of
+    memory.
 
     With arrays of NumPy nothing is compiled, which is quicker for few pairs.
     """
@@ -154,17 +157,17 @@ def costs(
 
 
 def _library(array: object) -> Any:
-    """The functions of arrays of this kind."""
+    """NumPy for a NumPy array, else `jax.numpy`."""
     return jnp if isinstance(array, jax.Array) else np
 
 
 def _members(axes: int, xp: Any) -> Bool[_Array, "kinds axes"]:
-    """Which assignments of a set each kind has."""
+    """For each kind, the assignments of a set that divide its rows."""
     return (xp.arange(2**axes)[:, None] // 2 ** xp.arange(axes)) % 2 == 1
 
 
 def _kinds(divides: Bool[_Array, "*any axes"], axes: int) -> Float[_Array, "*any kinds"]:
-    """One-hot: which of the kinds each row is of."""
+    """The kind of each row, one-hot."""
     xp = _library(divides)
     codes = xp.where(divides, 2 ** xp.arange(axes), 0).sum(-1)
     return (codes[..., None] == xp.arange(2**axes)).astype(np.float32)
@@ -173,7 +176,7 @@ def _kinds(divides: Bool[_Array, "*any axes"], axes: int) -> Float[_Array, "*any
 def _seconds_per_byte(
     machine: Numbers, sizes: Int[_Array, "shares axes"], slices: Int[_Array, "shares axes"]
 ) -> Float[_Array, "axes shares"]:
-    """How long each byte of a collective takes on each axis: in a ring of n devices, (n - 1) / n of it is sent.
+    """Seconds per byte of a collective on each axis: in a ring of n devices, (n - 1) / n of each byte is sent.
 
     In a torus an axis has links in proportion to the logarithm of its size. Where a switch joins islands, each axis
     has as many of its devices in one as there can be. What goes between slices takes the hosts' network.
@@ -190,7 +193,7 @@ def _seconds_per_byte(
 def _is_allowed(
     arrays: Numbers, sets: Int[_Array, "block axes"], sizes: Int[_Array, "shares axes"]
 ) -> Bool[_Array, "block shares"]:
-    """Whether all dimensions divide into these pieces, and none of them into fewer than it must."""
+    """Whether all dimensions divide into these shards, and none is divided into fewer than the limits ask for."""
     xp = _library(sets)
     axes = sets.shape[-1]
     cuts = xp.prod(xp.where(_members(axes, xp), sizes[:, None, :], 1), axis=-1)
@@ -201,7 +204,9 @@ def _is_allowed(
 
 
 def machine_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, extents: Sequence[int] = ()) -> Numbers:
-    """A chip and the assumptions as numbers that the core takes; `extents` are those of one slice, if it was named."""
+    """A chip and the cost model's assumptions as numbers for the core. `extents` are those of a slice, if
+    one was named.
+    """
     link, dims, island = shared(chip, extents or extents_of(chip, devices))
     numbers = {
         "flops": float(chip.flops("bfloat16")) / chip.devices_per_chip * model.compute,
@@ -219,7 +224,7 @@ def machine_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, e
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """One candidate: the assignments by number, how many devices each has, and how many of them are slices."""
+    """One candidate: the numbers of its assignments, the devices of each, and how many of these factors are slices."""
 
     assignments: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -229,7 +234,7 @@ class Found:
 
 
 def find(terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, keep: int = 256) -> list[Found]:
-    """The best sets of assignments in order, each with its best numbers of devices.
+    """The best sets of assignments in order, each with its best share of the devices.
 
     All sets of up to four assignments are priced. Where these would be more than `_ALL` candidates, the last
     assignments are left out: the usual ones come first.
@@ -265,7 +270,7 @@ def find(terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, keep:
 
 
 def assignment_count(terms: Terms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
-    """How many of the assignments are combined with each other."""
+    """How many assignments, from the first, are combined with each other."""
     count = len(terms["calls"])
     while sum(math.comb(count, number) * len(sizes) for number, (sizes, _) in enumerate(by_count, start=1)) > _ALL:
         count -= 1
@@ -275,7 +280,9 @@ def assignment_count(terms: Terms, by_count: Sequence[tuple[np.ndarray, np.ndarr
 def shares_of(
     devices: int, axes: int, slices: int
 ) -> tuple[Int[np.ndarray, "shares axes"], Int[np.ndarray, "shares axes"]]:
-    """All ways to share out the devices, and how many slices each axis spans: each as often as one can span all."""
+    """All shares of the devices, and the number of slices that each axis spans. Each share occurs once for each axis
+    that can span all slices.
+    """
     sizes = shares(devices, axes)
     if slices == 1:
         return sizes, np.ones_like(sizes)

@@ -23,34 +23,34 @@ _NO_LIMITS = Limits()
 
 @dataclasses.dataclass(frozen=True)
 class FrontierPoint:
-    """A candidate that no other beats in both time and memory, for as many devices and such a batch."""
+    """A candidate that no other candidate for its devices and batch beats in both time and memory."""
 
     batch: int
     candidate: Candidate
 
     @property
     def devices(self) -> int:
-        """How many devices its mesh has."""
+        """The number of devices of the candidate's mesh."""
         return self.candidate.mesh.size
 
     @property
     def per_second(self) -> float:
-        """Examples in a second."""
+        """Examples per second."""
         return self.batch / self.candidate.seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Frontier:
-    """What [`shardfx.auto.frontier`][] found: points by devices, batch and seconds. Printed, it is a table."""
+    """The points that [`shardfx.auto.frontier`][] found, by devices, batch and seconds. `str(...)` is a table."""
 
     points: tuple[FrontierPoint, ...]
 
     def of(self, devices: int, batch: int) -> tuple[FrontierPoint, ...]:
-        """Time against memory: the fastest first, each next one slower and smaller."""
+        """The points for these devices and this batch: the fastest first, each next one slower with less memory."""
         return tuple(point for point in self.points if (point.devices, point.batch) == (devices, batch))
 
     def fastest(self) -> tuple[FrontierPoint, ...]:
-        """Devices against time: the fastest that fits, for all devices and batches that have one."""
+        """The fastest point that fits, for each number of devices and batch that has one."""
         found: dict[tuple[int, int], FrontierPoint] = {}
         for point in self.points:
             if point.candidate.fits:
@@ -86,7 +86,7 @@ def frontier(
     batches: Sequence[int] = (),
     limits: Limits = _NO_LIMITS,
 ) -> Frontier:
-    """Draws what a step costs in time and in memory, for several numbers of devices and sizes of the batch.
+    """The time and memory of a step's best candidates, for several numbers of devices and sizes of the batch.
 
     Each batch and number of devices is searched as by [`shardfx.auto.search`][]: points are what no other candidate
     that was partitioned beats in both.
@@ -151,7 +151,7 @@ def _silent(_: str) -> None:
 
 
 def _undominated(found: Iterable[Candidate]) -> Iterable[Candidate]:
-    """The candidates that no other beats in both time and memory, the fastest first."""
+    """The candidates that no other candidate beats in both time and memory, the fastest first."""
     least = None
     for one in sorted(found, key=lambda made: (made.seconds, made.memory_bytes)):
         if least is None or one.memory_bytes < least:

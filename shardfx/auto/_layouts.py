@@ -1,4 +1,5 @@
-"""What one mesh axis does to a step, given in which order it prefers dimensions: an assignment.
+"""The effect of one mesh axis on a whole step, given the order in which the axis prefers classes of dimensions: an
+assignment.
 
 The axis cuts each array along the first class of its assignment that the array has. It shares an operation out along
 the first class of the assignment among the operation's labels. Operands that lie otherwise are moved. Sums over a cut
@@ -29,7 +30,7 @@ _FIRST = frozenset("dot_general convolution ragged_dot".split())
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """In which order a mesh axis prefers classes of dimensions, by their numbers.
+    """The classes of dimensions that a mesh axis shards, by number, in its order of preference.
 
     With `behind`, it may cut a part that stands behind others in a fused dimension: other axes must cut those wholly.
     """
@@ -40,7 +41,7 @@ class Assignment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """One collective: its kind, the value it moves, how often, and where it stands."""
+    """One collective: its kind, the value that it moves, how often it runs, and its position in the program."""
 
     kind: str
     value: int
@@ -50,7 +51,9 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AssignedLayout:
-    """What an assignment does: the events, where each value is cut, and which operations are shared out."""
+    """The effect of an assignment: its collectives, the sharded dimension of each value, and the operations that it
+    divides.
+    """
 
     assignment: Assignment
     events: tuple[Event, ...]
@@ -63,7 +66,9 @@ class AssignedLayout:
 
 
 class _Labelled(NamedTuple):
-    """An operation with a label for each part of each value; alike operations of layers that are alike are equal."""
+    """An operation with a label for each sub-dimension of its values. Equal operations of equal layers
+    compare equal.
+    """
 
     name: str
     ins: tuple[tuple[int, ...], ...]
@@ -77,7 +82,9 @@ class _Labelled(NamedTuple):
 
 
 class _Effect(NamedTuple):
-    """What an assignment does to an operation: whether it is shared out, and how its operands and results lie."""
+    """The effect of an assignment on an operation: whether it is divided, and the states of its operands
+    and results.
+    """
 
     shared: bool
     taken: tuple[int, ...]
@@ -85,7 +92,7 @@ class _Effect(NamedTuple):
 
 
 class Layouts:
-    """The program in terms of parts, ready to be laid out under any assignment."""
+    """The program in terms of sub-dimensions, ready to be laid out under any assignment."""
 
     def __init__(self, classes: Classes, devices: int):
         self.program = classes.program
@@ -108,7 +115,7 @@ class Layouts:
         return _Run(self, assignment).layout()
 
     def preferred(self, value: int, assignment: Assignment) -> int:
-        """Where the assignment would cut a value: the position of a part, or `WHOLE`."""
+        """The sub-dimension of a value that the assignment would shard, by position; `WHOLE` if there is none."""
         for wanted in assignment.order:
             for position, (number, at) in enumerate(self.flat[value]):
                 before = self.flat[value][position - at : position]
@@ -118,7 +125,7 @@ class Layouts:
 
 
 def _numbers(classes: Classes, devices: int) -> dict[int, int]:
-    """For each part that a mesh axis may cut, the number of its group."""
+    """The group number of each sub-dimension that a mesh axis may shard."""
     scanned = classes.marked["scanned"]
     return {
         root: number
@@ -129,7 +136,7 @@ def _numbers(classes: Classes, devices: int) -> dict[int, int]:
 
 
 def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
-    """The labels of one operation: a factor has one for each part of it."""
+    """The labels of one operation. A factor has one label for each of its sub-dimensions."""
     if made.name == "use":
         return _Labelled(made.name, (), (), (), frozenset(), ())
     sides = [*zip(made.ins, made.factors.ins, strict=True), *zip(made.outs, made.factors.outs, strict=True)]
@@ -205,7 +212,7 @@ class _Run:
             self.used.add(self.layouts.flat[value][cut][0])
 
     def hand_on(self, number: int, made: Operation) -> None:
-        """A loop's state lies as the assignment prefers, the first time and every time."""
+        """Lays a loop's state out as the assignment prefers, for the first iteration and for every other one."""
         wanted = self.layouts.preferred(made.outs[0], self.assignment)
         # Reshaped dimensions may have more parts inside than outside: what cannot be followed is whole.
         if wanted >= len(self.layouts.flat[made.ins[0]]):
@@ -228,7 +235,7 @@ class _Run:
         self.shared.append(effect.shared)
 
     def effect(self, made: _Labelled, states: tuple[int, ...]) -> _Effect:
-        """The effect of the assignment on an operation whose operands lie as given."""
+        """The effect of the assignment on an operation whose operands have these states."""
         if PARTIAL in states and _stays_partial(made, states):
             return _Effect(False, states, (PARTIAL,) * len(made.outs))
         label = self.label(made, states)
@@ -241,7 +248,9 @@ class _Run:
         )
 
     def label(self, made: _Labelled, states: tuple[int, ...]) -> int | None:
-        """Along which label the operation is shared out: the one that moves least among those of the first class."""
+        """The label along which the operation is divided: of the labels in the first preferred class, the one that
+        moves the fewest bytes.
+        """
 
         def moved(label: int) -> float:
             sides = zip(made.ins, states, made.bytes, strict=True)
@@ -275,7 +284,7 @@ class _Run:
 
 
 def _stays_partial(made: _Labelled, states: tuple[int, ...]) -> bool:
-    """Whether the operation can be carried out on sums that are not completed."""
+    """Whether the operation can be applied to unreduced sums."""
     if made.name in _LINEAR:
         return all(state == PARTIAL for state in states)
     others = [at for at, state in enumerate(states) if state != PARTIAL]
@@ -297,7 +306,7 @@ _SETS = 9
 def assignments_of_rules(
     rules: AxisRules, classes: Classes, never: frozenset[int] = frozenset()
 ) -> dict[str, Assignment]:
-    """The assignment that each mesh axis has by given rules: the names that it cuts, those of the first rules first.
+    """The assignment of each mesh axis under given rules: the names that the axis shards, in the order of the rules.
 
     The classes `never` are not cut, whatever the rules say.
     """
@@ -312,7 +321,7 @@ def assignments_of_rules(
 def seeds(
     layouts: Layouts, never: frozenset[int] = frozenset()
 ) -> tuple[list[tuple[Assignment, ...]], list[tuple[Assignment, ...]]]:
-    """Well-known ways to share a step, as far as it has what they cut.
+    """Well-known strategies for a step, as far as it has the dimensions that they shard.
 
     They are data parallelism, fully sharded, tensor parallelism, experts apart, and their pairs; then the same with
     sequences cut too. T5X's, MaxText's and Megatron's rules are among them.
@@ -345,7 +354,7 @@ def _assignment(order: tuple[int, ...], classes: Classes) -> Assignment:
 
 
 def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Iterator[Assignment]:
-    """Assignments by how many sets they try in turn: one, two, three. The most usual come first."""
+    """The assignments to try, ordered by the number of sets of classes in them. The most usual come first."""
     classes, weights = layouts.classes, _weights(layouts)
     numbers = [number for number in sorted(weights, key=lambda n: -weights[n]) if number not in never]
     sets = _sets(layouts, numbers)[:_SETS]
@@ -361,7 +370,7 @@ def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Ite
 
 
 def _weights(layouts: Layouts) -> dict[int, float]:
-    """For each class the bytes of all arrays that have it."""
+    """For each class, the bytes of all arrays that have it."""
     found = dict[int, float]()
     for value, parts in zip(layouts.program.values, layouts.flat, strict=True):
         for number in {number for number, _ in parts if number >= 0}:
@@ -370,7 +379,7 @@ def _weights(layouts: Layouts) -> dict[int, float]:
 
 
 def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
-    """The largest sets of classes that one axis can cut together, as no array has two of them.
+    """The largest sets of classes that one axis can shard at once, since no array has two classes of the set.
 
     The smallest powers of two limit how far a set can be cut, so sets without their least divisible classes follow.
     """
@@ -404,7 +413,7 @@ def _twos(size: int) -> int:
 
 
 def is_behind(classes: Classes, number: int) -> bool:
-    """Whether the class is a later part of some argument's dimension, behind another class, and may be cut."""
+    """Whether the class is a minor sub-dimension of a fused dimension of some argument, and may be sharded."""
     return any(
         place.at and place.at < classes.kept(classes.dims[place.argument][place.dim])
         for place in classes.groups[number].places

@@ -1,4 +1,4 @@
-"""What a search must keep to."""
+"""The limits that a user sets for a search."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from ._classes import Classes
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the candidates of [`shardfx.auto.search`][] must keep to.
+    """Limits for the candidates of [`shardfx.auto.search`][].
 
     **Arguments:**
 
@@ -60,7 +60,7 @@ class Limits:
 
     @property
     def wanted_axes(self) -> tuple[tuple[str, int | None], ...]:
-        """The mesh axes that must exist, each with its size or `None`."""
+        """The mesh axes that must exist, each with its size, or `None` if any size will do."""
         return tuple((one, None) if isinstance(one, str) else one for one in self.axes)
 
     def has_axes(self, mesh: MeshSpec) -> bool:
@@ -70,7 +70,7 @@ class Limits:
 
 
 def named_assignments(limits: Limits, called: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Which assignments an axis that must exist can have, by what their axes are called; and its size, or 0."""
+    """For each axis that must exist, the assignments that have its name, and its size or 0."""
     named = np.zeros((len(limits.axes), len(called)), bool)
     for row, (name, _) in enumerate(limits.wanted_axes):
         named[row] = [name == one for one in called]
@@ -84,7 +84,7 @@ def named_assignments(limits: Limits, called: Sequence[str]) -> tuple[np.ndarray
 
 
 def blocking(limits: Limits, can: Callable[[Limits], bool]) -> str:
-    """Which of the limits leaves nothing, in words; `can` says whether there is a mesh within other limits."""
+    """The limit that leaves no candidate, in words. `can` says whether a mesh exists within other limits."""
     singly = [text for text, other in _loosened(limits) if can(other)]
     if singly:
         return f"without `{'`, or without `'.join(singly)}` there is one"
@@ -94,7 +94,7 @@ def blocking(limits: Limits, can: Callable[[Limits], bool]) -> str:
 
 
 def _loosened(limits: Limits) -> Iterator[tuple[str, Limits]]:
-    """Each limit in words, and the limits without it."""
+    """Each limit in words, with the limits that are left without it."""
     for field in dataclasses.fields(limits):
         value, usual = getattr(limits, field.name), field.default
         if isinstance(value, tuple):
@@ -107,7 +107,7 @@ def _loosened(limits: Limits) -> Iterator[tuple[str, Limits]]:
 
 
 def numbers_of(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
-    """The number of the group of each name; an unknown one is an error with near names."""
+    """The group number of each name; raises for an unknown name, with near names."""
     known = {group.name: number for number, group in enumerate(classes.groups) if group.roots}
     for name in names:
         if name not in known:

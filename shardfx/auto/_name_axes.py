@@ -1,4 +1,6 @@
-"""Logical names for the arguments of any step, read off what the step does: classes of dimensions, and their names."""
+"""Logical names for the arguments of any step, derived from its operations: classes of dimensions, and a
+name for each.
+"""
 
 import dataclasses
 import re
@@ -36,7 +38,7 @@ _SPATIAL = {1: ("sequence",), 2: ("height", "width"), 3: ("depth", "height", "wi
 
 
 class _Namer:
-    """Names each group by what the step does with it, then by the paths of its arrays."""
+    """Names each group by the operations on it, then by the paths of its arrays."""
 
     def __init__(self, classes: Classes):
         self.classes = classes
@@ -58,7 +60,7 @@ class _Namer:
         self.by_path()
 
     def unnamed(self, mark: str | None = None) -> list[ClassGroup]:
-        """The groups without a name, or those of them that operations marked so."""
+        """The groups without a name; with `mark`, only those that operations marked so."""
         found = [group for group in self.classes.live() if not group.name]
         return [group for group in found if mark is None or self.is_marked(group, mark)]
 
@@ -72,7 +74,7 @@ class _Namer:
         return len(self.classes.dims[place.argument])
 
     def declared(self) -> None:
-        """Names that the model's fields declare come first."""
+        """Uses the names that the model's fields declare, before any other."""
         for group in self.unnamed():
             for place in group.places:
                 which, leaf = self.traced.places[place.argument]
@@ -86,7 +88,7 @@ class _Namer:
                     break
 
     def key_words(self) -> None:
-        """The two or four numbers of a raw key are no batch, and no axis cuts them."""
+        """Names the dimension of a raw PRNG key's words, which is no batch and is never sharded."""
         for group in self.unnamed():
             last = all(place.dim == self.rank(place) - 1 for place in group.places)
             if last and group.size in _KEY_WORDS and all(map(self.is_raw, group.places)):
@@ -97,7 +99,8 @@ class _Namer:
         return value.dtype == np.dtype("uint32") and place.argument not in self.classes.model
 
     def data(self) -> None:
-        """The first dimension of the data is the batch; others are those of images, or the second a sequence.
+        """Names the dimensions of the data: the first is the batch, others are those of images, or the second is a
+        sequence.
 
         The layers that a loop walks through do not count, as those of a cache of keys and values.
         """
@@ -123,12 +126,12 @@ class _Namer:
                 group.name = "features"
 
     def data_dims(self, place: ClassPlace) -> list[int]:
-        """The dimensions of an argument that no loop walks through."""
+        """The dimensions of an argument that no loop iterates over."""
         named = [{self.classes.of(leaf).name for leaf in leaves} for leaves in self.classes.dims[place.argument]]
         return [dim for dim, names in enumerate(named) if "layers" not in names]
 
     def images(self) -> dict[ClassGroup, str]:
-        """What convolutions call dimensions of the data: their own numbers say it, whichever comes first."""
+        """The names that convolutions give to dimensions of the data, from their own dimension numbers."""
         classes = self.classes
         found = {classes.of(leaf): "channels" for leaf in classes.marked["channels"] if leaf in classes.of_root}
         for part, (at, count) in self.tied.spatial.items():
@@ -138,7 +141,9 @@ class _Namer:
         return found
 
     def looked_up(self) -> None:
-        """Rows that the tokens of sequences look up are a vocabulary; what one label of an example says are classes."""
+        """Names dimensions that are looked up: a vocabulary if the tokens of a sequence index it, classes if a label
+        does.
+        """
         found = {
             group: self.is_vocabulary(group, paths)
             for group in self.unnamed("looked_up")
@@ -157,9 +162,7 @@ class _Namer:
         return named or (group.size >= _SMALL_VOCAB and self.is_marked(group, "tokens"))
 
     def heads(self) -> None:
-        """Parts that products run over in batches: heads where a unit follows them, or where both operands are data;
-        experts where an operand is made of weights alone.
-        """
+        """Names the batch dimensions of products: heads, or experts if one operand is made of weights only."""
         classes, of = self.classes, self.classes.of
         found = [group for group in self.unnamed("batched") if classes.in_model(group)]
         kept = [leaves[: classes.kept(leaves)] for dims in classes.dims for leaves in dims]
@@ -187,7 +190,7 @@ class _Namer:
                     after.name = "head_dim"
 
     def batches_of_weights(self) -> set[ClassGroup]:
-        """The groups over which products run in batches with an operand that has dimensions of the model alone."""
+        """The groups that are batch dimensions of products in which one operand has dimensions of the model only."""
         tied, own, found = self.tied, self.classes.own, set[ClassGroup]()
         for made in tied.program.operations:
             over = batched(made)
@@ -200,7 +203,9 @@ class _Namer:
         return found
 
     def routers(self) -> None:
-        """Names a dimension of scores `experts` if there are as many: no operation ties the two."""
+        """Names a dimension of router scores `experts` if its size is the number of experts. No operation
+        ties the two.
+        """
         sizes = {group.size for group in self.classes.live() if group.name == "experts"}
         for group in self.unnamed():
             places = self.classes.in_model(group)
@@ -210,7 +215,7 @@ class _Namer:
                     group.name = "experts"
 
     def width(self) -> None:
-        """What residual sums have, and most arrays of the model, is its width; beside a vocabulary it always is.
+        """Names the model's width: the class that residual sums and most arrays of the model have.
 
         A model of several towers has several widths, each with residual sums of its own.
         """
@@ -241,14 +246,16 @@ class _Namer:
                 group.name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
 
     def between_widths(self, group: ClassGroup) -> bool:
-        """Whether matrices lead from the model's width into this dimension, and others out of it."""
+        """Whether matrices lead from the model's width into this dimension, and others lead from it back to
+        the width.
+        """
         places = [place for place in self.classes.in_model(group) or group.places if place.of == 1]
         wide = {p.dim for p in places if "embed" in [other.name for other in self.classes.flat(p.argument)]}
         return len(wide) > 1 and self.is_marked(group, "contracted")
 
 
 def _short(path: str, words: tuple[str, ...]) -> str:
-    """The part of a path that says most, as an identifier."""
+    """The most telling part of a path, as an identifier."""
     parts = [part for part in path.split("/") if part not in _DULL and part not in words] or path.split("/")
     name = re.sub(r"\W+", "_", "_".join(parts[-2:] if parts[-1].isdecimal() else parts[-1:])).strip("_")
     return name if name and not name[0].isdigit() else f"a{name}"
@@ -256,7 +263,8 @@ def _short(path: str, words: tuple[str, ...]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedAxis:
-    """A logical axis that was found: its name and size, where it occurs, and which operations tied it together.
+    """A logical axis: its name and size, the dimensions that have it, and the operations that tied these dimensions
+    together.
 
     `places` are texts as `model/layers/mlp/gate[2]`; arrays that differ in numbers only share one. `joins` are pairs
     of a primitive and the source line of the operation.
@@ -270,7 +278,7 @@ class NamedAxis:
 
 @dataclasses.dataclass(frozen=True)
 class NamedAxes:
-    """What [`shardfx.auto.name_axes`][] found.
+    """The logical axes that [`shardfx.auto.name_axes`][] found.
 
     `names` holds one tree of names for each argument of the step, for `plan(args[i], ..., names=found.names[i])`.
     `notes` says what was not understood. Printed, it is a table with how each axis came about.
@@ -300,7 +308,7 @@ class NamedAxes:
 
 
 def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
-    """Finds the logical axes of a step's arguments: dimensions that must be cut alike get one name.
+    """Finds the logical axes of a step's arguments: dimensions that must be sharded alike get one name.
 
     The step is traced, and dimensions that an operation ties together (contracted, added, scanned over, looked up) are
     one class. Where a reshape splits a fused dimension, its parts are classes of their own: heads are found so, and
@@ -351,13 +359,13 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
 
 
 def notes_of(classes: Classes) -> tuple[str, ...]:
-    """What of the step was not understood, in words."""
+    """The operations of the step that were not understood, in words."""
     notes = classes.tied.program.notes
     return tuple(words if count == 1 else f"{words} ({count} times)" for words, count in notes.items())
 
 
 def names_trees(classes: Classes) -> tuple[PyTree, ...]:
-    """For each argument of the step a tree of its structure, with names at the arrays."""
+    """For each argument of the step, a tree of its structure with names at the arrays."""
     traced = classes.traced
     columns: list[list[object]] = [[None] * len(flat.leaves) for flat in traced.flats]
     for argument, (which, leaf) in enumerate(traced.places):
@@ -380,7 +388,7 @@ def _axis(group: ClassGroup, classes: Classes) -> NamedAxis:
 
 
 def _joins(group: ClassGroup, traced: TracedStep) -> tuple[tuple[str, str], ...]:
-    """The operations that two operands with the axis meet in, products and lookups first."""
+    """The operations in which two operands with the axis meet, products and lookups first."""
     tied, roots = traced.tied, set(group.roots)
     found: dict[tuple[str, str], None] = {}
     for made in sorted(tied.program.operations, key=lambda made: not made.factors.reduction):

@@ -1,4 +1,4 @@
-"""What a candidate costs: one text in, one time, one number of bytes and one memory out."""
+"""The price of a candidate: the traffic, time and memory of the step's partitioned program under it."""
 
 import dataclasses
 import functools as ft
@@ -31,7 +31,9 @@ from ._core import CostModel
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """What a program sends, computes, and holds: with the step's own donation, and with all donated that comes back."""
+    """The traffic, work and memory of a program. The memory is given with the step's own donation, and with all
+    possible donation.
+    """
 
     sent: Traffic
     work: DeviceWork
@@ -43,7 +45,7 @@ _UNITS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2}
 
 
 def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, model: CostModel) -> Candidate:
-    """The candidate with what a program of it sends, and the seconds of one step.
+    """The candidate with the traffic of its program and the estimated seconds of one step.
 
     This is the one model of time: for a partitioned program, and for a compiled one that does not tell its cycles.
     Computation is products at the peak, or memory traffic at its bandwidth, whichever is longer. What is sent takes
@@ -103,7 +105,7 @@ class Pricer:
 
     @ft.cached_property
     def spare(self) -> tuple[int, ...]:
-        """The numbers of the arguments that the step donates, or that come back as results."""
+        """The numbers of the arguments that the step donates or returns in a new version."""
         return tuple(sorted({*self.donated, *(which for which, _ in self.results if which is not None)}))
 
     @ft.cached_property
@@ -135,7 +137,7 @@ class Pricer:
         return step_of(lambda *args: constrained(*args), self.args)
 
     def _carried_on(self, step: Step, one: Candidate) -> _Read:
-        """The price on more devices than XLA partitions for, extrapolated from meshes with shorter axes."""
+        """The program's numbers on more devices than XLA partitions for, extrapolated from meshes with shorter axes."""
         read: dict[tuple[int, ...], _Read] = {}
 
         def rows_on(mesh: MeshSpec) -> Sequence[TrafficRow]:
@@ -161,7 +163,7 @@ class Pricer:
         return _Read(sent, work, (carried(lambda one: one.held[0]), carried(lambda one: one.held[1])))
 
     def _read(self, step: Step, one: Candidate, mesh: MeshSpec) -> _Read:
-        """What a program sends, computes and holds, from its text: the one place where a candidate is read."""
+        """The traffic, work and memory of a candidate's program. No other function reads a candidate's program."""
         arguments, results = step.parameters
         dims = [leaf for plan in one.plans for leaf in _dims_of(plan)]
         out = [
@@ -188,7 +190,7 @@ class Pricer:
         )
 
     def _held(self, module: HloModule, one: Candidate, donated: Sequence[int]) -> int:
-        """Bytes of a device at the worst moment, if results take over the memory of these arguments."""
+        """Bytes of one device at the worst moment, if results reuse the memory of the `donated` arguments."""
         flags = [which in donated for which, plan in enumerate(one.plans) for _ in plan.leaves]
         return held_by(module, donated=flags, tile=self.chip.tile, tpu=self.platform == "tpu").peak_bytes
 
@@ -198,7 +200,7 @@ class Pricer:
 
 
 def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, int], ...]:
-    """How results lie: a part that has the structure, shapes and dtypes of an argument leaves as that came.
+    """The argument that each part of the result has the sharding of: one with the same structure, shapes and dtypes.
 
     **Returns:**
 
@@ -217,24 +219,26 @@ def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, 
 
 
 def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
-    """A key that trees share which lie alike: structure, shapes and dtypes."""
+    """The structure, shapes and dtypes of a tree, as a key that trees of one sharding share."""
     arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None, tree)
     leaves, treedef = jax.tree.flatten(arrays)
     return treedef, [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
 
 
 def _dims_of(plan: ShardPlan) -> list[tuple[tuple[str, ...], ...]]:
-    """The mesh axes that cut each dimension of each array of a plan."""
+    """The mesh axes of each dimension of each array of a plan."""
     return [tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves]
 
 
 def _filled(dims: Dims | None, shape: Sequence[int]) -> Dims | None:
-    """A spec's entries filled up with the dimensions that it leaves out, and with those of a key's words."""
+    """A spec's entries with empty ones added for the dimensions that the spec leaves out."""
     return None if dims is None else (*dims, *[()] * (len(shape) - len(dims)))
 
 
 def states_of(classes: Classes) -> tuple[int, ...]:
-    """Which arguments are the state of an optimizer: they lie as the model does, and come out of the step anew."""
+    """The numbers of the arguments that hold an optimizer's state: trees like the model's that the step returns in a
+    new version.
+    """
     traced = classes.traced
     members = {traced.places[argument][0] for argument in classes.model} - {classes.main}
     made = traced.out
@@ -243,7 +247,7 @@ def states_of(classes: Classes) -> tuple[int, ...]:
 
 
 def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:
-    """The candidate with the optimizer's state cut over its data axes, too; `None` where that changes nothing."""
+    """The candidate with the optimizer's state sharded over the data axes too; `None` if that changes nothing."""
     axes = tuple(axis for axis, names in one.assignments if names[0] == "batch")
     if not states or not axes or one.state_over:
         return None

@@ -1,4 +1,6 @@
-"""A step whose dimensions are tied: each dimension of each array is a part, and factors say which belong together."""
+"""A step whose dimensions are tied together: each dimension is a part, and an operation merges parts that it treats
+alike.
+"""
 
 import dataclasses
 import math
@@ -10,7 +12,9 @@ from .._step import Operation, Program
 
 
 class Parts:
-    """All parts of all dimensions, and the classes that they form."""
+    """The parts of all dimensions, and the classes that they form. A part is a dimension, or a sub-dimension of a fused
+    one.
+    """
 
     def __init__(self):
         self.sizes: list[int] = []
@@ -18,27 +22,28 @@ class Parts:
         self._children: dict[int, tuple[int, ...]] = {}
 
     def new(self, size: int) -> int:
-        """A part of `size` elements."""
+        """A new part of `size` elements."""
         self.sizes.append(size)
         self._parent.append(len(self._parent))
         return len(self._parent) - 1
 
     def find(self, part: int) -> int:
-        """The part that stands for the class to which a part belongs."""
+        """The part that represents the class of `part`."""
         while self._parent[part] != part:
             self._parent[part] = self._parent[self._parent[part]]
             part = self._parent[part]
         return part
 
     def leaves(self, part: int) -> list[int]:
-        """The classes that a part consists of, slowest first; none for a part of one element."""
+        """The classes that a part consists of, major-most first; none for a part of one element."""
         part = self.find(part)
         if part in self._children:
             return [leaf for child in self._children[part] for leaf in self.leaves(child)]
         return [part] if self.sizes[part] > 1 else []
 
     def align(self, left: Sequence[int], right: Sequence[int]) -> bool:
-        """Ties two sequences of parts that hold the same elements in the same order; splits where they differ.
+        """Ties two sequences of parts that hold the same elements in the same order. A part is split where the sizes
+        differ.
 
         Returns whether it got to the end. From the first pair of sizes of which neither divides the other, nothing
         is tied.
@@ -61,7 +66,9 @@ class Parts:
         return True
 
     def _opened(self, stack: list[int], part: int, other: int) -> bool:
-        """Puts the children of the part in its place, where it is at least as large as the other."""
+        """Replaces `part` by its children on the stack, if it is at least as large as `other`; returns
+        whether it did.
+        """
         size, least = self.sizes[part], self.sizes[other]
         if size < least:
             return False
@@ -88,7 +95,7 @@ _MARKS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tied:
-    """A program, the part that each dimension of each value is, and the classes that operations make of parts.
+    """A program, the part of each dimension of each value, and the classes that operations make of parts.
 
     `marks` are parts by what is done with them: loops walk through them, an index looks them up (one for each token of
     a sequence), products run over them in batches or sum over them, slices take some of them, the largest
@@ -123,7 +130,7 @@ def tied(program: Program) -> Tied:
 
 
 def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
-    """Whether an operation needs a dimension whole, or takes some of it alone."""
+    """Whether an operation needs a dimension unsharded, or reads only some of its elements."""
     factors = made.factors
     short = math.prod(factors.sizes[factor] for factor in dim) != size
     apart = len(dim) > 1 and made.name in _WINDOWED
@@ -131,7 +138,7 @@ def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
 
 
 def _tie(found: Tied, made: Operation) -> dict[object, int]:
-    """Ties the dimensions of one operation; returns the part that each factor is."""
+    """Ties the dimensions of one operation, and returns the part of each factor."""
     sizes, parts = made.factors.sizes, found.parts
     first: dict[object, int] = {}
     fused: list[tuple[int, tuple[int, ...]]] = []
@@ -154,7 +161,7 @@ def _tie(found: Tied, made: Operation) -> dict[object, int]:
 
 
 def batched(made: Operation) -> tuple[int, ...]:
-    """The factors that a product runs over in batches: experts of rows in groups, too."""
+    """The factors that are batch dimensions of a product, the groups of a `ragged_dot` included."""
     if made.name == "ragged_dot":
         return tuple(factor for dim in made.factors.ins[2] for factor in dim)
     if made.name != "dot_general":
@@ -193,7 +200,7 @@ def _mark(found: Tied, made: Operation, first: dict[object, int]) -> None:
 
 
 def _are_tokens(found: Tied, made: Operation, at: int) -> bool:
-    """Whether an operation looks up rows for the tokens of sequences: its indices have a batch and more."""
+    """Whether an operation looks up rows for the tokens of sequences: its indices have more dimensions than a batch."""
     pairs = zip(found.dims[made.ins[at]], made.factors.ins[at], strict=True)
     rows = [part for part, dim in pairs if made.factors.replicated.isdisjoint(dim)]
     return sum(len(found.parts.leaves(part)) for part in rows) > 1

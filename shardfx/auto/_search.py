@@ -1,4 +1,4 @@
-"""The mesh and rules that a step is fastest under, chosen among all that fit."""
+"""The search for the mesh and rules under which a step is fastest, among those that fit in memory."""
 
 import concurrent.futures
 import dataclasses
@@ -56,7 +56,7 @@ def search(
     limits: Limits = _NO_LIMITS,
     progress: Tell | None = None,
 ) -> tuple[Candidate, ...]:
-    """Chooses mesh and rules for a step: the fastest that fit in memory, and the next ones.
+    """Chooses the mesh and rules for a step: the fastest that fits in memory, and the runners-up.
 
     The step's dimensions are named as [`shardfx.auto.name_axes`][] does. Each mesh axis has an assignment: in which
     order it prefers dimensions. The step is laid out under every assignment, and a compiled function prices all meshes
@@ -145,7 +145,7 @@ def opened(
     also: Sequence[AxisRules],
     tell: Tell,
 ) -> tuple[Space, Pricer]:
-    """A step that is laid out under its assignments, and traced and lowered to be partitioned."""
+    """The step's space of meshes and rules, and the traced step ready to be partitioned."""
     if asked.total == 1:
         raise MeshError("one device needs no plan: `search` chooses how several share the work.")
     require_arrays(args)
@@ -156,7 +156,9 @@ def opened(
 
 
 def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:
-    """All candidates that are partitioned, those that fit first, the fastest first; and the titles of ways by hand."""
+    """The partitioned candidates, those that fit first and the fastest first, and the titles of those
+    written by hand.
+    """
     most, constrained = _counts(pricer.size, space.devices)
     drawn = fastest(space, max(keep, min(_DRAWN, most)))
     ways = [*space.asked, *space.usual]
@@ -191,7 +193,7 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
 
 
 class _Written:
-    """Candidates that are partitioned as the step is written: each as the core prices it, and as its program says."""
+    """Partitioned candidates without constraints: each as the core prices it, and with the numbers of its program."""
 
     def __init__(self, pricer: Pricer, states: tuple[int, ...], tell: Tell):
         self.pricer, self.states, self.tell = pricer, states, tell
@@ -199,7 +201,7 @@ class _Written:
         self.refused: dict[Candidate, ProgramError] = {}
 
     def add(self, ones: Sequence[Candidate]) -> None:
-        """Partitions these; what XLA refuses is left out."""
+        """Partitions these candidates. Candidates that XLA refuses are remembered as refused."""
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
             begun = [(one, pool.submit(_in_memory, self.pricer, one, self.states)) for one in ones]
             for one, program in begun:
@@ -211,23 +213,23 @@ class _Written:
 
     @property
     def tried(self) -> list[Candidate]:
-        """All that were to be partitioned."""
+        """The candidates that were partitioned or refused."""
         return [*self.made, *self.refused]
 
     @property
     def ranked(self) -> list[Candidate]:
-        """Those that fit first, by their programs, and the fastest first."""
+        """The partitioned candidates, those that fit first and the fastest first."""
         return sorted(self.made, key=lambda one: rank(self.made[one]))
 
 
 def _holds_arguments(one: Candidate, states: tuple[int, ...]) -> bool:
-    """Whether a device has room for its shards of the arguments: else nothing need be partitioned."""
+    """Whether a device has room for its shards of the arguments. If not, there is no need to partition."""
     less = zero_1(one, states) or one
     return sum(plan.bytes_per_device for plan in less.plans) <= one.limit_bytes
 
 
 def _counts(size: int, devices: int) -> tuple[int, int]:
-    """How many programs of so many bytes are made, as the step is written and as it is constrained."""
+    """How many programs of `size` bytes to partition, without constraints and with them."""
     # Larger meshes are read on three smaller ones.
     each = _EACH + size * _BYTE + devices * _DEVICE
     each = each if devices <= DIRECT else 3 * (_EACH + size * _BYTE + LARGEST * _DEVICE)
@@ -240,14 +242,16 @@ def _counts(size: int, devices: int) -> tuple[int, int]:
 
 
 def _in_memory(pricer: Pricer, one: Candidate, states: tuple[int, ...]) -> Candidate:
-    """A candidate as the step is written; with the optimizer's state cut further where it does not fit otherwise."""
+    """The price of a candidate without constraints, with the optimizer's state sharded further if it does not fit
+    otherwise.
+    """
     made = pricer.priced(one)
     less = None if made.fits else zero_1(made, states)
     return made if less is None or not less.fits else min(made, pricer.priced(less), key=rank)
 
 
 def _better(pricer: Pricer, one: Candidate) -> Candidate:
-    """The candidate as it is written, or as it is constrained where that is clearly faster, or fits."""
+    """The candidate without constraints, or with them if that is clearly faster or the only form that fits."""
     try:
         other = pricer.priced(one, constrained=True)
     except ProgramError:
@@ -258,7 +262,7 @@ def _better(pricer: Pricer, one: Candidate) -> Candidate:
 
 
 def _is_data(one: Candidate) -> bool:
-    """Whether no parameter is cut: then the compiler has nothing to get wrong."""
+    """Whether the candidate shards no parameter, so that constraints have nothing to improve."""
     return all(names == ("batch",) for _, names in one.assignments)
 
 

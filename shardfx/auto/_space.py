@@ -1,4 +1,4 @@
-"""The meshes and rules that a step can have: laid out under all assignments worth a look, ready for the core."""
+"""The meshes and rules to search for a step, laid out under all assignments worth trying and ready for the core."""
 
 import functools as ft
 import itertools
@@ -27,7 +27,7 @@ MODEL = CostModel()
 
 
 class Space:
-    """All meshes and rules of a step within some limits, and what the core says of each.
+    """The meshes and rules of a step within some limits, and the core's prices.
 
     - `classes`: the step's dimensions by name.
     - `args`: its arguments as structs without shardings: how arrays lie now is another question.
@@ -77,7 +77,7 @@ class Space:
         self.names = names_trees(self.classes)
 
     def _number(self, assignment: Assignment) -> int | None:
-        """The number of an assignment, which is laid out if it was not; `None` for one that cuts nothing."""
+        """The number of an assignment, laid out on first use; `None` for one that shards nothing."""
         made = self.layouts.under(assignment)
         if not made.used:
             return None
@@ -86,27 +86,27 @@ class Space:
         return number
 
     def _numbered(self, ways: Iterable[tuple[Assignment, ...]]) -> list[tuple[int, ...]]:
-        """The numbers of the assignments of each way. Assignments and ways that cut nothing are left out."""
+        """The numbers of the assignments of each strategy, without assignments and strategies that shard nothing."""
         numbers = ft.lru_cache(maxsize=64)(self._number)
         found = [tuple(sorted(n for assignment in way if (n := numbers(assignment)) is not None)) for way in ways]
         return list(dict.fromkeys(way for way in found if 0 < len(way) <= AXES and len(set(way)) == len(way)))
 
     def _to_blame(self) -> str:
-        """Which of the limits leaves nothing, in words."""
+        """The limit that leaves no candidate, in words."""
         within = " within the limits" if self.limits != Limits() and _has_any(self, Limits()) else ""
         return f"{within}; {blocking(self.limits, lambda other: _has_any(self, other))}."
 
     def machine(self, limit: int | float = math.inf) -> Numbers:
-        """The numbers that the core takes, with so many bytes of memory a device."""
+        """The numbers of the chip for the core, with at most `limit` bytes of memory per device."""
         return machine_of(self.chip, self.devices, MODEL, float(limit), self.extents)
 
     def names_of(self, layout: AssignedLayout) -> tuple[str, ...]:
-        """The names that an assignment cuts, in the order in which it prefers them."""
+        """The names that an assignment shards, in its order of preference."""
         return tuple(self.classes.groups[number].name for number in layout.assignment.order if number in layout.used)
 
 
 def fastest(space: Space, keep: int) -> list[Candidate]:
-    """The best by the core that fit in memory, the fastest first; where none fits, those that take least.
+    """The core's best candidates that fit in memory, the fastest first; if none fits, those that take the least memory.
 
     **Raises:**
 
@@ -129,7 +129,7 @@ def _found(space: Space, limit: int | float = math.inf) -> list[Found]:
 
 
 def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> Iterator[Candidate]:
-    """Ways that people write, each with the sizes at this place of the core's order: first those that fit in memory."""
+    """For each strategy, the candidate at position `place` of the core's order: those that fit in memory come first."""
     for way in ways:
         each = [_priced(space, way, share) for share in shares(space.devices, len(way)).tolist()]
         ranked = sorted(
@@ -140,7 +140,9 @@ def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> It
 
 
 def near(space: Space, one: Candidate) -> Iterator[Candidate]:
-    """The candidate with a factor of two moved from an axis to another, or to a usual one that it does not have."""
+    """Neighbours of a candidate: a factor of two is moved from one mesh axis to another, or to a usual axis that it
+    lacks.
+    """
     known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
     own = {known[names]: one.mesh.shape[axis] for axis, names in one.assignments}
     if len(own) < len(one.assignments):
@@ -178,7 +180,7 @@ def _limited(space: Space) -> Terms:
 
 
 def _has_any(space: Space, limits: Limits) -> bool:
-    """Whether there is a mesh within other limits, whatever memory it takes."""
+    """Whether a mesh exists within other limits, whatever memory it takes."""
     try:
         return bool(_found(Space(space.classes, space.hardware, limits, explains=False)))
     except (SpecError, RuleError):
@@ -186,7 +188,7 @@ def _has_any(space: Space, limits: Limits) -> bool:
 
 
 def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found | None:
-    """A way with these sizes of axes; `None` where they do not divide. The first axis that can spans the slices."""
+    """A strategy with these axis sizes; `None` if they do not divide. The first axis that can spans the slices."""
     spans = [1] * len(way)
     if space.slices > 1:
         over = next((at for at, size in enumerate(sizes) if size % space.slices == 0), None)
@@ -201,13 +203,13 @@ def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found |
 
 
 def various(space: Space, found: Iterable[Found], keep: int) -> Iterator[Candidate]:
-    """The best candidates, one for each different plan."""
+    """The best `keep` candidates with different plans."""
     made = (_candidate(space, one) for one in found)
     return itertools.islice(without_twins(one for one in made if one is not None), keep)
 
 
 def _agrees(space: Space, one: Found, plans: Sequence[ShardPlan], axes: tuple[str, ...]) -> bool:
-    """Whether the rules cut the arguments as the assignments do."""
+    """Whether the rules shard the arguments as the assignments do."""
     program, traced = space.layouts.program, space.classes.traced
     for argument, (which, leaf) in enumerate(traced.places):
         spec = plans[which][traced.flats[which].paths[leaf]].spec
@@ -224,7 +226,7 @@ def _agrees(space: Space, one: Found, plans: Sequence[ShardPlan], axes: tuple[st
 
 
 def _candidate(space: Space, one: Found) -> Candidate | None:
-    """A candidate by the core, to be partitioned; `None` where no rules cut the arguments as its assignments do."""
+    """A candidate of the core, to be partitioned; `None` if no rules shard the arguments as its assignments do."""
     orders = [space.names_of(space.made[number]) for number in one.assignments]
     built = mesh_and_rules(orders, one, (group.name for group in space.classes.live()))
     if built is None or not space.limits.has_axes(built[0]):

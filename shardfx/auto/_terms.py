@@ -1,4 +1,4 @@
-"""The cost of a step as arrays: which assignments divide which bytes and operations, and what each assignment sends.
+"""The cost of a step as arrays: the assignments that divide each quantity, and the bytes that each assignment sends.
 
 A row stands for all quantities that the same assignments divide. A candidate gives each assignment a number of devices;
 a row is divided by the product of the numbers of its assignments.
@@ -22,7 +22,7 @@ Terms = dict[str, np.ndarray]
 
 
 class _Rows:
-    """Quantities by the assignments that divide them."""
+    """Quantities, grouped by the assignments that divide them."""
 
     def __init__(self, assignments: int, columns: int):
         self.assignments, self.columns = assignments, columns
@@ -42,7 +42,7 @@ class _Rows:
 
 
 def terms_of(layouts: Layouts, made: list[AssignedLayout]) -> Terms:
-    """The terms of a step under some assignments, as arrays. All are of the whole step on one device.
+    """The terms of a step under some assignments, as arrays. All numbers are of the whole step on one device.
 
     - `divides` (rows, assignments): which assignments divide a row.
     - `shared` (rows, 3): floating-point operations, bytes of arguments and results, bytes of arguments and temporaries.
@@ -94,13 +94,15 @@ def terms_of(layouts: Layouts, made: list[AssignedLayout]) -> Terms:
 
 
 def _has_data(layouts: Layouts) -> list[bool]:
-    """Which values have a dimension that no parameter has: the compiler waits for what becomes of them."""
+    """For each value, whether it has a dimension that no parameter has. Computation waits for collectives of such
+    values.
+    """
     own = layouts.classes.own
     return [any(leaf not in own for dim in dims for leaf in dim) for dims in layouts.parts]
 
 
 def _temporaries(program: Program) -> list[int]:
-    """The temporaries in memory at the worst moment of the step on one device, where nothing is cut."""
+    """The temporaries in memory at the worst moment of the unsharded step."""
     maker: dict[int, Operation] = {}
     born, dies = dict[int, int](), dict.fromkeys(program.results, len(program.operations))
     for number, operation in enumerate(program.operations):
@@ -126,18 +128,18 @@ def _temporaries(program: Program) -> list[int]:
 
 
 def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
-    """Arrays of different lengths as one, with zeros at their ends."""
+    """Arrays of different lengths as one array, padded with zeros."""
     most = max(len(array) for array in arrays)
     return np.stack([np.pad(array, ((0, most - len(array)), (0, 0))) for array in arrays])
 
 
 def cut_by(made: list[AssignedLayout]) -> list[int]:
-    """The classes that some assignment cuts, by number."""
+    """The numbers of the classes that some assignment shards."""
     return sorted(frozenset().union(*(layout.used for layout in made)))
 
 
 def _small(size: int) -> int:
-    """A size that int32 holds, with the same divisors among numbers of devices as a larger one."""
+    """A size that int32 holds and that the same numbers of devices divide."""
     return size if size < 2**31 else 11 * math.gcd(size, 2**16 * 3**3 * 5 * 7)
 
 
