@@ -1,4 +1,4 @@
-"""What is asked: rules from logical names and from paths to mesh axes, and how names are resolved.
+"""Rules from logical names and from paths to mesh axes, and the resolution of names.
 
 It may import the ground values: errors, reasons, specs and trees. It never looks at a device or at an array's values.
 Whether what is asked fits is for `_plan` to say.

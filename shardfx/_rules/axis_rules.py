@@ -1,4 +1,4 @@
-"""Ordered rules from logical axis names to mesh axes, as a value, and the values that are made from it."""
+"""Ordered rules from logical axis names to mesh axes, as an immutable value."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ RulesLike: TypeAlias = Mapping[str, Target] | Iterable[Any]
 
 
 class AxisRules(eqx.Module):
-    """Which mesh axes each logical axis name may use, in order of priority.
+    """The mesh axes that each logical axis name may use, in order of priority.
 
     A value: it hashes, compares with `==`, and can be closed over or passed to a jitted function. Nothing can
     change it; every method returns another one.
@@ -109,7 +109,7 @@ class AxisRules(eqx.Module):
         return tuple(dict.fromkeys(name for name, _ in listed))
 
     def extend(self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[Any] = ()) -> "AxisRules":
-        """New AxisRules: these, then `rules` as fallbacks with less priority.
+        """New AxisRules with `rules` after these, as fallbacks with less priority.
 
         **Arguments:**
 
@@ -133,7 +133,7 @@ class AxisRules(eqx.Module):
         return _stacked(self, AxisRules(rules, modes=modes, axes=axes))
 
     def prepend(self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[Any] = ()) -> "AxisRules":
-        """New AxisRules: `rules` with priority, then these. So a rule can override one that is there.
+        """New AxisRules with `rules` before these, so that `rules` override them.
 
         **Arguments:**
 
@@ -159,7 +159,7 @@ class AxisRules(eqx.Module):
         return _stacked(AxisRules(rules, modes=modes, axes=axes), self)
 
     def without(self, *names: str) -> "AxisRules":
-        """New AxisRules: these, with every rule, unit and alias of `names` taken out, in all modes.
+        """New AxisRules without any rule, unit or alias of `names`, in all modes.
 
         **Arguments:**
 
@@ -194,7 +194,7 @@ class AxisRules(eqx.Module):
         )
 
     def drop(self, *numbers: int, mode: str | None = None) -> "AxisRules":
-        """New AxisRules: these, without the rules in these places. [`shardfx.lint`][] says which ones are dead.
+        """New AxisRules without the rules at these positions. [`shardfx.lint`][] reports rules that can never apply.
 
         **Arguments:**
 
@@ -223,7 +223,7 @@ class AxisRules(eqx.Module):
         return self._with_rules(mode, [rule for at, rule in enumerate(given) if at not in numbers])
 
     def replace(self, number: int, target: Target, *, mode: str | None = None) -> "AxisRules":
-        """New AxisRules: these, with another target for the rule in one place.
+        """New AxisRules with another target for the rule at one position.
 
         **Arguments:**
 
@@ -254,7 +254,7 @@ class AxisRules(eqx.Module):
         return self._with_rules(mode, given)
 
     def with_alias(self, name: str, of: str) -> "AxisRules":
-        """New AxisRules in which `name` shares the rules of `of`, in every mode, and its unit.
+        """New AxisRules in which `name` has the rules and the unit of `of`, in every mode.
 
         Where an array uses several names that share rules, `of` comes first, then its aliases in the order in
         which they were made.
@@ -285,7 +285,7 @@ class AxisRules(eqx.Module):
         return self._with(aliases=(*self.aliases, (name, of)))
 
     def merge(self, other: "AxisRules") -> "AxisRules":
-        """These rules and those of `other`, fallbacks kept, if they do not contradict each other.
+        """The union of two sets of rules, with their fallbacks. Rules that contradict each other are an error.
 
         **Arguments:**
 
@@ -324,7 +324,7 @@ class AxisRules(eqx.Module):
 
     @classmethod
     def last_wins(cls, rules: RulesLike) -> "AxisRules":
-        """AxisRules read as a dictionary: the last target given for a name is its only one.
+        """AxisRules from pairs read as a dictionary: the last target of a name is its only one.
 
         **Arguments:**
 
@@ -365,20 +365,20 @@ def _of_mode(rules: AxisRules, mode: str | None, what: str) -> tuple[Rule, ...]:
 
 
 def check_places(count: int, numbers: tuple[int, ...], what: str) -> None:
-    """Raises unless each of `numbers` is the place of one of `count` rules."""
+    """Raises unless each of `numbers` is the position of one of `count` rules."""
     for number in numbers:
         if not 0 <= number < count:
             raise RuleError(f"`{what}({number})`: rules are numbered from 0, and these {count} have no rule {number}.")
 
 
 def axes_in(rules: AxisRules) -> tuple[tuple[str, str], ...]:
-    """Each logical name that has a rule with each mesh axis that it may use, in order, in every mode."""
+    """Pairs of a logical name and a mesh axis that the name may use, in order, in every mode."""
     listed = [*rules.rules, *(rule for _, given in rules.modes for rule in given)]
     return tuple(dict.fromkeys((name, axis) for name, target in listed for axis in entry_axes(target)))
 
 
 def declared_axes(axes: Iterable[object]) -> tuple[Any, ...]:
-    """The names of mesh axes, each once."""
+    """The checked names of mesh axes, each once."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:
         if not isinstance(name, str) or not name:
@@ -392,7 +392,7 @@ def check_axis_rules(what: str, given: object) -> None:
 
 
 def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
-    """`name`, the name that it is an alias of, and so on."""
+    """`name`, the name that it is an alias of, the name that this is an alias of, and so on."""
     aliases = dict(rules.aliases)
     chain = (name,)
     while chain[-1] in aliases:
@@ -404,7 +404,7 @@ def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
 
 
 def near(name: str, known: Sequence[str]) -> str:
-    """A question after the names in `known` that look like `name`, or nothing."""
+    """The text "(did you mean ...?)" with the names in `known` that look like `name`; "" without any."""
     close = nearest(name, known)
     return f" (did you mean {' or '.join(repr(match) for match in close)}?)" if close else ""
 
@@ -441,7 +441,7 @@ def _target(name: str, target: object, what: str) -> Target:
 
 
 def repeated(names: Sequence[str]) -> list[str]:
-    """The names that came before in the same list, in order."""
+    """The names that occurred earlier in the same list, in order."""
     return [name for i, name in enumerate(names) if name in names[:i]]
 
 

@@ -1,4 +1,4 @@
-"""Ordered rules from regexes on paths to specs, names or strategies: `PathRules`, and which rule a path has.
+"""Ordered rules from regexes on paths to specs, names or strategies, and the rule that decides about a path.
 
 Below is their compact form, `"attention|mlp->data.model, .*->fsdp(data)"`.
 """
@@ -79,7 +79,7 @@ class PathRules(eqx.Module):
         self.axes = declared_axes(axes)
 
     def prepend(self, rules: Iterable[object]) -> "PathRules":
-        """New PathRules: `rules` first, then these. So a rule can override one of a ready set.
+        """New PathRules with `rules` before these, so that `rules` override them.
 
         **Arguments:**
 
@@ -100,7 +100,7 @@ class PathRules(eqx.Module):
         return PathRules([*rules, *self.rules], axes=self.axes)
 
     def extend(self, rules: Iterable[object] = (), *, axes: Iterable[object] = ()) -> "PathRules":
-        """New PathRules: these, then `rules` for paths that none of these matches.
+        """New PathRules with `rules` after these, for paths that none of these matches.
 
         **Arguments:**
 
@@ -123,7 +123,7 @@ class PathRules(eqx.Module):
         return PathRules([*self.rules, *rules], axes=(*self.axes, *declared_axes(axes)))
 
     def drop(self, *numbers: int) -> "PathRules":
-        """New PathRules: these, without the rules in these places. [`shardfx.lint`][] says which never apply.
+        """New PathRules without the rules at these positions. [`shardfx.lint`][] reports rules that never apply.
 
         **Arguments:**
 
@@ -150,7 +150,7 @@ class PathRules(eqx.Module):
         return PathRules([rule for at, rule in enumerate(self.rules) if at not in numbers], axes=self.axes)
 
     def replace(self, number: int, target: object) -> "PathRules":
-        """New PathRules: these, with another target for the rule in one place.
+        """New PathRules with another target for the rule at one position.
 
         **Arguments:**
 
@@ -214,7 +214,7 @@ class PathRules(eqx.Module):
 
 
 def match(tree: object, rules: PathRules) -> PyTree:
-    """Which rule matches each array of a tree.
+    """The number of the rule that matches each array of a tree.
 
     **Arguments:**
 
@@ -254,12 +254,12 @@ def check_path_rules(what: str, given: object) -> None:
 
 
 def compiled(rules: PathRules) -> tuple[re.Pattern[str], ...]:
-    """The rules' regexes; `re` remembers those that it has compiled."""
+    """The rules' regexes, compiled. The module `re` caches them."""
     return tuple(re.compile(pattern) for pattern, _ in rules.rules)
 
 
 def first_match(path: str, patterns: tuple[re.Pattern[str], ...]) -> int | None:
-    """The index of the first regex that is found in `path`."""
+    """The index of the first regex that matches somewhere in `path`; `None` if none does."""
     for index, pattern in enumerate(patterns):
         if pattern.search(path):
             return index
@@ -273,7 +273,9 @@ _ALL_DIGITS = re.compile(r"(?<!\\)\[0-9\]")
 
 
 def is_digit_blind(regex: str) -> bool:
-    """Whether paths that differ only in digits match alike, for sure: then repeated layers are matched once."""
+    """Whether a regex surely treats paths alike that differ only in digits, so that repeated layers are
+    matched once.
+    """
     return not _TELLS_DIGITS.search(_ALL_DIGITS.sub("", regex))
 
 
@@ -327,7 +329,7 @@ def _checked_target(index: int, pattern: str, target: object) -> Any:
 
 
 def check_once(spec: PartitionSpec, who: str) -> None:
-    """Raises if a spec uses a mesh axis twice, as JAX does where a sharding is made of it."""
+    """Raises if a spec uses a mesh axis twice, which JAX refuses in a sharding."""
     used = [axis for entry in entries_of(spec) for axis in entry_axes(entry)]
     if twice := repeated(used):
         raise RuleError(f"{who} has the target {spec}, which uses mesh axis `{twice[0]}` twice; use it once.")
@@ -353,7 +355,7 @@ def _malformed(text: str, position: int, what: str) -> RuleError:
 
 
 def _split(text: str, start: int, stop: int, separator: str) -> list[tuple[int, int]]:
-    """The stretches of `text[start:stop]` between separators that are not inside brackets or escaped."""
+    """The start and stop of each section of `text[start:stop]` between separators outside of brackets."""
     depth, pieces, begin, position = 0, [], start, start
     while position < stop:
         letter = text[position]
@@ -385,7 +387,7 @@ def _parse_rule(text: str, start: int, stop: int) -> tuple[str, Any]:
 
 
 def _open_bracket(text: str, start: int, stop: int) -> int:
-    """The position of the last bracket that is not closed; `start` where none is open."""
+    """The position of the last unclosed bracket; `start` if every bracket is closed."""
     opened: list[int] = []
     for position in range(start, stop):
         if text[position] in "([{" and text[position - 1 : position] != "\\":

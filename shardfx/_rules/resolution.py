@@ -1,4 +1,4 @@
-"""Logical names to a PartitionSpec: the one function that reads AxisRules."""
+"""The resolution of logical names to a PartitionSpec. No other module interprets AxisRules."""
 
 import dataclasses
 import functools as ft
@@ -71,7 +71,7 @@ def resolve(
 
 
 def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple[int, ...] | None:
-    """How many elements of each dimension must stay together, from `atomic` entries and the rules' units.
+    """How many elements of each dimension form an indivisible unit, from `atomic` entries and the rules' units.
 
     **Arguments:**
 
@@ -86,7 +86,7 @@ def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple
 
 
 def one_per_dim(names: Sequence[object], shape: tuple[int, ...], fix: Callable[[], str]) -> tuple[Any, ...]:
-    """The names of an array with an entry for each dimension of `shape`.
+    """The names of an array with one entry for each dimension of `shape`.
 
     `...` in `names` stands for the dimensions that are not named, which are whole, and so does `()`.
 
@@ -113,7 +113,7 @@ def one_per_dim(names: Sequence[object], shape: tuple[int, ...], fix: Callable[[
 
 
 def names_text(names: object) -> str:
-    """Names as they are written: `...` and not `Ellipsis`."""
+    """Names as code, with `...` for `Ellipsis`."""
     if not isinstance(names, tuple | list) or isinstance(names, PartitionSpec):
         return "..." if names is ... else repr(names)
     inner = ", ".join(map(names_text, names))
@@ -121,13 +121,13 @@ def names_text(names: object) -> str:
 
 
 def unknown_names(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple[str, ...]:
-    """The names that no rule is about, in any mode."""
+    """The names that have no rule in any mode."""
     ruled = _ruled(rules)
     return tuple(slot.name for slot in _slots(_entries(names), rules) if ruled.isdisjoint(slot.chain))
 
 
 def check_known(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> None:
-    """Raises if a name is one that no rule is about: most likely it is a typing error."""
+    """Raises if a name has no rule, which is most likely a typing error."""
     for name in unknown_names(names, rules):
         raise UnmatchedError(
             f"no rule is about the logical name {name!r}{near(name, rules.names)}. The rules have {rules.names}; if it "
@@ -137,7 +137,7 @@ def check_known(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> No
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """One logical name of an array: where it stands, and the names whose rules it obeys."""
+    """One logical name of an array: its dimension, and the names whose rules apply to it."""
 
     name: str
     dim: int
@@ -171,7 +171,7 @@ def _resolve(entries: tuple[object, ...], rules: AxisRules, mode: str | None, un
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """What one rule came to for one logical name of an array.
+    """The outcome of one rule for one logical name of an array.
 
     **Arguments:**
 
@@ -192,7 +192,7 @@ class Attempt:
 
 
 def attempts(names: Sequence[object] | PartitionSpec, rules: AxisRules, mode: str | None) -> tuple[Attempt, ...]:
-    """What [`shardfx.resolve`][] tries for an array, in order."""
+    """The rules that [`shardfx.resolve`][] tries for an array, each with its outcome, in order."""
     active, slots = _active(rules, mode), _slots(_entries(names), rules)
     own = len(active) - len(rules.rules)
     found: list[Attempt] = []
@@ -228,7 +228,7 @@ def _assign(
 
 
 def _reasons(slot: _Slot, active: tuple[Rule, ...], user: dict[str, _Slot]) -> list[Reason]:
-    """Why `slot` got no axis: its name has no rule, or every rule was blocked before one said `None`."""
+    """Why `slot` got no axis: its name has no rule, or every rule before one with `None` was blocked."""
     targets = [target for name, target in active if name in slot.chain]
     if not targets:
         return [reason(Code.unmatched, slot.dim, (slot.name,), what=f"logical name `{slot.name}`")]
@@ -250,7 +250,7 @@ def _entry(entry: object, given: Mapping[str, Target]) -> Any:
 
 
 def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
-    """The names in `entries`. Names that share rules come in an order that does not depend on their dimensions."""
+    """The names in `entries`. Names that share rules are in an order that does not depend on their dimensions."""
     placed = [(name, dim) for dim, entry in enumerate(entries) for name in _members(entry)]
     slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]
     if twice := repeated([slot.name for slot in slots]):
@@ -282,18 +282,18 @@ def _entries(names: Any) -> tuple[Any, ...]:
 
 
 def _is_plain(names: object) -> bool:
-    """Whether `names` is a tuple of nothing but names and `None`, as most are."""
+    """Whether `names` is a tuple of strings and `None` only, as most are."""
     return type(names) is tuple and _PLAIN.issuperset(map(type, names))
 
 
 def members_of(names: Any) -> tuple[str, ...]:
-    """Every logical name in the names of an array, in order; none in what are no names."""
+    """Every logical name in the names of an array, in order; none if `names` holds no names."""
     given = () if names is None else names
     return tuple(name for entry in given if entry is not ... for name in _members(entry))
 
 
 def _members(entry: Any) -> tuple[str, ...]:
-    """The logical names of one entry, in order; `None` in a tuple stands for nothing."""
+    """The logical names of one entry, in order. `None` inside a tuple is left out."""
     if entry is None or entry is UNCONSTRAINED:
         return ()
     members = entry if isinstance(entry, tuple) else (entry,)

@@ -1,4 +1,4 @@
-"""Ways to shard an array by its shape, as `fsdp(...)` and `atomic(...)` do, and targets that combine them."""
+"""Strategies that shard an array by its shape, such as `fsdp(...)`, and targets that combine or qualify others."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from .._ground.spec import entries_of, entry_axes
 
 @dataclasses.dataclass(frozen=True)
 class Atomic:
-    """A name, or a spec, that may only be cut between units; made by [`shardfx.atomic`][]."""
+    """A name or spec with an indivisible unit of elements; made by [`shardfx.atomic`][]."""
 
     target: Any
     unit: int | tuple[int, ...]
@@ -23,7 +23,7 @@ class Atomic:
 
 
 def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
-    """Says that a dimension of `n * unit` elements may only be cut between units, whatever divides it.
+    """Says that a dimension of `n * unit` elements may only be sharded between units, whatever divides it.
 
     **Arguments:**
 
@@ -71,7 +71,7 @@ def _after(target: object, other: object) -> "Pipeline":
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """Cuts an array by its shape, after what a rule asks for. Text, JSON and code call it by its class's name.
+    """Shards an array by its shape, after the rest of its rule. In text, JSON and code it has its class's name.
 
     **Arguments:**
 
@@ -87,17 +87,19 @@ class Strategy:
     __or__, __ror__ = _before, _after
 
     def open_dims(self, shape: Sequence[int]) -> list[int]:
-        """The dimensions that it may cut; of these it takes the one that its axes cut furthest."""
+        """The dimensions that the strategy may shard. Of these it takes the one that its axes divide into the most
+        shards.
+        """
         return [dim for dim in range(len(shape)) if dim not in self.skip]
 
     @property
     def text(self) -> str:
-        """Its name and its axes, for a person."""
+        """The strategy's name and axes, for a person."""
         return f"{type(self).__name__.lower()}({', '.join(self.axes)})"
 
     @property
     def code(self) -> str:
-        """The call that makes it."""
+        """The call that makes the strategy."""
         axes = repr(self.axes[0]) if len(self.axes) == 1 else repr(self.axes)
         least = f", {self.min_bytes}" if self.min_bytes else ""
         dims = self.skip[0] if len(self.skip) == 1 else self.skip
@@ -105,7 +107,7 @@ class Strategy:
 
 
 class Fsdp(Strategy):
-    """A strategy: shard the largest free dimension that divides; made by [`shardfx.fsdp`][]."""
+    """The strategy that shards the largest free dimension that divides; made by [`shardfx.fsdp`][]."""
 
 
 # By the name that text, JSON and code give it: that of the class, in small letters.
@@ -113,7 +115,7 @@ STRATEGIES: Final[dict[str, type[Strategy]]] = {"fsdp": Fsdp}
 
 
 def strategy_of(name: str, axes: str | Iterable[str], min_bytes: int = 0, skip: int | Iterable[int] = ()) -> Strategy:
-    """The strategy of a name in `STRATEGIES`, with checked arguments; `RuleError` for those that mean nothing."""
+    """The strategy with a name in `STRATEGIES`; raises `RuleError` for arguments that make no sense."""
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     if not axes or len(set(axes)) < len(axes) or not all(isinstance(axis, str) and axis for axis in axes):
         raise RuleError(f"`{name}({axes!r})` needs the name of one mesh axis, or of several different ones.")
@@ -128,7 +130,7 @@ def strategy_of(name: str, axes: str | Iterable[str], min_bytes: int = 0, skip: 
 
 @dataclasses.dataclass(frozen=True)
 class Replicate:
-    """A strategy: every device holds the whole array; its one value is [`shardfx.replicate`][]."""
+    """The strategy that every device holds the whole array; its one value is [`shardfx.replicate`][]."""
 
     __or__, __ror__ = _before, _after
 
@@ -156,7 +158,7 @@ class Optional:
 
 
 def optional(target: object) -> Optional:
-    """The target of a path rule that not every tree has a use for.
+    """A target for a path rule that some trees have no use for.
 
     A rule that decides about no array is an error of [`shardfx.plan`][], because it is mostly a mistake. In a set of
     rules that serves several models, this says of a rule that it is none.
@@ -203,7 +205,7 @@ def axes_of_target(target: object) -> tuple[str, ...]:
 
 
 def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[int] = ()) -> Strategy:
-    """The strategy of fully sharded data parallelism: cut the largest free dimension that divides.
+    """The strategy of fully sharded data parallelism: shard the largest free dimension that divides.
 
     A dimension is not free if a rule of `AxisRules` keeps its name whole, or if it is one of stacked layers: a
     `lax.scan` over a dimension that is cut gathers the arrays of all layers at once. `field(stacked=...)` declares

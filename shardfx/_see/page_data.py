@@ -1,4 +1,4 @@
-"""All that a report of a plan shows, as plain data: what the page draws, and what `--json` prints."""
+"""The content of a plan's report as plain data, for the HTML page and for `--json`."""
 
 import dataclasses
 import itertools as it
@@ -29,7 +29,7 @@ def report_data(
     fit: Fit | None = None,
     chip: str | Chip | None = None,
 ) -> dict[str, Any]:
-    """What a report says, as dicts, lists, strings and numbers that `json.dumps` takes.
+    """The content of a report as dicts, lists, strings and numbers that `json.dumps` takes.
 
     It takes what [`shardfx.html_report`][] takes. The rows of `rows` are `ReportRow`s; `memory` has the bytes per
     device of each part of the tree, or of each group of `fit`. Names are as they are: escape them where they are shown.
@@ -98,7 +98,7 @@ _DOUBTFUL, _BAD = 1.5, 4.0
 def _verdict(
     totals: dict[str, Any], findings: Sequence[Finding], fit: Fit | None, chip: dict[str, Any] | None
 ) -> dict[str, str]:
-    """The plan in one line, and whether it is "good", doubtful ("warn") or "bad"."""
+    """The plan in one line, and a verdict: "good", "warn" or "bad"."""
     less, even = totals["corrected_arrays"], totals["even_bytes_per_device"]
     ratio = totals["bytes_per_device"] / even if even else 1.0
     errors, warnings = (sum(one.severity == severity for one in findings) for severity in ("error", "warning"))
@@ -138,7 +138,7 @@ def _row(row: ReportRow, mesh: MeshSpec) -> dict[str, object]:
 
 
 def _lost(leaf: LeafPlan) -> list[list[str]]:
-    """For each dimension the mesh axes that a rule asked for and that do not cut it."""
+    """For each dimension, the mesh axes that a rule asked for and that do not shard it."""
     asked, given = _axes(leaf, leaf.requested), _axes(leaf, leaf.spec)
     pairs = zip(asked[: len(given)], given, strict=True)
     return [[axis for axis in wanted or [] if axis not in (got or [])] for wanted, got in pairs]
@@ -153,7 +153,7 @@ def _is_less(leaf: LeafPlan) -> bool:
 
 
 def _axes(leaf: LeafPlan, spec: Any) -> list[list[str] | None]:
-    """For each dimension the mesh axes that cut it; `None` where the compiler may choose."""
+    """For each dimension, the mesh axes that shard it; `None` if the compiler may choose."""
     entries = [None if entry is UNCONSTRAINED else list(entry_axes(entry)) for entry in entries_of(spec)]
     return [*entries, *[[] for _ in range(len(leaf.shape) - len(entries))]]
 
@@ -163,7 +163,7 @@ def _reason(reason: Reason) -> dict[str, object]:
 
 
 def _memory(rows: Sequence[ReportRow]) -> list[dict[str, object]]:
-    """Bytes per device of each part of the tree, by the first name of the path; memory of the host apart."""
+    """Bytes per device of each part of the tree, by the first name of the path; host memory separately."""
     sums: dict[tuple[str, str | None], int] = {}
     for row in rows:
         key = (row.path.partition("/")[0], row.leaf.memory_kind)
@@ -175,7 +175,7 @@ def _memory(rows: Sequence[ReportRow]) -> list[dict[str, object]]:
 
 
 def _memory_of_step(fit: Fit) -> list[dict[str, object]]:
-    """Bytes per device of a step, with what it needs beside its arguments."""
+    """Bytes per device of a step by group, those beyond its arguments included."""
     here = [(row.group, None, row.bytes) for row in fit.rows if row.bytes]
     away = [(row.group, "pinned_host", row.host_bytes) for row in fit.rows if row.host_bytes]
     return [{"group": group, "memory_kind": kind, "bytes_per_device": count} for group, kind, count in [*here, *away]]
@@ -193,7 +193,7 @@ _MOST_POINTS = 300
 
 
 def _timeline(timeline: Sequence[int]) -> dict[str, object]:
-    """Bytes in memory over the operations of a step: the most of each stretch of equal length."""
+    """Bytes in memory over the operations of a step, as the maximum of each of equally long intervals."""
     count = min(len(timeline), _MOST_POINTS)
     ends = [len(timeline) * at // count for at in range(count + 1)] if count else [0]
     return {"operations": len(timeline), "bytes": [max(timeline[a:b]) for a, b in it.pairwise(ends)]}
@@ -225,7 +225,7 @@ _AROUND, _LAYOUTS = 2, 2
 
 
 def step_data(fit: Fit) -> dict[str, object] | None:
-    """The arrays of the worst moment, and the source with what each line makes; `None` where there is no step."""
+    """The arrays of the worst moment, and the source lines with the arrays that each makes; `None` without a step."""
     known = fit.shardings
     return known and {"moment": [_held(one) for one in fit.moment if one.bytes], "source": _source(known.rows)}
 
@@ -251,7 +251,7 @@ def _held(one: Offender) -> dict[str, object]:
 
 
 def _source(rows: Sequence[ArrayRow]) -> list[dict[str, object]]:
-    """By file the lines that make arrays and those around them, with their largest layouts."""
+    """By file, the lines that make arrays and the lines around them, with the largest arrays of each."""
     made: dict[str, dict[int, dict[str, None]]] = {}
     for row in rows:
         if row.source is not None:

@@ -1,4 +1,6 @@
-"""What can be said of rules by themselves, against the axes of a mesh, and against the sizes that their names have."""
+"""Checks of rules: against each other, against the axes of a mesh, and against the sizes of the dimensions that they
+name.
+"""
 
 import collections
 import itertools
@@ -15,7 +17,7 @@ from .subject import Subject
 
 
 def dead_rules(subject: Subject) -> Iterator[Finding]:
-    """Axis rules that can never apply.
+    """Findings for axis rules that can never apply.
 
     A rule is read only where all earlier ones of its name were blocked, and axes that are taken stay taken. So it can
     never apply exactly if all the axes of one of these are among its own: what blocks the earlier one blocks it too.
@@ -41,7 +43,7 @@ def dead_rules(subject: Subject) -> Iterator[Finding]:
 
 
 def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
-    """Mesh axes of more than one device that no rule uses; `misspelled` is for those that are like one of a rule."""
+    """Findings for mesh axes of more than one device that no rule uses. `misspelled` is the severity for near names."""
     if subject.axes is None and subject.paths is None:
         return
     declared = [axis for rules in (subject.paths, subject.axes) if rules is not None for axis in rules.axes]
@@ -67,7 +69,7 @@ def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
 
 
 def contradicted_names(subject: Subject) -> Iterator[Finding]:
-    """Names that stand on sizes that cannot be one axis: neither divides the other.
+    """Findings for names of dimensions whose sizes cannot belong to one logical axis, since neither divides the other.
 
     A name may stand for axes that are alike, as the inner widths of dense layers and of experts are. So these are none:
     a size on which leaves of one module agree, and on which no other name stands; and a name that no mesh axis cuts.
@@ -119,7 +121,7 @@ def _is_cut(name: str, axes: AxisRules | None) -> bool:
 
 
 def _is_of_another(name: str, size: int, counts: Mapping[str, Mapping[int, int]]) -> bool:
-    """Whether another name stands on this size, as where two have changed places."""
+    """Whether a dimension of this size has another name elsewhere, as when two names are swapped."""
     return any(size in sizes for other, sizes in counts.items() if other != name)
 
 
@@ -128,7 +130,7 @@ _LAST = re.compile(r"[/.](kernel|weight|scale|bias|embedding|value)$")
 
 
 def _agreed(subject: Subject, odd: Mapping[str, list[int]]) -> set[tuple[str, int]]:
-    """The names and sizes on which several projections of one module agree."""
+    """The pairs of a name and a size on which several projections of one module agree."""
     found: dict[tuple[str, str, int], tuple[str, ...]] = {}
     agreed: set[tuple[str, int]] = set()
     for number, row in enumerate(subject.content.rows):
@@ -149,7 +151,7 @@ _Counts: TypeAlias = dict[str, collections.Counter[int]]
 
 
 def _most(sizes: collections.Counter[int]) -> int:
-    """The size that most arrays have."""
+    """The most frequent size."""
     return sizes.most_common(1)[0][0]
 
 
@@ -167,7 +169,7 @@ def _pairs(row: Row) -> list[tuple[str, int]]:
 
 
 def _swapped(row: Row, counts: _Counts) -> tuple[Any, ...] | None:
-    """The names in another order, for which far more of the other arrays speak; `None` if there is none."""
+    """The row's names in another order that far more of the other arrays agree with; `None` if there is none."""
     names = row.names or ()
     given = _pairs(row)
     if len(names) > 4 or all(_most(counts[name]) == size for name, size in given):
@@ -186,13 +188,13 @@ _CLEARLY = 1.5
 
 
 def _support(pairs: list[tuple[str, int]], counts: _Counts) -> int:
-    """How often the names have these sizes in the tree; nothing if one of them never does."""
+    """How often the names have these sizes in the tree; 0 if one of them never does."""
     found = [counts[name][size] for name, size in pairs]
     return sum(found) if all(found) else 0
 
 
 def _own_name(subject: Subject, group: Group, name: str, size: int) -> str:
-    """Code that gives the leaves another name with the same rules; in a plan, which keeps its rules, their spec."""
+    """Code that gives the leaves another name with the same rules. For a ready plan it is code that sets their spec."""
     if subject.is_plan:
         return subject.ruled(group.paths, group.row.spec)
     other = f"{name}_{size}"

@@ -1,4 +1,4 @@
-"""Leaves that are sharded otherwise than those beside them: states of an optimizer, and layers of one stack."""
+"""Checks of arrays that are sharded differently from similar ones: optimizer states, and layers of one stack."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from .subject import Subject, asked_by
 
 
 class _State(NamedTuple):
-    """Leaves that are made of a parameter elsewhere in the tree, that parameter's row, and the spec that follows it.
+    """Leaves of an optimizer's state, the row of their parameter, and the spec that follows the parameter's.
 
     `is_whole` says that they have all its dimensions, and so could be sharded further as moments are.
     """
@@ -31,7 +31,9 @@ class _State(NamedTuple):
 
 
 def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
-    """States that are less sharded than their parameters, or than other states, or as if there were no ZeRO."""
+    """Findings for states that are sharded less than their parameter or than other states, or that ZeRO-1
+    would shard.
+    """
     sizes = subject.content.mesh.shape
     states = _states(subject, sizes)
     if not states:
@@ -61,7 +63,7 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
 
 
 def _states(subject: Subject, sizes: Mapping[str, int]) -> list[_State]:
-    """The states, by the branch of the tree that holds the parameters of most of them."""
+    """The optimizer's states. The branch of the tree that explains most of them is taken for the parameters."""
     branches = together(subject.content.groups, lambda group: group.paths[0].partition("/")[0])
     # One letter alone is a module as well as a moment (values beside queries, for one); a moment comes with the other.
     likely = {root: groups for root, groups in branches.items() if root not in _MOMENTS or _MOMENTS <= {*branches}}
@@ -88,7 +90,7 @@ def _names_a_state(parts: Sequence[str]) -> bool:
 
 
 def _of(root: str, groups: list[Group], known: dict[str, Row], sizes: Mapping[str, int]) -> list[_State]:
-    """The states in one branch: of an optimizer, or a copy, that has something of at least half of the parameters."""
+    """The states in one branch of the tree, if they correspond to at least half of the parameters."""
     by_owner: dict[tuple[str, ...], list[_State]] = {}
     for group in groups:
         parts = group.paths[0].split("/")
@@ -105,7 +107,9 @@ def _of(root: str, groups: list[Group], known: dict[str, Row], sizes: Mapping[st
 def _state(
     root: str, group: Group, parts: Sequence[str], known: Mapping[str, Row], sizes: Mapping[str, int]
 ) -> _State | None:
-    """The state that a leaf is, by its path: that of a parameter, or with a last word more as in `w/v_row`."""
+    """The state of a parameter, found by the end of its path, or by that without the last name as in `w/v_row`; `None`
+    for other leaves.
+    """
     for path in ("/".join(parts), "/".join(parts[:-1])):
         param = known.get(path)
         if param is not None and param.shape:
@@ -116,7 +120,9 @@ def _state(
 
 
 def _following(shape: tuple[int, ...], param: Row, sizes: Mapping[str, int]) -> PartitionSpec | None:
-    """The spec of a parameter for a state that has some of its dimensions, or one more before them; else `None`."""
+    """The parameter's spec for a state with some of its dimensions, or with one more in front; `None` if shapes do not
+    match.
+    """
     rank = len(param.shape)
     entries = entries_at(param.spec, rank)
     if shape[-rank:] == param.shape and len(shape) <= rank + 1:
@@ -143,7 +149,7 @@ def _pieces(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
 
 
 def _keeps(spec: PartitionSpec, follows: PartitionSpec) -> bool:
-    """Whether each dimension is cut over all axes that `follows` cuts it over, and perhaps over more."""
+    """Whether `spec` shards each dimension over at least the axes that `follows` shards it over."""
     pairs = itertools.zip_longest(entries_of(spec), entries_of(follows))
     return all(set(entry_axes(theirs)) <= set(entry_axes(ours)) for ours, theirs in pairs)
 
@@ -157,7 +163,7 @@ def _told(spec: PartitionSpec) -> str:
 
 
 def _over(subject: Subject, states: list[_State], axis: str, message: str) -> Iterator[Finding]:
-    """One finding for all states that could be sharded over an axis too."""
+    """One finding for all states that could be sharded over a mesh axis too."""
     specs: dict[int, PartitionSpec] = {}
     for state in states:
         row = state.group.row
@@ -183,7 +189,7 @@ def _finding(subject: Subject, states: list[_State], message: str, specs: dict[i
 
 
 def uneven_layers(subject: Subject) -> Iterator[Finding]:
-    """Leaves whose paths differ in numbers only, with one shape and dtype, of which a few are sharded differently."""
+    """Findings for arrays of repeated layers with one shape and dtype, if a few of them are sharded differently."""
     stacks: dict[object, list[Group]] = {}
     for group in subject.content.groups:
         # A number at the end of a path is no layer's: rows and columns of a square matrix are `w/0` and `w/1`.

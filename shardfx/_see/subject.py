@@ -1,4 +1,4 @@
-"""What is checked: leaves and their rows, the rules that made them, and how to try other rules."""
+"""The input of every check: leaves and their rows, the rules that made them, and a way to try other rules."""
 
 import collections
 import dataclasses
@@ -60,7 +60,8 @@ def _value(value: object) -> str:
 
 
 def regex_of(paths: Sequence[str], alike: Mapping[tuple[str, ...], int]) -> str:
-    r"""A regex that finds these paths, and no others: with `\d+` for their numbers if it has all paths that are alike.
+    r"""A regex that matches these paths and no others, with `\d+` for their numbers if every path of their form is
+    among them.
 
     `alike` says how many paths there are with the same text between their numbers.
     """
@@ -75,7 +76,7 @@ def regex_of(paths: Sequence[str], alike: Mapping[tuple[str, ...], int]) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-    """What `lint` looks at. `plain` is planned on the given `mesh`; `content` may be on one with axes that are split.
+    """The input of `lint`'s checks. `plain` is planned on the given `mesh`; `content` may be on a refined mesh.
 
     A ready plan, `is_plan`, has no rules by path; `flat` and `given`, the names of each leaf, are empty then.
     """
@@ -106,22 +107,22 @@ class Subject:
         return together(self.content.groups, lambda group: group.number)
 
     def excess(self, group: Group) -> int:
-        """How many bytes each device holds of these leaves beyond an even share of them."""
+        """Bytes that each device holds of these leaves beyond an even distribution over all devices."""
         whole, share = self.content.byte_counts[group.number]
         return (share - -(-whole // self.mesh.size)) * len(group.paths)
 
     def lost(self, shape: tuple[int, ...], dtype: object) -> int:
-        """Bytes of a replicated array that each device holds beyond an even share of it."""
+        """Bytes of a replicated array that each device holds beyond an even distribution over all devices."""
         whole = array_bytes(shape, dtype)
         return whole - -(-whole // self.mesh.size)
 
     def plain_row(self, group: Group) -> Row:
-        """The row of these leaves on the given mesh, in whose axes a fix is written."""
+        """The row of these leaves on the given mesh. Fixes are written in this mesh's axes."""
         return self.plain.rows[self.plain.index[self._places[group.paths[0]]]]
 
     @ft.cached_property
     def _alike(self) -> collections.Counter[tuple[str, ...]]:
-        """How many paths there are that differ in numbers only."""
+        """For each form of path, that is the text between its numbers, the number of paths."""
         return collections.Counter(map(between_numbers, self.content.skeleton.paths))
 
     def regex(self, paths: Sequence[str]) -> str:
@@ -130,7 +131,7 @@ class Subject:
     def row_with(
         self, path: str, *, paths: PathRules | None = None, axes: AxisRules | None = None, names: object = None
     ) -> Row | None:
-        """The row that the leaf at `path` would have under other rules or names; `None` if it could not be planned."""
+        """The row of the leaf at `path` under other rules or names; `None` if the leaf could not be planned so."""
         at = self._places[path]
         leaf = self.flat.leaves[at]
         columns = (self.flat.templates[at],), (None,), (self.flat.stacked[at],)
@@ -142,15 +143,15 @@ class Subject:
 
     @ft.cached_property
     def refined(self) -> Content:
-        """The same leaves where mesh axes are split as `plan(..., refine=True)` does."""
+        """The same leaves on a mesh whose axes are split as `plan(..., refine=True)` does."""
         return refined(ShardPlan(self.content), self.min_bytes).content
 
     def is_named(self, path: str) -> bool:
-        """Whether the leaf at `path` has names of its own, which win over path rules."""
+        """Whether the leaf at `path` has names of its own, which take precedence over path rules."""
         return not self.is_plan and self.given[self._places[path]] is not None
 
     def ruled(self, paths: Sequence[str], target: object, *, last: bool = False) -> str:
-        """Code that gives leaves without names of their own this target, before all rules or after them.
+        """Code that gives leaves without names this target, by a rule before all others or after them.
 
         A rule that is for these leaves alone gets the target itself: it would have nothing left to do.
         """
@@ -166,7 +167,8 @@ class Subject:
         return f"paths = paths.{'extend' if last else 'prepend'}([({rule})])"
 
     def rules_for(self, paths: Sequence[str]) -> dict[int | None, bool]:
-        """The numbers of the rules that decide about these leaves, and whether each decides about others too.
+        """The numbers of the rules that decide about these leaves, and whether each rule decides about other leaves
+        too.
 
         `None` stands for what decides about leaves that no rule is for.
         """
@@ -175,7 +177,7 @@ class Subject:
 
     @ft.cached_property
     def _deciding(self) -> dict[str, int | None]:
-        """By the path of each leaf without names of its own, the number of the rule that decides about it."""
+        """For the path of each leaf without names, the number of the rule that decides about it."""
         columns = zip(self.flat.paths, self.given, self.flat.is_array, strict=True)
         return {path: first_match(path, self.patterns) for path, names, shaped in columns if shaped and names is None}
 
@@ -188,7 +190,7 @@ class Subject:
         return {path: at for at, path in enumerate(self.content.skeleton.paths)}
 
     def mended(self, paths: Sequence[str], names: object, target: object) -> str:
-        """Code that gives leaves with names of their own these, and others the target."""
+        """Code that gives leaves with names these names, and leaves without names the target."""
         return self.renamed(paths, names) if self.is_named(paths[0]) else self.ruled(paths, target)
 
     def renamed(self, paths: Sequence[str], names: object) -> str:
@@ -197,5 +199,5 @@ class Subject:
 
 
 def asked_by(group: Group) -> str:
-    """What asked for the sharding of these leaves."""
+    """The rule that asked for the sharding of these leaves, or "its names"."""
     return "its names" if group.row.rule == "names" else str(group.row.rule)

@@ -1,4 +1,4 @@
-"""What tests of training code call: golden texts of plans and steps, and steps checked against one device.
+"""Functions for tests of training code: golden texts of plans and steps, and a check of steps against one device.
 
 It may import plans, steps, costs and what is below them. It never plans, and never imports a command.
 """

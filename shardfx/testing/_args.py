@@ -1,4 +1,6 @@
-"""Small real arguments for a step: random ones for structs, and sizes as small as the plan still cuts them alike."""
+"""Small arrays as arguments for a step: random ones for structs, in the smallest sizes that are sharded in
+the same way.
+"""
 
 import functools as ft
 import itertools as it
@@ -59,7 +61,7 @@ def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> Arr
 
 
 def _on_devices(sharding: object) -> Any:
-    """A sharding on devices that are there."""
+    """The sharding on devices that exist, if it is on an abstract mesh."""
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh):
         return sharding
     mesh, devices = MeshSpec.of(sharding.mesh), jax.devices()
@@ -72,7 +74,7 @@ def _on_devices(sharding: object) -> Any:
 
 
 def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTree]:
-    """The arguments in the smallest sizes that their shardings cut in the same way, if the step takes such sizes.
+    """The arguments in the smallest sizes that their shardings divide in the same way, if the step takes such sizes.
 
     Dimensions of one size stay of one size. One size after the other is made small, or with its multiples. Where the
     step cannot be traced so, the dimensions of that size are made small by themselves: a sequence may be as long as a
@@ -103,7 +105,9 @@ _FACTORS = (1, 2, 3, 5, 7, *(2**power for power in range(2, 16)))
 def _smaller(
     step: Any, args: PyTree, needs: Mapping[_Key, int], chosen: Mapping[_Key, int], key: _Key
 ) -> dict[_Key, int]:
-    """The first small sizes with which a step can be traced; sizes that differ still differ."""
+    """The chosen sizes with a small size for `key`, if the step can be traced with it. Sizes that differ
+    still differ.
+    """
     size = key[0]
     for small in (2 * factor * needs[key] for factor in _FACTORS if 2 * factor * needs[key] < size):
         kin = {one: small * (one[0] // size) for one in needs if len(one) == 1 and one[0] % size == 0}

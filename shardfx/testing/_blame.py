@@ -1,4 +1,4 @@
-"""Which equation of a step is the first that its plan makes wrong, and what is suspicious where JAX does not check."""
+"""The first equation that a plan makes wrong, and suspicious code in `shard_map` that JAX does not check."""
 
 import difflib
 import itertools as it
@@ -30,7 +30,7 @@ _PIECES = _COLLECTIVES & {"ppermute", "all_gather", "all_to_all"} | frozenset(
 
 
 class Compared(NamedTuple):
-    """What an equation made under the plan beside what it makes on one device.
+    """The result of an equation under the plan, compared with its result on one device.
 
     **Arguments:**
 
@@ -49,7 +49,7 @@ class Compared(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """The first equation that a plan makes wrong, and those that make what it takes for something else."""
+    """The first wrong equation, and the equations that make operands which it misinterprets."""
 
     number: int
     sources: tuple[int, ...]
@@ -57,7 +57,7 @@ class Fault(NamedTuple):
 
 
 def differences(found: object, wanted: object) -> np.ndarray:
-    """How far numbers are apart. NaN equals NaN alone, and an infinity equals itself alone."""
+    """The absolute differences between two arrays. NaN equals only NaN, and an infinity only itself."""
     found, wanted = np.asarray(found), np.asarray(wanted)
     kind = np.result_type(found.dtype, np.float64)
     found, wanted = found.astype(kind), wanted.astype(kind)
@@ -68,7 +68,7 @@ def differences(found: object, wanted: object) -> np.ndarray:
 
 
 def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
-    """The largest difference that rounding explains: eight times what it changed in the reference."""
+    """The largest difference that rounding explains: eight times the change that rounding made in the reference."""
     changed = max([float(differences(one, exact).max(initial=0.0)) for one in others], default=0.0)
     if not jnp.issubdtype(dtype, np.inexact):
         return math.inf if changed else 0.0  # a choice between numbers that rounding makes equal
@@ -77,7 +77,7 @@ def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
 
 
 def compared(record: Record, value: object, whole_record: Record, whole: Any, most: float) -> Compared:
-    """A value of the devices beside that of one device."""
+    """The comparison of a value under the plan with the value on one device."""
     axes, parts = _by_device(record, np.asarray(value))
     one, whole = _by_device(whole_record, np.asarray(whole))
     whole = whole.reshape(whole.shape[len(one) :])
@@ -102,7 +102,7 @@ def compared(record: Record, value: object, whole_record: Record, whole: Any, mo
 
 
 def _by_device(record: Record, value: np.ndarray) -> tuple[list[tuple[str, int]], np.ndarray]:
-    """A record's value with a leading dimension for each mesh axis, before those for the turns of loops in order."""
+    """A record's value with a leading dimension for each mesh axis, before the dimensions of loop iterations."""
     device = [at for at, one in enumerate(record.leading) if not isinstance(one, int)]
     value = np.asarray(np.flip(value, tuple(at for at, one in enumerate(record.leading) if one == -1)))
     value = np.moveaxis(value, device, range(len(device)))
@@ -113,7 +113,7 @@ def _by_device(record: Record, value: np.ndarray) -> tuple[list[tuple[str, int]]
 def _assembled(
     axes: Sequence[tuple[str, int]], parts: np.ndarray, shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[Role, ...], np.ndarray]]:
-    """Every array of a shape that the devices' values can be parts of, with the role of each mesh axis.
+    """Every array of a shape that the devices' values may be shards of, with the role of each mesh axis.
 
     Along axes of the role "same" the devices' values stand beside each other in leading dimensions.
     """
@@ -141,7 +141,7 @@ def _assembled(
 
 
 def aligned(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[int, int]:
-    """For each record of one tape the record of another tape that is the same equation."""
+    """For each record of one tape, the record of another tape for the same equation."""
     keys = [[(one.primitive, one.frames[:1]) for one in records] for records in (ours, theirs)]
     if keys[0] == keys[1]:
         return {at: at for at in range(len(ours))}
@@ -150,7 +150,7 @@ def aligned(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[int, int]:
 
 
 def fault_of(records: Sequence[Record], found: Mapping[int, Compared], wrong: Sequence[int]) -> Fault | None:
-    """The first equation that is wrong although what it takes is right, of those that wrong results come from.
+    """The first wrong equation with right operands, among the equations that wrong results depend on.
 
     **Arguments:**
 
@@ -166,14 +166,14 @@ class _Search:
         self.records, self.found, self.turns = records, found, _turns(records, found)
 
     def is_same(self, number: int) -> bool:
-        """Whether a value is right, in a loop in the turn in which it goes wrong."""
+        """Whether a value is right. Inside a loop the iteration counts in which the loop goes wrong."""
         one, turn = self.found.get(number), self.turns.get(self.records[number].loop)
         if one is None or turn is None or not one.by_turn:
             return one is not None and one.is_same
         return one.by_turn[turn] or self.records[number].primitive == CARRY
 
     def is_loose(self, number: int, reader: Record | None) -> bool:
-        """Whether a value leaves its shard_map while it waits for a collective."""
+        """Whether a value leaves its `shard_map` before the collective that it needs."""
         inside = {name for own in (reader.leading if reader else ()) if not isinstance(own, int) for name, _ in own}
         roles = self.found[number].roles if number in self.found else {}
         return any(role in MERGED and name not in inside for name, role in roles.items())
@@ -204,7 +204,7 @@ class _Search:
         return None if first is None else self.named(first, self.behind(first, region))
 
     def without_counterpart(self, region: set[int]) -> set[int]:
-        """Positions, and pieces of right arrays: whether they are right shows where they meet an array."""
+        """The records that no value on one device corresponds to: positions of devices, and shards of right arrays."""
         found: set[int] = set()
         for number in sorted(region):
             record = self.records[number]
@@ -218,7 +218,7 @@ class _Search:
         return found
 
     def behind(self, first: int, region: set[int]) -> list[int]:
-        """What an equation takes that is not right, back to what is."""
+        """The wrong operands of an equation, and theirs, back to right ones."""
         seen: set[int] = set()
         waiting = [first]
         while waiting:
@@ -228,7 +228,7 @@ class _Search:
         return sorted(seen - {first})
 
     def named(self, first: int, behind: list[int]) -> Fault:
-        """The places to show: the last collective, what waits for one, the positions, then the equation itself."""
+        """The fault to show: the last collective, the values that lack one, the positions, and the equation itself."""
         reads = self.records[first].reads
         waits = [one for one in reads if one in self.found and {*self.found[one].roles.values()} & {*MERGED}]
         sent = [one for one in behind if self.records[one].primitive in _COLLECTIVES]
@@ -238,7 +238,7 @@ class _Search:
 
 
 def _turns(records: Sequence[Record], found: Mapping[int, Compared]) -> dict[int | None, int]:
-    """For each loop the first turn that ends with a wrong carry."""
+    """For each loop, the first iteration that ends with a wrong carry."""
     turns: dict[int | None, int] = {}
     for number, record in enumerate(records):
         by_turn = found[number].by_turn if number in found else ()
@@ -254,7 +254,7 @@ _Axes = frozenset[str]
 
 
 def suspects(tape: Tape) -> tuple[str, ...]:
-    """What is suspicious, in words, each once."""
+    """The suspicious places in a step's `shard_map`s, in words, each once."""
     found: dict[str, None] = {}
     for body in tape.bodies:
         if not body.equation.params["check_vma"]:
@@ -264,7 +264,7 @@ def suspects(tape: Tape) -> tuple[str, ...]:
 
 
 def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
-    """The records of a body that are suspicious, and why."""
+    """The suspicious records of a `shard_map`'s body, and why."""
     params, records = body.equation.params, [tape.records[at] for at in body.numbers]
     axes = [axis for axis, size in params["mesh"].shape.items() if size > 1]
     cuts: dict[int, _Axes] = {}
@@ -292,7 +292,7 @@ def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
 
 
 def _differing(tape: Tape, body: ShardMapBody, cuts: Mapping[int, _Axes]) -> dict[int, _Axes]:
-    """Along which mesh axes the devices' values of each record may differ."""
+    """For each record, the mesh axes along which the devices' values may differ."""
     differs = dict(cuts)
     for _ in range(len(body.equation.params["mesh"].shape) + 1):  # what a turn of a loop makes the next one takes
         for at in body.numbers:

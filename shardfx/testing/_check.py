@@ -1,4 +1,4 @@
-"""Whether a step computes under its plan what it computes on one device."""
+"""Whether a step computes the same under its plan as on one device."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from ._tape import Record, Tape
 
 @dataclasses.dataclass(frozen=True)
 class CheckedOutput:
-    """One array that a step returns.
+    """One array that a step returns, compared with the reference.
 
     **Arguments:**
 
@@ -46,7 +46,8 @@ class CheckedOutput:
 
 @dataclasses.dataclass(frozen=True)
 class CheckedStep:
-    """What [`shardfx.testing.check_step`][] found; true where the plan changes no number.
+    """The comparison of a step with its reference, by [`shardfx.testing.check_step`][]. It is true if the plan changes
+    no number.
 
     **Arguments:**
 
@@ -90,7 +91,7 @@ def check_step(
     mesh: Mesh | None = None,
     shrink: bool = False,
 ) -> CheckedStep:
-    """Runs a step under its plan and on one device, and names the first equation that differs.
+    """Runs a step under its plan and on one device, and names the first equation whose results differ.
 
     The reference is the same step without shardings, on one device, in the step's own dtypes and in float64. What
     rounding explains is measured for each output: by how much it changes where every equation in float64 is given the
@@ -153,14 +154,16 @@ def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None)
 
 
 def _on_one(leaf: jax.Array, device: object) -> jax.Array:
-    """A copy on one device. It goes through the host: the type of a copy would keep Explicit axes."""
+    """A copy of an array on one device, made through the host, since a direct copy would keep Explicit axes
+    in its type.
+    """
     made = jax.device_put(np.asarray(_data(leaf)), device)
     is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.random.wrap_key_data(made, impl=jax.random.key_impl(leaf)) if is_key else made
 
 
 class _Traced(NamedTuple):
-    """A step as a function of arrays alone: itself, its jaxpr, the arrays, and the paths of its results."""
+    """A step as a function of arrays only: the step, its jaxpr, the arrays, and the paths of its results."""
 
     run: Callable[..., Any]
     closed: jex.ClosedJaxpr
@@ -184,12 +187,12 @@ def _traced(step: Callable[..., object], args: Sequence[object]) -> _Traced:
 
 
 def _data(leaf: Any) -> Any:
-    """An array of numbers: of keys, their words."""
+    """The array itself; the key data of an array of PRNG keys."""
     return jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
 class _Played(NamedTuple):
-    """A jaxpr that was carried out: the tape, its compiled program, the results' records, and what it takes."""
+    """An evaluated jaxpr: the tape, the compiled program, the records of its results, and its arguments."""
 
     tape: Tape
     compiled: Any
@@ -197,7 +200,9 @@ class _Played(NamedTuple):
     arrays: list[Any]
 
     def __call__(self, kind: int = 0, seed: int = 0) -> tuple[list[np.ndarray], dict[int, Any]]:
-        """The results and the records' values, as exactly as they are computed, or rounded: see `Tape`."""
+        """The results and the records' values, computed exactly or with rounding; `kind` and `seed` are
+        those of `Tape`.
+        """
         odd = np.array(2 * seed + 1, np.uint32)
         outs, values = self.compiled(self.arrays, (np.array(kind, np.int32), odd))
         return [*map(np.asarray, outs)], values
@@ -225,7 +230,7 @@ def _played(traced: _Traced, *, alone: bool, wide: object = None, keeps: bool = 
 
 
 def _checked(ours: _Traced, theirs: _Traced) -> CheckedStep:
-    """A step under its plan and its reference, compared."""
+    """The comparison of a step under its plan with its reference."""
     exactly = _played(theirs, alone=True, wide=np.float64)
     exact = exactly()[0]
     made = [*map(np.asarray, ours.run(*[jax.numpy.copy(one) for one in ours.arrays]))]
@@ -259,7 +264,7 @@ def _outputs(
 
 
 def _blamed(ours: _Traced, theirs: _Traced, found: CheckedStep, wide: object) -> CheckedStep:
-    """What was found, with the first equation that differs."""
+    """The comparison, extended by the first equation that differs."""
     try:
         played = _played(ours, alone=False, wide=wide, keeps=True)
     except jax.errors.JaxRuntimeError as error:
@@ -310,7 +315,7 @@ def _told(records: Sequence[Record], rows: Mapping[int, Compared], fault: Fault,
 
 
 def _equation(record: Record, number: int, arrays: Mapping[int, Any]) -> str:
-    """An equation with its line, and how what it makes lies."""
+    """An equation with its line and the sharding of its result."""
     told = f"`{record.primitive}` at {place_text(next(iter(record.frames), None))}"
     if number not in arrays:
         return told

@@ -1,4 +1,4 @@
-"""A plan as text to keep beside the code: small, the same on every machine, and readable in a review."""
+"""A plan as a short text to keep under version control, the same on every machine."""
 
 import difflib
 import os
@@ -17,7 +17,7 @@ _FORMAT = "# shardfx plan text 1"
 
 
 def plan_text(plan: ShardPlan) -> str:
-    """A plan as a text for golden files: where every array lies, and what it did not get.
+    """A plan as text for golden files: the sharding of each array, and the mesh axes that it did not get.
 
     Two plans have the same text if their meshes are described alike and every array of either lies alike in both: with
     the same path, shape, dtype, spec, memory kind, and the same mesh axes not given. By which rule is not in it, so
@@ -63,7 +63,7 @@ def plan_text(plan: ShardPlan) -> str:
 
 
 def assert_same_plan_text(plan: ShardPlan, expected: str | os.PathLike[str], *, update: bool = False) -> None:
-    """Fails unless a plan's text is the expected one: the test of a golden file.
+    """Fails unless a plan's text is the expected one, for tests with a golden file.
 
     **Arguments:**
 
@@ -99,7 +99,7 @@ def assert_same_plan_text(plan: ShardPlan, expected: str | os.PathLike[str], *, 
 
 
 def assert_same_text(kind: str, text: str, expected: str | os.PathLike[str], *, update: bool) -> None:
-    """Fails unless a text of a kind, plan or traffic, is the expected one."""
+    """Fails unless a text is the expected one. `kind` is "plan" or "traffic"."""
     is_text = isinstance(expected, str) and "\n" in expected
     if update:
         if is_text:
