@@ -1,4 +1,4 @@
-"""Boxes: the part of an array that a device holds, as start and stop per dimension."""
+"""Boxes: the region of an array that a device holds, as a start and a stop for each dimension."""
 
 import math
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ Box = tuple[tuple[int, int], ...]
 
 
 def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """JAX's tuple of slices as a box."""
+    """A tuple of slices, as JAX gives it, as a box."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """Per device the box that it holds of an array of `shape`.
+    """For each device, the box that it holds of an array of `shape`.
 
     On an AbstractMesh the devices are numbered by their place in the mesh, in row-major order.
     """
@@ -30,24 +30,26 @@ def boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """Per device of this process the box that it holds of an array of `shape`."""
+    """For each device of this process, the box that it holds of an array of `shape`."""
     found = sharding.addressable_devices_indices_map(shape)
     return {device: as_box(index or (), shape) for device, index in found.items()}
 
 
 def volume(box: Box) -> int:
-    """How many elements a box holds."""
+    """The number of elements in a box."""
     return math.prod(stop - start for start, stop in box)
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """What two boxes share; `None` if nothing."""
+    """The intersection of two boxes; `None` if it is empty."""
     found = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)])
     return found if all([start < stop for start, stop in found]) else None
 
 
 def slices(part: Box, box: Box) -> tuple[Any, ...]:
-    """The index of a part of a box in an array that holds the box. The ellipsis makes it a view at rank 0 too."""
+    """The index of the region `part` in an array that holds `box`. The ellipsis makes the result a view
+    even at rank 0.
+    """
     found = [slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True)]
     return (*found, ...)
 
@@ -55,7 +57,7 @@ def slices(part: Box, box: Box) -> tuple[Any, ...]:
 def array_of(
     shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, held: Sequence[Box], memory: Sequence[np.ndarray]
 ) -> jax.Array:
-    """An array whose different boxes of this process lie in memory, one buffer each; a CPU's array shares it."""
+    """A jax.Array made of one buffer for each different box of this process. On CPUs the array shares the memory."""
     if not memory:  # no device is this process's, and of a replicated array JAX would ask for a shard
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     buffers = {tuple([start for start, _ in box]): own for box, own in zip(held, memory, strict=True)}

@@ -1,4 +1,4 @@
-"""Copying between views of memory whose elements lie in different orders."""
+"""Copies between views of memory that store their elements in different orders."""
 
 import itertools as it
 import math
@@ -18,13 +18,13 @@ _LINE_BYTES, _SETS_BYTES, _PLACES = 64, 1 << 16, 8
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """`target[...] = source`, where each may have its elements in an order of its own."""
+    """`target[...] = source` for arrays with any strides."""
     is_alike = target.ndim == source.ndim
     copy_along(target, source, blocked(target.shape, target.strides, source.strides) if is_alike else None)
 
 
 def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
-    """`target[...] = source`, in blocks along the dimension that `blocked` says."""
+    """`target[...] = source`, in blocks along dimension `dim`."""
     if dim is None:
         np.copyto(target, source, casting="unsafe")
         return
@@ -61,7 +61,7 @@ def blocked(shape: Sequence[int], there: Sequence[int], here: Sequence[int]) -> 
 
 
 def _row(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The dimension with the shortest step. Dimensions without a step repeat elements and do not count."""
+    """The dimension with the smallest stride. Dimensions of stride 0 repeat elements and do not count."""
     long = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] > 0]
     return min(long, key=lambda dim: strides[dim], default=None)
 
@@ -76,7 +76,7 @@ def of_numpy(nbytes: int) -> np.ndarray:
 def buffers(
     wanted: Sequence[tuple[tuple[int, ...], Any]], allocate: Callable[[int], np.ndarray] = of_numpy
 ) -> list[np.ndarray]:
-    """Uninitialised arrays of these shapes and dtypes, side by side in one piece of memory that lives while one does.
+    """Uninitialised arrays of these shapes and dtypes in one allocation, which lives as long as any of them.
 
     `allocate` returns an array of that many bytes, at any address.
     """

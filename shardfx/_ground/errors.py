@@ -1,4 +1,4 @@
-"""Every error that the package raises, and the check of an argument's type."""
+"""The errors that the package raises, and a check of an argument's type."""
 
 
 class MeshError(ValueError):
@@ -6,19 +6,19 @@ class MeshError(ValueError):
 
 
 class RuleError(ValueError):
-    """A rule, or a set of rules, that cannot mean anything: malformed, cyclic, contradictory, unknown mode."""
+    """A rule or set of rules without a meaning: malformed, cyclic, contradictory, or with an unknown mode."""
 
 
 class SpecError(ValueError):
-    """A PartitionSpec, or the logical names that stand for one, that does not fit its array or mesh."""
+    """A PartitionSpec, or logical names, that do not fit the array or the mesh."""
 
 
 class UnmatchedError(ValueError):
-    """Leaves that no rule covers, or a logical name without a rule where one was demanded."""
+    """Leaves that no rule covers, or a logical name that has no rule although it needs one."""
 
 
 class PlanMismatchError(ValueError):
-    """A plan used with a tree, a mesh or another process's plan that it was not made for."""
+    """A plan used with a tree, a mesh or another process's plan that does not match it."""
 
 
 class PlanFormatError(ValueError):
@@ -30,7 +30,7 @@ class UnknownPathError(ValueError, LookupError):
 
 
 class LeafTypeError(TypeError):
-    """A leaf of a type that the function cannot plan, move or read, or an argument of another type than it takes."""
+    """A leaf of a type that the function cannot plan, move or read, or an argument of a wrong type."""
 
 
 class ProgramError(ValueError):
@@ -38,7 +38,7 @@ class ProgramError(ValueError):
 
 
 class OutOfMemoryError(ProgramError):
-    """A program that its compiler refuses, because it takes more memory than a device has.
+    """A program that its compiler refuses because it needs more memory than a device has.
 
     `needed_bytes` and `limit_bytes` are per device, as the compiler tells them; `None` where it does not. What is
     needed may be of temporaries alone.
@@ -50,19 +50,19 @@ class OutOfMemoryError(ProgramError):
 
 
 class ChipError(ValueError, LookupError):
-    """An accelerator that is not known, or of which a number that is needed is not."""
+    """An accelerator that is not known, or that lacks a number that is needed."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is damaged, hostile, incomplete, or does not hold what the plan asks for."""
+    """A checkpoint that is damaged, hostile or incomplete, or that lacks what the plan asks for."""
 
 
 class MapError(ValueError):
-    """A map between trees that means nothing, or does not fit the trees that it is used with."""
+    """A map between trees that is malformed, or that does not fit its trees."""
 
 
 class MoveError(RuntimeError):
-    """A move of a tree that stopped in the middle, or for which a memory limit leaves no room.
+    """A move of a tree that stopped in the middle, or that the memory limit leaves no room for.
 
     `moved` holds the arrays that arrived, by path.
     """
@@ -73,7 +73,7 @@ class MoveError(RuntimeError):
 
 
 class SyncError(RuntimeError):
-    """A transfer between jobs that stopped or was refused: the receiver keeps the weights that it had, whole."""
+    """A transfer between jobs that stopped or was refused. The receiver keeps all weights that it had."""
 
 
 # Tracebacks name them as users do.

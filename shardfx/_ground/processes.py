@@ -1,4 +1,4 @@
-"""How the processes of a job wait for each other: barriers of JAX's coordination service, which need no devices."""
+"""Barriers between the processes of a job by JAX's coordination service, which need no devices."""
 
 import math
 import re
@@ -10,7 +10,7 @@ import jax
 
 
 def coordination() -> Any:
-    """JAX's client of the coordination service; `None` where it does not run."""
+    """JAX's client of the coordination service; `None` if the service does not run."""
     # JAX has no public way to its service; Orbax and others take this one, which is the same in JAX 0.9 to 0.12.
     from jax._src import distributed
 
@@ -18,7 +18,7 @@ def coordination() -> Any:
 
 
 def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[int] | None = None) -> str:
-    """Waits at a barrier until all processes are there.
+    """The processes that did not reach a barrier in time.
 
     **Arguments:**
 
@@ -53,6 +53,6 @@ def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[
 
 
 def named(processes: Sequence[int]) -> str:
-    """The processes by their numbers: "process 3", "processes 1, 3"."""
+    """The processes by their numbers, as text: "process 3", "processes 1, 3"."""
     listed = ", ".join(map(str, processes[:16])) + (", ..." if len(processes) > 16 else "")
     return f"process {listed}" if len(processes) == 1 else f"processes {listed}"

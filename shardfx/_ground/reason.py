@@ -1,4 +1,4 @@
-"""Why an array got less than was asked for: a closed vocabulary of reasons, and a spec with its reasons."""
+"""The reasons why an array got less than was asked for, as a closed vocabulary, and a spec with its reasons."""
 
 import dataclasses
 import enum
@@ -64,7 +64,7 @@ class Reason:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A PartitionSpec together with every reason why it is not what was asked for.
+    """A PartitionSpec, with every reason why it differs from what was asked for.
 
     **Arguments:**
 
@@ -79,10 +79,10 @@ class Decision:
 
 
 def reason(code: Code, dim: int | None, axes: tuple[str, ...] = (), **values: object) -> Reason:
-    """A [`shardfx.Reason`][] whose message is the code's, filled in with `values`."""
+    """A [`shardfx.Reason`][] with the message of its code, filled in with `values`."""
     return Reason(code, dim, axes, code.value.format(**values))
 
 
 def refined_reasons(reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:
-    """The reasons, none of which advises to refine."""
+    """The reasons, without the advice to refine."""
     return tuple(dataclasses.replace(why, message=why.message.removesuffix(_REFINE)) for why in reasons)

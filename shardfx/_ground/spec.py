@@ -1,4 +1,4 @@
-"""PartitionSpec algebra over plain axis sizes. No mesh object, no device, no array."""
+"""Algebra of PartitionSpecs over plain axis sizes, without meshes, devices or arrays."""
 
 import functools as ft
 import math
@@ -30,7 +30,7 @@ def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
 
 
 def entries_at(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
-    """The entries of a spec for an array of this rank: `None` for the dimensions beyond its end."""
+    """The entries of a spec for an array of this rank, with `None` for dimensions that the spec leaves out."""
     entries = entries_of(spec)[:rank]
     return (*entries, *[None] * (rank - len(entries)))
 
@@ -50,7 +50,7 @@ def entry_axes(entry: object) -> tuple[str, ...]:
 
 
 def canonical_entry(entry: object) -> Any:
-    """`entry` as short as it can be written: `()` is `None`, a one-element tuple is its element."""
+    """`entry` in its shortest form: `None` for `()`, and the element for a tuple of one element."""
     if entry is UNCONSTRAINED:
         return entry
     axes = entry_axes(entry)
@@ -91,7 +91,7 @@ def trimmed(entries: Iterable[object], like: PartitionSpec | None = None) -> Par
 
 
 def unreduced_kind(spec: PartitionSpec) -> str:
-    """The reduction that is left out over the unreduced axes: "sum", "max" or "min"."""
+    """The reduction that is still to be made over the unreduced axes: "sum", "max" or "min"."""
     kind = spec.unreduced_kind if _HAS_KINDS else None  # pyright: ignore[reportAttributeAccessIssue]
     return "sum" if kind is None else kind.name
 
@@ -109,26 +109,26 @@ def with_reductions(
 
 
 def pinned(spec: PartitionSpec) -> PartitionSpec:
-    """`spec` with UNCONSTRAINED replaced by `None`: what JAX accepts at `device_put` and at jit boundaries."""
+    """`spec` with `None` for UNCONSTRAINED, as JAX accepts it at `device_put` and at jit boundaries."""
     if not any(entry is UNCONSTRAINED for entry in entries_of(spec)):
         return spec
     return trimmed([None if entry is UNCONSTRAINED else entry for entry in entries_of(spec)], spec)
 
 
 def shard_counts(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Into how many pieces `spec` cuts each of `rank` dimensions on a mesh of axis `sizes`."""
+    """The number of shards along each of `rank` dimensions, on a mesh with axis `sizes`."""
     counts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in entries_of(spec)]
     return tuple(counts[:rank] + [1] * (rank - len(counts)))
 
 
 def shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape that one device holds of an array of `shape` under `spec`; sizes must divide."""
+    """The shape of one device's shard of an array of `shape` under `spec`. The sizes must divide."""
     return tuple(size // count for size, count in zip(shape, shard_counts(spec, len(shape), sizes), strict=True))
 
 
 @ft.lru_cache(maxsize=256)
 def bits(dtype: DType) -> int:
-    """How many bits one element of `dtype` takes on a device: 4 for `int4`, 64 for a threefry PRNG key."""
+    """The bits of one element of `dtype` on a device: 4 for `int4`, 64 for a threefry PRNG key."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return math.prod(data.shape) * data.dtype.itemsize * 8
@@ -153,5 +153,5 @@ def dtype_named(name: str) -> DType | None:
 
 
 def array_bytes(shape: tuple[int, ...], dtype: object) -> int:
-    """How many bytes XLA allocates for an array: sub-byte types are packed by their bits."""
+    """The bytes that XLA allocates for an array. Sub-byte dtypes are packed."""
     return -(-math.prod(shape) * bits(dtype) // 8)

@@ -1,4 +1,4 @@
-"""Text for a person: tables, sizes and arrays in few characters, and one path for many that differ in numbers.
+"""Text for a person: tables, sizes and arrays in few characters, and one path for many paths that differ in numbers.
 
 The same tables are there for a notebook, as HTML.
 
@@ -31,23 +31,23 @@ def printable(text: str) -> str:
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:
-    """`count` things: "1 array", "2 arrays"; `many` where an "s" will not do."""
+    """A count with its noun: "1 array", "2 arrays". `many` is the plural if it does not end in "s"."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def quoted(name: str, most: int = 160) -> str:
-    """`name` as `repr` shows it; of a long one the middle is left out."""
+    """`name` as `repr` shows it, with the middle left out if it is longer than `most` characters."""
     text = repr(name)
     return text if len(text) <= most else f"{text[: most // 3]}...{text[-(most - most // 3) :]}"
 
 
 def between_numbers(path: str) -> tuple[str, ...]:
-    """The parts of a path around its numbers: equal for paths that differ in numbers only."""
+    """The text of a path between its numbers. Paths that differ in numbers only have equal results."""
     return tuple(_NUMBER.split(path))
 
 
 def together(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """The items with equal keys together, as `between_numbers` is one for paths; in the order of the first of each."""
+    """The items grouped by their keys, in the order of each group's first item."""
     found: dict[_Key, list[_Item]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -55,7 +55,7 @@ def together(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key,
 
 
 def joined(paths: Sequence[str]) -> str:
-    """One text for paths that differ in numbers only, with ranges: `layers/{0..31}/attn/q_proj/weight`."""
+    """One text with ranges for paths that differ in numbers only: `layers/{0..31}/attn/q_proj/weight`."""
     if len(paths) == 1:
         return paths[0]
     columns = zip(*[map(int, _NUMBER.findall(path)) for path in paths], strict=True)
@@ -64,7 +64,7 @@ def joined(paths: Sequence[str]) -> str:
 
 
 def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
-    """Texts with ranges, for paths that differ in numbers only, and how many each stands for.
+    """Texts with ranges for paths that differ in numbers only, each with the number of its paths.
 
     As `joined`, but the paths can be read back: every range is whole, and a text has all combinations of its ranges.
     """
@@ -87,7 +87,7 @@ def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _products(rows: Sequence[tuple[str, ...]], at: int) -> Iterator[Sequence[tuple[str, ...]]]:
-    """`rows` in parts, each with all combinations of the numbers in its columns, from the column `at` on."""
+    """`rows` divided into sets, each with all combinations of the numbers in its columns, from column `at` on."""
     if at == len(rows[0]):
         yield rows
         return
@@ -124,7 +124,7 @@ def table(
     width: int | None = None,
     spare: Sequence[str] = (),
 ) -> list[str]:
-    """Lines of aligned columns under the header `rows[0]`; the columns named in `right` are aligned there.
+    """The lines of a table under the header `rows[0]`. The columns named in `right` are right-aligned.
 
     With a `width`, the columns named in `spare` are left out in this order where lines would be longer. If that is not
     enough, the paths in the first column get the path of their layer as a heading; none is cut. Cells may hold any
@@ -172,7 +172,7 @@ _LAYER = re.compile(r"(.*?\{[0-9][^}]*\}[/.])(.+)")
 
 
 def _parted(path: str) -> tuple[str, str]:
-    """A path as a heading, that all of a layer has, and what stands below it; "" for none."""
+    """A path as a heading, which is the path of its layer, and the rest; "" as the heading if the path has no layer."""
     found = _LAYER.fullmatch(path)
     return ("", path) if found is None else (found[1], _GAP * " " + found[2])
 
@@ -182,7 +182,7 @@ _COLUMNS = re.compile(r"\S {2,}\S")
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """A text of several lines, those longer than `width` wrapped; rows of tables, which `table` fits, stay whole."""
+    """A text with its long lines wrapped to `width`. Rows of tables are not wrapped."""
     if width is None:
         return text
     lines = [_wrapped(line, width) if len(line) > width else line for line in text.split("\n")]
@@ -197,7 +197,7 @@ def _wrapped(line: str, width: int) -> str:
 
 
 class Shown(str):
-    """Text that a console, or the last line of a notebook's cell, shows as `print` does."""
+    """A string whose `repr` is its text, so that a console or notebook shows it as `print` does."""
 
     __slots__ = ()
 
@@ -206,7 +206,7 @@ class Shown(str):
 
 
 def first_lines(self: object) -> str:
-    """What `print` shows of a result, its first 40 lines: for the `__repr__` of tables that can be long."""
+    """The first 40 lines of a result's text, for the `__repr__` of results that can be long."""
     lines = str(self).splitlines()
     return "\n".join(lines if len(lines) <= 40 else [*lines[:39], f"... {len(lines) - 39} lines more; print it."])
 
@@ -217,7 +217,7 @@ def spec_text(partitions: Sequence[object]) -> str:
 
 
 def entry_text(entry: object) -> str:
-    """One entry of a spec or of names."""
+    """One entry of a spec or of names as text."""
     if isinstance(entry, tuple):
         return "+".join(map(entry_text, entry)) or "-"
     if isinstance(entry, str):
@@ -242,7 +242,7 @@ def array_text(dtype: Any, shape: Sequence[int]) -> str:
 
 
 def html_table(rows: Sequence[Sequence[str]], *, right: Collection[str] = (), below: Sequence[str] = ()) -> str:
-    """A plain HTML table under the header `rows[0]`, for a `_repr_html_`: no table where there are no rows.
+    """An HTML table under the header `rows[0]`, for a `_repr_html_`. Without rows there is no table.
 
     The columns named in `right` are aligned there, and each text of `below` is a paragraph under the table. Cells may
     hold any text: it is made printable, and escaped.
@@ -256,7 +256,7 @@ def html_table(rows: Sequence[Sequence[str]], *, right: Collection[str] = (), be
 
 
 def html_text(self: object) -> str:
-    """What `print` shows of a result, as it is: for the `_repr_html_` of what is no single table."""
+    """A result's text as preformatted HTML, for the `_repr_html_` of results that are no single table."""
     return "<pre>" + "\n".join(map(_escaped, str(self).splitlines())) + "</pre>"
 
 

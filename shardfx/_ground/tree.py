@@ -1,4 +1,4 @@
-"""Trees as flat columns: one path string per leaf, and the logical names that its module declares.
+"""Trees as flat columns: one path per leaf, and the logical names that modules declare for it.
 
 Everything is read off the tree's structure and remembered per distinct subtree, because real models repeat the
 same layer or expert hundreds of times: building key paths leaf by leaf costs more than all of planning. The columns of
@@ -35,8 +35,8 @@ TreeDef: TypeAlias = Any
 
 
 class Flat(NamedTuple):
-    """A tree as columns, one entry per leaf in JAX's order. `stacked` is how many leading dimensions modules declare
-    as those of stacked layers.
+    """A tree as columns, with one entry per leaf in JAX's order. `stacked` counts the leading dimensions declared as
+    stacked layers.
     """
 
     leaves: list[Any]
@@ -49,7 +49,7 @@ class Flat(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """What a subtree contributes to each of its leaves, relative to its root."""
+    """The columns of a subtree, with paths relative to its root."""
 
     paths: list[str]
     templates: list[str]
@@ -62,7 +62,7 @@ _Kept = tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...], tuple[int, ...]
 
 
 def flatten(tree: PyTree) -> Flat:
-    """The leaves of `tree`, and for each its path, the path with every digit as 0, and the names it was given."""
+    """The leaves of `tree`, each with its path, its path with every digit as 0, and its declared names."""
     leaves, treedef = jax.tree.flatten(tree)
     columns = _columns_of(treedef)
     kinds = {kind: _is_array_type(kind) for kind in set(map(type, leaves))}
@@ -74,12 +74,12 @@ def flatten(tree: PyTree) -> Flat:
 
 
 def tree_paths(treedef: TreeDef) -> tuple[str, ...]:
-    """The paths of the leaves of a tree of this structure."""
+    """The paths of the leaves of a tree with this structure."""
     return _columns_of(treedef)[0]
 
 
 def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], nothing: str) -> list[int]:
-    """The arrays at the path `where`, or else those whose path it matches as a regex.
+    """The numbers of the arrays at the path `where`; if there are none, of those whose path it matches as a regex.
 
     **Raises:**
 
@@ -119,7 +119,7 @@ def _refuse_specs(leaves: list[Any], paths: tuple[str, ...]) -> None:
 
 
 def _columns_of(treedef: TreeDef) -> _Kept:
-    """The paths, templates, names and counts of stacked dimensions of the leaves."""
+    """The paths, templates, declared names and stacked dimensions of the leaves."""
     try:
         return _remembered(treedef)
     except ValueError:
@@ -137,7 +137,7 @@ _remembered = ft.lru_cache(maxsize=8)(_walked)
 
 
 def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
-    """The columns of a subtree; its paths begin with "/", so that any prefix can go before them."""
+    """The columns of a subtree. Its paths begin with "/", so that any prefix can be put in front."""
     found = seen.get(treedef)
     if found is None:
         found = seen[treedef] = _Columns([], [], [], [])
@@ -148,7 +148,7 @@ def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
 def _append(
     treedef: TreeDef, prefix: str, template: str, out: _Columns, seen: dict[TreeDef, _Columns], slash: str
 ) -> None:
-    """Adds the leaves below `treedef`, whose own path is `prefix`, to the columns `out`."""
+    """Appends the leaves below `treedef` to the columns `out`. `prefix` is the path of `treedef` itself."""
     data = treedef.node_data()
     if data is None:
         out.paths.append(prefix)
@@ -197,7 +197,7 @@ def _declared_names(declared: tuple[Any, tuple[Any, ...]], below: list[Any]) -> 
 
 @ft.lru_cache(maxsize=1024)
 def _declared(kind: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """The names that a class declares for its attributes: a module, or any dataclass that is a pytree."""
+    """The names that a class declares for its attributes, if it is a module or a dataclass that is a pytree."""
     if not dataclasses.is_dataclass(kind):
         return {}
     return {field.name: field.metadata[METADATA] for field in dataclasses.fields(kind) if METADATA in field.metadata}
@@ -218,7 +218,8 @@ def _keys(treedef: TreeDef, data: tuple[type, Any], count: int) -> list[str]:
 
 
 def _state_key(marker: object, index: int) -> str:
-    """The key of an entry of an `eqx.nn.State`, by where it belongs in the model: "norms.0.batch_counter".
+    """The key of an entry of an `eqx.nn.State`, from the place in the model that it belongs to:
+    "norms.0.batch_counter".
 
     `eqx.nn.make_with_state` marks each entry with the model's class and JAX's text of the path,
     "Model.norms[0].batch_counter". A State is flat, so this is one key of a path, without "/". In a State made by

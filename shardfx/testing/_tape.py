@@ -1,4 +1,6 @@
-"""A step's jaxpr carried out with a record of what every equation makes, under its plan or on one device."""
+"""The evaluation of a step's jaxpr, equation by equation, with a record of each result, under its plan or
+on one device.
+"""
 
 import contextlib
 import functools as ft
@@ -49,7 +51,7 @@ _BITS = (
 
 
 class Record(NamedTuple):
-    """One equation of a step.
+    """One equation of a step, and the position of its results.
 
     **Arguments:**
 
@@ -76,7 +78,7 @@ class Record(NamedTuple):
 
 
 class ShardMapBody(NamedTuple):
-    """A shard_map, the records that it takes and returns, and the numbers of those of its equations."""
+    """A `shard_map`, the records that it takes and returns, and the numbers of its equations' records."""
 
     equation: jex.JaxprEqn
     reads: Sequence[int]
@@ -85,7 +87,7 @@ class ShardMapBody(NamedTuple):
 
 
 class Tape:
-    """Carries out a jaxpr.
+    """Evaluates a jaxpr and records the result of each equation.
 
     **Arguments:**
 
@@ -105,7 +107,7 @@ class Tape:
         self.count = it.count(-2, -1)
 
     def run(self, jaxpr: jex.Jaxpr, consts: _Arrays, args: _Arrays, ids: Sequence[int]) -> _Made:
-        """The results of a jaxpr, and the numbers of the records that they are."""
+        """The results of a jaxpr, and the numbers of their records."""
         arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(self.widened, consts), *args), strict=True))
         numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*self.unknown(consts), *ids), strict=True))
 
@@ -133,11 +135,11 @@ class Tape:
         return [*map(read, jaxpr.outvars)], [*map(number, jaxpr.outvars)]
 
     def unknown(self, arrays: Sequence[object]) -> list[int]:
-        """Numbers for arrays that no equation makes."""
+        """New record numbers for arrays that no equation makes."""
         return [next(self.count) for _ in arrays]
 
     def kept(self, name: str, var: Any, out: Any, reads: Sequence[int]) -> int:
-        """The number of the record of what an equation made."""
+        """The number of the new record for an equation's result."""
         if jnp.issubdtype(out.dtype, jax.dtypes.extended):
             return max(reads, default=-1)  # a key
         number = len(self.records)
@@ -157,19 +159,19 @@ class Tape:
         return made
 
     def literal(self, atom: Any) -> Any:
-        """A number that stands in the jaxpr."""
+        """The value of a literal in the jaxpr."""
         if self.wide is None:
             return atom.val
         return jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
 
     def widened(self, array: Any) -> Any:
-        """An array with floats at least as wide as asked for."""
+        """The array with floats at least as wide as `wide`."""
         if self.wide is None or jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return array
         return jnp.asarray(array, _wider(array.dtype, self.wide))
 
     def applied(self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: _Arrays) -> _Arrays:
-        """What one equation makes."""
+        """The results of one equation."""
         if self.wide is None or equation.primitive.name in _BITS:
             return self.at_its_own_dtypes(jaxpr, equation, ins)
         try:
@@ -221,14 +223,14 @@ class Tape:
         return self.placed(outs, params.get("out_shardings", ())), ids
 
     def placed(self, arrays: _Arrays, asked: Sequence[Any]) -> _Arrays:
-        """Arrays as a `jax.jit` within the step asks for them."""
+        """The arrays with the shardings that a `jax.jit` inside the step asks for."""
         if self.alone:
             return arrays
         pairs = it.zip_longest(arrays, asked)
         return [jax.lax.with_sharding_constraint(one, own) if _is_auto(own) else one for one, own in pairs]
 
     def solved(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """A linear solve, whose equation holds further programs for derivatives."""
+        """The results of a linear solve, whose equation also holds jaxprs for its derivatives."""
         lengths, solve = equation.params["const_lengths"], equation.params["jaxprs"].solve
         first = lengths.matvec + lengths.vecmat
         own = [*range(first, first + lengths.solve), *range(sum(lengths), len(ins))]
@@ -236,7 +238,8 @@ class Tape:
 
     @contextlib.contextmanager
     def within(self, start: int) -> Iterator[dict[int, Any]]:
-        """The values of the records of a program within an equation, which the equation has to return.
+        """A context for the inner jaxpr of an equation. It gives the values of the inner records, which the equation
+        must return.
 
         JAX may trace it several times: its records begin anew at `start`.
         """
@@ -246,7 +249,7 @@ class Tape:
         self.values = outer
 
     def held(self, start: int, values: dict[int, Any], leading: object) -> None:
-        """Takes over what the records of an equation's program made."""
+        """Stores the values of an inner jaxpr's records, with a further leading dimension."""
         self.values.update(values)
         for at in range(start, len(self.records)):
             one = self.records[at]
@@ -276,7 +279,7 @@ class Tape:
         return [*carry, *ys], ids
 
     def forgotten(self, closed: object, *args: object) -> _Arrays:
-        """The results of a program whose equations have no records."""
+        """The results of a closed jaxpr, whose equations get no records."""
         start = len(self.records)
         with self.within(start):
             outs = self.run(*opened(closed), args, [-1] * len(args))[0]
@@ -284,7 +287,7 @@ class Tape:
         return outs
 
     def loop(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """A loop of unknown length is one equation."""
+        """The results of a `while` loop, which is one record."""
         params = equation.params
         one, two = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         outs = jax.lax.while_loop(
@@ -295,7 +298,7 @@ class Tape:
         return outs, self.all_kept(equation, outs, reads)
 
     def branch(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """A conditional is one equation."""
+        """The results of a conditional, which is one record."""
         branches = [ft.partial(self.forgotten, one) for one in equation.params["branches"]]
         outs = jax.lax.switch(ins[0], branches, *ins[1:])
         return outs, self.all_kept(equation, outs, reads)
@@ -347,7 +350,9 @@ def _like(arrays: _Arrays, others: _Arrays) -> _Arrays:
 
 
 def _rounded(array: Any, dtype: DType, kind: Any, odd: Any) -> Any:
-    """A float64 array rounded to a dtype, up or down as its own bits say; what the dtype holds stays as it is."""
+    """A float64 array rounded to a dtype, up or down as its own bits decide. Numbers that the dtype can hold stay as
+    they are.
+    """
     if not jnp.issubdtype(dtype, np.floating):
         return array
     own = jnp.finfo(dtype if jnp.finfo(dtype).bits >= 16 else jnp.bfloat16)

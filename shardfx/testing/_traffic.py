@@ -1,4 +1,4 @@
-"""The collectives and the layouts of a step as texts to keep beside the code, and collectives that must be absent."""
+"""The collectives and the shardings of a step as golden texts, and an assertion about collectives."""
 
 import linecache
 import os
@@ -23,7 +23,7 @@ _PATTERN = re.compile(
 
 
 def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
-    """The collectives of a step as a text for golden files.
+    """The collectives of a step as text for golden files.
 
     Of each it has the kind, the mesh axes, how often it runs, whether it is of the backward pass or of what that
     computes again, the arrays that a device has of it, the parameter, and the line of your program. A line stands there
@@ -72,7 +72,7 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
 def assert_same_traffic_text(
     traffic: Traffic, expected: str | os.PathLike[str], *, update: bool = False, sizes: bool = False
 ) -> None:
-    """Fails unless the text of a step's collectives is the expected one: the test of a golden file.
+    """Fails unless the text of a step's collectives is the expected one, for tests with a golden file.
 
     **Arguments:**
 
@@ -91,7 +91,7 @@ def assert_same_traffic_text(
 def assert_collectives(
     traffic: Traffic, *, none: Sequence[str] = (), at_most: Mapping[str, int | str] | None = None
 ) -> None:
-    """Fails where a step has collectives that it must not have.
+    """Fails if a step has collectives that it must not have.
 
     A pattern is the kind of a collective, or `any`, with as much more as it should be about, in this order:
     `backward all-gather over fsdp+tensor of layers/.*/up at model.py:12`. The pass is forward, backward or recomputed.
@@ -146,19 +146,19 @@ def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
 
 
 def _row_text(row: TrafficRow) -> str:
-    """The text of a row without its numbers: rows of equal text are counted together."""
+    """The text of a row without its numbers. Rows with equal texts are counted together."""
     kind = f"{row.kind}{' (windowed)' if row.windowed else ''} over {'+'.join(row.axes) or f'{row.group_size} devices'}"
     phase = "" if _phase(row) == "forward" else f"{row.phase} "
     return f"{kind}: {phase}{'+'.join(row.arrays)}"
 
 
 def _phase(row: TrafficRow) -> str:
-    """The pass of a row; what no gradient is taken of is forward, and JAX 0.12 names nothing else forward."""
+    """The pass of a row. A row without a gradient is forward."""
     return row.phase or "forward"
 
 
 def place_by_words(frame: Frame | None) -> str:
-    """The file, the function and the words of a line; the number of one that is not there to read."""
+    """The file, the function and the text of a source line; the line number if the file cannot be read."""
     if frame is None:
         return ""
     words = linecache.getline(frame.file, frame.line).strip()
@@ -191,7 +191,7 @@ def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
 
 
 def _over(rows: Sequence[TrafficRow], limit: int | str) -> str:
-    """The collectives that are beyond the limits, in words."""
+    """The collectives that exceed the limit, in words; "" if none does."""
     if isinstance(limit, str):
         sent = sum(row.wire_bytes for row in rows)
         return f"{bytes_text(sent)}, more than {limit}" if sent > _bytes(limit) else ""
@@ -212,7 +212,7 @@ _SHARDINGS_FORMAT = "# shardfx shardings text 1"
 
 
 def shardings_text(shardings: StepShardings) -> str:
-    """How the arrays of a step lie, and where each mesh axis comes from, as a text for golden files.
+    """The shardings of a step's arrays, and the origin of each mesh axis, as text for golden files.
 
     Lines of your program stand there by their words and not by their numbers, which change with every line above.
 
@@ -255,7 +255,7 @@ def shardings_text(shardings: StepShardings) -> str:
 def assert_same_shardings_text(
     shardings: StepShardings, expected: str | os.PathLike[str], *, update: bool = False
 ) -> None:
-    """Fails unless the text of a step's layouts is the expected one: the test of a golden file.
+    """Fails unless the text of a step's shardings is the expected one, for tests with a golden file.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""Making what is planned: one array of the target after the other, from live arrays.
+"""The assembly of the target's arrays from live arrays, one array after the other.
 
 Where both sides do not have the same devices, pieces travel end to end, in memory of their own size. One program over
 all devices would take a block of each side's shape on every device, as its arguments have one shape. So there are
@@ -44,24 +44,26 @@ Parcel = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def elements_of(form: PieceForm) -> int:
-    """How many elements of a piece are sent; repeated elements are sent once."""
+    """The number of elements of a piece that are sent. Repeated elements are sent once."""
     return math.prod(count for _, own in form.source for count, _ in own)
 
 
 def parcels(rounds: Sequence[Round]) -> tuple[Parcel, ...]:
-    """What the devices exchange, round by round."""
+    """The parcel that devices exchange in each round."""
     return tuple((elements_of(step.form), step.pairs) for step in rounds)
 
 
 def carried(dtype: Any, devices: Sequence[Any]) -> Any:
-    """The dtype in which numbers travel and lie in new shards: small floats are bits on a CPU, as in `on_bits`."""
+    """The dtype in which numbers are sent and stored in new shards. On CPUs small floats are integers, as
+    in `on_bits`.
+    """
     if devices[0].platform != "cpu" or not is_small_float(dtype):
         return dtype
     return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
 
 
 def parcel_block(rounds: Sequence[Round], dtype: object, devices: Sequence[object]) -> Block:
-    """Shape and dtype of what one device sends, of an array of a dtype."""
+    """The shape and dtype of the block that one device sends."""
     return (sum(size for size, _ in parcels(rounds)),), carried(sent_dtype(rounds[0].form, dtype), devices)
 
 
@@ -70,13 +72,13 @@ def _as(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def anywhere(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """Rounds without their senders and receivers: those of other parts of an array are often equal then."""
+    """The rounds without their senders and receivers, so that programs of different parts of an array compare equal."""
     return tuple(step._replace(pairs=()) for step in rounds)
 
 
 @ft.lru_cache(maxsize=256)
 def cutting(devices: tuple[object, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...]) -> Any:
-    """The jitted step in which the devices of some arrays of one dtype cut their pieces, and lay them end to end."""
+    """The jitted function in which the source's devices cut out their pieces and concatenate them."""
     dtype = sources[0][1]
     (count,), to = parcel_block(rounds, dtype, devices)
     # What is cast before it is sent is cast as what it is.
@@ -97,7 +99,7 @@ def cutting(devices: tuple[object, ...], rounds: tuple[Round, ...], sources: tup
 
 @ft.lru_cache(maxsize=256)
 def sending(devices: tuple[object, ...], found: tuple[Parcel, ...]) -> Any:
-    """The jitted step in which all devices exchange parcels; it takes the memory of what is sent for what comes."""
+    """The jitted function in which all devices exchange parcels. It reuses the memory of its argument."""
 
     def run(sent: jax.Array) -> jax.Array:
         start = 0
@@ -115,7 +117,7 @@ def sending(devices: tuple[object, ...], found: tuple[Parcel, ...]) -> Any:
 def putting(
     devices: tuple[object, ...], rounds: tuple[Round, ...], source_dtype: object, target: Block, begins: bool
 ) -> Any:
-    """The jitted step in which the devices of the target put what they received into its shards.
+    """The jitted function in which the target's devices write the received pieces into its shards.
 
     **Arguments:**
 
@@ -140,13 +142,13 @@ def putting(
 
 @ft.lru_cache(maxsize=256)
 def finishing(devices: tuple[object, ...], dtype: object) -> Any:
-    """The jitted step in which bits become the numbers that they are, in their own memory."""
+    """The jitted function that turns integers back into the small floats whose bits they are, in the same memory."""
     return _mapped(devices, lambda x: _as(x, dtype), 1, 0)
 
 
 @ft.lru_cache(maxsize=256)
 def zeros(devices: tuple[object, ...], block: Block) -> Any:
-    """The jitted step in which devices make a block of zeros each."""
+    """The jitted function in which each device makes a block of zeros."""
     return jax.jit(lambda: jnp.zeros((len(devices) * block[0][0],), block[1]), out_shardings=sharding_of(devices))
 
 
@@ -162,7 +164,7 @@ Joined = dict[tuple[str, tuple[Any, ...]], jax.Array]
 
 @dataclasses.dataclass
 class Means:
-    """What the arrays of one tree are made with.
+    """The arrays, limits and caches that all arrays of one tree are assembled with.
 
     **Arguments:**
 
@@ -187,7 +189,7 @@ class Means:
     begun_bytes: int = 0
 
     def wait_for(self, count: int, sharers: int) -> None:
-        """Waits for what programs have begun where it would not leave room for so many bytes more."""
+        """Waits for programs in flight if `count` more bytes would exceed the limit."""
         most = self.most_bytes * sharers if self.limit_bytes is None else self.limit_bytes
         if self.begun_bytes + count > most:
             # What a later program went on with is deleted.
@@ -197,14 +199,14 @@ class Means:
         self.begun_bytes += count
 
     def forget(self, path: str) -> None:
-        """Lets go of an array of which nothing more is made."""
+        """Drops the references to an array that nothing more is made of."""
         self.shards.forget(path)
         for key in [key for key in self.joined_up if key[0] == path]:
             del self.joined_up[key]
 
 
 def begun(work: Work, means: Means) -> Callable[[], jax.Array]:
-    """Begins to make one array.
+    """Starts to assemble one array.
 
     **Arguments:**
 
@@ -254,7 +256,7 @@ def _by_programs(work: Work, means: Means) -> jax.Array:
 
 
 def _together(work: Work, target: tuple[int, ...], every: Mapping[str, object], means: Means) -> jax.Array:
-    """The shards of an array whose sources lie on the same devices."""
+    """The shards of an array whose sources are on the same devices."""
     devices = work.devices
     with _on(devices):
         out = _constants(work, target, devices, work.dtype)
@@ -275,7 +277,9 @@ def _together(work: Work, target: tuple[int, ...], every: Mapping[str, object], 
 
 
 def _apart(work: Work, target: tuple[int, ...], every: Mapping[str, object], means: Means) -> jax.Array | None:
-    """The shards of an array whose sources lie on others; `None` where this process has none of them."""
+    """The shards of an array whose sources are on other devices; `None` if this process has none of the
+    array's devices.
+    """
     there = work.target_devices
     own, came = carried(work.dtype, there), dict[Any, jax.Array]()
     out = _constants(work, target, there, own)
@@ -307,7 +311,7 @@ def _apart(work: Work, target: tuple[int, ...], every: Mapping[str, object], mea
 
 
 def _sent(devices: tuple[object, ...], step: Exchange, block: Block, sent: dict[object, jax.Array]) -> jax.Array:
-    """The arrays that each device receives; a device that sends nothing puts in zeros."""
+    """The arrays that each device receives. A device that sends nothing contributes zeros."""
     others = tuple(device for device in devices if _is_mine(device) and device not in sent)
     if others:
         with _on(others):
@@ -325,7 +329,7 @@ def _by_device(array: jax.Array) -> dict[Any, jax.Array]:
 
 
 def _on(devices: tuple[object, ...]) -> Any:
-    """The caller may be under a mesh of other devices."""
+    """A context with the abstract mesh of these devices, since the caller may be under the mesh of others."""
     return jax.sharding.use_abstract_mesh(sharding_of(devices).mesh.abstract_mesh)
 
 
@@ -338,7 +342,7 @@ def _in_memory(shard: jax.Array, kind: str | None) -> jax.Array:
 def _block(
     devices: tuple[object, ...], path: str, source: Block, every: Mapping[str, Any], joined_up: Joined
 ) -> jax.Array:
-    """The shards of an array as a program takes them; a stack that many leaves are made of is joined once."""
+    """An array's shards as a program's argument, cached, since many leaves can be made of one stack."""
     if (path, devices) not in joined_up:
         shards = {shard.device: shard.data for shard in every[path].addressable_shards}
         here = {device: _in_memory(shard, device.default_memory().kind) for device, shard in shards.items()}
@@ -354,7 +358,7 @@ def _crosses(devices: Sequence[Any]) -> bool:
 def _steps(
     work: Work, limit_bytes: int | None, most_bytes: int
 ) -> tuple[tuple[Exchange, tuple[jax.Array | None, ...]], ...]:
-    """The programs of an array, and the places that they begin at, on all devices or on those of either side."""
+    """The programs of an array, each with the positions of its pieces, on all devices or on those of each side."""
     number, found = {device: at for at, device in enumerate(work.devices)}, []
     for step in work.exchanges(limit_bytes, most_bytes):
         sides = (work.source_devices[step.paths[0]], work.target_devices) if work.is_apart else (work.devices,)
@@ -364,14 +368,14 @@ def _steps(
 
 
 def _placed(rows: np.ndarray, devices: tuple[object, ...]) -> jax.Array | None:
-    """A row per device, there; `None` where this process has none of them."""
+    """The rows as an array with one row per device; `None` if this process has none of the devices."""
     if not any(map(_is_mine, devices)):
         return None
     return jax.make_array_from_callback(rows.shape, sharding_of(devices), lambda index: rows[index])
 
 
 def _constants(work: Work, target: tuple[int, ...], devices: tuple[Any, ...], dtype: Any) -> jax.Array | None:
-    """The shards on these devices with the numbers that no array gives, as bits of a dtype; `None` without any."""
+    """The shards on these devices, filled with the target's constants; `None` if it has no constants."""
     constants: dict[int, list[Piece]] = {}
     for cut in work.cuts.made:
         if cut.piece.value.path is None:
@@ -396,7 +400,7 @@ def _nothing(path: str, box: Box) -> np.ndarray:
 
 
 def _scaled(one: ScaledArray, x: jax.Array, by: jax.Array, move: Carry | None) -> jax.Array:
-    """An array times its scales, where it lies."""
+    """An array multiplied by its scales, with the array's own sharding."""
     assert move is not None
     sharding = x.sharding
     if isinstance(sharding, NamedSharding):

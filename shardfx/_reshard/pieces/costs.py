@@ -1,4 +1,4 @@
-"""What it costs to make one array of others: bytes, rounds and memory, from what was planned for it alone."""
+"""The cost of assembling one array from others: bytes, rounds and memory."""
 
 import itertools as it
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from .work import Work
 
 
 def costs_of(work: Work, most_bytes: int, known: dict[object, dict[str, object]]) -> dict[str, Any]:
-    """The costs of an array that programs make, or would make if its devices had memories of their own.
+    """The cost of assembling an array with programs, or as if its devices had separate memories.
 
     **Arguments:**
 
@@ -39,7 +39,7 @@ def _costs(work: Work, most_bytes: int) -> dict[str, Any]:
 
 
 def named_links(work: Work) -> dict[tuple[int, int], int]:
-    """Bytes per (sender, receiver), by the ids of the devices."""
+    """Bytes per (sender, receiver), by device ids."""
     ids = [getattr(device, "id", device) for device in work.devices]
     # Devices of two platforms may share ids; their places tell them apart.
     names = ids if len({*ids}) == len(ids) else list(range(len(ids)))
@@ -47,7 +47,7 @@ def named_links(work: Work) -> dict[tuple[int, int], int]:
 
 
 def _least_bytes(work: Work) -> int:
-    """The bytes that devices need and do not hold, each once; at most what travels."""
+    """The bytes that devices need and do not hold, each counted once; at most the bytes that are sent."""
     total = 0
     by_receiver: dict[tuple[int, str | None], list[Any]] = {}
     for cut in work.cuts.made:

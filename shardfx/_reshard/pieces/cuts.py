@@ -1,4 +1,6 @@
-"""Which part of which shard each device takes, where an array is made of the shards of others. Pure: integers only."""
+"""The pieces of shards that each device takes when an array is assembled from other arrays' shards. Integers only, no
+arrays.
+"""
 
 import bisect
 import collections
@@ -50,13 +52,15 @@ class Cut(NamedTuple):
 
     @property
     def room_bytes(self) -> int:
-        """What its elements take in memory with all that lies between them, in the source or in the target."""
+        """Bytes of the memory range that a piece spans, the gaps between its elements included: the larger of source
+        and target.
+        """
         return -(-_extent(self.piece) * self.bits // 8)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cuts:
-    """How each shard of an array is made of the shards of others.
+    """The pieces that each shard of an array is assembled from.
 
     Each element that a device needs and does not have enters it once.
 
@@ -73,7 +77,9 @@ class Cuts:
 
     @ft.cached_property
     def links(self) -> dict[tuple[int, int], int]:
-        """Bytes per (sender, receiver), in order of the receivers; what a device takes from itself is left out."""
+        """Bytes per (sender, receiver), in the receivers' order. Pieces that a device takes from itself are
+        left out.
+        """
         links: dict[tuple[int, int], int] = collections.Counter()
         for cut in self.made:
             if cut.sender != cut.receiver:
@@ -90,11 +96,11 @@ class Cuts:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that enter all devices together."""
+        """Bytes that enter devices, summed over all of them."""
         return sum(self.links.values())
 
     def sent_before(self, sent: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
-        """The senders that have sent more than another replica of their shard, and how much more.
+        """The senders that have sent more than another replica of their shard, each with the difference in bytes.
 
         Of `sent`, bytes by device, nothing else can change the choice of senders.
         """
@@ -106,7 +112,7 @@ class Cuts:
 
 
 class Senders:
-    """The replicas of one shard; gives the nearest, and of those the one that has sent least.
+    """The replicas of one shard. It chooses the nearest, and of those the one that has sent the fewest bytes.
 
     **Arguments:**
 
@@ -133,7 +139,7 @@ class Senders:
         return found
 
     def take(self, receiver: int, count: int) -> int:
-        """The device that sends so many bytes to a receiver."""
+        """The device that sends `count` bytes to a receiver."""
         if len(self.holders) == 1:
             (device,) = self.holders
             self.sent[device] += count
@@ -149,7 +155,7 @@ class Senders:
 
 
 class ShardGrid:
-    """Who holds which box of an array. The boxes form a grid, as they do under every JAX sharding.
+    """The devices that hold each box of an array. The boxes form a grid, as under every JAX sharding.
 
     **Arguments:**
 
@@ -166,7 +172,7 @@ class ShardGrid:
         self._intervals = [sorted(set(column)) for column in zip(*holders, strict=True)]
 
     def overlapping(self, box: Box) -> Iterable[Box]:
-        """The boxes that share elements with `box`."""
+        """The boxes that have elements in common with `box`."""
         found = []
         for column, (start, stop) in zip(self._intervals, box, strict=True):
             first = bisect.bisect_right(column, start, key=lambda interval: interval[1])
@@ -186,7 +192,7 @@ def cuts_of(
     process_of: Mapping[int, int],
     sent_before: Iterable[tuple[int, int]] = (),
 ) -> Cuts:
-    """Which device takes which piece of which shard.
+    """The pieces of shards that each device takes to assemble an array.
 
     A device takes what it holds itself. Of several other holders those in the receiver's process come first, and among
     them the one that has sent least. Senders are chosen for the largest pieces first.
@@ -230,7 +236,9 @@ def cuts_of(
 
 
 def _choose(found: list[tuple[Cut, Senders | None]]) -> tuple[tuple[int, ...], ...]:
-    """Chooses the sender of each cut; the shards of which there was a choice."""
+    """Chooses the sender of each cut, and returns the replicas of the shards that had several senders to
+    choose from.
+    """
     replicas: dict[tuple[int, ...], None] = {}
     for at in sorted(range(len(found)), key=lambda at: -found[at][0].bytes):
         cut, senders = found[at]
@@ -242,7 +250,9 @@ def _choose(found: list[tuple[Cut, Senders | None]]) -> tuple[tuple[int, ...], .
 
 
 def _cut(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) -> Iterator[tuple[Cut, Senders]]:
-    """The cuts of a piece that lie in a box, one per shard of the source; what nobody holds goes to `missing`."""
+    """The cuts of a piece within a box, one for each shard of the source. Boxes that no device holds are added to
+    `missing`.
+    """
     sent, widest = sent_bits(piece.value, source.dtype), _widest_bits(piece.value, source.dtype)
     for part in within(piece, box):
         part = shifted(part, [-low for low, _ in box])
@@ -256,7 +266,7 @@ def _cut(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) ->
 
 
 def _inside(part: Piece, cell: Box) -> list[Piece]:
-    """What of a piece lies in a box of the source, counted from its start."""
+    """The parts of a piece that are in a box of the source, relative to the start of the box."""
     other = swapped(part)
     if any(high <= low or stop <= start for (start, stop), (low, high) in zip(hull(other), cell, strict=True)):
         return []
@@ -264,7 +274,7 @@ def _inside(part: Piece, cell: Box) -> list[Piece]:
 
 
 def first_casts(casts: Sequence[object], dtype: object) -> int:
-    """How many casts of numbers come before they are sent: those up to the smallest dtype that they have."""
+    """How many casts are made before sending: those up to the smallest dtype."""
     sizes = [bits(dtype)]
     for to in casts:
         sizes.append(sizes[-1] if isinstance(to, Arithmetic) else bits(to))
@@ -272,7 +282,7 @@ def first_casts(casts: Sequence[object], dtype: object) -> int:
 
 
 def sent_bits(value: Value, dtype: object) -> int:
-    """Bits of an element on the wire."""
+    """Bits of an element as it is sent."""
     return min([bits(dtype), *map(bits, dtypes_of(value.casts))])
 
 
@@ -291,7 +301,9 @@ def _most_elements(factors: tuple[Factor, ...], here: int, there: int) -> int:
 
 
 def smaller(cut: Cut, most_bytes: int) -> list[Cut]:
-    """A cut in parts that take at most so many bytes of memory, as far as it can be cut without sending twice."""
+    """A cut divided into cuts of at most `most_bytes` of memory each, as far as that is possible without sending
+    elements twice.
+    """
     factors = [f for f in cut.piece.factors if f.source_dim != NOWHERE]
     if cut.room_bytes <= most_bytes or not factors:
         return [cut]
@@ -309,6 +321,6 @@ def smaller(cut: Cut, most_bytes: int) -> list[Cut]:
 
 
 def least_room_bytes(cut: Cut) -> int:
-    """The bytes of memory that the smallest parts of a cut take."""
+    """The bytes of memory of the smallest cuts that a cut can be divided into."""
     repeated = tuple(f for f in cut.piece.factors if f.source_dim == NOWHERE)
     return cut._replace(piece=cut.piece._replace(factors=repeated)).room_bytes

@@ -1,4 +1,5 @@
-"""Cuts as programs over all devices of both sides: rounds in which each device sends and receives one piece.
+"""Cuts as programs over the devices of both sides: in each round every device sends at most one piece and receives at
+most one.
 
 What differs between arrays of one kind, where a piece begins, is data of a program and no part of it: a stack's layers,
 and all layers of a model, share one.
@@ -24,7 +25,7 @@ _MOST_SOURCES = 8
 
 
 class Round(NamedTuple):
-    """Pieces of one form, of which no two have the same sender or the same receiver.
+    """Pieces of one form, with no sender and no receiver occurring twice.
 
     **Arguments:**
 
@@ -41,7 +42,7 @@ class Round(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A program that brings parts of some arrays into another array, and where the pieces of each round begin.
+    """A program that copies pieces of some arrays into another array, and the positions of the pieces of each round.
 
     **Arguments:**
 
@@ -65,7 +66,7 @@ def exchanges(
     most_bytes: int | None = None,
     homes: Mapping[str, object] | None = None,
 ) -> list[Exchange]:
-    """The programs that carry out cuts, in which devices are numbered from 0 to `count`.
+    """The programs that carry out cuts. Devices are numbered from 0 to `count`.
 
     **Arguments:**
 
@@ -129,7 +130,7 @@ Block = tuple[tuple[int, ...], Any]
 def program(
     devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...], target: Block, begins: bool
 ) -> Any:
-    """The jitted step that writes some arrays' parts into another's shards.
+    """The jitted function that writes pieces of some arrays into another array's shards.
 
     **Arguments:**
 
@@ -170,12 +171,12 @@ def _round(step: Round, out: jax.Array, block: jax.Array, place: jax.Array) -> j
 
 
 def sent_dtype(form: PieceForm, dtype: object) -> Any:
-    """What the numbers of an array of a dtype are when they are sent."""
+    """The dtype in which elements of an array are sent."""
     return (dtype, *form.casts)[first_casts(form.casts, dtype)]
 
 
 def cut_out(form: PieceForm, block: jax.Array, place: jax.Array) -> jax.Array:
-    """A piece of a shard, as it is sent; a dimension per digit of the source."""
+    """A piece of a shard as it is sent, with a dimension for each digit of the source."""
     piece = jax.lax.dynamic_slice(block, list(place[: len(form.source)]), [size for size, _ in form.source])
     piece = taken(piece, form.source)
     return _cast(piece, form.casts[: first_casts(form.casts, block.dtype)])
@@ -189,7 +190,7 @@ def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
 
 
 def put_in(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: jax.Array) -> jax.Array:
-    """A new shard, of numbers or of their bits, with a piece that was received of an array of a dtype."""
+    """A shard with a received piece written into it."""
     form = step.form
     piece = _cast(piece, form.casts[first_casts(form.casts, dtype) :])
     if piece.dtype != out.dtype:
@@ -204,18 +205,18 @@ def put_in(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: 
 
 
 def joined(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a shard among others that are end to end along its first dimension."""
+    """The shape of one shard in an array whose shards are concatenated along the first dimension."""
     return shape or (1,)
 
 
 @ft.lru_cache(maxsize=64)
 def sharding_of(devices: tuple[object, ...]) -> NamedSharding:
-    """How the blocks of a program lie."""
+    """The sharding of a program's blocks: the first dimension over all devices."""
     return NamedSharding(Mesh(np.asarray(devices), (AXIS,)), PartitionSpec(AXIS))
 
 
 def blocks(devices: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, shards: Mapping[Any, jax.Array]) -> jax.Array:
-    """Shards as one array of a program's mesh; a device that holds none puts in zeros."""
+    """Shards as one array on a program's mesh. A device without a shard contributes zeros."""
     block = joined(shape)
     own = [device for device in devices if device.process_index == jax.process_index()]
     found = [
@@ -234,7 +235,9 @@ Colours = dict[int, dict[int, Cut]]
 
 
 def matchings(cuts: Sequence[Cut]) -> list[tuple[Cut, ...]]:
-    """Colours the edges of a bipartite graph with as many colours as its largest degree (Konig's theorem)."""
+    """The cuts divided into rounds: an edge colouring of a bipartite graph with as many colours as its largest degree
+    (Konig's theorem).
+    """
     at_sender: Colours = {}
     at_receiver: Colours = {}
     for cut in cuts:
@@ -251,7 +254,9 @@ def matchings(cuts: Sequence[Cut]) -> list[tuple[Cut, ...]]:
 
 
 def _swap(receiver: int, a: int, b: int, at_sender: Colours, at_receiver: Colours) -> None:
-    """Exchanges the colours on the path of `a` and `b` edges that starts at `receiver`, so that `a` becomes free."""
+    """Exchanges the colours on the path of `a` and `b` edges that starts at `receiver`, so that `a` becomes
+    free there.
+    """
     path, sides, node, colour = [], (at_receiver, at_sender), receiver, a
     while (cut := sides[len(path) % 2][node].get(colour)) is not None:
         path.append((cut, colour))

@@ -46,7 +46,7 @@ _PAGE_BYTES = 2 << 20
 
 
 class Copy(NamedTuple):
-    """Elements of one shard that are elements of another as they are, as NumPy's views of their memory.
+    """Elements that are copied unchanged from one shard to another, as strided views of both memories.
 
     **Arguments:**
 
@@ -70,12 +70,12 @@ class Copy(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 class Filling(NamedTuple):
-    """What one new shard is made of.
+    """The copies that one new shard is filled with.
 
     **Arguments:**
 
@@ -97,7 +97,7 @@ def filling(
     shapes: Sequence[tuple[tuple[int, ...], object]],
     orders: Mapping[str, Mapping[int, int]],
 ) -> Filling:
-    """The copies of a new shard.
+    """The copies that fill a new shard.
 
     **Arguments:**
 
@@ -128,7 +128,7 @@ def filling(
 
 
 def _places(first: tuple[int, ...], shape: tuple[int, ...], dtype: Any) -> tuple[int, tuple[int, ...]]:
-    """Where an element is in the memory of an array, and the steps of its dimensions, in bytes."""
+    """The offset of an element in an array's memory, and the strides of the array, in bytes."""
     steps = strides_of(shape, np.dtype(dtype).itemsize)
     return sum(at * step for at, step in zip(first, steps, strict=True)), steps
 
@@ -155,7 +155,7 @@ def _slices(piece: Piece) -> tuple[Any, Any] | None:
 
 
 class LocalShards:
-    """The shards of this process by path and number, each looked at once. A NumPy array is one shard, number -1.
+    """The shards of this process by path and number, each viewed as NumPy once. A NumPy array is one shard, number -1.
 
     **Arguments:**
 
@@ -173,7 +173,7 @@ class LocalShards:
         self._owned = {path: [shard.data for shard in leaf.addressable_shards] for path, leaf in own.items()}
 
     def typed(self, path: str, number: int) -> np.ndarray:
-        """A shard."""
+        """A shard as a NumPy array."""
         found = self._known.get((path, number))
         if found is None:
             shard = self._shards.get(path) or self._shards.setdefault(path, self._shards_of(path))
@@ -182,13 +182,13 @@ class LocalShards:
         return found
 
     def leaf(self, path: str) -> Any:
-        """An array, of PRNG keys their bits."""
+        """An array; of PRNG keys their key data."""
         if path not in self._bits:
             self._bits[path] = data_of_keys(self._arrays[path])
         return self._bits[path]
 
     def boxes(self, path: str) -> list[Box]:
-        """What each shard holds."""
+        """The box of each shard of an array."""
         if path not in self._boxes:
             leaf = self.leaf(path)
             own = [one.index for one in leaf.addressable_shards] if isinstance(leaf, jax.Array) else [()]
@@ -196,11 +196,11 @@ class LocalShards:
         return self._boxes[path]
 
     def with_all(self, path: str, box: Box) -> int | None:
-        """The first shard that holds all of a box."""
+        """The number of the first shard that contains all of a box; `None` if none does."""
         return next((number for number, own in enumerate(self.boxes(path)) if common(box, own) == box), None)
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """A box of an array; where no shard holds all of it, put together."""
+        """A box of an array, assembled from several shards if no single one contains it."""
         held, number = self.boxes(path), self.with_all(path, box)
         if number is not None:
             return self.typed(path, number)[slices(box, held[number])]
@@ -224,14 +224,14 @@ class LocalShards:
         return leaf.addressable_data
 
     def forget(self, path: str) -> None:
-        """Lets go of an array."""
+        """Drops the references to an array."""
         self._shards.pop(path, None)
         self._bits.pop(path, None)
         for key in [key for key in self._known if key[0] == path]:
             del self._known[key]
 
     def give_up(self, but: Container[int] = ()) -> None:
-        """Deletes the shards of the only array, except some."""
+        """Deletes the shards of the only array, except those in `but`."""
         (path,) = self._owned
         for number, shard in enumerate(self._owned[path]):
             if number not in but and not shard.is_deleted():
@@ -240,7 +240,7 @@ class LocalShards:
 
 
 def data_of_keys(leaf: Any) -> Any:
-    """The bits of PRNG keys; any other array as it is."""
+    """The key data of an array of PRNG keys; any other array unchanged."""
     if isinstance(leaf.dtype, np.dtype):
         return leaf
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
@@ -258,7 +258,7 @@ def coming(
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> There:
-    """Begins to make an array in this process's memory from the shards of others.
+    """Starts to assemble an array in this process's memory from shards of others.
 
     **Arguments:**
 
@@ -298,7 +298,7 @@ def _there(
 
 
 def _copies_allowed(sharding: Any) -> contextlib.AbstractContextManager[Any]:
-    """Lets copies within the host's memory through guards against explicit transfers: none leaves that memory."""
+    """A context that permits copies within host memory under a guard against explicit transfers."""
     if "explicit" not in (jax.config.jax_transfer_guard_host_to_device or ""):  # pyright: ignore[reportAttributeAccessIssue]
         return contextlib.nullcontext()
     on_cpu = all(device.platform == "cpu" for device in sharding.device_set)
@@ -319,7 +319,7 @@ def _sizes(box: Box) -> tuple[int, ...]:
 def _shared(
     targets: Sequence[Box], fillings: Sequence[Filling], names: Sequence[str], shards: LocalShards, dtype: np.dtype
 ) -> list[np.ndarray] | None:
-    """The new shards as parts of old ones, where that keeps no more memory than copies take."""
+    """The new shards as views of old ones, if that keeps no more memory alive than copies would take; else `None`."""
     if not all(one.is_part for one in fillings):
         return None
     parts, kept = [], dict[int, int]()
@@ -340,7 +340,7 @@ def put_together(
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
-    """As `coming`, for one array that no map changes; each of its shards is deleted as soon as it was read."""
+    """As `coming`, for one array that no map changes. Each old shard is deleted as soon as it has been read."""
     itemsize = np.dtype(wanted.dtype).itemsize
     if math.prod(wanted.shape) * itemsize < _PAGE_BYTES or all(one.is_part for one in fillings):
         made = coming(wanted, targets, fillings, ("",), shards, pool)()
@@ -365,7 +365,7 @@ def put_together(
 
 
 def _run_bytes(copy: Copy, itemsize: int) -> int:
-    """How many bytes lie together in the new shard."""
+    """The number of consecutive bytes that a copy writes to the new shard."""
     for size, step in zip(reversed(copy.shape), reversed(copy.there_strides), strict=True):
         if step != itemsize:
             break
@@ -395,13 +395,13 @@ def _views(
 
 
 def as_bytes(buffer: np.ndarray) -> np.ndarray:
-    """Memory for views of other shapes, also of a dtype that NumPy does not know itself."""
+    """A buffer as bytes, for views of other shapes and of dtypes that NumPy does not know."""
     flat = buffer.reshape(-1)
     return flat.view(np.uint8) if flat.size else flat
 
 
 def _begun(views: Iterable[Views], nbytes: int, pool: ThreadPoolExecutor | None) -> list[Future[None]]:
-    """Copies so many bytes, large ones in other threads: NumPy lets them run."""
+    """Starts to copy `nbytes` bytes; large copies run in other threads."""
     if pool is None or nbytes < 2 * _TASK_BYTES:
         _copy_all(views)
         return []

@@ -1,4 +1,4 @@
-"""What each step of a Redistribution does on a device: who talks to whom, and how a piece is cut and joined.
+"""The device groups of each step of a Redistribution, and the way in which shards are divided and joined.
 
 Everything is worked out from layouts alone, with devices numbered by their place in the source's mesh; the same
 functions cut and join numpy arrays and traced ones.
@@ -17,7 +17,8 @@ from .splits import End, coordinates, levels
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllToAll:
-    """An all-to-all within groups of devices: `groups[i]` lists the members of one, in the order of its pieces.
+    """An all-to-all within groups of devices. `groups[i]` lists the members of a group in the order of the parts that
+    they receive.
 
     **Arguments:**
 
@@ -34,7 +35,7 @@ class AllToAll:
 
 
 def groups_of(layout: StepLayout, factors: tuple[int, ...], like: StepLayout) -> np.ndarray:
-    """The devices that differ in `factors` alone: one group a row, its members in the factors' order."""
+    """The groups of devices that differ in `factors` only: one group a row, its members in the factors' order."""
     where = coordinates(layout, like)
     others = tuple(axis for axis in range(len(layout.sizes)) if axis not in factors)
     member = piece_index(layout.sizes, where, factors)
@@ -44,7 +45,7 @@ def groups_of(layout: StepLayout, factors: tuple[int, ...], like: StepLayout) ->
 
 
 def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllToAll:
-    """The all-to-all that leads from `source` to `target`, two layouts on one mesh with as many pieces each."""
+    """The all-to-all that leads from `source` to `target`, two layouts on one mesh with equally many shards."""
     before = {factor: dim for dim, axes in enumerate(source.dims) for factor in axes}
     after = {factor: dim for dim, axes in enumerate(target.dims) for factor in axes}
     moving = tuple(factor for axes in source.dims for factor in axes if before[factor] != after[factor])
@@ -58,7 +59,7 @@ def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllT
 
 
 def split(piece: Any, how: AllToAll) -> Any:
-    """A piece cut into one part for each member of its group, the parts along a new first dimension."""
+    """A shard divided into one part for each member of its group, the parts along a new first dimension."""
     shape, front = [], []
     for size, factors in zip(piece.shape, how.splits, strict=True):
         count = math.prod(how.sizes[factor] for factor in factors)
@@ -76,7 +77,7 @@ def split(piece: Any, how: AllToAll) -> Any:
 
 
 def join(parts: Any, how: AllToAll) -> Any:
-    """The inverse of cutting: the parts that came from each member of the group, put together."""
+    """The shard made of the parts that came from each member of the group: the inverse of `split`."""
     sizes = parts.shape[1:]
     parts = parts.reshape((*how.sizes, *sizes))
     order, shape = [], []
@@ -87,7 +88,9 @@ def join(parts: Any, how: AllToAll) -> Any:
 
 
 def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """Per device and dimension, which part of its piece a slice keeps: an array of shape `(devices, rank)`."""
+    """For each device and dimension, the number of the part of its shard that a slice keeps: an array of shape
+    `(devices, rank)`.
+    """
     where = coordinates(target, like)
     parts = [
         piece_index(target.sizes, where, axes) % (count // had)
@@ -106,13 +109,13 @@ def gathered(source: StepLayout, target: StepLayout, like: StepLayout) -> list[t
 
 
 def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """Per device, whose piece it gets."""
+    """For each device, the device whose shard it receives."""
     ends = (End(end, coordinates(end, like)) for end in (source, target))
     return senders(*ends)
 
 
 def senders(source: End, target: End) -> np.ndarray:
-    """Whom each device gets its piece from: itself where it can, else the nearest that has it to give.
+    """For each device, the device that sends it its shard: itself if it has the shard, else the nearest one.
 
     **Arguments:**
 
@@ -133,7 +136,7 @@ def senders(source: End, target: End) -> np.ndarray:
 
 
 def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np.ndarray, held: np.ndarray) -> None:
-    """Pairs the k-th device without a sender that wants a piece with the k-th free one that holds it."""
+    """Pairs the k-th device without a sender that needs a shard with the k-th free device that holds the shard."""
     without, wanted = _ranked(without, wanted)
     free, held = _ranked(free, held)
     pair = len(sender) + 1

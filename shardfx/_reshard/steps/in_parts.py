@@ -1,4 +1,5 @@
-"""A move one part of every piece after another, where what lies between the ends would be large on TPUs.
+"""A move that handles one part of every shard after another, for moves whose intermediate arrays would be large on
+TPUs.
 
 TPUs keep arrays in tiles of 8 x 128 elements. Pieces that are no multiples of a tile are padded, and what an all-to-all
 cuts out of them is padded more: of a (129, 4160) piece cut into 64 for as many devices, every (129, 65) part takes the
@@ -43,7 +44,7 @@ _STRIPS_AT_ONCE = 8
 
 @dataclasses.dataclass(frozen=True)
 class PartCut:
-    """How the pieces of a move are cut into parts.
+    """The way in which the shards of a move are divided into parts.
 
     **Arguments:**
 
@@ -60,12 +61,12 @@ class PartCut:
 
     @property
     def parts(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return -(-self.block // self.part)
 
 
 def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[MoveStep]) -> PartCut | None:
-    """How to cut the pieces of a move on TPUs; None where it is made at once.
+    """The way to divide the shards of a move on TPUs; `None` if the whole shards are moved at once.
 
     **Arguments:**
 
@@ -92,7 +93,7 @@ def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Move
 
 
 def cut_in(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) -> PartCut | None:
-    """The pieces of a move in `count` parts or more, or in as many as there can be; None where they stay whole.
+    """The shards of a move in at least `count` parts, or in as many as possible; `None` if they cannot be divided.
 
     **Arguments:**
 
@@ -106,7 +107,7 @@ def cut_in(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) -> Par
 
 
 def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> tuple[tuple[int, ...], list[int], tuple[int, ...]]:
-    """The shape of the whole array, of its blocks, and of the piece that a move results in."""
+    """The shapes of the whole array, of its blocks, and of the shard that a move results in."""
     whole = tuple(size * count for size, count in zip(shape, steps[0].source.counts, strict=True))
     layouts = [steps[0].source, *(step.target for step in steps)]
     blocks = [size // math.lcm(*counts) for size, *counts in zip(whole, *(end.counts for end in layouts), strict=True)]
@@ -123,14 +124,14 @@ def _part_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[M
 
 
 def _doubles_at_last(steps: Sequence[MoveStep]) -> bool:
-    """Whether a gather comes last that makes pieces twice as large, and at least as large as the source's."""
+    """Whether the last step is an all-gather that makes shards twice as large, and no smaller than the source's."""
     last = steps[-1]
     before, after, first = (math.prod(end.counts) for end in (last.source, last.target, steps[0].source))
     return last.kind == "all_gather" and before == 2 * after and after <= first
 
 
 def _scatters_copies(whole: tuple[int, ...], steps: Sequence[MoveStep]) -> bool:
-    """Whether copies around the last all-to-all lie so that a piece twice as large finds no room among them.
+    """Whether the copies of the last all-to-all fragment memory so that a shard of twice the size finds no room.
 
     The conditions were found by compiling for a v5p of 4 x 4 x 4 chips. Of 388 moves with a doubling all-gather, 58
     took more than twice the larger shard; the conditions find all 58, and 2 others. In halves the worst takes 1.36.
@@ -156,7 +157,7 @@ def _fills_tiles(shape: Sequence[int]) -> bool:
 
 
 def in_parts(piece: Any, move: Callable[[Any], Any], cut: PartCut, *, as_on_tpus: bool = True) -> Any:
-    """`move(piece)`, one part of the blocks after another; to be traced where `move` is.
+    """`move(piece)` for one part of the blocks after another. It is traced where `move` is.
 
     **Arguments:**
 
@@ -184,7 +185,7 @@ def in_parts(piece: Any, move: Callable[[Any], Any], cut: PartCut, *, as_on_tpus
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """A piece in the order of dimensions in which it is stored: `order`, the minor one last."""
+    """A shard with its dimensions in storage order, `order`, whose last entry is the minor-most dimension."""
 
     order: tuple[int, ...]
     dim: int
@@ -193,7 +194,9 @@ class _Stored:
 
     @staticmethod
     def of(shape: tuple[int, ...], cut: PartCut, as_on_tpus: bool) -> "_Stored":
-        """A piece stored in the order that takes the least room on TPUs, in which their compiler passes it."""
+        """A shard in the storage order that takes the least room on TPUs, which is the order that their
+        compiler uses.
+        """
         orders = _orders(len(shape)) if as_on_tpus else [tuple(range(len(shape)))]
         order = min(orders, key=lambda order: _padded([shape[dim] for dim in order]))
         return _Stored(order, order.index(cut.dim), shape[cut.dim] // cut.block, cut.block)
@@ -219,7 +222,7 @@ class _Stored:
         return self._for_each_strip(copy, lax.empty(tuple(shape), stored.dtype))
 
     def with_part(self, stored: object, part: Any, start: object, size: int) -> Any:
-        """The piece with a part of each block replaced, from `start` on."""
+        """The shard with a part of each block replaced, from `start` on."""
         copy = lambda index, stored: lax.dynamic_update_slice_in_dim(
             stored,
             lax.dynamic_slice_in_dim(part, index * size, size, self.dim),
@@ -233,7 +236,7 @@ class _Stored:
 
 
 def _orders(rank: int) -> list[tuple[int, ...]]:
-    """The orders in which a piece may be stored: any dimension is the minor one, the last of all preferred."""
+    """The possible storage orders: each dimension as the minor-most one, with the array's own order first."""
     return [(*(dim for dim in range(rank) if dim != minor), minor) for minor in reversed(range(rank))]
 
 
@@ -242,7 +245,7 @@ def _least_padded(shape: Sequence[int]) -> int:
 
 
 def _padded(shape: Sequence[int]) -> int:
-    """How many elements fit where an array of this shape lies, the minor dimension last."""
+    """The number of elements of an array of this shape with tile padding, the minor-most dimension last."""
     *outer, minor = shape
     found = math.prod(outer[:-1]) * -(-minor // _TILE[1]) * _TILE[1]
     if not outer:
@@ -253,7 +256,7 @@ def _padded(shape: Sequence[int]) -> int:
 
 
 def _pinned(x: Any) -> Any:
-    """`x`, stored in the order of its dimensions.
+    """`x`, constrained to be stored in the order of its dimensions.
 
     Left to itself the compiler stores whole pieces as the collectives like the parts of them, and pads them for it.
     """

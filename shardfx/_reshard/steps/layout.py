@@ -1,4 +1,4 @@
-"""Where the pieces of an array lie, as plain integers: what the step planner of resharding reads."""
+"""The sharding of an array as plain integers, for the step planner of resharding."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from ..._ground.errors import MeshError, SpecError
 
 @dataclasses.dataclass(frozen=True)
 class StepLayout:
-    """An array's placement: mesh axis sizes, the devices in mesh order, and the axes that cut each dimension.
+    """A sharding as integers: the mesh axis sizes, the devices in mesh order, and the axes that shard each dimension.
 
     **Arguments:**
 
@@ -49,26 +49,26 @@ class StepLayout:
 
     @property
     def size(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return math.prod(self.sizes)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Into how many pieces each dimension is cut."""
+        """The number of shards along each dimension."""
         return tuple(math.prod(self.sizes[axis] for axis in axes) for axes in self.dims)
 
     @property
     def pieces(self) -> int:
-        """How many different pieces the array is cut into."""
+        """The number of different shards."""
         return math.prod(self.counts)
 
     def piece_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that one device holds of an array of `shape`."""
+        """The shape of one device's shard of an array of `shape`."""
         return tuple(size // count for size, count in zip(shape, self.counts, strict=True))
 
 
 def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """Where the devices of `like`, in its mesh order, sit in the mesh order of `layout`.
+    """The positions in the mesh order of `layout` of the devices of `like`, in the mesh order of `like`.
 
     **Arguments:**
 
@@ -100,20 +100,22 @@ def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
 
 
 def digits(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:
-    """The coordinates of devices at `position` in a mesh of `sizes`: one row per axis."""
+    """The mesh coordinates of the devices at `position` in a mesh of `sizes`: one row per axis."""
     if not sizes:
         return np.zeros((0, len(position)), np.int64)
     return np.stack(np.unravel_index(position, sizes))
 
 
 def slice_numbers(layout: StepLayout) -> np.ndarray:
-    """Which slice each device is in, in mesh order: devices that differ along slow axes are in different ones."""
+    """The slice of each device, in mesh order. Devices that differ along an axis of weight above 1 are in different
+    slices.
+    """
     slow = tuple(axis for axis, weight in enumerate(layout.weights) if weight > 1)
     return piece_index(layout.sizes, digits(layout.sizes, np.arange(layout.size)), slow)
 
 
 def piece_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """Which piece of a dimension cut by `axes` each device holds, from its mesh coordinates."""
+    """The number of each device's shard along a dimension that `axes` shard, from the mesh coordinates."""
     index = np.zeros(coordinates.shape[1], np.int64)
     for axis in axes:
         index = index * sizes[axis] + coordinates[axis]

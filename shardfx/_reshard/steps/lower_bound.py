@@ -1,4 +1,4 @@
-"""What devices need and do not have: the traffic that no way from one layout to another can avoid."""
+"""The bytes that devices need and do not have: traffic that no path from one layout to another can avoid."""
 
 import functools as ft
 import math
@@ -15,7 +15,7 @@ ShardDims = tuple[tuple[int, ...], ...]
 
 
 class Holdings:
-    """Which piece each device holds under layouts on one end's factors, remembered per dimension."""
+    """The number of the shard that each device holds under layouts on one end's factors, cached per dimension."""
 
     def __init__(self, end: End):
         self.sizes = end.layout.sizes
@@ -27,28 +27,28 @@ class Holdings:
         self._numbers: dict[ShardDims, np.ndarray] = {}
 
     def count(self, axes: tuple[int, ...]) -> int:
-        """Into how many pieces `axes` cut a dimension."""
+        """The number of shards along a dimension that `axes` shard."""
         if axes not in self._count:
             self._count[axes] = math.prod([self.sizes[axis] for axis in axes])
         return self._count[axes]
 
     def counts(self, dims: ShardDims) -> tuple[int, ...]:
-        """Into how many pieces each dimension is cut."""
+        """The number of shards along each dimension."""
         return tuple([self.count(axes) for axes in dims])
 
     def pieces(self, dims: ShardDims) -> int:
-        """Into how many pieces the array is cut."""
+        """The number of different shards of the array."""
         return math.prod([self.count(axes) for axes in dims])
 
     def index(self, axes: tuple[int, ...]) -> np.ndarray:
-        """Which piece of a dimension cut by `axes` each device holds; from that of the axes but the last."""
+        """For each device, the number of its shard along a dimension that `axes` shard."""
         if axes not in self._index:
             *outer, last = axes
             self._index[axes] = self.index(tuple(outer)) * np.int32(self.sizes[last]) + self.coordinates[last]
         return self._index[axes]
 
     def numbers(self, dims: ShardDims) -> np.ndarray:
-        """One number per device for all of its piece, equal at both ends for equal pieces."""
+        """For each device, one number for its whole shard. Equal shards have equal numbers at both ends."""
         if dims not in self._numbers:
             out = np.zeros(self.devices, np.int64)
             for axes in dims:
@@ -59,7 +59,9 @@ class Holdings:
 
 
 def missing_share(source: End, target: End) -> Fraction:
-    """What a device needs at the target and does not have at the source: the mean over devices, per byte of array."""
+    """The elements that a device needs at the target and does not hold at the source, as a fraction of the array: the
+    mean over devices.
+    """
     common, unit, here, there = None, 1, Holdings(source), Holdings(target)
     for have, want in zip(source.layout.dims, target.layout.dims, strict=True):
         if not have and not want:
@@ -73,7 +75,7 @@ def missing_share(source: End, target: End) -> Fraction:
 
 
 class LowerBound:
-    """The least cost of the traffic between a layout and one end of the move.
+    """A lower bound for the cost of the traffic between a layout and one end of the move.
 
     Two things must be paid for, whatever the steps are. A device has to receive what it needs and does not hold; each
     such byte costs as much as one over the cheapest axis. And a group of devices that only dear axes connect to the
@@ -101,7 +103,7 @@ class LowerBound:
         self._common_shares: dict[tuple[int, tuple[int, ...]], np.ndarray | None] = {}
 
     def __call__(self, dims: ShardDims) -> float:
-        """What the way from the layout to the target costs at least, or the way from the source to the layout."""
+        """The least possible cost from the layout to the target, or from the source to the layout."""
         shares = [share for share in map(self._common_share, range(len(dims)), dims) if share is not None]
         if not shares:
             return 0.0
@@ -112,7 +114,9 @@ class LowerBound:
         return bound + sum([group.bound(dims, self.needs_far) for group in self.dearer])
 
     def _common_share(self, dim: int, axes: tuple[int, ...]) -> np.ndarray | None:
-        """Per device, which share of a dimension it holds here and at the far end; None where that is all of it."""
+        """For each device, the fraction of a dimension that it holds both here and at the far end; `None` if that is
+        all of it.
+        """
         key = (dim, axes)
         if key not in self._common_shares:
             index, count = self.far[dim]
@@ -125,7 +129,9 @@ class LowerBound:
 
 
 class _GroupBound:
-    """The part of the bound for groups of devices: a byte that enters one costs `extra` more than one within."""
+    """The bound for groups of devices that only expensive axes connect: a byte that enters a group costs
+    `extra` more.
+    """
 
     def __init__(self, held: Holdings, far: list[tuple[np.ndarray, int]], group: np.ndarray, extra: float):
         self.held, self.group, self.extra = held, group, extra
@@ -134,7 +140,7 @@ class _GroupBound:
         self._shares: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def bound(self, dims: ShardDims, needs_far: bool) -> float:
-        """The extra cost of bytes that a group needs and none of its devices holds: the mean over devices."""
+        """The extra cost of the bytes that a group needs and that none of its devices holds: the mean over devices."""
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):
             if axes or self.far[dim].count > 1:
@@ -143,7 +149,7 @@ class _GroupBound:
         return max(0.0, float(np.mean(need - common))) * self.groups / self.held.devices * self.extra
 
     def _of_layout(self, dim: int, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Per group, its share of a dimension under the layout, and the share that it holds at both ends."""
+        """For each group, its fraction of a dimension under the layout, and the fraction that it holds at both ends."""
         key = (dim, axes)
         if key not in self._shares:
             here = _HeldByGroups(self.group, self.groups, self.held.index(axes), self.held.count(axes))
@@ -152,7 +158,7 @@ class _GroupBound:
 
 
 class _HeldByGroups:
-    """Which pieces of a dimension, cut into `count`, the devices of each group hold together.
+    """The shards of a dimension, divided into `count`, that the devices of each group hold.
 
     Only the pieces that some group holds are listed: they are no more than the devices, however many groups there are.
     """
@@ -165,7 +171,7 @@ class _HeldByGroups:
         self.share = self._share_of_dimension(self.group, count)
 
     def share_in_common(self, other: "_HeldByGroups") -> np.ndarray:
-        """Per group, which share of the dimension it holds both here and there."""
+        """For each group, the fraction of the dimension that it holds under both layouts."""
         fine, coarse = (self, other) if self.count >= other.count else (other, self)
         parts = math.lcm(fine.count, coarse.count)
         step = parts // fine.count
@@ -180,7 +186,7 @@ class _HeldByGroups:
 
 
 def _overlap(index: np.ndarray, count: int, other: np.ndarray, others: int) -> tuple[np.ndarray, int]:
-    """How many parts of a dimension two pieces share, and how many parts the dimension has."""
+    """The overlap of two shards of a dimension, and the size of the dimension, both in units of the finer grid."""
     parts = math.lcm(count, others)
     mine, theirs = np.int32(parts // count), np.int32(parts // others)
     first, second = index * mine, other * theirs

@@ -1,4 +1,4 @@
-"""The layouts that are one step from a layout, in either direction, each with what the step costs.
+"""The layouts that are one step away from a layout, in either direction, each with the cost of the step.
 
 A method that ends in `_from` takes a step from the layout that it is given; one that ends in `_into` finds the layouts
 from which a step leads to that one. All-to-alls and permutations are the same in both directions.
@@ -20,7 +20,7 @@ Priced = Iterator[tuple[ShardDims, float]]
 
 
 class Neighbours:
-    """One step among layouts on the factors of one end.
+    """The single steps among layouts on the factors of one end.
 
     **Arguments:**
 
@@ -45,7 +45,7 @@ class Neighbours:
         self._found_ways: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[tuple[int, ...], list[ShardDims]]] = {}
 
     def slices_from(self, dims: ShardDims) -> Priced:
-        """One free factor more on one dimension: each device keeps a part of its piece."""
+        """The layouts with one more free factor on one dimension: each device keeps a part of its shard."""
         free = self._free(dims)
         for dim, axes in enumerate(dims):
             for factor in free:
@@ -53,14 +53,14 @@ class Neighbours:
                     yield (*dims[:dim], (*axes, factor), *dims[dim + 1 :]), STEP
 
     def slices_into(self, dims: ShardDims) -> Priced:
-        """One factor less on one dimension, from which a slice leads here."""
+        """The layouts with one factor fewer on one dimension, from which a slice leads to `dims`."""
         pieces = self.held.pieces(dims)
         for dim, axes in enumerate(dims):
             if axes and pieces // self.held.count(axes[-1:]) >= self.least_pieces:
                 yield (*dims[:dim], axes[:-1], *dims[dim + 1 :]), STEP
 
     def gathers_from(self, dims: ShardDims) -> Priced:
-        """Some factors less on one dimension: the pieces of a group are joined.
+        """The layouts with fewer factors on one dimension: the shards of a group are joined.
 
         Where some axes are dearer, one factor at a time, or at once several that do not cost the same.
         """
@@ -73,7 +73,7 @@ class Neighbours:
                     yield (*dims[:dim], axes[:kept], *dims[dim + 1 :]), self.prices.all_gather(pieces, run) + STEP
 
     def gathers_into(self, dims: ShardDims) -> Priced:
-        """Some free factors more on one dimension, from which a gather leads here."""
+        """The layouts with more free factors on one dimension, from which an all-gather leads to `dims`."""
         free, pieces = self._free(dims), self.held.pieces(dims)
         for dim, axes in enumerate(dims):
             for run in self._runs(dim, axes, free):
@@ -82,7 +82,7 @@ class Neighbours:
                     yield (*dims[:dim], (*axes, *run), *dims[dim + 1 :]), cost + STEP
 
     def all_to_alls(self, dims: ShardDims, each: float, spare: float) -> Priced:
-        """All-to-alls that cost less than `spare`; `each` is added to what their traffic costs."""
+        """The all-to-alls that cost less than `spare`. `each` is added to the cost of their traffic."""
         pieces = self.held.pieces(dims)
         for kept, moving, gainers in _departures(dims):
             cost = self.prices.all_to_all(pieces, moving) + each
@@ -99,7 +99,9 @@ class Neighbours:
                     yield tuple(after), cost
 
     def permutes(self, dims: ShardDims, spare: float) -> Priced:
-        """One factor of a dimension put behind its others; a cost above `spare` is only known to be above it."""
+        """The layouts with one factor of a dimension moved behind its others. A cost above `spare` is only a lower
+        bound.
+        """
         share = 1 / self.held.pieces(dims)
         for dim, axes in enumerate(dims):
             for place in range(len(axes) - 1):
@@ -107,7 +109,7 @@ class Neighbours:
                 yield after, self.permutations.cost(self.held.numbers(dims), self.held.numbers(after), share, spare)
 
     def _free(self, dims: ShardDims) -> list[int]:
-        """The factors that cut no dimension."""
+        """The factors that shard no dimension."""
         used = {axis for axes in dims for axis in axes}
         return [factor for factor in self.factors if factor not in used]
 
@@ -115,7 +117,7 @@ class Neighbours:
         return self.room[dim] % (self.held.count(axes) * self.held.count(run)) == 0
 
     def _runs(self, dim: int, axes: tuple[int, ...], free: list[int]) -> list[tuple[int, ...]]:
-        """The factors that one gather may have joined a dimension along: several where that is cheaper at once."""
+        """The sequences of factors along which one all-gather may join a dimension."""
         runs: list[tuple[int, ...]] = [(factor,) for factor in free]
         if not self.some_are_dearer:
             return runs
@@ -128,7 +130,7 @@ class Neighbours:
         return runs
 
     def _ways(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> dict[tuple[int, ...], list[ShardDims]]:
-        """The ways to distribute factors over dimensions, by how often each is cut by them."""
+        """The distributions of the moving factors over the gaining dimensions, by the shard counts that they give."""
         found = self._found_ways.get((moving, gainers))
         if found is None:
             found = self._found_ways[moving, gainers] = {}
@@ -137,7 +139,9 @@ class Neighbours:
         return found
 
     def _far_distribution(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> list[ShardDims]:
-        """Of the ways that are too many to try all, the one in which the factors are at the far end."""
+        """The distribution of the moving factors that the far end has, for moves with too many
+        distributions to try all.
+        """
         if len(moving) <= _MOST_REORDERED:
             return []
         last = (len(self.far_places), 0)
@@ -149,7 +153,8 @@ class Neighbours:
 
 
 def _departures(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list[int]]]:
-    """How an all-to-all can begin: what stays of each dimension's factors, those that move, where they can go.
+    """The possible beginnings of an all-to-all: the factors that stay on each dimension, those that move, and the
+    dimensions that gain.
 
     Each dimension loses some of its minor factors, or gains factors at its minor end; one that did both would
     need unequal parts from unequal peers.
@@ -164,7 +169,7 @@ def _departures(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], l
 
 @ft.lru_cache(maxsize=1024)
 def _distributions(moving: tuple[int, ...], gainers: int) -> tuple[ShardDims, ...]:
-    """The ways to distribute factors over so many dimensions: all of them for few factors, else runs in order."""
+    """The distributions of factors over `gainers` dimensions: all of them for few factors, else consecutive runs."""
     if len(moving) > _MOST_REORDERED:
         return _distributions_in_order(moving, gainers)
     found: list[ShardDims] = [((),) * gainers]
@@ -179,7 +184,7 @@ def _distributions(moving: tuple[int, ...], gainers: int) -> tuple[ShardDims, ..
 
 
 def _distributions_in_order(moving: tuple[int, ...], gainers: int) -> tuple[ShardDims, ...]:
-    """All factors on one dimension, or the first of them on one and the rest on another."""
+    """The distributions that put all factors on one dimension, or the first of them on one and the rest on another."""
     whole = [tuple(moving if dim == only else () for dim in range(gainers)) for only in range(gainers)]
     halves = [(moving[:cut], moving[cut:]) for cut in range(len(moving))] if gainers > 1 else []
     parted = [

@@ -1,4 +1,4 @@
-"""The steps from each layout to the next one, what enters a device in each, and what the search takes them to cost.
+"""The steps between successive layouts, the bytes that enter a device in each, and their cost in the search.
 
 A cost is bytes that enter a device, by the weight of the axis over which they come: the mean over devices, as a share
 of the bytes of the whole array. 0.5 says that half an array's bytes enter each device, or that a tenth of that comes
@@ -22,7 +22,7 @@ StepKind = Literal["slice", "all_to_all", "permute", "all_gather"]
 
 
 class PathStep(NamedTuple):
-    """One step, and what enters a device in it: the mean over devices, as a share of the array.
+    """One step, and the traffic that enters a device in it: the mean over devices, as a fraction of the array.
 
     **Arguments:**
 
@@ -44,7 +44,7 @@ Path = tuple[PathStep, ...]
 
 
 def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Path:
-    """The steps along layouts of the source's mesh, across to the target's mesh, and along layouts of that.
+    """The steps along layouts of the source's mesh, then across to the target's mesh, then along layouts of that mesh.
 
     Across leads a permutation, or a slice where every device already has what it then holds.
 
@@ -78,7 +78,7 @@ def _kind(source: StepLayout, target: StepLayout) -> StepKind:
 
 
 def _shares(kind: StepKind, source: StepLayout, target: StepLayout, like: StepLayout) -> tuple[Fraction, Fraction]:
-    """What enters a device in one step, and what of it comes from another slice."""
+    """The traffic that enters a device in one step, and the part of it that comes from another slice."""
     if kind == "slice":
         return Fraction(0), Fraction(0)
     if kind == "permute":
@@ -96,13 +96,13 @@ def _shares(kind: StepKind, source: StepLayout, target: StepLayout, like: StepLa
 
 
 def _changed(source: StepLayout, target: StepLayout) -> list[int]:
-    """The factors that cut another dimension afterwards, or none."""
+    """The factors that shard another dimension afterwards, or none."""
     places = [{f: dim for dim, axes in enumerate(end.dims) for f in axes} for end in (source, target)]
     return [f for f in range(len(source.sizes)) if places[0].get(f) != places[1].get(f)]
 
 
 def _are_one(kind: StepKind, earlier: PathStep, source: StepLayout, target: StepLayout) -> bool:
-    """Whether a step from `source` to `target` and the one before it, of the same kind, are one operation.
+    """Whether a step from `source` to `target` and the previous step of the same kind are one operation.
 
     Two all-to-alls never are; slices and permutations always are. Two gathers are one if they join the same dimension
     and are along factors of the same mesh. They may be along factors of two meshes: then a permutation lay between
@@ -124,14 +124,14 @@ STEP_BEFORE_PERMUTATION = 1.01 * STEP
 
 
 class Prices:
-    """What collectives along factors of one end cost."""
+    """The costs of collectives along factors of one end."""
 
     def __init__(self, end: End):
         self.sizes = end.layout.sizes
         self.weights = end.layout.weights or (1.0,) * len(self.sizes)
 
     def all_to_all(self, pieces: int, group: tuple[int, ...]) -> float:
-        """An all-to-all among devices that differ in `group`, of an array in so many pieces."""
+        """The cost of an all-to-all among devices that differ in `group`, of an array in `pieces` shards."""
         left, cost = 1.0, 0.0
         for factor in self._dearest_first(group):
             # The slow axes are crossed once, by what must cross them; the rest stays on the faster ones.
@@ -140,7 +140,7 @@ class Prices:
         return cost / pieces
 
     def all_gather(self, pieces: int, group: tuple[int, ...]) -> float:
-        """An all-gather among devices that differ in `group`, of an array in so many pieces."""
+        """The cost of an all-gather among devices that differ in `group`, of an array in `pieces` shards."""
         held, cost = 1, 0.0
         for factor in self._dearest_first(group):
             # A piece enters a slice once, and is copied within.
@@ -157,14 +157,14 @@ class Prices:
 
 
 class PermutationPrices:
-    """What permutations of pieces among all devices cost; `asked` counts those that were looked at closely."""
+    """The costs of permutations of shards among all devices. `asked` counts the permutations priced exactly."""
 
     def __init__(self, source: End):
         self.levels = levels(source)
         self.asked = 0
 
     def cost(self, have: np.ndarray, want: np.ndarray, share: float, spare: float) -> float:
-        """A permutation after which each device holds another piece.
+        """The cost of a permutation after which each device holds another shard.
 
         **Arguments:**
 
@@ -190,7 +190,7 @@ class PermutationPrices:
 
 
 def _count_in_common(first: np.ndarray, second: np.ndarray) -> int:
-    """How many numbers two arrays have in common, each as often as both have it."""
+    """The number of values that two arrays have in common, with multiplicity."""
     marked = np.sort(np.concatenate((2 * first, 2 * second + 1)))
     starts = np.flatnonzero(np.diff(marked >> 1, prepend=-1))
     seconds = np.add.reduceat(marked & 1, starts)

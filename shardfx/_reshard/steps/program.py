@@ -39,7 +39,7 @@ def program(
     like: StepLayout,
     cut: PartCut | None = None,
 ) -> Shaped[Array, "..."]:
-    """`x`, which lies in `src`, moved to `dst`; to be traced.
+    """`x` moved from the sharding `src` to `dst`, in a traced function.
 
     **Arguments:**
 
@@ -73,7 +73,7 @@ def live_program(
     donate: bool,
     cut: PartCut | None = None,
 ) -> Callable[[jax.Array], jax.Array]:
-    """A function that moves live arrays of one shape and sharding; compiled when it is first called.
+    """A function that moves live arrays of one shape and sharding. It is compiled on its first call.
 
     **Arguments:**
 
@@ -117,18 +117,18 @@ def live_program(
 def _flat_program(
     x: Shaped[Array, "..."], src: NamedSharding, steps: tuple[MoveStep, ...], like: StepLayout, cut: PartCut | None
 ) -> Shaped[Array, "..."]:
-    """As `program`, but the pieces come out laid end to end along the first dimension, in the source's order."""
+    """As `program`, with the resulting shards concatenated along the first dimension, in the source's device order."""
     body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), cut=cut)
     return _mapped(body, src.mesh, src.spec, flat(src.mesh))(x)
 
 
 def flat(mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The spec that cuts the first dimension over all devices of a mesh."""
+    """The spec that shards the first dimension over all devices of a mesh."""
     return PartitionSpec(tuple(mesh.axis_names))
 
 
 def placed(x: Shaped[Array, "..."], sharding: NamedSharding) -> Shaped[Array, "..."]:
-    """A traced `x` with `sharding`, whatever the axis types; XLA finds the way if it lies elsewhere."""
+    """A traced `x` constrained to `sharding`, whatever the axis types. XLA moves it if necessary."""
     with jax.sharding.use_abstract_mesh(abstract(sharding.mesh)):
         if is_explicit(sharding):
             return jax.sharding.reshard(x, sharding)
@@ -156,7 +156,7 @@ def run(
     axes: tuple[str, ...],
     cut: PartCut | None = None,
 ) -> Shaped[Array, "..."]:
-    """What one device does: its piece through all steps. To be traced inside `shard_map` over all `axes`."""
+    """One device's shard after all steps. It is traced inside a `shard_map` over all `axes`."""
     at_once = ft.partial(_at_once, steps=steps, like=like, axes=axes)
     is_key = jnp.issubdtype(piece.dtype, jax.dtypes.extended)  # whose memory is none of ours
     on_tpus = None if is_key else cut_on_tpus(piece.shape, bits(piece.dtype), steps)
@@ -203,7 +203,7 @@ def _stacked(gather: Callable[[Array], Array], dim: int, piece: Array) -> Array:
 
 
 def _either(piece: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]) -> Array:
-    """A collective along any dimension at once; or along a new first one, with a transposition of its own, on bits.
+    """A collective along any dimension of a shard; on CPUs along a new first dimension, over integers for small floats.
 
     XLA's CPU compiler does the first in a buffer with the dimensions in another order, and copies that element by
     element. TPUs do it well, and the second reads and writes the pieces once more there.
@@ -226,7 +226,7 @@ _RUN = {"slice": _slice, "permute": _permute, "all_gather": _all_gather, "all_to
 
 
 def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
-    """`move`, a function that moves elements of arrays of one dtype, over integers where those are small floats.
+    """`move` over integers of the same size if its arrays are small floats.
 
     XLA's CPU compiler turns bfloat16 and floats of fewer bits into larger ones, moves those, and turns them back: twice
     the traffic and the memory, and a NaN does not keep its bits.
@@ -243,10 +243,10 @@ def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_small_float(dtype: Any) -> bool:
-    """Whether XLA's CPU compiler has no such numbers and works with larger ones."""
+    """Whether a dtype is a float that XLA's CPU compiler computes in a larger dtype."""
     return jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float16 and jnp.finfo(dtype).bits < 32
 
 
 def moved(move: Callable[..., object], *arrays: object) -> Any:
-    """`move(*arrays)`, traced: on bits where it is compiled for the CPU."""
+    """`move(*arrays)` in a traced function. On CPUs it moves bits instead of small floats."""
     return lax.platform_dependent(*arrays, cpu=on_bits(move), default=move)

@@ -1,4 +1,4 @@
-"""From one layout to another in bounded memory and with little traffic: the pure planner, no devices.
+"""The plan of a move between two layouts with bounded memory and little traffic, computed without devices.
 
 The steps are those of Rink et al. 2021 (arXiv 2112.01075); the search is a bidirectional A* over them.
 """
@@ -31,7 +31,7 @@ _DCN_WEIGHT = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class MoveStep:
-    """One collective (or local slice), over factors of the mesh axes.
+    """One collective or local slice, over factors of the mesh axes.
 
     **Arguments:**
 
@@ -53,7 +53,7 @@ class MoveStep:
 
 @dataclasses.dataclass(frozen=True)
 class Redistribution:
-    """How one array gets from one layout to another.
+    """The steps that move one array from one layout to another, and their cost.
 
     **Arguments:**
 
@@ -74,7 +74,7 @@ class Redistribution:
 
 @ft.lru_cache(maxsize=4096)
 def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int) -> StepLayout:
-    """The `Layout` of an array of `rank` dimensions under `spec`.
+    """The `StepLayout` of an array of `rank` dimensions under `spec`.
 
     A mesh axis that spans slices becomes two: one between slices, whose bytes cost more, and one within.
 
@@ -118,7 +118,7 @@ def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int)
 
 
 def _spans(mesh: MeshSpec | Mesh | AbstractMesh) -> tuple[int, ...]:
-    """Into how many parts each axis is cut by the ends of slices."""
+    """The number of parts into which the boundaries of slices divide each mesh axis."""
     if isinstance(mesh, MeshSpec):
         return mesh.dcn_sizes
     return (1,) * len(mesh.axis_names) if isinstance(mesh, AbstractMesh) else _device_spans(mesh)
@@ -134,7 +134,7 @@ def _device_spans(mesh: Mesh) -> tuple[int, ...]:
 
 
 def _parts(number: np.ndarray) -> int:
-    """The fewest equal parts of the first axis that lie in one slice each, wherever one is on the other axes."""
+    """The smallest number of equal parts of the first axis such that each part is within one slice."""
     size = len(number)
     blocks = ((count, number.reshape(count, size // count, -1)) for count in range(1, size + 1) if size % count == 0)
     return next(count for count, block in blocks if (block == block[:, :1]).all())
@@ -147,7 +147,7 @@ def _ids(mesh: Mesh) -> tuple[int, ...]:
 
 @ft.lru_cache(maxsize=4096)
 def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, dst: StepLayout) -> Redistribution:
-    """Plans the move of one array: the least traffic whose memory stays bounded.
+    """Plans the move of one array: the least traffic within bounded memory.
 
     No step holds more than twice the larger of the two ends' pieces: what it reads and what it writes.
 
@@ -186,7 +186,7 @@ def _require_fit(shape: tuple[int, ...], end: StepLayout) -> None:
 
 @ft.lru_cache(maxsize=4096)
 def _planned(room: tuple[int, ...], src: StepLayout, dst: StepLayout) -> tuple[Path, Fraction]:
-    """The path, and the least share of the array that enters a device on any."""
+    """The path, and the smallest fraction of the array that must enter a device on any path."""
     source, target = refine(src, dst)
     bound = missing_share(source, target)
     if not bound:  # every device has what it needs, and keeps that of its piece
@@ -228,12 +228,12 @@ NO_MESH = AbstractMesh((), ())
 
 
 def layouts(rank: int, src: NamedSharding, dst: NamedSharding) -> tuple[StepLayout, StepLayout]:
-    """Both ends as the planner reads them."""
+    """The layouts of the source and of the target."""
     return layout(src.mesh, src.spec, rank), layout(dst.mesh, dst.spec, rank)
 
 
 def same_order(src: NamedSharding, dst: NamedSharding) -> bool:
-    """Whether both meshes list their devices in one order; a mesh without devices has that of the other."""
+    """Whether both meshes list their devices in the same order. An abstract mesh has the order of the other."""
     first, second = src.mesh, dst.mesh
     if isinstance(first, AbstractMesh) or isinstance(second, AbstractMesh):
         return True
@@ -241,7 +241,7 @@ def same_order(src: NamedSharding, dst: NamedSharding) -> bool:
 
 
 def untyped(sharding: NamedSharding) -> NamedSharding:
-    """The same sharding on Auto axes and in the default memory: programs of live arrays need no other kind."""
+    """The same sharding with Auto axes and in the default memory, as programs of live arrays need it."""
     mesh = sharding.mesh
     if isinstance(mesh, Mesh) and any(kind != AxisType.Auto for kind in mesh.axis_types):
         mesh = Mesh(mesh.devices, mesh.axis_names)
@@ -249,7 +249,7 @@ def untyped(sharding: NamedSharding) -> NamedSharding:
 
 
 def settled(spec: PartitionSpec) -> PartitionSpec:
-    """`spec` in its shortest form, with nothing left to the compiler."""
+    """`spec` in canonical form, with UNCONSTRAINED replaced by `None`."""
     return canonical(PartitionSpec(*[entry_axes(entry) or None for entry in entries_of(spec)]))
 
 
@@ -259,12 +259,12 @@ def abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
 
 
 def is_explicit(sharding: NamedSharding) -> bool:
-    """Whether types carry the sharding of arrays on this mesh."""
+    """Whether the mesh has Explicit axes, so that types carry shardings."""
     return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
 
 
 def labelled(x: jax.Array, dst: jax.sharding.Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """`x`, of whose shards every device holds the right one, under the sharding `dst`, and committed to it.
+    """`x` with the sharding `dst`, if every device holds the right shard already.
 
     Only the label changes. JAX checks that the shards have the shapes that `dst` asks for.
     """

@@ -1,4 +1,5 @@
-"""The cheapest path between two layouts: a bidirectional A* over slices, all-to-alls, one permutation and gathers.
+"""The search for the cheapest path between two layouts: a bidirectional A* over slices, all-to-alls, one permutation
+and gathers.
 
 **The problem.** An array lies cut over devices in one way and shall lie cut in another. What is wanted is a short
 sequence of steps with the least traffic, of which none needs more memory than about one piece to read and one to
@@ -92,7 +93,7 @@ class Problem:
 
 
 def search(problem: Problem, *, most: int | None = None) -> Path | None:
-    """The cheapest path; where the search is cut short, the best one found.
+    """The cheapest path between two layouts; the best one found if the search is cut short.
 
     **Arguments:**
 
@@ -119,14 +120,16 @@ def search(problem: Problem, *, most: int | None = None) -> Path | None:
 
 
 def _budget(source: End) -> int:
-    """How many layouts to look at: each costs some array operations over all devices, and more with slow axes."""
+    """The number of layouts to look at. A layout costs some array operations over all devices, and more
+    with slow axes.
+    """
     devices, kinds = source.layout.size, len(levels(source))
     most = _FEW_LAYOUTS if devices <= 16 else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 8_000_000 // devices))
     return most // kinds
 
 
 def explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, float, int]:
-    """The best path cheaper than `limit`, its cost, and how many layouts were looked at.
+    """The best path cheaper than `limit`, its cost, and the number of layouts looked at.
 
     Those are about `most` at most, unless without a limit no path was found among so many.
     """
@@ -146,9 +149,7 @@ def explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, flo
 
 
 def _side(problem: Problem, permutations: PermutationPrices, far_is: Literal["target", "source"]) -> "_Side":
-    """The side of the source, which takes steps in the direction of the move, as far as the target; or that of the
-    target, which finds the steps that lead to a layout.
-    """
+    """The side of the search that starts from the source, or the one that starts from the target and goes backwards."""
     ends = (problem.source, problem.target)
     near, far = ends if far_is == "target" else ends[::-1]
     held = Holdings(near)
@@ -169,7 +170,9 @@ def _side(problem: Problem, permutations: PermutationPrices, far_is: Literal["ta
 
 
 class _Frontier:
-    """The layouts that one side has reached: what was paid for each, from where, and which to look at next."""
+    """The layouts that one side has reached: the cost and the predecessor of each, and the heap of those to look at
+    next.
+    """
 
     def __init__(self):
         self.cost: dict[ShardDims, float] = {}
@@ -179,7 +182,7 @@ class _Frontier:
 
     @property
     def first(self) -> tuple[float, float]:
-        """What the next layout is sorted by: least comes first."""
+        """The sort key of the next layout; the smallest comes first."""
         return self.heap[0][:2] if self.heap else (math.inf, 0.0)
 
     def push(self, dims: ShardDims, cost: float, parent: ShardDims | None, estimate: float, key: float) -> None:
@@ -189,7 +192,7 @@ class _Frontier:
         heapq.heappush(self.heap, (key, estimate, self.looked, dims))
 
     def pop(self) -> tuple[ShardDims, float]:
-        """The next layout, and the least that a path through it costs."""
+        """The next layout, and the least cost of a path through it."""
         _, estimate, _, dims = heapq.heappop(self.heap)
         return dims, self.cost[dims] + estimate
 
@@ -202,7 +205,8 @@ class _Frontier:
 
 
 class _Side:
-    """One side of the search: how it goes on from a layout, what it has reached, and where the other side may join.
+    """One side of the search: its steps, the layouts that it has reached, and the layouts where the other side may
+    join.
 
     **Arguments:**
 
@@ -221,7 +225,7 @@ class _Side:
     def reach(
         self, dims: ShardDims, cost: float, parent: ShardDims | None, limit: float, nearest_first: bool = False
     ) -> bool:
-        """Adds a layout to look at, unless no path through it is new and cheaper than `limit`.
+        """Adds a layout to look at, unless it is known at no greater cost or cannot be on a path cheaper than `limit`.
 
         With `nearest_first` those are looked at first whose counts are next to the other end's, whatever they cost.
         """
@@ -241,14 +245,14 @@ class _Side:
         return dims in self.settled.get(self.held.counts(dims), ())
 
     def _distance(self, dims: ShardDims) -> int:
-        """The product of what the counts of `dims` and those of the other end do not have in common."""
+        """How far the shard counts of `dims` are from those of the other end, as a product of quotients."""
         pairs = zip(self.held.counts(dims), self.far_counts, strict=True)
         return math.prod([math.lcm(count, far) // math.gcd(count, far) for count, far in pairs])
 
 
 @dataclasses.dataclass
 class _Best:
-    """Both sides, and the best path over them so far: its cost, and the layouts before and after the crossing."""
+    """Both sides of the search, and the best path so far: its cost, and the layouts before and after the crossing."""
 
     forward: _Side
     homeward: _Side
@@ -259,14 +263,14 @@ class _Best:
 
     @property
     def looked(self) -> int:
-        """How many layouts, and permutations between them, were looked at."""
+        """The number of layouts, and of permutations between them, that were looked at."""
         return self.forward.frontier.looked + self.homeward.frontier.looked + self.permutations.asked
 
     def is_enough(self, most: int) -> bool:
         return self.looked > most and self.cost < math.inf
 
     def next_side(self) -> _Side | None:
-        """The side whose next layout is the more promising one; None where neither has any."""
+        """The side whose next layout is more promising; `None` if neither side has one."""
         side = min((self.forward, self.homeward), key=lambda side: side.frontier.first)
         return side if side.frontier.heap else None
 
@@ -275,7 +279,7 @@ class _Best:
 
 
 def _settle(dims: ShardDims, side: _Side, best: _Best, most: int) -> None:
-    """Joins a layout of one side to all settled ones of the other side that a permutation can make of it."""
+    """Joins a layout of one side to all settled layouts of the other side that a permutation leads to."""
     counts, cost = side.held.counts(dims), side.frontier.cost[dims]
     side.settled.setdefault(counts, {})[dims] = None
     other = best.other(side)
@@ -285,7 +289,9 @@ def _settle(dims: ShardDims, side: _Side, best: _Best, most: int) -> None:
 
 
 def _expand(dims: ShardDims, side: _Side, best: _Best, most: int, same_factors: bool) -> None:
-    """Adds the layouts one step away; those that make a path with one of the other side may be the best one's."""
+    """Adds the layouts one step away. If the other side has reached one of them, the two form a path, which may be the
+    best.
+    """
     cost = side.frontier.cost[dims]
     for after, extra in side.next_layouts(dims, best.cost - cost):
         nearest_first = best.cost == math.inf and best.looked > most
@@ -299,7 +305,9 @@ def _expand(dims: ShardDims, side: _Side, best: _Best, most: int, same_factors: 
 
 
 def _cross_to_first(dims: ShardDims, side: _Side, best: _Best) -> None:
-    """Joins a layout to the first of its counts that the other side reached: any path tells where not to look."""
+    """Joins a layout to the first layout with its counts that the other side reached, since any path limits
+    the search.
+    """
     match = best.other(side).first_of_counts.get(side.held.counts(dims))
     if match is not None:
         _cross(dims, match, side, best)
