@@ -1,4 +1,4 @@
-"""Live arrays from one sharding, mesh or set of devices to another, in bounded memory.
+"""Moves of live arrays to another sharding, mesh or set of devices, in bounded memory.
 
 It may import `_plan` and what is below it. It never chooses where an array shall lie; it is loaded when `reshard` or
 `plan_reshard` is first named. `steps` moves between meshes of the same devices, `pieces` between different devices

@@ -1,4 +1,6 @@
-"""Where arrays lie before a move and after it, in all the forms that it can be said in, and what can move so."""
+"""The shardings of arrays before and after a move, from every form in which a caller can give them, and checks that
+they can move.
+"""
 
 import collections
 import functools as ft
@@ -19,7 +21,7 @@ from .._plan import ShardPlan, shardings_of_leaves
 
 
 def targets(form: PyTree, tree: PyTree, leaves: Sequence[Any], treedef: Any, what: str) -> list[Sharding | None]:
-    """The sharding of each leaf; `None` for a leaf that is no array, and for one that is to be left alone.
+    """The sharding of each leaf; `None` for a leaf that is no array or that is to be left alone.
 
     **Arguments:**
 
@@ -83,12 +85,12 @@ def _sharding(entry: object, at: int, treedef: object, what: str, known: dict[in
 
 
 def is_array(leaf: object) -> bool:
-    """Whether a leaf can be moved."""
+    """Whether a leaf is an array that can be moved."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
-    """The argument `lost` of a move, for which ids, or one device alone, would name no device; as a tuple."""
+    """The argument `lost` of a move as a tuple; raises if it holds ids or is a single device."""
     fix = "give an iterable of jax devices, such as `lost=[jax.devices()[3]]`."
     check_type("lost", lost, Iterable, LeafTypeError, fix.removesuffix("."))
     found = tuple(lost)
@@ -99,12 +101,12 @@ def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
 
 
 def leaf_name(path: str) -> str:
-    """A leaf in a message; a tree that is one array has no path."""
+    """The name of a leaf in a message. A tree that is one array has no path."""
     return f"leaf `{path}`" if path else "the array"
 
 
 def data_of(shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype of the arrays that are moved in the place of typed PRNG keys, and of others."""
+    """The shape and dtype of the array that is moved: an array of PRNG keys moves as its key data."""
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return shape, np.dtype(dtype)
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
@@ -132,7 +134,7 @@ def require_movable(shape: tuple[int, ...], dtype: DType, dst: Sharding) -> None
 
 
 def require_reduced(*ends: Sharding) -> None:
-    """Raises where devices hold, or should hold, summands in the place of elements."""
+    """Raises if a sharding has unreduced axes, since devices then hold summands instead of elements."""
     for end in ends:
         if isinstance(end, NamedSharding) and end.spec.unreduced:
             raise SpecError(
@@ -142,39 +144,39 @@ def require_reduced(*ends: Sharding) -> None:
 
 
 def has_devices(sharding: Sharding) -> bool:
-    """Whether a sharding says on which devices an array lies."""
+    """Whether a sharding names devices."""
     return not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh)
 
 
 @ft.lru_cache(maxsize=1024)
 def in_host_memory(sharding: Sharding) -> bool:
-    """Whether an array lies in the host's memory, not in its devices'."""
+    """Whether a sharding is in host memory rather than in device memory."""
     if has_devices(sharding):
         return in_device_memory(sharding) is not sharding
     return sharding.memory_kind not in (None, "device")
 
 
 def named(sharding: Sharding) -> NamedSharding:
-    """The sharding, as one that is known to name mesh axes."""
+    """The sharding, which must be a NamedSharding."""
     assert isinstance(sharding, NamedSharding)
     return sharding
 
 
 def in_device_memory(sharding: Sharding) -> Sharding:
-    """The same placement in the memory that programs compute in; the sharding itself if it is there."""
+    """The same sharding in the memory that programs compute in; the sharding itself if it is there already."""
     platform = min(sharding.device_set, key=lambda device: device.id).platform
     default = jax.local_devices(backend=platform)[0].default_memory().kind
     return sharding if sharding.memory_kind == default else sharding.with_memory_kind(default)
 
 
 def copies_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
-    """The bytes that programs need for an end in other memory than they compute in: a copy of its shards in theirs."""
+    """The bytes of copies in device memory that programs need for each end in another memory."""
     away = [end for end in ends if in_device_memory(end) is not end]
     return sum(array_bytes(end.shard_shape(shape), dtype) * sharers(end.device_set) for end in away)
 
 
 def sharers(devices: Iterable[Any]) -> int:
-    """How many devices allocate from one memory, at most: all of a process where the CPU plays them."""
+    """The largest number of devices that allocate from one memory: all CPU devices of one process share theirs."""
     # Every process has to count alike, whichever devices are its own: the count decides what programs run.
     counts = collections.Counter(device.process_index for device in devices if device.platform == "cpu")
     return max(counts.values(), default=1)

@@ -1,4 +1,6 @@
-"""Moving arrays as their Moves say: how much at a time, in which parts, what is given up, and what an error leaves."""
+"""The execution of moves: how many arrays at a time, in which parts, which buffers are deleted, and the state after an
+error.
+"""
 
 import collections
 import contextlib
@@ -34,7 +36,7 @@ _MOST_BEGUN = 1
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The work of one move of a tree; arrays of the target are numbered.
+    """The work of moving one tree. Arrays of the target are numbered.
 
     **Arguments:**
 
@@ -57,7 +59,7 @@ class Job:
 
 
 def require_room(job: Job, limit_bytes: int) -> None:
-    """Raises where some array cannot move within the limit, before any has moved."""
+    """Raises before anything moves if some array cannot move within the limit."""
     needed = [(move, places[0][0], len(places)) for move, places in job.moves.items()]
     needed += [(work, at, 1) for at, work in job.works]
     short = [
@@ -77,7 +79,7 @@ def require_room(job: Job, limit_bytes: int) -> None:
 
 
 def carried_out(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Array]:
-    """Carries out a job; returns the arrays that were made, by number."""
+    """Carries out a job, and returns the arrays that it made, by number."""
     order = list(job.moves.items())
     if donate:  # what shrinks goes first, so that what grows finds the room
         order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
@@ -104,7 +106,7 @@ def carried_out(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, ja
 
 
 class _Flight:
-    """The arrays of the target, made in order, a few of them under way at a time."""
+    """Makes the target's arrays in order, with a few of them in flight at a time."""
 
     def __init__(self, job: Job, limit_bytes: int | None, donate: bool, pool: ThreadPoolExecutor):
         self.made: dict[int, jax.Array] = {}
@@ -131,7 +133,7 @@ class _Flight:
         return carry_out(move, x, limit_bytes=self._limit_bytes, pool=self._pool)
 
     def move(self, move: Move, leaf: jax.Array) -> jax.Array:
-        """One array to another sharding; the last reader of a leaf gives it up."""
+        """One array moved to another sharding. Its buffers are donated when no later move reads it."""
         self.window.make_room(move.extra_bytes)
         self._left[id(leaf)] -= 1
         give_up = self.donate and not self._left[id(leaf)] and id(leaf) not in self._kept
@@ -145,14 +147,14 @@ class _Flight:
         return made
 
     def begin(self, at: int, work: Work) -> None:
-        """One more array; waits for the oldest where too many are copied, and for all where sources are given up."""
+        """Starts another array. Waits for the oldest if too many are in flight, and for all if sources are donated."""
         self._begun.append((at, work, begun(work, self._means)))
         most = _MOST_BEGUN if work.way == "host" and _is_on_cpu(work) and not self.donate else 0
         while len(self._begun) > most:
             self._land()
 
     def finish(self) -> None:
-        """Waits for all arrays under way; gives up the sources of which nothing was made."""
+        """Waits for all arrays in flight, and deletes donated sources that nothing was made of."""
         self.land()
         if self.donate:
             self.window.drain()
@@ -160,7 +162,7 @@ class _Flight:
                 self._give_up(leaf)
 
     def land(self) -> None:
-        """Waits for the copies of other threads."""
+        """Waits for the copies in other threads."""
         while self._begun:
             self._land()
 
@@ -188,7 +190,7 @@ def _is_on_cpu(work: Work) -> bool:
 
 
 class Window:
-    """Waits for the oldest moves when too much is under way."""
+    """Waits for the oldest moves when too many bytes or arrays are in flight."""
 
     def __init__(self, limit_bytes: int | None):
         self.limit_bytes = _IN_FLIGHT_BYTES if limit_bytes is None else limit_bytes
@@ -196,19 +198,19 @@ class Window:
         self.bytes = 0
 
     def add(self, array: jax.Array, count: int, most: int = _IN_FLIGHT_COUNT) -> None:
-        """An array that is under way, and takes so many bytes; waits where more than `most` are."""
+        """Adds an array of `count` bytes that is in flight, and waits while more than `most` arrays are."""
         self.pending.append((array, count))
         self.bytes += count
         while len(self.pending) > most:
             self._wait()
 
     def make_room(self, count: int) -> None:
-        """Waits until so many bytes more may be taken."""
+        """Waits until `count` more bytes may be in flight."""
         while self.pending and (self.bytes + count > self.limit_bytes or len(self.pending) >= _IN_FLIGHT_COUNT):
             self._wait()
 
     def drain(self) -> None:
-        """Waits for all."""
+        """Waits for all moves."""
         while self.pending:
             self._wait()
 
@@ -234,7 +236,7 @@ def _stopped(job: Job, at: int, flight: _Flight, error: Exception) -> MoveError:
 
 
 def _is_there(array: jax.Array) -> bool:
-    """Whether an array arrived: its computation may have failed after it was handed out."""
+    """Whether an array was computed without an error."""
     try:
         jax.block_until_ready(array)
     except RuntimeError:
@@ -250,7 +252,7 @@ def carry_out(
     limit_bytes: int | None = None,
     pool: ThreadPoolExecutor | None = None,
 ) -> jax.Array:
-    """Moves one live array; work that the devices still have to do is not waited for.
+    """Moves one live array. It does not wait for computation that the devices still have to do.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""A function of whole matrices over a tree whose matrices are cut: each goes to one owner and comes back.
+"""A function of whole matrices over a tree of sharded matrices: each matrix goes to one owner device and comes back.
 
 On the wire, each device sends one row of `OwnerExchange.width` units to each owner: its pieces of the owner's matrices,
 one behind the other. So an owner receives a row from each device, and the columns of a matrix in these rows are all its
@@ -28,7 +28,7 @@ from .traced import traced
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MappedMatrices:
-    """What [`shardfx.map_matrices`][] returns: a function from a tree to a tree of the same structure.
+    """The function that [`shardfx.map_matrices`][] returns, from a tree to a tree of the same structure.
 
     **Arguments:**
 
@@ -43,7 +43,7 @@ class MappedMatrices:
     _state: Callable[[Any], Any] | None
 
     def __call__(self, tree: object, states: PyTree = None) -> PyTree:
-        """The tree with `fn` applied to every matrix; with `state=`, that and the new states."""
+        """The tree with `fn` applied to every matrix; with `state=`, the tree and the new states."""
         flat = flatten(tree)
         rows_of(self.plan.content, flat)
         leaves, places = [*flat.leaves], [at for at, is_array in enumerate(flat.is_array) if is_array]
@@ -62,7 +62,7 @@ class MappedMatrices:
         return result if self._state is None else (result, new_states)
 
     def init(self) -> dict[str, Any]:
-        """The states of all matrices as they begin, one stack each; call it inside `jit` with `states.shardings`."""
+        """The initial states of all matrices, one stack each. Call it inside `jit` with `states.shardings`."""
         if self._state is None:
             raise LeafTypeError("these matrices have no states; pass `map_matrices(..., state=init)`.")
         init, made = self._state, {}
@@ -73,7 +73,7 @@ class MappedMatrices:
 
     @property
     def states(self) -> ShardPlan:
-        """The plan of the states: each lies with the owner of its matrix."""
+        """The plan of the states. Each state is on the owner device of its matrix."""
         shapes = jax.eval_shape(self.init)
         mesh = self.plan.mesh if self.plan.jax_mesh is None else self.plan.jax_mesh
         rules = [(f"^{one.name}(/|$)", PartitionSpec((*by.cut, *by.axes))) for by, _, one in self._stacks()]
@@ -92,7 +92,7 @@ def map_matrices(
     state: Callable[[Any], Any] | None = None,
     memory_limit_bytes: int | None = None,
 ) -> MappedMatrices:
-    """A function that applies `fn` to every matrix of a tree whole, each on one device, for use inside a jitted step.
+    """A function that applies `fn` to every whole matrix of a tree, each on one device, for use inside a jitted step.
 
     Muon, Shampoo and clipping by a spectral norm compute on whole matrices. If the matrices are cut, XLA gathers every
     matrix on every device, and each device computes all of them. Here one all-to-all deals the matrices to owners,
@@ -151,7 +151,7 @@ def map_matrices(
 
 
 def _mesh_of(plan: ShardPlan, arrays: Sequence[object]) -> Any:
-    """The mesh of the program: that of Explicit types, or the plan's."""
+    """The mesh of the program: that of the arrays' Explicit types, or the plan's."""
     for array in arrays:
         mesh = jax.typeof(array).sharding.mesh
         if not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types):
@@ -167,7 +167,7 @@ def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
 def _mapped(
     fn: Callable[..., object], exchange: OwnerExchange, arrays: Sequence[Any], states: PyTree, mesh: Any
 ) -> tuple[list[Any], Any]:
-    """The arrays of an exchange after `fn`, and the new states: one program of each device."""
+    """The arrays of an exchange after `fn`, and the new states, by one `shard_map`."""
     parts = exchange.parts
     here = [NamedSharding(mesh, part.spec(part.entries)) for part in parts]
     specs = [part.spec(part.laid) for part in parts]
@@ -188,7 +188,9 @@ def _mapped(
 
 
 def _owned(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: Any, states: PyTree) -> tuple[Any, Any]:
-    """What a device owns after `fn` of the matrices of one stack, and their states, one after the other in a loop."""
+    """The matrices of one stack that a device owns after `fn`, and their states, computed one after the
+    other in a loop.
+    """
     starts, stack = exchange.starts(number), exchange.stacks[number]
 
     def turn(owned: Any, slot: Any) -> Any:
@@ -219,7 +221,7 @@ def _check_result(made: object, same: object) -> None:
 
 
 def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
-    """One row for each owner, of a device's pieces of all arrays."""
+    """One row for each owner, with a device's pieces of all arrays."""
     column, unit = iter(arrays), exchange.unit
     pieces = [
         jnp.concatenate([next(column).reshape(-1, *stack.piece) for _ in stack.parts]) for stack in exchange.stacks
@@ -235,7 +237,7 @@ def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
-    """The reverse of `packed`."""
+    """The arrays' shards from the rows: the inverse of `packed`."""
     pieces: list[list[jax.Array]] = [[] for _ in exchange.stacks]
     order: list[list[int]] = [[] for _ in exchange.stacks]
     for owners, held in _alike(exchange):
@@ -254,7 +256,7 @@ def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
 
 
 def _alike(exchange: OwnerExchange) -> Iterator[tuple[np.ndarray, list[tuple[int, np.ndarray]]]]:
-    """Owners that own as many of each stack: who they are, and for each stack their matrices, by owner."""
+    """Owners with equally many matrices of each stack: their numbers, and for each stack their matrices, by owner."""
     found: dict[tuple[int, ...], list[int]] = {}
     for owner, own in enumerate(exchange.holds):
         found.setdefault(tuple(stack for stack, _ in own), []).append(owner)
@@ -264,7 +266,7 @@ def _alike(exchange: OwnerExchange) -> Iterator[tuple[np.ndarray, list[tuple[int
 
 
 def _taken(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
-    """Some of the rows: as a slice where they are neighbours, else by their numbers."""
+    """Some of the rows, as a slice if they are consecutive, else by their numbers."""
     first, count = int(numbers[0]), len(numbers)
     if not np.array_equal(numbers, np.arange(first, first + count)):
         return rows[numbers]
@@ -272,18 +274,18 @@ def _taken(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
 
 
 def sent(exchange: OwnerExchange, rows: jax.Array) -> jax.Array:
-    """Each row at its owner; or back, which is the same all-to-all."""
+    """Each row at its owner; or each row back at its sender, which is the same all-to-all."""
     return jax.lax.all_to_all(rows, exchange.axes, 0, 0, tiled=True) if len(exchange.holds) > 1 else rows
 
 
 def row_of_owner(exchange: OwnerExchange, table: np.ndarray) -> jax.Array:
-    """This owner's row of a table."""
+    """The row of a table for the device that runs this."""
     is_same = (table == table[0]).all()
     return jnp.asarray(table[0]) if is_same else jnp.asarray(table)[jax.lax.axis_index(exchange.axes)]
 
 
 def joined(exchange: OwnerExchange, stack: Stack, pieces: jax.Array) -> jax.Array:
-    """A matrix from its pieces."""
+    """A matrix assembled from its pieces."""
     grid, order = _grid(exchange, stack), _order(exchange, stack)
     pieces = pieces.reshape(*[exchange.sizes[axis] for axis in exchange.axes], *stack.piece)
     # Of the devices that hold the same piece, the first one's is taken.
@@ -291,7 +293,7 @@ def joined(exchange: OwnerExchange, stack: Stack, pieces: jax.Array) -> jax.Arra
 
 
 def apart(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array:
-    """The pieces of a matrix, for each device its own."""
+    """The pieces of a matrix, one for each device."""
     grid, order = _grid(exchange, stack), _order(exchange, stack)
     pieces = matrix.reshape([(*grid, *stack.piece)[at] for at in order]).transpose(np.argsort(order))
     pieces = jnp.broadcast_to(pieces, (*[exchange.sizes[axis] for axis in exchange.axes], *stack.piece))
@@ -299,13 +301,13 @@ def apart(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array
 
 
 def _grid(exchange: OwnerExchange, stack: Stack) -> list[int]:
-    """Along each of the owners' axes, into how many parts it cuts a matrix."""
+    """For each of the owners' axes, the number of parts into which it divides a matrix."""
     cuts = {axis for own in stack.parts[0].laid for axis in own}
     return [exchange.sizes[axis] if axis in cuts else 1 for axis in exchange.axes]
 
 
 def _order(exchange: OwnerExchange, stack: Stack) -> list[int]:
-    """The dimensions of a matrix's pieces, first the owners' axes, in the order in which they are a matrix."""
+    """The order in which the dimensions of stacked pieces, owners' axes first, form a matrix."""
     axes, laid = exchange.axes, stack.parts[0].laid
     order = [at for dim, own in enumerate(laid) for at in (*map(axes.index, own), len(axes) + dim)]
     return [at for at in range(len(axes)) if at not in order] + order

@@ -1,4 +1,4 @@
-"""How arrays of one shape, dtype and placement get to another placement: one value, decided once by one function."""
+"""The move of arrays of one shape, dtype and sharding to another sharding, as a value that one function decides."""
 
 import dataclasses
 import functools as ft
@@ -33,7 +33,7 @@ How = Literal["in place", "relabel", "memory kind", "steps", "tiles"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-    """How arrays of one shape, dtype and placement get to another placement.
+    """How arrays of one shape, dtype and sharding move to another sharding.
 
     **Arguments:**
 
@@ -60,37 +60,38 @@ class Move:
 
     @property
     def idle(self) -> bool:
-        """Whether no byte moves: the result shares the buffers of the source."""
+        """Whether no byte moves, so that the result shares the buffers of the source."""
         return self.how in ("in place", "relabel")
 
     @ft.cached_property
     def source_bytes(self) -> int:
-        """Bytes of one shard before."""
+        """Bytes of one shard before the move."""
         return array_bytes(self.src.shard_shape(self.shape), self.dtype)
 
     @ft.cached_property
     def target_bytes(self) -> int:
-        """Bytes of one shard afterwards."""
+        """Bytes of one shard after the move."""
         return array_bytes(self.dst.shard_shape(self.shape), self.dtype)
 
     @ft.cached_property
     def aside_bytes(self) -> int:
-        """What programs take where an end lies in other memory than they compute in."""
+        """Bytes of the copies that programs need if an end is in another memory than they compute in."""
         if self.plan is None and (self.work is None or self.work.way != "programs"):
             return 0
         return copies_bytes(self.shape, self.dtype, self.src, self.dst)
 
     @ft.cached_property
     def extra_bytes(self) -> int:
-        """The most that is needed beside the shards of source and target, in one memory: a device's, or the host's
-        where the CPU plays the devices."""
+        """The most bytes needed beside the shards of source and target in one memory, which may be a device's or the
+        host's.
+        """
         if self.plan is not None:
             return _program_bytes(self.plan, self.shape, self.dtype) * sharers(self.dst.device_set) + self.aside_bytes
         return 0 if self.work is None else self.work.extra_bytes(self.work.exchanges()) + self.aside_bytes
 
     @property
     def held_bytes(self) -> int:
-        """The most that is held of an array while it moves, its source and target included, in one memory."""
+        """The most bytes that one memory holds of an array during the move, source and target included."""
         source = self.source_bytes * sharers(self.src.device_set)
         return source + self.target_bytes * sharers(self.dst.device_set) + self.extra_bytes
 
@@ -101,23 +102,27 @@ class Move:
         return not self.dst.is_fully_addressable and any(device.platform == "cpu" for device in devices)
 
     def cut_in(self, count: int) -> PartCut | None:
-        """The steps in `count` parts or more, or in as many as there can be; None where they move all at once."""
+        """The division of the steps into at least `count` parts, or into as many as possible; `None` for a move that
+        has no parts.
+        """
         return None if self.plan is None else cut_in(count, self.src.shard_shape(self.shape), self.plan.steps)
 
     def cut_within(self, limit_bytes: int | None) -> PartCut | None:
-        """The coarsest parts of the steps that fit into so many bytes, which suffice for the finest."""
+        """The division of the steps into the fewest parts that fit into `limit_bytes`; `None` if the whole
+        move fits.
+        """
         if limit_bytes is None or self.extra_bytes <= limit_bytes:
             return None
         cut = self.cut_in(-(-self.held_bytes // max(1, limit_bytes - self.aside_bytes)))
         return cut if cut is None or self.bytes_in(cut) <= limit_bytes else self.cut_in(max(self.shape))
 
     def bytes_in(self, cut: PartCut) -> int:
-        """The bytes that the steps take in parts: a share of all that an array takes, source and target included."""
+        """The bytes that the steps take in parts, source and target included."""
         return -(-(self.held_bytes - self.aside_bytes) * cut.part // cut.block) + self.aside_bytes
 
     @property
     def least_bytes(self) -> int:
-        """The least memory limit under which it can be made: whole, or in the finest of parts or pieces."""
+        """The smallest memory limit under which the array can move, whole or in the smallest parts."""
         if self.work is not None:
             return min(self.extra_bytes, self.work.least_bytes + self.aside_bytes)
         finest = self.cut_in(max(self.shape, default=1))
@@ -126,7 +131,7 @@ class Move:
 
 @ft.lru_cache(maxsize=4096)
 def program_of(move: Move, donate: bool, cut: PartCut | None) -> Callable[[jax.Array], jax.Array]:
-    """The steps of a move, compiled when they are first called."""
+    """The steps of a move as a function, compiled on its first call."""
     assert move.plan is not None
     return live_program(move.shape, move.plan, named(move.src), named(move.dst), donate=donate, cut=cut)
 
@@ -141,7 +146,7 @@ def move_of(
     copies: bool = True,
     meshes: tuple[MeshSpec | None, MeshSpec | None] = (None, None),
 ) -> Move:
-    """Decides how arrays of one kind are moved.
+    """Decides how arrays of one shape, dtype and pair of shardings move.
 
     **Arguments:**
 
@@ -182,7 +187,7 @@ def move_of(
 
 
 def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
-    """The same moves with senders that are balanced over all of them.
+    """The same moves, with senders chosen so that the sent bytes are balanced over all moves.
 
     **Arguments:**
 
@@ -218,7 +223,7 @@ def _after(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
 
 
 def shares_memory(move: Move) -> bool:
-    """Whether all devices of a move's ends are played by this process's CPU, so that shards can be copied between."""
+    """Whether all devices of a move are CPU devices of this process, so that shards can be copied in its memory."""
     ends = (move.src, move.dst)
     return all(has_devices(end) for end in ends) and all(_share(end) for end in ends)
 
@@ -234,7 +239,7 @@ def _on_axes(ends: tuple[Sharding, Sharding], meshes: tuple[MeshSpec | None, Mes
 
 
 def _one_set(*ends: Sharding) -> bool:
-    """Whether both ends are on the same devices; a mesh without any has as many as its size, numbered from 0."""
+    """Whether both ends are on the same devices. A mesh without devices has devices numbered from 0."""
     if all(map(has_devices, ends)):
         return ends[0].device_set == ends[1].device_set
     ids = [{d.id for d in end.device_set} if has_devices(end) else {*range(named(end).mesh.size)} for end in ends]
@@ -249,7 +254,7 @@ def _same_shards(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
 
 
 def _program_bytes(plan: Redistribution, shape: tuple[int, ...], dtype: object) -> int:
-    """The most that the program of the steps allocates on a device beside source and target."""
+    """The most bytes that the program of the steps allocates on a device beside source and target."""
     layouts = [step.source for step in plan.steps] + [step.target for step in plan.steps[-1:]]
     pieces = [array_bytes(end.piece_shape(shape), dtype) for end in layouts]
     most, last = 0, len(pieces) - 2

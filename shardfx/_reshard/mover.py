@@ -1,4 +1,4 @@
-"""Moving a tree of arrays: what there is to do, which leaves go together, in which order."""
+"""The move of a tree of arrays: the moves that its leaves need, grouped and ordered."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class MoveOptions(TypedDict, total=False):
-    """The options of `reshard`."""
+    """The keyword arguments of `reshard`."""
 
     src: Any
     memory_limit_bytes: SupportsIndex | None
@@ -138,7 +138,7 @@ def resharded(
     lost: Iterable[object] = (),
     copies: bool = True,
 ) -> PyTree:
-    """As `reshard`; without `copies`, devices of the CPU run the programs of devices with memories of their own."""
+    """As `reshard`. Without `copies`, CPU devices are treated as devices with separate memories."""
     lost, limit_bytes = lost_devices(lost), _whole_bytes(memory_limit_bytes)
     if map is not None:
         if lost or src is not None:
@@ -158,7 +158,7 @@ def resharded(
 
 
 def _moved(job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: bool) -> list[Any]:
-    """The leaves with those in the place of others that a job makes."""
+    """The leaves, with the arrays that a job makes in their places."""
     if limit_bytes is not None:
         require_room(job, limit_bytes)
     with _asked_for():
@@ -184,7 +184,7 @@ def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:
 
 @contextlib.contextmanager
 def _asked_for() -> Iterator[None]:
-    """Makes the copies of a move explicit, as those of `jax.device_put` are: guards stop or log implicit ones alone.
+    """A context in which a move's copies count as explicit ones, as those of `jax.device_put` do.
 
     A move's programs are compiled under `jax.disable_jit` too: run one operation at a time they would not move.
     """
@@ -223,7 +223,7 @@ def job_of(
     lost: tuple[Any, ...] = (),
     copies: bool = True,
 ) -> Job:
-    """Finds the move of every leaf, before any is made; what is wrong with one raises with its path.
+    """Decides the move of every leaf before any moves. An error names the leaf's path.
 
     **Arguments:**
 
@@ -273,7 +273,7 @@ def _require_devices(target: Sharding) -> None:
 
 
 def _lost_text(move: Move, missing: Sequence[Box]) -> str:
-    """Which elements no device holds that is left."""
+    """A text that says which elements no remaining device holds."""
     first = ", ".join(f"{start}:{stop}" for start, stop in missing[0])
     count = sum(map(volume, missing))
     return f"{count} of {math.prod(move.shape)} elements are on lost devices only, the first of them [{first}]"
@@ -281,7 +281,7 @@ def _lost_text(move: Move, missing: Sequence[Box]) -> str:
 
 @contextlib.contextmanager
 def naming(path: Callable[[], str]) -> Iterator[None]:
-    """Puts the leaf's path before what is wrong with it."""
+    """A context that puts the leaf's path in front of an error's message."""
     try:
         yield
     except (SpecError, MeshError, LeafTypeError) as error:
@@ -290,7 +290,7 @@ def naming(path: Callable[[], str]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Journey:
-    """A tree on its way into another.
+    """The move of a tree into another tree through a map.
 
     **Arguments:**
 
@@ -305,7 +305,7 @@ class Journey:
 
 
 def journey_of(tree: object, dst: object, map: TreeMap, copies: bool) -> Journey:
-    """Finds what there is to do, and raises where a map does not fit, before anything is moved."""
+    """Decides the move of every array through a map, and raises if the map does not fit, before anything moves."""
     flat = flatten(tree)
     if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
         raise LeafTypeError(
@@ -336,7 +336,7 @@ def _sharding(leaf: object) -> Any:
 
 
 def job_through(journey: Journey, copies: bool) -> Job:
-    """What there is to do: arrays that move as they are, and those that are put together from parts of others."""
+    """The job of a move through a map: arrays that move unchanged, and arrays that are assembled from pieces."""
     works = list(enumerate(journey.works))
     plain = [(at, journey.arrays[work.sources[0]], work.leaf.sharding) for at, work in works if work.way == "plain"]
     path_of = lambda at: journey.works[at].leaf.path
@@ -346,7 +346,7 @@ def job_through(journey: Journey, copies: bool) -> Job:
 
 @ft.lru_cache(maxsize=64)
 def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
-    """Raises on each of `processes`, which move a tree together, unless all of them have this map.
+    """Raises on each of `processes`, which move a tree together, unless all of them have the same map.
 
     It goes by JAX's coordination service, so that nothing waits for ever where one process does something else. A job
     without this service has brought its processes together by itself, and compares nothing.

@@ -1,4 +1,4 @@
-"""How each array is made of the shards of others: planned once, from shapes and shardings alone."""
+"""The plan for assembling each array from shards of others, from shapes and shardings alone."""
 
 import dataclasses
 import functools as ft
@@ -42,7 +42,7 @@ Way = Literal["plain", "programs", "host"]
 
 
 class MovedLeaf(NamedTuple):
-    """An array of either tree: its path, its shape and dtype, and where it lies; NumPy arrays lie nowhere.
+    """An array of either tree: its path, shape, dtype and sharding. NumPy arrays have no sharding.
 
     Of a plan without devices, `mesh` says what spans slices.
     """
@@ -63,7 +63,7 @@ def leaves_of_plan(plan: ShardPlan) -> list[MovedLeaf]:
 
 
 class ScaledArray(NamedTuple):
-    """An array times its scales, made before it moves."""
+    """An array multiplied by its scales, computed before it moves."""
 
     name: str
     path: str
@@ -73,7 +73,7 @@ class ScaledArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Work:
-    """How one array of the target is made.
+    """The plan for assembling one array of the target.
 
     **Arguments:**
 
@@ -112,17 +112,19 @@ class Work:
 
     @ft.cached_property
     def sharers(self) -> int:
-        """How many devices allocate from one memory; those of a mesh without any have memories of their own."""
+        """The number of devices that allocate from one memory. Devices of a mesh without devices count as separate
+        memories.
+        """
         return sharers([device for device in self.devices if isinstance(device, jax.Device)])
 
     @ft.cached_property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The array that is made, of PRNG keys their bits."""
+        """The array to assemble; for PRNG keys the array of their key data."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.leaf.sharding)
 
     @ft.cached_property
     def is_elsewhere(self) -> bool:
-        """Whether this process has no part in it."""
+        """Whether this process has no device that takes part."""
         own = jax.process_index()
         if self.way == "programs":
             return all(device.process_index != own for device in self.devices)
@@ -130,13 +132,14 @@ class Work:
 
     @ft.cached_property
     def is_apart(self) -> bool:
-        """Whether some of the devices hold one side only."""
+        """Whether some of the devices hold shards of one side only."""
         count = len(self.devices)
         return any(len(ends) < count for ends in (self.target_devices, *self.source_devices.values()))
 
     @ft.cached_property
     def most_bytes(self) -> int:
-        """What programs may take of a device beside source and target, if nothing else is asked for: one shard.
+        """The bytes that programs may take on a device beside source and target, without a limit: one shard of the
+        target.
 
         Of small arrays more, as each program takes time.
         """
@@ -144,7 +147,7 @@ class Work:
         return max(_LEAST_BYTES, 0 if end is None else array_bytes(end.shard_shape(self.shape), self.dtype))
 
     def exchanges(self, limit_bytes: int | None = None, most_bytes: int | None = None) -> list[Exchange]:
-        """The programs, in order, with pieces that leave room for themselves.
+        """The programs, in order, divided so that their pieces fit into the limits.
 
         **Arguments:**
 
@@ -163,28 +166,30 @@ class Work:
         return exchanges(pieces, *counts, room, homes if self.is_apart else None)
 
     def _room(self, limit_bytes: int | None, most_bytes: int) -> int | None:
-        """The bytes that the pieces of one program may have together."""
+        """The bytes that the pieces of one program may have in total."""
         if limit_bytes is not None:
             return max(1, limit_bytes // (self._times * self.sharers))
         return max(1, most_bytes // self._times) if self.is_apart else None
 
     @property
     def _times(self) -> int:
-        """How often a memory has the pieces of a program, at most: cut, received, and put in the target's order.
+        """The largest number of copies of a program's pieces in one memory at a time.
 
         Apart the last step has them as they were received, beside what the target had there and will have.
         """
         return 4 if self.is_apart else 3
 
     def extra_bytes(self, steps: Sequence[Exchange]) -> int:
-        """The most bytes that its programs take of a memory beside source and target; they run one after the other."""
+        """The most bytes that the programs take in one memory beside source and target. They run one after
+        the other.
+        """
         # The CPU's compiler drops the barriers between rounds, and may cut all pieces before it sends the first.
         of_step = sum if self.is_apart or self.sharers > 1 else max
         return self._times * self.sharers * max([0, *[of_step(step.sizes) for step in steps]])
 
     @ft.cached_property
     def least_bytes(self) -> int:
-        """The least memory limit under which it can be made."""
+        """The smallest memory limit under which the array can be assembled."""
         if self.way != "programs":
             return 0
         return self._times * self.sharers * max([1, *map(least_room_bytes, self.cuts.made)])
@@ -194,7 +199,7 @@ class Work:
 def works_of(
     map: TreeMap, sources: tuple[MovedLeaf, ...], targets: tuple[MovedLeaf, ...], copies: bool
 ) -> tuple[Work, ...]:
-    """Plans the move of one tree into another; from a bounded cache where the same was asked before."""
+    """The plan for moving one tree into another, from a bounded cache."""
     here = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in sources}
     there = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in targets}
     made = bound(map, here, there)
@@ -231,7 +236,7 @@ def work_between(
     copies: bool,
     sent_before: tuple[tuple[int, int], ...] = (),
 ) -> Work:
-    """Plans the move of an array as it is; it has no path.
+    """The plan for moving an array between device sets without a map.
 
     **Arguments:**
 
@@ -261,18 +266,18 @@ def _as_it_is(leaf: MovedLeaf) -> Made:
 
 
 class _Devices(NamedTuple):
-    """The devices of some shardings, and the place of each. Where one has no devices they are told apart by ids."""
+    """The devices of some shardings, and the position of each. If one sharding has no devices, ids identify them."""
 
     every: tuple[Any, ...]
     places: Mapping[Any, int]
     are_named: bool
 
     def place(self, device: object) -> int | None:
-        """Where a device is among all."""
+        """The position of a device; `None` if it is not among them."""
         return self.places.get(device if self.are_named else getattr(device, "id", device))
 
     def places_of(self, sharding: Sharding) -> list[int]:
-        """The places of a sharding's devices among all."""
+        """The positions of a sharding's devices."""
         return [at for device in _ordered(sharding) if (at := self.place(device)) is not None]
 
 
@@ -295,7 +300,7 @@ def _planned(
     lost: tuple[object, ...] = (),
     sent_before: tuple[tuple[int, int], ...] = (),
 ) -> Work:
-    """How an array is made of the numbers of others; `known` has the cuts of others of its kind."""
+    """The plan for one array. `known` caches the cuts of arrays of the same kind."""
     plan = ft.partial(_cuts, leaf, known=known, lost=lost, sent_before=sent_before)
     ends = [sources[name].sharding for name in names]
     way = _way(leaf, made, ends, copies, lambda: plan(made, names, sources)[:2])
@@ -322,7 +327,7 @@ def _way(
     copies: bool,
     plan: Callable[[], tuple[Cuts, _Devices]],
 ) -> Way:
-    """How an array is made: the same on every process, whichever devices are its own."""
+    """The way to assemble an array: "plain", "programs" or "host". It is the same on every process."""
     ends = [end for end in (*sources, leaf.sharding) if end is not None]
     if not all(map(has_devices, ends)):
         return "programs" if sources else "host"
@@ -343,7 +348,7 @@ def _way(
 
 
 def _crosses(made: Made, cuts: Cuts, devices: _Devices) -> bool:
-    """Whether a process needs what another holds; what is scaled takes whole arrays."""
+    """Whether a process needs elements that another process holds. Scaled arrays are needed whole."""
     process = [device.process_index for device in devices.every]
     travels = any(process[cut.sender] != process[cut.receiver] for cut in cuts.made if cut.sender != _NOBODY)
     return travels or any(piece.value.scale is not None for piece in made.pieces)
@@ -359,7 +364,9 @@ def _cuts(
     lost: tuple[object, ...],
     sent_before: tuple[tuple[int, int], ...],
 ) -> tuple[Cuts, _Devices, Any]:
-    """Who takes what from whom, and a key that arrays share whose cuts differ only in the names of their sources."""
+    """The cuts of an array, their devices, and the key of arrays whose cuts differ only in the names of
+    their sources.
+    """
     assert leaf.sharding is not None
     ends = [end for name in names if (end := sources[name].sharding) is not None]
     devices = _devices_of(ends, leaf.sharding, lost)
@@ -379,12 +386,16 @@ def _cuts(
 
 
 def _boxes(leaf: MovedLeaf, devices: _Devices) -> list[tuple[int | None, Box]]:
-    """Who holds which box of an array, bits of keys included; of a NumPy array nobody has all."""
+    """The device position and the box of each shard of an array, or of its key data. A NumPy array is held
+    by no device.
+    """
     return [(_NOBODY if device is None else devices.place(device), box) for device, box in device_boxes(leaf).items()]
 
 
 def device_boxes(leaf: MovedLeaf) -> dict[Any, Box]:
-    """What each device holds of the bits of an array, in the order of `_ordered`; `None` holds a NumPy array."""
+    """The box of each device's shard of an array or of its key data, in the order of `_ordered`; the key `None` for a
+    NumPy array.
+    """
     shape, _ = data_of(leaf.shape, leaf.dtype)
     if leaf.sharding is None:
         return {None: tuple((0, size) for size in shape)}
@@ -400,7 +411,7 @@ def _holders(leaf: MovedLeaf, devices: _Devices, lost: Container[int | None]) ->
 
 
 def _filled(work: Work, sources: Mapping[str, MovedLeaf], devices: _Devices, known: dict[Any, Any]) -> Work:
-    """The work with the copies of this process: one shard of each box, as replicas share it."""
+    """The plan with the NumPy copies of this process: one shard for each box, since replicas share it."""
     if (work.kind, "filled") not in known:
         first: dict[Box, int] = {}
         for at, box in _boxes(work.leaf, devices):
@@ -424,7 +435,7 @@ def _filled(work: Work, sources: Mapping[str, MovedLeaf], devices: _Devices, kno
 
 
 def _order(leaf: MovedLeaf, devices: _Devices) -> dict[int, int]:
-    """For each device, the number of the shard of this process that it holds of an array."""
+    """For each device, the number of its shard of an array among the shards of this process."""
     if leaf.sharding is None:
         return {_NOBODY: _NOBODY}
     here = leaf.sharding.addressable_devices_indices_map(leaf.shape)
@@ -432,14 +443,14 @@ def _order(leaf: MovedLeaf, devices: _Devices) -> dict[int, int]:
 
 
 def _shard_of(leaf: MovedLeaf) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype of a shard, of PRNG keys that of their bits."""
+    """The shape and dtype of a shard, or of its key data."""
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     own = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     return (*own, *shape[len(leaf.shape) :]), dtype
 
 
 def kind_of(made: Made, names: tuple[str, ...], sources: Mapping[str, MovedLeaf]) -> tuple[Any, ...]:
-    """A key that arrays share whose cuts differ only in the names of their sources."""
+    """A key that is equal for arrays whose cuts differ only in the names of their sources."""
     numbers = {name: number for number, name in enumerate(names)}
     pieces = tuple(_numbered(piece, numbers) for piece in made.pieces)
     return made.shape, made.dtype, pieces, tuple(sources[name][1:] for name in names)

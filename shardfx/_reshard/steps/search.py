@@ -314,7 +314,7 @@ def _cross_to_first(dims: ShardDims, side: _Side, best: _Best) -> None:
 
 
 def _cross(dims: ShardDims, match: ShardDims, side: _Side, best: _Best) -> None:
-    """Joins a layout of one side to one of the other by a permutation."""
+    """Joins a layout of one side to a layout of the other by a permutation."""
     before, after = (dims, match) if side is best.forward else (match, dims)
     spare = best.cost - best.forward.frontier.cost[before] - best.homeward.frontier.cost[after]
     have, want = best.forward.held.numbers(before), best.homeward.held.numbers(after)
@@ -323,7 +323,7 @@ def _cross(dims: ShardDims, match: ShardDims, side: _Side, best: _Best) -> None:
 
 
 def _meet(before: ShardDims, after: ShardDims, crossing: float, best: _Best) -> None:
-    """Keeps the path over these two layouts if it is the best one."""
+    """Keeps the path through these two layouts if it is the best so far."""
     paid = best.forward.frontier.cost.get(before, math.inf)
     total = paid + crossing + best.homeward.frontier.cost.get(after, math.inf)
     if total < best.cost - _ROUNDING:

@@ -1,4 +1,4 @@
-"""Into which factors each mesh axis is split, so that both ends of a move can be written down on them.
+"""The factors that each mesh axis is split into, so that the layouts of both ends of a move can be expressed in them.
 
 An axis of 12 devices can be counted as 2 x 2 x 3, as 2 x 3 x 2 or as 3 x 2 x 2. Two questions are answered here:
 
@@ -38,7 +38,7 @@ _MOST_ORDERS = 64
 
 
 def primes(number: int) -> tuple[int, ...]:
-    """The prime factors of `number`, ascending, each as often as it divides."""
+    """The prime factors of `number`, ascending, with multiplicity."""
     found, factor = [], 2
     while factor * factor <= number:
         while number % factor == 0:
@@ -49,7 +49,7 @@ def primes(number: int) -> tuple[int, ...]:
 
 
 def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray]) -> list[Split]:
-    """For each axis of both meshes an order of its primes, chosen so that the two have much in common.
+    """For each axis of both meshes, the order of its primes with the most factors in common with the other mesh.
 
     **Arguments:**
 
@@ -76,7 +76,7 @@ def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray])
 
 
 class _Digit(NamedTuple):
-    """A factor of an axis: positions along the axis that differ by `stride` differ by one in it."""
+    """A factor of an axis: positions along the axis that differ by `stride` differ by one in this factor."""
 
     stride: int
     size: int
@@ -84,7 +84,7 @@ class _Digit(NamedTuple):
 
 @ft.lru_cache(maxsize=256)
 def _orders(size: int) -> tuple[tuple[int, ...], ...]:
-    """The ways to write `size` as an ordered product of primes (the first 64 of them)."""
+    """The ordered products of primes that give `size`, at most the first 64 of them."""
 
     def arrange(rest: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if not rest:
@@ -103,13 +103,13 @@ def _digits_of(order: Sequence[int]) -> list[_Digit]:
 
 
 def _digit_keys(row: np.ndarray, size: int) -> dict[_Digit, bytes]:
-    """Every digit that any order of an axis' primes could have, with what it says of each device."""
+    """Every digit that any order of an axis's primes could have, with its value for each device as bytes."""
     found = dict.fromkeys(digit for order in _orders(size) for digit in _digits_of(order))
     return {digit: (row // digit.stride % digit.size).astype(np.uint16).tobytes() for digit in found}
 
 
 def _counts_on_the_way(layout: StepLayout, dim: int, split: Split | None = None) -> frozenset[int]:
-    """Into how many pieces the first axes (or factors) cut a dimension, for each number of them."""
+    """For each prefix of a dimension's axes, or of their factors, the number of shards that the prefix gives."""
     sizes = [(layout.sizes[axis],) if split is None else split[axis] for axis in layout.dims[dim]]
     return frozenset(it.accumulate(it.chain.from_iterable(sizes), operator.mul, initial=1))
 
@@ -117,7 +117,9 @@ def _counts_on_the_way(layout: StepLayout, dim: int, split: Split | None = None)
 def _best_orders(
     layout: StepLayout, known: Sequence[dict[_Digit, bytes]], wanted: set[bytes], counts: Sequence[frozenset[int]]
 ) -> list[tuple[int, ...]]:
-    """Per axis the order with most digits among the `wanted` ones, then with most `counts` of the other end's dim."""
+    """For each axis, the order with the most digits among `wanted`, then with the most of the other end's
+    shard counts.
+    """
     return [
         max(_orders(size), key=ft.partial(_agreement, keys, wanted, *_before(layout, axis, counts)))
         for axis, (size, keys) in enumerate(zip(layout.sizes, known, strict=True))
@@ -125,7 +127,9 @@ def _best_orders(
 
 
 def _before(layout: StepLayout, axis: int, counts: Sequence[frozenset[int]]) -> tuple[int, frozenset[int]]:
-    """Into how many pieces the axes before this one cut its dimension, and the other end's counts there."""
+    """The number of shards that the axes before this one give its dimension, and the other end's shard counts of that
+    dimension.
+    """
     for axes, theirs in zip(layout.dims, counts, strict=True):
         if axis in axes:
             return math.prod(layout.sizes[other] for other in axes[: axes.index(axis)]), theirs
@@ -140,7 +144,7 @@ def _agreement(
 
 
 def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], splits: Sequence[Split]) -> list[Split]:
-    """Joins neighbouring primes of an axis that neither end of the move tells apart.
+    """Joins neighbouring primes of an axis if neither end of the move needs them separately.
 
     **Arguments:**
 
@@ -167,7 +171,7 @@ def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], 
 
 
 class _Primes:
-    """The prime factors of one end, each with its key and with the cut that it makes."""
+    """The prime factors of one end, each with its key and with the position at which it divides a dimension."""
 
     def __init__(self, layout: StepLayout, keys: Sequence[bytes]):
         self.keys = keys
@@ -182,7 +186,9 @@ class _Primes:
         }
 
     def must_end(self, factor: int, other: "_Primes", kept: set[int]) -> bool:
-        """Whether a factor must stay apart from the next one, since the other end's `kept` tell the two apart."""
+        """Whether a factor must stay separate from the next one, since a factor in the other end's `kept` ends between
+        the two.
+        """
         return self._is_told_apart(factor, other, kept) or any(
             other.cuts[theirs] == self.cuts.get(factor) for theirs in kept if theirs in other.cuts
         )
@@ -213,7 +219,7 @@ _FEW = 6
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class End:
-    """One end of a move (or of a step): its layout over factors of its mesh, and every device's coordinates there.
+    """One end of a move or step: its layout over factors of its mesh, and every device's coordinates in them.
 
     Both ends of a move number the devices by their place in the source's mesh.
     """
@@ -223,17 +229,21 @@ class End:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """One key per factor; factors of any mesh that tell the devices apart in the same way have equal keys."""
+        """One key per factor. Factors of any two meshes that have the same value on every device have equal keys."""
         return tuple(row.astype(np.uint16).tobytes() for row in self.coordinates)
 
 
 def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """Each device's coordinates in the mesh of `layout`, the devices numbered by their place in that of `like`."""
+    """Each device's coordinates in the mesh of `layout`. Devices are numbered by their position in the mesh
+    of `like`.
+    """
     return digits(layout.sizes, positions(layout, like))
 
 
 def levels(end: End) -> list[tuple[float, np.ndarray]]:
-    """From cheap to dear: a weight, and per device the group within which a byte costs no more than that."""
+    """For each weight, from cheap to expensive, the group of each device within which a byte costs at most
+    that weight.
+    """
     weights = end.layout.weights or (1.0,) * len(end.layout.sizes)
     found = []
     for weight in sorted(dict.fromkeys(weights)) or [1.0]:
@@ -243,7 +253,7 @@ def levels(end: End) -> list[tuple[float, np.ndarray]]:
 
 
 def refine(src: StepLayout, dst: StepLayout, *, prime: bool = False) -> tuple[End, End]:
-    """Splits the axes of both meshes into factors.
+    """The two ends of a move, on the factors into which the axes of both meshes are split.
 
     Where every factor of the target's mesh is one of the source's too, both ends are on the source's mesh.
 
@@ -272,7 +282,7 @@ def refine(src: StepLayout, dst: StepLayout, *, prime: bool = False) -> tuple[En
 
 
 def _end(layout: StepLayout, split: Split, place: np.ndarray) -> End:
-    """A layout on the factors of its axes, for devices that are at `place` in its mesh."""
+    """A layout on the factors of its axes, for devices at the positions `place` of its mesh."""
     sizes = tuple(size for factors in split for size in factors)
     start = [0]
     for factors in split:
@@ -285,7 +295,7 @@ def _end(layout: StepLayout, split: Split, place: np.ndarray) -> End:
 
 
 def _equally_dear(ours: End, theirs: End) -> tuple[End, End]:
-    """Both ends with weights that say the same: a factor is as dear as its dearest step is by either's account."""
+    """Both ends with consistent weights: a factor has the larger of the weights that the two meshes give it."""
     if not ours.layout.weights and not theirs.layout.weights:
         return ours, theirs
     first, second = (
