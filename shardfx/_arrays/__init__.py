@@ -1,4 +1,4 @@
-"""Arrays under a plan: placed, constrained, compiled for, gathered, and read back.
+"""Live arrays under a plan: placed, constrained, compiled for, gathered, and read back.
 
 It may import `_plan` and what is below it. It never decides how an array is sharded, beyond correcting what
 `constrain` is asked to the shape at hand; and it never moves an array from one plan to another, which `_reshard` does.

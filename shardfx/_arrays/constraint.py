@@ -1,4 +1,4 @@
-"""An array where a plan wants it, inside `jit` and outside: `constrain`, by logical names or by a spec."""
+"""`constrain`: the sharding of an intermediate array, by logical names or by a spec, inside `jit` and outside."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from .given import sharding_of
 
 
 def is_tracing() -> bool:
-    """Whether JAX records what is computed, as inside `jax.jit`: nothing can be put on devices then."""
+    """Whether JAX is tracing, as inside `jax.jit`, so that nothing can be put on devices."""
     return isinstance(jax.device_put(np.zeros((), bool)), Tracer)
 
 
@@ -32,7 +32,7 @@ def placed(leaves: list[Any], shardings: list[Any]) -> list[Any]:
 
 
 def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
-    """One array on a mesh of several processes, from one that is global already or whole on each process."""
+    """One array on a mesh of several processes, from an array that is global already or whole on each process."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -91,7 +91,7 @@ def constrain(
     unmatched: Policy = "raise",
     explain: bool = False,
 ) -> Any:
-    """Says how an intermediate array is sharded: by logical names or by a spec, corrected to its shape.
+    """Sets the sharding of an intermediate array, by logical names or by a spec, corrected to the array's shape.
 
     The same call works outside and inside `jax.jit`, for Auto, Explicit and mixed axis types, with `jax.set_mesh` and
     without. Inside `jax.shard_map` it leaves the Manual axes out of the spec.
@@ -181,7 +181,7 @@ def _constrained(x: object, spec: PartitionSpec, mesh: Mesh | AbstractMesh, free
 
 
 def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Decision:
-    """The decision as JAX carries it out inside `jit`: types cut a dimension first, and constraints what they leave.
+    """The decision as JAX applies it inside `jit`: Explicit axes shard a dimension before Auto axes do.
 
     **Raises:**
 
@@ -201,7 +201,7 @@ def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Deci
 
 
 def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
-    """The mesh on which `x` is typed, or else the plan's."""
+    """The mesh in the type of `x`, or else the plan's."""
     planned = plan.content.any_mesh
     sharding = sharding_of(x)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
@@ -219,7 +219,7 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
 
 
 def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> PartitionSpec:
-    """The part of a spec that concerns `axes`, which are of one kind."""
+    """The part of a spec for `axes`, which are of one axis type."""
     parts = []
     for entry in entries_of(spec):
         if entry is UNCONSTRAINED:
@@ -247,7 +247,7 @@ _meant_for = Primitive("meant_for")
 
 
 def meant_for(x: jax.Array, sizes: tuple[tuple[str, int], ...]) -> jax.Array:
-    """`x`, in a program that cannot be lowered for another number of devices than this mesh has.
+    """`x`, in a program that cannot be lowered for a mesh of another size.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""What `in_shardings`, `out_shardings` and `donate` say: of each parameter, and of each leaf of a tree."""
+"""The arguments `in_shardings`, `out_shardings` and `donate`: the entry of each parameter and of each leaf."""
 
 import difflib
 import inspect
@@ -32,7 +32,7 @@ def _is_entry(node: object) -> bool:
 
 
 def checked(form: object, what: str) -> Any:
-    """The form itself, if every entry of it says on which mesh arrays are to lie; `what` is its name."""
+    """The form itself. Raises for an entry that names no mesh or devices; `what` is the argument's name."""
     for entry in jax.tree.leaves(form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)):
         if isinstance(entry, PartitionSpec):
             raise PlanMismatchError(
@@ -61,12 +61,12 @@ def _is_mistaken(node: object) -> bool:
 
 
 def key_of(sharding: object) -> Any:
-    """A key that equal shardings share. JAX takes other entries too, layouts for one, or says what is wrong."""
+    """A key that equal shardings share. Other entries, such as layouts, are their own keys."""
     return sharding if sharding is None or isinstance(sharding, Sharding) else id(sharding)
 
 
 def shardings_in(form: object) -> dict[Any, Any]:
-    """All shardings that a form may give an array, by their keys; `None` for "as it comes" first."""
+    """All shardings in a form, by their keys. The entry `None` comes first."""
     found = {None: None}
     for entry in jax.tree.leaves(form, is_leaf=_is_entry):
         shardings = entry.content.row_shardings if isinstance(entry, ShardPlan) else (entry,)
@@ -75,7 +75,7 @@ def shardings_in(form: object) -> dict[Any, Any]:
 
 
 def spread(form: object, tree: object, what: str, *, shapes: bool = True, hint: str = "") -> list[Any]:
-    """The sharding of each leaf of a tree, `None` where JAX is to take an array as it comes.
+    """The sharding of each leaf of a tree; `None` for a leaf that keeps its own.
 
     **Arguments:**
 
@@ -134,7 +134,7 @@ def _fits(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
 
 
 def lacks(form: object, tree: object) -> Iterator[str]:
-    """Paths at which a plan was made for leaves that are no arrays, and where the tree has `None`."""
+    """Paths at which a plan has leaves that are not arrays and the tree has `None`."""
     entries, structure = jax.tree.flatten(form, is_leaf=_is_entry)
     for entry, part in zip(entries, structure.flatten_up_to(tree), strict=True):
         if isinstance(entry, ShardPlan):
@@ -143,7 +143,7 @@ def lacks(form: object, tree: object) -> Iterator[str]:
 
 
 class Entries(NamedTuple):
-    """What `in_shardings` says of parameters, by position or name; of what `*args` and `**kwargs` take; and a hint."""
+    """The entries of `in_shardings`: by position or name, for `*args` and for `**kwargs`, and a hint for messages."""
 
     known: dict[int | str, Any]
     more: Any = None
@@ -152,16 +152,18 @@ class Entries(NamedTuple):
 
     @property
     def forms(self) -> list[Any]:
-        """All that is said of any parameter."""
+        """All entries."""
         return [*self.known.values(), self.more, self.others]
 
     def of(self, args: Sequence[object], kwargs: dict[str, object]) -> list[tuple[str, Any, Any]]:
-        """For each argument of a call its name in messages, the argument, and its entry; keywords in sorted order."""
+        """For each argument of a call: its name in messages, the argument, and its entry. Keywords are in
+        sorted order.
+        """
         found = [(f"{at}", arg, self.known.get(at, self.more)) for at, arg in enumerate(args)]
         return found + [(f"`{key}`", kwargs[key], self.known.get(key, self.others)) for key in sorted(kwargs)]
 
     def untaken(self, args: Sequence[object], kwargs: dict[str, object]) -> list[str]:
-        """The entries whose argument a call lacks, which happens to functions with `*args` or `**kwargs` alone."""
+        """The entries whose argument a call lacks, which is possible only for functions with `*args` or `**kwargs`."""
         given = {*range(len(args)), *kwargs}
         missing = [key for key, entry in self.known.items() if entry is not None and key not in given]
         return [f"{key}" if isinstance(key, int) else f"`{key}`" for key in missing]
@@ -197,14 +199,14 @@ def positional_names(signature: inspect.Signature) -> list[str]:
 
 
 def parameter_names(signature: inspect.Signature, args: Sequence[object], kwargs: dict[str, object]) -> list[str]:
-    """The name of each argument of a call: "params", or "xs/0" of `*xs`; keywords in sorted order."""
+    """The name of each argument of a call: "params", or "xs/0" for `*xs`. Keywords are in sorted order."""
     names = positional_names(signature)
     more = [f"{_variadic(signature, 'VAR_POSITIONAL')}/{at}" for at in range(len(args) - len(names))]
     return [*names[: len(args)], *more, *sorted(kwargs)]
 
 
 def counts_as_given(signature: inspect.Signature) -> range:
-    """The numbers of positional arguments for which a call without keywords has nothing to bind and no default."""
+    """The numbers of positional arguments with which a call without keywords needs no binding and no default."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     least = len(positional_names(signature))
     most = sys.maxsize if inspect.Parameter.VAR_POSITIONAL in kinds else least + 1
@@ -216,7 +218,7 @@ def _variadic(signature: inspect.Signature, kind: str) -> str | None:
 
 
 class Donated(NamedTuple):
-    """Whose buffers may be reused: those of the arguments at these positions, or at all but these."""
+    """The positions of the donated arguments, or of the arguments that are not donated."""
 
     positions: frozenset[int]
     all_but: bool = False
@@ -243,7 +245,7 @@ def donated(donate: Any, signature: inspect.Signature) -> Donated:
 
 
 def bound(fn: Any, name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a call as the function gets them: keyword arguments by position, and with defaults.
+    """The arguments of a call as the function gets them: keyword arguments by position, defaults filled in.
 
     **Raises:**
 

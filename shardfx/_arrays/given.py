@@ -1,4 +1,5 @@
-"""What a call gives and a function returns: arrays, which may not be gone, shared or on other devices, and the rest.
+"""Checks of a call's arguments and results: arrays that were deleted, are donated twice or are on other devices, and
+static leaves.
 
 The runtime finds out about the arrays too, and where a program runs on several CPU devices it ends the process. What is
 not traced is compared by value and by type: 1, 1.0 and True are equal, and their programs differ.
@@ -21,7 +22,9 @@ from ..topology import MeshSpec
 
 
 class Given(NamedTuple):
-    """A leaf of the arguments: its name in messages, its path, its entry, whether and where it is donated."""
+    """A leaf of the arguments: its name in messages, its path, its entry in `in_shardings`, and whether it
+    is donated.
+    """
 
     name: str
     path: str
@@ -32,17 +35,17 @@ class Given(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Its name, dtype and shape."""
+        """The leaf's name, dtype and shape."""
         return f"{self.name}, {self.leaf.dtype}{list(self.leaf.shape)},"
 
 
 def is_placed(kind: type) -> bool:
-    """Whether leaves of this type have buffers."""
+    """Whether leaves of this type are arrays with buffers."""
     return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
 
 
 def raise_gone_or_shared(given: Iterable[Given]) -> None:
-    """Raises for an array whose buffers are gone, or that is donated, given twice, and taken as it lies."""
+    """Raises for an array whose buffers were deleted, or that is donated and given twice."""
     seen: dict[int, Given] = {}
     for one in given:
         if one.leaf.is_deleted():
@@ -61,13 +64,13 @@ def raise_gone_or_shared(given: Iterable[Given]) -> None:
 
 
 def _is_moved(one: Given) -> bool:
-    """Whether JAX puts an array where the program wants it, so that a copy is donated."""
+    """Whether JAX copies an array to the sharding that the program wants, so that only the copy is donated."""
     is_asked = isinstance(one.wanted, Sharding)
     return not one.leaf.committed or (is_asked and not lies_as(one.leaf.sharding, one.wanted, one.leaf.shape))
 
 
 def raise_elsewhere(given: Iterable[Given], error: Exception | None) -> None:
-    """Raises for the first array that does not lie as its entry says."""
+    """Raises for the first array whose sharding is not that of its entry."""
     for one in given:
         own = struct_of(one.leaf).sharding
         is_known = own is not None and isinstance(one.wanted, Sharding)
@@ -80,7 +83,9 @@ def raise_elsewhere(given: Iterable[Given], error: Exception | None) -> None:
 
 
 def raise_apart(places: Iterable[tuple[str, object]], error: Exception | None) -> None:
-    """Raises if two shardings have different devices, or the same in another order. Each comes with a text for it."""
+    """Raises if two shardings have different devices, or the same in another order. Each comes with a text
+    for messages.
+    """
     pairs = [(what, devices) for what, sharding in places if (devices := _in_order(sharding))]
     for what, devices in pairs[1:]:
         if devices != pairs[0][1]:
@@ -92,7 +97,7 @@ def raise_apart(places: Iterable[tuple[str, object]], error: Exception | None) -
 
 
 def lies_apart(leaf: Any, wanted: Any) -> bool:
-    """Whether an array lies on other devices than those of a sharding for several.
+    """Whether an array is on other devices than those of a sharding for several devices.
 
     For one that would be cut alike there, JAX moves it at the first call, and the next one ends in the runtime.
     """
@@ -122,7 +127,7 @@ def is_abstract(sharding: object) -> bool:
 
 @ft.lru_cache(maxsize=4096)
 def lies_as(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether all devices hold the same parts; a mesh without devices is compared by the places in it."""
+    """Whether all devices hold the same boxes under both shardings. A mesh without devices is compared by positions."""
     if memory_kind(found) != memory_kind(wanted) or _reductions(found) != _reductions(wanted):
         return False
     if found == wanted:
@@ -133,7 +138,7 @@ def lies_as(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
 
 
 def memory_kind(sharding: Sharding) -> str | None:
-    """The kind of memory; `None` for the one that the devices have unless told otherwise."""
+    """The memory kind; `None` for the default memory of the devices."""
     kind = sharding.memory_kind
     return None if kind in (None, "device", "unpinned_host") else kind
 
@@ -144,14 +149,14 @@ def _reductions(sharding: Sharding) -> tuple[frozenset[str], ...]:
 
 
 def sharding_of(leaf: object) -> Sharding | None:
-    """The sharding of an array or struct; of a traced array the one in its type."""
+    """The sharding of an array or struct; for a traced array the one in its type; `None` for other leaves."""
     if isinstance(leaf, Tracer):
         return jax.typeof(leaf).sharding
     return leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
 
 
 def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """The struct of an array, with the sharding given, or else with its own where it has chosen one."""
+    """The struct of an array, with the given sharding, or else with its own if the array is committed to it."""
     if sharding is None and not isinstance(leaf, Tracer) and getattr(leaf, "committed", True):
         sharding = getattr(leaf, "sharding", None)
     weak = getattr(leaf, "weak_type", False)
@@ -159,7 +164,7 @@ def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 
 
 def without_devices(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The struct of an array, on an abstract mesh where it lies on a mesh."""
+    """The struct of an array, on the abstract mesh if the array is on a mesh."""
     found = struct_of(leaf)
     own, abstract = found.sharding, None
     if is_abstract(own):
@@ -173,7 +178,7 @@ def without_devices(leaf: Any) -> jax.ShapeDtypeStruct:
 
 @ft.lru_cache(maxsize=1024)
 def is_traced(kind: type) -> bool:
-    """Whether leaves of this type are arrays, or stand for one."""
+    """Whether leaves of this type are arrays, tracers or structs."""
     return issubclass(kind, (jax.Array, Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
@@ -185,7 +190,8 @@ def _compared_fields(kind: type) -> tuple[str, ...] | None:
 
 
 def mark(value: object) -> Hashable:
-    """What equality does not see of a value: its type, the sign of a zero, and both within containers and dataclasses.
+    """The properties of a value that `==` ignores: its type and the sign of a zero, also inside containers and
+    dataclasses.
 
     NaN, which equals nothing, has a mark that says all of it.
     """
@@ -206,7 +212,9 @@ def mark(value: object) -> Hashable:
 
 
 def node_data(treedef: Any) -> list[Any]:
-    """What the nodes of a tree hold beside leaves: static fields of modules, keys of dicts that are no strings."""
+    """The data that the nodes of a tree hold beside leaves: static fields of modules, and dict keys that are not
+    strings.
+    """
     found: list[Any] = []
     nodes = [treedef]
     for node in nodes:
@@ -225,12 +233,12 @@ def node_data(treedef: Any) -> list[Any]:
 
 
 def needs_marks(treedef: object) -> bool:
-    """Whether trees whose structures are equal may still differ in what their nodes hold."""
+    """Whether trees with equal structures may still differ in their nodes' data."""
     return any(type(one).__eq__ is not object.__eq__ for one in node_data(treedef))
 
 
 class Static:
-    """All of a tree that is not traced: hashed and compared as a whole, as one static argument of `jax.jit`.
+    """The parts of a tree that are not traced, as one static argument of `jax.jit`: hashed and compared as a whole.
 
     **Arguments:**
 
@@ -257,11 +265,11 @@ class Static:
         return isinstance(other, Static) and self._hash == other._hash and self._key == other._key
 
     def holds(self, parts: Sequence[object]) -> bool:
-        """Whether these are its values and data, by their identity."""
+        """Whether `parts` are the very objects that this value holds."""
         return len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
 
     def difference(self, given: "Static") -> str:
-        """How another call differs, in words."""
+        """The difference to the static parts of another call, in words."""
         if self.treedef != given.treedef:
             return f"{self.treedef.num_leaves} leaves then, {given.treedef.num_leaves} now"
         pairs = zip(self._parts, given._parts, strict=False)
@@ -281,7 +289,9 @@ def joined(treedef: Any, positions: Sequence[Sequence[int]], lists: Sequence[Seq
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rest:
-    """What a function returns beside arrays, and where this and each list of arrays are among all its leaves."""
+    """The results of a function that are not arrays, and the positions of these and of each list of arrays among all
+    leaves.
+    """
 
     treedef: Any
     positions: list[list[int]]
@@ -289,7 +299,7 @@ class Rest:
 
 
 class Parted(NamedTuple):
-    """What a function returns that is not arrays alone, or whose arrays `out_shardings` is about."""
+    """The results of a function if not all of them are arrays, or if `out_shardings` has entries for them."""
 
     lists: Any
     rest: Any
@@ -299,7 +309,7 @@ class Parted(NamedTuple):
 
 
 def taking(positions: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Takes what is at these positions out of a list, in half the time of a loop."""
+    """A function that takes the items at these positions out of a list, in half the time of a loop."""
     first = positions[0] if positions else 0
     run = slice(first, first + len(positions))
     is_run = positions == [*range(run.start, run.stop)]

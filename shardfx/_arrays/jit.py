@@ -1,4 +1,4 @@
-"""Compiling a function under plans: `filter_jit`, which is one `jax.jit` with one static argument."""
+"""`filter_jit`: a function compiled under plans, as one `jax.jit` with one static argument."""
 
 import dataclasses
 import functools as ft
@@ -148,7 +148,7 @@ def filter_jit(
 
 @dataclasses.dataclass(frozen=True)
 class Decorator:
-    """A `filter_jit` that waits for its function: a checker learns what it takes and returns when it gets it."""
+    """A `filter_jit` that waits for its function, so that a type checker knows the function's signature."""
 
     in_shardings: Any
     out_shardings: Any
@@ -160,7 +160,7 @@ class Decorator:
 
 @dataclasses.dataclass(eq=False)
 class _Form:
-    """Where the arrays of a call are among all its leaves, for one structure of the arguments.
+    """The positions of a call's arrays among all its leaves, for one structure of the arguments.
 
     **Arguments:**
 
@@ -187,7 +187,7 @@ class _Form:
 
 
 class _Call(NamedTuple):
-    """The arguments of a call, and what the program gets of them."""
+    """The arguments of a call, and the program's arguments made of them."""
 
     args: Any
     kwargs: Any
@@ -196,7 +196,7 @@ class _Call(NamedTuple):
 
 
 class Jitted(Generic[P, R]):
-    """What [`shardfx.filter_jit`][] returns: a function with the signature of the one that it was given.
+    """The function that [`shardfx.filter_jit`][] returns, with the signature of the function that was given.
 
     It is one `jax.jit`, whose static argument is all that is not traced. The arrays go in as lists, one for each
     sharding that `in_shardings` has: those are known before any argument is. The results come out likewise, or as the
@@ -265,7 +265,7 @@ class Jitted(Generic[P, R]):
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: object, **kwargs: object) -> Traced[P, R]:
-        """Traces the function for arguments, or structs, of these shapes. Plans need no devices for it."""
+        """Traces the function for arguments, or structs, of these shapes. The plans need no devices."""
         call = self._bound(args, kwargs, runs=False)
         lists = [[without_devices(leaf) for leaf in own] for own in call.lists] if self._is_abstract else call.lists
         try:
@@ -362,7 +362,9 @@ class Jitted(Generic[P, R]):
         return Parted(found, Rest(treedef, [*groups.values()], statics))
 
     def _given(self, args: Any, kwargs: Any, *, shapes: bool = False) -> list[Given]:
-        """All leaves of the arguments; raises if they are not what is planned, or with `shapes` of other shapes."""
+        """All leaves of the arguments; raises if they do not match their plans, with `shapes` also in shape
+        and dtype.
+        """
         names = parameter_names(self._signature, args, kwargs)
         found: list[Given] = []
         for at, (which, arg, entry) in enumerate(self._in.of(args, kwargs)):
@@ -380,7 +382,7 @@ class Jitted(Generic[P, R]):
         return [one for one in given if is_traced(type(one.leaf))]
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
-        """Raises where the call lacks an argument that has an entry, and has another that has none."""
+        """Raises if the call lacks an argument that has an entry, and has another one that has none."""
         untaken = self._in.untaken(args, kwargs)
         given = self._in.of(args, kwargs) if untaken else ()
         bare = [which for which, arg, entry in given if entry is None and _ARRAY in jax.tree.leaves(arg)]
@@ -392,7 +394,7 @@ class Jitted(Generic[P, R]):
             )
 
     def _explain(self, error: Exception, call: _Call) -> None:
-        """Raises what is wrong with the arguments, if it is that; else notes on the error what they lack."""
+        """Raises an error about the arguments if they explain the given error; else adds a note about missing ones."""
         if isinstance(error, PlanMismatchError):
             return
         try:
@@ -414,7 +416,7 @@ class Jitted(Generic[P, R]):
                 )
 
     def _places(self, call: _Call) -> Iterator[tuple[str, Any]]:
-        """The shardings of the arrays of a call, of their entries, and of results, each with a text before it."""
+        """The shardings of a call's arrays, of its entries, and of its results, each with a text for messages."""
         for one in self._arrays(call):
             if is_placed(type(one.leaf)) and one.leaf.committed:
                 yield f"{one.text} lies on", one.leaf.sharding
@@ -425,13 +427,13 @@ class Jitted(Generic[P, R]):
             yield f"an entry of `out_shardings` of `{self._name}` is on", sharding
 
     def _own_arrays(self) -> Iterator[TracedArray]:
-        """The arrays of the function itself."""
+        """The arrays in the function itself, such as a module's parameters."""
         pairs = zip(tree_paths(self._fn_treedef), self._fn_leaves, strict=True)
         for at, (path, leaf) in enumerate([pair for pair in pairs if is_traced(type(pair[1]))]):
             yield TracedArray(_under(self._name, path), struct_of(leaf), name=f"fn_arrays[{at}]")
 
     def _taken(self, call: _Call, lists: Sequence[Sequence[object]]) -> Iterator[TracedArray]:
-        """The arrays of the arguments, in the order in which the program has them."""
+        """The arrays of the arguments, in the order of the program's parameters."""
         given = self._given(call.args, call.kwargs)
         for n, (group, leaves) in enumerate(zip(call.static.positions[1:], lists, strict=True)):
             for i, (at, leaf) in enumerate(zip(group, leaves, strict=True)):
@@ -439,7 +441,7 @@ class Jitted(Generic[P, R]):
                 yield TracedArray(one.path, struct_of(leaf, one.wanted), one.is_donated, one.argument, name)
 
     def _returned(self, out: object) -> list[TracedArray]:
-        """The arrays of the results, in the order in which the program has them."""
+        """The arrays of the results, in the order of the program's results."""
         if type(out) is not Parted:
             pairs = zip(tree_paths(jax.tree.structure(out)), jax.tree.leaves(out), strict=True)
             return [TracedArray(path, struct_of(leaf)) for path, leaf in pairs]

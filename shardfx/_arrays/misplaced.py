@@ -1,4 +1,4 @@
-"""The arrays of a live tree that do not lie as their plan says."""
+"""The arrays of a live tree whose shardings are not those of their plan."""
 
 import dataclasses
 import functools as ft
@@ -24,7 +24,7 @@ _HEADER = ("path", "asked", "found", "too much", "what to do")
 
 @dataclasses.dataclass(frozen=True)
 class MisplacedArray:
-    """One array that does not lie as the plan says.
+    """One array whose sharding, shape, dtype or memory kind is not the plan's.
 
     **Arguments:**
 
@@ -42,7 +42,7 @@ class MisplacedArray:
 
 
 class Misplaced(tuple[MisplacedArray, ...]):
-    """A tuple of [`shardfx._arrays.MisplacedArray`][]s that `print`, a console and a notebook show as a table.
+    """A tuple of [`shardfx._arrays.MisplacedArray`][]s. `print`, a console and a notebook show it as a table.
 
     It is empty, and so false, where every array lies as the plan says.
     """
@@ -80,7 +80,7 @@ class Misplaced(tuple[MisplacedArray, ...]):
 
 
 def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
-    """The arrays of a live tree that do not lie as their plan says.
+    """The arrays of a live tree whose shardings, shapes, dtypes or memory kinds are not those of their plan.
 
     Two layouts are equal if every device holds the same part of the array, whatever the mesh axes are called and in
     whatever order the devices are. For a plan without devices, the devices count in the order of their mesh. Inside
@@ -148,7 +148,7 @@ _Described = tuple[Sharding | None, tuple[int, ...], Any]
 
 @ft.lru_cache(maxsize=4096)
 def _verdict(found: _Described | None, asked: _Described | None) -> tuple[str, str, int, str] | None:
-    """What was asked for and what was found, the bytes held too much, and what to do; `None` where both are alike."""
+    """The planned and the found array as texts, the excess bytes, and the fix; `None` if the two agree."""
     texts = _text(asked), _text(found)
     if found is None or asked is None:
         excess, fix = 0 if found is None else _held(found), _PLAN_AGAIN
@@ -162,7 +162,7 @@ def _verdict(found: _Described | None, asked: _Described | None) -> tuple[str, s
 
 
 def _held(described: _Described) -> int:
-    """The bytes of one shard; 0 for an array that no device holds."""
+    """The bytes of one shard; 0 for an array without a sharding."""
     sharding, shape, dtype = described
     return 0 if sharding is None else array_bytes(sharding.shard_shape(shape), dtype)
 

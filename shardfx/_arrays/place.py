@@ -1,4 +1,6 @@
-"""Arrays onto the devices of a plan, back as whole arrays, and how they lie; and the caches, to be cleared."""
+"""Arrays put on the devices of a plan, gathered to the host, and their shardings read back; and the
+package's caches.
+"""
 
 import functools as ft
 import sys
@@ -32,7 +34,7 @@ def shard(tree: T, plan: ShardPlan) -> T: ...
 
 
 def shard(tree: object, plan: ShardPlan) -> PyTree:
-    """Puts every array of a tree where the plan says: the same on one process and on many.
+    """Puts every array of a tree on its devices as the plan says, on one process or many.
 
     Inside `jax.jit`, where nothing can be put anywhere, it constrains every array, as [`shardfx.constrain`][] does.
 
@@ -87,7 +89,7 @@ def gather(tree: T) -> T: ...
 
 
 def gather(tree: object) -> PyTree:
-    """Brings every array of a tree whole to the host: the same on one process and on many.
+    """Every array of a tree as a whole array on the host, on one process or many.
 
     **Arguments:**
 
@@ -115,7 +117,7 @@ def gather(tree: object) -> PyTree:
 
 
 def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
-    """The leaves of a tree that is traced; the index of rows is -1 at leaves that are no arrays."""
+    """The leaves of a traced tree, each constrained to the sharding of its row."""
     rows = plan.content.rows
     pairs = zip(flat.leaves, rows_of(plan.content, flat), strict=True)
     return [leaf if i < 0 else _constrained_leaf(leaf, rows[i], plan) for leaf, i in pairs]
@@ -151,7 +153,7 @@ _CACHED, _JITTED = type(ft.lru_cache(len)), type(jax.jit(len))
 
 
 def clear_caches() -> None:
-    """Forgets what was planned and compiled so far, and with it the devices, meshes and programs of earlier calls.
+    """Clears all caches of the package, and with them the references to devices, meshes and programs.
 
     After devices were lost, or between tests, nothing of the package keeps them alive then; JAX keeps caches of its
     own, which `jax.clear_caches()` clears. Results do not change: what is needed again is planned and compiled again.
@@ -236,7 +238,7 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
 
 
 def known_sharding(path: object, leaf: object) -> Sharding | None:
-    """The sharding of an array or struct; raises where the type of a traced one does not say it."""
+    """The sharding of an array or struct; raises if a traced array's type does not have one."""
     sharding = sharding_of(leaf)
     if isinstance(leaf, Tracer) and leaf.ndim and isinstance(sharding, NamedSharding):
         mesh = sharding.mesh

@@ -1,4 +1,4 @@
-"""A function of `filter_jit` between the call and the program: traced, lowered, compiled."""
+"""The stages of a `filter_jit` function: traced, lowered, compiled."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class TracedArray:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Traced(Generic[P, R]):
-    """A function that is traced for arguments of some shapes.
+    """A function traced for arguments of some shapes.
 
     **Arguments:**
 
@@ -54,7 +54,7 @@ class Traced(Generic[P, R]):
 
     @property
     def jaxpr(self) -> Any:
-        """The closed jaxpr: its inputs are `arrays`, and its outputs are `results`."""
+        """The closed jaxpr. Its inputs are `arrays`, and its outputs are `results`."""
         return self.traced.jaxpr
 
     @property
@@ -69,11 +69,11 @@ class Traced(Generic[P, R]):
 
     @property
     def argument_paths(self) -> dict[str, str]:
-        """The path of each array that it takes, by the name that the array has in the program's text."""
+        """The path of each array that the function takes, by the array's name in the program's text."""
         return {one.name: one.path for one in self.arrays}
 
     def lower(self, *, lowering_platforms: Sequence[str] | None = None) -> "Lowered[P, R]":
-        """Lowers it, for the platforms named, or else for that of the devices of its shardings.
+        """Lowers the function for the named platforms, or for the platform of its shardings' devices.
 
         Plans without devices need `lowering_platforms`, and no device.
         """
@@ -83,28 +83,28 @@ class Traced(Generic[P, R]):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Lowered(Generic[P, R]):
-    """A function that is lowered for arguments of some shapes."""
+    """A function lowered for arguments of some shapes."""
 
     _call: Any
     lowered: jax.stages.Lowered
     argument_paths: dict[str, str]
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
-        """The text of the program as it goes to the compiler."""
+        """The text of the program before compilation."""
         return self.lowered.as_text(dialect, debug_info=debug_info)
 
     def compiler_ir(self, dialect: str | None = None) -> Any:
-        """The program as it goes to the compiler."""
+        """The program before compilation, as an object of the dialect."""
         return self.lowered.compiler_ir(dialect)
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled[P, R]":
-        """Compiles it for its devices."""
+        """Compiles the function for its devices."""
         return Compiled(self._call, self.lowered.compile(compiler_options), self.argument_paths)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Compiled(Generic[P, R]):
-    """A function that is compiled for arguments of some shapes, and for the static ones that it was lowered with."""
+    """A function compiled for arguments of some shapes, and for the static arguments that it was lowered with."""
 
     _call: Any
     compiled: jax.stages.Compiled
@@ -115,7 +115,7 @@ class Compiled(Generic[P, R]):
 
     @property
     def input_shardings(self) -> Any:
-        """How the arrays come in, as the program has them."""
+        """The shardings of the program's parameters."""
         return self.compiled.input_shardings
 
     def as_text(self) -> str:

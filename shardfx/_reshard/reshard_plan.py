@@ -1,4 +1,4 @@
-"""What a move of a tree would do, as a value: nothing is moved, and no device is needed."""
+"""The plan of a move of a tree, as a value: no array is moved, and no device is needed."""
 
 import collections
 import dataclasses
@@ -25,7 +25,7 @@ from .steps.redistribute import MoveStep
 
 @dataclasses.dataclass(frozen=True)
 class LeafMove:
-    """How one array of a tree is moved, and what that costs.
+    """How one array of a tree moves, and the cost of its move.
 
     **Arguments:**
 
@@ -77,14 +77,15 @@ class LeafMove:
 
     @property
     def held_bytes(self) -> tuple[int, int]:
-        """`source_bytes` and `target_bytes`, as far as they are in the device's own memory."""
+        """`source_bytes` and `target_bytes`, each 0 if that shard is in host memory."""
         source, target = (0 if in_host_memory(end) else 1 for end in (self.src, self.dst))
         return source * self.source_bytes, target * self.target_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class ReshardPlan:
-    """What [`shardfx.reshard`][] would do with a tree; made by [`shardfx.plan_reshard`][]. `print` shows it as a table.
+    """The moves that [`shardfx.reshard`][] would make of a tree; made by [`shardfx.plan_reshard`][]. `print` shows them
+    as a table.
 
     **Arguments:**
 
@@ -95,50 +96,52 @@ class ReshardPlan:
 
     @property
     def in_place(self) -> tuple[str, ...]:
-        """The paths of the arrays that need nothing."""
+        """The paths of the arrays that do not move."""
         return tuple(leaf.path for leaf in self.leaves if leaf.idle)
 
     @property
     def steps(self) -> dict[str, tuple[MoveStep, ...]]:
-        """The collectives of each array that needs some, by path."""
+        """The collectives of each array that needs any, by path."""
         return {leaf.path: leaf.steps for leaf in self.leaves if leaf.steps}
 
     @property
     def moves(self) -> int:
-        """How many different moves there are; arrays with the same move share a program."""
+        """The number of different moves. Arrays with the same move share a program."""
         return len({(leaf.shape, str(leaf.dtype), leaf.src, leaf.dst) for leaf in self.leaves if not leaf.idle})
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that enter a device over all arrays, the mean over devices."""
+        """Bytes that enter a device, summed over all arrays, as the mean over devices."""
         return sum(leaf.wire_bytes for leaf in self.leaves)
 
     @property
     def dcn_bytes(self) -> int:
-        """Bytes that enter a device from another slice (or node), where source and target have the same devices."""
+        """Bytes that enter a device from another slice or node, for arrays whose source and target have the same
+        devices.
+        """
         return sum(leaf.dcn_bytes for leaf in self.leaves)
 
     @property
     def lower_bound_bytes(self) -> int:
-        """The least bytes that must enter a device, whatever the algorithm."""
+        """The fewest bytes that must enter a device, whatever the algorithm."""
         return sum(leaf.lower_bound_bytes for leaf in self.leaves)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in a device's memory, the whole source and target included, one array moving at a time."""
+        """The most bytes in a device's memory while one array moves at a time, the whole source and target included."""
         held = [(leaf, sum(leaf.held_bytes)) for leaf in self.leaves if not leaf.idle]
         idle = sum(leaf.held_bytes[0] for leaf in self.leaves if leaf.idle)
         return idle + sum(size for _, size in held) + max([0, *[leaf.peak_bytes - size for leaf, size in held]])
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory for a device's shards, the whole source and target included."""
+        """Bytes in host memory for one device's shards, of the whole source and target."""
         ends = [(leaf.source_bytes, 0 if leaf.idle else leaf.target_bytes, leaf.held_bytes) for leaf in self.leaves]
         return sum(source - here[0] + (target - here[1] if target else 0) for source, target, here in ends)
 
     @ft.cached_property
     def links(self) -> dict[tuple[int, int], int]:
-        """Bytes per (sender, receiver) between device sets, over all arrays."""
+        """Bytes per (sender, receiver) between device sets, summed over all arrays."""
         links: dict[tuple[int, int], int] = collections.Counter()
         for leaf in self.leaves:
             for pair, count in leaf.links.items():
@@ -147,7 +150,7 @@ class ReshardPlan:
 
     @property
     def missing(self) -> dict[str, tuple[Box, ...]]:
-        """Per array the elements that only lost devices hold, as boxes of (start, stop) per dimension."""
+        """For each array, the elements that only lost devices hold, as boxes of (start, stop) per dimension."""
         return {leaf.path: leaf.missing for leaf in self.leaves if leaf.missing}
 
     def __str__(self) -> str:
@@ -158,7 +161,7 @@ class ReshardPlan:
 
 
 def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: Iterable[object] = ()) -> ReshardPlan:
-    """Plans a move without making it: steps, bytes and memory, per array and in total.
+    """Plans a move of a tree without making it: steps, bytes and memory, for each array and in total.
 
     Devices are taken to have memories of their own. Where this process's CPU plays all of them, as in tests, `reshard`
     copies from shard to shard in the one memory that there is, and takes no steps; `LeafMove.copied` says so.
@@ -227,7 +230,7 @@ def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: 
 
 
 def _through(map: TreeMap, ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf]) -> Iterable[LeafMove]:
-    """The moves of a tree that a map makes of another; `reshard` does what the same function plans."""
+    """The moves of a tree that a map makes of another one, from the same plan that `reshard` carries out."""
     source, target = {leaf.path: leaf for leaf in ours}, {leaf.path: leaf for leaf in theirs}
     # As on devices with memories of their own; whether these are copied is decided by the same function.
     works, live = (works_of(map, tuple(ours), tuple(theirs), copies) for copies in (False, True))
@@ -290,7 +293,7 @@ def _columns(form: object, what: str) -> list[MovedLeaf]:
 
 
 def _wanted(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedLeaf]:
-    """The leaves of `src` as `dst` wants them, where neither is a plan."""
+    """The leaves of `src` with the shardings of `dst`, if neither is a plan."""
     leaves, treedef = jax.tree.flatten(src)
     wanted = [
         target
@@ -323,7 +326,7 @@ def _move(ours: MovedLeaf, theirs: MovedLeaf, lost: tuple[object, ...]) -> Move:
 
 @ft.lru_cache(maxsize=4096)
 def _costs(move: Move) -> dict[str, Any]:
-    """What a LeafMove says of all arrays that are moved alike."""
+    """The fields of a LeafMove that all arrays of one move have in common."""
     ends = (move.source_bytes, move.target_bytes)
     nothing = {"steps": (), "links": {}, "missing": (), "wire_bytes": 0, "dcn_bytes": 0, "lower_bound_bytes": 0}
     nothing |= {"source_bytes": ends[0], "target_bytes": ends[1], "src": move.src, "dst": move.dst, "how": move.how}

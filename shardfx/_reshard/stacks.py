@@ -1,4 +1,6 @@
-"""Which arrays of a plan are matrices, which device owns which, and what travels together: all before tracing."""
+"""The matrices of a plan, the device that owns each, and the groups that share an all-to-all, all known
+before tracing.
+"""
 
 import heapq
 import math
@@ -46,16 +48,16 @@ class Matrices(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many they are."""
+        """The number of matrices."""
         return math.prod(self.many)
 
     def spec(self, entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-        """Of the array with all its leading dimensions."""
+        """The spec of the array with all its leading dimensions."""
         return PartitionSpec(self.cut or None, *[None] * (len(self.many) - 1), *(axes or None for axes in entries))
 
 
 class Stack(NamedTuple):
-    """Matrices that are alike in shape, dtype and layout.
+    """Matrices of equal shape, dtype and layout.
 
     - `parts`: the arrays that they come from.
     - `piece`: the shape of what a device has of one matrix.
@@ -68,13 +70,13 @@ class Stack(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As a key of a tree of states."""
+        """The stack's key in a tree of states."""
         one = self.parts[0]
         return f"{one.at}_{'x'.join(map(str, one.matrix))}_{np.dtype(one.dtype).name}"
 
 
 class OwnerExchange(NamedTuple):
-    """Stacks of one dtype whose matrices go to their owners together, in one all-to-all.
+    """Stacks of one dtype whose matrices go to their owners in one all-to-all.
 
     - `stacks`: what travels.
     - `cut`: the mesh axes that cut the dimension that counts matrices. These matrices stay where they are along them.
@@ -92,7 +94,7 @@ class OwnerExchange(NamedTuple):
     sizes: Mapping[str, int]
 
     def size(self, axes: Iterable[str]) -> int:
-        """How many devices there are along some mesh axes."""
+        """The number of devices along some mesh axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     @property
@@ -102,11 +104,13 @@ class OwnerExchange(NamedTuple):
 
     @property
     def width(self) -> int:
-        """How many units a device sends to each owner."""
+        """The number of units that a device sends to each owner."""
         return max(sum(self.stacks[stack].width for stack, _ in own) for own in self.holds)
 
     def starts(self, number: int) -> Int[np.ndarray, "owners slots"]:
-        """Where each matrix of a stack begins in what its owner receives from a device; -1 for a slot without one."""
+        """The position of each matrix of a stack in the row that its owner receives from a device; -1 for
+        an empty slot.
+        """
         rows: list[list[int]] = []
         for own in self.holds:
             stacks = [stack for stack, _ in own]
@@ -119,7 +123,7 @@ class OwnerExchange(NamedTuple):
 def exchanges_of(
     plan: ShardPlan, over: Sequence[str] | None, where: Where, limit: int | None
 ) -> tuple[tuple[OwnerExchange, ...], dict[int, Other]]:
-    """The exchanges of a plan's matrices, and what each other array that changes goes through, by its number."""
+    """The exchanges of a plan's matrices, and the function for each other array that changes, by the array's number."""
     found, others = _sorted_out(plan, where)
     sizes = dict(plan.mesh.shape)
     if over is None:
@@ -166,7 +170,9 @@ def _sorted_out(plan: ShardPlan, where: Where) -> tuple[list[Matrices], dict[int
 
 
 def _dims(leaf: LeafPlan) -> MatrixDims:
-    """A matrix as it is; more dimensions only where names say that the leading ones count."""
+    """An array of two dimensions as a matrix; one with more dimensions as a stack if its names say that the leading
+    ones count.
+    """
     many = len(leaf.shape) - 2
     names = (leaf.names or ())[:many]
     if many and (len(names) < many or any(name not in _COUNTED for name in names)):
@@ -204,13 +210,13 @@ def _matrices(at: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
 
 
 def _cost(one: Matrices) -> float:
-    """Multiplications of one product of a matrix with itself turned."""
+    """The multiplications in a product of a matrix with its transpose."""
     rows, columns = one.matrix
     return float(rows) * columns * min(rows, columns)
 
 
 def _alike(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
-    """Arrays whose matrices have one shape and one layout."""
+    """The arrays grouped by the shape and layout of their matrices."""
     found: dict[tuple[Any, ...], list[Matrices]] = {}
     for one in arrays:
         found.setdefault((one.rest, one.matrix, one.laid), []).append(one)
@@ -218,7 +224,7 @@ def _alike(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
 
 
 class _Dealer:
-    """Deals matrices to the owners along some mesh axes."""
+    """Assigns matrices to the owners along some mesh axes."""
 
     def __init__(self, cut: tuple[str, ...], axes: tuple[str, ...], sizes: Mapping[str, int]):
         self.cut, self.axes, self.sizes = cut, axes, sizes
@@ -229,11 +235,13 @@ class _Dealer:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def count(self, one: Matrices) -> int:
-        """How many matrices of an array the owners share out."""
+        """The number of matrices of an array that the owners share."""
         return one.number // self.size(self.cut)
 
     def laid(self, one: Matrices) -> Matrices:
-        """The matrices of an array cut along all axes of their owners, as far as sizes divide, and along no other."""
+        """The matrices of an array sharded over all axes of their owners, as far as sizes divide, and over no other
+        axis.
+        """
         entries = [[axis for axis in own if axis in self.axes] for own in one.entries]
         for axis in self.axes:
             dims = (dim for dim, size in enumerate(one.rest) if size % self.size((*entries[dim], axis)) == 0)
@@ -245,7 +253,7 @@ class _Dealer:
         return tuple(size // self.size(axes) for size, axes in zip(one.rest, one.laid, strict=True))
 
     def dealt(self, arrays: Sequence[Matrices]) -> OwnerExchange:
-        """Each matrix to the owner that has least, the widest first."""
+        """An exchange in which each matrix goes to the owner with the fewest bytes, the widest matrices first."""
         widest = sorted(arrays, key=lambda one: (-math.prod(self.piece(one)), -_cost(one)))
         alike = [(tuple(parts), self.piece(parts[0])) for parts in _alike(widest).values()]
         pieces = {piece for _, piece in alike}
@@ -264,14 +272,15 @@ class _Dealer:
         return OwnerExchange(stacks, self.cut, self.axes, unit, tuple(map(tuple, holds)), self.sizes)
 
     def total(self, arrays: Sequence[Matrices]) -> int:
-        """How many elements a device sends to each owner where these arrays travel together."""
+        """The number of elements that a device sends to each owner if these arrays share an all-to-all."""
         if not arrays:
             return 0
         made = _Dealer(self.cut, self.axes, self.sizes).dealt(arrays)
         return made.width * math.prod(made.unit)
 
     def apart(self, arrays: Sequence[Matrices]) -> Iterator[Sequence[Matrices]]:
-        """Arrays that travel together so that no device sends more than it must: small ones fill where large ones end.
+        """Groups of arrays that share an all-to-all so that padding is least: small arrays fill gaps that large ones
+        leave.
 
         What fills nothing goes for itself, which takes less memory.
         """
@@ -286,7 +295,7 @@ class _Dealer:
             yield [one for parts in left.values() for one in parts]
 
     def within(self, arrays: Sequence[Matrices], limit: int | None) -> Iterator[Sequence[Matrices]]:
-        """Some of the arrays at a time, so that a device's part of two exchanges and one matrix stay within a limit."""
+        """Groups of the arrays such that the memory of two exchanges and one matrix stays within the limit."""
         some: list[Matrices] = []
         most = math.inf if limit is None else limit
         for one in arrays:

@@ -1,4 +1,4 @@
-"""Moves inside `jit` and other transformations: a JAX primitive, whose lowering is the planned steps."""
+"""Moves inside `jit` and other transformations, as a JAX primitive that is lowered to the planned steps."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from .steps.redistribute import abstract, is_explicit, layouts, redistribute, sa
 
 
 def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
-    """`x` in the sharding `dst`, inside `jit` or another transformation.
+    """`x` with the sharding `dst`, inside `jit` or another transformation.
 
     **Arguments:**
 
@@ -84,7 +84,7 @@ def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
 
 
 def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
-    """`end` with the devices of the other end, where types alone say what its mesh is."""
+    """`end` with the devices of the other end, if its own mesh is abstract."""
     if isinstance(end.mesh, Mesh) or not isinstance(other.mesh, Mesh) or end.mesh.size != other.mesh.size:
         return end
     devices = other.mesh.devices.reshape(end.mesh.axis_sizes)
@@ -92,7 +92,9 @@ def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
 
 
 def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
-    """Raises for a target that neither a type nor a constraint can say: on both kinds of axes."""
+    """Raises for a target sharded over both Explicit and Auto axes, which neither a type nor a constraint
+    can express.
+    """
     kinds = dict(zip(dst.mesh.axis_names, dst.mesh.axis_types, strict=True))
     if len({*kinds.values()}) < 2:
         return
@@ -107,7 +109,7 @@ def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
 
 
 def _require_names(src: NamedSharding) -> None:
-    """Raises where a set mesh has other axes than meshes without devices, and the steps would run on its own."""
+    """Raises if the mesh set around the call has other axes than the abstract mesh that the steps would run on."""
     around = jax.sharding.get_abstract_mesh()
     if isinstance(src.mesh, Mesh) or is_explicit(src) or around.empty or around == src.mesh:
         return
@@ -130,7 +132,9 @@ _move = jex.core.Primitive("shardfx_move")
 
 
 def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
-    """Outside of programs, as in a gradient without `jit`: there a value has a sharding, whatever `src` is."""
+    """The moved array outside of programs, as in a gradient without `jit`. An array's own sharding counts there, not
+    `src`.
+    """
     if not isinstance(dst.mesh, Mesh):
         raise MeshError(
             f"outside of `jit` {dst} has no devices to move an array of shape {x.shape} to; give a jax Mesh."
@@ -165,7 +169,7 @@ def _batch(axis: Any, args: Any, dims: Any, *, src: NamedSharding, dst: NamedSha
 
 
 def _batched(end: NamedSharding, rank: int, dim: int, names: tuple[str, ...]) -> NamedSharding:
-    """`end` with a dimension more, which stays cut along the axes of `vmap` where its mesh has them."""
+    """`end` with one more dimension, which stays sharded along the axes of `vmap` if its mesh has them."""
     entries = [*entries_of(end.spec), *[None] * (rank - 1 - len(entries_of(end.spec)))]
     if {*names} & {axis for entry in entries for axis in entry_axes(entry)}:
         raise SpecError(

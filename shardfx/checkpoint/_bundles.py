@@ -1,4 +1,4 @@
-"""Many small arrays of one shape that one leaf is made of: read together, and put into place by one copy per box."""
+"""Many small arrays of one shape that make up one leaf, read with few reads and written to each box with one copy."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ _CHUNK_ELEMENTS = 1 << 19
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placing:
-    """Where a part of each of many arrays belongs in a box of a leaf.
+    """The positions of a part of each of many arrays in a box of a leaf.
 
     **Arguments:**
 
@@ -40,7 +40,7 @@ class Placing:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bundle:
-    """Arrays of one shape and dtype, every element of which this process needs once.
+    """Arrays of one shape and dtype. This process needs every element of them once.
 
     **Arguments:**
 
@@ -58,7 +58,7 @@ class Bundle:
 
 
 def bundled(leaf: WantedLeaf, boxes: Sequence[Box]) -> tuple[list[Bundle], WantedLeaf]:
-    """The bundles of a leaf, and the leaf without their pieces."""
+    """The bundles of a leaf, and the leaf without the bundles' pieces."""
     if leaf.pieces is None or len(leaf.pieces) < _LEAST_COUNT:
         return [], leaf
     entries = {entry.path: entry for entry in leaf.entries}
@@ -85,7 +85,7 @@ def bundled(leaf: WantedLeaf, boxes: Sequence[Box]) -> tuple[list[Bundle], Wante
 
 
 def _placings(pieces: Sequence[Piece], boxes: Sequence[Box]) -> list[Placing] | None:
-    """Where pieces belong that differ only in name and place; `None` where some are not read as they are."""
+    """The positions of pieces that differ only in name and position; `None` if some are changed while they are read."""
     first = pieces[0]
     if any(factor.source_dim == NOWHERE for factor in first.factors):
         return None
@@ -110,7 +110,7 @@ def _placings(pieces: Sequence[Piece], boxes: Sequence[Box]) -> list[Placing] | 
 
 
 def _alike(rows: np.ndarray, numbers: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """Each different row, with the numbers of the rows that equal it."""
+    """Each different row, with the numbers of the rows equal to it."""
     if len(rows):
         unique, which = np.unique(rows, axis=0, return_inverse=True)
         for at, row in enumerate(unique.tolist()):
@@ -118,7 +118,7 @@ def _alike(rows: np.ndarray, numbers: np.ndarray) -> Iterator[tuple[tuple[int, .
 
 
 def read_bundle(files: Files, bundle: Bundle, memory: Sequence[np.ndarray]) -> int:
-    """Reads the arrays of a bundle into the boxes of a leaf; the number of bytes read."""
+    """Reads the arrays of a bundle into the boxes of a leaf, and returns the number of bytes read."""
     entries = bundle.entries
     count = max(1, _CHUNK_ELEMENTS // math.prod(entries[0].shape))
     for start in range(0, len(entries), count):

@@ -1,4 +1,5 @@
-"""The files of a zarr array's chunks: what they are called, and whether reading one takes more memory than it may.
+"""The files of a zarr array's chunks: their names, and a check that reading one does not take more memory than its size
+explains.
 
 tensorstore unpacks gzip, zlib, bz2 and zstd only as far as a chunk is long. But it takes a file as a whole, and unpacks
 blosc to the length that the file claims, in the chunks of a shard too; all are looked at here before it does.
@@ -34,7 +35,7 @@ Reader = Callable[[int, int], bytes]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InnerChunks:
-    """The chunks in a shard that are packed by blosc, and the table that tells where they lie.
+    """The blosc-compressed chunks inside a shard, and the table of their positions.
 
     **Arguments:**
 
@@ -52,7 +53,7 @@ class InnerChunks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkFiles:
-    """How an array's chunks are called, and how they are packed.
+    """The names and the compression of an array's chunks.
 
     **Arguments:**
 
@@ -73,7 +74,7 @@ class ChunkFiles:
 
 
 def chunk_files(metadata: dict[str, Any]) -> ChunkFiles:
-    """The chunks of the array that has this metadata, as tensorstore understands it."""
+    """The chunk files of an array with this metadata, as tensorstore understands it."""
     if "codecs" not in metadata:
         is_blosc = member(metadata, "compressor", "id") == "blosc"
         return ChunkFiles("", metadata["dimension_separator"], is_blosc)
@@ -85,7 +86,7 @@ def chunk_files(metadata: dict[str, Any]) -> ChunkFiles:
 
 
 def _codecs(listed: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The codecs of zarr3's metadata by name, with their configurations."""
+    """The codecs in zarr3 metadata by name, with their configurations."""
     return {codec["name"]: codec.get("configuration", {}) for codec in listed}
 
 
@@ -143,7 +144,7 @@ def _require_true(what: str, name: str, begin: bytes, own_bytes: int) -> None:
 
 
 def _begins(what: str, name: str, size: int, read: Reader, inner: InnerChunks, chunk: Sequence[int]) -> Iterator[int]:
-    """Where the chunks of a shard begin in its file."""
+    """The positions in a shard's file at which its chunks begin."""
     if inner.dtype is None:
         raise CheckpointError(
             f"array {quoted(what)}: the shard {quoted(name)} holds chunks packed by blosc behind a table that is "
@@ -159,14 +160,14 @@ def _begins(what: str, name: str, size: int, read: Reader, inner: InnerChunks, c
 
 
 def touched_by(chunks: Sequence[int], boxes: Iterable[Box]) -> Iterator[tuple[int, ...]]:
-    """The chunks of this shape that the boxes touch, by their numbers along each dimension."""
+    """The chunks of this shape that overlap the boxes, by their numbers along each dimension."""
     for box in boxes:
         pairs = zip(box, chunks, strict=True)
         yield from it.product(*[range(start // size, -(-stop // size)) for (start, stop), size in pairs])
 
 
 def look_in(directory: str, name: str) -> tuple[int, Reader]:
-    """The size of a chunk's file, and what reads it."""
+    """The size of a chunk's file, and a function that reads from it."""
     path = os.path.join(directory, name)
 
     def read(start: int, stop: int) -> bytes:

@@ -1,4 +1,4 @@
-"""One array of a checkpoint as an index has it, in a file or in a store of chunks; and how its values are cast."""
+"""One array of a checkpoint as an index lists it, in a file or in a store of chunks, and casts of its values."""
 
 import dataclasses
 import functools as ft
@@ -17,7 +17,7 @@ from .._ground.text import quoted
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileArray:
-    """One array of a checkpoint whose bytes lie together in a file, as in safetensors.
+    """One array of a checkpoint whose bytes are contiguous in a file, as in safetensors.
 
     **Arguments:**
 
@@ -37,13 +37,13 @@ class FileArray:
 
     @property
     def nbytes(self) -> int | None:
-        """How many bytes the array has; `None` where JAX lacks its dtype."""
+        """Bytes of the array; `None` if JAX lacks its dtype."""
         return _nbytes(self.shape, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreArray:
-    """One array of a checkpoint that is cut into chunks: a directory of zarr's, or a part of an OCDBT database.
+    """One array of a checkpoint that is stored in chunks: a zarr directory, or a part of an OCDBT database.
 
     **Arguments:**
 
@@ -69,13 +69,13 @@ class StoreArray:
 
     @property
     def nbytes(self) -> int | None:
-        """How many bytes the array has, uncompressed; `None` where JAX lacks its dtype."""
+        """Bytes of the array, uncompressed; `None` if JAX lacks its dtype."""
         return _nbytes(self.shape, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListedArray:
-    """One array that an eformer index lists, and whose directory holds no array. It can be planned, and not loaded.
+    """One array that an eformer index lists and whose directory is empty. It can be planned, but not loaded.
 
     **Arguments:**
 
@@ -94,7 +94,7 @@ class ListedArray:
 
     @property
     def nbytes(self) -> int | None:
-        """How many bytes the array has, if the index says its shape and dtype."""
+        """Bytes of the array, if the index states its shape and dtype."""
         return None if self.shape is None else _nbytes(self.shape, self.dtype)
 
 
@@ -112,7 +112,7 @@ def _nbytes(shape: tuple[int, ...], dtype: object) -> int | None:
 
 @ft.lru_cache(maxsize=256)
 def may_change(stored: Any, to: Any) -> bool:
-    """Whether the dtype `to` lacks integers that `stored` has, or is one of integers and `stored` has fractions."""
+    """Whether a cast from `stored` to `to` may change a value by more than rounding, as one to an integer dtype may."""
     if jnp.issubdtype(stored, jnp.integer):
         least, most = int(jnp.iinfo(stored).min), int(jnp.iinfo(stored).max)
         if jnp.issubdtype(to, jnp.integer):
@@ -122,7 +122,7 @@ def may_change(stored: Any, to: Any) -> bool:
 
 
 def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
-    """Writes `values`, of the array `name`, into `view`, cast to its dtype."""
+    """Writes `values`, of the array `name`, into `view`, cast to the dtype of `view`."""
     if view.dtype == values.dtype:
         copy(as_bits(view), as_bits(values))
         return
@@ -154,7 +154,7 @@ def _require_range(dtype: object, values: np.ndarray, name: str) -> None:
 
 
 def _changed(view: np.ndarray, values: np.ndarray) -> np.ndarray | None:
-    """A mask of numbers that a cast changed; `None` between integers, whose range was checked before."""
+    """A mask of the values that a cast changed; `None` for integers, whose range was checked before."""
     if jnp.issubdtype(values.dtype, jnp.floating):
         return np.asarray(values.astype(np.float64) != view.astype(np.float64))
     if jnp.issubdtype(view.dtype, jnp.integer):

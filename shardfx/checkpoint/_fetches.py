@@ -1,4 +1,4 @@
-"""Which boxes of which arrays fill a leaf, and where in its memory each belongs."""
+"""The boxes of stored arrays that fill a leaf, and their positions in the leaf's memory."""
 
 import dataclasses
 import itertools as it
@@ -38,7 +38,7 @@ _MOST_LANDINGS = 512
 
 @dataclasses.dataclass(frozen=True)
 class Fetch:
-    """Boxes of one array, in the array's own order of dimensions, and where each belongs.
+    """Boxes of one stored array, in its own order of dimensions, and their positions in a leaf's memory.
 
     **Arguments:**
 
@@ -53,7 +53,7 @@ class Fetch:
     homes: tuple[tuple[int, Landing | None], ...]
 
     def targets(self, memory: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The memory of each box, seen with the dimensions of the checkpoint's array."""
+        """The memory of each box, as a view with the dimensions of the stored array."""
         return [memory[number] if home is None else seen(memory[number], home) for number, home in self.homes]
 
     def spans(self, entry: FileArray, dtype: object, gap_bytes: int) -> tuple[Span, ...]:
@@ -63,7 +63,7 @@ class Fetch:
 
 
 def _is_in_place(box: Box, home: tuple[int, Landing | None]) -> bool:
-    """Whether the bytes of a box lie in the memory as they do in the file."""
+    """Whether the bytes of a box have the same order in memory as in the file."""
     if home[1] is None:
         return True
     sizes = [stop - start for start, stop in box]
@@ -73,7 +73,7 @@ def _is_in_place(box: Box, home: tuple[int, Landing | None]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """A piece whose numbers are looked at on the way: scaled, cast twice, constant, or scattered too finely.
+    """A piece whose values change while it is read: scaled, cast twice, constant, or scattered in very small runs.
 
     **Arguments:**
 
@@ -86,7 +86,7 @@ class Gathered:
 
 
 def fetches(leaf: WantedLeaf, boxes: Sequence[Box]) -> tuple[list[Fetch], list[Gathered]]:
-    """What fills `boxes` of a leaf: boxes that are read into place, and what takes more."""
+    """The reads that fill `boxes` of a leaf: boxes that are read into place, and pieces that need more than a read."""
     if leaf.pieces is None:
         homes = tuple((number, None) for number in range(len(boxes)))
         return [Fetch(leaf.entries[0], tuple(boxes), homes)], []
@@ -115,14 +115,14 @@ def fetches(leaf: WantedLeaf, boxes: Sequence[Box]) -> tuple[list[Fetch], list[G
 
 
 def landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[Landing, ...] | Piece]:
-    """The parts of a piece that lie in a box: as landings, or as pieces if their numbers change on the way."""
+    """The parts of a piece within a box: as positions in memory, or as pieces if their values change on the way."""
     for part in within(piece, box):
         few = tuple(it.islice(landings(part, box), _MOST_LANDINGS + 1)) if is_plain else ()
         yield few if 0 < len(few) <= _MOST_LANDINGS else part
 
 
 def is_plain(piece: Piece, leaf: WantedLeaf, entries: Mapping[str, FileArray | StoreArray]) -> bool:
-    """Whether the numbers are those of the file, in the leaf's dtype."""
+    """Whether a piece has the file's values in the leaf's dtype."""
     value = piece.value
     if value.path is None or value.scale is not None or not is_only(value.casts, leaf.dtype):
         return False
@@ -132,7 +132,7 @@ def is_plain(piece: Piece, leaf: WantedLeaf, entries: Mapping[str, FileArray | S
 def gather(
     files: Files, unit: Unit, one: Gathered, memory: np.ndarray, gap_bytes: int, missing_chunks: MissingChunks
 ) -> int:
-    """Fills a piece; the number of bytes read."""
+    """Fills a piece, and returns the number of bytes read."""
     entries = {entry.path: entry for entry in unit.leaf.entries}
     read_bytes = 0
 
@@ -158,7 +158,7 @@ def _chunks(piece: Piece, entry: FileArray | StoreArray | None) -> Sequence[Piec
 
 
 def gathered_fetches(leaf: WantedLeaf, gathered: Sequence[Gathered]) -> list[Fetch]:
-    """The fetches that `gather` carries out for these pieces."""
+    """The fetches that `gather` makes for these pieces."""
     entries = {entry.path: entry for entry in leaf.entries}
     found = []
     for one in gathered:

@@ -1,4 +1,4 @@
-"""Opening files of a checkpoint that nobody vouches for: regular files below one directory, and nothing else."""
+"""Safe access to the files of an untrusted checkpoint: regular files below one directory, and nothing else."""
 
 import contextlib
 import dataclasses
@@ -21,11 +21,11 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class ChangedError(CheckpointError):
-    """A file of a checkpoint is not the one that was opened before under its name."""
+    """A file of a checkpoint that is not the one that was opened earlier under its name."""
 
 
 class Stamp(NamedTuple):
-    """What tells a file from another one under the same name, or from itself after a write."""
+    """The identity and state of a file: it differs for another file under the same name, and after a write."""
 
     device: int
     inode: int
@@ -35,7 +35,7 @@ class Stamp(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FilePlace:
-    """A checkpoint's directory, and the directories whose files it may open; real paths, without links.
+    """A checkpoint's directory, and the directories whose files it may open, as real paths without links.
 
     It remembers the files that were opened: each must be the same one, unchanged, as long as anything is read from the
     checkpoint, because what one file says decides how the others are read.
@@ -46,7 +46,7 @@ class FilePlace:
     seen: dict[str, Stamp] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def root_of(self, real: str) -> str | None:
-        """The one of `roots` that `real` is in."""
+        """The directory in `roots` that contains `real`; `None` if none does."""
         return next((root for root in self.roots if os.path.commonpath([root, real]) == root), None)
 
     def require_same(self, real: str, found: os.stat_result) -> None:
@@ -60,7 +60,7 @@ class FilePlace:
 
 
 def place(directory: str, root: str | os.PathLike[str] | None) -> FilePlace:
-    """The place of a checkpoint; `root` is a further directory that its links may lead to."""
+    """The FilePlace of a checkpoint. `root` is a further directory that its links may lead to."""
     own = os.path.realpath(directory)
     return FilePlace(own, (own,) if root is None else (own, os.path.realpath(root)))
 
@@ -102,7 +102,7 @@ def _resolved(where: FilePlace, path: str, name: str) -> str:
 
 @contextlib.contextmanager
 def opened(where: FilePlace, real: str) -> Iterator[int]:
-    """A descriptor of the regular file `real`, for reading; walked from its root without following any link.
+    """A context with a descriptor for reading the regular file `real`, opened without following any link.
 
     The path was resolved before; walking it part by part means that a link put there since then is refused, too. The
     file must be as it was when it was opened first, now and at the end.
@@ -117,7 +117,7 @@ def opened(where: FilePlace, real: str) -> Iterator[int]:
 
 
 def require_seen_unchanged(where: FilePlace) -> None:
-    """Raises `ChangedError` unless every file that was opened is still there as it was."""
+    """Raises `ChangedError` unless every file that was opened is still there and unchanged."""
     for real in list(where.seen):
         try:
             where.require_same(real, os.stat(real))
@@ -150,7 +150,7 @@ def _open(root: str, real: str) -> int:
 
 
 def require_plain_tree(where: FilePlace, real: str) -> None:
-    """Raises unless there are only files and directories below the directory `real`, and no link that leads out.
+    """Raises unless the directory `real` contains only files and directories, and no link that leads outside.
 
     For libraries that open files themselves: they follow links, and wait for ever at a pipe.
     """
@@ -218,12 +218,12 @@ def _finite(text: str) -> float:
 
 
 def _may_hold_odd_integers(data: bytes) -> bool:
-    """Whether Python must be asked about each integer, which takes longer than all else."""
+    """Whether Python must check each integer, which takes longer than the rest of parsing."""
     return b"-0" in data or any(data[at : at + _BLOCK].isdigit() for at in range(0, len(data), _BLOCK))
 
 
 def _whole(text: str) -> int | float:
-    """An integer as other JSON readers take it: none is too large for a double, and -0 is no integer."""
+    """An integer as other JSON readers take it: -0 is a float, and numbers too large for a double are errors."""
     if text == "-0":
         return -0.0
     if len(text) >= 2 * _BLOCK:
@@ -236,7 +236,7 @@ def _no_constant(text: str) -> None:
 
 
 def member(content: object, *names: str) -> Any:
-    """What JSON has under a name, and below it under the next; `None` where there is no such name."""
+    """The value in nested JSON objects at these names; `None` if a name is missing."""
     for name in names:
         content = content.get(name) if isinstance(content, dict) else None
     return content
@@ -253,7 +253,7 @@ def read_json(where: FilePlace, real: str, limit_bytes: int = 100_000_000) -> An
 
 
 def read_at(descriptor: int, count: int, offset: int) -> bytes:
-    """So many bytes from an offset on, or those that there are."""
+    """`count` bytes from an offset on, or fewer at the end of the file."""
     data = b""
     while piece := os.pread(descriptor, count - len(data), offset + len(data)):
         data += piece

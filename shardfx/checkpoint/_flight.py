@@ -1,4 +1,4 @@
-"""Units on their way from files into arrays: which boxes are read together, and how many bytes of them at once."""
+"""Reads in flight from files into arrays: the boxes that are read at once, and a limit for their bytes."""
 
 import concurrent.futures
 import dataclasses
@@ -27,19 +27,19 @@ _STAGING_BYTES = 2**30
 
 
 def is_final(sharding: Sharding) -> bool:
-    """Whether the host memory that an array is read into becomes the array's."""
+    """Whether the host memory that a shard is read into becomes the array's own memory."""
     return all(device.platform == "cpu" for device in sharding.addressable_devices)
 
 
 def moved(filled: np.ndarray, devices: Sequence[object], sharding: Sharding) -> list[Any]:
-    """A box in host memory, on its way to each of the devices that hold it."""
+    """A box in host memory, transferred to each of the devices that hold it."""
     kind = sharding.memory_kind
     return [jax.device_put(filled, SingleDeviceSharding(device, memory_kind=kind)) for device in devices]
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What leaves of one shape, dtype and sharding have in common; a model has many leaves and few kinds.
+    """The common properties of leaves of one shape, dtype and sharding. A model has many leaves and few kinds.
 
     **Arguments:**
 
@@ -57,18 +57,18 @@ class Kind:
 
     @property
     def staging_bytes(self) -> int:
-        """The bytes that are on their way to devices at once, if all boxes are read at once."""
+        """The bytes in transfer to devices at once, if all boxes are read at once."""
         return 0 if self.is_final else sum(self.sizes)
 
     def alone(self, number: int) -> "Kind":
-        """One of the boxes."""
+        """The same kind with one of the boxes only."""
         part = slice(number, number + 1)
         return Kind(self.boxes[part], self.devices[part], self.shapes[part], self.sizes[part], self.is_final)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
-    """Some boxes of one leaf.
+    """Some boxes of one leaf, which are read at once.
 
     **Arguments:**
 
@@ -86,7 +86,7 @@ class Unit:
 
 
 def units_of(leaves: Sequence[WantedLeaf], asked_limit: int | None) -> tuple[list[Unit], int]:
-    """The units of leaves in the order of the files, and how many bytes may be on their way at once."""
+    """The units of leaves in the order of the files, and the limit for bytes in transfer at once."""
     known: dict[object, Kind] = {}
     kinds = [_kind(leaf, known) for leaf in leaves]
     limit = _limit(leaves, kinds, asked_limit)
@@ -150,7 +150,7 @@ def _units(number: int, leaf: WantedLeaf, kind: Kind, limit: int) -> Iterator[Un
 
 
 class Progress:
-    """One line on a terminal that says how much has been done."""
+    """One line on a terminal that shows the progress."""
 
     def __init__(self, verb: str, total_bytes: int, show: bool | None):
         self._verb, self._total_bytes, self._done_bytes = verb, total_bytes, 0
@@ -158,7 +158,7 @@ class Progress:
         self._begin = self._shown = time.monotonic()
 
     def advance(self, nbytes: int) -> None:
-        """Counts `nbytes` more, and rewrites the line ten times a second."""
+        """Counts `nbytes` more, and rewrites the line at most ten times a second."""
         self._done_bytes += nbytes
         now = time.monotonic()
         if self._show and now - self._shown > 0.1:
@@ -166,7 +166,7 @@ class Progress:
             self._write(now)
 
     def end(self) -> None:
-        """Leaves the finished line standing."""
+        """Writes the final line."""
         if self._show:
             self._write(time.monotonic())
             sys.stderr.write("\n")
@@ -189,7 +189,7 @@ _MOST_OPEN = 256
 
 @dataclasses.dataclass
 class _Group:
-    """Units under way, the memory of each, and how many of their tasks are not done."""
+    """Units in flight, the memory of each, and the number of their unfinished tasks."""
 
     units: list[tuple[Unit, list[np.ndarray]]]
     staging_bytes: int
@@ -197,7 +197,7 @@ class _Group:
 
 
 class Flight:
-    """The groups being read: admitted in order while they fit, landed as they finish.
+    """The groups that are being read. They start in order while the limit allows, and end as their reads finish.
 
     What has landed is, by leaf, in `filled` where the memory is to be the array's, else in `placed`, on devices.
     """
@@ -215,7 +215,7 @@ class Flight:
         tasks_of: Callable[[Unit, list[np.ndarray]], Iterator[Task]],
         read_pieces: Callable[[Iterable[FilePiece]], int],
     ) -> None:
-        """Begins to read units; waits before until they fit."""
+        """Starts to read units, after waiting until they fit into the limit."""
         coming = sum(unit.kind.staging_bytes for unit in units)
         while self._open and (self._staging_bytes + coming > self._limit or len(self._open) > _MOST_OPEN):
             self._land_one()
@@ -239,7 +239,7 @@ class Flight:
             self._finish(group)
 
     def land(self) -> None:
-        """Waits until every read that began has landed."""
+        """Waits until every read that started has finished."""
         while self._open:
             self._land_one()
 
@@ -271,7 +271,7 @@ class Flight:
 
 
 def _pieces(pairs: Sequence[tuple[Unit, list[np.ndarray]]]) -> Iterator[FilePiece]:
-    """The reads of units whose bytes are in the file as they will be in memory."""
+    """The reads of units whose bytes have the same order in the file as in memory."""
     for unit, memory in pairs:
         if unit.direct is not None:
             entry, spans = unit.direct

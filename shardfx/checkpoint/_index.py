@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read from its headers alone."""
+"""The content of a checkpoint, read from its headers alone."""
 
 import dataclasses
 import functools as ft
@@ -35,7 +35,7 @@ _MOST_PARTS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds: a value that was read from headers, without a weight. Made by `read_index`.
+    """The content of a checkpoint, read from headers without any weight. Made by `read_index`.
 
     `print` shows it as a table, repeated layers as one row. It is read by path: `index["norm"]` is an entry,
     `"norm" in index` says whether there is one, `for path in index` goes through the paths, `len(index)` counts them.
@@ -78,7 +78,7 @@ class Index:
 
     @property
     def bytes_total(self) -> int:
-        """How many bytes the arrays have, uncompressed; those without a known shape or dtype count as 0."""
+        """Bytes of all arrays, uncompressed. An array without a known shape or dtype counts as 0."""
         return sum(entry.nbytes or 0 for entry in self.entries)
 
     def tree(self, prefix: str | None = None) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _row(entries: list[ArrayEntry]) -> tuple[str, ...]:
 
 
 def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | None = None) -> Index:
-    """What a checkpoint holds, from its headers alone: no weight is read, and no device is needed.
+    """The content of a checkpoint from its headers alone. No weight is read, and no device is needed.
 
     **Arguments:**
 
@@ -167,7 +167,7 @@ def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | N
 
 
 def require_local(path: str) -> str:
-    """The path, unless it is an address of another machine."""
+    """The path; raises if it is the address of another machine."""
     if "://" in path:
         raise CheckpointError(
             f"{path!r} is an address, and checkpoints are read from and saved to file systems of this machine alone; "
@@ -268,7 +268,7 @@ def _joined(headers: Iterable[safetensors.Header]) -> dict[str, str]:
 
 
 def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None) -> dict[str, Any]:
-    """The checkpoint's arrays as a tree of `jax.ShapeDtypeStruct`s: what [`shardfx.plan`][] plans, from headers alone.
+    """The checkpoint's arrays as a tree of `jax.ShapeDtypeStruct`s for [`shardfx.plan`][], from headers alone.
 
     **Arguments:**
 
@@ -305,7 +305,7 @@ def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None)
 
 
 def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array; an error where one is unknown."""
+    """The shape and dtype of an array; raises if one of them is unknown."""
     if entry.shape is None or entry.dtype is None:
         stored = f"dtype that JAX has (it is stored as {printable(entry.stored)})"
         what = "shape" if entry.shape is None else stored
@@ -335,7 +335,7 @@ def _group(entry: ArrayEntry) -> str | None:
 
 
 def _nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
-    """`("a/b", x)` pairs as `{"a": {"b": x}}`; no value is a dict.
+    """Pairs of a path and a value as nested dicts, as `{"a": {"b": x}}` for `("a/b", x)`. No value may be a dict.
 
     A path that is a leaf and a branch at once is an error, and one that is too deep for a tree.
     """
@@ -368,7 +368,7 @@ def _collision(leaf: str, branch: str) -> CheckpointError:
 
 
 def some(paths: Iterable[str]) -> str:
-    """The first of these paths, and how many more there are."""
+    """The first of these paths, and the number of the others."""
     names = list(paths)
     shown = ", ".join(map(quoted, names[:5]))
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "no arrays"

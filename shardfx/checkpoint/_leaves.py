@@ -1,4 +1,6 @@
-"""What `save` writes: a tree's arrays, or what a map makes of them; keys as their bits; Python's numbers."""
+"""The arrays that `save` writes: a tree's arrays, or arrays that a map makes of them. PRNG keys are written
+as key data.
+"""
 
 import dataclasses
 import functools as ft
@@ -42,7 +44,7 @@ from ._metadata import is_number
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """What is written.
+    """The arrays and numbers that are written.
 
     **Arguments:**
 
@@ -57,7 +59,7 @@ class Leaves:
 
 
 def plan_of_arrays(tree: object) -> ShardPlan | None:
-    """The plan that says how the arrays of a tree lie; `None` where they lie on no mesh, or on several."""
+    """The plan with the shardings of a tree's arrays; `None` if they are on no mesh, or on several."""
     flat = flatten(tree)
     known = {
         path: leaf.sharding
@@ -75,12 +77,12 @@ def plan_of_arrays(tree: object) -> ShardPlan | None:
 
 
 def plan_of_nothing(tree: object) -> ShardPlan:
-    """A plan that says which leaves of a tree are arrays, and nothing about where they lie."""
+    """A plan that records which leaves of a tree are arrays, with replicated shardings."""
     return plan(tree, MeshSpec({"device": 1}), paths=PathRules([(".*", PartitionSpec())]), unused="allow")
 
 
 def leaves_to_save(tree: object, plan: ShardPlan) -> Leaves:
-    """The leaves of the planned tree that a checkpoint keeps; an error for one that it could not give back."""
+    """The leaves of the planned tree that a checkpoint keeps. A leaf that could not be read back is an error."""
     flat = flatten(tree)
     index = rows_of(plan.content, flat)
     found = [
@@ -141,7 +143,7 @@ class Output:
 
 
 def _pieces_of(made: Made, sources: Mapping[str, object], is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
-    """What this process writes of an array that a map makes of others."""
+    """The boxes that this process writes of an array that a map makes of others, each with its values."""
     for piece in made.pieces:
         if piece.value.path is None:
             for part in dense(piece) if is_first else ():
@@ -164,7 +166,7 @@ def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, n
 
 
 def held(value: Any) -> Output:
-    """A copy of what this process writes of an array: the array may be given up afterwards."""
+    """A copy of the boxes that this process writes of an array, so that the array may be deleted afterwards."""
     parts = [(box, np.array(memory)) for box, memory in shards_of(value, True)]
     everywhere = not isinstance(value, jax.Array)
     pieces = lambda is_first: iter(parts if is_first or not everywhere else ())
@@ -172,7 +174,7 @@ def held(value: Any) -> Output:
 
 
 def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
-    """The parts of an array, or of an `Output`, that this process writes."""
+    """The boxes of an array or `Output` that this process writes, each with its values."""
     if isinstance(value, Output):
         yield from value.pieces(is_first)
         return
@@ -190,7 +192,7 @@ def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
 # A model has many arrays and few kinds of them: a `Shard` looks its own number up each time.
 @ft.lru_cache(maxsize=256)
 def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """Per device that holds the first replica of a box, the box."""
+    """For each device that holds the first replica of a box, the box."""
     devices: dict[Box, Any] = {}
     for device, box in boxes(sharding, shape).items():
         devices.setdefault(box, device)
@@ -198,7 +200,7 @@ def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
-    """The arrays that a map makes of a tree's, in the place of those."""
+    """The arrays that a map makes of a tree's arrays."""
     source = {path: _struct(value, leaves.kinds.get(path)) for path, value in leaves.arrays}
     made = bound(map, source, None if like is None else tree_structs(like))
     arrays, kinds, found = dict(leaves.arrays), {}, []

@@ -1,4 +1,4 @@
-"""Loading: what a plan wants, read in parallel and put onto devices shard by shard."""
+"""Loading: the arrays of a plan, read in parallel and put onto devices shard by shard."""
 
 import concurrent.futures
 import functools as ft
@@ -38,7 +38,7 @@ _TRIES = 16
 
 
 class LoadOptions(TypedDict, total=False):
-    """The options of `load`."""
+    """The keyword arguments of `load`."""
 
     dtype: DType
     memory_limit_bytes: int | None

@@ -1,4 +1,4 @@
-"""What each of many processes owns of an array, a batch or a mesh: integers in, integers out.
+"""The part of an array, a batch or a mesh that each process owns, as integers.
 
 It may import `_plan` and what is below it. It never moves an array between processes; `global_batch` puts together what
 each of them has.

@@ -1,4 +1,4 @@
-"""Global arrays from what each process loaded."""
+"""Global arrays made of the rows that each process loaded."""
 
 from typing import overload
 
@@ -23,7 +23,7 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float) -> tuple[P
 
 
 def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = None) -> PyTree:
-    """The global arrays of a batch, of which this process loaded its part.
+    """The global arrays of a batch, from the part that each process loaded.
 
     Every process calls it, with the rows that [`shardfx.hosts.data_layout`][] or
     [`shardfx.hosts.local_chunk`][] say are its own (or with the whole of a dimension, of which its part is
@@ -94,7 +94,7 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
 
 
 def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
-    """The number of elements of each dimension that this process's devices hold together."""
+    """The number of elements along each dimension that this process's devices hold."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     out = []
     for dim, size in enumerate(shape):
@@ -137,7 +137,7 @@ def _same_rows(leaves: list[LeafPlan], loaded: list[int]) -> int:
 
 
 def _check_pad(path: str, pad: int | float, dtype: np.dtype) -> None:
-    """Raises for a value that NumPy would make another integer of. Floats may round it."""
+    """Raises for a padding value that an integer dtype cannot hold. Floats may round it."""
     is_bool = jnp.issubdtype(dtype, jnp.bool_)
     if not (is_bool or jnp.issubdtype(dtype, jnp.integer)):
         return

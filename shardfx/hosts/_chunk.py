@@ -1,4 +1,4 @@
-"""What of an array or a batch a process owns, from its place in the HostGrid alone."""
+"""The part of an array or a batch that a process owns, from its position in the HostGrid alone."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ class LocalChunk:
 
 @dataclasses.dataclass(frozen=True)
 class DataLayout:
-    """Which part of the data a process loads.
+    """The part of the data that a process loads.
 
     **Arguments:**
 
@@ -67,7 +67,7 @@ class DataLayout:
 
 
 def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, process_index: int) -> LocalChunk:
-    """The rows and columns of an array that a process's devices hold between them.
+    """The box of an array that a process's devices hold.
 
     **Arguments:**
 
@@ -105,7 +105,7 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
 
 
 def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> int:
-    """The number of the part that a process has of an array sharded over `axes`, counted in processes.
+    """The number of a process's part of an array sharded over `axes`, counted in processes.
 
     **Arguments:**
 
@@ -136,7 +136,7 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
 
 
 def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> int:
-    """The number of the copy that a process has of an array sharded over `axes`: its place along all other axes.
+    """The number of a process's replica of an array sharded over `axes`: its position along all other axes.
 
     **Arguments:**
 
@@ -169,7 +169,7 @@ def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) ->
 def data_layout(
     batch_size: int | None, axes: str | Iterable[str] | None, grid: HostGrid, process_index: int
 ) -> DataLayout:
-    """Which part of the data a process loads, when batches are sharded over `axes`.
+    """The part of the data that a process loads if batches are sharded over `axes`.
 
     **Arguments:**
 
@@ -215,7 +215,7 @@ def data_layout(
 
 
 def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple[LocalChunk, ...]:
-    """The parts of an array that a process's devices hold, read off the list of devices, in any order.
+    """The parts of an array that a process's devices hold, from the list of devices, in any order.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""Which box of a mesh each process has, as integers."""
+"""The box of a mesh that each process has, as integers."""
 
 import math
 import types
@@ -13,7 +13,7 @@ from ..topology import MeshSpec
 
 
 class HostGrid(eqx.Module):
-    """How the processes of a job divide a mesh: every process has a box of it, and all boxes are alike.
+    """How the processes of a job divide a mesh: every process has a box of the mesh, and all boxes have one shape.
 
     A value without devices, so that one process can tell what any other one owns.
 
@@ -89,7 +89,7 @@ class HostGrid(eqx.Module):
 
     @property
     def process_count(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return len(self.chunk_ids)
 
 
@@ -141,7 +141,7 @@ def grid_of(mesh: Mesh) -> HostGrid:
 
 
 def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:
-    """The HostGrid of processes that are numbered along a mesh, the last axis fastest: hosts not yet there.
+    """The HostGrid of processes that are numbered along a mesh, the last axis fastest, without their devices.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""Agreement between processes."""
+"""Checks that all processes agree."""
 
 import hashlib
 import itertools as it
@@ -15,7 +15,7 @@ from .._plan import ShardPlan, differences
 
 
 def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) -> None:
-    """Raises on every process unless all processes have the same plan on the same order of devices, or the same map.
+    """Raises on every process unless all have the same plan on the same order of devices, or the same map.
 
     Every process calls it, once, before it runs anything under the plan: processes with different plans
     compile different programs, whose collectives wait for each other for ever. It exchanges 32 bytes; only if
@@ -79,7 +79,7 @@ def _devices(plan: ShardPlan | TreeMap) -> str:
 
 
 def _map_lines(map: TreeMap, theirs: str) -> Sequence[str]:
-    """Each line in which the texts of two maps differ."""
+    """The lines in which the texts of two maps differ."""
     pairs = it.zip_longest(str(map).splitlines(), str(TreeMap.from_json(theirs)).splitlines(), fillvalue="nothing more")
     found = [f"`{one.strip()}` in one, `{two.strip()}` in the other" for one, two in pairs if one != two]
     return found or ["what they cast, or the order of their rules"]

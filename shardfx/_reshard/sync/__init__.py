@@ -1,4 +1,5 @@
-"""Weights from one job to another: a transfer plan that both compute alone, and the channels that carry it out.
+"""Transfers of weights from one job to another: a transfer plan that each job computes by itself, and channels that
+carry it out.
 
 It may import `_plan`, `_convert`, its siblings in this room and what is below them. It never moves an array within a
 job, and it never changes what a receiver has before every piece of the new revision has arrived.

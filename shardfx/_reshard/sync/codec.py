@@ -1,4 +1,4 @@
-"""A transfer plan as JSON, and what is checked when it is read."""
+"""A transfer plan as JSON text, and the checks when it is read."""
 
 import hashlib
 import itertools as it
@@ -52,7 +52,7 @@ def to_json(plan: TransferPlan) -> str:
 
 
 def from_json(text: str) -> TransferPlan:
-    """The plan that `to_json` wrote, with proof that each element of each shard is written once.
+    """The plan that `to_json` wrote, checked so that each element of each shard is written exactly once.
 
     **Arguments:**
 
@@ -178,7 +178,9 @@ def _factor(size: Any, source_dim: Any, source_step: Any, target_dim: Any, targe
 
 
 def _check(plan: TransferPlan) -> None:
-    """Raises unless each leaf's pieces fit their arrays, and each device gets each element of its shard once."""
+    """Raises unless each leaf's pieces fit their arrays, and each device receives each element of its shard exactly
+    once.
+    """
     checked: set[int] = set()
     first: dict[int, SentLeaf] = {}
     if len({leaf.path for leaf in plan.leaves}) < len(plan.leaves):

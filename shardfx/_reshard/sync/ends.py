@@ -1,4 +1,4 @@
-"""Either end of a transfer, and the channel between them: pieces read from shards, and written into spare memory."""
+"""Both ends of a transfer and the channel between them: pieces are read from shards and written into spare memory."""
 
 import collections
 import contextlib
@@ -36,15 +36,15 @@ class Channel(Protocol):
     """
 
     def put(self, round: int, pieces: Sequence[np.ndarray]) -> None:
-        """Sends the pieces of a round. Their memory may be written again as soon as it returns."""
+        """Sends the pieces of a round. When it returns, their memory may be overwritten."""
         ...
 
     def get(self, round: int, memories: Sequence[np.ndarray]) -> None:
-        """Fills memory with the pieces of a round, all of them checked when it returns."""
+        """Fills memory with the pieces of a round. When it returns, all of them have been checked."""
         ...
 
     def commit(self, revision: int | None = None) -> int:
-        """Ends a transfer: the sender gives its revision, and the receiver gets it."""
+        """Ends a transfer: the sender gives its revision, and the receiver returns it."""
         ...
 
 
@@ -138,7 +138,7 @@ def _get(channel: Channel, number: int, steps: Sequence[ShardBytes | SentPiece],
 
 
 def _slots(steps: Sequence[ShardBytes | SentPiece]) -> Iterator[np.ndarray]:
-    """Memory for the pieces of a round that no shard holds in the form in which they are sent."""
+    """Buffers for the pieces of a round that are not bytes of a shard as they are sent."""
     sizes = [one.places[0].bytes for one in steps if isinstance(one, SentPiece)]
     return iter(buffers([((size,), np.dtype(np.uint8)) for size in sizes]))
 
@@ -151,7 +151,9 @@ Rounds = list[list[ShardBytes | SentPiece]]
 
 
 def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: int) -> Rounds:
-    """The rounds of a lane, with what lies in one shard as it is sent; worked out again if arrays lie otherwise."""
+    """The rounds from one sender to one receiver, with the shard's bytes for each piece that is contiguous. Cached per
+    sharding.
+    """
     key = "out", sender, receiver
     shardings, rounds = cast("tuple[dict[str, object], Rounds]", plan.known.get(key, ({}, [])))
     if not shardings or any(shards.leaf(path).sharding != known for path, known in shardings.items()):
@@ -164,7 +166,7 @@ def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: in
 
 
 def _held(shards: LocalShards, one: Transfer) -> ShardBytes | None:
-    """A piece that lies in a shard as it is sent."""
+    """The bytes of a shard that are a piece as it is sent; `None` if the piece is not contiguous there."""
     path = one.form.value.path or ""
     number = shards.with_all(path, hull(swapped(one.piece)))
     found = None if number is None else sent_from(one, shards.boxes(path)[number])
@@ -186,7 +188,7 @@ def _span(plan: TransferPlan, step: SentPiece) -> ShardBytes | None:
 
 
 class _Spare:
-    """Memory for a new revision; a leaf becomes an array as soon as all of its pieces are there.
+    """Memory for a new revision. A leaf becomes an array as soon as all of its pieces have arrived.
 
     **Arguments:**
 
@@ -211,7 +213,7 @@ class _Spare:
                 self._make(leaf)
 
     def arrays(self) -> dict[str, jax.Array]:
-        """All arrays by path, when each is there."""
+        """All arrays by path, once each is complete."""
         self._blocks.settle()
         return {leaf.path: self._made[number] for number, leaf in enumerate(self._plan.leaves)}
 
@@ -223,14 +225,14 @@ class _Spare:
             return self._memory[leaf][buffer]
 
     def bytes_of(self, span: ShardBytes) -> np.ndarray:
-        """A part of a leaf's buffer, as bytes."""
+        """A range of bytes of a leaf's buffer."""
         leaf, buffer, start, stop = span
         if (own := self._bytes.get((leaf, buffer))) is None:  # pyright: ignore[reportArgumentType]
             own = self._bytes[int(leaf), buffer] = as_bytes(self.memory(int(leaf), buffer))
         return own[start:stop]
 
     def wrote(self, leaf: int) -> None:
-        """Counts a piece that is there."""
+        """Counts a piece that has arrived."""
         with self._lock:
             self._left[leaf] -= 1
             is_whole = not self._left[leaf]
@@ -238,7 +240,7 @@ class _Spare:
             self._make(leaf)
 
     def _allocate(self, one: int) -> None:
-        """Asks for the memory of a leaf and of those about it, the same ones at each revision."""
+        """Allocates the memory of a leaf and of the leaves in its group, which are the same ones at each revision."""
         group = [number for number in range(len(self._plan.leaves)) if self._groups[number] == self._groups[one]]
         wanted = [(number, at) for number in group for at in self._own(number)]
         views = buffers([self._shape(number, at) for number, at in wanted], self._blocks.take)
@@ -246,7 +248,7 @@ class _Spare:
             self._memory.setdefault(number, {})[at] = made
 
     def _own(self, number: int) -> list[int]:
-        """The buffers of a leaf that this process fills."""
+        """The numbers of the buffers of a leaf that this process fills."""
         buffers = self._plan.kinds[self._plan.leaves[number].kind].buffers
         return [at for at, buffer in enumerate(buffers) if buffer.process == self._receiver]
 
@@ -278,7 +280,9 @@ class _Spare:
 
 
 class _Blocks:
-    """Large pieces of memory that serve one revision after another: new memory costs more than what fills it."""
+    """Large memory blocks that are reused from one revision to the next, since new memory costs more than
+    filling it.
+    """
 
     def __init__(self):
         self._taken = 0
@@ -286,7 +290,7 @@ class _Blocks:
         self._blocks: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def take(self, nbytes: int) -> np.ndarray:
-        """A block of so many bytes that nobody holds."""
+        """A block of `nbytes` bytes that nothing refers to."""
         free = (at for at, (block, lent) in enumerate(self._blocks) if len(block) == nbytes and lent() is None)
         block = self._blocks.pop(at)[0] if (at := next(free, None)) is not None else np.empty(nbytes, np.uint8)
         lent = np.frombuffer(block.data, np.uint8)
@@ -295,7 +299,7 @@ class _Blocks:
         return lent
 
     def settle(self) -> None:
-        """Ends a revision: of the blocks that nobody holds as many stay as the next one takes."""
+        """Ends a revision: keeps as many unreferenced blocks as the next revision takes."""
         kept = []
         for block, lent in self._blocks:
             if lent() is not None or self._taken > 0:

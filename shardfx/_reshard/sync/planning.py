@@ -1,4 +1,4 @@
-"""The plan of a transfer, made from the plans of both jobs and the map between them."""
+"""The plan of a transfer, from the plans of both jobs and the map between them."""
 
 import dataclasses
 import itertools as it
@@ -47,7 +47,7 @@ def plan_transfer(
     receiver: int | None = None,
     limit_bytes: int = 16 << 20,
 ) -> TransferPlan:
-    """Plans the transfer of one job's arrays into another's. Neither job needs the other's devices.
+    """Plans the transfer of one job's arrays into another job's, without the devices of either.
 
     **Arguments:**
 
@@ -115,7 +115,7 @@ def _end(leaf: MovedLeaf) -> object:
 
 
 class Sent(NamedTuple):
-    """How a value is sent: the dtype of its array, the casts on either side, and the same of its scales."""
+    """How a value is sent: the dtype of its array, the casts on each side, and the same for its scales."""
 
     value: Value
     path: str
@@ -125,7 +125,7 @@ class Sent(NamedTuple):
 
 
 def sent_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Sent:
-    """What is sent of a value of arrays of these dtypes."""
+    """How a value of arrays with these dtypes is sent."""
     assert value.path is not None
     dtype = dtypes[value.path]
     if value.scale is None:
@@ -137,7 +137,7 @@ def sent_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Sent:
 
 
 def form_of(one: Sent | None, piece: Piece, rank: int, dtype: np.dtype) -> WireForm:
-    """The form of a piece: of what is sent, or of a constant."""
+    """The wire form of a piece, or of a constant, which is not sent."""
     if one is None:
         return WireForm(piece.value, piece.factors, 0, 0, dtype, None)
     count = first_casts(one.casts, one.dtype)
@@ -146,7 +146,7 @@ def form_of(one: Sent | None, piece: Piece, rank: int, dtype: np.dtype) -> WireF
 
 
 class _Jobs(NamedTuple):
-    """What is the same for all leaves: the process of each device of both jobs, and what is planned of them."""
+    """The input that all leaves share: the process of each device of both jobs, and the sent values."""
 
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
@@ -190,7 +190,7 @@ def _add(
     group: Iterable[tuple[int, Box]],
     jobs: _Jobs,
 ) -> None:
-    """Adds the pieces of some buffers, for which the same device sends each box of a source."""
+    """Adds the pieces of buffers for which the same device sends each box of a source."""
     alike: dict[Box, list[int]] = {}
     for number, box in group:
         alike.setdefault(box, []).append(number)
@@ -216,7 +216,7 @@ def _add(
 
 
 class _Table:
-    """Pieces as rows of whole numbers, and the forms that they have in common."""
+    """Pieces as rows of integers, and the forms that rows share."""
 
     def __init__(self, rank: int, dtype: np.dtype):
         self.forms: list[WireForm] = []
@@ -229,7 +229,7 @@ class _Table:
     def add(
         self, sender: tuple[int, int], one: Sent | None, start: Sequence[int], piece: Piece, buffers: Sequence[int]
     ) -> None:
-        """A piece of a shard that begins at `start`, for some buffers."""
+        """Adds a piece of a shard that begins at `start`, for some buffers."""
         number = self._numbers.setdefault((piece.value, piece.factors), len(self.forms))
         if number == len(self.forms):
             self.forms.append(form_of(one, piece, len(start), self._dtype))
@@ -239,7 +239,7 @@ class _Table:
         self._buffers += buffers
 
     def rows(self, dims: int) -> np.ndarray:
-        """All rows, one for each buffer; a receiver that plans its part alone has the same order."""
+        """All rows, one for each buffer. A receiver that plans only its own part has the same order."""
         rows = np.array(self._rows, np.int64).reshape(len(self._counts), PLACE + self._rank + dims)
         rows = np.repeat(rows, self._counts, axis=0)
         rows[:, BUFFER] = self._buffers
@@ -247,7 +247,7 @@ class _Table:
 
 
 def _alike(parts: Sequence[Cut]) -> Iterator[Cut]:
-    """Parts of a shard that overlap, cut where others begin and end: what they share is then the same on the wire."""
+    """Overlapping parts of a shard, divided where others begin and end, so that equal parts are sent in one form."""
     groups: dict[object, list[Cut]] = {}
     for part in parts:
         groups.setdefault(part.sender, []).append(part)
@@ -275,7 +275,7 @@ def _held(leaf: MovedLeaf) -> dict[Box, list[int]]:
 def _groups(
     buffers: Sequence[Buffer], held: Mapping[str, Mapping[Box, Sequence[int]]]
 ) -> dict[tuple[int, ...], list[int]]:
-    """The buffers by the replica of each source that sends. The receiver's number alone says which."""
+    """The buffers grouped by the replica of each source that sends to them, which the receiver's number decides."""
     replicas = [min(map(len, one.values())) for one in held.values()]
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, buffer in enumerate(buffers):
@@ -284,7 +284,7 @@ def _groups(
 
 
 def _local(processes: Iterable[int]) -> list[int]:
-    """Of each device its number among those of its process."""
+    """The number of each device among the devices of its process."""
     counts: dict[int, int] = {}
     found = []
     for process in processes:

@@ -1,4 +1,4 @@
-"""A channel over the transfer servers of JAX, which move arrays from one process's devices to another's."""
+"""A channel over JAX's transfer servers, which move arrays from one process's devices to another's."""
 
 import time
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ class JaxChannel:
         self._count, self._is_taken = self._count + 1, False
 
     def _settle(self) -> None:
-        """Waits until the other side has what was given last."""
+        """Waits until the other side has taken the last round."""
         if not self._is_taken:
             self._pull(2 * self._count - 1, 1)
             self._is_taken = True

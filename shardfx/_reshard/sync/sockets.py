@@ -72,17 +72,17 @@ class _Line:
         return sent
 
     def read(self, count: int) -> bytes:
-        """So many bytes."""
+        """The next `count` bytes."""
         memory = bytearray(count)
         self.fill(memory)
         return bytes(memory)
 
     def send(self, *parts: Memory) -> None:
-        """Sends parts one behind the other."""
+        """Sends the buffers one after the other."""
         self._carry(parts, self._connection.sendmsg)
 
     def fill(self, *parts: Memory) -> None:
-        """Fills parts one after the other."""
+        """Fills the buffers one after the other."""
         self._carry(parts, lambda some: self._connection.recvmsg_into(some)[0])
 
     def _carry(self, parts: Sequence[Memory], carry: Callable[[list[memoryview]], int]) -> None:
@@ -104,7 +104,7 @@ def _data(pieces: Sequence[np.ndarray]) -> list[memoryview]:
 
 
 def _frames(pieces: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
-    """Pieces that are sent with one head: so few that they are still in the processor's cache when they are sent."""
+    """The pieces in groups that are sent with one header. A group is small enough to stay in the processor's cache."""
     first, nbytes = 0, 0
     for at, piece in enumerate(pieces):
         if nbytes >= _FRAME_BYTES:
@@ -120,7 +120,9 @@ def _checksums(pieces: Sequence[np.ndarray]) -> bytes:
 
 
 def _checksum(piece: np.ndarray) -> int:
-    """The CRC of a piece's words, summed along the columns of a table: a CRC of all words takes three times as long."""
+    """The CRC of a piece's words summed along the columns of a table, since a CRC of all words takes three times as
+    long.
+    """
     body = len(piece) // _ROW_BYTES * _ROW_BYTES
     words = piece[:body].view(np.uint64).reshape(-1, _ROW_BYTES // 8)
     return zlib.crc32(piece[body:].data, zlib.crc32(np.add.reduce(words, axis=0).data))
@@ -132,7 +134,7 @@ class _Published(NamedTuple):
 
 
 class Sender:
-    """Serves the newest published arrays of one process of a trainer; a receiver that dies is forgotten.
+    """Serves the newest published arrays of one process of a trainer. A receiver that dies is forgotten.
 
     It listens on 127.0.0.1 unless told otherwise. The secret admits receivers; what is sent is not encrypted.
 
@@ -164,7 +166,9 @@ class Sender:
         self._serving.start()
 
     def publish(self, arrays: Mapping[str, jax.Array], revision: int) -> None:
-        """Makes arrays, by path, the newest revision. They are not copied: do not donate them before the next one."""
+        """Makes arrays, by path, the newest revision. They are not copied, so do not donate them before the next
+        revision.
+        """
         if self._newest is not None and revision <= self._newest.revision:
             raise SyncError(f"revision {revision} is not above {self._newest.revision}, which is published already.")
         self._newest = _Published(revision, arrays)
@@ -216,7 +220,8 @@ class Sender:
 
 
 class Receiver:
-    """Pulls revisions for one process of an engine. `arrays` and `revision` change together, or not at all.
+    """Pulls revisions for one process of an inference engine. `arrays` and `revision` change at the same time, or not
+    at all.
 
     **Arguments:**
 
@@ -252,7 +257,7 @@ class Receiver:
         self.revision: int | None = None
 
     def pull(self) -> bool:
-        """Gets the newest revision into spare memory, then makes it `arrays`.
+        """Receives the newest revision into spare memory, then makes it `arrays`.
 
         **Returns:**
 
@@ -318,7 +323,9 @@ def _checked(secret: bytes) -> bytes:
 
 
 def _shake_hands(line: _Line, secret: bytes, own: bytes, other: bytes) -> None:
-    """Each side proves that it knows the secret, with a number of the other's choice."""
+    """Proves to the other side that this one knows the secret, and checks its proof, each with a nonce of the other's
+    choice.
+    """
     mine = os.urandom(_NONCE_BYTES)
     line.send(mine)
     theirs = line.read(_NONCE_BYTES)

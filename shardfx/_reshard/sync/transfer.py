@@ -1,4 +1,4 @@
-"""The plan of a transfer as data: which process sends which piece of which array to which process of another job."""
+"""The plan of a transfer as data: the pieces of arrays that each process sends to each process of another job."""
 
 import dataclasses
 import functools as ft
@@ -23,7 +23,7 @@ class Buffer(NamedTuple):
 
 
 class WireForm(NamedTuple):
-    """What pieces have in common that differ in their place alone.
+    """The common properties of pieces that differ only in their positions.
 
     **Arguments:**
 
@@ -62,28 +62,28 @@ class Transfer(NamedTuple):
 
     @property
     def piece(self) -> Piece:
-        """From the whole source array to the buffer."""
+        """The piece, from the whole source array to the buffer."""
         return Piece(self.form.value, self.source, self.target, self.form.factors)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape on the wire: one dimension per factor, without repeats."""
+        """The shape on the wire: one dimension per factor, without repetitions."""
         return tuple(factor.size for factor in once(self.piece).factors)
 
     @property
     def scale_box(self) -> Box:
-        """The scales that follow it on the wire."""
+        """The box of the scales that follow the piece on the wire; `()` if there are none."""
         scale = self.form.value.scale
         return () if scale is None else scale_box(hull(swapped(once(self.piece))), scale)
 
     @property
     def own_bytes(self) -> int:
-        """Bytes on the wire without scales. Numbers of less than a byte are packed."""
+        """Bytes of the piece on the wire without its scales. Elements of less than a byte are packed."""
         return -(-math.prod(self.shape) * bits(self.form.sent) // 8)
 
     @property
     def bytes(self) -> int:
-        """Bytes on the wire."""
+        """Bytes of the piece on the wire, scales included."""
         scales = self.form.scales
         return self.own_bytes + (0 if scales is None else volume(self.scale_box) * scales.itemsize)
 
@@ -94,7 +94,7 @@ PROCESS, DEVICE, BUFFER, FORM, PLACE = range(5)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransferKind:
-    """What all leaves share that are made alike: only the names of their sources differ.
+    """The common plan of leaves that are made in the same way. Only the names of their sources differ.
 
     **Arguments:**
 
@@ -118,7 +118,7 @@ class TransferKind:
 
     @ft.cached_property
     def firsts(self) -> np.ndarray:
-        """Per piece the first that is the same on the wire: what a process needs in several places it gets once."""
+        """For each piece, the first piece with the same bytes on the wire. A process receives such bytes once."""
         numbers: dict[object, int] = {}
         alike = np.array([numbers.setdefault(_on_wire(form), len(numbers)) for form in self.forms], np.int64)
         places = self.rows[:, PLACE : PLACE + self.rank].T
@@ -137,7 +137,7 @@ class TransferKind:
         return Transfer(process, device, buffer, form, tuple(places[: form.rank]), tuple(places[self.rank :]))
 
     def sent(self, sender: int, receiver: int) -> list[tuple[int, ...]]:
-        """What one process sends another, in order: per piece on the wire the numbers of all that it is."""
+        """The pieces that one process sends another, in order; for each, the numbers of all pieces with its bytes."""
         found: dict[int, list[int]] = {}
         own = np.flatnonzero((self.rows[:, PROCESS] == sender) & (self.receivers == receiver))
         for number, first in zip(own.tolist(), self.firsts[own].tolist(), strict=True):
@@ -170,7 +170,8 @@ class SentPiece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """What each process of one job sends to each process of another; made by [`shardfx._reshard.sync.plan_transfer`][].
+    """The pieces that each process of one job sends to each process of another; made by
+    [`shardfx._reshard.sync.plan_transfer`][].
 
     **Arguments:**
 
@@ -193,22 +194,22 @@ class TransferPlan:
 
     @ft.cached_property
     def digest(self) -> str:
-        """A text that is equal where both jobs plan the same transfer, whichever part they computed."""
+        """A text that is equal if both jobs plan the same transfer, whichever part they computed."""
         return hash_of([self.settings, *[leaf.digest for leaf in self.leaves]])
 
     @ft.cached_property
     def known(self) -> dict[object, object]:
-        """What either end has worked out once for this plan, so that the next revision needs no planning."""
+        """A cache for either end, so that later revisions need no planning."""
         return {}
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that all senders send together."""
+        """Bytes that all senders send in total."""
         own = [_wire_bytes(kind) for kind in self.kinds]
         return sum(own[leaf.kind] for leaf in self.leaves)
 
     def rounds(self, sender: int, receiver: int) -> list[list[SentPiece]]:
-        """What one process sends another, in rounds of at most `limit_bytes`, as far as pieces can be cut.
+        """The pieces that one process sends another, in rounds of at most `limit_bytes` if the pieces are small enough.
 
         Sender -1 is for constants.
         """

@@ -1,4 +1,4 @@
-"""A piece as bytes on the wire: where it lies as it is, how it is packed, and how it lands."""
+"""A piece as bytes on the wire: its range in a shard if it is contiguous there, its packing, and its unpacking."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -29,7 +29,7 @@ Memory = Callable[[int], np.ndarray]
 
 
 class ShardBytes(NamedTuple):
-    """A piece that lies in a shard as it is sent: the array, the shard's number, and from which byte to which.
+    """A piece that is a contiguous range of a shard's bytes: the array, the shard's number, and the range.
 
     The sender knows its arrays by path, the receiver by number.
     """
@@ -41,7 +41,7 @@ class ShardBytes(NamedTuple):
 
 
 def sent_from(one: Transfer, shard: Box) -> tuple[int, int] | None:
-    """From which byte to which a piece lies in a shard of its source as it is sent; `None` if it does not."""
+    """The range of bytes in a source's shard that is the piece as it is sent; `None` if there is no such range."""
     if one.form.value.scale is not None or one.form.casts:
         return None
     start = [at - low for at, (low, _) in zip(one.source, shard, strict=True)]
@@ -50,7 +50,9 @@ def sent_from(one: Transfer, shard: Box) -> tuple[int, int] | None:
 
 
 def received_at(one: Transfer, sizes: Sequence[int], dtype: np.dtype) -> tuple[int, int] | None:
-    """From which byte to which a piece lies in a buffer of these sizes as it is received; `None` if it does not."""
+    """The range of bytes in a buffer of these sizes that the received piece fills as it is; `None` if there is no such
+    range.
+    """
     form = one.form
     is_repeated = any(factor.source_dim == NOWHERE for factor in form.factors)
     if is_repeated or form.scales or form.casts < len(form.value.casts) or form.sent != dtype:
@@ -71,7 +73,7 @@ def _run(
 
 
 def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
-    """Writes a piece as it is sent: without repeats, scaled and cast as far as that makes it smaller.
+    """Writes a piece as it is sent: without repetitions, and scaled and cast if that makes it smaller.
 
     **Arguments:**
 
@@ -95,7 +97,7 @@ def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
 
 
 def land(step: SentPiece, memory: np.ndarray, there: Memory) -> None:
-    """Writes a piece that was received to each of its places.
+    """Writes a received piece to each of its places.
 
     **Arguments:**
 
@@ -119,7 +121,7 @@ def land(step: SentPiece, memory: np.ndarray, there: Memory) -> None:
 
 
 def _reader(one: Transfer, values: np.ndarray, scales: np.ndarray) -> Read:
-    """Gives the piece's box of its array, and that of the scales that came with it."""
+    """A function that reads boxes from a received piece and its scales."""
     piece, scale = once(one.piece), one.form.value.scale
     assert scale is not None and one.form.scales is not None
     box = hull(swapped(piece))
@@ -135,7 +137,7 @@ def _typed(raw: np.ndarray, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray
 
 
 def _halves(values: np.ndarray) -> np.ndarray:
-    """Numbers of 4 bits, two in a byte."""
+    """4-bit numbers packed two to a byte."""
     flat = np.zeros(-(-values.size // 2) * 2, np.uint8)
     flat[: values.size] = values.reshape(-1).view(np.uint8) & 15
     return flat[::2] | flat[1::2] << 4
