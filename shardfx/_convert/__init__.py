@@ -1,4 +1,5 @@
-"""How the leaves of one tree are made of another's: `TreeMap`, a value, and its form as pieces of arrays.
+"""`TreeMap`: how the leaves of one tree are made of another tree's leaves, as a value, and the same as pieces of
+arrays.
 
 It may import the ground values. It never touches a file or a device, and it never says where an array shall lie: what
 reads, writes and moves asks it for pieces, and carries them out.

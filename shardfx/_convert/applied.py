@@ -1,4 +1,4 @@
-"""A map on whole arrays in memory: by its operations, or, as what goes backwards has none, by pieces."""
+"""A map applied to whole arrays in memory, by its operations or, for an inverted map, by pieces."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -19,7 +19,7 @@ from .values import constant, fill
 
 
 def on_arrays(xp: Any, leaves: Mapping[str, Any]) -> Mapping[str, Callable[..., Any]]:
-    """What each operation does with arrays of `xp`, which is `numpy` or `jax.numpy`."""
+    """The functions that carry out each operation on arrays of `xp`, which is `numpy` or `jax.numpy`."""
 
     def constant(_: Sequence[Any], value: Any, shape: tuple[int, ...], dtype: str) -> Any:
         return xp.full(shape, value, jnp.dtype(dtype))
@@ -95,7 +95,7 @@ def on_arrays(xp: Any, leaves: Mapping[str, Any]) -> Mapping[str, Callable[..., 
 
 
 def applied(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
-    """As `TreeMap.apply`."""
+    """The implementation of `TreeMap.apply`."""
     flat = flatten(tree)
     arrays = {
         path: leaf for path, leaf, is_array in zip(flat.paths, flat.leaves, flat.is_array, strict=True) if is_array
@@ -119,7 +119,9 @@ def _is_in_jax(arrays: Mapping[str, object]) -> bool:
 
 
 def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, object], made: Mapping[str, Made]) -> dict[str, Any]:
-    """Step by step, rule by rule: not by pieces, so that the two can be compared."""
+    """The target's leaves by the operations of each rule, step by step. It does not use pieces, so that the two can be
+    compared.
+    """
     xp = jnp if _is_in_jax(arrays) else np
     leaves, structs = dict(arrays), structs_of(arrays, arrays.values())
     for number, step in enumerate(steps):
@@ -134,7 +136,7 @@ def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, object], made: Mappin
 
 
 def _assembled(made: Made, arrays: Mapping[str, object]) -> Any:
-    """A leaf put together from pieces."""
+    """A leaf assembled from pieces with NumPy."""
     out = np.zeros(made.shape, made.dtype)
     whole = tuple((0, size) for size in made.shape)
     for piece in made.pieces:
@@ -143,7 +145,7 @@ def _assembled(made: Made, arrays: Mapping[str, object]) -> Any:
 
 
 def _assembled_in_jax(made: Made, arrays: Mapping[str, Any]) -> jax.Array:
-    """A leaf put together from pieces in JAX, traced or not. Of PRNG keys the bits are moved."""
+    """A leaf assembled from pieces with JAX, traced or not. PRNG keys are moved as key data."""
     if not jnp.issubdtype(made.dtype, jax.dtypes.extended):
         return _filled(made.pieces, made.shape, made.dtype, arrays)
     names = [piece.value.path for piece in made.pieces if piece.value.path is not None]
@@ -172,7 +174,7 @@ Digits = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
 class PieceForm(NamedTuple):
-    """All that a piece is but the place where it begins: pieces of one form share a program.
+    """A piece without its position. Pieces of one form share a program.
 
     **Arguments:**
 
@@ -188,7 +190,7 @@ class PieceForm(NamedTuple):
 
 
 def form_of(piece: Piece) -> PieceForm:
-    """The form that a piece shares with others that begin elsewhere."""
+    """The form of a piece."""
     sources, targets = _digits(swapped(piece)), _digits(piece)
     source = [f for own in sources for f in own]
     # Seen from either side the same digit has the same four numbers.
@@ -211,7 +213,7 @@ def _plain(box: Sequence[tuple[int, int]], digits: Sequence[Sequence[Factor]]) -
 
 
 def is_dense(size: int, digits: Sequence[tuple[int, int]]) -> bool:
-    """Whether digits count through all of a box's dimension, one element after the other."""
+    """Whether the digits cover a dimension of this size completely, one element after the other."""
     step = 1
     for count, own in reversed(digits):
         if own != step:
@@ -221,7 +223,7 @@ def is_dense(size: int, digits: Sequence[tuple[int, int]]) -> bool:
 
 
 def taken(x: jax.Array, digits: Digits) -> jax.Array:
-    """The elements of a box that digits count through: one dimension each."""
+    """The elements of a box that the digits reach, with one dimension for each digit."""
     axis = 0
     for size, own in digits:
         if is_dense(size, own):
@@ -238,19 +240,19 @@ def taken(x: jax.Array, digits: Digits) -> jax.Array:
 
 
 def _below(own: Sequence[tuple[int, int]], step: int) -> int:
-    """From the first to the last element that the digits below one of this step reach."""
+    """The number of elements from the first to the last that the digits with steps below `step` reach."""
     return 1 + sum((count - 1) * each for count, each in own if each < step)
 
 
 def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
-    """A dimension as `count` rows of `step` elements; zeros fill the last row up."""
+    """A dimension as `count` rows of `step` elements, with zeros at the end of the last row."""
     missing = count * step - x.shape[axis]
     padded = jnp.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)])
     return padded.reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :])
 
 
 def ordered(piece: jax.Array, form: PieceForm) -> jax.Array:
-    """The digits in the order of the target, those that repeat among them."""
+    """The digits in the order of the target, repeated ones included."""
     piece = piece.transpose([number for number in form.order if number != NOWHERE])
     counts = [count for _, own in form.target for count, _ in own]
     shape = [1 if number == NOWHERE else count for number, count in zip(form.order, counts, strict=True)]
@@ -258,7 +260,7 @@ def ordered(piece: jax.Array, form: PieceForm) -> jax.Array:
 
 
 def put(box: jax.Array, digits: Digits, piece: jax.Array, axis: int) -> jax.Array:
-    """A box whose elements that digits count through are those of `piece`."""
+    """A box with the elements that the digits reach replaced by `piece`."""
     if axis == box.ndim:
         return piece.reshape(box.shape)
     if all(is_dense(size, own) for size, own in digits):

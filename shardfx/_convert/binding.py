@@ -1,4 +1,4 @@
-"""A map with the leaves of both trees: every rule in its places, checked, before anything is read or moved."""
+"""A map bound to the leaves of both trees: every rule with its leaves, checked before anything is read or moved."""
 
 import difflib
 import itertools as it
@@ -26,7 +26,7 @@ _COMPARED_CHARACTERS = 200
 def bound_steps(
     steps: Sequence[Rules], source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None
 ) -> Mapping[str, Made]:
-    """What each leaf of a target is made of by the steps of a map, one after the other; in the target's order."""
+    """How each leaf of a target is made by the steps of a map, one after the other, in the target's order."""
     made: Mapping[str, Made] | None = None
     known: Mapping[str, TreeLeaf] = source
     for step, there in zip(steps, _targets(steps, target), strict=True):
@@ -38,7 +38,9 @@ def bound_steps(
 
 
 def _targets(steps: Sequence[Rules], target: Mapping[str, Struct] | None) -> Sequence[Mapping[str, Struct] | None]:
-    """What each step leads to, where that is known: before a step that goes backwards, what its rules make."""
+    """The target of each step if it is known. The target of a step before an inverted one follows from the inverted
+    step's rules.
+    """
     found = [target]
     for after in reversed(steps[1:]):
         there = found[-1]
@@ -122,7 +124,7 @@ def places(
     target: Mapping[str, TreeLeaf] | None,
     problems: list[tuple[str, str]],
 ) -> Iterable[tuple[str, From, Binding]]:
-    """Each leaf of the target, its rule, and what the names in braces stand for."""
+    """Each leaf of the target, its rule, and the values of the names in braces."""
     if target is None:
         return _inferred(step, source, problems)
     rules = [(pattern(text), rule) for text, rule in step.made]
@@ -167,7 +169,7 @@ def _inferred(
 
 
 def _bindings(text: str, rule: From, source: Mapping[str, TreeLeaf]) -> Iterator[dict[str, Any]]:
-    """All that the names of a target's path may stand for, read off the paths and shapes of the source."""
+    """All values that the names in a target's path can have, from the paths and shapes of the source."""
     names = pattern(text).names
     found: list[dict[str, Any]] = [{}]
     for leaf in leaves_of(rule):
@@ -185,7 +187,7 @@ def _bindings(text: str, rule: From, source: Mapping[str, TreeLeaf]) -> Iterator
 def _counted(
     names: Sequence[str], binding: dict[str, Any], text: str, rule: From, source: Mapping[str, TreeLeaf]
 ) -> Iterator[dict[str, Any]]:
-    """Names that only `at` has go through the numbers of its dimension."""
+    """Bindings for names that occur only in `at`: one for each index of that dimension."""
     if not names:
         yield binding
         return
@@ -230,7 +232,7 @@ def _unused(
 
 
 def _behind_gaps(step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str, None]) -> Iterator[tuple[str, str]]:
-    """Leaves behind a gap: a stack stops at the first number that the source lacks, and these have later numbers."""
+    """Leaves after a gap in a stack's numbers. The stack stops at the first number that the source lacks."""
     for _, rule in step.made:
         for over, text in _endless(rule):
             one = pattern(text)
@@ -266,7 +268,7 @@ def _near(path: str, names: Iterable[str], what: str = "") -> str:
 
 
 def near_names(path: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
-    """The most alike of `names`, found in a time that does not grow with what a file says."""
+    """The names most similar to `path`, found in bounded time even for hostile names."""
     if len(path) > _COMPARED_CHARACTERS:
         return []
     found = [name for name in names if len(name) <= _COMPARED_CHARACTERS]
@@ -294,7 +296,7 @@ def _raise(problems: Sequence[tuple[str, str]]) -> None:
 
 
 def _through(made: Mapping[str, Made], between: Mapping[str, Made]) -> Mapping[str, Made]:
-    """Two steps of a map as one: what is made of intermediate leaves, made of the leaves of the source."""
+    """Two steps of a map as one: leaves made of intermediate leaves, expressed in leaves of the source."""
     found = {}
     for path, one in made.items():
         pieces: list[Piece] = []
@@ -338,7 +340,7 @@ def _backward(forward: Mapping[str, Made], source: Mapping[str, TreeLeaf]) -> Ma
 
 
 def _back(casts: Sequence[object], dtype: object) -> tuple[Any, ...]:
-    """The casts that undo those of a number: arithmetic is undone in the dtype in which it was done."""
+    """The casts that undo these casts. Arithmetic is undone in the dtype in which it was done."""
     kinds, found = [dtype], []
     for to in casts:
         kinds.append(kinds[-1] if isinstance(to, Arithmetic) else to)
@@ -351,7 +353,7 @@ def _back(casts: Sequence[object], dtype: object) -> tuple[Any, ...]:
 
 
 def disjoint(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[list[Piece], bool]:
-    """Pieces that have no element twice, and whether they have each of an array of `shape`.
+    """Pieces without common elements, and whether they cover an array of `shape`.
 
     Where two pieces share elements both have the same there, because one array gave them: the first keeps them.
     """
@@ -374,7 +376,7 @@ def disjoint(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[list[Piec
 
 
 def _grid_dims(boxes: Sequence[Box]) -> list[int]:
-    """The dimensions along which any two boxes have the same interval, or nothing in common."""
+    """The dimensions along which any two boxes have equal or disjoint intervals."""
     found = []
     for dim, column in enumerate(zip(*boxes, strict=True)):
         ends = sorted(set(column))
@@ -384,7 +386,7 @@ def _grid_dims(boxes: Sequence[Box]) -> list[int]:
 
 
 def _outside(piece: Piece, box: Box) -> Iterator[Piece]:
-    """What of a piece that fills its hull lies outside a box."""
+    """The parts of a dense piece that are outside of a box."""
     mine = hull(piece)
     if any(stop <= low or high <= start for (start, stop), (low, high) in zip(mine, box, strict=True)):
         yield piece
@@ -398,12 +400,12 @@ def _outside(piece: Piece, box: Box) -> Iterator[Piece]:
 
 
 def structs_of(paths: Iterable[str], leaves: Iterable[Any]) -> dict[str, Struct]:
-    """Leaves by path."""
+    """The shape and dtype of each leaf, by path."""
     return {path: Struct(tuple(leaf.shape), leaf.dtype) for path, leaf in zip(paths, leaves, strict=True)}
 
 
 def tree_structs(tree: object) -> dict[str, Struct]:
-    """The arrays of a tree by path; of a plan, those that it was made for."""
+    """The shape and dtype of each array of a tree, by path; of a plan, those of the tree that it was made for."""
     flat = flatten(tree)
     rows = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
     arrays = [(path, leaf) for path, leaf, is_array in rows if is_array]

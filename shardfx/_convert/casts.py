@@ -1,4 +1,4 @@
-"""Casts that give the same numbers in NumPy as in JAX."""
+"""Casts with equal results in NumPy and in JAX."""
 
 import functools as ft
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def cast_array(x: Any, to: Any) -> Any:
-    """An array of NumPy or of JAX in another dtype.
+    """An array of NumPy or JAX cast to another dtype.
 
     Floats become integers as in JAX: fractions are cut off, what is out of range becomes the nearest integer that the
     dtype has, and NaN becomes 0. NumPy's own `astype` wraps around, or gives what the machine gives.
@@ -20,7 +20,7 @@ def cast_array(x: Any, to: Any) -> Any:
 
 @ft.lru_cache(maxsize=256)
 def is_rounded(stored: Any, to: Any) -> bool:
-    """Whether a cast makes integers of floats."""
+    """Whether a cast turns floats into integers."""
     return bool(jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(to, jnp.integer))
 
 

@@ -1,4 +1,4 @@
-"""What an expression is worth: as pieces, from the shapes of its leaves alone, or as an array, from the arrays."""
+"""The value of an expression: as pieces, from the shapes of its leaves, or as an array, from the arrays."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ from .pieces import (
 
 
 class Absent(MapError):
-    """An expression that names a leaf which is not there."""
+    """The error for an expression that names a missing leaf."""
 
     def __init__(self, message: str, path: str):
         super().__init__(message)
@@ -42,7 +42,7 @@ class Absent(MapError):
 def evaluated(
     made: From, binding: Binding, leaves: Mapping[str, object], ops: Mapping[str, Callable[..., object]]
 ) -> Any:
-    """The value of an expression where its names stand for these.
+    """The value of an expression with these values for the names in braces.
 
     **Arguments:**
 
@@ -64,7 +64,7 @@ def evaluated(
 
 
 def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
-    """The path of a leaf; raises `Absent` where there is none."""
+    """The path of a leaf with the names in braces filled in; raises `Absent` if there is no such leaf."""
     path = pattern(text).filled(binding)
     if path is None:
         missing = [name for name in pattern(text).names if name not in binding]
@@ -76,7 +76,7 @@ def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
 
 
 def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> range:
-    """The numbers that a stack goes through: as it says, or as long as the source has the first of its leaves."""
+    """The numbers that a stack goes through: its own count, or as many as the source has of its first leaf."""
     over, first = made.args[0], counted_leaf(made)
     if len(made.args) > 2:
         return range(made.args[2])
@@ -95,7 +95,7 @@ def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> rang
 
 
 def _inner_stacks(made: From) -> list[str]:
-    """What stacks within an expression go through."""
+    """The names that the stacks within an expression go through."""
     own = [made.args[0]] if made.op == "stack" else []
     return [*own, *[name for part in made.of for name in _inner_stacks(part)]]
 
@@ -117,7 +117,7 @@ def dim_of(dim: int, rank: int, op: str) -> int:
 
 
 def sizes_of(sizes: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """Sizes of which one may be -1, for so many elements."""
+    """The sizes with -1 replaced so that their product is `count`."""
     known = math.prod(size for size in sizes if size != -1)
     free = [at for at, size in enumerate(sizes) if size == -1]
     found = list(sizes)
@@ -137,7 +137,7 @@ def _shape_after(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ..
 
 
 def leaf_made(path: str, struct: Struct | Made) -> Made:
-    """The value of a leaf that no operation changes."""
+    """A leaf's value before any operation."""
     return Made(tuple(struct.shape), struct.dtype, whole(Value(path), tuple(struct.shape)))
 
 
@@ -146,7 +146,7 @@ def _constant(_: Sequence[Made], value: object, shape: tuple[int, ...], dtype: s
 
 
 def filled_with(value: Any, shape: tuple[int, ...], dtype: DType) -> Made:
-    """A number as an array."""
+    """An array filled with one number."""
     check_number(value, dtype, f"an array of shape {shape}")
     factors = [Factor(size, NOWHERE, 0, dim, 1) for dim, size in enumerate(shape)]
     return Made(shape, dtype, made_of(Value(None, value, None, (dtype,)), (), (0,) * len(shape), factors))
@@ -193,7 +193,7 @@ def _reshape(parts: Sequence[Made], *sizes: int) -> Made:
 
 
 def _placed(made: Made, order: Sequence[int | None], shape: tuple[int, ...]) -> Made:
-    """A value with other dimensions: each is one of the present ones, or `None` for a new one."""
+    """A value with other dimensions. Each is one of the present dimensions, or `None` for a new one."""
     return Made(shape, made.dtype, tuple(renumbered(piece, order) for piece in made.pieces))
 
 
@@ -244,7 +244,7 @@ def _alike(parts: Sequence[Made], op: str, dim: int | None) -> Made:
 
 
 def _uneven(parts: Sequence[Made]) -> str:
-    """How many parts take turns, as `layers[0::2]` and `layers[1::2]`, counted together."""
+    """A hint for parts with different sizes that are interleaved, such as `layers[0::2]` and `layers[1::2]`."""
     rows = {part.shape[1:] for part in parts if part.shape}
     counts = [part.shape[0] for part in parts if part.shape]
     if len(rows) > 1 or len(counts) < len(parts) or max(counts) - min(counts) > 1:
@@ -303,7 +303,7 @@ def _cast(parts: Sequence[Made], dtype: str) -> Made:
 
 
 def cast(made: Made, to: Any) -> Made:
-    """A value in another dtype."""
+    """A value cast to another dtype."""
     if made.dtype == to:
         return made
     if jnp.issubdtype(made.dtype, jax.dtypes.extended) or jnp.issubdtype(to, jax.dtypes.extended):
@@ -316,7 +316,7 @@ def cast(made: Made, to: Any) -> Made:
 
 
 def _then(made: Made, step: Any, dtype: Any) -> Made:
-    """A value after one more cast, or one more arithmetic operation with a number."""
+    """A value after one more cast or arithmetic operation."""
     pieces = [piece._replace(value=piece.value._replace(casts=(*piece.value.casts, step))) for piece in made.pieces]
     return Made(made.shape, dtype, tuple(pieces))
 
@@ -330,7 +330,9 @@ def _counted(sign: Literal["*", "+"]) -> Callable[..., Made]:
 
 
 def check_counted(number: float, dtype: DType) -> float:
-    """The number, checked for arithmetic with arrays of a dtype; raises where the dtype or the number allows none."""
+    """The number, checked for arithmetic with arrays of a dtype; raises if the dtype or the number does not
+    allow it.
+    """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise MapError(f"{dtype} is not counted with {number!r}: cast it to floating-point numbers first.")
     return float(number)
@@ -354,7 +356,7 @@ def _scale(parts: Sequence[Made], *block: int) -> Made:
 
 
 def on_shapes(leaves: Mapping[str, Struct | Made], used: dict[str, None]) -> Mapping[str, Callable[..., Made]]:
-    """What each operation does with pieces; `used` gets the path of each leaf that is taken."""
+    """The functions that carry out each operation on pieces. `used` collects the path of each leaf that is read."""
 
     def leaf(path: str) -> Made:
         used[path] = None

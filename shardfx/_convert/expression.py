@@ -1,4 +1,4 @@
-"""What the leaves of a target are made of, as values: checked operations on leaves of the source, and rules of them."""
+"""Expressions of leaves: checked operations on leaves of the source, as values, and the rules that use them."""
 
 import dataclasses
 import math
@@ -59,7 +59,7 @@ _WORDS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
-    """The name and the word of each argument of an operation that is given so many; the name is empty for most."""
+    """The name and the kind of each argument of an operation with `count` arguments. Most names are empty."""
     words = FORMS[op][1].split()
     last = words[-1]
     if last.endswith("*"):
@@ -70,7 +70,7 @@ def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
 
 
 def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
-    """The arguments of an operation, as plain Python values.
+    """The arguments of an operation as plain Python values; raises for invalid ones.
 
     **Raises:**
 
@@ -92,7 +92,7 @@ def _checked_as(op: str, word: str, value: object) -> Any:
 
 
 def _read(word: str, value: Any) -> Any:
-    """A value as this word has it; `None` for what is none."""
+    """The value as this kind of argument, or `None` if it is not of this kind."""
     match word:
         case "path":
             return value if isinstance(value, str) else None
@@ -135,7 +135,7 @@ def _dtype(value: Any) -> str | None:
 
 
 def check_number(value: Any, dtype: DType, what: str) -> None:
-    """Raises where an array of a dtype cannot hold a number."""
+    """Raises if an array of a dtype cannot hold a number."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         raise MapError(f"{what}: PRNG keys cannot be made of a number; stack or concat keys instead.")
     if jnp.issubdtype(dtype, jnp.bool_) and value not in (0, 1):
@@ -154,7 +154,7 @@ _DEFAULTS = {"dim": 0, "count": None, "shards": 1, "unit": 1, "value": 0}
 
 @dataclasses.dataclass(frozen=True, init=False)
 class From:
-    """A leaf of the source of a [`shardfx.TreeMap`][], and what is done to it on the way to the target.
+    """A leaf of the source of a [`shardfx.TreeMap`][], and the operations on it on its way to the target.
 
     Each method returns a new value. Dimensions may count from the end, as `-1` does.
 
@@ -185,19 +185,19 @@ class From:
 
     @property
     def path(self) -> str:
-        """Of a leaf, where it is in the source."""
+        """The path of a leaf in the source."""
         if self.op != "leaf":
             raise MapError(f"{self} is made of leaves, and has no path of its own.")
         return self.args[0]
 
     @staticmethod
     def constant(value: float | int | bool, shape: Sequence[int], dtype: object) -> "From":
-        """An array of one number, which no leaf of the source has."""
+        """An array filled with one number, made of no leaf of the source."""
         return _new("constant", (), (value, tuple(shape), dtype))
 
     @staticmethod
     def concat(parts: Sequence["From"], *, dim: int = 0, shards: int = 1) -> "From":
-        """Parts end to end along a dimension.
+        """Parts concatenated along a dimension.
 
         **Arguments:**
 
@@ -210,62 +210,69 @@ class From:
 
     @staticmethod
     def stacked(parts: Sequence["From"], *, dim: int = 0) -> "From":
-        """Parts of one shape along a new dimension. Where their paths differ in a number only, `stack` is shorter."""
+        """Parts of one shape stacked along a new dimension. If their paths differ in a number only, `stack`
+        is shorter.
+        """
         return _new("stacked", tuple(parts), (dim,))
 
     @property
     def T(self) -> "From":  # noqa: N802
-        """All dimensions in reverse order: what torch keeps as `[out, in]` as `[in, out]`."""
+        """The array with all dimensions in reverse order: `[in, out]` for torch's `[out, in]`."""
         return _new("transpose", (self,), ())
 
     def transpose(self, *order: int) -> "From":
-        """The dimensions in another order, as in `numpy.transpose`."""
+        """The array with its dimensions in another order, as in `numpy.transpose`."""
         return _new("transpose", (self,), order)
 
     def reshape(self, *sizes: int) -> "From":
-        """Another shape for the same elements in row-major order; one size may be -1."""
+        """The same elements in row-major order with another shape; one size may be -1."""
         return _new("reshape", (self,), sizes)
 
     def split(self, dim: int, *sizes: int) -> "From":
-        """One dimension as several; one size may be -1. `split(0, -1, 128)` makes heads of 128."""
+        """The array with one dimension split into several; one size may be -1. `split(0, -1, 128)` makes
+        heads of 128.
+        """
         return _new("split", (self,), (dim, *sizes))
 
     def merge(self, dim: int, count: int = 2) -> "From":
-        """Several dimensions, the first of which is `dim`, as one."""
+        """The array with `count` dimensions from `dim` on merged into one."""
         return _new("merge", (self,), (dim, count))
 
     def stack(self, over: str, *, dim: int = 0, count: int | None = None) -> "From":
-        """One array for the numbers 0, 1, 2, ... of `{over}`, along a new dimension: so many, or all the source has."""
+        """The leaves for the numbers 0, 1, 2, ... of `{over}`, stacked along a new dimension: `count` of them, or all
+        in the source.
+        """
         return _new("stack", (self,), (over, dim) if count is None else (over, dim, count))
 
     def at(self, index: int | str, *, dim: int = 0) -> "From":
-        """One entry along a dimension, which is gone afterwards: layer `"i"` of a stack, where the target has `{i}`.
+        """One entry along a dimension, which is removed: layer `"i"` of a stack if the target's path has `{i}`.
 
         The index is a number, or counted with what stands in braces: `"6*i+2"`.
         """
         return _new("at", (self,), (index, dim))
 
     def slice(self, start: int, stop: int | None, *, dim: int = 0) -> "From":
-        """A part along a dimension, as in Python; `None` is the end."""
+        """A range along a dimension, as in Python; `None` is the end."""
         return _new("slice", (self,), (start, stop, dim))
 
     def repeat(self, count: int, *, dim: int = 0, unit: int = 1) -> "From":
-        """Each `unit` of elements along a dimension so many times in a row: key heads for more devices than heads."""
+        """Each `unit` of elements along a dimension repeated `count` times: key heads for more devices than heads."""
         return _new("repeat", (self,), (count, dim, unit))
 
     def pad_to(self, size: int, *, dim: int = 0, value: float | int = 0) -> "From":
-        """A number behind the elements of a dimension, up to a size."""
+        """The array padded with a number at the end of a dimension, up to `size`."""
         return _new("pad_to", (self,), (size, dim, value))
 
     def cast(self, dtype: object) -> "From":
-        """Another dtype, as in JAX's `astype`, wherever it is cast.
+        """The array cast to another dtype, as by JAX's `astype` on every platform.
 
         Floats that become integers lose their fraction; what is out of range becomes the least or the largest integer.
         """
         return _new("cast", (self,), (dtype,))
 
     def times(self, number: float | int) -> "From":
-        """Times a number, in float32, rounded to the leaf's dtype; the way back divides, and rounds again.
+        """The array multiplied by a number in float32 and rounded to its dtype. The inverse map divides and rounds
+        again.
 
         For weights that hold a factor of the computation: a query that is divided by the square root of its head's size
         is `times(size**-0.5)`. Powers of two lose nothing, there and back.
@@ -273,14 +280,15 @@ class From:
         return _new("times", (self,), (number,))
 
     def plus(self, number: float | int) -> "From":
-        """Plus a number, in float32, rounded to the leaf's dtype; the way back subtracts, and rounds again.
+        """The array plus a number in float32, rounded to its dtype. The inverse map subtracts and rounds again.
 
         For norms that are stored as their distance from one, as Gemma's are.
         """
         return _new("plus", (self,), (number,))
 
     def scale(self, by: "From | str", *, block: Sequence[int]) -> "From":
-        """Times one element of `by` per block, in float32: what is stored as fp8 in blocks of 128 x 128.
+        """The array multiplied by one element of `by` per block, in float32: for weights stored as fp8 in blocks of 128
+        x 128.
 
         Both are leaves as they are stored; what else is done comes afterwards.
         """
@@ -329,12 +337,12 @@ def _text(made: From) -> str:
 
 
 def to_data(made: From) -> list[Any]:
-    """An expression as what JSON can hold."""
+    """An expression as values that JSON can hold."""
     return [made.op, _plain(made.args), [to_data(part) for part in made.of]]
 
 
 def from_data(data: object) -> From:
-    """The expression that `to_data` wrote down."""
+    """The expression from the values that `to_data` returned."""
     match data:
         case [str() as name, list() as args, list() as of] if name in FORMS:
             return _new(name, tuple(map(from_data, of)), _tuples(args))
@@ -355,7 +363,7 @@ def leaves_of(made: From) -> list[str]:
 
 
 def counted_leaf(stack: From) -> str | None:
-    """The leaf whose numbers a stack goes through: the first that has the stack's name."""
+    """The first leaf in a stack that has the stack's name, whose numbers the stack goes through; `None` without one."""
     return next((leaf for leaf in leaves_of(stack.of[0]) if stack.args[0] in pattern(leaf).names), None)
 
 

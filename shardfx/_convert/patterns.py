@@ -1,4 +1,4 @@
-"""Paths with names in braces: `layers/{i}/{part}/weight`, and what the names stand for in a path."""
+"""Paths with names in braces, such as `layers/{i}/{part}/weight`, and the values of the names in a given path."""
 
 import dataclasses
 import functools as ft
@@ -16,18 +16,18 @@ _TERM = re.compile(r"\s*(?:(\d+)\s*\*\s*)?(?:([A-Za-z_]\w*)(\*?)|(\d+))\s*")
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """What stands in braces: names times numbers, and a number."""
+    """The text inside braces: a sum of names times numbers, and a number."""
 
     terms: tuple[tuple[int, str], ...]
     rest: int
 
     @ft.cached_property
     def name(self) -> str | None:
-        """The name, where it is nothing but one."""
+        """The name, if the sum is one name only; else `None`."""
         return self.terms[0][1] if len(self.terms) == 1 and self.terms[0][0] == 1 and not self.rest else None
 
     def value(self, binding: Binding) -> str | int | None:
-        """The value of the sum; `None` where a name stands for nothing, or for no number where a number is needed."""
+        """The value of the sum; `None` if a name has no value, or no number where a number is needed."""
         if self.name is not None:
             return binding.get(self.name)
         found = [(count, binding.get(name)) for count, name in self.terms]
@@ -36,7 +36,7 @@ class Sum:
         return self.rest + sum(count * value for count, value in found if isinstance(value, int))
 
     def solved(self, value: str | int) -> tuple[str, str | int] | None:
-        """The one name of the sum, and its number where the sum is `value`; `None` where there is none."""
+        """The one name of the sum, and its number if the sum is `value`; `None` if there is no solution."""
         if self.name is not None:
             return self.name, value
         if len(self.terms) != 1 or not isinstance(value, int):
@@ -47,7 +47,7 @@ class Sum:
 
 @ft.lru_cache(maxsize=4096)
 def sum_of(text: str) -> Sum:
-    """What stands in braces, read: `i`, `i+1`, `6*i+j+2`."""
+    """The parsed text inside braces, such as `i`, `i+1` or `6*i+j+2`."""
     terms, rest = [], 0
     for part in text.split("+"):
         found = _TERM.fullmatch(part)
@@ -72,7 +72,7 @@ def sum_of(text: str) -> Sum:
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """A path, read.
+    """A parsed path with names in braces.
 
     **Arguments:**
 
@@ -87,11 +87,11 @@ class Pattern:
 
     @ft.cached_property
     def names(self) -> tuple[str, ...]:
-        """Every name in it, once."""
+        """Every name in the path, once."""
         return tuple(dict.fromkeys(name for one in self.parts if isinstance(one, Sum) for _, name in one.terms))
 
     def filled(self, binding: Binding) -> str | None:
-        """The path that it is where the names stand for these; `None` where one stands for nothing."""
+        """The path with these values for its names; `None` if a name has no value."""
         done = []
         for part in self.parts:
             value = part if isinstance(part, str) else part.value(binding)
@@ -101,7 +101,7 @@ class Pattern:
         return "".join(done)
 
     def matched(self, path: str) -> dict[str, str | int] | None:
-        """What the names stand for in a path; `None` if it is not of this form."""
+        """The values of the names for which the pattern is `path`; `None` if the path does not match."""
         found = self.regex.fullmatch(path)
         if found is None:
             return None
@@ -123,7 +123,7 @@ def _number_or_text(text: str) -> str | int:
 
 @ft.lru_cache(maxsize=4096)
 def pattern(text: str) -> Pattern:
-    """A path with names in braces, read once."""
+    """The parsed form of a path with names in braces, from a cache."""
     pieces = _FIELD.split(text)
     if any("{" in piece or "}" in piece for piece in pieces):
         raise MapError(f"the path `{text}` has a brace without its other half.")

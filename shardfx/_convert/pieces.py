@@ -1,4 +1,5 @@
-"""The one form of every change of layout: pieces of an array whose elements lie at regular steps in another.
+"""Pieces: the common form of every change of layout. A piece is a set of elements at regular steps in one array and in
+another.
 
 A piece counts through some factors, as the digits of a number. Each digit moves the place in the target by its step
 along one dimension there, and the place in the source by its step along one dimension here. Source and target are
@@ -29,7 +30,7 @@ class Struct(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What the elements of an array are multiplied by: one element of another array per block of them.
+    """The factors of an array's elements: one element of another array per block.
 
     **Arguments:**
 
@@ -42,7 +43,7 @@ class Scale(NamedTuple):
 
 
 class Arithmetic(NamedTuple):
-    """Arithmetic with one number, in float32 (for float64 in float64), rounded to the array's dtype.
+    """Arithmetic with one number, in float32 (in float64 for float64), rounded to the array's dtype.
 
     **Arguments:**
 
@@ -55,13 +56,13 @@ class Arithmetic(NamedTuple):
 
     @property
     def back(self) -> "Arithmetic":
-        """What undoes it, but for rounding."""
+        """The inverse operation, up to rounding."""
         signs: dict[str, Literal["*", "/", "+", "-"]] = {"*": "/", "/": "*", "+": "-", "-": "+"}
         return Arithmetic(signs[self.sign], self.number)
 
 
 def changed(x: Any, to: Any) -> Any:
-    """An array of NumPy or of JAX, cast to a dtype, or counted with a number."""
+    """An array of NumPy or JAX after one cast or one arithmetic operation."""
     if not isinstance(to, Arithmetic):
         return cast_array(x, to)
     wide = np.dtype("float64") if x.dtype == np.float64 else np.dtype("float32")
@@ -79,17 +80,17 @@ def changed(x: Any, to: Any) -> Any:
 
 
 def is_only(casts: Iterable[object], dtype: object) -> bool:
-    """Whether numbers are cast to one dtype at most, without arithmetic."""
+    """Whether the casts are only casts to one dtype, without arithmetic."""
     return all(not isinstance(to, Arithmetic) and to == dtype for to in casts)
 
 
 def dtypes_of(casts: Iterable[object]) -> list[Any]:
-    """The dtypes that a number has on its way."""
+    """The dtypes among the casts."""
     return [to for to in casts if not isinstance(to, Arithmetic)]
 
 
 class Value(NamedTuple):
-    """Where a number comes from, and what becomes of it on the way.
+    """The origin of a piece's elements, and the operations on them.
 
     **Arguments:**
 
@@ -106,7 +107,7 @@ class Value(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """One digit: how many values it has, and what one more of it means on either side.
+    """One digit: its number of values, and the step of one more of it on each side.
 
     On a side where `dim` is `NOWHERE` it means nothing: the same element again.
     """
@@ -119,7 +120,7 @@ class Factor(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Elements of a target, and the elements of a source that they are.
+    """Elements of a target, and the elements of a source that they are copies of.
 
     **Arguments:**
 
@@ -136,13 +137,13 @@ class Piece(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many elements of the target it has."""
+        """The number of elements of the target."""
         return math.prod(factor.size for factor in self.factors)
 
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """What an expression gives: its shape, its dtype, and the pieces that fill it, each element once."""
+    """The value of an expression: its shape, its dtype, and the pieces that fill it, each element once."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -150,7 +151,7 @@ class Made:
 
 
 def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """An array as it is."""
+    """The piece that is a whole array."""
     zero = (0,) * len(shape)
     return made_of(value, zero, zero, [Factor(size, dim, 1, dim, 1) for dim, size in enumerate(shape)])
 
@@ -158,26 +159,26 @@ def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
 def made_of(
     value: Value, source: tuple[int, ...], target: tuple[int, ...], factors: Iterable[Factor]
 ) -> tuple[Piece, ...]:
-    """The piece of these factors, without those that count to one; none where one counts to nothing."""
+    """The piece with these factors, without factors of size 1; no piece if a factor has size 0."""
     kept = tuple(factor for factor in factors if factor.size != 1)
     return () if any(factor.size == 0 for factor in kept) else (Piece(value, source, target, kept),)
 
 
 def names_of(piece: Piece) -> tuple[str, ...]:
-    """The arrays that a piece is made of: none, one, or one and its scales."""
+    """The arrays that a piece reads: none, one, or one and its scales."""
     value = piece.value
     return tuple(name for name in (value.path, value.scale and value.scale.path) if name is not None)
 
 
 def extended(piece: Piece, sizes: tuple[int, ...]) -> Piece:
-    """The piece of arrays that have more dimensions at the end, of these sizes, on either side."""
+    """The piece of arrays with further dimensions of these sizes at the end, on both sides."""
     here, there, zero = len(piece.source), len(piece.target), (0,) * len(sizes)
     more = [Factor(size, here + at, 1, there + at, 1) for at, size in enumerate(sizes) if size != 1]
     return Piece(piece.value, (*piece.source, *zero), (*piece.target, *zero), (*piece.factors, *more))
 
 
 def swapped(piece: Piece) -> Piece:
-    """The same piece, seen from the other side."""
+    """The same piece with source and target exchanged."""
     return Piece(piece.value, piece.target, piece.source, _swapped(piece.factors))
 
 
@@ -188,12 +189,12 @@ def _swapped(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
 
 
 def moved(place: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
-    """A place, so many elements further along a dimension; the same along none."""
+    """The position `by` elements further along a dimension; the same position if `dim` is `NOWHERE`."""
     return place if dim == NOWHERE or not by else (*place[:dim], place[dim] + by, *place[dim + 1 :])
 
 
 def rows(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
-    """The part of a piece where a factor counts from `start` to `stop`."""
+    """The part of a piece in which a factor counts from `start` to `stop`."""
     source = moved(piece.source, factor.source_dim, start * factor.source_step)
     target = moved(piece.target, factor.target_dim, start * factor.target_step)
     if start == 0 and stop == factor.size:
@@ -208,12 +209,12 @@ def along(piece: Piece, dim: int) -> list[Factor]:
 
 
 def span(factors: Sequence[Factor]) -> int:
-    """From the first to the last element that factors reach in the target, both included."""
+    """The number of elements from the first to the last that factors reach in the target."""
     return 1 + sum((factor.size - 1) * factor.target_step for factor in factors)
 
 
 def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
-    """The elements of a piece between `start` and `stop` along a dimension of the target, in few pieces."""
+    """The elements of a piece between `start` and `stop` along a dimension of the target, as few pieces."""
     own = along(piece, dim)
     low, length = piece.target[dim], span(own)
     if start <= low and low + length <= stop:
@@ -235,7 +236,7 @@ def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
 
 
 def within(piece: Piece, box: Box) -> list[Piece]:
-    """The elements of a piece that lie in a box of the target."""
+    """The elements of a piece inside a box of the target."""
     ends = hull(piece)
     if all(start <= low and high <= stop for (low, high), (start, stop) in zip(ends, box, strict=True)):
         return [piece]
@@ -248,7 +249,7 @@ def within(piece: Piece, box: Box) -> list[Piece]:
 
 
 def shifted(piece: Piece, by: Sequence[int]) -> Piece:
-    """The piece, so many elements further in the target."""
+    """The piece moved by `by` elements along each dimension of the target."""
     target = tuple([place + more for place, more in zip(piece.target, by, strict=True)])
     return Piece(piece.value, piece.source, target, piece.factors)
 

@@ -75,7 +75,7 @@ class StoreArray:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListedArray:
-    """One array that an eformer index lists and whose directory is empty. It can be planned, but not loaded.
+    """One array that an eformer index lists and whose directory holds no array. It can be planned, but not loaded.
 
     **Arguments:**
 

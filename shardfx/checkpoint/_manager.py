@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: step after step, the latest few kept, written while training goes on."""
+"""Checkpoints of a training run: the latest few steps are kept, and written while training goes on."""
 
 import concurrent.futures
 import dataclasses
@@ -76,20 +76,20 @@ class Manager:
         self.close()
 
     def path(self, step: int) -> str:
-        """Where a step is, or would be."""
+        """The directory of a step, whether it exists or not."""
         return os.path.join(self.directory, f"step-{step}")
 
     def steps(self) -> tuple[int, ...]:
-        """The steps that are there as a whole, in order."""
+        """The complete steps, in order."""
         names = os.listdir(self.directory) if os.path.isdir(self.directory) else []
         return tuple(sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name))))
 
     def latest(self) -> int | None:
-        """The last step that is there as a whole; `None` where there is none."""
+        """The last complete step; `None` without one."""
         return max(self.steps(), default=None)
 
     def save(self, step: int, tree: object, plan: ShardPlan | None = None) -> None:
-        """Copies a tree to this process's memory, and begins to write it.
+        """Copies a tree to this process's memory, and starts to write it in a thread.
 
         It waits for the save before, if that is still under way.
 
@@ -134,13 +134,13 @@ class Manager:
         return load(self.path(step), plan, **options)
 
     def wait(self) -> None:
-        """Returns when what was saved is on the disk."""
+        """Waits until the last save is on disk."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
 
     def close(self) -> None:
-        """Waits, and ends the thread."""
+        """Waits for the last save, and ends the thread."""
         try:
             self.wait()
         finally:

@@ -1,4 +1,4 @@
-"""What the metadata of a file says: which integers are the bits of PRNG keys, and Python's numbers in a state."""
+"""The metadata of a file: which integer arrays are the key data of PRNG keys, and the Python numbers in a state."""
 
 import dataclasses
 import functools as ft
@@ -29,17 +29,17 @@ def is_key(dtype: DType) -> bool:
 
 @ft.lru_cache(maxsize=64)
 def bits_of(dtype: object) -> jax.ShapeDtypeStruct:
-    """What one key of a dtype is made of: for threefry, two uint32."""
+    """The shape and dtype of one key's data: two uint32 for threefry."""
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
 
 
 def implementation(dtype: object) -> str:
-    """What JAX calls the implementation of a key dtype: `threefry2x32`."""
+    """JAX's name for the implementation of a key dtype: `threefry2x32`."""
     return encode_dtype(dtype).removeprefix(_PREFIX).removesuffix(">")
 
 
 def key_named(name: object) -> DType:
-    """The key dtype of a name in metadata; `None` for what names none that JAX has."""
+    """The key dtype with a name from metadata; `None` if JAX has no such dtype."""
     if not isinstance(name, str) or not name.startswith(_PREFIX):
         return None
     try:
@@ -49,7 +49,9 @@ def key_named(name: object) -> DType:
 
 
 def of_bits(entry: FileArray, dtype: object) -> FileArray:
-    """The keys of `dtype` that an array of integers holds; the array itself if it cannot hold them."""
+    """The array of keys of `dtype` whose key data an array of integers is; the array itself if the shapes
+    do not fit.
+    """
     one, rank = bits_of(dtype), len(entry.shape) - len(bits_of(dtype).shape)
     if rank < 0 or entry.shape[rank:] != one.shape or entry.dtype != one.dtype:
         return entry
@@ -57,7 +59,7 @@ def of_bits(entry: FileArray, dtype: object) -> FileArray:
 
 
 def as_bits(entry: object) -> Any:
-    """An array of keys as the array of integers that is in the file; any other as it is."""
+    """An array of keys as the array of integers in the file; any other array unchanged."""
     if not isinstance(entry, FileArray) or not is_key(entry.dtype):
         return entry
     one = bits_of(entry.dtype)
@@ -65,7 +67,7 @@ def as_bits(entry: object) -> Any:
 
 
 def require_whole_keys(sharding: Sharding, path: str) -> None:
-    """Raises for shardings that mean something else for the bits of keys, which have more dimensions than they."""
+    """Raises for shardings that would divide the key data differently, since it has more dimensions than the keys."""
     if isinstance(sharding, NamedSharding | SingleDeviceSharding):
         return
     raise LeafTypeError(
@@ -81,12 +83,12 @@ _WIDE = 2**63
 
 
 def is_number(leaf: object) -> bool:
-    """Whether a leaf is one of Python's numbers; a subclass, of an enumeration for one, is none."""
+    """Whether a leaf is a Python number of a built-in type; an enumeration member is not."""
     return type(leaf) in (bool, int, float, complex)
 
 
 def to_text(numbers: Mapping[str, object]) -> str:
-    """Numbers by path, as the metadata has them."""
+    """Numbers by path, as text for the metadata."""
     rows = {path: [type(value).__name__, _number_text(value)] for path, value in numbers.items()}
     return json.dumps(rows, separators=(",", ":"))
 
@@ -96,7 +98,7 @@ def _number_text(value: object) -> str:
 
 
 def from_metadata(metadata: Mapping[str, str], directory: str) -> dict[str, Any] | None:
-    """The numbers of a checkpoint by path; `None` for one that was not written here."""
+    """The Python numbers of a checkpoint by path; `None` if `save` did not write the checkpoint."""
     text = metadata.get(NUMBERS_KEY)
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""Filling host buffers from files: positioned reads straight into place where the bytes allow it."""
+"""Reads from files into host buffers, directly into place where the order of bytes allows it."""
 
 import contextlib
 import ctypes
@@ -42,7 +42,7 @@ def memory_to_fill(nbytes: int) -> np.ndarray:
 
 
 class FilePiece(NamedTuple):
-    """Bytes of an array that are in the file as they will be in memory.
+    """Bytes of an array that have the same order in the file as in memory.
 
     **Arguments:**
 
@@ -59,7 +59,7 @@ class FilePiece(NamedTuple):
 
 
 class Files:
-    """The open files of one load, and the memory that its tasks copy through."""
+    """The open files of one load, and the scratch memory of its tasks."""
 
     def __init__(self, where: FilePlace, names: Sequence[str], tasks: int):
         self._where, self._names, self._tasks = where, names, tasks
@@ -81,7 +81,9 @@ class Files:
         self._stack.__exit__(kind, error, traceback)
 
     def read(self, entry: FileArray, todo: Sequence[Span], boxes: Sequence[Box], targets: Sequence[np.ndarray]) -> int:
-        """Reads spans of an array into `targets`, which have the shapes of `boxes`; the number of bytes read."""
+        """Reads spans of an array into `targets`, which have the shapes of `boxes`, and returns the number of bytes
+        read.
+        """
         descriptor = self._descriptors[entry.file]
         scratch = self._scratch.get()
         try:
@@ -99,7 +101,7 @@ class Files:
         return sum(span.nbytes for span in todo)
 
     def read_alike(self, entries: Sequence[FileArray]) -> np.ndarray:
-        """Arrays of one shape and dtype, stacked."""
+        """Arrays of one shape and dtype, stacked along a new first dimension."""
         first = entries[0]
         size = first.dtype.itemsize * math.prod(first.shape)
         stacked = np.empty((len(entries), size), np.uint8)
@@ -109,7 +111,7 @@ class Files:
         return stacked.reshape(-1).view(first.dtype).reshape(len(entries), *first.shape)
 
     def read_pieces(self, pieces: Iterable[FilePiece]) -> int:
-        """Reads pieces straight into place, those that follow each other in a file by one call."""
+        """Reads pieces directly into place, with one call for pieces that follow each other in a file."""
         run: list[FilePiece] = []
         buffers_in_run = nbytes = 0
         for piece in pieces:
@@ -137,13 +139,13 @@ class Files:
 def spans_of(
     shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES
 ) -> tuple[Span, ...]:
-    """The reads that fetch `boxes` of an array of this shape in a file."""
+    """The reads that fetch `boxes` of an array of this shape from a file."""
     limits = {"run_bytes": RUN_BYTES if in_place else COPY_BYTES, "copy_bytes": COPY_BYTES}
     return tuple(spans(shape, itemsize, boxes, gap_bytes=gap_bytes, **limits))
 
 
 def copied_out(views: Sequence[np.ndarray], span: Span, dtype: object, path: str) -> np.ndarray:
-    """The bytes of a span, gathered from what its parts hold, and cast where they are of another dtype."""
+    """The bytes of a span, copied from arrays that hold its parts, and cast if these have another dtype."""
     memory = np.empty(span.nbytes, np.uint8)
     for view, part in zip(views, span.parts, strict=True):
         fill(_part_in(memory, dtype, part, span.strides), view, path)
@@ -151,7 +153,7 @@ def copied_out(views: Sequence[np.ndarray], span: Span, dtype: object, path: str
 
 
 def _part_in(memory: np.ndarray, dtype: DType, part: Part, strides: tuple[int, ...]) -> np.ndarray:
-    """A part in the bytes of its span."""
+    """A part as a view of its span's bytes."""
     shape = tuple([stop - start for start, stop in part.where])
     return np.ndarray(shape, dtype, memory.data, part.offset, strides)
 
@@ -177,7 +179,7 @@ def _read_run(descriptor: int, into: list[Any], offset: int, nbytes: int, entry:
 
 
 def _fill(descriptor: int, into: list[Any], offset: int, nbytes: int) -> int:
-    """Reads `nbytes` from `offset` on into memory; how many there were."""
+    """Reads `nbytes` bytes from `offset` on into memory, and returns how many bytes there were."""
     done = os.preadv(descriptor, into, offset) if nbytes else 0
     while 0 < done < nbytes:
         more = os.preadv(descriptor, _rest(into, done), offset + done)

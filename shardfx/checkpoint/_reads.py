@@ -1,4 +1,4 @@
-"""What a load would read, as a value: nothing but headers is opened."""
+"""The reads of a load, as a value, from headers alone."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from ._wanted import Unread, WantedLeaf, box_bytes, wanted
 
 @dataclasses.dataclass(frozen=True)
 class ProcessReads:
-    """What one process reads.
+    """The reads of one process.
 
     **Arguments:**
 
@@ -43,23 +43,23 @@ class ProcessReads:
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
-    """What loading a checkpoint under a plan reads, process by process. Made by `plan_reads`."""
+    """The reads of a load under a plan, process by process. Made by `plan_reads`."""
 
     processes: tuple[ProcessReads, ...]
 
     @property
     def needed_bytes(self) -> int:
-        """Of all processes together."""
+        """Bytes that all processes need in total."""
         return sum(process.needed_bytes for process in self.processes)
 
     @property
     def read_bytes(self) -> int:
-        """Of all processes together."""
+        """Bytes that all processes read in total."""
         return sum(process.read_bytes for process in self.processes)
 
     @property
     def excess_bytes(self) -> int:
-        """Bytes that all processes together read and do not need."""
+        """Bytes that all processes in total read and do not need."""
         return self.read_bytes - self.needed_bytes
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ def plan_reads(
     processes: int | None = None,
     gap_bytes: int = GAP_BYTES,
 ) -> ReadPlan:
-    """What `load` would read, byte by byte, from headers alone; no file is opened and no device is needed.
+    """The reads of `load` under a plan, from headers alone. No weight is read, and no device is needed.
 
     **Arguments:**
 
@@ -133,7 +133,7 @@ def plan_reads(
 
 
 def _reads_of(leaf: WantedLeaf, processes: int | None, gap_bytes: int) -> Mapping[int, tuple[int, int, int]]:
-    """Per process the bytes needed, the bytes read, and the reads."""
+    """For each process, the bytes needed, the bytes read, and the number of reads."""
     found = {}
     for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
         bundles, rest = bundled(leaf, boxes)
@@ -153,7 +153,7 @@ def _reads_of(leaf: WantedLeaf, processes: int | None, gap_bytes: int) -> Mappin
 
 
 def _boxes_of(shape: tuple[int, ...], sharding: Sharding, processes: int | None) -> dict[int, tuple[Box, ...]]:
-    """Per process the different boxes of an array that its devices hold."""
+    """For each process, the different boxes of an array that its devices hold."""
     is_abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
     count, size = processes or 1, sharding.num_devices
     if is_abstract and size % count:

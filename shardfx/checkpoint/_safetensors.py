@@ -1,4 +1,4 @@
-"""The safetensors format: a length, a JSON header, and one buffer; checked in full before anything is believed."""
+"""The safetensors format: a length, a JSON header and one buffer, all checked before any of it is used."""
 
 import dataclasses
 import functools as ft
@@ -67,13 +67,13 @@ NAMES = {dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not None
 
 @ft.lru_cache(maxsize=64)
 def stored_name(dtype: DType) -> str | None:
-    """What the format calls a dtype; `None` if it cannot hold it."""
+    """The format's name for a dtype; `None` if the format cannot store it."""
     dtype = np.dtype(dtype)
     return NAMES.get(dtype, "U8" if dtype.name in OTHER else None)
 
 
 class Header(NamedTuple):
-    """What a file holds, in the order of the buffer."""
+    """The arrays and metadata of a file, in the order of the buffer."""
 
     arrays: tuple[FileArray, ...]
     metadata: dict[str, str]
@@ -148,7 +148,7 @@ def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
 
 
 def _array(name: str, entry: object, base: int, file: str) -> FileArray:
-    """One array of a header. Fields that the format does not have are ignored, as its own library ignores them."""
+    """One array of a header. Unknown fields are ignored, as the format's own library does."""
     if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
         raise CheckpointError(f"tensor {quoted(name)} in {file!r} must have `dtype`, `shape` and `data_offsets`.")
     if len(entry) > len(_FIELDS) and _depth(entry) + 1 > _MOST_NESTED:
@@ -179,7 +179,7 @@ def _array(name: str, entry: object, base: int, file: str) -> FileArray:
 
 
 def _depth(value: object) -> int:
-    """How deep lists and objects are nested in each other."""
+    """The nesting depth of lists and objects."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1
@@ -188,13 +188,15 @@ def _depth(value: object) -> int:
 
 
 def _count(shape: list[int]) -> int:
-    """The number of elements; larger than any file where a partial product is, as in 2**62 * 4 * 0."""
+    """The number of elements. If a partial product overflows, as in 2**62 * 4 * 0, it is larger than any file."""
     partial = list(it.accumulate(shape[:_MOST_DIMENSIONS], operator.mul, initial=1))
     return max(partial) if max(partial) >= 2**64 else partial[-1]
 
 
 def _renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArray, ...]:
-    """The arrays with the dtypes that `DTYPES_KEY` names; what it says about arrays of other sizes is ignored."""
+    """The arrays with the dtypes that the metadata gives under `DTYPES_KEY`. Entries for arrays of other sizes are
+    ignored.
+    """
     if DTYPES_KEY not in metadata:
         return tuple(arrays)
     named = parsed_json(metadata[DTYPES_KEY].encode(), f"`{DTYPES_KEY}` in a header")
@@ -219,7 +221,7 @@ def _short(value: object) -> str:
 
 
 def write_header(tensors: Sequence[tuple[str, Any]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
-    """The first bytes of a file, padded so that the buffer starts at a multiple of 64, and each tensor's offset in it.
+    """The first bytes of a file, padded to a multiple of 64, and the offset of each tensor in the file.
 
     **Arguments:**
 

@@ -1,4 +1,6 @@
-"""Saving: shards written in parallel beside the target, which takes its place once all of them are there."""
+"""Saving: shards are written in parallel under a temporary name, which is renamed to the target when all of them are
+complete.
+"""
 
 import concurrent.futures
 import contextlib
@@ -42,7 +44,7 @@ _WAIT_SECONDS = 25.0
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """One array to write, and where it goes."""
+    """One array to write, and its position in a file."""
 
     name: str
     value: Any
@@ -66,7 +68,7 @@ def save(
     progress: bool | None = None,
     wait_seconds: float = _WAIT_SECONDS,
 ) -> None:
-    """Writes the arrays of a tree as safetensors, together with their plan.
+    """Writes the arrays of a tree as safetensors, with their plan.
 
     Everything is written under a temporary name beside `path`, flushed to the disk, and renamed at the end: whoever is
     killed on the way leaves what was there as it was, and of two writers one gets an error. Every process that owns a
@@ -127,7 +129,7 @@ def save(
 
 @dataclasses.dataclass(frozen=True)
 class SavedContent:
-    """What is written.
+    """The content of a save.
 
     **Arguments:**
 
@@ -146,7 +148,7 @@ class SavedContent:
 
 
 def content_of(tree: object, plan: ShardPlan | None, map: TreeMap | None, like: object) -> SavedContent:
-    """What `save` writes of a tree."""
+    """The content that `save` writes of a tree."""
     if plan is not None:
         check_type(
             "plan", plan, ShardPlan, LeafTypeError, "give what `shardfx.plan(tree, mesh, ...)` makes, or no plan"
@@ -176,7 +178,7 @@ def write(
     overwrite: bool = False,
     file_bytes: int = _FILE_BYTES,
 ) -> bool:
-    """Writes what `content` gives, together with the other processes; returns whether this one is the first."""
+    """Writes the given content with the other processes, and returns whether this process is the first of them."""
     what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
     with contextlib.ExitStack() as afterwards, meeting(what, holders, wait_seconds) as together:
         together.join()
@@ -236,7 +238,9 @@ def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:
 def _layout(
     leaves: Leaves, staging: str, extra: dict[str, str], file_bytes: int | None
 ) -> tuple[Headers, list[_Tensor]]:
-    """Per file its header, its size and its tensors' names; and where each tensor goes. The same on every process."""
+    """For each file its header, size and tensor names; and the position of each tensor. It is the same on
+    every process.
+    """
     most = float("inf") if file_bytes is None else file_bytes
     groups = list(grouped(leaves.arrays, lambda row: _nbytes(row[1]), most)) or [[]]
     headers, tensors = {}, []
@@ -259,7 +263,7 @@ def _file_name(number: int, count: int) -> str:
 
 
 def _write_all(tensors: list[_Tensor], bar: Progress, together: Together, afterwards: contextlib.ExitStack) -> int:
-    """Writes what this process holds; returns how many bytes that was for all processes.
+    """Writes this process's shards, and returns the number of bytes that all processes wrote.
 
     Where it fails, the writes that have begun are waited for `afterwards`: the other processes hear of it before.
     """
@@ -281,7 +285,7 @@ def _write_all(tensors: list[_Tensor], bar: Progress, together: Together, afterw
 
 
 def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: threading.Event) -> int:
-    """Writes what this process holds of tensors that follow each other: by one call those that it holds whole."""
+    """Writes this process's shards of consecutive tensors, with one call for those of which it holds everything."""
     if len(tensors) == 1:
         return _write_parts(descriptor, tensors[0], list(shards_of(tensors[0].value, is_first)), stop)
     begin, runs, written = tensors[0].offset, list[slice](), 0

@@ -1,4 +1,4 @@
-"""Which bytes of a row-major array hold given boxes of it, as reads of bounded size. Integers only."""
+"""The byte ranges of a row-major array that contain given boxes of it, as reads of bounded size. Integers only."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ _MOST_RUNS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a span gives to one of the boxes.
+    """The part of a span that belongs to one of the boxes.
 
     **Arguments:**
 
@@ -33,7 +33,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Bytes to read together: one run of them, or as many as rows of which only a part is wanted.
+    """Bytes that are read at once: one run, or several runs at equal distances.
 
     **Arguments:**
 
@@ -54,14 +54,14 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are read."""
+        """The number of bytes read."""
         return self.run_bytes * self.runs
 
 
 def spans(
     shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], *, gap_bytes: int, run_bytes: int, copy_bytes: int
 ) -> Iterator[Span]:
-    """The reads that fetch `boxes` of an array, each byte once as far as the boxes share rows.
+    """The reads that fetch `boxes` of an array, each byte once if the boxes share rows.
 
     Boxes that lie side by side in the same rows, as the shards of a matrix that is cut in columns, are read together.
     Bytes between that no box wants are read along where there are fewer than `gap_bytes` of them, else skipped.
@@ -112,7 +112,7 @@ def _groups(
 def _pieces(
     box: Box, dim: int, strides: tuple[int, ...], itemsize: int, gap_bytes: int, limit: int
 ) -> Iterator[tuple[Box, int | None]]:
-    """A box in pieces, each with the dimension whose rows are read one by one, if they are."""
+    """A box divided into pieces, each with the dimension whose rows are read one by one; `None` if it is one run."""
     while dim < len(box) and box[dim][1] - box[dim][0] == 1:
         dim += 1
     if dim == len(box) or _reach(box, dim, strides, itemsize) <= min(limit, gap_bytes):
@@ -133,7 +133,7 @@ def _pieces(
 
 
 def _reach(box: Box, dim: int, strides: tuple[int, ...], itemsize: int) -> int:
-    """Bytes from the first to the last element of a box, as far as dimensions from `dim` on go."""
+    """Bytes from the first to the last element of a box, in the dimensions from `dim` on."""
     return (
         sum((stop - start - 1) * stride for (start, stop), stride in zip(box[dim:], strides[dim:], strict=True))
         + itemsize
@@ -172,7 +172,7 @@ def _first(box: Box, strides: tuple[int, ...]) -> int:
 
 
 def grouped(items: Iterable[T], size_of: Callable[[T], int], most: int | float) -> Iterator[list[T]]:
-    """Neighbouring items in groups whose sizes sum to at most `most`; a larger item is a group of its own."""
+    """Consecutive items in groups whose sizes sum to at most `most`. A larger item is a group of its own."""
     group: list[T] = []
     total = 0
     for item in items:

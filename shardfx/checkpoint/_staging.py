@@ -1,4 +1,4 @@
-"""The name under which a save writes: made, renamed at the end, and found again where a save was killed."""
+"""The temporary name under which a save writes: created, renamed at the end, and found again after a killed save."""
 
 import dataclasses
 import errno
@@ -45,7 +45,7 @@ def require_space(path: str, headers: Headers) -> None:
 
 
 def begin(staging: str, headers: Headers, is_file: bool, plan: str | None) -> None:
-    """Makes the files in their full size, with everything that is no array."""
+    """Creates the files at their full size, with everything except the arrays."""
     if not is_file:
         os.mkdir(staging)
     if not is_file and plan is not None:
@@ -99,7 +99,7 @@ def _sync_directory(directory: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LeftOver:
-    """A file or directory that a save has not finished.
+    """A file or directory of a save that did not finish.
 
     **Arguments:**
 
@@ -121,7 +121,7 @@ class LeftOver:
 def left_over(
     directory: str | os.PathLike[str], *, older_than_seconds: float | int = 3600.0, remove: bool = False
 ) -> tuple[LeftOver, ...]:
-    """Finds what saves that were killed left in a directory, and removes it if asked.
+    """Finds the files that killed saves left in a directory, and removes them if asked to.
 
     **Arguments:**
 
@@ -172,7 +172,7 @@ def _looked_at(path: str, target: str, now: float) -> LeftOver:
 
 
 def remove_partial(path: str) -> None:
-    """Removes what a save has written and not finished."""
+    """Removes the files of an unfinished save."""
     if os.path.isdir(path):
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.exists(path):

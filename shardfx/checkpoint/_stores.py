@@ -1,4 +1,4 @@
-"""Arrays in chunks, zarr directories and OCDBT databases, and the lists of them that eformer and Orbax keep.
+"""Arrays in chunks, as zarr directories and OCDBT databases, and the lists of them that eformer and Orbax keep.
 
 Their metadata is JSON; their values are tensorstore's.
 """
@@ -45,7 +45,7 @@ _NAMED |= {text.replace("<", ">"): dtype for text, dtype in _NAMED.items() if te
 
 
 def dtype_named(text: str) -> DType:
-    """The dtype that a zarr or eformer metadata file names, if JAX has it."""
+    """The dtype that zarr or eformer metadata names; `None` if JAX lacks it."""
     # Never `np.dtype(text)`: numpy evaluates parts of what it is given.
     return _NAMED.get(text)
 
@@ -56,7 +56,7 @@ def is_sizes(values: object) -> bool:
 
 
 def zarr_entries(where: FilePlace) -> tuple[StoreArray, ...]:
-    """Every zarr array, version 2 or 3, in or below the directory; by path."""
+    """Every zarr array, of version 2 or 3, in the directory or below it, by path."""
     found = []
     for directory, directories, files in os.walk(where.directory):
         directories.sort()
@@ -68,7 +68,7 @@ def zarr_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def array_entry(where: FilePlace, path: str, directory: str, name: str) -> StoreArray | None:
-    """The array whose metadata file `name` lies in `directory`; `None` for a zarr group."""
+    """The array with the metadata file `name` in `directory`; `None` for a zarr group."""
     relative = os.path.relpath(os.path.join(directory, name), where.directory)
     real = inside(where, relative)
     return _described(path, directory, None, read_json(where, real), METADATA[name], quoted(real))
@@ -93,7 +93,7 @@ def _fields(content: object, driver: str) -> tuple[Any, Any, Any]:
 
 
 def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
-    """Every zarr array in the OCDBT database of the directory; by key."""
+    """Every zarr array in the directory's OCDBT database, by key."""
     import tensorstore as ts
 
     require_plain_tree(where, where.directory)
@@ -116,7 +116,7 @@ def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
-    """Checks what tensorstore would act on without a question: the files it opens, and the size of a chunk.
+    """Checks what tensorstore would act on without checking: the files that it opens, and the sizes of chunks.
 
     A chunk is decoded in memory as a whole, and a size that memory does not have ends the process.
     """
@@ -135,13 +135,13 @@ def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
 
 
 def ocdbt(directory: str, key: str = "") -> dict[str, Any]:
-    """tensorstore's spec of a key in the database of a directory."""
+    """tensorstore's spec of a key in a directory's database."""
     base = {"driver": "file", "path": f"{directory}/"}
     return {"driver": "ocdbt", "base": base, "path": f"{key}/" if key else ""}
 
 
 def unreadable(what: str, error: Exception) -> CheckpointError:
-    """The error for what a library could not read; its own text may be many lines long."""
+    """The error for a file that a library could not read, with the first line of the library's own message."""
     text = (str(error) or repr(error)).splitlines()[0][:300]
     return CheckpointError(f"checkpoint {quoted(what)} cannot be read: {printable(text)}")
 
@@ -149,7 +149,9 @@ def unreadable(what: str, error: Exception) -> CheckpointError:
 def read_into(
     entry: StoreArray, boxes: Sequence[Box], targets: Sequence[np.ndarray], *, missing_chunks: MissingChunks = "raise"
 ) -> int:
-    """Fills `targets`, which have the shapes of `boxes`, casting to their dtypes; the number of bytes filled."""
+    """Fills `targets`, which have the shapes of `boxes`, with casts to their dtypes; returns the number of
+    bytes filled.
+    """
     import tensorstore as ts
 
     # Chunks that two boxes share are decoded once, if they can be kept.
@@ -193,7 +195,7 @@ def _look_in_store(store: Any, name: str) -> tuple[int, Reader]:
 
 
 def _spec_of(entry: StoreArray) -> dict[str, Any]:
-    """tensorstore's spec of an array; it is an error if the metadata have changed since they were read."""
+    """tensorstore's spec of an array, with its metadata, so that changed metadata are an error."""
     kvstore = {"driver": "file", "path": f"{entry.file}/"} if entry.key is None else ocdbt(entry.file, entry.key)
     chunks = list(entry.chunks)
     if entry.driver == "zarr":
