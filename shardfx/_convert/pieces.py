@@ -255,13 +255,13 @@ def shifted(piece: Piece, by: Sequence[int]) -> Piece:
 
 
 def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
-    """The piece in a target whose dimensions are others: each is one of the present ones, or `None` for a new one."""
+    """The piece in a target with other dimensions. Each is one of the present dimensions, or `None` for a new one."""
     target = tuple([0 if dim is None else piece.target[dim] for dim in order])
     return Piece(piece.value, piece.source, target, _renumbered(piece.factors, tuple(order)))
 
 
 def stacked(piece: Piece, order: tuple[int | None, ...], dim: int, number: int) -> Piece:
-    """The piece in a target that has a further dimension `dim`, as `order` says, at `number` along it."""
+    """The piece in a target with a further dimension `dim`, at index `number` of it."""
     target = (*piece.target[:dim], number, *piece.target[dim:])
     return Piece(piece.value, piece.source, target, _renumbered(piece.factors, order))
 
@@ -273,7 +273,7 @@ def _renumbered(factors: tuple[Factor, ...], order: tuple[int | None, ...]) -> t
 
 
 def merged(piece: Piece, dim: int, inner: int) -> Piece:
-    """The piece in a target whose dimensions `dim` and `dim + 1`, of which the second has size `inner`, are one."""
+    """The piece in a target whose dimensions `dim` and `dim + 1` are merged. The second has size `inner`."""
     target = (*piece.target[:dim], piece.target[dim] * inner + piece.target[dim + 1], *piece.target[dim + 2 :])
     factors = []
     for factor in piece.factors:
@@ -286,7 +286,7 @@ def merged(piece: Piece, dim: int, inner: int) -> Piece:
 
 
 def split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
-    """The piece in a target whose dimension `dim` is two, the second of size `inner`."""
+    """The pieces in a target whose dimension `dim` is split into two, the second of size `inner`."""
     order: list[int | None] = list(range(dim + 1))
     opened = renumbered(piece, [*order, None, *range(dim + 1, len(piece.target))])
     yield from _split(opened, dim, inner)
@@ -337,7 +337,7 @@ def _without(piece: Piece, factor: Factor) -> Piece:
 
 
 def simplified(piece: Piece) -> Piece:
-    """The piece with as few factors as say the same."""
+    """The same piece with as few factors as possible."""
     return Piece(piece.value, piece.source, piece.target, _simplified(piece.factors))
 
 
@@ -361,7 +361,7 @@ def _goes_on(outer: Factor, inner: Factor) -> bool:
 
 
 def hull(piece: Piece) -> Box:
-    """The smallest box of the target that holds the piece."""
+    """The smallest box of the target that contains the piece."""
     return tuple(
         [
             (low, low + reach)
@@ -371,19 +371,19 @@ def hull(piece: Piece) -> Box:
 
 
 def from_start(piece: Piece, box: Box) -> list[int]:
-    """How far a piece is from the start of a box, along the dimensions in which it lies inside."""
+    """The distance of a piece from the start of a box, along each dimension in which it is inside the box."""
     pairs = zip(hull(piece), box, strict=True)
     return [low - start if start <= low and high <= stop else 0 for (low, high), (start, stop) in pairs]
 
 
 @ft.lru_cache(maxsize=4096)
 def _reaches(factors: tuple[Factor, ...], rank: int) -> tuple[int, ...]:
-    """From the first to the last element that factors reach along each dimension of the target, both included."""
+    """For each dimension of the target, the number of elements from the first to the last that the factors reach."""
     return tuple(span([one for one in factors if one.target_dim == dim]) for dim in range(rank))
 
 
 def dense(piece: Piece) -> Iterator[Piece]:
-    """The piece in parts that each fill a box of the target."""
+    """The piece divided into pieces that each fill a box of the target."""
     for dim in range(len(piece.target)):
         length = 1
         for factor in reversed(along(piece, dim)):
@@ -396,7 +396,7 @@ def dense(piece: Piece) -> Iterator[Piece]:
 
 
 def once(piece: Piece) -> Piece:
-    """The piece without what is there again: of repeated elements the first."""
+    """The piece without repetitions: of equal elements only the first."""
     return Piece(piece.value, piece.source, piece.target, _once(piece.factors))
 
 
@@ -406,7 +406,7 @@ def _once(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
 
 
 def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
-    """Where `outer` takes elements from an array that `inner` fills: those elements, taken from the source of `inner`.
+    """The elements that `outer` takes from an array that `inner` fills, taken from the source of `inner` instead.
 
     **Arguments:**
 
@@ -434,7 +434,7 @@ def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
 
 
 def _through(part: Piece, digits: Sequence[Factor | None], box: Piece) -> Piece:
-    """A piece of digits, by the places that the digits stand for."""
+    """A piece over the digits of an intermediate array, with the positions that the digits stand for."""
     source = box.source
     for place, digit in zip(part.target, digits, strict=True):
         if digit is not None:

@@ -1,4 +1,4 @@
-"""How the leaves of one tree are made of those of another, as a value."""
+"""A map between trees: how the leaves of one are made of the leaves of the other, as a value."""
 
 import dataclasses
 import functools as ft
@@ -23,7 +23,7 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True, init=False)
 class TreeMap:
-    """How each leaf of one tree is made of the leaves of another: a value, used by `load`, `save` and `reshard`.
+    """How each leaf of one tree is made of the leaves of another: a value for `load`, `save` and `reshard`.
 
     It is written with one line per kind of weight. Braces in a target's path stand for a part of it, and for the same
     part in the paths of the source. Nothing is said about shardings: those are the plans' alone. It hashes, compares,
@@ -104,7 +104,7 @@ class TreeMap:
 
     @property
     def rules(self) -> dict[str, From]:
-        """A new dict of the rules as they were written: from the pattern of a target's path to its expression.
+        """A new dict of the rules as they were written, from the pattern of a target's path to its expression.
 
         With `TreeMap({**map.rules, "head": From("embed").T}, drop=map.drop)` one line is another.
         """
@@ -127,7 +127,7 @@ class TreeMap:
         return self.steps[0]
 
     def inverse(self) -> "TreeMap":
-        """The map back: it takes targets of this one, and gives its sources.
+        """The inverse map, from this map's targets to its sources.
 
         Of what this one repeats it takes the first, and what this one pads it cuts off. Casts are made back. A leaf
         of which something is dropped, sliced away or scaled has no way back, which is an error where it is used.
@@ -135,13 +135,13 @@ class TreeMap:
         return of_steps([dataclasses.replace(step, inverted=not step.inverted) for step in reversed(self.steps)])
 
     def then(self, other: "TreeMap") -> "TreeMap":
-        """This map, and after it another one, as one: what lies between is never made."""
+        """This map followed by another one, as one map. Intermediate arrays are never made."""
         if not isinstance(other, TreeMap):
             raise MapError(f"`then` takes a TreeMap, not {other!r:.80}.")
         return of_steps([*self.steps, *other.steps])
 
     def apply(self, tree: object, like: object = None) -> PyTree:
-        """The target of whole arrays, in NumPy; of JAX arrays, traced ones included, in JAX.
+        """The target made of whole arrays, with NumPy, or with JAX if the arrays are JAX arrays or traced.
 
         This is what all other ways agree with, bit by bit; for large sharded trees use [`shardfx.reshard`][].
 
@@ -207,7 +207,7 @@ class TreeMap:
 
 
 def _step_of(data: Any) -> Rules:
-    """A step out of JSON."""
+    """A step of a map from its JSON value."""
     rules, drop, casts, inverted = (data[name] for name in ("rules", "drop", "casts", "inverted"))
     rest = data.get("rest", [])
     for name, value, kind in (
@@ -227,7 +227,7 @@ def _step_of(data: Any) -> Rules:
 
 
 def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None) -> Mapping[str, Made]:
-    """A map with the leaves of both trees.
+    """A map bound to the leaves of both trees.
 
     **Arguments:**
 
@@ -250,7 +250,7 @@ def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struc
 def bound_before(
     map: TreeMap, source: tuple[tuple[str, Struct], ...], target: tuple[tuple[str, Struct], ...]
 ) -> Mapping[str, Made]:
-    """As `bound`; from a bounded cache where the same was asked before."""
+    """As `bound`, from a bounded cache."""
     return bound(map, dict(source), dict(target))
 
 
@@ -259,7 +259,7 @@ def _set(made: TreeMap, steps: tuple[Rules, ...]) -> None:
 
 
 def of_steps(steps: Iterable[Rules]) -> TreeMap:
-    """A map of these steps, one after the other."""
+    """A map of these steps, applied one after the other."""
     made = object.__new__(TreeMap)
     _set(made, tuple(steps))
     return made

@@ -1,4 +1,4 @@
-"""Pieces in memory: as views that NumPy copies, and their numbers read, scaled, cast, and written where they belong."""
+"""Pieces in memory: as views that NumPy copies, and as values that are read, scaled, cast and written."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +16,12 @@ _BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: 
 
 
 def strides_of(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
-    """Elements, or bytes, from one index to the next along each dimension of a row-major array."""
+    """The strides of a row-major array, in elements or in bytes."""
     return tuple(math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape)))
 
 
 def target_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None) -> np.ndarray:
-    """The elements of a piece in an array that holds the target from `start` on: one dimension per factor."""
+    """The elements of a piece in an array that holds the target from `start` on, with one dimension per factor."""
     return _view(memory, piece.target, start, [(f.size, f.target_dim, f.target_step) for f in piece.factors])
 
 

@@ -1,4 +1,4 @@
-"""What each array gets, and why: rules matched, resolved and corrected, leaf by leaf, here and nowhere else.
+"""Plans: the sharding of each array and the reasons for it, from rules that are matched, resolved and corrected.
 
 It may import `_rules` and the ground values. It never touches the values of an array, and it looks at no device: a plan
 for a mesh that is not there is made the same way.

@@ -1,4 +1,4 @@
-"""Plans as text: one as a table, and how two differ."""
+"""Plans as text: one plan as a table, and the difference between two."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ from .shard_plan import ShardPlan, check_plan
 
 
 def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
-    """How two plans differ, a line for each leaf; empty exactly if their digests are equal.
+    """The differences between two plans, a line for each array; empty if and only if their digests are equal.
 
     **Arguments:**
 
@@ -47,14 +47,16 @@ OTHER_TREES = "the trees are built of other containers, or their leaves are in a
 
 
 def plan_lines(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
-    """A line for each property of whole plans in which the two differ, as the mesh."""
+    """A line for each property of a whole plan, such as its mesh, in which two plans differ."""
     texts = {"mesh": "the mesh", "mode": "the mode", "axes": "axes", "strict": "strict"}
     values = [(what, vars(a.content)[name], vars(b.content)[name]) for name, what in texts.items()]
     return tuple(f"{what} is {one} in one plan, {other} in the other" for what, one, other in values if one != other)
 
 
 class Pair(NamedTuple):
-    """An array of either plan with that of the same path in the other, and the names of the fields that differ."""
+    """An array of either plan, the array of the same path in the other plan, and the names of the fields
+    that differ.
+    """
 
     path: str
     before: LeafPlan | None
@@ -63,7 +65,7 @@ class Pair(NamedTuple):
 
 
 def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
-    """Each array of either plan, in the order of `a`, then of `b`."""
+    """The arrays of both plans, in the order of `a`, then of `b`."""
     there, here = b.content.by_path, a.content.by_path
     names = [field.name for field in dataclasses.fields(LeafPlan)]
     for leaf in a.leaves:
@@ -81,7 +83,7 @@ def _lines(pair: Pair) -> list[str]:
 
 
 def report(plan: ShardPlan, *, width: int | None = None) -> str:
-    """The plan as a table: for each array its shape, its spec, its bytes per device, and why.
+    """The plan as a table: for each array its shape, its spec, its bytes per device, and the reasons for its spec.
 
     **Arguments:**
 
@@ -128,7 +130,7 @@ _MARKS = re.compile(r"^(?:\[\d+\])*|in [\w]+$")
 
 
 def _table(facts: Facts, width: int | None) -> list[str]:
-    """The rows; where they would be too long, the last column says less, then goes, and that of counts goes."""
+    """The rows of the table. If they are too long for `width`, columns are shortened and then left out."""
     rows = [facts.header, *facts.cells]
     for said in (None, _BRIEF, _MARKS):
         shown = rows if said is None else [rows[0], *[(*row[:-1], _said(said, row[-1])) for row in rows[1:]]]

@@ -1,4 +1,4 @@
-"""What is wrong with a plan: found as data; raised as one error with what, where, how large, and what to write."""
+"""Mistakes in a plan: found as data, then raised as one error with the place, the size and the fix."""
 
 import dataclasses
 import difflib
@@ -31,7 +31,7 @@ def raise_errors(errors: list[tuple[str, Any]]) -> None:
 
 
 def raise_empty(tree: object, flat: Flat, paths: object) -> None:
-    """Raises if a tree has no arrays: a class or a function in the place of a model, for one.
+    """Raises if a tree has no arrays, such as a class or a function in the place of a model.
 
     Without `paths`, an empty container is none: its plan has rules for activations alone.
     """
@@ -50,7 +50,7 @@ def raise_empty(tree: object, flat: Flat, paths: object) -> None:
 
 
 def raise_repeated(flat: Flat) -> None:
-    """Raises if two arrays have one path: no rule, and nobody who reads the plan, could tell them apart."""
+    """Raises if two arrays have the same path, since no rule could tell them apart."""
     if len(set(flat.paths)) == len(flat.paths):
         return
     seen: set[str] = set()
@@ -65,7 +65,7 @@ def raise_repeated(flat: Flat) -> None:
 
 
 class Uncovered(NamedTuple):
-    """An array that neither names nor a path rule covers."""
+    """An array that has no names and no path rule."""
 
     bytes: int
     path: str
@@ -73,7 +73,7 @@ class Uncovered(NamedTuple):
 
 
 def uncovered(draft: Draft) -> list[Uncovered]:
-    """The arrays that no rule covers, largest first."""
+    """The arrays that no rule covers, the largest first."""
     open_rows = {i for i, row in enumerate(draft.rows) if row.rule is None and row.shape}
     arrays = draft.arrays(open_rows) if open_rows else ()
     found = [Uncovered(array_bytes(row.shape, row.dtype), path, row) for path, _, row in arrays]
@@ -104,18 +104,18 @@ def raise_unmatched(draft: Draft, axes: AxisRules | None) -> None:
 
 
 def unknown_units(axes: AxisRules) -> tuple[str, ...]:
-    """The names that have a unit, and no rule."""
+    """The names that have a unit and no rule."""
     return tuple(name for name, _ in axes.units if name not in axes.names)
 
 
 def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
-    """For each row the logical names that no rule is about, in any mode."""
+    """For each row, the logical names that have no rule in any mode."""
     by_name = [(i, row) for i, row in enumerate(rows) if row.names is not None and _axes_of(Code.unmatched, row)]
     return {i: found for i, row in by_name if (found := unknown_names(row.names or (), axes))}
 
 
 def raise_unknown(draft: Draft, axes: AxisRules | None) -> None:
-    """Raises if an array has a logical name that no rule is about, in any mode."""
+    """Raises if an array has a logical name that has no rule in any mode."""
     if axes is None:
         return
     for name in unknown_units(axes):
@@ -141,7 +141,9 @@ def raise_unknown(draft: Draft, axes: AxisRules | None) -> None:
 
 
 def absent_axes(draft: Draft, axes: AxisRules | None) -> dict[str, str]:
-    """The mesh axes of rules that the mesh lacks and that nobody has declared, and who uses each of them first."""
+    """The mesh axes of rules that the mesh lacks and that the rules do not declare, each with the first rule that uses
+    it.
+    """
     declared, known = draft.declared, draft.mesh.axis_names
     wrong: dict[str, str] = {}
     if axes is not None:
@@ -156,7 +158,7 @@ def absent_axes(draft: Draft, axes: AxisRules | None) -> dict[str, str]:
 
 
 def raise_absent(draft: Draft, axes: AxisRules | None) -> None:
-    """Raises if rules name a mesh axis that the mesh lacks and that nobody has declared."""
+    """Raises if rules name a mesh axis that the mesh lacks and that they do not declare."""
     wrong, mesh = absent_axes(draft, axes), draft.mesh
     missing = tuple(wrong)
     lines = [f"  {who} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}" for axis, who in wrong.items()]
@@ -170,7 +172,7 @@ def raise_absent(draft: Draft, axes: AxisRules | None) -> None:
 
 
 def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None) -> dict[str, None]:
-    """The mesh axes that path rules, axis rules and what callables returned use."""
+    """The mesh axes that path rules, axis rules and callables' results use."""
     used = dict.fromkeys(axis for _, target in rules for axis in axes_of_target(target))
     if axes is not None:
         used |= dict.fromkeys(axis for _, axis in axes_in(axes))
@@ -180,7 +182,7 @@ def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None)
 
 
 def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]) -> dict[str, str]:
-    """Axes of the mesh that nothing uses and nobody declares, and the axis of the rules that each is most like.
+    """Mesh axes that no rule uses or declares, each with the axis of the rules that its name resembles most.
 
     Rules may declare axes that a mesh lacks, so that such an axis alone is no mistake.
     """
@@ -191,7 +193,7 @@ def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]
 
 
 def raise_misspelled(draft: Draft, axes: AxisRules | None) -> None:
-    """Raises if an axis of the mesh is most likely one of the rules, misspelled."""
+    """Raises if a mesh axis is most likely a misspelled axis of the rules."""
     if not draft.declared and axes is None:
         return
     mesh, declared = draft.mesh, (*draft.declared, *(() if axes is None else axes.axes))
@@ -205,7 +207,9 @@ def raise_misspelled(draft: Draft, axes: AxisRules | None) -> None:
 
 
 class Unused(NamedTuple):
-    """A rule that decides about no array: the nearest path if it matches none, else what its arrays go to."""
+    """A rule that decides about no array: the nearest path if it matches none, or the rules that decide about its
+    arrays.
+    """
 
     number: int
     nearest: str | None
@@ -220,7 +224,7 @@ def unused_rules(
     given: Sequence[Any] | None = None,
     giver: str = "",
 ) -> list[Unused]:
-    """The rules that decide about no array; to leaves that are `given` something, `giver` goes before any rule."""
+    """The rules that decide about no array. Leaves with an entry in `given` are decided by `giver` before any rule."""
     # A tree without leaves, as the state of plain SGD, has nothing that a rule could match.
     unused = [n for n, (_, target) in enumerate(rules) if n not in used and not isinstance(target, Optional)]
     if not flat.leaves or not unused:
@@ -232,7 +236,7 @@ def unused_rules(
 
 
 def raise_unused(what: str, rules: Matcher, flat: Flat, given: Sequence[Any] | None = None, giver: str = "") -> None:
-    """Raises if a rule decides about no array; `what` is its kind, the rest as in `unused_rules`."""
+    """Raises if a rule decides about no array. `what` is the kind of rule; the rest is as in `unused_rules`."""
     found = unused_rules(rules.rules, rules.used, flat, given, giver)
     lines = [f"  {what} {why.number}, the regex {rules.rules[why.number][0]!r}, {unused_text(why)}." for why in found]
     if lines:
@@ -244,7 +248,7 @@ def raise_unused(what: str, rules: Matcher, flat: Flat, given: Sequence[Any] | N
 
 
 def unused_text(why: Unused) -> str:
-    """What to say of a rule that decides about no array."""
+    """The sentence about a rule that decides about no array."""
     if why.nearest is not None:
         return f"matches no path of the tree; the nearest path is `{why.nearest}`"
     first, *others = why.arrays
@@ -259,7 +263,7 @@ _PROBES = ("\0", "\0/\0")
 def _why_unused(
     number: int, patterns: tuple[re.Pattern[str], ...], flat: Flat, first: Sequence[str | None]
 ) -> Unused | None:
-    """Why a rule applies to nothing; `None` if that is no mistake."""
+    """Why a rule decides about no array; `None` if that is no mistake."""
     pattern = patterns[number]
     matches = [at for at, path in enumerate(flat.paths) if pattern.search(path)]
     if not matches:
@@ -280,12 +284,12 @@ def _first_rule(path: str, patterns: tuple[re.Pattern[str], ...]) -> str:
 
 
 def _axes_of(code: Code, row: Row) -> list[str]:
-    """The axes, or names, of the reasons of this code."""
+    """The mesh axes, or logical names, in the row's reasons with this code."""
     return [axis for why in row.reasons if why.code is code for axis in why.axes]
 
 
 def _listed(head: str, lines: Sequence[str], count: int = 0) -> str:
-    """The text of an error: `head`, the first lines, and how many more there are.
+    """The text of an error: `head`, the first lines, and the number of further ones.
 
     `count` says of how many, where `lines` are the first of them alone.
     """
@@ -294,7 +298,7 @@ def _listed(head: str, lines: Sequence[str], count: int = 0) -> str:
 
 
 def raise_cut(draft: Draft, mesh: MeshSpec) -> None:
-    """Raises if any array is not sharded as asked; `mesh` may be that of the draft with some axes split."""
+    """Raises if any array is not sharded as asked. `mesh` may be the draft's mesh with some axes split."""
     whys = {i: [why for why in row.reasons if why.code is not Code.scalar] for i, row in enumerate(draft.rows)}
     lines = [f"  leaf `{path}`, shape {row.shape}: {why}" for path, i, row in draft.arrays(whys) for why in whys[i]]
     if lines:
@@ -308,7 +312,7 @@ def raise_cut(draft: Draft, mesh: MeshSpec) -> None:
 
 
 def raise_loose(loose: list[tuple[str, tuple[int, ...], str]]) -> None:
-    """Raises if what is made from a strictly planned tree is not sharded as asked, or nothing is asked for it."""
+    """Raises if an array made from a strictly planned tree is not sharded as asked, or if nothing is asked for it."""
     if loose:
         head = (
             "the plan was made with `strict=True`, and these leaves are not sharded as asked. Give rules for them, "

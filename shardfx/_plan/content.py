@@ -1,4 +1,4 @@
-"""What a plan holds: its rows, shared by the leaves that are planned alike, and what is worked out from them."""
+"""The content of a plan: its rows, which equally planned leaves share, and values computed from them."""
 
 import collections
 import dataclasses
@@ -28,7 +28,7 @@ _IN_A_NAME = re.compile(r"[A-Za-z]0|0[A-Za-z]")
 
 
 class Group(NamedTuple):
-    """Arrays that are planned alike, and whose paths differ in numbers only; the number of their row, and the row."""
+    """Equally planned arrays whose paths differ in numbers only, with the number of their row and the row."""
 
     paths: tuple[str, ...]
     number: int
@@ -41,7 +41,7 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Content:
-    """What a plan holds: compared and hashed by its digest, so that an equal plan costs JAX nothing.
+    """The content of a plan, compared and hashed by its digest, so that an equal plan costs JAX nothing.
 
     Leaves that are planned alike share one row; `index` says which row each leaf of the tree has, and is -1 at
     leaves that are no arrays. Everything below the fields is made on first use.
@@ -82,7 +82,7 @@ class Content:
 
     @property
     def numbered(self) -> Iterable[tuple[str, int]]:
-        """For each leaf its path and the number of its row, which is -1 at leaves that are no arrays."""
+        """For each leaf, its path and the number of its row, which is -1 for leaves that are no arrays."""
         return zip(self.skeleton.paths, self.index, strict=True)
 
     @ft.cached_property
@@ -93,7 +93,7 @@ class Content:
         return plan_json.written({**self._payload(), "digest": self.digest})
 
     def _payload(self) -> dict[str, Any]:
-        """What the text of the plan says, its digest apart."""
+        """The content of the plan's JSON, without its digest."""
         # Most plans are not strict; the text of those stays what it was before plans could say so.
         return ({"strict": True} if self.strict else {}) | {
             **plan_json.HEADER,
@@ -115,7 +115,9 @@ class Content:
 
     @ft.cached_property
     def groups(self) -> "tuple[Group, ...]":
-        """The arrays in the tree's order, those of repeated layers together: what every way to show a plan goes by."""
+        """The arrays in the tree's order, with equal arrays of repeated layers as one group. Every view of a plan uses
+        it.
+        """
         found: dict[tuple[Any, ...], list[str]] = {}
         # Few paths differ in more than their digits; what is between the numbers is worked out once for those.
         between: dict[str, tuple[str, ...]] = {}
@@ -130,12 +132,12 @@ class Content:
 
     @ft.cached_property
     def byte_counts(self) -> tuple[tuple[int, int], ...]:
-        """For each row the bytes of an array, and of one shard."""
+        """For each row, the bytes of an array and the bytes of one shard."""
         return tuple(row.byte_counts(self.mesh.shape) for row in self.rows)
 
     @ft.cached_property
     def total_bytes(self) -> tuple[int, int]:
-        """The bytes of all arrays, and of all shards on one device."""
+        """The bytes of all arrays, and the bytes of all shards on one device."""
         counts = collections.Counter(self.index)
         pairs = [(whole * counts[i], shard * counts[i]) for i, (whole, shard) in enumerate(self.byte_counts)]
         return sum(whole for whole, _ in pairs), sum(shard for _, shard in pairs)
@@ -146,12 +148,12 @@ class Content:
 
     @property
     def any_mesh(self) -> Mesh | AbstractMesh:
-        """The mesh of devices, or else an abstract one."""
+        """The plan's mesh with devices, or else an abstract mesh."""
         return self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
 
     @property
     def row_shardings(self) -> list[NamedSharding]:
-        """The sharding of each row, on the plan's devices if it has some."""
+        """The sharding of each row, on the plan's devices if it has any."""
         mesh = self.any_mesh
         return [named_sharding(mesh, row.spec, row.memory_kind) for row in self.rows]
 
@@ -173,7 +175,7 @@ class Content:
 
 
 def _in_order_of_use(rows: Sequence[Row], index: Sequence[int]) -> tuple[tuple[Row, ...], tuple[int, ...]]:
-    """The rows that are used, each once, in the order in which leaves first use them."""
+    """The rows that leaves use, each once, in the order in which leaves first use them."""
     merged: dict[Row, int] = {}
     renumbered = {-1: -1}
     for i in dict.fromkeys(index):
@@ -185,7 +187,7 @@ def _in_order_of_use(rows: Sequence[Row], index: Sequence[int]) -> tuple[tuple[R
 
 
 def read_json(text: str) -> Content:
-    """The content of a plan that was written as JSON."""
+    """The content of a plan from its JSON text."""
     with plan_json.refused_as_invalid():
         data = plan_json.parsed(text)
         content = Content(*plan_json.decoded(data))
@@ -206,7 +208,7 @@ def _unpickled(text: str, tree: object, order: Sequence[int] | None, devices: li
 
 
 def _mesh_again(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
-    """The mesh of this process's devices that have the same platforms and ids."""
+    """The mesh of this process's devices with the same platforms and ids."""
     try:
         here = {(d.platform, d.id): d for platform in dict(devices) for d in jax.devices(platform)}
         found = np.array([here[device] for device in devices])
@@ -228,7 +230,7 @@ def shaped_like(content: Content, like: object) -> Content:
 
 
 def rows_of(content: Content, flat: Flat) -> Sequence[int]:
-    """The number of each leaf's row in a plan, -1 at leaves of a tree that the plan says nothing of.
+    """The number of each leaf's row in a plan; -1 at leaves that the plan has no row for.
 
     Arrays alone are compared. Leaves that are no arrays, the functions of a module for one, may be missing in the tree
     or in the plan: `equinox.partition(model, equinox.is_array)[0]` fits the plan of `model`, and the other way round.
@@ -256,7 +258,7 @@ def rows_of(content: Content, flat: Flat) -> Sequence[int]:
 
 
 def aligned(content: Content, flat: Flat) -> Sequence[int]:
-    """As `rows_of`, by where the arrays are in the tree alone: neither their shapes nor their dtypes are compared."""
+    """As `rows_of`, without comparing shapes and dtypes."""
     if flat.paths == content.skeleton.paths:
         return content.index
     planned = list(content.numbered)
@@ -344,7 +346,7 @@ _WORDS = {"mesh": "mesh", "jax_mesh": "devices", "mode": "mode", "axes": "axes"}
 
 
 def _told_apart(one: object, two: object) -> tuple[str, str]:
-    """The texts of two values, long enough to differ."""
+    """The texts of two values, long enough to show how they differ."""
     if isinstance(one, MeshSpec) and isinstance(two, MeshSpec):
         if one.axis_types != two.axis_types:
             return f"{one} of axis types {type_names(one)}", f"{two} of {type_names(two)}"
@@ -360,5 +362,5 @@ def _devices_text(mesh: Mesh | None) -> str:
 
 
 def type_names(mesh: MeshSpec) -> str:
-    """The axis types of a mesh by their names."""
+    """The names of a mesh's axis types."""
     return "(" + ", ".join(kind.name for kind in mesh.axis_types) + ")"

@@ -1,4 +1,4 @@
-"""The one function that drops axes of a spec, with the reason for each: what fits the mesh and the shape stays."""
+"""The correction of specs: mesh axes that do not fit the mesh or the shape are dropped, with a reason for each."""
 
 import functools as ft
 import math
@@ -26,7 +26,7 @@ from ..topology import MeshSpec
 
 
 class Leaf(NamedTuple):
-    """An array as correction needs it; `units` has an entry per dimension, or is `None` where any cut will do."""
+    """An array as correction needs it. `units` has an entry per dimension; `None` stands for units of one element."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """The mesh axes as correction needs them, and the bytes below which arrays stay whole."""
+    """The mesh axes as correction needs them, and the size in bytes below which arrays stay replicated."""
 
     sizes: Mapping[str, int]
     has_auto: bool
@@ -55,7 +55,7 @@ def correct(
     dtype: object = None,
     strict: bool = False,
 ) -> Decision:
-    """Makes a PartitionSpec valid for an array on a mesh, keeping as much of it as can be kept.
+    """Makes a PartitionSpec valid for an array on a mesh, keeping as much of it as possible.
 
     Dimension by dimension: axes that the mesh lacks, and axes that an earlier dimension kept, are dropped; axes
     of size 1 stay; of the rest, the subset with the largest product that divides the dimension is kept (among
@@ -115,7 +115,7 @@ def _cached(spec: PartitionSpec, leaf: Leaf, mesh: MeshSpec, min_bytes: int) -> 
 
 
 def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
-    """[`shardfx.correct`][] of checked arguments."""
+    """[`shardfx.correct`][] for checked arguments."""
     entries, sizes = _fitted(spec, leaf.shape), axes.sizes
     if axes.min_bytes and (asked := tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))):
         if found := _too_small(leaf, asked, axes.min_bytes):
@@ -188,7 +188,7 @@ def _entry(
 def _free(
     axes: tuple[str, ...], dim: int | None, sizes: Mapping[str, int], used: Container[str]
 ) -> tuple[tuple[str, ...], list[Reason]]:
-    """Those of `axes` that the mesh has and nothing uses, each once; and reasons for the others."""
+    """The axes in `axes` that the mesh has and nothing uses, each once, and reasons for the other ones."""
     absent, taken = tuple(axis for axis in axes if axis not in sizes), [axis for axis in axes if axis in sizes]
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
     for axis in free:
@@ -200,7 +200,7 @@ def _free(
 
 
 def _divisors(axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of size 1, and of the others the subset with the largest product that cuts `size` between units."""
+    """The axes of size 1, and of the others the subset with the largest product that divides `size` between units."""
     whole = 1 if size % unit else size // unit
     # Sizes above 1 make every proper prefix a smaller product, so the first of two equal products stays first
     # however both are continued: one candidate per product is enough.
@@ -240,7 +240,7 @@ _PADDED_PARTS = 64
 
 
 def _advice_to_pad(size: int, product: int) -> str:
-    """The beginning of an advice: to pad a dimension to a multiple of `product`; "" where that is much."""
+    """The beginning of an advice to pad a dimension to a multiple of `product`; "" if that would add much."""
     padded = -(-size // product) * product
     return f"pad it to {padded}, or " if (padded - size) * _PADDED_PARTS <= size else ""
 
@@ -255,7 +255,7 @@ def _reductions(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[Partitio
 
 
 def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> Decision:
-    """Adds the axes of `strategy` to the dimension that nothing shards yet and that they cut furthest.
+    """Adds the axes of `strategy` to the unsharded dimension that they divide into the most shards.
 
     Of several such dimensions it takes the largest. `spec` has been through [`shardfx.correct`][] already; axes that
     it uses, and axes that the mesh lacks, are left out with a reason.
@@ -284,7 +284,7 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> D
 
 
 def widened(spec: PartitionSpec, leaf: Leaf, mesh: Axes, over: Strategy) -> tuple[Decision, tuple[str, ...]]:
-    """Adds the axes of `over` that `spec` does not use, on whichever dimension has room; and says which it added.
+    """Adds the axes of `over` that `spec` does not use to dimensions that have room, and returns the added axes too.
 
     Axes that do not fit on the dimension that they cut furthest go to the next. A dimension that is sharded is cut
     within its shards, so that what one device then holds is part of what it would have held. Axes for which no
@@ -316,7 +316,8 @@ def _no_room(axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tupl
 def _roomiest(
     axes: tuple[str, ...], entries: Sequence[object], leaf: Leaf, sizes: Mapping[str, int], dims: Iterable[int]
 ) -> tuple[int, tuple[str, ...]] | None:
-    """Of `dims` the one that some of `axes` cut furthest, and these axes; `None` where none cuts any.
+    """The dimension in `dims` that some of `axes` divide into the most shards, and these axes; `None` if they divide
+    none.
 
     Of several one that nothing shards, then the one of the largest shards, then the first. A dimension that is sharded
     is cut further within its shards.

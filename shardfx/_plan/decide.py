@@ -1,4 +1,6 @@
-"""What each distinct array gets: what its names or the target of its rule ask for, then what the mesh leaves of it."""
+"""The decision for each distinct array: the request of its names or its rule, and what the mesh and shape
+leave of it.
+"""
 
 import dataclasses
 import functools as ft
@@ -37,7 +39,7 @@ from .leaf import Row
 
 
 class Request(NamedTuple):
-    """What a rule asks for a leaf, before the mesh and the shape have their say."""
+    """The sharding that a rule asks for, before it is corrected to the mesh and the shape."""
 
     names: tuple[Any, ...] | None
     spec: PartitionSpec
@@ -48,7 +50,7 @@ class Request(NamedTuple):
 
 
 class Matcher:
-    """Path rules, and which of them have matched."""
+    """Path rules, with a record of the rules that have matched."""
 
     def __init__(self, rules: PathRules):
         self.rules, self.declared, self.patterns = rules.rules, rules.axes, compiled(rules)
@@ -58,30 +60,30 @@ class Matcher:
         self.used: dict[int, None] = {}
 
     def first(self, path: str) -> int | None:
-        """The number of the first rule that matches."""
+        """The number of the first rule that matches; `None` if none does."""
         number = first_match(path, self.patterns)
         if number is not None:
             self.used[number] = None
         return number
 
     def text(self, number: int) -> str:
-        """How a plan calls a rule."""
+        """The name of a rule in a plan."""
         return f"paths[{number}] {self.rules[number][0]}"
 
     def request(
         self, number: int, path: str, leaf: object, axes: AxisRules | None, mode: str | None, stacked: int = 0
     ) -> Request:
-        """What the rule asks for the array at `path`."""
+        """The request of rule `number` for the array at `path`."""
         return asked_by_target(self.rules[number][1], path, leaf, self.text(number), axes, mode, stacked)
 
 
 def matcher_of_kinds(pairs: Sequence[tuple[str, str]]) -> Matcher:
-    """Pairs of a regex and a memory kind, as rules whose target holds the kind alone."""
+    """Pairs of a regex and a memory kind as a Matcher. Each target holds the memory kind only."""
     return Matcher(PathRules((regex, (kind,)) for regex, kind in pairs))
 
 
 class Draft(NamedTuple):
-    """What is decided about a tree before anybody says what is wrong with it: `plan` raises that, `lint` lists it.
+    """The decisions about a tree and all mistakes found: `plan` raises the mistakes, `lint` lists them.
 
     `numbers` says which row each leaf has; it is -1 at leaves that are no arrays, and `-2 - n` at those with error `n`.
     `declared` are the axes that the mesh may lack.
@@ -97,14 +99,14 @@ class Draft(NamedTuple):
     errors: list[tuple[str, Any]]
 
     def arrays(self, chosen: Container[int]) -> Iterator[tuple[str, int, Row]]:
-        """The path of each array whose row has one of these numbers, the number, and the row."""
+        """For each array whose row has one of these numbers: its path, the row's number, and the row."""
         return ((path, i, self.rows[i]) for i, path in zip(self.numbers, self.flat.paths, strict=True) if i in chosen)
 
 
 def asked_by_target(
     target: object, path: str, leaf: object, rule: str, axes: AxisRules | None, mode: str | None, stacked: int = 0
 ) -> Request:
-    """What the target of a path rule asks for the array at `path`; `rule` is how a plan calls the rule.
+    """The request of a path rule's target for the array at `path`. `rule` is the rule's name in a plan.
 
     The first `stacked` dimensions are those of stacked layers, which no strategy may cut.
     """
@@ -114,7 +116,7 @@ def asked_by_target(
 
 
 def skipping(strategies: tuple[Strategy, ...], dims: Iterable[int]) -> tuple[Strategy, ...]:
-    """The strategies, which leave these dimensions whole too."""
+    """The strategies, changed so that they do not shard these dimensions."""
     return tuple(dataclasses.replace(step, skip=tuple(sorted({*step.skip, *dims}))) for step in strategies)
 
 
@@ -145,7 +147,7 @@ def asked_by_names(
     strategies: tuple[Any, ...] = (),
     declared: bool = False,
 ) -> Request:
-    """What the logical names of an array ask for it. A plan keeps them with one entry per dimension.
+    """The request of an array's logical names. A plan keeps the names with one entry per dimension.
 
     `declared` says that a module's field has them: then the advice for stacked layers is about fields.
     """
@@ -166,7 +168,7 @@ def asked_by_names(
 
 
 def _whole(names: tuple[object, ...], found: Decision) -> list[int]:
-    """The dimensions that rules keep whole: their names have the target `None`."""
+    """The dimensions whose names have the target `None`."""
     told = {why.dim for why in found.reasons}
     entries = entries_at(found.spec, len(names))
     return [dim for dim, name in enumerate(names) if name is not None and entries[dim] is None and dim not in told]
@@ -203,7 +205,7 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
 
 
 def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Strategy) -> Request:
-    """`request` with the axes of `over` that it does not use, on whichever dimension has room, as ZeRO does."""
+    """`request` with the unused axes of `over` added to dimensions that have room, as ZeRO does."""
     found, added = widened(request.spec, Leaf(shape, dtype, request.units), axes_of(mesh), over)
     request = request._replace(reasons=(*request.reasons, *found.reasons))
     if not added:
@@ -213,7 +215,7 @@ def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshS
 
 
 def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, memory_kind: str | None) -> Row:
-    """What the mesh and the shape leave of a request."""
+    """The row of a request after its correction to the mesh and the shape."""
     names, units = request.names, request.units
     units = units if units is None or names is None else units_at(names, shape, units)
     leaf = Leaf(shape, dtype, units)
@@ -234,7 +236,9 @@ def units_at(
     units: tuple[int, ...],
     sizes_of: Callable[[str], Collection[int]] = lambda name: (),
 ) -> tuple[int, ...]:
-    """The units of an array: 1 at a dimension that counts units, by its size or by those of its name elsewhere."""
+    """The units of an array: 1 at a dimension that counts units already, judged by its size or by the name's sizes
+    elsewhere.
+    """
 
     def unit_of(name: Any, size: int, unit: int) -> int:
         is_named = unit > 1 and isinstance(name, str)
@@ -244,7 +248,7 @@ def units_at(
 
 
 def counts_units(size: int, unit: int, fused: Collection[int] = ()) -> bool:
-    """Whether a dimension counts units, as heads that are apart, and is not fused with what a unit holds.
+    """Whether a dimension counts units, as unfused heads do, instead of the elements of units.
 
     **Arguments:**
 
@@ -259,12 +263,12 @@ def counts_units(size: int, unit: int, fused: Collection[int] = ()) -> bool:
 
 
 def looks_apart(dim: int, shape: Sequence[int], unit: int) -> bool:
-    """Whether a later dimension has the size of a unit, as `head_dim` behind heads that are apart."""
+    """Whether a later dimension has the size of a unit, as `head_dim` after unfused heads."""
     return unit in shape[dim + 1 :]
 
 
 def padded_units(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
-    """`units` with an entry for each of `rank` dimensions: 1 beyond their end."""
+    """`units` with 1 for each further dimension up to `rank`."""
     if units is None:
         return None
     if any(unit > 1 for unit in units[rank:]):
@@ -273,7 +277,7 @@ def padded_units(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | 
 
 
 def _with_doubt(why: Reason, shape: tuple[int, ...], request: Request, units: tuple[int, ...] | None) -> Reason:
-    """A reason that says what else the dimension may be, where a unit stands in the way of heads that look apart."""
+    """A reason with a hint that the dimension may count units, if a unit blocks what look like unfused heads."""
     if why.code is not Code.unit or why.dim is None or not request.names or not units:
         return why
     if shape[why.dim] % units[why.dim] or not looks_apart(why.dim, shape, units[why.dim]):
@@ -283,7 +287,7 @@ def _with_doubt(why: Reason, shape: tuple[int, ...], request: Request, units: tu
 
 
 class Asked:
-    """What has been asked for arrays of one rank, and planned for one of them at least.
+    """A request for arrays of one rank, with its correction cached.
 
     Most arrays are cut evenly: what becomes of those is worked out once, and holds for every shape that `even` divides.
     A tree of 10,000 shapes takes 1.7 times as long without it.
@@ -295,7 +299,7 @@ class Asked:
 
     @ft.cached_property
     def even(self) -> tuple[Decision, tuple[int, ...]]:
-        """What the request becomes where no size stands in its way, and what each size must be a multiple of."""
+        """The correction of the request if every size divides, and the number that each size must be a multiple of."""
         # Anything divides a size of 0, so nothing is dropped on account of it.
         found = corrected(self.request.spec, Leaf((0,) * self.rank, None, self.request.units), self.mesh)
         counts = shard_counts(found.spec, self.rank, self.mesh.sizes)

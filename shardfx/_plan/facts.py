@@ -1,4 +1,4 @@
-"""What there is to tell about a plan: one list of rows, made from its content alone, for every way to show it."""
+"""The facts of a plan: one list of rows, from its content alone, that every view shows."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ NUMBERS = ("arrays", "bytes/device")
 
 @dataclasses.dataclass(frozen=True)
 class ReportRow:
-    """Arrays of a plan that are alike but for numbers in their paths.
+    """Arrays of a plan that are equal except for the numbers in their paths.
 
     **Arguments:**
 
@@ -53,7 +53,7 @@ class Facts(NamedTuple):
 
 
 def report_rows_of(content: Content) -> tuple[ReportRow, ...]:
-    """The arrays in the tree's order, repeated layers as one row."""
+    """The arrays in the tree's order, with equal arrays of repeated layers as one row."""
     rows = []
     for group in content.groups:
         leaf, count = content.leaf(group.paths[0], group.number), len(group.paths)
@@ -79,7 +79,7 @@ _MOMENTS = (("mu", "nu"), ("m", "v"), ("exp_avg", "exp_avg_sq"))
 
 
 def _paired(rows: Sequence[ReportRow]) -> tuple[ReportRow, ...]:
-    """The rows, those of two moments that are planned alike as one: `0/{mu,nu}/w`."""
+    """The rows, with the equally planned rows of two moments merged into one: `0/{mu,nu}/w`."""
     found: dict[object, ReportRow] = {}
     for row in rows:
         parts = row.path.split("/")
@@ -98,14 +98,14 @@ def _paired(rows: Sequence[ReportRow]) -> tuple[ReportRow, ...]:
 
 
 def html_of(content: Content) -> str:
-    """The facts as a plain HTML table with the rest below it; everything is escaped."""
+    """The facts as an HTML table with the rest below it."""
     facts = facts_of(content)
     below = [*facts.reasons, facts.totals, *([facts.replicated] if facts.replicated else [])]
     return html_table([facts.header, *facts.cells], right=NUMBERS, below=below)
 
 
 def _dims(rows: Iterable[ReportRow]) -> dict[str, set[int | None]]:
-    """By the message of a reason the dimensions that it is about."""
+    """For the message of each reason, the dimensions that it concerns."""
     found: dict[str, set[int | None]] = {}
     for why in (why for row in rows for why in row.leaf.reasons):
         found.setdefault(why.message, set()).add(why.dim)
@@ -131,7 +131,7 @@ _LIMIT = re.compile(r"fewer than the (\d+) asked for")
 
 
 def _note(why: Reason, of_several_dims: bool) -> str:
-    """A reason as a note of a table, the same for all arrays for which the cause is one."""
+    """A reason as a note of a table, equal for all arrays with the same cause."""
     limit = _LIMIT.search(why.message) if why.code is Code.small else None
     if limit is not None:
         return f"arrays of fewer than {limit[1]} bytes stay whole; lower `min_bytes` to shard them"

@@ -214,7 +214,7 @@ def _chunk_is_missing(entry: StoreArray) -> CheckpointError:
 
 
 def _begin_read(ts: Any, array: Any, box: Box, target: np.ndarray) -> tuple[Any, np.ndarray | None]:
-    """A read under way, and the memory that it goes to, where its values must be looked at before they are cast."""
+    """A read that has started, and its buffer if the values must be checked before they are cast."""
     source = array[tuple(slice(start, stop) for start, stop in box)][ts.d[:].translate_to[0]] if box else array
     stored = source.dtype.numpy_dtype
     if may_change(stored, target.dtype):
@@ -233,7 +233,7 @@ def _is_aligned(entry: StoreArray, box: Box) -> bool:
 
 
 def chunk_bytes(entry: StoreArray, box: Box) -> int:
-    """Bytes, uncompressed, of the chunks that a box touches, cut at the end of the array."""
+    """Bytes, uncompressed, of the chunks that a box overlaps, without the parts beyond the end of the array."""
     count = 1
     for (start, stop), chunk, size in zip(box, entry.chunks, entry.shape, strict=True):
         count *= min(-(-stop // chunk) * chunk, size) - start // chunk * chunk if stop > start else 0
@@ -244,7 +244,7 @@ EFORMER_INDEX = "tensorstore_index.json"
 
 
 def eformer_entries(where: FilePlace) -> tuple[StoreArray | ListedArray, ...]:
-    """The arrays that the index lists, of all its prefixes, in its order.
+    """The arrays that an eformer index lists, of all its prefixes, in the index's order.
 
     Version 1 has one list, `arrays`; version 2 has one list per prefix, and may have `arrays` beside them. The two are
     told apart by these names: what eformer writes as `version` is the version of its package.
@@ -299,7 +299,7 @@ _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 def raise_if_step(where: FilePlace, names: list[str]) -> None:
-    """A step of Orbax's CheckpointManager is no tree but holds some, each in a directory of its own."""
+    """Raises for a step of Orbax's CheckpointManager, which is not a tree but holds trees in directories."""
     items = [name for name in names if os.path.isfile(os.path.join(where.directory, name, ORBAX_METADATA))]
     if items:
         raise CheckpointError(
@@ -309,7 +309,7 @@ def raise_if_step(where: FilePlace, names: list[str]) -> None:
 
 
 def require_finished(where: FilePlace, names: list[str]) -> None:
-    """Raises for a directory that Orbax has written, and that lacks its metadata: arrays may be missing, too."""
+    """Raises for a directory of Orbax that lacks its metadata, since arrays may be missing too."""
     traces = [name for name in names if name in _TRACES]
     if traces and not any(os.path.isfile(os.path.join(where.directory, name, ORBAX_METADATA)) for name in names):
         raise CheckpointError(
@@ -320,7 +320,7 @@ def require_finished(where: FilePlace, names: list[str]) -> None:
 
 
 def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
-    """The arrays of an Orbax PyTree checkpoint; paths are its keys joined by "/".
+    """The arrays of an Orbax PyTree checkpoint. Their paths are Orbax's keys joined by "/".
 
     Orbax's own reader opens the files that the metadata names before it looks at the names, so this one reads.
     """
@@ -351,7 +351,7 @@ def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def _keys(real: str, name: str, row: object) -> tuple[list[str], bool]:
-    """The keys of a value from the tree's root on, and whether it must be an array."""
+    """The keys of a value from the tree's root on, and whether the value must be an array."""
     keys, value = member(row, "key_metadata"), member(row, "value_metadata")
     names = [key.get("key") for key in keys if isinstance(key, dict)] if isinstance(keys, list) else []
     texts = [str(key) for key in names if isinstance(key, str | int)]

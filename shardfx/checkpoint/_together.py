@@ -1,4 +1,5 @@
-"""How several processes make one save. They talk through JAX's coordination service, and run no program for it.
+"""The coordination of several processes that make one save, through JAX's coordination service and without any program
+on devices.
 
 They go through rounds. In each, every process leaves a note: its arguments, or how its work goes, or its error. At a
 barrier all wait for each other, at most 20 seconds, so a dead process is noticed. Then the first process reads the
@@ -35,7 +36,7 @@ Answers = Callable[[Mapping[int, Any]], Note]
 
 
 def holders_of(tree: object) -> tuple[int, ...]:
-    """The processes that save a tree together: those with devices of its arrays; all, where no array says it."""
+    """The processes that save a tree: those with devices of its arrays, or all if no array is on devices."""
     everyone = tuple(range(jax.process_count()))
     if len(everyone) == 1:
         return everyone
@@ -45,7 +46,7 @@ def holders_of(tree: object) -> tuple[int, ...]:
 
 
 def meeting(what: str, holders: tuple[int, ...], wait_seconds: float) -> "Together":
-    """The processes that save a tree, seen from this one.
+    """The object through which this process coordinates a save with the others.
 
     **Arguments:**
 
@@ -72,7 +73,7 @@ def meeting(what: str, holders: tuple[int, ...], wait_seconds: float) -> "Togeth
 
 
 class Together:
-    """The processes of one save; for a `with`, at whose end the others hear of an error.
+    """The processes of one save, as a context at whose end the others learn of an error.
 
     All of them call the same methods in the same order.
     """
@@ -106,12 +107,12 @@ class Together:
             self._thread.shutdown(wait=False)
 
     def join(self) -> None:
-        """Returns when all processes are here."""
+        """Waits until all processes have called it."""
         if len(self.members) > 1:
             self._thread.submit(self._come).result()
 
     def agree(self, facts: Facts, lines: Sequence[str]) -> str:
-        """Compares the arguments of all; returns a name that only this save has."""
+        """Compares the arguments of all processes, and returns a name that only this save has."""
         answer = self._share({"facts": dict(facts)}, _compared)
         if "pair" in answer:
             first = ft.partial(_first_difference, answer["who"], answer["pair"])
@@ -151,7 +152,7 @@ class Together:
             self.attend([pool.submit(work)] if self.is_first else [])
 
     def finish(self, wrote_bytes: int, total_bytes: int, commit: Callable[[], None]) -> None:
-        """Commits, if the processes together wrote all bytes."""
+        """Commits the save if the processes have written all of its bytes."""
         if wrote_bytes < total_bytes:
             self._is_over = True
             raise CheckpointError(
@@ -174,7 +175,7 @@ class Together:
                 raise
 
     def _committed(self) -> Any:
-        """The name of the last save that the first process has committed."""
+        """The name of the last save that the first process committed."""
         with contextlib.suppress(CheckpointError):
             return self._asked("key_value_try_get", "/committed")
 
@@ -191,7 +192,7 @@ class Together:
         )
 
     def _round(self, note: Note, answers: Answers) -> Any:
-        """Leaves a note; the answer of the first process to the notes of all."""
+        """Leaves a note, and returns the first process's answer to the notes of all."""
         silence = (
             f"gave no sign of life for {_SILENT_SECONDS:g} s while saving to {self.what}: it has died, or hangs. "
             "Nothing was changed there; save again with processes that live."
@@ -225,12 +226,12 @@ class Together:
         return {**answer, "is_over": self._is_written and not answer["is_busy"]}
 
     def _leave(self, why: str) -> None:
-        """Tells the others why this process leaves."""
+        """Tells the other processes why this process leaves."""
         while not self._is_over:
             self._round({} if self._is_committed else {"error": why}, _progress)
 
     def _wait(self, seconds: float, silence: str) -> None:
-        """Waits at the barrier of the save; an error for processes that do not come."""
+        """Waits at the save's barrier; raises for processes that do not reach it."""
         try:
             who = absent(self._client, self._name, seconds, self.me, self.members)
         except jax.errors.JaxRuntimeError as error:
@@ -259,7 +260,7 @@ def _progress(notes: Mapping[int, Any]) -> Note:
 
 
 def _compared(notes: Mapping[int, Any]) -> Note:
-    """A name for the save, and the first argument in which processes differ, if there is one."""
+    """A name for the save, or the first argument in which processes differ."""
     facts = {process: note["facts"] for process, note in notes.items()}
     for name in dict.fromkeys(it.chain.from_iterable(facts.values())):
         groups: dict[str, list[int]] = {}
@@ -288,7 +289,7 @@ def _first_difference(who: str, pair: Sequence[int], notes: Mapping[int, Any]) -
 
 
 def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
-    """A line for each array; equal on processes that save the same."""
+    """One line for each array. The lines are equal on processes that save the same arrays."""
     texts: dict[object, str] = {}
     lines = []
     for path, value in leaves:
@@ -311,5 +312,5 @@ def _where(sharding: Any) -> str:
 
 
 def digest_of(lines: Iterable[str]) -> str:
-    """A digest of lines, equal for equal ones."""
+    """A digest that is equal for equal lines."""
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What a plan asks of a checkpoint: per leaf the arrays it is made of, and the boxes that this process holds."""
+"""The input of a load: for each leaf of the plan, the stored arrays that it is made of."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ Unread = Literal["raise", "allow"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WantedLeaf:
-    """One leaf: what it will be, and what it is made of. A leaf of PRNG keys is read as their bits.
+    """One leaf, and the arrays that it is made of. A leaf of PRNG keys is read as key data.
 
     **Arguments:**
 
@@ -51,7 +51,7 @@ class WantedLeaf:
 def wanted(
     index: Index, plan: object, dtype: object, map: TreeMap | None = None, unread: Unread = "raise"
 ) -> tuple[list[WantedLeaf], Callable[[Sequence[Any]], Any]]:
-    """What each array of the plan is made of, and a function from the arrays to the tree.
+    """The stored arrays that each array of the plan is made of, and a function from the loaded arrays to the tree.
 
     Every leaf that cannot be read is named in one error, or every array that no leaf is made of.
     """
@@ -93,7 +93,9 @@ def wanted(
 
 
 def _require_all_read(index: Index, target: Target) -> None:
-    """Raises for arrays that no leaf is made of, such as the fourth layer's where the plan has three."""
+    """Raises for arrays of the checkpoint that no leaf is made of, such as those of a fourth layer if the plan has
+    three.
+    """
     # A plan knows the paths of the arrays that `plan.select` left out.
     read = {path for path, _ in target.arrays} | {path for _, path, _ in target.others}
     left = [path for path in index.by_path if path not in read]
@@ -106,7 +108,7 @@ def _require_all_read(index: Index, target: Target) -> None:
 
 
 def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[WantedLeaf]:
-    """What each array is made of where a map says so."""
+    """The leaves to read if a map says what they are made of."""
     source = {entry.path: Struct(entry.shape or (), entry.dtype) for entry in index.entries}
     # What dtype a leaf gets is decided below, by the rules of all loading.
     leaves = {path: Struct(tuple(leaf.shape), leaf.dtype if dtype is None else None) for path, leaf in target.arrays}
@@ -128,7 +130,7 @@ def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[W
 
 
 def _numbers(index: Index, target: Target, problems: list[tuple[str, CheckpointError | None]]) -> dict[int, Any]:
-    """By position the Python numbers that the checkpoint has for the tree; what it lacks becomes a problem."""
+    """The Python numbers that the checkpoint has for the tree, by position. Each missing one is added to `problems`."""
     saved = from_metadata(index.metadata, index.directory)
     kept: dict[int, Any] = {}
     for at, path, value in target.others:
@@ -184,7 +186,9 @@ def _loadable(index: Index, name: str) -> FileArray | StoreArray:
 
 
 def _is_keys(planned: object, stored: object, what: str) -> bool:
-    """Whether a leaf holds PRNG keys; they are never cast."""
+    """Whether a leaf holds PRNG keys; raises if only one of the two dtypes is a key dtype, since keys are
+    never cast.
+    """
     kinds = [prng.is_key(planned), prng.is_key(stored)]
     if stored == planned or not any(kinds):
         return kinds[0]
@@ -203,7 +207,7 @@ def _is_keys(planned: object, stored: object, what: str) -> bool:
 
 
 def _wanted_bits(leaf: WantedLeaf) -> WantedLeaf:
-    """A leaf of keys as the integers that are read for it."""
+    """A leaf of keys as the key data that is read for it."""
     prng.require_whole_keys(leaf.sharding, leaf.path)
     one = prng.bits_of(leaf.dtype)
     return dataclasses.replace(
@@ -217,7 +221,7 @@ def _wanted_bits(leaf: WantedLeaf) -> WantedLeaf:
 
 
 def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
-    """The dtype that a leaf gets: nothing is cast that was not asked for."""
+    """The dtype that a leaf is read as; raises if that needs a cast that was not asked for."""
     both = jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(planned, jnp.floating)
     to = jnp.dtype(asked) if asked != "plan" and asked is not None and both else planned
     if asked != "plan" and (asked is None or not both) and stored != planned:
@@ -236,7 +240,7 @@ def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
 
 
 def require_devices(shardings: Iterable[Sharding]) -> None:
-    """Raises for a sharding that lies on an AbstractMesh."""
+    """Raises for a sharding on an AbstractMesh."""
     for sharding in shardings:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, jax.sharding.AbstractMesh):
             raise PlanMismatchError(
