@@ -26,7 +26,7 @@ def target_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = 
 
 
 def source_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None) -> np.ndarray:
-    """The elements of a piece in an array that holds the source from `start` on: one dimension per factor."""
+    """The elements of a piece in an array that holds the source from `start` on, with one dimension per factor."""
     return _view(memory, piece.source, start, [(f.size, f.source_dim, f.source_step) for f in piece.factors])
 
 
@@ -47,13 +47,15 @@ def strided(memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...]
 
 
 def as_bits(view: np.ndarray) -> np.ndarray:
-    """The same memory in a dtype that NumPy copies fast: those that it does not know itself it copies one by one."""
+    """The same memory as an integer dtype if NumPy does not know its dtype, since NumPy copies those
+    element by element.
+    """
     kind = _BITS.get(view.dtype.itemsize)
     return view if kind is None or view.dtype.isbuiltin == 1 else view.view(kind)
 
 
 class Landing(NamedTuple):
-    """A box of the source, and where its elements are in the memory of the target.
+    """A box of the source, and the position of its elements in the memory of the target.
 
     **Arguments:**
 
@@ -67,7 +69,7 @@ class Landing(NamedTuple):
 
 
 def landings(piece: Piece, box: Box) -> Iterator[Landing]:
-    """A piece as boxes of its source that each have one stride per dimension in memory that holds `box` of the target.
+    """A piece as boxes of its source. Each has one stride per dimension in memory that holds `box` of the target.
 
     A piece that lies in the box. Of elements that are there several times each place is a landing.
     """
@@ -121,7 +123,7 @@ Read = Callable[[str, Box], np.ndarray]
 
 
 def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
-    """Writes a piece that lies in `box` of the target into memory that holds this box."""
+    """Writes a piece inside `box` of the target into memory that holds this box."""
     start = [low for low, _ in box]
     there = target_view(memory, piece, start)
     if piece.value.path is None:
@@ -136,7 +138,7 @@ def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
 
 
 def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
-    """Writes values, cast as the piece says."""
+    """Writes values to a view, with the piece's casts."""
     if there.dtype == values.dtype and is_only(piece.value.casts, there.dtype):
         copy(as_bits(there), as_bits(values))
         return
@@ -151,7 +153,7 @@ def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
 
 
 def constant(piece: Piece) -> Any:
-    """The number of a piece that no array gives."""
+    """The number of a piece that is no part of an array, after its casts."""
     value = np.asarray(piece.value.number)
     for to in piece.value.casts:
         value = changed(value, to)
@@ -172,12 +174,12 @@ def _scales(piece: Piece, box: Box, read: Read) -> np.ndarray:
 
 
 def scale_box(box: Box, scale: Scale) -> Box:
-    """The scales of the elements in a box."""
+    """The box of the scales for the elements of a box."""
     return tuple((low // each, -(-high // each)) for (low, high), each in zip(box, scale.block, strict=True))
 
 
 def chunks(piece: Piece, most: int) -> Iterator[Piece]:
-    """A piece in parts whose boxes of the source hold at most so many elements, as far as it can be cut."""
+    """A piece divided into pieces whose boxes of the source hold at most `most` elements, as far as possible."""
     count = volume(hull(swapped(piece)))
     factors = [f for f in piece.factors if f.source_dim != NOWHERE]
     if count <= most or not factors:

@@ -1,4 +1,6 @@
-"""The plan of what is made from planned arrays: an optimizer's state, gradients, statistics, adapters, scales."""
+"""The plan of values made from planned arrays, such as an optimizer's state, gradients, statistics,
+adapters and scales.
+"""
 
 import contextlib
 import dataclasses
@@ -38,7 +40,7 @@ def follow(
     scales: Iterable[tuple[str, str]] = (),
     unused: Literal["raise", "allow"] = "raise",
 ) -> ShardPlan:
-    """The plan of what `init` makes from a planned tree: `follow(optimizer.init, params_plan)`.
+    """The plan of the tree that `init` makes from a planned tree: `follow(optimizer.init, params_plan)`.
 
     `init` is evaluated over shapes that carry the plan's shardings on an abstract mesh with Explicit axes, so that
     JAX itself says how each array it makes is sharded: moments, factored statistics, accumulators of any kind. Where
@@ -147,7 +149,7 @@ def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
 
 
 def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object, ...]) -> tuple[Any, str]:
-    """What `init` makes, as structs; and where these have no shardings, why JAX could not say them."""
+    """The result of `init` as structs, and, if the structs have no shardings, JAX's reason for that."""
     mesh = plan.mesh.abstract()
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
     given = (plan, *args)
@@ -173,7 +175,7 @@ def _first_sentence(text: str) -> str:
 
 
 class _NoArray:
-    """Stands for a leaf of the planned tree that is no array: the plan knows where it is, not what."""
+    """A stand-in for a leaf of the planned tree that is no array. The plan knows its position, but not its value."""
 
     def __repr__(self) -> str:
         return "a leaf that is no array"
@@ -205,7 +207,7 @@ def _struct(row: Row, mesh: AbstractMesh | None) -> jax.ShapeDtypeStruct:
 
 
 class _Beside(NamedTuple):
-    """How the path of a base array is made of the path of an array beside it.
+    """The relation between the path of an array and the path of its base array.
 
     **Arguments:**
 
@@ -221,7 +223,7 @@ class _Beside(NamedTuple):
 
 
 def _besides(kind: Literal["adapters", "scales"], pairs: Iterable[tuple[str, str]]) -> list[_Beside]:
-    """The pairs of regex and replacement that `follow` is given."""
+    """The pairs of a regex and a replacement, checked."""
     found = []
     for number, pair in enumerate(pairs):
         if isinstance(pair, str) or len(pair) != 2:
@@ -235,7 +237,7 @@ def _besides(kind: Literal["adapters", "scales"], pairs: Iterable[tuple[str, str
 
 @dataclasses.dataclass
 class _Follower:
-    """The arguments of one call of `follow`, and what it has found so far.
+    """The arguments of one call of `follow`, and its results so far.
 
     **Arguments:**
 
@@ -298,7 +300,7 @@ _NOTHING = Request(None, PartitionSpec(), None, None, (), ())
 
 
 def _followed(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
-    """What an array asks for because JAX, or the planned array that its path names, says so."""
+    """The request of an array that follows a planned one, by JAX or by its path; `None` if it follows nothing."""
     source, kept = _source(path, tuple(leaf.shape), plan)
     names, units = (None, None) if source is None else (_kept(source.names, kept, None), _kept(source.units, kept, 1))
     namesake = None if source is None else trimmed(_kept(entries_of(pinned(source.spec)), kept, None) or ())
@@ -316,7 +318,7 @@ def _followed(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
 
 
 def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, tuple[int | None, ...]]:
-    """The planned array that the longest end of `path` names, or else the longest part of it, if the shapes fit.
+    """The planned array that the longest suffix of `path` names, or else the longest part of it, if the shapes match.
 
     The second value says for each dimension of `shape` which one of the planned array it is: of all, of those that a
     factored statistic keeps, or of none where it counts what a history holds.
@@ -334,7 +336,9 @@ def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPla
 
 
 def _dims(planned: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
-    """Which dimension of a planned array each one of `shape` is, if there is one way to tell."""
+    """For each dimension of `shape`, the dimension of the planned array that it is; `None` if that is ambiguous or
+    impossible.
+    """
     more = len(shape) - len(planned)
     if more > 0:
         return (*[None] * more, *range(len(planned))) if planned and shape[more:] == planned else None
@@ -347,7 +351,7 @@ def _at(values: tuple[object, ...], dims: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def _kept(values: tuple[object, ...] | None, dims: tuple[int | None, ...], other: object) -> tuple[Any, ...] | None:
-    """The entries for `dims` of a tuple that may be shorter than the rank; `other` where there is none."""
+    """The entries for `dims` of a tuple that may be shorter than the rank. Missing entries are `other`."""
     if values is None:
         return None
     return tuple(other if dim is None or dim >= len(values) else values[dim] for dim in dims)
@@ -356,7 +360,9 @@ def _kept(values: tuple[object, ...] | None, dims: tuple[int | None, ...], other
 def _base_of(
     path: str, shape: tuple[int, ...], plan: ShardPlan, pairs: Sequence[_Beside]
 ) -> tuple[_Beside, LeafPlan, tuple[int | None, ...]] | None:
-    """The base array of the one at `path`, and per dimension the base's dimension whose shards it has, if one."""
+    """The base array of the array at `path`, and for each dimension the base's dimension that it follows; `None`
+    without a base.
+    """
     one = next((one for one in pairs if one.pattern.search(path)), None)
     if one is None:
         return None
@@ -371,7 +377,7 @@ def _base_of(
 
 
 def _base_dims(base: tuple[int, ...], shape: tuple[int, ...], in_blocks: bool) -> tuple[int | None, ...]:
-    """For each dimension the base's one at the same place, counted from the first, or else from the last."""
+    """For each dimension, the base's dimension at the same position, counted from the first or else from the last."""
     taken: list[int | None] = []
     for dim, size in enumerate(shape):
         places = (dim, dim - len(shape) + len(base))

@@ -1,4 +1,6 @@
-"""The parts of a plan: what it says of one array, the row that alike arrays share, and the tree without its arrays."""
+"""The parts of a plan: the plan of one array, the row that equally planned arrays share, and the tree without its
+arrays.
+"""
 
 import dataclasses
 import functools as ft
@@ -21,7 +23,7 @@ MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """How one array of a tree is placed, and why.
+    """The plan of one array of a tree, and the reasons for it.
 
     **Arguments:**
 
@@ -62,7 +64,7 @@ class LeafPlan:
 
 
 class Row(NamedTuple):
-    """How arrays that are planned alike are placed, and why: the fields of their LeafPlans, but for path and bytes."""
+    """The plan that equal arrays share: the fields of their LeafPlans, without path and bytes."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -82,7 +84,7 @@ class Row(NamedTuple):
 
 
 def memory_kind_pairs(given: Iterable[tuple[str, str]] | None) -> tuple[tuple[str, str], ...]:
-    """The pairs of a regex and a memory kind, each of a kind that exists."""
+    """The pairs of a regex and a memory kind; raises for a kind that does not exist."""
     pairs = tuple(given or ())
     for regex, kind in pairs:
         if kind not in MEMORY_KINDS:
@@ -94,7 +96,7 @@ def memory_kind_pairs(given: Iterable[tuple[str, str]] | None) -> tuple[tuple[st
 
 @ft.lru_cache(maxsize=4096)
 def named_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
-    """The sharding that JAX gets for a planned array; making one costs more than planning the array."""
+    """The sharding that JAX gets for a planned array."""
     return NamedSharding(mesh, pinned(spec), memory_kind=memory_kind)
 
 
@@ -107,7 +109,7 @@ def canonical_dtype(dtype: DType) -> DType:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Skeleton:
-    """Where the leaves of a planned tree are.
+    """The positions of the leaves in a planned tree.
 
     **Arguments:**
 
@@ -125,16 +127,16 @@ class Skeleton:
 
     @ft.cached_property
     def encoded(self) -> object:
-        """The tree's structure as a plan's JSON has it."""
+        """The tree's structure as values for a plan's JSON."""
         return _encode_structure(self.treedef, {}) if self.structure is None else self.structure
 
     @property
     def numbered(self) -> PyTree:
-        """The tree with the number of each leaf, in the tree's order."""
+        """The tree with the number of each leaf in its place."""
         return jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
 
     def in_order(self, column: Sequence[object]) -> Sequence[Any]:
-        """What belongs to the leaves, brought from the order of `paths` into that of the tree."""
+        """The items of a column, brought from the order of `paths` into the tree's order."""
         return column if self.order is None else [column[i] for i in self.order]
 
     def filled(self, column: Sequence[object]) -> PyTree:
@@ -143,7 +145,7 @@ class Skeleton:
 
 
 def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
-    """A treedef as JSON: containers that JSON-like trees are made of by kind, others by their class's name."""
+    """A treedef as JSON values: the usual containers by kind, other nodes by their class's name."""
     data = treedef.node_data()
     if data is None:
         return "leaf" if treedef.num_leaves else None
@@ -168,7 +170,7 @@ def _encode_key(key: object) -> object:
 
 
 def decode_structure(data: object, paths: list[str]) -> Any:
-    """The tree that `data` describes, with at each leaf its index; nodes of other libraries become dicts."""
+    """The tree that `data` describes, with each leaf's index in its place. Nodes of other libraries become dicts."""
     return _decode_structure(data, paths, 0, "")[0]
 
 
@@ -204,6 +206,6 @@ def _decode_key(key: Any) -> Any:
 
 
 def _key_at(paths: list[str], index: int, prefix: str, position: int) -> str:
-    """The attribute under which a node of another library holds the leaf `index`, read off the leaf's path."""
+    """The attribute of another library's node that holds the leaf `index`, from the leaf's path."""
     path = paths[index] if index < len(paths) else ""
     return path.removeprefix(prefix).split("/")[0] if path.startswith(prefix) else str(position)

@@ -1,4 +1,4 @@
-"""A tree of logical names, or a prefix of one, as one entry per leaf."""
+"""Logical names of a tree, given as a tree or a prefix of one, as one entry per leaf."""
 
 import functools as ft
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ _PLAIN = frozenset([str, type(None)])
 
 
 def _is_names(node: Any) -> bool:
-    """Whether a node of a names tree is the names of an array, and no container."""
+    """Whether a node of a names tree is the names of an array rather than a container."""
     if node is None or (type(node) is tuple and _PLAIN.issuperset(map(type, node))):
         return True
     if isinstance(node, PartitionSpec):
@@ -62,7 +62,7 @@ def names_of_leaves(names: object, tree: object, flat: Flat, axes: AxisRules | N
 
 
 def renamed(tree: object, changes: Mapping[str, object], *, names: object = None) -> PyTree:
-    """The logical names of a tree's arrays, with others for some of them: for `plan(..., names=...)`.
+    """The logical names of a tree's arrays with some of them changed, for `plan(..., names=...)`.
 
     So the names that modules of another library declare can be corrected without touching their source.
 
@@ -113,7 +113,7 @@ def renamed(tree: object, changes: Mapping[str, object], *, names: object = None
 
 
 def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
-    """The names of each leaf below `node`, which is at `keys` in the tree, from a prefix of its tree."""
+    """The names of each leaf below `node`, from a prefix of its tree. `keys` is the path to `node`."""
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
     below = None if parts is None else list(parts[0])
     given = None if below is None or type(names) is not type(node) else _in_order_of([key for key, _ in below], names)
@@ -134,7 +134,7 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
 
 
 def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
-    """What `names` has under each of these keys, in their order; `None` where its keys are others."""
+    """The entries of `names` under these keys, in their order; `None` if its keys are other ones."""
     if type(names) in (list, tuple):
         return list(names) if len(names) == len(keys) else None
     pairs = list(jtu.default_registry.flatten_one_level_with_keys(names)[0])
@@ -170,7 +170,9 @@ def _hashable(node: Any) -> Any:
 
 
 def raise_tied(tree: object, flat: Flat) -> None:
-    """Raises if an nnx module holds a variable twice: as a tree it has two arrays, which training would set apart."""
+    """Raises if an nnx module holds a variable twice. As a tree it has two arrays, and training would make
+    them differ.
+    """
     first: dict[int, str] = {}
     for path, box in _boxes(tree, flat):
         if _box_kind(type(box)) != "Variable" or not any(leaf.shape for leaf in jax.tree.leaves(box)):
@@ -185,7 +187,7 @@ def raise_tied(tree: object, flat: Flat) -> None:
 
 
 def raise_unread(tree: object, flat: Flat) -> None:
-    """Raises if Flax's boxes carry names, for a plan that is given none."""
+    """Raises if Flax's boxes carry names and the plan has no rules for names."""
     named = [(path, names) for path, box in _boxes(tree, flat) if (names := _box_names(box)) is not None]
     if named:
         path, names = named[0]
@@ -207,7 +209,7 @@ def _boxes(tree: object, flat: Flat) -> list[tuple[str, Any]]:
 
 @ft.lru_cache(maxsize=1024)
 def _box_kind(kind: type) -> str | None:
-    """Which of Flax's boxes a class is, or derives from."""
+    """The class of Flax's boxes that a class is or derives from; `None` for other classes."""
     names = (base.__name__ for base in kind.__mro__ if base.__module__.startswith("flax."))
     return next((name for name in names if name in ("Variable", "Partitioned", "NNXMeta")), None)
 

@@ -1,4 +1,4 @@
-"""A plan as JSON text, and back: versioned, and checked field by field where it is read.
+"""A plan as JSON text and back: versioned, and checked field by field when it is read.
 
 Above is the text as a whole; below are meshes, specs, names, rules and dtypes as plain JSON values.
 """
@@ -47,7 +47,7 @@ def _row(number: int, data: object, mesh: MeshSpec) -> Row:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """The JSON of a plan of this version."""
+    """The JSON object of a plan of this version; raises for other texts."""
     try:
         data = json.loads(text)
         json.dumps(data, ensure_ascii=False, allow_nan=False).encode()  # raises for NaN, and for a lone surrogate
@@ -69,7 +69,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def refused_as_invalid() -> Iterator[None]:
-    """Makes a PlanFormatError of whatever goes wrong while a text is read."""
+    """A context that turns any error while a text is read into a PlanFormatError."""
     try:
         yield
     except PlanFormatError:
@@ -79,7 +79,7 @@ def refused_as_invalid() -> Iterator[None]:
 
 
 def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
-    """The fields of a plan's content in their order, without devices."""
+    """The fields of a plan's content in order, without devices."""
     mesh = decode_mesh(data["mesh"])
     if -1 in mesh.axis_sizes:
         raise MeshError("the mesh has an axis of unknown size")
@@ -119,7 +119,7 @@ def decode_mesh(data: object) -> MeshSpec:
 
 
 def encode_entry(entry: object) -> object:
-    """One entry of a spec, of names, or a rule's target."""
+    """An entry of a spec, of names or of a rule's target as a JSON value."""
     if entry is UNCONSTRAINED:
         return {"unconstrained": True}
     if isinstance(entry, Atomic):
@@ -242,7 +242,7 @@ def key_dtype(implementation: str) -> DType:
 
 
 class _Field(NamedTuple):
-    """What a field of a row holds in JSON, in words and as a test, and how it is read and written."""
+    """A field of a row in JSON: its description, its check, and how it is read and written."""
 
     what: str
     is_valid: Callable[[Any], bool]
@@ -281,7 +281,7 @@ def encode_row(row: Row) -> dict[str, Any]:
 
 
 def decode_row(number: int, row: object) -> Row:
-    """A row, once every field of it is there and of its kind."""
+    """A row from its JSON value, with every field checked."""
     if not isinstance(row, dict):
         raise PlanFormatError(f"row {number} is {row!r:.60}; it must be an object.")
     for name, field in _ROW.items():

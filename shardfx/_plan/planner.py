@@ -1,4 +1,4 @@
-"""Match, then resolve, then correct, per leaf: here and nowhere else."""
+"""`plan`: matches, resolves and corrects every leaf of a tree."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -160,7 +160,7 @@ def drafted(
     min_bytes: int,
     kinds: Sequence[tuple[str, str]],
 ) -> Draft:
-    """Rows for all leaves that can be planned, and an error for each of the others."""
+    """Rows for all leaves that can be planned, and an error for each other leaf."""
     mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
     by_path, by_kind = Matcher(PathRules(()) if paths is None else paths), matcher_of_kinds(kinds)
     planner = _Planner(axes_of(mesh_spec, min_bytes), axes, mode, by_path, by_kind, given is flat.names)
@@ -170,7 +170,7 @@ def drafted(
 
 @dataclasses.dataclass
 class _Planner:
-    """The arguments of one call of `plan`, and what it has decided so far."""
+    """The arguments of one call of `plan`, and its decisions so far."""
 
     mesh: Axes
     axes: AxisRules | None
@@ -183,7 +183,9 @@ class _Planner:
     rows: list[Row] = dataclasses.field(default_factory=list)
 
     def columns(self, flat: Flat, given: Sequence[object]) -> tuple[list[int], list[tuple[str, Exception]]]:
-        """For each leaf the number of its row, and what cannot be planned. Alike leaves share a row."""
+        """For each leaf the number of its row, and the errors for leaves that cannot be planned. Equal leaves share a
+        row.
+        """
         keys = flat.paths if self.paths.needs_paths or self.kinds.needs_paths else flat.templates
         numbers: dict[object, int] = {None: -1}
         index, errors = [], []
@@ -233,7 +235,7 @@ class _Planner:
 
 
 def _keys(keys: Sequence[str], flat: Flat, given: Sequence[object]) -> Iterable[Any]:
-    """For each array a key of all that its row depends on; `None` for what is no array."""
+    """For each array, a key of everything that its row depends on; `None` for a leaf that is no array."""
     if all(flat.is_array):
         shapes, dtypes = [leaf.shape for leaf in flat.leaves], [leaf.dtype for leaf in flat.leaves]
         return zip(keys, shapes, dtypes, given, flat.stacked, strict=True)

@@ -1,4 +1,4 @@
-"""The same rules on another mesh: with fewer devices, or with axes that are split."""
+"""The same rules applied to another mesh: with other sizes, or with axes that are split."""
 
 import collections
 import dataclasses
@@ -60,12 +60,12 @@ def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
 
 
 def _is_small(row: Row) -> bool:
-    """Whether an array is whole because it is small, which holds on every mesh."""
+    """Whether an array is replicated because it is small, which does not depend on the mesh."""
     return any(why.code is Code.small for why in row.reasons)
 
 
 def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
-    """The row of an array for which the same is asked, but for `changes`, on other mesh axes."""
+    """The row of an array on other mesh axes, for the same request with `changes`."""
     request = Request(row.names, row.requested, row.rule, row.units, row.strategies, _first_reasons(row, content))
     return row_of(request._replace(**changes), row.shape, row.dtype, axes, row.memory_kind)
 

@@ -1,4 +1,4 @@
-"""Ready values: rules as T5X's, eformer's, and those for models under Hugging Face's names; `models`; and `maps`.
+"""Ready-made values: the rules of T5X and eformer, rules for models under Hugging Face's names, `models`, and `maps`.
 
 It may import the rules, the maps between trees and the ground values. It never plans: a preset is a value, to be
 given to `plan`, `load`, `save` or `reshard`.

@@ -1,4 +1,4 @@
-"""Logical axis rules of others as values: eformer's `PartitionAxis`, and T5X's standard rules.
+"""The logical axis rules of other libraries as values: eformer's `PartitionAxis`, and T5X's standard rules.
 
 The tokens of `shardfx.presets.eformer` are in `shardfx.presets.tokens`, its layouts in `shardfx.presets.layouts`.
 """
@@ -52,7 +52,7 @@ def eformer(
     decode_attention_dim_axis: Field = None,
     decode_attention_kv_dim_axis: Field = None,
 ) -> AxisRules:
-    """AxisRules with the meaning of eformer's `PartitionAxis(...)`; its semantic tokens are the logical names.
+    """AxisRules equivalent to eformer's `PartitionAxis(...)`. Its semantic tokens are the logical names.
 
     Where several dimensions want one mesh axis, the token that stands first in `TOKENS` gets it. The modes are
     "train", "prefill", "decode" and "insert"; the last two are eformer's generation modes.
@@ -110,7 +110,7 @@ def eformer(
 
 
 def _generation_rules(rules: dict[str, Axes], generation: dict[str, Axes]) -> list[tuple[str, Axes]]:
-    """The rules of a mode in which `generation` replaces what `rules` say of the same tokens."""
+    """The rules of a mode in which `generation` replaces the targets of some tokens in `rules`."""
     changed = {token: target for token, target in generation.items() if target != rules[token]}
     order = list(rules)
     last = max((order.index(token) for token, target in changed.items() if target is not None), default=0)

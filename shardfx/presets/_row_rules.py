@@ -1,4 +1,4 @@
-"""Path rules from the rows of a family: what is cut over which mesh axis follows from the names of the axes."""
+"""Path rules from the rows of a model family: the mesh axis of each dimension follows from the dimension's name."""
 
 import math
 import re
@@ -33,7 +33,7 @@ _ALONE = ("heads", "kv_heads", "vision_heads", "vision_hidden")
 
 
 def rows_for_rules(family: str, form: Form) -> Rows:
-    """All rows that models of a family may have, and what their checkpoints hold beside them."""
+    """All rows that models of a family may have, and the further arrays in their checkpoints."""
     every = {**form, "qk_norm": True, "four_norms": True, "tied": False, "dense_layers": 1, "score_bias": True}
     rows = {path: entry for lora in (0, 1) for path, entry in rows_of(family, {**every, "q_lora": lora}).items()}
     rows |= sight_of(family) | beside(family)
@@ -46,7 +46,7 @@ def rows_for_rules(family: str, form: Form) -> Rows:
 def rules_of(
     rows: Rows, sizes: Sizes, fsdp: Axes, tensor: Axes, *, expert: Axes = (), others: Sequence[str] = ()
 ) -> Rules:
-    """One rule for all rows that are cut alike.
+    """The path rules for these rows: one rule for all rows that are sharded alike.
 
     **Arguments:**
 
@@ -80,7 +80,7 @@ def _target(place: Place, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: A
 
 
 def _end(path: str, others: Sequence[str]) -> str:
-    """A regex for the shortest end of a path that no other path has; where possible its numbers match any number.
+    """A regex for the shortest suffix of a path that no other path has. If possible, its numbers match any number.
 
     "." stands for any character, so that it matches the names of a checkpoint ("model.layers.0.mlp.up_proj.weight")
     and the paths of a nested tree ("model/layers/0/mlp/up_proj/weight").
@@ -95,7 +95,7 @@ def _end(path: str, others: Sequence[str]) -> str:
 
 
 def _regex(ends: Sequence[str]) -> str:
-    """A regex for these ends of paths; "norm.weight" stands for "layernorm.weight" too."""
+    """A regex for these suffixes of paths. "norm.weight" also matches "layernorm.weight"."""
     short = [end for end in dict.fromkeys(ends) if not any(end != one and end.endswith(one) for one in ends)]
     heads, _, lasts = zip(*[end.rpartition(".") for end in short], strict=True)
     if len(short) == 1:

@@ -301,7 +301,7 @@ PRESETS: Final[Mapping[str, Callable[..., PathRules]]] = MappingProxyType({one._
 
 
 def _preset(family: str, sizes: Mapping[str, int], fsdp: Axes, tensor: Axes) -> PathRules:
-    """Rules of which a model, or the part of one, may have no use for some, and a mesh no axis for others."""
+    """The rules of a family, all of them optional, since a model may lack some parts and a mesh some axes."""
     rows = rows_for_rules(family, {"qkv_bias": family == "qwen2"})
     rules = [(regex, optional(target)) for regex, target in rules_of(rows, sizes, fsdp, tensor)]
     axes = [(one,) if isinstance(one, str) else one for one in (fsdp, tensor)]

@@ -1,4 +1,4 @@
-"""eformer's `DynamicShardingAxes` as data: the logical names of kinds of arrays, and the mode that a shape tells."""
+"""eformer's `DynamicShardingAxes` as data: the logical names of kinds of arrays, and the mode that a shape implies."""
 
 import dataclasses
 from typing import Final
@@ -9,7 +9,7 @@ from . import tokens
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The logical names of a kind of array, and the dimension whose size tells decoding from training.
+    """The logical names of a kind of array, and the dimension whose size distinguishes decoding from training.
 
     **Arguments:**
 
@@ -35,7 +35,7 @@ class Layout:
 
 
 def infer_mode(shape: tuple[int, ...] | None, dim: int | None) -> str:
-    """The mode that an array is in, from its shape: "decode" where `dim` has size 1, else "train".
+    """The mode of an array, from its shape: "decode" if dimension `dim` has size 1, else "train".
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""eformer's semantic tokens and modes, which are ordinary logical names and modes here."""
+"""eformer's semantic tokens and modes, as ordinary logical names and modes."""
 
 from typing import Final
 

@@ -1,4 +1,5 @@
-"""Maps for real pairs of trees: Hugging Face's checkpoints, models that scan, MaxText's tree, engines' trees.
+"""Maps between real trees: Hugging Face's checkpoints, models that scan over layers, MaxText's tree, and inference
+engines' trees.
 
 It may import the maps between trees and the ground values. It never reads a file: a layout is a value with a line for
 each kind of weight, two of them make a map, and a map is a value too.

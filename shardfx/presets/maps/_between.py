@@ -1,4 +1,4 @@
-"""The rules that lead from one layout to another, worked out from the names of the axes."""
+"""The rules of a map from one layout to another, derived from the names of the axes."""
 
 import dataclasses
 import difflib
@@ -20,14 +20,14 @@ _ALSO = {"head": "embedding"}
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of axes in two layouts, and the axes that one of them takes apart."""
+    """The sizes of the axes in two layouts, and the axes that one of the layouts splits."""
 
     source: Mapping[str, int]
     target: Mapping[str, int]
     apart: Mapping[str, Paths]
 
     def of(self, axis: str, why: str) -> int:
-        """The size of an axis: the target's, or else the source's."""
+        """The size of an axis in the target, or else in the source; raises if neither states it."""
         found = self.target.get(axis, self.source.get(axis))
         if found is None:
             raise MapError(f"{why} needs the size of the axis `{axis}`; say it: `layout.with_sizes({axis}=...)`.")
@@ -38,7 +38,7 @@ class Sizes:
         return self.source[axis] if axis in self.source else self.of(axis, why)
 
     def resized(self, axis: str) -> int | None:
-        """What an axis is to become, if its size is another one."""
+        """The new size of an axis, if its sizes in source and target differ; else `None`."""
         one, two = self.source.get(axis), self.target.get(axis)
         return two if one is not None and two is not None and one != two else None
 
@@ -84,7 +84,7 @@ def _near(kind: str, kinds: Mapping[str, list[Place]] | Sequence[str]) -> str:
 
 
 def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
-    """The expression of a kind of weight for one place of the target."""
+    """The expression that makes a kind of weight for one place of the target."""
     if len(sources) == 1 and sources[0].range is None:
         return _taken(sources[0], want, sizes)
     exact = [one for one in sources if one.range is not None and one.range == want.range]
@@ -114,7 +114,7 @@ def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
 
 
 def _part_of(one: Place, whole: Place, sizes: Sizes) -> From:
-    """A part of an axis, taken from the whole axis; one entry alone loses the axis."""
+    """A range of an axis, taken from the whole axis. A single entry removes the axis."""
     assert one.range is not None
     if not one.range.step:
         whole = whole._replace(dims=tuple(group for group in whole.dims if group != (one.range.axis,)))
@@ -122,7 +122,7 @@ def _part_of(one: Place, whole: Place, sizes: Sizes) -> From:
 
 
 def _joined(parts: Sequence[tuple[Range, From]], dim: int, want: Place) -> From:
-    """The parts of an axis as one: end to end, and those with a step in turn."""
+    """The ranges of an axis assembled into the whole axis: concatenated, or interleaved if they have a step."""
     groups: dict[tuple[int, int | None, int], list[tuple[int, From]]] = {}
     for span, made in sorted(parts, key=lambda part: part[0].start):
         # Those that go in turn begin one after the other, and end together.
@@ -142,7 +142,7 @@ def _joined(parts: Sequence[tuple[Range, From]], dim: int, want: Place) -> From:
 
 
 def _cut(made: From, span: Range, dim: int) -> From:
-    """A part of a dimension."""
+    """A range of a dimension."""
     if not span.step:
         return made.at(span.start, dim=dim)
     if span.step == 1:
@@ -153,7 +153,7 @@ def _cut(made: From, span: Range, dim: int) -> From:
 
 
 def _apart(place: Place, other: Place, apart: Mapping[str, Paths]) -> Place:
-    """A place whose axes are taken apart as the other's are."""
+    """A place whose axes are split as those of the other place are."""
 
     def parts(axis: str) -> Paths:
         found = apart.get(axis, (axis,))
@@ -163,7 +163,7 @@ def _apart(place: Place, other: Place, apart: Mapping[str, Paths]) -> Place:
 
 
 class _Change(NamedTuple):
-    """How the axes of a place become those of another.
+    """How the axes of a place become those of another place.
 
     **Arguments:**
 
@@ -182,7 +182,7 @@ class _Change(NamedTuple):
 
     @property
     def order(self) -> list[Paths]:
-        """The dimensions before the axes of a group are merged."""
+        """The dimensions before the axes of each group are merged."""
         return [one for group in self.groups for one in ([group] if group in self.kept else [(n,) for n in group])]
 
 
@@ -214,13 +214,13 @@ def _change(source: Place, want: Place, sizes: Sizes) -> _Change:
 
 
 class _Route:
-    """An expression under construction, and the axes that each of its dimensions is made of."""
+    """An expression under construction, and the axes that each of its dimensions consists of."""
 
     def __init__(self, made: From, dims: Sequence[Paths], sizes: Sizes):
         self.made, self.dims, self.sizes = made, list(dims), sizes
 
     def split(self, kept: Sequence[Paths]) -> None:
-        """Groups that the target does not have become dimensions of their own."""
+        """Splits the dimensions whose groups of axes the target does not have."""
         for group in [group for group in self.dims if len(group) > 1 and group not in kept]:
             dim = self.dims.index(group)
             rest = [self.sizes.before(axis, f"`{self.made}`") for axis in group[1:]]
@@ -228,14 +228,14 @@ class _Route:
             self.dims[dim : dim + 1] = [(axis,) for axis in group]
 
     def at(self, axis: str, index: int | str) -> None:
-        """One entry along an axis; the axis's own name stands for any, of as many as the target has."""
+        """One entry along an axis. The axis's own name as the index stands for any entry of the target."""
         if index == axis:
             self.resize(axis)
         self.made = self.made.at(index, dim=self.dims.index((axis,)))
         self.dims.remove((axis,))
 
     def sort(self, order: Sequence[Paths]) -> None:
-        """The dimensions in this order, in which there may be others."""
+        """Transposes the dimensions into this order, which may contain others."""
         self.dims, before = [group for group in order if group in self.dims], self.dims
         places = [before.index(group) for group in self.dims]
         if places != sorted(places):
@@ -243,19 +243,19 @@ class _Route:
             self.made = self.made.T if turned else self.made.transpose(*places)
 
     def stack(self, axis: str, order: Sequence[Paths], count: int | None) -> None:
-        """One array for all numbers of an axis of the path, at its place in an order."""
+        """Stacks the arrays for all numbers of an axis in the path, at the axis's position in an order."""
         dim = sum(group in self.dims for group in order[: order.index((axis,))])
         self.made = self.made.stack(axis, dim=dim, count=count)
         self.dims.insert(dim, (axis,))
 
     def resize(self, axis: str) -> None:
-        """Zeros behind an axis, or its first entries, where the target has another size."""
+        """Pads an axis with zeros, or takes its first entries, if the target has another size."""
         before, size, dim = self.sizes.source.get(axis, 0), self.sizes.resized(axis), self.dims.index((axis,))
         if size is not None:
             self.made = self.made.pad_to(size, dim=dim) if size > before else self.made.slice(0, size, dim=dim)
 
     def merge(self, groups: Sequence[Paths], kept: Sequence[Paths]) -> None:
-        """The axes of a group become one dimension."""
+        """Merges the axes of each group into one dimension."""
         dim = 0
         for group in groups:
             if len(group) > 1 and group not in kept:
@@ -264,7 +264,7 @@ class _Route:
 
 
 def _taken(source: Place, want: Place, sizes: Sizes) -> From:
-    """A kind of weight from one place of the source, as a place of the target has it."""
+    """A kind of weight from one place of the source, in the form of a place of the target."""
     source, want = _apart(source, want, sizes.apart), _apart(want, source, sizes.apart)
     made, counts = _opened(source, want, sizes)
     if want.range is not None and not want.range.step:
@@ -286,7 +286,7 @@ def _taken(source: Place, want: Place, sizes: Sizes) -> From:
 
 
 def _counted(made: From, entry: Entry) -> From:
-    """A weight in its stored form, where it is stored in another form than it is used."""
+    """A weight converted to the form in which it is stored, if that differs from the form in which it is used."""
     if isinstance(entry, Counted):
         made = made.times(entry.times) if entry.times != 1 else made
         made = made.plus(entry.plus) if entry.plus else made
@@ -294,7 +294,7 @@ def _counted(made: From, entry: Entry) -> From:
 
 
 def _repeated(made: From, want: Place, more: Sequence[str], sizes: Sizes) -> From:
-    """Axes that only the target has: each entry so many times in a row."""
+    """Axes that only the target has: each entry is repeated."""
     is_number = all(axis in more for axis in want.axes)
     if is_number and want.dims:
         made = made.reshape(*[1] * len(want.dims))
@@ -310,7 +310,7 @@ def _repeated(made: From, want: Place, more: Sequence[str], sizes: Sizes) -> Fro
 
 
 def _opened(source: Place, want: Place, sizes: Sizes) -> tuple[From, dict[str, int | None]]:
-    """The kind of weight in its array, and how many arrays there are for each axis of the path."""
+    """A kind of weight taken from its array, and the number of arrays for each axis of the path."""
     path, counts = source.path, {axis: sizes.source.get(axis) for axis in source.in_path}
     by = source.entry.by if isinstance(source.entry, Scaled) else ""
     if want.range is not None and want.range.axis in source.in_path:
@@ -326,7 +326,7 @@ def _opened(source: Place, want: Place, sizes: Sizes) -> tuple[From, dict[str, i
 
 
 def _further(path: str, span: Range) -> str:
-    """A path whose braces count a part of an axis; for one entry the path of that entry."""
+    """A path whose braces count a range of an axis; for a single entry, the path of that entry."""
 
     def shifted(braces: re.Match[str]) -> str:
         one = sum_of(braces[1])
@@ -342,7 +342,7 @@ def _further(path: str, span: Range) -> str:
 
 
 def _part(made: From, source: Place, sizes: Sizes) -> From:
-    """One of several parts of an array."""
+    """One of several kinds of weights in a fused array."""
     entry = source.entry
     assert isinstance(entry, Fused)
     parts, dim, shards = places_of(source.path, entry), entry.dim, entry.shards

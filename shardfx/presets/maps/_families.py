@@ -24,7 +24,7 @@ _PARTS: Final = dict(re.findall(r"^\[([^]]+)\]\n(.*?\n)(?:\n|\Z)", _TEXT, re.DOT
 
 
 def rows_of(family: str, form: Form, prefix: str | None = None) -> Rows:
-    """The text model of a family.
+    """The rows of a family's text model.
 
     **Arguments:**
 
@@ -38,24 +38,24 @@ def rows_of(family: str, form: Form, prefix: str | None = None) -> Rows:
 
 
 def prefix_of(family: str) -> str:
-    """What stands before the names of a family's text model."""
+    """The prefix of the names of a family's text model."""
     return _PREFIXES.get(family, "model.")
 
 
 def sight_of(family: str) -> Rows:
-    """The part of a family's models that sees images."""
+    """The rows of the vision part of a family's models."""
     return _SIGHT[family]() if family in _SIGHT else {}
 
 
 def beside(family: str) -> Rows:
-    """What checkpoints hold beside a model's own rows: masks, frequencies, heads for pretraining, layers that predict
-    ahead.
+    """The rows of arrays that checkpoints hold in addition: masks, frequencies, pretraining heads, layers for
+    multi-token prediction.
     """
     return _rows("", _PARTS.get(f"{family}.beside", _PARTS["beside"]), leaf="")
 
 
 def with_experts_stacked(rows: Rows) -> Rows:
-    """The rows of experts, with one array for all experts of a layer in the place of one for each."""
+    """The rows with one array for all experts of a layer in the place of one array per expert."""
     found: Rows = {}
     for path, entry in rows.items():
         if "experts.{experts}." in path:
@@ -70,7 +70,7 @@ def _rows(at: str, text: str, leaf: str = ".weight") -> Rows:
 
 
 def _with_biases(rows: Rows, dim: int = 0) -> Rows:
-    """The rows, and for each the bias of its output, which is this dimension."""
+    """The rows, and for each of them the bias of its output, which is dimension `dim`."""
     return rows | {path.replace(".weight", ".bias"): _bias(entry, dim) for path, entry in rows.items()}
 
 
@@ -97,7 +97,7 @@ def _routed(at: str) -> Rows:
 
 
 def _causal(at: str, head: str, form: Form, layer: Rows) -> Rows:
-    """Embedding, norms, layers, and the output weights unless they are tied."""
+    """The rows of embedding, norms, layers, and the output weights unless they are tied."""
     norms = _rows(f"{at}layers.{{layers}}.", _PARTS["four_norms"] if form.get("four_norms") else _PARTS["norms"])
     last = _rows(at, "norm  norm: embed")
     if form.get("norm_bias"):
@@ -127,7 +127,9 @@ def _qwen3_moe(at: str, head: str, form: Form) -> Rows:
 
 
 def _qwen3_next(at: str, head: str, form: Form) -> Rows:
-    """Linear attention in most layers, gated attention in the others, and a layer that predicts ahead."""
+    """Qwen3-Next: linear attention in most layers, gated attention in the others, and a layer for multi-token
+    prediction.
+    """
     # Query and gate of each head lie side by side.
     gated = _PARTS["qkv"].replace("query: (heads dim)", "query_and_gate: (heads two_dims)")
     # Each head of the keys has beside it its query, and the values and gates that belong to it.
@@ -156,7 +158,9 @@ def _deepseek(at: str, head: str, form: Form) -> Rows:
 
 
 def _gpt_oss(at: str, head: str, form: Form) -> Rows:
-    """The experts are unpacked from MXFP4: stacked, `[in, out]`, gate and up in turns, so that a pair is a unit."""
+    """gpt-oss: the experts are unpacked from MXFP4, stacked, `[in, out]`, with gate and up interleaved, so that a pair
+    is a unit.
+    """
     layer = f"{at}layers.{{layers}}."
     own = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
     own |= _rows(f"{layer}self_attn.", "sinks  sinks: heads", leaf="")
@@ -165,7 +169,7 @@ def _gpt_oss(at: str, head: str, form: Form) -> Rows:
 
 
 def _llama4(at: str, head: str, form: Form) -> Rows:
-    """The experts are stacked, `[in, out]`, gate and up one after the other: a device has a part of one of them."""
+    """Llama 4: the experts are stacked, `[in, out]`, with gate and up concatenated."""
     moe = f"{at}layers.{{routed_layers}}.feed_forward."
     own = _attention(f"{at}layers.{{layers}}.self_attn.", form) | _mlp(f"{at}layers.{{plain_layers}}.feed_forward.")
     own |= _rows(moe, _PARTS["llama4.experts"], leaf="") | _mlp(f"{moe}shared_expert.", "shared_", "shared_hidden")
@@ -180,7 +184,7 @@ def _starcoder2(at: str, head: str, form: Form) -> Rows:
 
 
 def _gpt(at: str, head: str, form: Form) -> Rows:
-    """Conv1D keeps `[in, out]`, with query, key and value side by side."""
+    """GPT-2: Conv1D weights are `[in, out]`, with query, key and value concatenated."""
     layer = f"{at}h.{{layers}}."
     thirds = Fused("query: embed (heads dim)", "key: embed (kv_heads dim)", "value: embed (kv_heads dim)", dim=1)
     rows = _rows(at, "wte  embedding: vocab embed\nwpe  positions: positions embed")
@@ -198,7 +202,7 @@ def _bert(at: str, head: str, form: Form) -> Rows:
 
 
 def _t5(at: str, head: str, form: Form) -> Rows:
-    """T5 v1.1: gated feed-forward blocks, and output weights of its own."""
+    """T5 v1.1: gated feed-forward blocks, and separate output weights."""
     rows = _rows(at, "shared  embedding: vocab embed\nlm_head  head: vocab embed")
     for stack, cross in (("encoder", ()), ("decoder", ("EncDecAttention",))):
         block = f"{at}{stack}.block."
@@ -212,7 +216,9 @@ def _t5(at: str, head: str, form: Form) -> Rows:
 
 
 def _vit(at: str, head: str, form: Form) -> Rows:
-    """An encoder under big_vision's names: flax kernels, `[in, out]`, heads and head_dim not fused."""
+    """A vision encoder under big_vision's names: flax kernels, `[in, out]`, with heads and head_dim as separate
+    dimensions.
+    """
     block = _rows(f"{at}Transformer.encoderblock_{{layers}}.", _PARTS["vit.block"], leaf="")
     return _rows(at, _PARTS["vit.ends"], leaf="") | block
 

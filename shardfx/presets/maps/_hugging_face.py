@@ -1,4 +1,4 @@
-"""The layouts of checkpoints under Hugging Face's names, read off their configurations."""
+"""The layouts of checkpoints under Hugging Face's names, from their configurations."""
 
 import difflib
 from collections.abc import Mapping
@@ -75,7 +75,7 @@ def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["r
 
 
 def text_config(config: Config) -> Config:
-    """The part of a configuration that is about text, with the kind of the whole model."""
+    """The text part of a configuration, with the `model_type` of the whole model."""
     inner = config.get("text_config")
     return {**config, **inner, "model_type": config["model_type"]} if isinstance(inner, Mapping) else dict(config)
 
@@ -93,7 +93,7 @@ _SIZES = {
 
 
 def sizes_of(config: Config) -> dict[str, int]:
-    """The sizes of axes that a configuration says."""
+    """The sizes of axes that a configuration states."""
     found = {axis: _number(config, names) for axis, names in _SIZES.items()}
     if found["dim"] is None and found["embed"] and found["heads"] and found["latent"] is None:
         found["dim"] = found["embed"] // found["heads"]
@@ -114,14 +114,14 @@ def _number(config: Config, names: tuple[str, ...]) -> int | None:
 
 
 def needed(config: Config, name: str) -> int:
-    """A number of a configuration, or an error that names it."""
+    """A number from a configuration; raises with its name if it is missing."""
     if config.get(name) is None:
         raise MapError(f"the configuration of {config['model_type']!r} does not say `{name}`; add it.")
     return config[name]
 
 
 def _form(config: Config) -> Form:
-    """The options of a configuration, as the tables of families take them."""
+    """The options of a configuration, in the form that the tables of families take."""
     kind, has_bias = config["model_type"], bool(config.get("attention_bias", False))
     is_gemma = kind.startswith("gemma")
     scores = config.get("topk_method", "greedy" if kind == "deepseek_v2" else "noaux_tc")
@@ -139,7 +139,7 @@ def _form(config: Config) -> Form:
 
 
 def _rest(config: Config, prefix: str) -> tuple[str, ...]:
-    """What a checkpoint may hold beside the weights of its text model."""
+    """The arrays that a checkpoint may hold beside the weights of its text model."""
     at, kind = f"{prefix}layers.", config["model_type"]
     if kind == "gpt2":
         # The causal mask, which is no weight.
@@ -158,7 +158,7 @@ def _rest(config: Config, prefix: str) -> tuple[str, ...]:
 
 
 def _in_blocks(rows: Rows, quantization: Config) -> Rows:
-    """What `torch.nn.Linear` holds in fp8, with a scale per block of each matrix but the router's."""
+    """The rows with fp8 weights and a scale per block for each `torch.nn.Linear` except the router."""
     if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
         method = quantization.get("quant_method")
         raise MapError(f"weights of the `quant_method` {method!r} without blocks; there is a table for fp8 in blocks.")

@@ -1,4 +1,4 @@
-"""Where a tree keeps each kind of weight, and with which axes in which order, as a value."""
+"""The layout of a tree's weights as a value: the path of each kind of weight, and the order of its axes."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from ._places import Entry, places_of
 
 @dataclasses.dataclass(frozen=True, init=False)
 class TreeLayout:
-    """Where a tree keeps each kind of weight: one line per kind, with its axes by name.
+    """The layout of a tree's weights: one line per kind of weight, with its axes by name.
 
     Two layouts of one model make the map between them, `one.to(other)`: what is turned, split into heads, stacked,
     fused, repeated or padded follows from the names of the axes. Nothing is said about shardings.
@@ -76,7 +76,7 @@ class TreeLayout:
         return tuple(dict.fromkeys(place.kind for path, entry in self.weights for place in places_of(path, entry)))
 
     def with_paths(self, paths: Mapping[str, str]) -> "TreeLayout":
-        """The same arrays under other paths: `{"layers/query": "blocks/wq"}`; what is not named keeps its own."""
+        """The same layout with other paths: `{"layers/query": "blocks/wq"}`. Paths that are not named stay."""
         known = dict(self.weights)
         for path in paths:
             if path not in known:
@@ -85,7 +85,7 @@ class TreeLayout:
         return TreeLayout(moved, sizes=dict(self.sizes), rest=self.rest, apart=dict(self.apart))
 
     def without(self, *kinds: str) -> "TreeLayout":
-        """The layout without some kinds of weights. A tree may have them, and no map uses them there."""
+        """The layout without some kinds of weights. A tree may still have them, and no map uses them."""
         unknown = [kind for kind in kinds if kind not in self.kinds]
         if unknown:
             raise MapError(f"the layout has no kind {quoted(unknown[0])}; it has {', '.join(self.kinds)}.")
@@ -98,12 +98,12 @@ class TreeLayout:
         return TreeLayout(kept, sizes=dict(self.sizes), rest=rest, apart=dict(self.apart))
 
     def with_sizes(self, **sizes: int) -> "TreeLayout":
-        """The same with other sizes: `with_sizes(vocab=50304)` for a tree whose vocabulary is padded to that."""
+        """The same layout with other sizes: `with_sizes(vocab=50304)` for a tree whose vocabulary is padded to that."""
         known = {**dict(self.sizes), **sizes}
         return TreeLayout(dict(self.weights), sizes=known, rest=self.rest, apart=dict(self.apart))
 
     def to(self, other: "TreeLayout", *, drop: Iterable[str] = (), casts: bool = False) -> TreeMap:
-        """The map that makes a tree of the other layout out of one of this.
+        """The map from trees of this layout to trees of another layout.
 
         **Arguments:**
 

@@ -1,4 +1,4 @@
-"""The layout of MaxText's parameters, as its own converter makes them out of checkpoints under Hugging Face's names."""
+"""The layout of MaxText's parameters, as its own converter makes them from checkpoints under Hugging Face's names."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ _TYPES = (
 
 
 def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool | None = None) -> TreeLayout:
-    """The layout of MaxText's parameters with scanned layers: heads apart, and the layers are the second axis.
+    """The layout of MaxText's parameters with scanned layers: heads are a dimension, and layers are the second axis.
 
     MaxText keeps the query of Llama, Mistral, Mixtral, Gemma and Gemma 2 divided by the square root of the head's size,
     Gemma's embedding times the square root of its width, and Gemma's norms plus 1. So does the map: in float32, rounded
