@@ -1,4 +1,4 @@
-"""What a command line asks for: one way of naming a model, a mesh, rules and a training step, for all verbs."""
+"""The command-line options that name a model, a mesh, rules and a training step, the same for all verbs."""
 
 import dataclasses
 import functools as ft
@@ -24,7 +24,7 @@ MOST_DEVICES = 512
 
 
 class LoadedStep(NamedTuple):
-    """A step, its arguments as structs with shardings, and the mesh that they lie on."""
+    """A step, its arguments as structs with shardings, and their mesh."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -32,7 +32,7 @@ class LoadedStep(NamedTuple):
 
 
 def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> LoadedStep:
-    """The step that a function of the user's returns, and its arguments.
+    """The step and the arguments that a user's function returns.
 
     **Arguments:**
 
@@ -52,7 +52,7 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
 
 
 def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step that a function of the user's returns, and its arguments without any sharding.
+    """The step and the arguments that a user's function returns, without shardings.
 
     **Arguments:**
 
@@ -67,7 +67,7 @@ def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], t
 
 
 def _made(name: str, kwargs: str | None, mesh: MeshSpec | None) -> tuple[Any, tuple[Any, ...]]:
-    """What the function returns, checked."""
+    """The function's result, checked."""
     found = attribute(name)
     if not callable(found):
         raise UsageError(f"`{name}` is {found!r:.60}; name a function that returns a step and its arguments")
@@ -92,18 +92,18 @@ def _bare(leaf: object) -> Any:
 
 
 def chip_of(name: str) -> chips.Chip:
-    """The chip that --chip names."""
+    """The chip with the name given as --chip."""
     return calling("reading --chip", ft.partial(chips.find, name))
 
 
 def estimated(step: LoadedStep, compiler: Literal["cpu", "gpu", "tpu"] = "tpu") -> Traffic:
-    """What the step should send, without compiling it."""
+    """An estimate of the step's traffic, without compiling the step."""
     given = {"compiler": compiler, "mesh": step.mesh}
     return calling("estimating the step's traffic", lambda: estimate(step.function, *step.args, **given))
 
 
 def compiled(step: LoadedStep, target: str | None = None) -> Any:
-    """The step's program: for a TPU slice that is not here, or for as many emulated CPU devices as its mesh has.
+    """The compiled step: for a TPU slice that need not be present, or for as many emulated CPU devices as its mesh has.
 
     **Arguments:**
 
@@ -121,7 +121,7 @@ def compiled(step: LoadedStep, target: str | None = None) -> Any:
 
 
 def emulate(count: int, what: str = "the target has") -> None:
-    """Has JAX start with so many CPU devices.
+    """Makes JAX start with `count` CPU devices.
 
     **Raises:**
 
@@ -154,7 +154,7 @@ def _mesh_of(name: str, structs: object) -> MeshSpec:
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """The words that name a model, a mesh and rules, as they were given."""
+    """The options that name a model, a mesh and rules, as they were given."""
 
     model: str | None
     kwargs: str | None
@@ -174,7 +174,7 @@ class PlanOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What the words mean: all that `shardfx.plan` takes, and the slice that was named, if one was."""
+    """The parsed options: all that `shardfx.plan` takes, and the named slice if there is one."""
 
     model: LoadedModel
     mesh: MeshSpec
@@ -213,7 +213,7 @@ MODEL_HELP = """MODEL is a published one by name (see `shardfx models`), as llam
 
 
 def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a verb the words that name a model, a mesh and rules; it gets them as one `Asked`."""
+    """A decorator that gives a verb the options for a model, a mesh and rules, as one `PlanOptions`."""
     names = [field.name for field in dataclasses.fields(PlanOptions)]
     shown = "MODEL" if model_is_needed else "[MODEL]"
     model = click.argument("model", type=click.Path(), required=model_is_needed, metavar=shown)
@@ -234,12 +234,12 @@ def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., 
 
 
 def inputs_or_plan(asked: PlanOptions) -> Inputs | None:
-    """What was asked for, read; `None` where nothing but a plan was named."""
+    """The parsed options; `None` if only a plan was named."""
     return None if asked.rules is None and asked.mesh is None else inputs_of(asked)
 
 
 def inputs_of(asked: PlanOptions) -> Inputs:
-    """What was asked for, read; of a model that is traced this is what takes time.
+    """The parsed options. Tracing the model is the slow part.
 
     **Raises:**
 
@@ -267,12 +267,12 @@ _READ = ("mode", "min_bytes", "unmatched", "unused", "strict", "refine")
 
 
 def rules_of(asked: PlanOptions, given: Inputs) -> dict[str, Any]:
-    """The rules, and how strictly they are read: what `shardfx.plan` and `shardfx.lint` take by keyword."""
+    """The rules and their policies, as keyword arguments of `shardfx.plan` and `shardfx.lint`."""
     return {"paths": given.paths, "axes": given.axes, **{name: getattr(asked, name) for name in _READ}}
 
 
 def plan_of(asked: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
-    """The plan that was asked for; one that was written as JSON is read, unless there are rules for a new one.
+    """The plan for the options. A plan in a JSON file is read, unless there are rules for a new one.
 
     **Raises:**
 
@@ -293,7 +293,7 @@ def plan_of(asked: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
 
 
 def findings_of(asked: PlanOptions, given: Inputs | None) -> Findings:
-    """All that is wrong with what was asked for, or looks so: with the model, and with the state of its optimizer.
+    """The findings of `lint` for the model and for the state of its optimizer.
 
     **Arguments:**
 
@@ -316,7 +316,7 @@ _STRATEGY_AXES = ("data", "fsdp", "tensor", "expert")
 
 
 def _require_known(asked: PlanOptions, given: Inputs) -> None:
-    """Raises for a mesh axis that no strategy for published models uses, as a misspelled one is."""
+    """Raises for a mesh axis that no strategy for published models uses, such as a misspelled one."""
     if asked.rules is None or asked.rules.partition(":")[0] not in presets.models.strategies() or given.paths is None:
         return
     known = tuple(dict.fromkeys((*given.paths.axes, *_STRATEGY_AXES)))

@@ -1,4 +1,4 @@
-"""Models and rules by the names that a command line gives them."""
+"""Models, rules and optimizers from the names that a command line gives."""
 
 import functools as ft
 import importlib
@@ -24,14 +24,14 @@ Rules = tuple[PathRules | None, AxisRules | None]
 
 
 class LoadedModel(NamedTuple):
-    """A model that a command line names: its arrays, and the plan where a plan was named."""
+    """A named model: its arrays, and the plan if a plan was named."""
 
     tree: PyTree
     plan: ShardPlan | None = None
 
 
 def load_model(name: str, arguments: Mapping[str, object] | None = None, *, stack_experts: bool = False) -> LoadedModel:
-    """The tree of structs of a model, of the arrays in a checkpoint, or of a plan.
+    """The structs of a model, of a checkpoint's arrays, or of a plan, by name.
 
     **Arguments:**
 
@@ -82,7 +82,7 @@ def _file(path: str) -> LoadedModel:
 
 
 def _text_of_plan(path: str) -> str | None:
-    """What is in a file, if it begins as a plan's JSON does."""
+    """The text of a file that begins as a plan's JSON does; `None` for other files."""
     with open(path, "rb") as opened:
         if b'"shardfx.plan' not in opened.read(200):
             return None
@@ -113,13 +113,13 @@ def _checkpoint(path: str) -> PyTree:
 
 
 def _near_models(name: str) -> str:
-    """Published models with names like this one, which may be as Hugging Face has it: `meta-llama/Llama-3.1-8B`."""
+    """Published models with similar names; `name` may be Hugging Face's, such as `meta-llama/Llama-3.1-8B`."""
     short = name.rstrip("/").rpartition("/")[2].lower()
     return near(short, presets.models.names(), cutoff=0.75)
 
 
 def load_rules(name: str, model: str) -> Rules:
-    """Path rules and axis rules, either of which may be `None`.
+    """The path rules and axis rules with a name; either of them may be `None`.
 
     **Arguments:**
 
@@ -158,7 +158,7 @@ def load_rules(name: str, model: str) -> Rules:
 
 
 def load_optimizer(name: str) -> Callable[..., Any]:
-    """The `init` of an optimizer.
+    """The `init` of an optimizer with a name.
 
     **Arguments:**
 
@@ -197,7 +197,7 @@ def _strategy(text: str, how: str, given: str, model: str) -> PathRules:
 
 
 def _rule_set(text: str, name: str, given: str) -> Rules:
-    """`llama`, or with arguments for it, `llama:head_dim=64,fsdp=data`."""
+    """The rule set of a text such as `llama`, or with arguments `llama:head_dim=64,fsdp=data`."""
     arguments = _arguments(text, given)
     return _sorted(calling(f"--rules {text}", lambda: vars(presets)[name](**arguments)), f"rules {name!r}")
 
@@ -220,7 +220,7 @@ def _sorted(found: object, what: str) -> Rules:
 
 
 def attribute(name: str) -> Any:
-    """What `package.module:name.in.it` names."""
+    """The object that `package.module:name.in.it` names."""
     module_name, _, attribute = name.partition(":")
     if module_name.endswith(".py") and os.path.isfile(module_name):
         folder, file = os.path.split(module_name)

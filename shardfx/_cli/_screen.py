@@ -1,4 +1,4 @@
-"""A verb: how it ends, and what it prints: text in colours, JSON, and what it is working on."""
+"""A verb's output: coloured text, JSON and progress, and its exit code."""
 
 import dataclasses
 import enum
@@ -42,12 +42,12 @@ _COLOURS = (
 
 
 def terminal_width() -> int | None:
-    """The terminal's columns; `None`, for no limit, where the text goes elsewhere."""
+    """The terminal's columns; `None`, for no limit, if the output is no terminal."""
     return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
 
 
 def show(text: str) -> None:
-    """Prints a text of lines; the names of the library's arguments become those of flags.
+    """Prints a text, with the library's argument names replaced by the names of flags.
 
     **Arguments:**
 
@@ -63,7 +63,7 @@ def show(text: str) -> None:
 
 
 def coloured(text: str) -> Text:
-    """A text as a terminal shows it: severities, sizes, dtypes and reasons in their colours."""
+    """A text with colours for a terminal: severities, sizes, dtypes and reasons."""
     made = Text(text)
     for pattern, style in _COLOURS:
         made.highlight_regex(f"(?m){pattern}", style)
@@ -79,7 +79,7 @@ def answer(json_file: str | None, text: Callable[[], str], data: Callable[[], An
 
 
 def write(text: str, file: str) -> None:
-    """Writes a result to a file, or prints it where `file` is "-"."""
+    """Writes a result to a file, or prints it if `file` is "-"."""
     if file == "-":
         print(text)
         return
@@ -87,7 +87,7 @@ def write(text: str, file: str) -> None:
 
 
 def require_writable(*files: str | None) -> None:
-    """Refuses what could not be written in the end, before the work begins; only one result can be printed.
+    """Raises before the work begins if a result could not be written, or if two results would be printed.
 
     **Raises:**
 
@@ -108,7 +108,7 @@ def _try_to_write(file: str) -> None:
 
 
 class working:
-    """Says on a terminal what takes longer than a second, and takes it back in the end."""
+    """A context that shows a message on a terminal if the work takes longer than a second."""
 
     def __init__(self, what: str):
         # Names of files and modules are shown as they are, not read as rich's markup.
@@ -121,7 +121,7 @@ class working:
         return self
 
     def tell(self, text: str) -> None:
-        """Says what is being done now."""
+        """Shows another message."""
         self.status.update(Text(text))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
@@ -132,7 +132,7 @@ class working:
 
 
 def as_json(value: object) -> str:
-    """A result as JSON; all beyond ASCII is escaped, halves of characters too."""
+    """A result as JSON text in ASCII."""
     return json.dumps(data_of(value), indent=2)
 
 
@@ -161,7 +161,9 @@ def data_of(value: object) -> Any:
 
 
 class Verb(click.Command):
-    """A command that ends as all verbs end: 0, or what it returns; 2 after one line about what cannot be used."""
+    """A command with the exit codes of all verbs: 0 or the function's result, and 2 after one line on stderr for bad
+    input.
+    """
 
     def invoke(self, ctx: click.Context) -> int:
         try:
@@ -182,7 +184,7 @@ class Verb(click.Command):
 
 
 def verb(*, examples: Sequence[str], exits: str = "0") -> Callable[[Callable[..., Any]], click.Command]:
-    """Makes a function a verb of its name.
+    """A decorator that makes a function a verb with the function's name.
 
     **Arguments:**
 

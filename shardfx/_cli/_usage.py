@@ -1,4 +1,4 @@
-"""What a command says when it cannot go on: one line, whatever went wrong."""
+"""Errors of a command as one line on stderr."""
 
 import pathlib
 import re
@@ -22,11 +22,11 @@ _INSTALLED = (*sysconfig.get_paths().values(), str(pathlib.Path(__file__).parent
 
 
 class UsageError(ValueError):
-    """Something on the command line, or in what it names, that cannot be used; its text is one line."""
+    """Bad input on the command line, or in a file or module that it names. Its text is one line."""
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text on one line: of a list of findings the first few, without drawings of positions."""
+    """The error's text on one line. Of a list of findings it keeps the first few."""
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line.strip(" ^~")]
     text = ""
@@ -36,7 +36,7 @@ def one_line(error: BaseException) -> str:
 
 
 def shown(text: str, encoding: str | None) -> str:
-    """`text` in characters that a terminal shows and its encoding has, of a very long one the two ends.
+    """`text` in characters that a terminal with this encoding shows, with the middle of a very long text left out.
 
     What a user typed, or what stands in a file, may hold characters that a terminal obeys, or names without end.
     """
@@ -53,7 +53,7 @@ def encodable(text: str, encoding: str | None) -> str:
 
 
 def in_flags(text: str) -> str:
-    """`text` with the flag where it names an argument of `shardfx.plan`: `--strict` for `strict=True`."""
+    """`text` with flags in the place of arguments of `shardfx.plan`: `--strict` for `strict=True`."""
 
     def flag(found: re.Match[str]) -> str:
         value = found[2].strip("\"'")
@@ -64,7 +64,7 @@ def in_flags(text: str) -> str:
 
 
 def calling(what: str, function: Callable[[], _Result]) -> _Result:
-    """Runs code that may be the user's.
+    """Runs a function that may be the user's code, and turns its errors into UsageErrors.
 
     **Arguments:**
 
@@ -84,7 +84,7 @@ def calling(what: str, function: Callable[[], _Result]) -> _Result:
 
 
 class _Reported:
-    """Turns errors into UsageErrors. A user's module may raise classes of its own, so no list of types would do."""
+    """A context that turns errors into UsageErrors. A user's module may raise any class of errors."""
 
     def __init__(self, what: str):
         self.what = what
@@ -105,7 +105,7 @@ class _Reported:
 
 
 def _place(error: BaseException) -> str:
-    """The last line that ran outside of installed packages: the user's own."""
+    """The last source line that ran outside of installed packages, which is the user's own."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" in {error.filename}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

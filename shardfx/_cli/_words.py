@@ -1,4 +1,4 @@
-"""The words of a command line: numbers, keyword arguments, TPU slices, and the nearest of known names."""
+"""The values of command-line options: numbers, keyword arguments, TPU slices, and near names."""
 
 import ast
 import difflib
@@ -17,7 +17,7 @@ from ._usage import UsageError
 
 
 def literals(text: str | None, flag: str) -> dict[str, Any]:
-    """Reads `depth=4, name="x"`: keyword arguments whose values are Python literals.
+    """The keyword arguments in a text such as `depth=4, name="x"`, whose values are Python literals.
 
     **Arguments:**
 
@@ -57,12 +57,12 @@ def literals(text: str | None, flag: str) -> dict[str, Any]:
 
 
 def whole_number(text: str) -> int | None:
-    """The number that `text` writes in at most 18 digits, or `None`: Python converts no text of thousands."""
+    """The number that `text` writes in at most 18 digits, else `None`. Python refuses texts of thousands of digits."""
     return int(text) if text.isdecimal() and len(text) <= 18 else None
 
 
 class Whole(click.ParamType):
-    """A whole number of at most 18 digits; Python converts no text of thousands."""
+    """A click type for a whole number of at most 18 digits."""
 
     name = "N"
 
@@ -78,7 +78,7 @@ class Whole(click.ParamType):
 
 
 def near(name: str, known: tuple[str, ...], cutoff: float = 0.6) -> str:
-    """ "; did you mean 'x' or 'y'?", or "" where nothing is like it."""
+    """ "; did you mean 'x' or 'y'?" with names similar to `name`, or "" without any."""
     lower = {one.lower(): one for one in known}
     found = [lower[one] for one in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=cutoff)]
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
@@ -100,7 +100,7 @@ class NamedSlice(NamedTuple):
 
 
 def parse_slice(text: str) -> NamedSlice:
-    """Reads `tpu:v5p:8x8x8`.
+    """The slice that a text such as `tpu:v5p:8x8x8` names.
 
     **Arguments:**
 
@@ -137,7 +137,7 @@ def parse_slice(text: str) -> NamedSlice:
 
 
 def order_text(target: NamedSlice, mesh: MeshSpec) -> str:
-    """In what order the mesh would take the slice's devices, and how far apart neighbours then are."""
+    """A text with the order in which the mesh would take the slice's devices, and the distances between neighbours."""
     order = mesh.order(target.devices)
     hops = zip(mesh.axis_names, order.mean_hops or (), strict=False)
     told = ", ".join(f"{name} {mean:.2f}" for name, mean in hops)

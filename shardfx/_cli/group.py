@@ -1,4 +1,4 @@
-"""The group of all verbs, and how any of them ends."""
+"""The group of all verbs, and the exit codes that all of them share."""
 
 import importlib
 import os
@@ -44,7 +44,7 @@ completion in a shell, here for bash; zsh and fish have their own word:
 
 
 class _Verbs(click.Group):
-    """The group of `_VERBS`."""
+    """The click group of the verbs in `_VERBS`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_VERBS)

@@ -1,4 +1,4 @@
-"""`python -m shardfx`: the way in, which needs nothing but Python to say what is missing."""
+"""The entry point of `python -m shardfx`. It needs only Python, so that it can say which package is missing."""
 
 import sys
 from collections.abc import Sequence

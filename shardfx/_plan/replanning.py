@@ -71,7 +71,7 @@ def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
 
 
 def refined(made: ShardPlan, min_bytes: int) -> ShardPlan:
-    """The plan on a mesh whose axes are split where arrays could take part of one."""
+    """The plan on a mesh whose axes are split so that arrays can be sharded over a part of an axis."""
     counts = collections.Counter(made.content.index)
     asked: dict[Wish, int] = {}
     wishing = []
@@ -112,21 +112,23 @@ def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRu
 
 
 def _first_reasons(row: Row, content: Content) -> tuple[Reason, ...]:
-    """The reasons of a row that came from its rule, not from the mesh it was corrected for."""
+    """The reasons of a row that came from its rule rather than from the correction to a mesh."""
     if row.names is not None and content.axes is not None:
         return resolve(row.names, content.axes, mode=content.mode).reasons
     return tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
 
 
 class Wish(NamedTuple):
-    """A dimension that none of the devices along `axis` cut, and that `part` of them could cut."""
+    """A mesh axis that an array does not use, and the size of the part of it that could shard one of the array's
+    dimensions.
+    """
 
     axis: str
     part: int
 
 
 def _wishes(row: Row, sizes: Mapping[str, int]) -> tuple[Wish, ...]:
-    """What an array would still take of the axes that it asked for and did not get, on a mesh of axis `sizes`.
+    """The axes that an array asked for and did not get, and that could shard it in part, on a mesh of axis `sizes`.
 
     One wish per axis that could be used in part, at the first dimension that could use it.
     """
@@ -154,7 +156,8 @@ def _wishes(row: Row, sizes: Mapping[str, int]) -> tuple[Wish, ...]:
 
 
 def _refined_mesh(mesh: MeshSpec, asked: Mapping[Wish, int]) -> tuple[MeshSpec, dict[str, tuple[str, ...]]]:
-    """The mesh with the axes split that wishes ask to be, those first that save most bytes per device.
+    """The mesh with axes split as wishes ask, those first that save the most bytes per device, and the parts of each
+    axis.
 
     With it, for each split axis the names of its parts, slowest first: the `i`-th part of `tensor` is `tensor_i`. Every
     device keeps its place.
@@ -172,7 +175,7 @@ def _refined_mesh(mesh: MeshSpec, asked: Mapping[Wish, int]) -> tuple[MeshSpec, 
 
 
 def _renamed(spec: PartitionSpec, parts: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
-    """The spec of the same layout on the refined mesh: each split axis is all of its parts, in order."""
+    """The same sharding on the refined mesh: each split axis is replaced by all of its parts, in order."""
     entries = [_renamed_entry(entry, parts) for entry in entries_of(spec)]
     unreduced, reduced = (_renamed_axes(sorted(axes), parts) for axes in (spec.unreduced, spec.reduced))
     return trimmed(entries, with_reductions((), unreduced, reduced, unreduced_kind(spec)))

@@ -1,4 +1,4 @@
-"""The plan as users have it: an immutable value round its content; and a tree that is to be filled as one says."""
+"""`ShardPlan`, the immutable value that users have, and the tree that a plan fills."""
 
 import dataclasses
 import difflib
@@ -24,7 +24,7 @@ from .single import decision_for, replaced, require_pinned
 
 
 class ShardPlan(eqx.Module):
-    """For every array of a tree: its PartitionSpec, the reason for it, its bytes per device.
+    """For every array of a tree: its PartitionSpec, the reasons for it, and its bytes per device.
 
     Made by [`shardfx.plan`][].
 
@@ -88,12 +88,12 @@ class ShardPlan(eqx.Module):
 
     @property
     def bytes_total(self) -> int:
-        """How many bytes all the arrays have, each counted once."""
+        """Bytes of all arrays, each counted once."""
         return self.content.total_bytes[0]
 
     @property
     def bytes_per_device(self) -> int:
-        """How many bytes each device holds; all hold the same."""
+        """Bytes that each device holds; all devices hold equally many."""
         return self.content.total_bytes[1]
 
     @property
@@ -286,7 +286,7 @@ class ShardPlan(eqx.Module):
         return (made, found) if explain else made
 
     def replace(self, where: str, target: object) -> "ShardPlan":
-        """The plan with another sharding for some of its arrays: checked, and corrected to their shapes, like every.
+        """The plan with another sharding for some of its arrays, checked and corrected to their shapes.
 
         **Arguments:**
 

@@ -1,4 +1,4 @@
-"""What one accelerator can hold, compute and send, and its network: which links a mesh axis has, by a slice's extents.
+"""One accelerator's memory, arithmetic and network, and the links that each mesh axis has in a slice.
 
 There is one model of links. `axes_on` lays mesh axes over the dimensions of a slice, which gives each collective its
 links. `shared` is the same network as two numbers, for prices of thousands of meshes at once: an axis has links in
@@ -20,7 +20,7 @@ from ..topology import wraps
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What one accelerator can hold, compute and send.
+    """The memory, the arithmetic and the network of one accelerator.
 
     It is plain data: make your own, or `dataclasses.replace(chips.find("h100"), name="my h100", ...)`.
 
@@ -72,16 +72,16 @@ class Chip:
 
     @property
     def links(self) -> int:
-        """How many links leave a chip; 1 where a switch joins the chips."""
+        """The number of links of a chip; 1 if a switch joins the chips."""
         return 2 * self.torus_dims or 1
 
     @property
     def usable_hbm_bytes_per_device(self) -> int:
-        """What a program may fill on one device of JAX's."""
+        """Bytes that a program may fill on one of JAX's devices."""
         return self.usable_hbm_bytes // self.devices_per_chip
 
     def flops(self, dtype: object = "bfloat16") -> float | int:
-        """Products and sums of one chip in a second, at their peak.
+        """Floating-point operations of one chip per second, at its peak.
 
         **Arguments:**
 
@@ -109,7 +109,9 @@ class Chip:
         return known[name]
 
     def source(self, field: str) -> str:
-        """Where the value of a field is from; "" where nobody said. What `sources` names "*" is for all others."""
+        """The source of a field's value; "" if it has none. The entry "*" of `sources` is for all fields without their
+        own.
+        """
         told = dict(self.sources)
         return told.get(field, told.get("*", ""))
 
@@ -121,7 +123,7 @@ def _dtype_name(dtype: DType) -> str:
 
 
 def gib(count: float | int) -> int:
-    """So many GiB in bytes."""
+    """`count` GiB in bytes."""
     return int(count * 2**30)
 
 
@@ -131,7 +133,7 @@ def peaks(**teraflops: int) -> tuple[tuple[str, float | int], ...]:
 
 
 def near_cube(count: int, dims: int) -> tuple[int, ...]:
-    """The extents of so many chips that differ least, smallest first."""
+    """The extents of `count` chips that differ least, the smallest first."""
     if dims == 1:
         return (count,)
     root = round(count ** (1 / dims))
@@ -140,19 +142,20 @@ def near_cube(count: int, dims: int) -> tuple[int, ...]:
 
 
 class Ring(NamedTuple):
-    """A part of a dimension of a slice that a mesh axis takes; closed where links join its ends."""
+    """A part of a dimension of a slice that a mesh axis covers. It is closed if links join its ends."""
 
     size: int
     closed: bool
 
     @property
     def ways(self) -> int:
-        """From how many sides bytes enter a device: 2 where links join the ends of the ring, else 1."""
+        """The number of sides from which bytes enter a device: 2 if the ring is closed, else 1."""
         return 2 if self.closed else 1
 
 
 class Shared(NamedTuple):
-    """A network for one axis among several: bytes per second of one dimension, dimensions, devices of an island.
+    """The network of one mesh axis among several: bytes per second along one dimension, dimensions, devices of an
+    island.
 
     An island is what a switch joins; a torus has none.
     """
@@ -163,17 +166,17 @@ class Shared(NamedTuple):
 
 
 def extents_of(chip: Chip, devices: int) -> tuple[int, ...]:
-    """The slice of so many devices whose extents differ least."""
+    """The extents of a slice of `devices` devices that differ least."""
     return near_cube(devices // chip.devices_per_chip or 1, chip.torus_dims or 1)
 
 
 def closed(chip: Chip, extents: Sequence[int]) -> tuple[bool, ...]:
-    """Which dimensions of a slice are rings."""
+    """For each dimension of a slice, whether it is a ring."""
     return wraps(chip.kinds[0] if chip.kinds else "", extents)
 
 
 def shared(chip: Chip, extents: Sequence[int]) -> Shared:
-    """The network of a slice, the same along each dimension: the mean of rings, with two ways, and lines, with one."""
+    """The network of a slice as if all dimensions were equal: the mean of rings, with two ways, and lines, with one."""
     link = float(chip.link_bytes_per_second)
     if not chip.torus_dims:
         return Shared(link, 0.0, float(chip.island_chips * chip.devices_per_chip))
@@ -182,7 +185,7 @@ def shared(chip: Chip, extents: Sequence[int]) -> Shared:
 
 
 def axes_on(chip: Chip, extents: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[Ring, ...]]:
-    """Along which dimensions of a slice each mesh axis lies.
+    """For each mesh axis, the dimensions of a slice that it covers.
 
     From the last axis to the first, each takes what is left of the dimensions, whole ones first.
     """

@@ -1,4 +1,4 @@
-"""From a name to a chip or a slice, and all chips as a table."""
+"""Chips and slices by name, and all chips as a table."""
 
 import difflib
 import math
@@ -34,29 +34,29 @@ _CLOUD = re.compile(r"(?:tpu:)?(v\d\w*)-([1-9]\d{0,8})")
 
 
 class Slice(NamedTuple):
-    """So many chips of one kind along each dimension of their network; along one where a switch joins them."""
+    """Chips of one kind along each dimension of their network; along one dimension if a switch joins them."""
 
     chip: Chip
     extents: tuple[int, ...]
 
     @property
     def chips(self) -> int:
-        """How many chips it has."""
+        """The number of chips."""
         return math.prod(self.extents)
 
     @property
     def devices(self) -> int:
-        """How many devices JAX shows for it."""
+        """The number of devices that JAX shows."""
         return self.chips * self.chip.devices_per_chip
 
     @property
     def name(self) -> str:
-        """What it is called: `tpu:v5e:4x4`, or `h100:8`."""
+        """The name of the slice: `tpu:v5e:4x4`, or `h100:8`."""
         return f"{'tpu:' * (self.chip.torus_dims > 0)}{self.chip.name}:{'x'.join(map(str, self.extents))}"
 
 
 def _existing(made: Slice, text: str) -> Slice:
-    """The slice, if there are such; `text` is what it was called."""
+    """The slice; raises if there are no slices of this form. `text` is the name that was given."""
     chip, dims, extents = made.chip, made.chip.torus_dims or 1, made.extents
     if len(extents) != dims:
         kind = f"{dims} dimensions" if dims > 1 else "1 dimension"
@@ -75,7 +75,7 @@ def _existing(made: Slice, text: str) -> Slice:
 
 
 def find(name: str | Chip) -> Chip:
-    """The chip of a name.
+    """The chip with a name.
 
     **Arguments:**
 
@@ -119,7 +119,7 @@ def find(name: str | Chip) -> Chip:
 
 
 def parse_slice(text: str) -> Slice:
-    """Reads the name of a slice.
+    """The slice with a name.
 
     **Arguments:**
 
@@ -203,6 +203,6 @@ def _cells(chip: Chip) -> tuple[str, ...]:
 
 
 def _plain(name: str) -> str:
-    """A name without its case, its vendor and its topology: "tpu:v5e:4x4" is "v5e", "NVIDIA H200" is "h200"."""
+    """A name in lower case without vendor and topology: "tpu:v5e:4x4" is "v5e", "NVIDIA H200" is "h200"."""
     told = re.sub(r"^(tpu|nvidia|amd)[\s:]+", "", name.strip().lower())
     return re.sub(r"[\s_-]+", " ", told.split(":")[0]).strip()

@@ -1,4 +1,4 @@
-"""TPUs and GPUs, each number with its source."""
+"""The table of TPUs and GPUs, each number with its source."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ _SHARED_SOURCES = {
 def _tpu(
     name: str, hbm: int, usable: int, speeds: tuple[float, float, float], dims: int, chips: int, **other: Any
 ) -> Chip:
-    """A row of the table below: memory, bytes a second (of memory, of a link, to other slices), and the torus."""
+    """A row of the TPU table: memory, bytes per second (of memory, of a link, to other slices), and the torus."""
     sizes = {"hbm_bytes": hbm, "usable_hbm_bytes": usable, "torus_dims": dims, "island_chips": chips}
     names = ("hbm_bytes_per_second", "link_bytes_per_second", "dcn_bytes_per_second")
     told = _SHARED_SOURCES | other.pop("sources")
@@ -122,7 +122,9 @@ _SOURCES = {
 def _gpu(
     name: str, kind: str, hbm: int, usable: int, hbm_speed: float, link_speed: float, flops: object, **other: Any
 ) -> Chip:
-    """A row of the table below. Speeds are in bytes a second; `other` has fields of a Chip, and more `sources`."""
+    """A row of the GPU table. Speeds are in bytes per second; `other` has further fields of a Chip, and further
+    `sources`.
+    """
     told = _SOURCES | other.pop("sources", {})
     sizes = {"hbm_bytes": hbm, "usable_hbm_bytes": usable, "hbm_bytes_per_second": hbm_speed}
     speeds = {"flops_per_second": flops, "link_bytes_per_second": link_speed}

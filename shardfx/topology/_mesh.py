@@ -112,7 +112,8 @@ class MeshSpec(eqx.Module):
 
     @classmethod
     def parse(cls, text: str, *, axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto) -> "MeshSpec":
-        """Reads `"data=-1,fsdp=4,tensor=2"`, as `str(mesh)` writes it; spaces are allowed round names and sizes.
+        """The mesh of a text such as `"data=-1,fsdp=4,tensor=2"`, as `str(mesh)` writes it. Spaces are allowed around
+        names and sizes.
 
         **Arguments:**
 
@@ -153,7 +154,7 @@ class MeshSpec(eqx.Module):
 
     @classmethod
     def of(cls, mesh: "Mesh | AbstractMesh | MeshSpec") -> "MeshSpec":
-        """The MeshSpec of a `jax.sharding.Mesh` or `AbstractMesh`; its axis types are kept.
+        """The MeshSpec of a `jax.sharding.Mesh` or `AbstractMesh`, with its axis types.
 
         **Arguments:**
 
@@ -189,16 +190,16 @@ class MeshSpec(eqx.Module):
 
     @property
     def shape(self) -> Mapping[str, int]:
-        """Axis name to size, in order; read-only."""
+        """The size of each axis by name, in order; read-only."""
         return types.MappingProxyType(dict(zip(self.axis_names, self.axis_sizes, strict=True)))
 
     @property
     def size(self) -> int:
-        """How many devices the mesh has."""
+        """The number of devices of the mesh."""
         return math.prod(self.filled().axis_sizes)
 
     def fit(self, device_count: int) -> "MeshSpec":
-        """Fills the axis of size -1 so that the mesh has `device_count` devices.
+        """The mesh with the axis of size -1 filled in so that it has `device_count` devices.
 
         **Arguments:**
 
@@ -271,7 +272,7 @@ class MeshSpec(eqx.Module):
         return math.prod(self.filled().shape[name] for name in names)
 
     def abstract(self) -> AbstractMesh:
-        """The `jax.sharding.AbstractMesh` of the same axes: enough to trace and lower with, no devices.
+        """The `jax.sharding.AbstractMesh` of the same axes, which is enough to trace and lower with.
 
         **Returns:**
 
@@ -293,7 +294,7 @@ class MeshSpec(eqx.Module):
         return AbstractMesh(self.filled().axis_sizes, self.axis_names, axis_types=self.axis_types)
 
     def order(self, devices: Devices) -> DeviceOrder:
-        """The order that [`shardfx.MeshSpec.build`][] puts devices in, with how and why.
+        """The order in which [`shardfx.MeshSpec.build`][] arranges devices, with the method and the reasons.
 
         TPUs are ordered by JAX's `mesh_utils`, slice by slice if `dcn` or the devices say so; then each axis
         that fills a box of the torus is made a walk of single hops. Where `mesh_utils` has no order,

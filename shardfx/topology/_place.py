@@ -1,4 +1,4 @@
-"""Where devices sit, read from their descriptions."""
+"""The positions of devices, from their descriptions."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -16,7 +16,8 @@ Devices: TypeAlias = Sequence[Device] | np.ndarray
 
 
 def coords(device: Device, local_device_count: int) -> tuple[int, ...]:
-    """Where one device sits: its coordinates on the torus and its core, or its process and its place there.
+    """The position of one device: its coordinates on the torus and its core, or its process and its number in the
+    process.
 
     **Arguments:**
 
@@ -50,7 +51,7 @@ def coords(device: Device, local_device_count: int) -> tuple[int, ...]:
 
 
 def bounds(devices: Devices) -> tuple[int, ...]:
-    """How far devices extend in each direction, from all of them: neither order nor origin matter.
+    """The extents of devices in each direction. Neither their order nor the origin matters.
 
     **Arguments:**
 
@@ -86,7 +87,7 @@ def bounds(devices: Devices) -> tuple[int, ...]:
 
 
 def positions(devices: Devices) -> Int[np.ndarray, "..."]:
-    """The box that devices fill: entry `[x, y, z, core]` is the index in `devices` of who sits there.
+    """The box that devices fill: entry `[x, y, z, core]` is the index in `devices` of the device at that position.
 
     **Arguments:**
 
@@ -133,7 +134,7 @@ def positions(devices: Devices) -> Int[np.ndarray, "..."]:
 
 
 def slices(devices: Devices) -> tuple[tuple[int, ...], ...]:
-    """Which devices share a fast network: indices into `devices`, slice by slice, in order of slice index.
+    """The devices that share a fast network: indices into `devices`, slice by slice, in order of slice index.
 
     **Arguments:**
 
@@ -157,7 +158,7 @@ def slices(devices: Devices) -> tuple[tuple[int, ...], ...]:
 
 
 def processes(devices: Devices) -> tuple[tuple[int, ...], ...]:
-    """As [`shardfx.topology.slices`][], with processes for slices: how GPU nodes are told apart."""
+    """As [`shardfx.topology.slices`][], by process instead of slice, which separates GPU nodes."""
     return _grouped([int(device.process_index) for device in listed(devices)])
 
 

@@ -15,7 +15,7 @@ _V2_V3 = {1: (1, 1, 1, 1), 2: (1, 1, 1, 2), 4: (2, 1, 1, 2), 8: (2, 2, 1, 2), 16
 
 
 def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]) -> tuple[int, ...]:
-    """Which box of the hardware should hold the `num_partitions` shards of a model.
+    """The box of the hardware for the `num_partitions` shards of a model.
 
     TPU v2, v3 and v4 (one core per chip) take T5X's table wherever its entry divides the hardware. All else
     follows one rule. Of the boxes whose sizes divide `bounds`, it takes the one with, in this order:
@@ -92,7 +92,7 @@ def submesh_order(
     *,
     tile_by_host: bool = True,
 ) -> Int[np.ndarray, "data model dims"]:
-    """The order of T5X's data x model mesh: each row is one copy of the model, in a box of shape `submesh`.
+    """The device order of T5X's data x model mesh: each row is one copy of the model, in a box of shape `submesh`.
 
     With host tiling, a host's devices are a contiguous part of the mesh, so that a host loads one range of
     rows. Without, rows follow the hardware. As in T5X, a model that fills a line of X or Y, or a plane with Z,
@@ -151,7 +151,7 @@ def submesh_order(
 
 
 def hybrid_shape(num_partitions: int, local_devices: int, processes: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The (data, model) mesh of GPUs within a node and over nodes: the model stays within a node if it fits.
+    """The (data, model) mesh of GPUs within a node and across nodes. The model stays within a node if it fits.
 
     **Arguments:**
 

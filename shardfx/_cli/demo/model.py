@@ -1,4 +1,6 @@
-"""A small decoder-only transformer over bytes. All that it says about sharding are names: on fields and activations."""
+"""A small decoder-only transformer over bytes. Its only statements about sharding are names on fields and
+activations.
+"""
 
 import math
 
@@ -160,7 +162,7 @@ def loss(model: Transformer, text: Int[Array, "batch length"], plan: ShardPlan |
 
 
 def _project(x, weight, weight_names: tuple, names: tuple, plan: ShardPlan | None) -> Float[Array, "b s d"]:
-    """`x @ weight`, the weight first gathered to `weight_names`, the product laid out by `names`."""
+    """`x @ weight`, with the weight first gathered to `weight_names`, and the product sharded by `names`."""
     weight = _constrain(weight, weight_names, plan)
     if plan is None or AxisType.Explicit not in plan.mesh.axis_types:
         return _constrain(_einsum("bsd,de->bse", x, weight), names, plan)
@@ -173,7 +175,7 @@ def _project(x, weight, weight_names: tuple, names: tuple, plan: ShardPlan | Non
 
 
 def _per_query_head(x: Float[Array, "b s kv_heads d"], plan: ShardPlan | None) -> Float[Array, "b s heads d"]:
-    """Each key or value head once for every query head that it serves, laid out as those are."""
+    """Each key or value head repeated for every query head that it serves, sharded as the query heads are."""
     batch, length, *_ = x.shape
     group = jnp.broadcast_to(x[:, :, :, None], (batch, length, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM))
     fused = _constrain(group.reshape(batch, length, HEADS * HEAD_DIM), ("batch", "sequence", "heads"), plan)
@@ -194,7 +196,7 @@ def _causal(length: int) -> Bool[Array, "length length"]:
 
 
 def _rotate(x: Float[Array, "b s *heads d"]) -> Float[Array, "b s *heads d"]:
-    """Turns the two halves of each head as planes, by angles that grow with the position."""
+    """Rotates the two halves of each head as planes, by angles that grow with the position."""
     frequencies = 10_000 ** (-jnp.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
     angles = jnp.arange(x.shape[1])[:, None] * frequencies
     angles = angles.reshape(x.shape[1], *[1] * (x.ndim - 3), HEAD_DIM // 2)

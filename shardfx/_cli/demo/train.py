@@ -1,4 +1,4 @@
-"""Trains the demo's model under a plan, then on one device without one; prints both, and compares the losses."""
+"""Trains the demo's model under a plan, then on one device without one, and compares the losses."""
 
 import dataclasses
 import pathlib
@@ -56,7 +56,7 @@ def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
 def batch(
     text: UInt8[np.ndarray, " bytes"], step: int, *, size: int, length: int, seed: int
 ) -> Int[np.ndarray, "size length"]:
-    """`size` windows of `length` bytes of `text`, at random places that depend on `seed` and `step` alone."""
+    """`size` windows of `length` bytes of `text`, at random positions that depend on `seed` and `step` only."""
     starts = np.random.default_rng((seed, step)).integers(0, text.size - length, size=size)
     return text[starts[:, None] + np.arange(length)].astype(np.int32)
 
@@ -68,7 +68,7 @@ TOLERANCE = 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is trained, and for how long."""
+    """The size and length of a training run."""
 
     steps: int = 100
     batch_size: int = 16
@@ -79,7 +79,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class DemoPlans:
-    """The plans of all that a training step takes."""
+    """The plans of everything that a training step takes."""
 
     model: ShardPlan
     optimizer: ShardPlan
@@ -87,7 +87,7 @@ class DemoPlans:
 
 
 def default_mesh(device_count: int, axis_types: AxisType = AxisType.Auto) -> MeshSpec:
-    """data x fsdp x tensor: two-way tensor and fsdp where the devices are even in number, data for the rest."""
+    """A mesh data x fsdp x tensor: tensor and fsdp of two devices if the number is even, data for the rest."""
     tensor = KV_HEADS if device_count % KV_HEADS == 0 else 1
     fsdp = 2 if device_count % (2 * tensor) == 0 else 1
     sizes = {"data": device_count // (fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
@@ -95,13 +95,13 @@ def default_mesh(device_count: int, axis_types: AxisType = AxisType.Auto) -> Mes
 
 
 def make_optimizer(run: Run) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's norm, with a warm-up and a cosine decay."""
+    """AdamW with gradient clipping by norm, a warm-up and a cosine decay."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, run.learning_rate, max(run.steps // 10, 1), run.steps + 1)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
 
 
 def make_plans(mesh: Any, run: Run) -> DemoPlans:
-    """Plans everything from shapes alone; `mesh` may be a MeshSpec, or a Mesh if arrays are to follow."""
+    """The plans, from shapes alone. `mesh` may be a MeshSpec, or a Mesh if arrays are to follow."""
     model = plan(eqx.filter_eval_shape(lambda: Transformer(key=jax.random.key(0))), mesh, axes=AXIS_RULES)
     text = jax.ShapeDtypeStruct((run.batch_size, run.length + 1), jnp.int32)
     return DemoPlans(
@@ -112,7 +112,7 @@ def make_plans(mesh: Any, run: Run) -> DemoPlans:
 
 
 def make_step(optimizer: optax.GradientTransformation, model_plan: ShardPlan | None) -> Callable:
-    """One training step; the plan, if there is one, lays out the activations."""
+    """One training step. If there is a plan, it shards the activations."""
 
     def train_step(
         model: Transformer, state: optax.OptState, text: Int[Array, "batch length"]
@@ -125,7 +125,7 @@ def make_step(optimizer: optax.GradientTransformation, model_plan: ShardPlan | N
 
 
 def start_sharded(plans: DemoPlans, run: Run) -> tuple[Any, Transformer, optax.OptState]:
-    """The jitted step, and model and optimizer state, each array made in the shards that its plan says."""
+    """The jitted step, and model and optimizer state, each array created in the shards of its plan."""
     optimizer = make_optimizer(run)
     init = filter_jit(lambda key: Transformer(key=key), out_shardings=plans.model)
     init_state = filter_jit(
@@ -157,7 +157,7 @@ def train(
     place: Callable[[np.ndarray], Array] = jnp.asarray,
     show: Callable[[int, float, float], None] = lambda step, value, rate: None,
 ) -> list[float]:
-    """Runs the steps.
+    """Runs the training steps, and returns the loss of each.
 
     **Arguments:**
 
@@ -190,7 +190,7 @@ _BAR = 30
 
 
 def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None) -> bool:
-    """Trains twice, sharded and not, and prints everything on the way.
+    """Trains twice, sharded and not, and prints the plan, the progress and the losses.
 
     **Arguments:**
 
@@ -252,7 +252,7 @@ def _placed(plans: DemoPlans, started: tuple[object, ...]) -> str:
 
 
 def _progress(name: str, run: Run) -> Callable[[int, float, float], None]:
-    """A line every tenth of the run; on a terminal one that moves, in between."""
+    """A function that prints a line every tenth of the run; on a terminal the line also moves in between."""
     every, moving = max(run.steps // 10, 1), sys.stdout.isatty()
 
     def progress(step: int, loss: float, rate: float) -> None:
@@ -267,7 +267,7 @@ def _progress(name: str, run: Run) -> Callable[[int, float, float], None]:
 
 
 def _curves(sharded: list[float], unsharded: list[float]) -> str:
-    """Both curves of losses, a line every tenth of the way; the length of a bar is the loss."""
+    """Both loss curves as text, a line every tenth of the run, with bars whose length is the loss."""
     count, top = len(sharded), max(sharded)
     steps = sorted({0, count - 1, *range(max(count // 10, 1) - 1, count, max(count // 10, 1))})
     lines = [f"{'step':>6}  {'sharded':>9}  {'one device':>10}  {'difference':>10}"]

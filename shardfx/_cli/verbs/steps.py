@@ -156,7 +156,7 @@ def fit(asked: PlanOptions, chip: str | None, step: str | None, compiles: bool, 
 
 
 def _parts(made: ShardPlan) -> ShardPlan:
-    """The plan of a model alone as one of several: what is called `model` are parameters."""
+    """The plan of a model alone, joined under the name `model`, so that its arrays count as parameters."""
     return made if {path.partition("/")[0] for path in made} == {"model", "optimizer"} else ShardPlan.join(model=made)
 
 
@@ -253,7 +253,7 @@ def search(
 
 
 def _hardware(target: str | None, devices: int | None, chip: str | None) -> dict[str, Any]:
-    """The devices, as `shardfx.auto.search` takes them."""
+    """The devices as keyword arguments of `shardfx.auto.search`."""
     if (target is None) == (devices is None):
         raise UsageError("say what the devices are: --target tpu:v5e:4x4, or --devices 16 --chip h100")
     if devices is not None and chip is None:
@@ -269,7 +269,7 @@ def _axis_rules(name: str) -> AxisRules:
 
 
 def _table(found: Sequence[Candidate]) -> str:
-    """A line for each candidate."""
+    """A table with a line for each candidate."""
     rows = [("", "candidate", "by", "ms a step", "sent", "a device")]
     for number, one in enumerate(found, start=1):
         sent = bytes_text(one.wire_bytes) + (f" ± {bytes_text(one.unsure_bytes)}" if one.unsure_bytes else "")
@@ -285,6 +285,6 @@ def _candidate_data(found: Candidate) -> dict[str, object]:
 
 
 def _row(row: TrafficRow) -> dict[str, object]:
-    """A row without the lines around its own."""
+    """A row of traffic as plain values, without its stack of source lines."""
     names = ("kind", "axes", "leaf", "wire_bytes", "dcn_bytes", "unsure_bytes", "calls", "note")
     return {**{name: getattr(row, name) for name in names}, "at": place_text(row.source)}

@@ -102,7 +102,7 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
 
 
 def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
-    """Each kind of weight, where its layers are stacked, and what ends the name of the block that it is in."""
+    """Each kind of weight with the stack that holds its layers, and the end of the name of its block."""
     family = config["model_type"]
     for stack in stacks_of(config):
         if not stack.layers or family not in ("gemma2", "gemma3", "gemma3_text"):
@@ -122,7 +122,7 @@ def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
 
 
 def _as_kept(family: str, kind: str, text: str, sizes: Mapping[str, int]) -> Entry:
-    """A weight's line, with the factor that MaxText keeps in it."""
+    """A weight's line, with the factor that MaxText multiplies the weight by."""
     if kind == "query" and family in _DIVIDED:
         return Counted(text, times=_size(sizes, "dim", "head_dim") ** -0.5)
     if kind == "embedding" and family in _GEMMAS:

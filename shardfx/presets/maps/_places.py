@@ -1,4 +1,4 @@
-"""What an array of a layout holds, read from its line: `"query: layers[:3] embed (heads dim)"`."""
+"""The kinds of weights in an array of a layout, parsed from its line: `"query: layers[:3] embed (heads dim)"`."""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ from ..._ground.text import quoted
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Fused:
-    """Several kinds of weights in one array, end to end along a dimension.
+    """Several kinds of weights in one array, concatenated along a dimension.
 
     **Arguments:**
 
@@ -47,7 +47,7 @@ class Fused:
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A weight that is stored in small numbers, with one scale for each block of them.
+    """A weight that is stored in a small dtype, with one scale for each block of elements.
 
     **Arguments:**
 
@@ -78,7 +78,7 @@ class Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A weight that is stored times a number, and then plus one: `stored = weight * times + plus`.
+    """A weight that is stored multiplied by a number, plus a number: `stored = weight * times + plus`.
 
     Both are rounded to the dtype of the weight, there and back; powers of two lose nothing.
 
@@ -112,7 +112,7 @@ Entry = str | Fused | Scaled | Counted
 
 
 class Range(NamedTuple):
-    """A part of an axis: an entry every `step`; with a step of 0 one entry, whose array lacks the axis."""
+    """A range of an axis: one entry every `step`. With a step of 0 it is one entry, and the array lacks the axis."""
 
     axis: str
     start: int
@@ -120,13 +120,13 @@ class Range(NamedTuple):
     step: int = 1
 
     def entries(self, size: int | None) -> int | None:
-        """How many entries it has of an axis of a size, if that can be known."""
+        """The number of entries of the range in an axis of `size`; `None` if that is not known."""
         end = size if self.stop is None else self.stop
         return None if end is None else len(range(self.start, end, self.step or 1))
 
 
 class Place(NamedTuple):
-    """Where one kind of weight is.
+    """The place of one kind of weight in a tree: its array, and its axes there.
 
     **Arguments:**
 
@@ -153,7 +153,7 @@ class Place(NamedTuple):
 
 
 def groups_of(axes: str) -> list[str]:
-    """The dimensions that the axes of a line stand for: `["embed", "(heads dim)"]`."""
+    """The dimensions in the axes of a line: `["embed", "(heads dim)"]`."""
     return re.findall(r"\([^)]*\)|\S+", axes)
 
 
@@ -162,7 +162,7 @@ _DIM = re.compile(r"\s*(?:\(\s*(\w[\w\s]*)\)|([A-Za-z_]\w*)(?:\[(?:(\d*):(\d*)(?
 
 
 def places_of(path: str, entry: Entry) -> list[Place]:
-    """What is in the array at a path."""
+    """The kinds of weights in the array at a path."""
     texts = entry.parts if isinstance(entry, Fused) else (entry.part if isinstance(entry, Scaled | Counted) else entry,)
     found = [_place(path, text, entry, number) for number, text in enumerate(texts)]
     if isinstance(entry, Fused) and (len({len(one.dims) for one in found}) != 1 or not found):

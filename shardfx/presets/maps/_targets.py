@@ -1,4 +1,4 @@
-"""The layouts of programs: a model that scans over its layers, and an inference engine's tree."""
+"""The layouts of programs: a model that scans over its layers, and an inference engine."""
 
 import importlib.resources
 import re
@@ -12,7 +12,7 @@ from ._places import Entry, Fused, Place, places_of
 
 
 class LayerStack(NamedTuple):
-    """One array for a kind of weight: the name of its layers and their axis; empty for what is in no layer."""
+    """One stacked array for a kind of weight: the name of its layers and their axis, both empty outside of layers."""
 
     kind: str
     layers: str
@@ -20,7 +20,7 @@ class LayerStack(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """A kind of weight where programs scan over the layers: its axes without that of the layers, and its names."""
+    """A kind of weight in programs that scan over layers: its axes without the layers' axis, and its names."""
 
     axes: str
     name: str
@@ -70,7 +70,7 @@ def stacked(config: Config, *, prefix: str = "") -> TreeLayout:
 
 
 def engine(config: Config, *, shards: int) -> TreeLayout:
-    """The layout of an inference engine, as vLLM has it: a leaf per layer, and matrices that are fused for its devices.
+    """The layout of an inference engine such as vLLM: a leaf per layer, and matrices fused for its devices.
 
     Query, key and value are one matrix, whose parts alternate by shard, so that each device has its own; gate and up
     too. With more shards than key heads each head is there several times. The experts of a layer are one array,
@@ -160,7 +160,7 @@ def _fused(path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[st
 
 
 def _turned(text: str) -> str:
-    """GPT-2's `[in, out]` as `[out, in]`."""
+    """The line of a GPT-2 weight with `[out, in]` in the place of `[in, out]`."""
     kind, _, axes = text.partition(": ")
     first, *others = re.findall(r"\([^)]*\)|\S+", axes)
     return f"{kind}: {' '.join([*others, first])}"
@@ -176,7 +176,7 @@ def _experts(place: Place, name: str) -> str:
 
 
 def stacks_of(config: Config) -> Iterator[LayerStack]:
-    """Each kind of weight of a model, and the stacks of layers in which it is."""
+    """Each kind of weight of a model, with the stacks of layers that contain it."""
     theirs = hugging_face(config, ahead="drop")
     places = [place for path, entry in theirs.weights for place in places_of(path, entry)]
     dense = text_config(config).get("first_k_dense_replace", 0)

@@ -1,4 +1,4 @@
-"""A model's shapes by its name, from its family and its config, and its rules by how it is trained."""
+"""The shapes of a model by its name, from its family and its config, and its rules by training strategy."""
 
 import collections
 import difflib
@@ -57,7 +57,7 @@ def names() -> tuple[str, ...]:
 
 
 def config(name: str) -> dict[str, Any]:
-    """The numbers that a model's shapes are made from.
+    """The numbers that a model's shapes are made of.
 
     **Arguments:**
 
@@ -129,7 +129,7 @@ def tree(name: str, *, dtype: DTypeLike = jnp.bfloat16, stack_experts: bool = Fa
 
 
 def row_of(name: str) -> ModelRow:
-    """The model's row in the table, or an error that names the nearest ones."""
+    """The model's row in the table; raises for an unknown name, with the nearest ones."""
     if name not in TABLE:
         near = difflib.get_close_matches(name.lower(), TABLE, n=3)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(TABLE)}."
@@ -151,7 +151,7 @@ def _check_changes(name: str, row: ModelRow, changes: Mapping[str, int]) -> None
 
 
 def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
-    """The sizes of the axes of a model's rows, which have the names of the config or follow from it."""
+    """The sizes of the axes in a model's rows, from the numbers of its config."""
     n = collections.defaultdict[str, int](int, config)
     layers, linear = n["layers"], n["linear_head_dim"]
     full, routed = n["full_attention_every"] or 1, n["experts_every"] or 1
@@ -187,7 +187,7 @@ def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
 
 
 def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
-    """Nested dicts of structs, each its own object; what checkpoints keep in float32 has that dtype."""
+    """Nested dicts of structs, each a separate object. Arrays that checkpoints keep in float32 have that dtype."""
     tree: Tree = {}
     for path, entry in rows.items():
         shape = _shape(places_of(path, entry), entry.dim if isinstance(entry, Fused) else 0, sizes)
@@ -207,7 +207,7 @@ def _numbers(size: int | Sequence[int]) -> Sequence[int]:
 
 
 def _shape(places: Sequence[Place], dim: int, sizes: Sizes) -> tuple[int, ...]:
-    """The shape of one place, or of several end to end."""
+    """The shape of one place, or of several places concatenated along `dim`."""
     shapes = [[math.prod(_size(axis, place, sizes) for axis in group) for group in place.dims] for place in places]
     whole = [sum(shape[dim] for shape in shapes) if at == dim else size for at, size in enumerate(shapes[0])]
     return tuple(whole)
