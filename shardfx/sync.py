@@ -1,4 +1,6 @@
-"""Weights from one job to another: a transfer plan that both compute alone, and the channels that carry it out."""
+"""Transfers of weights from one job to another: a transfer plan that each job computes by itself, and channels that
+carry it out.
+"""
 
 from ._reshard.sync import (
     Channel as Channel,

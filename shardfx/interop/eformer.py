@@ -1,4 +1,4 @@
-"""eformer: trees of shardings for its checkpoints, trees put where they say, and the mesh axes of specs."""
+"""eformer: shardings for its checkpoints, trees moved to given shardings, and the mesh axes in specs."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ def _on(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
 
 
 def _chosen(asked: object, array: object, mesh: AnyMesh) -> object:
-    """What functions give for an array, and whole arrays on the mesh for `None`."""
+    """The entry for an array: a function's result, or replication over the mesh for `None`."""
     if callable(asked) and not isinstance(asked, PartitionSpec | Sharding):
         asked = asked(array)
     return _on(mesh, PartitionSpec()) if asked is None and mesh is not None else asked
@@ -125,7 +125,7 @@ def _check_fits(sharding: Sharding, shape: tuple[int, ...], path: str) -> None:
 
 
 def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTree:
-    """Puts the arrays of a tree where a tree of shardings says; all of them, or on an error none.
+    """Moves the arrays of a tree to the shardings in another tree; if an error is found, none is moved.
 
     **Arguments:**
 
@@ -173,7 +173,7 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
 
 
 def _spread(tree: PyTree, shardings: PyTree) -> PyTree:
-    """A tree of the structure of `tree`, with what `shardings`, a prefix of it, says of each leaf."""
+    """A tree with the structure of `tree`, from `shardings`, which is a prefix of it."""
     try:
         return jax.tree.broadcast(shardings, tree, is_leaf=lambda node: node is None)
     except ValueError as error:
@@ -218,7 +218,7 @@ class Difference:
 
 
 def structure_diff(a: PyTree, b: PyTree) -> tuple[Difference, ...]:
-    """Every place in which the structures of two trees differ; values do not count.
+    """Every place in which the structures of two trees differ. Values do not count.
 
     `None`, PartitionSpecs and Shardings are leaves: a tree of "no sharding here" has the structure of its arrays.
 
@@ -286,7 +286,7 @@ def _kind(node: _Node | None) -> str:
 
 
 def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Every array of a tree, whole on every device of a mesh. Nothing is compiled.
+    """The tree with every array replicated on all devices of a mesh. Nothing is compiled.
 
     **Arguments:**
 
@@ -314,7 +314,7 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def axis_names_of(specs: PyTree) -> tuple[str, ...]:
-    """The mesh axes that a tree of specs uses, each once, in the order of first appearance.
+    """The mesh axes in a tree of specs, each once, in the order of first appearance.
 
     **Arguments:**
 

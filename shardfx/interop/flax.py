@@ -1,4 +1,4 @@
-"""Flax's sharding metadata as names for `plan`, and Flax's own ways of reading rules as AxisRules."""
+"""Flax's sharding metadata as names for `plan`, and rules as AxisRules with the meaning that Flax gives them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ AnyRules = AxisRules | RulesLike | None
 
 
 def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTree:
-    """The logical names that Flax's boxes and variables carry, as a tree for `plan(tree, mesh, names=...)`.
+    """The logical names in Flax's boxes and variables, as a tree for `plan(tree, mesh, names=...)`.
 
     **Arguments:**
 
@@ -67,7 +67,7 @@ def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTr
 
 
 def unboxed(tree: PyTree) -> PyTree:
-    """`tree` with the plain values of Flax's boxes and variables, and no sharding constraint applied.
+    """`tree` with plain values in the place of Flax's boxes and variables. No sharding constraint is applied.
 
     **Arguments:**
 
@@ -100,7 +100,7 @@ def unboxed(tree: PyTree) -> PyTree:
 
 
 def rules_of(tree: PyTree) -> AxisRules:
-    """The rules that boxes and variables carry themselves (`rules=`, `sharding_rules=`), merged.
+    """The rules that boxes and variables carry (`rules=`, `sharding_rules=`), merged.
 
     **Arguments:**
 
@@ -134,7 +134,8 @@ def rules_of(tree: PyTree) -> AxisRules:
 
 
 def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRules:
-    """Rules as `flax.core.spmd` (so nnx) reads them: the last one of a name wins, an unknown name is a mesh axis.
+    """AxisRules with the meaning of `flax.core.spmd` and nnx: the last rule of a name wins, an unknown name is a mesh
+    axis.
 
     **Arguments:**
 
@@ -164,7 +165,7 @@ def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRul
 
 
 def composite_rules(rule1: AnyRules, rule2: AnyRules) -> AxisRules:
-    """The union of two rule sets, as `flax.core.spmd.composite_rules`, with all fallbacks kept.
+    """The union of two rule sets with all fallbacks, as `flax.core.spmd.composite_rules` makes it.
 
     **Arguments:**
 
@@ -221,7 +222,7 @@ def add_axis(names: tuple[object, ...], index: int, name: object) -> tuple[objec
 
 
 def remove_axis(names: tuple[object, ...], index: int, name: object) -> tuple[object, ...]:
-    """The names of an array that lost a dimension: what `add_axis` did, undone.
+    """The names of an array that lost a dimension: the inverse of `add_axis`.
 
     **Arguments:**
 
@@ -263,7 +264,7 @@ def _is_box(node: object) -> bool:
 
 
 def _metadata(node: object) -> Mapping[str, Any]:
-    """What an nnx variable carries; `nnx.bridge.to_linen` puts it into a box."""
+    """The metadata of an nnx variable, or of the box that `nnx.bridge.to_linen` makes of one."""
     if isinstance(node, nnx.Variable):
         return node.get_metadata()
     return node.metadata if isinstance(node, NNXMeta) else {}

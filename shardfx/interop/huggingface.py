@@ -1,4 +1,4 @@
-"""Hugging Face's tensor parallel and expert parallel plans as PathRules. Torch is not needed: a plan is a dict."""
+"""Hugging Face's plans for tensor and expert parallelism as PathRules. Torch is not needed, since a plan is a dict."""
 
 import dataclasses
 import re
@@ -33,7 +33,7 @@ _ON_DISK = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": (
 
 
 class Plans(NamedTuple):
-    """The plans of one configuration class, from the names of modules and parameters to styles.
+    """The plans of one configuration class: dicts from the names of modules and parameters to styles.
 
     **Arguments:**
 
@@ -49,7 +49,7 @@ class Plans(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """The target of a rule: what one style does with a parameter, whatever its rank. See `rules_of`.
+    """The target of a rule: how one style shards a parameter of any rank. See `rules_of`.
 
     **Arguments:**
 
@@ -85,7 +85,7 @@ class Style:
 
 
 def plans_of(config: object) -> Plans:
-    """The plans of a model or a configuration, or of the class of either.
+    """The plans of a model, of a configuration, or of the class of either.
 
     **Arguments:**
 
@@ -191,7 +191,7 @@ def rules_of(
 
 
 def _dim(style: str, name: str, rank: int) -> int | None:
-    """Which dimension of a parameter a style cuts."""
+    """The dimension of a parameter that a style shards; `None` if it shards none."""
     where = STYLES[style]
     if where is None or not rank:
         return None
@@ -208,7 +208,7 @@ def _regex(key: str, prefix: str) -> str:
 
 
 def _on_disk(module: str, names: tuple[str, ...], prefix: str) -> str:
-    """A regex for the parameters of single experts. Mixtral's module of experts has another name in checkpoints."""
+    """A regex for the parameters of single experts in checkpoints, where Mixtral's expert module has another name."""
     path = _path(module, prefix).replace("[./]mlp[./]", "[./](?:mlp|block_sparse_moe)[./]")
     return rf"^{path}[./]\d+[./](?:{'|'.join(names)})[./][^./]+$"
 

@@ -1,4 +1,4 @@
-"""Keras's `LayoutMap` as PathRules. Keras is not needed: a map is any mapping from regexes to axes."""
+"""Keras's `LayoutMap` as PathRules. Keras is not needed, since any mapping from regexes to axes will do."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ Axes = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class KerasLayout:
-    """The target of a rule: the axes that a LayoutMap gives to what its key matches, and to nothing else does.
+    """The target of a rule: the axes that a LayoutMap gives to paths that its key and no other key matches.
 
     **Arguments:**
 
@@ -41,7 +41,7 @@ class KerasLayout:
 
 
 def rules_of(layout_map: Mapping[str, object]) -> PathRules:
-    """PathRules that give each variable the layout that `LayoutMap[variable.path]` has.
+    """PathRules that give each variable the layout of `LayoutMap[variable.path]`.
 
     A path that is a key takes its layout; else the one key that matches all of it (`re.fullmatch`). A path that two
     keys match is an error, as in Keras, and what none matches is replicated.
@@ -83,7 +83,7 @@ def rules_of(layout_map: Mapping[str, object]) -> PathRules:
 
 
 def _grouped(key: str) -> str:
-    """A regex that may stand within another one: flags at its start are those of a group."""
+    """A regex that can be part of another one. Flags at its start apply to its group only."""
     found = re.match(r"\(\?([aiLmsux]+)\)", key)
     if found is None:
         return f"(?:{key})"

@@ -21,7 +21,7 @@ class Mappings(NamedTuple):
 
 
 def rules_of(mapping: Mapping[str, Target]) -> AxisRules:
-    """A haliax axis mapping as AxisRules: each name has one target, and axes that no rule is about are whole.
+    """A haliax axis mapping as AxisRules: each name has one target, and axes without a rule are replicated.
 
     **Arguments:**
 

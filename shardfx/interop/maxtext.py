@@ -9,7 +9,7 @@ from .._rules import AxisRules, Rule
 
 
 class MeshAndRules(NamedTuple):
-    """What a rule file says.
+    """The mesh axes and the rules of a rule file.
 
     **Arguments:**
 
@@ -22,7 +22,7 @@ class MeshAndRules(NamedTuple):
 
 
 def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndRules:
-    """The mesh axes and the rules of a configuration, read as MaxText reads them.
+    """The mesh axes and the rules of a configuration, with the meaning that MaxText gives them.
 
     MaxText resolves names as Flax does: in the rules' order, a rule whose mesh axes are taken is passed over, and an
     empty list ends the search, as `None` does.

@@ -1,4 +1,4 @@
-"""The partitioning of a T5X gin file as AxisRules. Neither gin nor T5X is needed."""
+"""The partitioning in a T5X gin file as AxisRules. Neither gin nor T5X is needed."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from ..presets import t5x
 
 
 class Partitioning(NamedTuple):
-    """What a gin file says of partitioning.
+    """The partitioning that a gin file states.
 
     **Arguments:**
 
@@ -120,13 +120,13 @@ def _standard(bound: dict[str, str], experts: bool) -> AxisRules:
 
 
 def _said(bound: dict[str, str], *names: str) -> Any:
-    """The value of the first of these names that has one; `None` where a file leaves it to the command line."""
+    """The value of the first of these names that has one; `None` if the file leaves it to the command line."""
     values = (_literal(bound, name, None, open_is_none=True) for name in names)
     return next((value for value in values if value is not None), None)
 
 
 def _bindings(text: str) -> dict[str, str]:
-    """The text of each value that is bound, by the last two parts of its name."""
+    """The text of each bound value, by the last two parts of its name."""
     text = re.sub(r"(?m)#.*$", "", text)
     blocks = [(found.start(), found["name"]) for found in _BLOCK.finditer(text)]
     found: dict[str, str] = {}
@@ -141,7 +141,7 @@ def _bindings(text: str) -> dict[str, str]:
 
 
 def _value_text(text: str) -> str:
-    """The first value of `text`: up to the end of the line on which all its brackets are closed."""
+    """The first value in `text`: it ends with the line on which all its brackets are closed."""
     depth, at = 0, 0
     for at, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
@@ -151,7 +151,9 @@ def _value_text(text: str) -> str:
 
 
 def _literal(bound: dict[str, str], name: str, default: object, *, open_is_none: bool = False) -> Any:
-    """The constant that a name, or the macro that it is bound to, has; a macro may be open: bound to nothing."""
+    """The constant that a name is bound to, directly or through a macro. A macro may be open, that is bound
+    to nothing.
+    """
     value = bound.get(name)
     while value is not None and value[:1] == "%" and (value[1:] in bound or open_is_none):
         value = bound.get(value[1:])

@@ -364,7 +364,8 @@ class MeshSpec(eqx.Module):
         return Mesh(ordered, self.axis_names, axis_types=self.axis_types)
 
     def split(self, axis: str, parts: Mapping[str, int]) -> "MeshSpec":
-        """One axis as several, slowest first: every device keeps its place, so layouts on both meshes mix.
+        """The mesh with one axis split into several, slowest first. Every device keeps its place, so arrays on both
+        meshes mix.
 
         **Arguments:**
 
@@ -410,7 +411,7 @@ class MeshSpec(eqx.Module):
         return _made(names, sizes, kinds, slices)
 
     def filled(self) -> "MeshSpec":
-        """The mesh itself, once every size is known; raises `MeshError` while one is -1."""
+        """The mesh itself if every size is known; raises `MeshError` if one is -1."""
         if -1 in self.axis_sizes:
             raise MeshError(f"mesh {self} has an axis of unknown size; call `.fit(device_count)` first.")
         return self
@@ -429,7 +430,7 @@ def _made(
 
 
 def _pairs(axes: object) -> tuple[tuple[str, int], ...]:
-    """The names and sizes that `MeshSpec` is given."""
+    """The checked names and sizes of the axes."""
     if isinstance(axes, str):
         raise MeshError(f"`MeshSpec({axes!r})`: a text is read by `MeshSpec.parse({axes!r})`.")
     items = tuple(axes.items()) if isinstance(axes, Mapping) else tuple(axes) if isinstance(axes, Iterable) else (axes,)

@@ -1,4 +1,4 @@
-"""The order of devices in a mesh: JAX's own choice, or a stated fallback where it has none."""
+"""The order of devices in a mesh: JAX's own choice, or a documented fallback."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from ._torus import mean_hops, ring_path, torus_order, wraps
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceOrder:
-    """Devices in the order of a mesh, and how that order was come by.
+    """Devices in the order of a mesh, with the method and the reasons for this order.
 
     **Arguments:**
 
@@ -45,7 +45,7 @@ class DeviceOrder:
 
 
 def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int] | None = None) -> DeviceOrder:
-    """Orders devices for a mesh: what [`shardfx.MeshSpec.order`][] does, on plain sizes.
+    """Orders devices for a mesh of plain sizes, as [`shardfx.MeshSpec.order`][] does for a MeshSpec.
 
     **Arguments:**
 
@@ -93,7 +93,7 @@ def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int
 def _granules(
     devices: list[Device], sizes: tuple[int, ...], dcn: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[str, ...]]:
-    """Which devices share the fast network, the slices per axis that this gives, and why."""
+    """The groups of devices that share the fast network, the number of slices along each axis, and the reasons."""
     wanted, found = math.prod(dcn), slices(devices)
     if wanted == 1 and len(found) == 1:
         return found, dcn, ()
@@ -132,7 +132,9 @@ def _even(groups: tuple[tuple[int, ...], ...], devices: list[Device]) -> tuple[t
 
 
 def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Spreads `count` slices over the slowest axes that take them."""
+    """The number of slices along each axis, with `count` slices spread over the slowest axes that divide; `None` if
+    they do not.
+    """
     out = []
     for size in sizes:
         out.append(math.gcd(count, size))
@@ -182,7 +184,7 @@ def _torus_mesh(
 def _walked(
     devices: list[Device], grid: np.ndarray, array: np.ndarray, method: str, reasons: tuple[str, ...]
 ) -> DeviceOrder:
-    """Turns each axis that fills a box into a walk of it in single hops, which a row-major order is not."""
+    """The order with each axis that fills a box replaced by a walk of single hops through the box."""
     extents = grid.shape
     closed = wraps(devices[0].device_kind, extents)
     where = {id(devices[index]): place for place, index in np.ndenumerate(grid)}
@@ -204,7 +206,9 @@ def _walked(
 
 
 def _walk(line: np.ndarray, extents: tuple[int, ...], closed: tuple[bool, ...]) -> np.ndarray | None:
-    """The order in which to visit the places of `line` in single hops, if they fill a (strided) box."""
+    """The order that visits the positions in `line` in single hops, if they fill a box or a strided box;
+    else `None`.
+    """
     columns = [np.unique(line[:, dim], return_inverse=True) for dim in range(line.shape[1])]
     box = tuple(len(values) for values, _ in columns)
     if math.prod(box) != len(line) or len(line) < 2:

@@ -1,4 +1,4 @@
-"""Orders on a torus: which neighbours are one hop apart, and walks that visit every place in single hops."""
+"""Orders on a torus: the neighbours that are one hop apart, and walks that visit every position in single hops."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _RING_SIZES = {
 
 
 def wraps(device_kind: str, bounds: Sequence[int]) -> tuple[bool, ...]:
-    """Which dimensions of a slice are closed into rings by links between their ends.
+    """For each dimension of a slice, whether links join its ends into a ring.
 
     **Arguments:**
 
@@ -51,7 +51,7 @@ def wraps(device_kind: str, bounds: Sequence[int]) -> tuple[bool, ...]:
 
 
 def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[np.ndarray, "places dims"]:
-    """A walk through every place of a box in single steps, which ends next to its start wherever it can.
+    """A walk through every position of a box in single hops. If possible, it ends next to its start.
 
     **Arguments:**
 
@@ -89,7 +89,7 @@ def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[n
 def torus_order(
     bounds: Sequence[int], sizes: Sequence[int], closed: Sequence[bool] | None = None
 ) -> Int[np.ndarray, "..."]:
-    """Places on a torus in the order of a mesh, every mesh axis walking a box in single steps where it can.
+    """Positions on a torus in the order of a mesh. If possible, every mesh axis walks through a box in single hops.
 
     Axes are placed from the last, which is taken to communicate most, to the first. Each takes, of what is
     left, the box that [`shardfx.topology.default_submesh`][]'s rule prefers.
@@ -137,7 +137,7 @@ def torus_order(
 def mean_hops(
     order: Int[np.ndarray, "..."], axis: int, bounds: Sequence[int], closed: Sequence[bool] | None = None
 ) -> float:
-    """How many links lie, on average, between neighbours along one axis of a mesh.
+    """The mean number of links between neighbours along one axis of a mesh.
 
     **Arguments:**
 
@@ -172,7 +172,7 @@ def mean_hops(
 
 
 def boxes(count: int, bounds: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every box of `count` places whose sizes divide `bounds`."""
+    """Every box of `count` positions whose sizes divide `bounds`."""
     if not bounds:
         return [()] if count == 1 else []
     first = (size for size in range(1, bounds[0] + 1) if bounds[0] % size == 0 and count % size == 0)
@@ -180,7 +180,7 @@ def boxes(count: int, bounds: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def preferred(candidates: Sequence[tuple[int, ...]], bounds: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The box that keeps most traffic on whole rings; the rule is stated at `default_submesh`."""
+    """The box that keeps the most traffic on whole rings, by the rule in the docstring of `default_submesh`."""
 
     def rank(box: tuple[int, ...]) -> tuple:
         whole = [box[dim] for dim in range(len(box)) if box[dim] == bounds[dim] > 1]

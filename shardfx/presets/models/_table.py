@@ -1,4 +1,4 @@
-"""Every model by name: its family, and the numbers of its config, which `table.txt` beside this file has.
+"""Every model by name: its family, and the numbers of its config, from `table.txt` beside this file.
 
 The numbers are those of the checkpoints' own config.json; of GPT-3 those of its paper (arXiv:2005.14165, table 2.1), of
 T5 those of t5x's gin files, of ViT those of big_vision's models/vit.py. There is one llama3-405b, Llama 3.1's.
@@ -16,7 +16,7 @@ _TEXT = importlib.resources.files("shardfx.presets.models").joinpath("table.txt"
 
 
 class ModelRow(NamedTuple):
-    """A model: its family's name, and what it differs in from the others."""
+    """A model: its family's name, and the numbers in which it differs from other models of the family."""
 
     family: str
     config: Mapping[str, int]
