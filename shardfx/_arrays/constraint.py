@@ -101,7 +101,7 @@ def constrain(
     - `x`: an array.
     - `names_or_spec`: a tuple of logical names that the plan's `axes` resolve, one per dimension; `...` stands for all
         that are whole. Or a PartitionSpec, which replicates dimensions beyond its end. `None` leaves `x` as it is.
-    - `plan`: whose mesh, `axes` and `mode` count; the array need not be one of its leaves.
+    - `plan`: a plan, for its mesh, `axes` and `mode`. The array need not be one of its leaves.
     - `strict`: raise where the rules, the shape or the mesh do not allow what is asked: a mesh axis that another name
         has, a size that does not divide. Without it, the plan's own `strict` holds.
     - `unmatched`: "raise": a name that no rule of the plan is about is an error, and so is a mesh axis in a spec that

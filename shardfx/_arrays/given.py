@@ -242,10 +242,10 @@ class Static:
 
     **Arguments:**
 
-    - `positions`: where the leaves that are no arrays, and each list of arrays, are among all leaves.
+    - `positions`: the positions, among all leaves, of the leaves that are no arrays, and of each list of arrays.
     - `treedef`: the structure of this very tree: one that is equal may hold other data.
     - `values`: the leaves that are no arrays.
-    - `data`: what the nodes hold.
+    - `data`: the data of the nodes beside their leaves.
     """
 
     __slots__ = ("positions", "treedef", "values", "_parts", "_key", "_hash")

@@ -84,13 +84,13 @@ def filter_jit(
     **Arguments:**
 
     - `fn`: a function of any trees. Without it, a decorator is returned.
-    - `in_shardings`: how the arguments are sharded: a tuple with an entry per positional parameter (the last ones may
+    - `in_shardings`: the shardings of the arguments: a tuple with an entry per positional parameter (the last ones may
         be left out), a dict by parameter name, or one entry for all. An entry is a [`shardfx.ShardPlan`][], a
         `Sharding`, a tree or a prefix of one of these, or `None` where JAX is to take an argument as it comes.
     - `out_shardings`: the same for what `fn` returns.
-    - `donate`: whose buffers may be reused: True or "all", False or "none", "all-except-first", or the positions or
-        names of parameters. JAX warns where a donated buffer fits no output; "warn" and "warn-except-first", which
-        Equinox tells apart by that, are the same here.
+    - `donate`: the arguments whose buffers may be reused: True or "all", False or "none", "all-except-first", or the
+        positions or names of parameters. JAX warns where a donated buffer fits no output; "warn" and
+        "warn-except-first", which Equinox tells apart by that, are the same here.
 
     **Returns:**
 
@@ -172,7 +172,7 @@ class _Form:
     - `alive`: the arrays whose buffers may be gone. Where none is donated these are the first of each list: what is
         donated is gone as a whole.
     - `donates`: whether an array is donated.
-    - `static`, `shardings`: those of the last call.
+    - `static`, `shardings`: the static argument and the shardings of the last call.
     """
 
     groups: list[list[int]]

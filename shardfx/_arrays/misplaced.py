@@ -28,10 +28,10 @@ class MisplacedArray:
 
     **Arguments:**
 
-    - `path`: where it is in the tree.
+    - `path`: the array's path in the tree.
     - `asked`, `found`: dtype, shape, spec and memory kind, as texts; "nothing" where there is no array.
-    - `excess_bytes`: that each device holds beyond the plan.
-    - `fix`: what to do.
+    - `excess_bytes`: bytes that each device holds beyond the plan.
+    - `fix`: a way to mend it.
     """
 
     path: str

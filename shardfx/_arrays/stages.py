@@ -24,7 +24,7 @@ class TracedArray:
     - `struct`: its shape and dtype, and its sharding where `in_shardings`, `out_shardings` or the argument says it.
     - `is_donated`: whether its buffer may be reused.
     - `argument`: the position of its argument; `None` for results, and for arrays of the function itself.
-    - `name`: what the text of the program calls it; "" for results.
+    - `name`: the name of the array in the program's text; "" for results.
     """
 
     path: str
@@ -42,8 +42,8 @@ class Traced(Generic[P, R]):
 
     - `arrays`: the arrays that it takes, one for each input of the jaxpr.
     - `results`: the arrays that it returns, one for each output of the jaxpr.
-    - `traced`: what `jax.jit(...).trace` returned.
-    - `mesh`: of the first plan among its shardings, with the slices that it spans; `None` without plans.
+    - `traced`: the object that `jax.jit(...).trace` returned.
+    - `mesh`: the mesh of the first plan among its shardings, with the slices that it spans; `None` without plans.
     """
 
     _call: Any

@@ -298,7 +298,7 @@ def findings_of(asked: PlanOptions, given: Inputs | None) -> Findings:
     **Arguments:**
 
     - `asked`: the words.
-    - `given`: what they mean; `None` for a plan that was written as JSON.
+    - `given`: the parsed options; `None` for a plan read from JSON.
     """
     with working("checking the rules"):
         if given is None:

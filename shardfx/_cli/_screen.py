@@ -189,7 +189,7 @@ def verb(*, examples: Sequence[str], exits: str = "0") -> Callable[[Callable[...
     **Arguments:**
 
     - `examples`: command lines that work; the help shows them, and a test runs them.
-    - `exits`: what the exit code says, before "2 for bad input".
+    - `exits`: the meaning of the exit code, without "2 for bad input".
 
     **Returns:**
 

@@ -68,7 +68,7 @@ def calling(what: str, function: Callable[[], _Result]) -> _Result:
 
     **Arguments:**
 
-    - `what`: what is being done, as "importing `my_model`".
+    - `what`: the action in words, as "importing `my_model`".
     - `function`: does it.
 
     **Returns:**

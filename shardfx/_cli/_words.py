@@ -21,8 +21,8 @@ def literals(text: str | None, flag: str) -> dict[str, Any]:
 
     **Arguments:**
 
-    - `text`: as between the brackets of a call; `None` for none.
-    - `flag`: where it was given, for messages.
+    - `text`: the text between the brackets of a call; `None` for no arguments.
+    - `flag`: the flag with this text, for messages.
 
     **Returns:**
 
@@ -104,7 +104,7 @@ def parse_slice(text: str) -> NamedSlice:
 
     **Arguments:**
 
-    - `text`: as [`shardfx.chips.parse_slice`][] takes it.
+    - `text`: a text that [`shardfx.chips.parse_slice`][] takes.
 
     **Returns:**
 

@@ -80,7 +80,7 @@ def run(arguments: Sequence[str] | None) -> int:
 
     **Arguments:**
 
-    - `arguments`: what follows the program's name; `sys.argv` by default.
+    - `arguments`: the words after the program's name; `sys.argv` by default.
 
     **Returns:**
 

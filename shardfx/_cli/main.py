@@ -12,7 +12,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     **Arguments:**
 
-    - `arguments`: what follows the program's name; `sys.argv` by default.
+    - `arguments`: the words after the program's name; `sys.argv` by default.
 
     **Returns:**
 

@@ -179,7 +179,7 @@ class PieceForm(NamedTuple):
     **Arguments:**
 
     - `source`, `target`: the digits of each dimension, on either side.
-    - `order`: per digit of the target the number of the source's digit that it is, or `NOWHERE` where it repeats.
+    - `order`: for each digit of the target, the number of the source's digit that it is, or `NOWHERE` for a repetition.
     - `casts`: the dtypes that the numbers are cast to.
     """
 

@@ -160,8 +160,8 @@ class From:
 
     **Arguments:**
 
-    - `path`: of the leaf, as `model.layers.{i}.mlp.up_proj.weight`. What stands in braces is what the target's path has
-        there, or what `stack` goes through. It may be counted with, where it is a number: `{6*i+2}`.
+    - `path`: the path of the leaf, as `model.layers.{i}.mlp.up_proj.weight`. A name in braces has its value from the
+        target's path, or from `stack`. A number may be computed with: `{6*i+2}`.
 
     !!! Example
 
@@ -201,10 +201,10 @@ class From:
 
         **Arguments:**
 
-        - `parts`: what is put together: query, key and value; gate and up.
+        - `parts`: the expressions to concatenate: query, key and value; gate and up.
         - `dim`: along which.
-        - `shards`: how many pieces of each part alternate: with 2 it is `[q0 k0 v0 q1 k1 v1]`, as a matrix has it that
-            is cut over 2 devices so that each gets its own query, key and value.
+        - `shards`: the number of interleaved pieces of each part: with 2 the result is `[q0 k0 v0 q1 k1 v1]`, for a
+            matrix that is sharded over 2 devices so that each gets its own query, key and value.
         """
         return _new("concat", tuple(parts), (dim, shards))
 
@@ -373,7 +373,7 @@ class Rules:
 
     **Arguments:**
 
-    - `made`: per pattern of a target's path, what such a leaf is made of.
+    - `made`: pairs of the pattern of a target's path, and the expression that makes such a leaf.
     - `drop`: patterns of leaves of the source that nothing is made of.
     - `casts`: whether what comes out of another dtype than the target's is cast to it.
     - `rest`: patterns of leaves that the source may have, and that nothing is made of.

@@ -76,9 +76,9 @@ class Pattern:
 
     **Arguments:**
 
-    - `text`: as it was written.
+    - `text`: the path as it was written.
     - `parts`: text and sums in turn; text is first and last.
-    - `regex`: what a path looks like that it may stand for.
+    - `regex`: a regex for the paths that the pattern may stand for.
     """
 
     text: str

@@ -34,7 +34,7 @@ class Scale(NamedTuple):
 
     **Arguments:**
 
-    - `path`: of the other array.
+    - `path`: the path of the other array.
     - `block`: the size of a block along each dimension.
     """
 
@@ -48,7 +48,7 @@ class Arithmetic(NamedTuple):
     **Arguments:**
 
     - `sign`: "*", "/", "+" or "-".
-    - `number`: by which, in this dtype.
+    - `number`: the number, in this dtype.
     """
 
     sign: Literal["*", "/", "+", "-"]
@@ -94,9 +94,9 @@ class Value(NamedTuple):
 
     **Arguments:**
 
-    - `path`: of the array; `None` for a constant.
+    - `path`: the path of the array; `None` for a constant.
     - `number`: the constant.
-    - `scale`: what it is multiplied by, in float32.
+    - `scale`: the scales that it is multiplied by, in float32.
     - `casts`: the dtypes that it is cast to, and what it is counted with, one after the other.
     """
 
@@ -124,10 +124,10 @@ class Piece(NamedTuple):
 
     **Arguments:**
 
-    - `value`: which array the source is.
-    - `source`, `target`: where the first of the elements is, on either side.
-    - `factors`: of which all others are counted. Those along one dimension are nested: a step is at least as long as
-        all that lies below it.
+    - `value`: the source array, and the operations on its elements.
+    - `source`, `target`: the position of the first element on either side.
+    - `factors`: the digits that count all other elements. Along one dimension the factors are nested: a step is at
+        least as long as the range of all shorter steps.
     """
 
     value: Value

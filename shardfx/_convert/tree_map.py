@@ -31,8 +31,9 @@ class TreeMap:
 
     **Arguments:**
 
-    - `rules`: from the path of a target, `layers/{i}/mlp/up`, to what it is made of: a [`shardfx.From`][], or the path
-        of a leaf that is taken as it is. A name in braces stands for text without `/` and `.`, `{name*}` for any text.
+    - `rules`: a dict from the path of a target, `layers/{i}/mlp/up`, to the expression that makes it: a
+        [`shardfx.From`][], or the path of a leaf that is copied unchanged. A name in braces stands for text without `/`
+        and `.`, `{name*}` for any text.
     - `drop`: paths of leaves of the source that are not used, braces included. A leaf that is neither used nor dropped
         is an error, and so is a path that the source does not have.
     - `rest`: paths of leaves that are not used, and that the source need not have.

@@ -60,7 +60,8 @@ class Landing(NamedTuple):
     **Arguments:**
 
     - `source`: the box.
-    - `offset`, `strides`: of its first element, and of its dimensions, counted in elements of the memory.
+    - `offset`, `strides`: the position of its first element, and the strides of its dimensions, in elements of the
+        memory.
     """
 
     source: Box

@@ -44,7 +44,7 @@ def blocked(shape: Sequence[int], there: Sequence[int], here: Sequence[int]) -> 
 
     **Arguments:**
 
-    - `shape`: of the target and of the source.
+    - `shape`: the shape of the target and of the source.
     - `there`, `here`: the strides of the target and of the source, in bytes.
     """
     count = math.prod(shape)

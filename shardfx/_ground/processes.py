@@ -22,9 +22,9 @@ def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[
 
     **Arguments:**
 
-    - `client`: as `coordination` gives it.
-    - `name`: of the barrier; it may be used again.
-    - `seconds`: how long the first process that comes waits for the others.
+    - `client`: the client that `coordination` returned.
+    - `name`: the name of the barrier. It may be used again.
+    - `seconds`: how long the first process waits for the others.
     - `me`: the number of this process.
     - `processes`: all whom it waits for; by default those of the job.
 

@@ -45,7 +45,7 @@ class Reason:
 
     **Arguments:**
 
-    - `code`: which of the closed vocabulary of reasons, see [`shardfx.Code`][].
+    - `code`: a code of the closed vocabulary of reasons, see [`shardfx.Code`][].
     - `dim`: the dimension that it concerns, or `None` for the whole array.
     - `axes`: the mesh axes (or logical names) that were asked for and not given, in order.
     - `message`: the sentence for a person, with the actual values and a next step.
@@ -69,7 +69,7 @@ class Decision:
     **Arguments:**
 
     - `spec`: the spec in canonical form: no trailing `None`, no one-element tuples.
-    - `reasons`: in order of dimension; empty if everything was given as asked.
+    - `reasons`: the reasons in order of dimension; empty if everything was given as asked.
     """
 
     __module__ = "shardfx"

@@ -88,8 +88,8 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
     **Arguments:**
 
     - `plan`: the plan.
-    - `width`: how many columns of text there are. Where that is too few, the table says less of the rules, and what
-        paths have in common becomes a heading. `None` is no limit.
+    - `width`: the number of columns of text. If it is too small, the table says less about rules, and the common part
+        of paths becomes a heading. `None` is no limit.
 
     **Returns:**
 

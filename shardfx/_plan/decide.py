@@ -252,7 +252,7 @@ def counts_units(size: int, unit: int, fused: Collection[int] = ()) -> bool:
 
     **Arguments:**
 
-    - `size`, `unit`: of the dimension, and of its name.
+    - `size`, `unit`: the size of the dimension, and the unit of its name.
     - `fused`: the sizes that the name has in other arrays. They decide where the size could be either.
     """
     if unit == 1 or size in fused:

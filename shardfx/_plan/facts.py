@@ -26,10 +26,11 @@ class ReportRow:
 
     **Arguments:**
 
-    - `path`: of the array, or of all with ranges for the numbers: `layers/{0..31}/attn/q_proj/weight`.
-    - `count`: how many arrays they are.
+    - `path`: the array's path, or one text for the paths of all with ranges for the numbers:
+        `layers/{0..31}/attn/q_proj/weight`.
+    - `count`: the number of arrays.
     - `leaf`: the first of them.
-    - `bytes`, `bytes_per_device`: of all of them together.
+    - `bytes`, `bytes_per_device`: the bytes of all of them in total, and the bytes of their shards on one device.
     """
 
     path: str

@@ -53,7 +53,7 @@ def follow(
     - `init`: a function of a tree with the plan's arrays, and of `args`. It is traced, never run. At leaves of the
         tree that are no arrays it gets an opaque object, or `None` if it fails with that, as optimizers do.
     - `plan`: the plan of that tree.
-    - `args`: what else `init` takes; a [`shardfx.ShardPlan`][] among them stands for its tree.
+    - `args`: the further arguments of `init`. A [`shardfx.ShardPlan`][] among them stands for its tree.
     - `over`: mesh axes over which every array is sharded beside those that it follows, on whichever dimension has room,
         as ZeRO does; or `fsdp("data", min_bytes=...)`, which leaves small arrays alone.
     - `paths`: rules for arrays that follow nothing. To overrule what others follow, see
@@ -212,8 +212,8 @@ class _Beside(NamedTuple):
     **Arguments:**
 
     - `kind`: "adapters" have some of the base's dimensions, "scales" a number per block of its elements.
-    - `number`: of the pair among those of its kind.
-    - `pattern`, `base`: what of the path is replaced, and by what, as in `re.sub`.
+    - `number`: the number of the pair among the pairs of its kind.
+    - `pattern`, `base`: a regex and the replacement of its match in the path, as in `re.sub`.
     """
 
     kind: Literal["adapters", "scales"]
@@ -242,7 +242,7 @@ class _Follower:
     **Arguments:**
 
     - `open`: the paths of arrays that follow nothing.
-    - `loose`: what a strict plan does not put up with, by path.
+    - `loose`: the arrays that a strict plan does not accept, by path.
     """
 
     plan: ShardPlan

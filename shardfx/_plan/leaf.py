@@ -27,17 +27,19 @@ class LeafPlan:
 
     **Arguments:**
 
-    - `path`: where it is in the tree, as `layers/0/attn/q_proj/weight`.
-    - `shape`, `dtype`: of the whole array.
+    - `path`: the array's path in the tree, as `layers/0/attn/q_proj/weight`.
+    - `shape`, `dtype`: those of the whole array.
     - `names`: its logical names, if names decided.
     - `requested`: the spec that the rule asked for.
     - `spec`: the spec that it gets, in canonical form.
-    - `rule`: what decided: a path rule by index and regex, `names`, or what it follows; `None` where nothing did.
+    - `rule`: the origin of the spec: a path rule by index and regex, `names`, or the array that it follows; `None`
+        without any.
     - `reasons`: why `spec` is not `requested`; see [`shardfx.Reason`][].
     - `memory_kind`: `None` for the device's default memory.
-    - `units`: per dimension, how many elements may not be cut apart; `None` where any cut will do.
+    - `units`: for each dimension, the number of elements that form an indivisible unit; `None` if all units are single
+        elements.
     - `strategies`: the `fsdp(...)` steps that refined `requested`.
-    - `bytes`, `bytes_per_device`: of the whole array, and of one shard.
+    - `bytes`, `bytes_per_device`: bytes of the whole array, and of one shard.
     """
 
     __module__ = "shardfx"
@@ -113,10 +115,10 @@ class Skeleton:
 
     **Arguments:**
 
-    - `paths`: of the leaves, in the order in which the plan lists them.
+    - `paths`: the paths of the leaves, in the order in which the plan lists them.
     - `treedef`: the tree's structure.
-    - `order`: per leaf of `treedef` its place in `paths`; `None` where both have one order. A plan that was read back
-        lists its leaves as they were planned, while JAX sorts the keys of the dicts that it is read into.
+    - `order`: for each leaf of `treedef`, its index in `paths`; `None` if both have one order. A plan that was read
+        back lists its leaves as they were planned, while JAX sorts the keys of the dicts that it is read into.
     - `structure`: the tree's structure as a plan's JSON has it; `None` if it is to be made from `treedef`.
     """
 

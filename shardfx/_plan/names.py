@@ -69,8 +69,9 @@ def renamed(tree: object, changes: Mapping[str, object], *, names: object = None
     **Arguments:**
 
     - `tree`: the tree of arrays.
-    - `changes`: by the path of an array, or else a regex that is searched in each path, its names: a tuple as in
-        [`shardfx.plan`][], or `None`, so that path rules decide; not where a module declares names.
+    - `changes`: a dict from the path of an array, or from a regex that is searched in each path, to its new names: a
+        tuple as in [`shardfx.plan`][], or `None`, so that path rules decide. `None` is not allowed where a module
+        declares names.
     - `names`: the names as [`shardfx.plan`][] takes them; without it those that modules declare.
 
     **Returns:**

@@ -248,9 +248,9 @@ class ShardPlan(eqx.Module):
 
         - `names_or_spec`: logical names that the plan's `axes` resolve, one per dimension or with `...`; or a
             PartitionSpec.
-        - `shape`: of the array, to which the sharding is corrected. Without it the sharding is for arrays of any shape
-            whose sizes it divides, and dimensions beyond the end of the names are whole. Then names with units, as
-            heads, can be cut only if the plan's own arrays of these names can.
+        - `shape`: the shape of the array, to which the sharding is corrected. Without it, the sharding is for arrays of
+            any shape whose sizes it divides, and dimensions beyond the end of the names are replicated. Names with
+            units, such as heads, are then sharded only if the plan's own arrays of these names can be.
         - `strict`, `unmatched`: as in [`shardfx.constrain`][].
         - `explain`: return the decision too.
 
@@ -412,7 +412,7 @@ class Target:
 
     **Arguments:**
 
-    - `arrays`: per array its path and a struct with a sharding.
+    - `arrays`: for each array its path and a struct with a sharding.
     - `others`: the position, path and value of each leaf that is no array; of a plan, which has no values, `None`.
     - `treedef`: the tree's structure.
     """

@@ -32,8 +32,8 @@ def decision_for(
     **Arguments:**
 
     - `names_or_spec`: logical names that the plan's rules resolve, or a PartitionSpec.
-    - `shape`: of the array; `None` for arrays of any shape that is divisible.
-    - `plan`: what the plan holds.
+    - `shape`: the shape of the array; `None` for arrays of any shape that is divisible.
+    - `plan`: the content of the plan.
     - `mesh`: the axes of the plan's mesh that may be used; nothing is said about the others.
     - `strict`: raise if there is any reason.
     - `unmatched`: "raise" for names that no rule is about, and for axes in a spec that no mesh is known to have.

@@ -256,11 +256,11 @@ def carry_out(
 
     **Arguments:**
 
-    - `move`: how.
+    - `move`: the decided move.
     - `x`: an array of its shape, dtype and source.
     - `donate`: gives up its buffers, unless the result has them.
-    - `limit_bytes`: beside the shards of source and target, `move.least_bytes` or more; an array that would need
-        more goes in parts.
+    - `limit_bytes`: bytes that may be used beside the shards of source and target, `move.least_bytes` or more. An array
+        that would need more moves in parts.
     - `pool`: threads to copy with.
 
     **Returns:**

@@ -32,8 +32,8 @@ class MappedMatrices:
 
     **Arguments:**
 
-    - `plan`: how the arrays of the tree lie, before and afterwards.
-    - `exchanges`: which matrices go to their owners together.
+    - `plan`: the plan of the tree, before and after the call.
+    - `exchanges`: the groups of matrices that share an all-to-all.
     """
 
     plan: ShardPlan
@@ -108,16 +108,19 @@ def map_matrices(
 
     **Arguments:**
 
-    - `fn`: from a matrix to one of the same shape and dtype; with `state`, from a matrix and its state to both.
+    - `fn`: a function from a matrix to one of the same shape and dtype; with `state`, from a matrix and its state to
+        both.
     - `plan`: the plan of the tree.
     - `over`: the mesh axes whose devices own matrices. Without it: all that cut any of the matrices, and those of the
         logical name "batch".
-    - `where`: by a regex that is searched in an array's path, first match first. `(many, rows)`: so many leading
-        dimensions count matrices, the next ones are rows, and the others columns. A function: what the array goes
-        through as it lies. `None`: it stays as it is.
-    - `state`: from a matrix to the state that `fn` takes with it and returns. The result then is a function from a tree
-        and states to both; `.init()` makes the states, and `.states` is their plan. States stay with the owners.
-    - `memory_limit_bytes`: per device, for what it sends and receives at a time. More all-to-alls take less.
+    - `where`: a dict from a regex that is searched in an array's path, the first match counts, to a treatment. `(many,
+        rows)`: the first `many` dimensions count matrices, the next `rows` ones are rows, and the others columns. A
+        function: it is applied to the array, whose sharding stays. `None`: the array is left unchanged.
+    - `state`: a function from a matrix to the state that `fn` takes with it and returns. The result then is a function
+        from a tree and states to both; `.init()` makes the states, and `.states` is their plan. States stay with the
+        owners.
+    - `memory_limit_bytes`: bytes per device for what it sends and receives at a time. More all-to-alls need less at a
+        time.
 
     **Returns:**
 

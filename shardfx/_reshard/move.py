@@ -40,7 +40,7 @@ class Move:
     - `how`: "in place" (nothing to do), "relabel" (every device has its shard, under the names of another mesh),
         "memory kind" (the same shards in other memory), "steps" (collectives over one device set) or "tiles" (each
         new shard is put together from the old ones that overlap it).
-    - `shape`, `dtype`: of the whole array; for typed PRNG keys those of their `key_data`.
+    - `shape`, `dtype`: those of the whole array; for typed PRNG keys those of their `key_data`.
     - `src`, `dst`: the shardings.
     - `lost`: devices whose shards are not to be read.
     - `copies`: whether devices of the CPU may move their shards by copies in the memory that they share.
@@ -150,11 +150,11 @@ def move_of(
 
     **Arguments:**
 
-    - `shape`, `dtype`: of the array.
+    - `shape`, `dtype`: those of the array.
     - `src`, `dst`: shardings; a move between meshes without devices can be looked at, and not be made.
     - `lost`: devices whose shards are not to be read. Elements that they alone hold are `work.cuts.missing`.
     - `copies`: whether devices of the CPU may move their shards by copies in the memory that they share.
-    - `meshes`: what says how the meshes of the ends span slices, where their devices do not.
+    - `meshes`: the MeshSpecs of the two ends, which say how meshes span slices if their devices do not.
 
     **Returns:**
 
@@ -191,8 +191,9 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
 
     **Arguments:**
 
-    - `moves`: in order, each with the number of arrays that it moves. A move is planned once for all of them, so that
-        they share a program; where replicas give a choice it falls on those that send least for the moves before.
+    - `moves`: the moves in order, each with the number of arrays that it moves. A move is planned once for all of its
+        arrays, so that they share a program. If replicas give a choice of senders, the ones that have sent least in
+        earlier moves are taken.
 
     **Returns:**
 

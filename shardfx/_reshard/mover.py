@@ -81,14 +81,14 @@ def reshard(
         again.
     - `dst`: a plan on a jax Mesh, a sharding for all arrays, or a tree (or prefix) of shardings; `None` leaves what is
         below it alone.
-    - `map`: how the arrays of another tree are made of these, where `dst` is not a plan of this tree: a
-        [`shardfx.TreeMap`][]. Then `dst` is a plan, or a tree of structs with shardings. What is put together is cut on
-        the devices that have it, so that each element enters a device that needs it once, and nothing else does.
-    - `src`: where traced arrays lie, in the forms of `dst`; needed inside `jit` under Auto axes alone.
-    - `memory_limit_bytes`: how much may be used beside the source's and the target's shards, per device (the CPU's
-        devices share one memory). One group moves at a time, and an array that needs more moves in
-        smaller parts; where even those need more, that is an error with the least limit that works. Inside `jit` it
-        has no effect: there XLA decides over the memory.
+    - `map`: a [`shardfx.TreeMap`][] that makes the arrays of `dst` from these, if `dst` is not a plan of this tree.
+        Then `dst` is a plan, or a tree of structs with shardings. Pieces are cut out on the devices that hold them, so
+        that each element enters a device that needs it once, and no other element does.
+    - `src`: the shardings of traced arrays, in the forms of `dst`. It is needed only inside `jit` under Auto axes.
+    - `memory_limit_bytes`: bytes that may be used beside the source's and the target's shards, per device (CPU devices
+        share one memory). One group moves at a time, and an array that needs more moves in smaller parts. If even those
+        need more, the error states the least limit that works. Inside `jit` the limit has no effect, since XLA decides
+        about memory there.
     - `donate`: gives up the arrays of `tree`, each as soon as it was read. An array of which every device keeps its
         shard is not deleted: the result shares its buffers, under another mesh's names too.
     - `lost`: jax devices whose shards are not to be read; replicas elsewhere take their place.
@@ -296,7 +296,7 @@ class Journey:
 
     - `arrays`: the source's arrays by path.
     - `target`: the tree that is made.
-    - `works`: what there is to do for it.
+    - `works`: the plan of each array.
     """
 
     arrays: Mapping[str, Any]

@@ -29,7 +29,7 @@ class LeafMove:
 
     **Arguments:**
 
-    - `path`, `shape`, `dtype`: of the array.
+    - `path`, `shape`, `dtype`: those of the array.
     - `src`, `dst`: its shardings; of what is put together, that of the first array that it is made of.
     - `how`: "in place" or "relabel" (it needs nothing), "memory kind", "steps" (over one device set), "tiles" (between
         device sets), or "pieces" (a map puts it together from parts of other arrays).
@@ -40,11 +40,11 @@ class LeafMove:
     - `copied`: whether `reshard` will not take the steps: the devices are all played by this process's CPU, and it
         copies from shard to shard in the memory that they share. The costs are those of the steps all the same.
     - `wire_bytes`: bytes that enter a device, the mean over the target's devices.
-    - `dcn_bytes`: those of them that come from another slice (or node), for "steps"; at most, where slices do not line
-        up with mesh axes.
+    - `dcn_bytes`: the part of `wire_bytes` that comes from another slice (or node), for "steps"; an upper bound if
+        slices do not line up with mesh axes.
     - `lower_bound_bytes`: the same for the best algorithm there could be.
-    - `source_bytes`, `target_bytes`: of a device's shard before and afterwards. An array of which several are made
-        counts as the source of the last of them, with which it can be given up.
+    - `source_bytes`, `target_bytes`: bytes of a device's shard before and after the move. If several arrays are made of
+        one, it counts as the source of the last of them, with which it can be donated.
     - `peak_bytes`: the most that a device's memory holds of this array while it moves, source and target included. What
         lies in host memory counts only while it is copied to the device to change its layout there.
     - `made_of`: with a map, the paths of the arrays that it is made of.
@@ -171,7 +171,8 @@ def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: 
     - `src`, `dst`: plans, or trees of arrays or ShapeDtypeStructs with shardings (one struct is a tree). Meshes need no
         devices: where one has none, its devices are taken to be numbered by their place in the mesh. Slices are those
         of the devices, or else by the `dcn` of a plan's MeshSpec.
-    - `map`: how the arrays of `dst` are made of those of `src`, where it is another tree: as in [`shardfx.reshard`][].
+    - `map`: a map that makes the arrays of `dst` from those of `src`, if `dst` is another tree: as in
+        [`shardfx.reshard`][].
     - `lost`: jax devices whose shards will not be read.
 
     **Returns:**

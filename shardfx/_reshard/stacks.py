@@ -61,7 +61,7 @@ class Stack(NamedTuple):
 
     - `parts`: the arrays that they come from.
     - `piece`: the shape of what a device has of one matrix.
-    - `width`: how many units that is.
+    - `width`: the number of units in the piece.
     """
 
     parts: tuple[Matrices, ...]
@@ -78,12 +78,12 @@ class Stack(NamedTuple):
 class OwnerExchange(NamedTuple):
     """Stacks of one dtype whose matrices go to their owners in one all-to-all.
 
-    - `stacks`: what travels.
+    - `stacks`: the stacks to exchange.
     - `cut`: the mesh axes that cut the dimension that counts matrices. These matrices stay where they are along them.
     - `axes`: the mesh axes whose devices share out the matrices.
     - `unit`: the shape of what is counted on the wire: a device's piece of a matrix, or some elements of a row.
     - `holds`: for each owner its matrices in order, each as the number of its stack and its own number in that.
-    - `sizes`: of the mesh axes.
+    - `sizes`: the sizes of the mesh axes.
     """
 
     stacks: tuple[Stack, ...]

@@ -25,8 +25,8 @@ def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
 
     - `x`: a traced value, or an array that is a constant there. Differentiable: the cotangent is moved back.
     - `dst`: a NamedSharding on a mesh of the same devices, in the order of the other shardings, as JAX demands.
-    - `src`: where `x` lies; read from Explicit types. Under Auto axes it has to be given; a wrong one costs a reshard
-        and is no error.
+    - `src`: the sharding of `x`; read from Explicit types. Under Auto axes it must be given; a wrong one costs a
+        further reshard and is no error.
 
     **Returns:**
 

@@ -39,10 +39,10 @@ def resolve(
     - `names`: one entry per dimension: a logical name, `None`, `PartitionSpec.UNCONSTRAINED`,
         `atomic(name, unit)`, or a tuple of names, whose axes are joined on the dimension in their order.
     - `rules`: the rules.
-    - `mode`: which of the modes of `rules` applies; `None` for the base rules alone.
-    - `unmatched`: what becomes of a name without any rule. "replicate": `None`, with a reason. "keep": it is
-        taken as a mesh axis, which no rule may use then. "unconstrained": the compiler decides. "raise": an
-        error.
+    - `mode`: one of the modes of `rules`; `None` for the base rules alone.
+    - `unmatched`: the treatment of a name without any rule. "replicate": `None`, with a reason. "replicate": `None`,
+        with a reason. "keep": it is taken as a mesh axis, which no rule may use then. "unconstrained": the compiler
+        decides. "raise": an error.
 
     **Returns:**
 
@@ -176,7 +176,7 @@ class Attempt:
     **Arguments:**
 
     - `name`, `dim`: the logical name, and the dimension that it is on.
-    - `mode`, `number`: which rule it is: the number in the rules of this mode, or in the base rules.
+    - `mode`, `number`: the rule: its number in the rules of this mode, or in the base rules.
     - `rule`: the pair of a name and its target.
     - `outcome`: "applied"; "blocked", if a mesh axis of it is taken; "settled", if an earlier rule has applied.
     - `taken`: the mesh axes that were taken, each with the name and the dimension that has it.

@@ -52,13 +52,14 @@ class LeafDiff:
 
     **Arguments:**
 
-    - `path`: of the array, or of all with ranges for the numbers: `layers/{0..31}/attn/q_proj/weight`.
-    - `paths`: of each of them.
+    - `path`: the array's path, or one text for the paths of all with ranges for the numbers:
+        `layers/{0..31}/attn/q_proj/weight`.
+    - `paths`: the path of each array.
     - `before`, `after`: the first of them in either plan; `None` where a plan lacks it.
     - `fields`: the names of the fields of [`shardfx.LeafPlan`][] that differ.
     - `axes`: the mesh axes that moved, one `AxisMove` each.
-    - `move`: how the first of them is moved from one plan to the other, as [`shardfx.plan_reshard`][] has it. `None`
-        where nothing can be moved: in one plan only, of another shape or dtype, or with unreduced axes.
+    - `move`: the move of the first array from one plan to the other, as in [`shardfx.plan_reshard`][]. `None` if
+        nothing can be moved: the array is in one plan only, has another shape or dtype, or has unreduced axes.
     - `wire_bytes`: bytes that enter a device to move all of them, the mean over devices.
     """
 
@@ -92,9 +93,8 @@ class Diff:
     **Arguments:**
 
     - `plans`: a line for each of mesh, mode, rules and strictness that differs.
-    - `leaves`: what differs, and what would have to be moved, one `LeafDiff` for arrays that are
-        alike.
-    - `bytes_per_device`: of all arrays, before and after.
+    - `leaves`: the differences, one `LeafDiff` for arrays that differ alike, with the moves that they need.
+    - `bytes_per_device`: bytes per device of all arrays, before and after.
     """
 
     __module__ = "shardfx"

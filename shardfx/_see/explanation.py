@@ -37,15 +37,15 @@ class DimExplanation:
     **Arguments:**
 
     - `dim`, `size`: the dimension, and how many elements it has.
-    - `unit`: how many of them may not be cut apart; 1 where any cut will do.
+    - `unit`: the number of elements that form an indivisible unit; 1 for single elements.
     - `name`: its logical name or names, `None` without one.
-    - `tried`: what each rule for its names came to, in the order of the rules.
+    - `tried`: the outcome of each rule for its names, in the order of the rules.
     - `wanted`: the mesh axes that its rule, or all rules for its name that could apply, asked for.
-    - `kept`: those of them that cut it.
-    - `dropped`: those that do not.
+    - `kept`: the axes in `wanted` that shard the dimension.
+    - `dropped`: the axes in `wanted` that do not.
     - `added`: the axes beside them that cut it: of `fsdp(...)` after a rule, for one.
     - `reasons`: why axes were dropped.
-    - `sizes`: where the size is at fault, the nearest sizes below and above that all wanted axes would cut.
+    - `sizes`: if the size is at fault, the nearest sizes below and above that all wanted axes divide.
     - `free`: mesh axes that cut no dimension of the array, and would cut this one evenly.
     - `changes`: sentences on what would change it.
     """
@@ -75,8 +75,8 @@ class Explanation:
     - `leaf`: the array's row in the plan.
     - `mesh`: the plan's mesh.
     - `dims`: one `DimExplanation` per dimension.
-    - `reasons`: those of the plan's reasons that are about the array as a whole.
-    - `changes`: what would change these, a sentence each.
+    - `reasons`: the plan's reasons for the array as a whole.
+    - `changes`: changes that would remove these reasons, a sentence each.
     """
 
     __module__ = "shardfx"
@@ -119,9 +119,9 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
     **Arguments:**
 
     - `plan`: the plan; or a step, jitted or not.
-    - `path`: of the array, as the plan's report names it; or a regex that finds one array, or arrays of repeated layers
-        alone, of which the first is taken: `k_proj`. Of a step a file and a line, "train.py:41".
-    - `args`: what the step takes, as [`shardfx.cost.shardings`][] takes it.
+    - `path`: the path of the array, as the plan's report names it; or a regex that matches one array, or equal arrays
+        of repeated layers, of which the first is taken: `k_proj`. For a step, a file and a line, "train.py:41".
+    - `args`: the arguments of the step, as [`shardfx.cost.shardings`][] takes them.
 
     **Returns:**
 

@@ -41,11 +41,11 @@ class Finding:
 
     **Arguments:**
 
-    - `code`: which kind of thing, see the table of [`shardfx.lint`][].
+    - `code`: the kind of finding, see the table of [`shardfx.lint`][].
     - `severity`: "error": `plan` raises for it. "warning": most likely a mistake. "info": worth a look.
     - `where`: the leaf's path, with ranges if several are alike; or the rule, name or mesh axis.
-    - `bytes`: how many bytes each device holds, or would hold, more than without it; 0 where that is not known.
-    - `message`: what is wrong, in a sentence with the actual values.
+    - `bytes`: bytes that the mistake costs each device; 0 if that is not known.
+    - `message`: the mistake, in a sentence with the actual values.
     - `fix`: code that takes the finding away: statements over the names of the arguments of `lint`.
     """
 
@@ -85,7 +85,7 @@ class Findings(tuple[Finding, ...]):
 
         **Arguments:**
 
-        - `codes`: of the table of [`shardfx.lint`][].
+        - `codes`: codes from the table of [`shardfx.lint`][].
 
         **Returns:**
 

@@ -36,14 +36,13 @@ def html_report(
     **Arguments:**
 
     - `plan`: the plan.
-    - `title`: what it is a plan of, such as the model's name.
-    - `findings`: what [`shardfx.lint`][] found.
-    - `traffic`: what a step under the plan sends, from [`shardfx.cost.traffic`][].
-    - `fit`: what a step under the plan needs of a chip's memory, from [`shardfx.cost.fit`][]; it takes the place of
-        what the plan's arrays alone need. A second map shows the step's arrays at the worst moment, with the lines of
-        your source that make them.
-    - `chip`: whose memory the plan is compared with: a [`shardfx.chips.Chip`][], or its name. That of `fit`, if there
-        is one and this is left out.
+    - `title`: a title, such as the model's name.
+    - `findings`: the findings of [`shardfx.lint`][].
+    - `traffic`: the traffic of a step under the plan, from [`shardfx.cost.traffic`][].
+    - `fit`: the memory of a step under the plan, from [`shardfx.cost.fit`][], shown in the place of the plan's arrays
+        alone. A second map shows the step's arrays at the worst moment, with the lines of your source that make them.
+    - `chip`: a [`shardfx.chips.Chip`][] or its name, whose memory the plan is compared with; by default that of `fit`,
+        if there is one.
 
     **Returns:**
 

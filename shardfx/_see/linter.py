@@ -47,7 +47,7 @@ def lint(
         `refine`: as in [`shardfx.plan`][]; or a [`shardfx.ShardPlan`][] alone, `lint(plan)`.
     - `replicated_bytes`: leaves of so many bytes are reported if every device holds them whole; and so is what sharding
         optimizer states further would save.
-    - `head_dim`: how many elements an attention head has, where the tree does not tell.
+    - `head_dim`: the number of elements of an attention head, if the tree does not tell.
 
     **Returns:**
 

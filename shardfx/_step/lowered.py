@@ -39,12 +39,12 @@ class Laid(NamedTuple):
 class Parameter(NamedTuple):
     """One array that a lowered module takes or returns.
 
-    - `name`: as the text of compiled programs has it, "params['w']"; empty for results.
-    - `shape`: of the whole array.
+    - `name`: its name in the text of compiled programs, "params['w']"; empty for results.
+    - `shape`: the shape of the whole array.
     - `dims`: the mesh axes that cut each dimension; `None` where nothing says how it lies.
     - `donated`: whether a result may take over its memory.
-    - `on_host`: whether it lies in a host's memory.
-    - `path`: of an argument that a step names, with the step's parameter in front: "params/layers/0/w".
+    - `on_host`: whether it is in host memory.
+    - `path`: the path of a named argument, with the step's parameter in front: "params/layers/0/w".
     """
 
     name: str

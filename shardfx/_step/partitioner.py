@@ -45,10 +45,10 @@ def partitioned(
     **Arguments:**
 
     - `module`: StableHLO bytecode as JAX lowers it, with `mhlo.num_partitions` of `devices`.
-    - `devices`: how many devices run the program, at most 8,192.
+    - `devices`: the number of devices that run the program, at most 8,192.
     - `options`: debug options of XLA, as `xla_disable_hlo_passes`.
     - `finished`: asks for the text of the program that CPUs run, behind all passes.
-    - `seconds`: how long XLA may take.
+    - `seconds`: seconds that XLA may take.
 
     **Raises:**
 
@@ -68,7 +68,7 @@ def propagated(
 
     - `module`: as `partitioned` takes it.
     - `mesh`: the sizes of the axes.
-    - `arguments`, `results`: how what the program takes and returns lies; `None` where that is free.
+    - `arguments`, `results`: the dimensions' axes of each parameter and result; `None` for a free sharding.
 
     **Raises:**
 

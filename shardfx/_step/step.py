@@ -69,7 +69,7 @@ class Step:
     **Arguments:**
 
     - `traced`: as `jax.jit(f).trace(...)` returns it.
-    - `args`: what the step takes.
+    - `args`: the arguments of the step.
     - `paths`: the paths of its arrays, by their names in the text of programs, where these names are not paths.
     - `given_mesh`: the mesh that the caller named, or that the plans are for.
     """
@@ -161,7 +161,7 @@ class Step:
 
         **Arguments:**
 
-        - `platform`: whose lowering is partitioned.
+        - `platform`: the platform whose lowering is partitioned.
         - `mesh`, `arguments`, `results`: another mesh, and other shardings of what `arguments` names and of the
             results. Nothing is traced or lowered again.
         - `module`: another form of the step's StableHLO module for this platform.

@@ -30,15 +30,15 @@ class Candidate:
 
     **Arguments:**
 
-    - `mesh`, `rules`: what was chosen.
+    - `mesh`, `rules`: the chosen mesh and rules.
     - `assignments`: pairs of a mesh axis and the names that it cuts, the one it prefers first.
     - `plans`: one for each argument of the step.
-    - `seconds`: of one step: `compute_seconds`, then `exposed_seconds` of sending that computation waits for, then what
-        of the `hidden_seconds` computation does not hide. By a run it is what the clock measured.
-    - `memory_bytes`, `limit_bytes`: on one device, and how much of it may be used.
-    - `by`: what these numbers come from: "estimate" is the program of one device as XLA's own partitioner makes it,
-        "compile" the compiled program, "run" the clock.
-    - `traffic`: what is sent, row by row.
+    - `seconds`: seconds of one step: `compute_seconds`, plus the `exposed_seconds` of collectives that computation
+        waits for, plus the part of the `hidden_seconds` that computation does not hide. After a run, the measured time.
+    - `memory_bytes`, `limit_bytes`: bytes on one device, and how many may be used.
+    - `by`: the origin of these numbers: "estimate" is the program of one device from XLA's own partitioner, "compile"
+        the compiled program, "run" a measurement.
+    - `traffic`: the collectives, row by row.
     - `constrained`: whether the step is faster with what is between its arguments constrained too, by
         [`shardfx.auto.constrain_step`][]; then all numbers, and `code()`, are of that.
     - `donated`: the numbers of the arguments whose memory results take over: those that the step donates, and where
@@ -46,9 +46,9 @@ class Candidate:
     - `results`: for each part that the step returns the number of the argument that it lies as, or `None`.
     - `state_over`, `states`: the mesh axes that cut the optimizer's state beside those that cut its parameters
         (ZeRO-1), and the numbers of the arguments that hold it: `plans` has that, `rules` do not.
-    - `reasons`: what the next candidates cost instead.
-    - `notes`: what of the step was not understood.
-    - `comparison`: where a compiled program sends something else than the partitioned one.
+    - `reasons`: the extra costs of the next candidates.
+    - `notes`: the operations of the step that were not understood.
+    - `comparison`: the differences between the compiled and the partitioned program.
     """
 
     mesh: MeshSpec

@@ -55,7 +55,7 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
     **Arguments:**
 
     - `step`: the whole step that is jitted.
-    - `mesh`: with devices, or a MeshSpec where the arguments bring them.
+    - `mesh`: a mesh with devices, or a MeshSpec if the arguments have devices.
     - `rules`: for the logical names that `name_axes` finds, as those of a [`shardfx.auto.Candidate`][].
 
     **Returns:**

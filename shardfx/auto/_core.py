@@ -79,7 +79,7 @@ class CostModel:
     - `memory`: the part of the memory's bandwidth that is reached.
     - `network`: the part of the links' bandwidth that collectives reach.
     - `overlap`: the part of the computation behind which collectives of parameters and gradients can be hidden.
-    - `call_seconds`: what a collective takes beside its bytes.
+    - `call_seconds`: seconds of a collective beside those of its bytes.
     """
 
     compute: float = 0.55

@@ -20,7 +20,7 @@ class Limits:
     - `never`: logical names that no mesh axis cuts.
     - `always`: logical names that some mesh axis must cut.
     - `least`: pairs of a logical name and into how many pieces it must be cut at least, as `(("batch", 8),)`.
-    - `free_bytes`: how much of a device's memory must stay free.
+    - `free_bytes`: bytes of a device's memory that must stay free.
     - `axes`: mesh axes that must exist, by the names that a search gives them ("data", "fsdp", "tensor", "context",
         "expert"): a name, or a pair of a name and a size.
     - `rules`: rules whose mesh axes are kept as they are, so that only their sizes are chosen.

@@ -82,9 +82,9 @@ class Pricer:
 
     **Arguments:**
 
-    - `step`: what is searched for.
+    - `step`: the step to search for.
     - `traced`: its arguments and results.
-    - `chip`: of the devices.
+    - `chip`: the chip of the devices.
     """
 
     def __init__(self, step: Callable[..., object], traced: TracedStep, chip: chips.Chip, model: CostModel):

@@ -70,19 +70,19 @@ def search(
     - `step`: a function, or what `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][] returned. What it donates
         counts; how its arguments and results lie is chosen.
     - `args`: its arguments: arrays or structs, in any trees.
-    - `devices`: how many; a slice as "tpu:v5p:4x4x4", which names the chip too, or two of them as "tpu:v5p:4x4x4*2";
-        emulated CPU devices as "cpu:8"; or JAX's own, as `jax.devices()`.
+    - `devices`: the number of devices; a slice as "tpu:v5p:4x4x4", which names the chip too, or two of them as
+        "tpu:v5p:4x4x4*2"; emulated CPU devices as "cpu:8"; or JAX's own, as `jax.devices()`.
     - `chip`: the kind of the devices; see [`shardfx.chips.find`][].
-    - `slices`: how many slices (or nodes of TPUs) the devices are in, joined by the hosts' network; where `devices`
-        does not say it.
-    - `keep`: how many candidates to return, at most.
+    - `slices`: the number of slices (or nodes of GPUs) of the devices, joined by the hosts' network, if `devices` does
+        not say it.
+    - `keep`: the largest number of candidates to return.
     - `verify`: "compile" compiles the best candidates, and the usual ways by hand: for the slice if `devices` is one
         and libtpu is installed, else for as many of JAX's devices. What the compiled programs send, compute and hold
         orders them anew, and what does not fit is dropped. "run" runs them on the devices too, in turn, with arrays
         that it makes, and the clock orders them.
     - `also`: rules by hand, over names that [`shardfx.auto.name_axes`][] finds, that are partitioned too, as the usual
         ones are. The sizes of their axes are chosen.
-    - `closely`: how many candidates to compile, beside the usual ways and those of `also`.
+    - `closely`: the number of candidates to compile, beside the usual strategies and those of `also`.
     - `limits`: see [`shardfx.auto.Limits`][].
     - `progress`: is told what is being partitioned, compiled or run.
 

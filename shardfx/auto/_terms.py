@@ -44,14 +44,15 @@ class _Rows:
 def terms_of(layouts: Layouts, made: list[AssignedLayout]) -> Terms:
     """The terms of a step under some assignments, as arrays. All numbers are of the whole step on one device.
 
-    - `divides` (rows, assignments): which assignments divide a row.
+    - `divides` (rows, assignments): whether each assignment divides each row.
     - `shared` (rows, 3): floating-point operations, bytes of arguments and results, bytes of arguments and temporaries.
-    - `divides_sent` (assignments, few, assignments): which assignments divide a row of what one assignment sends.
+    - `divides_sent` (assignments, few, assignments): whether each assignment divides a row of the bytes that one
+        assignment sends.
     - `sent` (assignments, few, 2): the bytes that a device receives, still to be multiplied by (1 - 1 / size): those
         that computation waits for, then those that it can hide.
-    - `calls` (assignments): how many collectives each assignment has.
-    - `limits` (classes, assignments), `sizes`, `least` (classes): which assignments cut each class of `cut_by`, the
-        size of that class, and into how many pieces it must be cut at least.
+    - `calls` (assignments): the number of collectives of each assignment.
+    - `limits` (classes, assignments), `sizes`, `least` (classes): whether each assignment shards each class of
+        `cut_by`, the size of that class, and the least number of shards that it must have.
     """
     program, count = layouts.program, len(made)
     cut = np.array([[position >= 0 for position in layout.cuts] for layout in made]).T

@@ -27,9 +27,9 @@ class Placing:
 
     **Arguments:**
 
-    - `number`: of the leaf's box.
+    - `number`: the number of the leaf's box.
     - `landing`: the part, and its strides there.
-    - `members`, `offsets`: which of the arrays, and where each begins, in elements of the box's memory.
+    - `members`, `offsets`: the numbers of the arrays, and the position of each in the box's memory, in elements.
     """
 
     number: int
@@ -45,7 +45,7 @@ class Bundle:
     **Arguments:**
 
     - `entries`: the arrays.
-    - `placings`: where their parts belong.
+    - `placings`: the positions of their parts.
     """
 
     entries: Sequence[FileArray]

@@ -39,10 +39,10 @@ class InnerChunks:
 
     **Arguments:**
 
-    - `shape`: of such a chunk.
+    - `shape`: the shape of such a chunk.
     - `is_last`: whether the table ends the file; else it begins it.
-    - `dtype`: of the table's numbers, with their byte order; `None` for a table that cannot be read here.
-    - `check_bytes`: of the table's checksum, which follows the numbers.
+    - `dtype`: the dtype of the table's numbers, with their byte order; `None` for a table that cannot be read here.
+    - `check_bytes`: bytes of the table's checksum, which follows the numbers.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class ChunkFiles:
     - `prefix`, `separator`: the chunk (1, 2) is called `c/1/2` for "c" and "/", and `1.2` for "" and ".".
     - `is_blosc`: whether they are packed by blosc.
     - `is_sharded`: whether each is a file of several.
-    - `inner`: those several, where they are packed by blosc.
+    - `inner`: the chunks inside a shard, if blosc compressed them.
     """
 
     prefix: str

@@ -22,10 +22,10 @@ class FileArray:
     **Arguments:**
 
     - `path`: its name in the checkpoint, as in `layers/0/weight` or `model.layers.0.weight`.
-    - `shape`, `dtype`: what it is in JAX. `dtype` is `None` where JAX lacks it.
+    - `shape`, `dtype`: those of the array in JAX. `dtype` is `None` if JAX lacks it.
     - `file`: the real path of the file.
     - `stored`: the dtype in the words of the checkpoint.
-    - `offset`: where the array starts, counted from the file's first byte.
+    - `offset`: the position of the array's first byte in the file.
     """
 
     path: str
@@ -48,11 +48,11 @@ class StoreArray:
     **Arguments:**
 
     - `path`: its name in the checkpoint.
-    - `shape`, `dtype`: what it is in JAX. `dtype` is `None` where JAX lacks it.
+    - `shape`, `dtype`: those of the array in JAX. `dtype` is `None` if JAX lacks it.
     - `file`: the real path of the array's directory, or of the database's.
     - `stored`: the dtype in the words of the checkpoint.
     - `chunks`: the shape of a chunk: what is read at once.
-    - `driver`: which tensorstore driver reads it.
+    - `driver`: the tensorstore driver that reads it.
     - `key`: in a database, the key of the array.
     - `group`: in an eformer index of version 2, the prefix under which it is listed.
     """
@@ -79,7 +79,7 @@ class ListedArray:
 
     **Arguments:**
 
-    - `path`, `shape`, `dtype`: what the index says; `None` where it does not.
+    - `path`, `shape`, `dtype`: the index's statements; `None` for a missing one.
     - `file`: the real path of the directory.
     - `stored`: the dtype in the words of the index.
     - `group`: the prefix under which it is listed.

@@ -44,8 +44,8 @@ class Fetch:
 
     - `entry`: the array.
     - `boxes`: parts of it.
-    - `homes`: per box the number of the leaf's box that it is part of, and where it is in that box's memory; `None`
-        where it is all of it.
+    - `homes`: for each box, the number of the leaf's box that it is part of, and its position in that box's memory;
+        `None` if it is all of it.
     """
 
     entry: FileArray | StoreArray
@@ -77,7 +77,7 @@ class Gathered:
 
     **Arguments:**
 
-    - `number`: of the leaf's box that it lies in.
+    - `number`: the number of the leaf's box that contains it.
     - `piece`: the piece.
     """
 

@@ -71,7 +71,7 @@ def inside(where: FilePlace, name: str) -> str:
     **Arguments:**
 
     - `where`: the checkpoint's place.
-    - `name`: what the checkpoint calls the file; a relative path.
+    - `name`: the file's name in the checkpoint; a relative path.
 
     **Returns:**
 

@@ -44,8 +44,8 @@ class Kind:
     **Arguments:**
 
     - `boxes`: the boxes of the leaf that this process holds.
-    - `devices`: per box the devices that hold it.
-    - `shapes`, `sizes`: per box its shape and its bytes.
+    - `devices`: for each box, the devices that hold it.
+    - `shapes`, `sizes`: for each box, its shape and its bytes.
     - `is_final`: whether the memory that is read into becomes the array's, so that nothing is on its way to a device.
     """
 
@@ -72,9 +72,9 @@ class Unit:
 
     **Arguments:**
 
-    - `number`: of the leaf.
-    - `leaf`, `kind`: what is read, and which boxes of it.
-    - `nbytes`: of the boxes.
+    - `number`: the number of the leaf.
+    - `leaf`, `kind`: the leaf, and the boxes of it that are read.
+    - `nbytes`: bytes of the boxes.
     - `direct`: an array in a file, and the reads that fill the boxes as they are there; `None` where none do.
     """
 

@@ -45,7 +45,7 @@ class Index:
     - `format`: "safetensors", "eformer", "zarr", "ocdbt" or "orbax".
     - `directory`: the real path of the directory.
     - `entries`: one `ArrayEntry` per array, in the checkpoint's order.
-    - `metadata`: what a safetensors header says about the file.
+    - `metadata`: the metadata in a safetensors header.
     """
 
     format: str
@@ -272,7 +272,7 @@ def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None)
 
     **Arguments:**
 
-    - `index`: from `read_index`, or the path of a checkpoint.
+    - `index`: an Index from `read_index`, or the path of a checkpoint.
     - `prefix`: only the arrays below `prefix/`, by their path relative to it. In an eformer index of version 2, only
         those listed under this prefix.
 

@@ -132,9 +132,9 @@ class Output:
 
     **Arguments:**
 
-    - `shape`, `dtype`: of the whole array.
-    - `pieces`: from whether this is the first process to the boxes that it writes, each with a view of what it holds;
-        that may have yet to be cast.
+    - `shape`, `dtype`: those of the whole array.
+    - `pieces`: a function from whether this is the first process to the boxes that it writes, each with a view of its
+        values, which may have yet to be cast.
     """
 
     shape: tuple[int, ...]

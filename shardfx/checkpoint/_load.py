@@ -89,12 +89,12 @@ def load(
 
     **Arguments:**
 
-    - `path`: as in `read_index`, or what that returned.
+    - `path`: a path as in `read_index`, or an Index.
     - `plan`: a [`shardfx.ShardPlan`][] on devices, or a tree of `jax.ShapeDtypeStruct`s with shardings, or of arrays
         that the loaded ones shall be placed like.
-    - `map`: how the plan's leaves are made of the checkpoint's arrays, where they have other names, shapes or numbers:
-        a [`shardfx.TreeMap`][]. Each process reads what its shards are made of. Of weights that are scaled, cast twice,
-        or scattered element by element, at most 4 MiB per thread are on their way beside what stays.
+    - `map`: a [`shardfx.TreeMap`][] that makes the plan's leaves from the checkpoint's arrays, if these have other
+        names, shapes or values. Each process reads what its shards are made of. For weights that are scaled, cast
+        twice, or scattered element by element, at most 4 MiB per thread are in use beside the result.
     - `dtype`: `None`: the checkpoint must have the plan's dtypes. `"plan"`: cast to the plan's dtypes on the way. A
         dtype: cast all floating-point arrays to it.
     - `memory_limit_bytes`: the most that is in host memory on its way to a device. By default it is 1 GiB or the
@@ -103,11 +103,12 @@ def load(
     - `gap_bytes`: bytes that no device of the process needs are skipped where as many lie in a row, and read along
         where fewer do; `plan_reads` says what that is. A read costs about as much as 4 KiB from the page cache, so for
         columns of short rows 4096 is faster; on a network file system, where a read takes long, more still.
-    - `missing_chunks`: of stores of chunks. `"raise"`: a chunk that is not there was lost, which is an error.
-        `"fill"`: it holds the array's fill value, as zarr has it; right for arrays whose writer leaves such chunks out.
-    - `unread`: of arrays of the checkpoint that no leaf is made of, such as those of layers that the plan has not.
-        `"raise"`: an error that names them. `"allow"`: they are left out. What `plan.select` left out of the plan is
-        left out here, too; and a map says itself what it drops.
+    - `missing_chunks`: the treatment of missing chunks in stores of chunks. `"raise"`: a chunk that is not there was
+        lost, which is an error. `"fill"`: it holds the array's fill value, as zarr has it; right for arrays whose
+        writer leaves such chunks out.
+    - `unread`: the treatment of the checkpoint's arrays that no leaf is made of, such as those of layers that the plan
+        lacks. `"raise"`: an error that names them. `"allow"`: they are left out. Arrays that `plan.select` left out of
+        the plan are left out here too, and a map states itself what it drops.
     - `root`: as in `read_index`.
     - `progress`: whether to show a line on stderr; by default if that is a terminal.
 

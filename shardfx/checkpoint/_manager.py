@@ -33,8 +33,8 @@ class Manager:
 
     **Arguments:**
 
-    - `directory`: of the run; it is made where it does not exist.
-    - `keep`: how many steps are kept; `None`: all. The oldest are removed once a new one is there.
+    - `directory`: the directory of the run. It is created if it does not exist.
+    - `keep`: the number of steps to keep; `None` for all. The oldest are removed once a new one is complete.
     - `wait_seconds`: as in `save`.
 
     !!! Example
@@ -119,7 +119,7 @@ class Manager:
         **Arguments:**
 
         - `plan`, `options`: as in [`shardfx.checkpoint.load`][].
-        - `step`: which one.
+        - `step`: the number of the step.
 
         **Raises:**
 

@@ -46,8 +46,8 @@ class FilePiece(NamedTuple):
 
     **Arguments:**
 
-    - `file`, `path`: of the array.
-    - `offset`, `nbytes`: of the bytes, counted from the file's first.
+    - `file`, `path`: those of the array.
+    - `offset`, `nbytes`: the position in the file and the number of the bytes.
     - `into`: the memory that they fill, one after the other.
     """
 

@@ -24,10 +24,10 @@ class ProcessReads:
 
     **Arguments:**
 
-    - `process_index`: of the process.
+    - `process_index`: the number of the process.
     - `needed_bytes`: the bytes of its shards as the checkpoint stores them, replicas within the process once.
     - `read_bytes`: the bytes that it reads for them (of stores of chunks: the chunks that they touch, uncompressed).
-    - `reads`: how many reads that takes.
+    - `reads`: the number of reads.
     """
 
     process_index: int

@@ -106,7 +106,7 @@ def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
     **Arguments:**
 
     - `data`: the JSON text, without its length.
-    - `buffer_bytes`: how many bytes of the file come after it.
+    - `buffer_bytes`: the number of bytes of the file after the header.
     - `file`: the file's path.
 
     **Returns:**

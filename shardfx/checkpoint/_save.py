@@ -84,17 +84,17 @@ def save(
         strings, are not saved.
     - `plan`: its plan. The arrays are written as they are placed, whether that is by this plan or not. Without one, the
         plan that is written says how they lie; arrays on different meshes get none.
-    - `map`: how the arrays of another layout are made of the tree's: a [`shardfx.TreeMap`][]. Those are written, under
+    - `map`: a [`shardfx.TreeMap`][] that makes the arrays of another layout from the tree's. Those are written, under
         its names, as Hugging Face's libraries read them, and without the plan, which is the tree's. Each process writes
-        what its own shards hold, so that no array is ever in one place.
+        the values of its own shards, so that no array is ever assembled in one process.
     - `like`: for a map that goes backwards, as `map.inverse()` does: a tree of structs of what is to be written,
         `checkpoint.structs(index)` of the checkpoint that was read, for one.
     - `overwrite`: replace the file, at once and as a whole, if it exists. A directory cannot be replaced so: save
         to a new name, then remove the old one.
     - `file_bytes`: a directory gets a further file where one would get larger than this.
     - `progress`: whether to show a line on stderr; by default if that is a terminal.
-    - `wait_seconds`: how long the processes wait for one that has not called this yet. One that has called it, and then
-        fails or dies, is noticed within 30 seconds however long the others wait.
+    - `wait_seconds`: seconds that the processes wait for one that has not called this yet. A process that has called
+        it, and then fails or dies, is noticed within 30 seconds, however long the others wait.
 
     **Raises:**
 
@@ -134,9 +134,9 @@ class SavedContent:
     **Arguments:**
 
     - `leaves`: the arrays and numbers.
-    - `lines`: what processes compare of them.
+    - `lines`: lines for the processes to compare.
     - `given`: the digests of the arguments that say what is written.
-    - `plan`: of what is written, if there is one.
+    - `plan`: the plan of the written arrays, if there is one.
     - `metadata`: for the headers of all files.
     """
 
@@ -211,7 +211,7 @@ def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:
 
     **Arguments:**
 
-    - `path`: as given to `save`.
+    - `path`: the path that was given to `save`.
     - `like`: as in [`shardfx.ShardPlan.from_json`][].
 
     **Returns:**

@@ -21,9 +21,9 @@ class Part:
 
     **Arguments:**
 
-    - `number`: which of the boxes.
+    - `number`: the number of the box.
     - `where`: the part of the array, inside the box.
-    - `offset`: where it starts in the span's bytes.
+    - `offset`: its position in the span's bytes.
     """
 
     number: int
@@ -37,10 +37,10 @@ class Span:
 
     **Arguments:**
 
-    - `offset`: of the first run, in bytes from the array's first.
+    - `offset`: the position of the first run, in bytes from the array's first.
     - `run_bytes`, `runs`, `step`: the length of a run, how many there are, and the bytes from one start to the next.
     - `strides`: the bytes from one index to the next along each dimension, where the runs are put end to end.
-    - `parts`: what it gives to which box.
+    - `parts`: the parts of the boxes in the span.
     - `is_direct`: whether its bytes are those of one part after the other, so that they can be read into place.
     """
 
@@ -68,9 +68,10 @@ def spans(
 
     **Arguments:**
 
-    - `shape`, `itemsize`: of the array.
+    - `shape`, `itemsize`: those of the array.
     - `boxes`: different parts of it.
-    - `gap_bytes`: how many unwanted bytes in a row are worth a read of their own; 1 reads none.
+    - `gap_bytes`: the number of unwanted bytes in a row from which on two reads are made instead of one; 1 reads no
+        unwanted byte.
     - `run_bytes`, `copy_bytes`: the most that one span has, where its bytes can be read into place, and where they
         must be copied out. One row that is longer, and needs no cutting, is cut at these sizes, too.
 

@@ -103,9 +103,9 @@ class LeftOver:
 
     **Arguments:**
 
-    - `path`: of it.
-    - `target`: what it was to become.
-    - `nbytes`: how much of the disk it takes.
+    - `path`: the path of the file or directory.
+    - `target`: the path that it was to be renamed to.
+    - `nbytes`: bytes on the disk.
     - `age_seconds`: since something was last written to it.
     """
 

@@ -50,9 +50,9 @@ def meeting(what: str, holders: tuple[int, ...], wait_seconds: float) -> "Togeth
 
     **Arguments:**
 
-    - `what`: where it is saved, for messages.
-    - `holders`: as `holders_of` gives them.
-    - `wait_seconds`: how long this process waits for others to come.
+    - `what`: the target of the save, for messages.
+    - `holders`: the processes that `holders_of` returned.
+    - `wait_seconds`: seconds that this process waits for others.
 
     **Raises:**
 

@@ -31,9 +31,9 @@ class WantedLeaf:
 
     **Arguments:**
 
-    - `path`, `shape`, `dtype`, `sharding`: of what is read.
+    - `path`, `shape`, `dtype`, `sharding`: those of the array that is read.
     - `entries`: the arrays that it is made of.
-    - `pieces`: which parts of them, and where each belongs; `None` where the leaf is the array as it is.
+    - `pieces`: the parts of the entries, and their positions; `None` if the leaf is the stored array unchanged.
     - `keys`: the dtype of the PRNG keys that the bits are of, if they are.
     - `is_cast_by_map`: whether a map says all casts, so that no number is refused for what a cast makes of it.
     """

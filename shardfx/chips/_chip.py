@@ -28,14 +28,15 @@ class Chip:
 
     - `name`: such as "v5p".
     - `hbm_bytes`: nominal memory.
-    - `usable_hbm_bytes`: what a program may fill; the rest the runtime keeps.
+    - `usable_hbm_bytes`: bytes that a program may fill. The runtime keeps the rest.
     - `hbm_bytes_per_second`: between memory and cores.
     - `flops_per_second`: pairs of a dtype's name and the peak of products in it; dense, without sparsity.
-    - `link_bytes_per_second`: of one link, one way. Where a switch joins the chips: of all links of a chip, one way.
-    - `torus_dims`: how many dimensions the network has, with two links in each; 0 where a switch joins the chips.
-    - `island_chips`: how many chips that network joins at most.
+    - `link_bytes_per_second`: bytes per second of one link in one direction. If a switch joins the chips: of all links
+        of a chip, in one direction.
+    - `torus_dims`: the number of dimensions of the network, with two links in each; 0 if a switch joins the chips.
+    - `island_chips`: the largest number of chips that this network joins.
     - `dcn_bytes_per_second`: a chip's share of its host's network, one way.
-    - `devices_per_chip`: how many devices JAX shows for it.
+    - `devices_per_chip`: the number of devices that JAX shows for it.
     - `tile`: rows and columns of what it pads the last two dimensions of an array to; `None` where it pads nothing.
     - `kinds`: JAX's names for it (`device.device_kind`).
     - `sources`: pairs of a field and where its value is from, "*" for all fields that are not named. "secondary" is
@@ -85,7 +86,8 @@ class Chip:
 
         **Arguments:**
 
-        - `dtype`: of the operands. float16 counts as bfloat16, every kind of fp8 as "float8", of fp4 as "float4".
+        - `dtype`: the dtype of the operands. float16 counts as bfloat16, every kind of fp8 as "float8", of fp4 as
+            "float4".
 
         **Raises:**
 

@@ -166,8 +166,8 @@ def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) ->
 
     **Arguments:**
 
-    - `chips`: which; all if not given.
-    - `width`: how many columns of text there are; where that is too few, the last columns are left out.
+    - `chips`: the chips to list; all by default.
+    - `width`: the number of columns of text. If it is too small, the last columns are left out.
 
     **Returns:**
 

@@ -28,12 +28,12 @@ class Change:
 
     **Arguments:**
 
-    - `what`: in words.
-    - `saves_bytes`: on one device, at the worst moment.
-    - `peak_bytes`: what is then needed.
+    - `what`: the change in words.
+    - `saves_bytes`: bytes on one device, at the worst moment.
+    - `peak_bytes`: the peak after the change.
     - `fits`: whether that fits.
     - `how`: the change as code.
-    - `host_bytes`: what a device's share of host memory then holds more.
+    - `host_bytes`: bytes that the change adds to host memory, for one device.
     - `sources`: the lines of your program that it is about, where it is about lines.
     """
 
@@ -52,7 +52,7 @@ def changes_of(known: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
     **Arguments:**
 
     - `known`: the step.
-    - `peak_bytes`: what it needs as it is; a compiler may have counted that.
+    - `peak_bytes`: the peak of the step as it is, which a compiler may have counted.
     """
     before = known.held.peak_bytes
     found: list[Change] = []

@@ -30,8 +30,8 @@ class CollectiveKind(NamedTuple):
 
     - `received`: the bytes that all devices of the groups take in, by the bytes of a result and the members of each
         group: a row of numbers, which differ where bytes between two members count.
-    - `links`: what it is sent over. "rings": all of the group's. "middle": half of it crosses the middle of the longest
-        ring. "one": from one device to another.
+    - `links`: the links that carry it. "rings": all of the group's. "middle": half of it crosses the middle of the
+        longest ring. "one": one device sends to another.
     - `moves`: whether its result has the operand's elements and no others, so that the result is the operand elsewhere.
     """
 
@@ -85,7 +85,7 @@ class Collective(NamedTuple):
     **Arguments:**
 
     - `kind`: one of `KINDS`.
-    - `arrays`: of its result on one device.
+    - `arrays`: the arrays of its result on one device.
     - `parts`: the bytes of each; of a sum of which a device keeps a part, those of the part.
     - `groups`: arrays of shape (groups, members) of device numbers, one for each size that groups have; for a permute
         one of shape (pairs, 2), sender and receiver, those that send to themselves left out.

@@ -19,13 +19,13 @@ class Surplus:
 
     **Arguments:**
 
-    - `extra_bytes`: how much more enters a device in one step; negative where it is less.
+    - `extra_bytes`: bytes beyond the estimate that enter a device in one step; negative if fewer do.
     - `source`: the line; `None` for the rest.
     - `axes`: the mesh axes along which it is sent; none for the rest.
     - `leaf`: the parameters that it is about, or `None`.
     - `expected`, `found`: the bytes of each kind of collective.
     - `passes`: the passes of the compiler that the estimate has at this line. One of them did otherwise.
-    - `why`: what explains the difference, in words.
+    - `why`: the explanation of the difference, in words.
     """
 
     extra_bytes: int
@@ -48,7 +48,7 @@ class Comparison:
     **Arguments:**
 
     - `rows`: a [`shardfx.cost.Surplus`][] for each line and mesh axes, the largest first. Last comes the rest.
-    - `estimated`, `compiled`: what was compared.
+    - `estimated`, `compiled`: the traffic that was compared.
     - `less`: the same where less is sent than was estimated.
     """
 
@@ -112,8 +112,8 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
 
     **Arguments:**
 
-    - `estimated`: by [`shardfx.cost.estimate`][], for the same step and plans.
-    - `compiled`: by [`shardfx.cost.traffic`][], or what that reads.
+    - `estimated`: the estimate from [`shardfx.cost.estimate`][], for the same step and plans.
+    - `compiled`: the traffic from [`shardfx.cost.traffic`][], or a program that it reads.
 
     **Returns:**
 

@@ -76,14 +76,14 @@ class CompiledFor:
 
     **Arguments:**
 
-    - `text`: of the optimized program.
+    - `text`: the text of the optimized program.
     - `memory`: the compiler's count.
     - `mesh`: the mesh, with its slices.
     - `argument_paths`: the path of each array, with its argument's name in front, by its name in the text.
-    - `target`: what it was compiled for.
-    - `chip`: of the target; `None` where it is not known.
-    - `seconds`: how long the compiler took.
-    - `device_ids`: of the devices that it was compiled for, in the order of the mesh.
+    - `target`: the target that it was compiled for.
+    - `chip`: the chip of the target; `None` if it is not known.
+    - `seconds`: seconds that the compiler took.
+    - `device_ids`: the ids of the devices that it was compiled for, in the order of the mesh.
     """
 
     text: str

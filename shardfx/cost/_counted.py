@@ -30,8 +30,8 @@ class StepOnChip:
     **Arguments:**
 
     - `step`: the step, traced once.
-    - `chip`: whose compiler and tiles count.
-    - `function`: what was traced; `None` where it came traced.
+    - `chip`: the chip, for its compiler and its tiles.
+    - `function`: the traced function; `None` if the step came traced.
     """
 
     step: Step
@@ -122,7 +122,7 @@ class Constrained(NamedTuple):
 
     **Arguments:**
 
-    - `peak_bytes`: what the step then needs on one device.
+    - `peak_bytes`: the peak of the step with them on one device.
     - `told`: the constraints.
     """
 

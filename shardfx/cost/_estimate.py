@@ -39,7 +39,7 @@ def carried_on(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence
 
     **Arguments:**
 
-    - `mesh`: with more than `most` devices.
+    - `mesh`: a mesh with more than `most` devices.
     - `rows_on`: the rows of the step on a mesh, in the order of its program.
 
     **Raises:**
@@ -145,8 +145,8 @@ def estimate(
     - `args`: its arguments: arrays or structs, as `plan.structs`. What is no array stays as it is. Their shardings say
         how they lie. Results are free where nothing says how they lie, as in JAX.
     - `compiler`: "tpu", "gpu" or "cpu".
-    - `mesh`: whose axes the rows name; that of the arguments if not given. A MeshSpec with `dcn` also says what crosses
-        slices.
+    - `mesh`: the mesh whose axes the rows name; that of the arguments by default. A MeshSpec with `dcn` also says what
+        crosses slices.
 
     **Returns:**
 

@@ -47,8 +47,8 @@ class FitRow:
     - `group`: "parameters", "gradients", "optimizer: mu" (one row for each moment), "batch", "KV cache", "other",
         "results" (new values beside the old ones), "activations", "copies in other layouts", "temporaries"; of plans
         without a step their names.
-    - `bytes`: in the chip's memory, with what its tiles pad.
-    - `host_bytes`: in the host's memory, where a plan puts them there.
+    - `bytes`: bytes in the chip's memory, tile padding included.
+    - `host_bytes`: bytes in host memory, if a plan puts them there.
     - `exact`: whether the compiler says so, or the shardings; if not, it is estimated.
     """
 
@@ -65,11 +65,11 @@ class Offender:
     **Arguments:**
 
     - `what`: its path; of what the step makes its dtype and its shape on one device.
-    - `bytes`: on one device.
+    - `bytes`: bytes on one device.
     - `group`: as in [`shardfx.cost.FitRow`][].
     - `source`: the line of your program that makes it; `None` for an argument.
     - `phase`: "forward", "backward" or "recomputed", where JAX says which pass makes it.
-    - `spec`, `origins`: how the whole array lies, and where each mesh axis comes from; of `Fit.moment` alone.
+    - `spec`, `origins`: the sharding of the whole array, and the origin of each mesh axis; set only in `Fit.moment`.
     - `why`: why it is not smaller, in a sentence, where that is known; of `Fit.moment` alone.
     """
 
@@ -94,7 +94,7 @@ class Fit:
     - `how`: "compiled": the compiler's own numbers; "estimated": from the program of one device that XLA's partitioner
         makes; "arguments": there is no step, and nothing else is counted.
     - `largest`: the arrays that take most at the worst moment.
-    - `notes`: what else to know.
+    - `notes`: further notes.
     """
 
     rows: tuple[FitRow, ...]
@@ -220,12 +220,12 @@ def fit(
 
     **Arguments:**
 
-    - `step`, `args`: as in [`shardfx.cost.estimate`][]. What a compiled step says of itself is the compiler's count. A
-        plan alone, joined ([`shardfx.ShardPlan.join`][]) or not, says what its arrays take, and no more.
+    - `step`, `args`: a step and its arguments as in [`shardfx.cost.estimate`][]. For a compiled step the compiler's own
+        count is used. For a plan alone, joined ([`shardfx.ShardPlan.join`][]) or not, only its arrays are counted.
     - `chip`: its name, or a [`shardfx.chips.Chip`][].
     - `mesh`: as in [`shardfx.cost.estimate`][].
-    - `compiled`: what the step compiled to, beside the function: then the peak is the compiler's, and what changes
-        would save is estimated.
+    - `compiled`: the compiled step, beside the function. Then the peak is the compiler's, and only the savings of
+        changes are estimated.
 
     **Returns:**
 

@@ -114,9 +114,9 @@ class HloModule:
     **Arguments:**
 
     - `entry`: the name of the computation that runs first.
-    - `computations`: by name, the instructions by name; callees come before their callers.
-    - `stacks`: by the number that instructions give, the frames of the trace, innermost first.
-    - `partitions`: how many devices run it, as its first line says; 1 where it does not.
+    - `computations`: by name, the instructions by name. Callees come before their callers.
+    - `stacks`: for each number in the instructions' attributes, the frames of the trace, innermost first.
+    - `partitions`: the number of devices in its first line; 1 if it has none.
     """
 
     entry: str
@@ -138,7 +138,7 @@ def parse_hlo(text: str) -> HloModule:
 
     **Arguments:**
 
-    - `text`: as by `compiled.as_text()`.
+    - `text`: a text as `compiled.as_text()` returns it.
 
     **Returns:**
 

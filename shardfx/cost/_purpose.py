@@ -25,7 +25,7 @@ class Taken(NamedTuple):
     **Arguments:**
 
     - `argument`: its path, whole shape and sharding.
-    - `dtype`: as HLO names it.
+    - `dtype`: the dtype in HLO's notation.
     - `group`: "parameters", "optimizer: mu" (one for each moment), "KV cache", "batch", or "other".
     - `result`: the number of the result that it comes back as, if it does.
     """

@@ -22,10 +22,10 @@ class SecondsRow:
     **Arguments:**
 
     - `traffic`: the collective.
-    - `seconds`: of one step: all its calls, on the links and between slices, one after the other.
-    - `dcn_seconds`: those of them between slices.
-    - `bytes_per_second`: at which bytes enter a device over the links it can use.
-    - `why`: which links those are.
+    - `seconds`: seconds in one step: of all calls, on the links and between slices, one after the other.
+    - `dcn_seconds`: the part of the seconds spent between slices.
+    - `bytes_per_second`: the rate at which bytes enter a device over the links that it can use.
+    - `why`: a description of those links.
     """
 
     traffic: TrafficRow
@@ -100,9 +100,9 @@ def seconds(
 
     **Arguments:**
 
-    - `traffic`: from [`shardfx.cost.traffic`][].
+    - `traffic`: the traffic from [`shardfx.cost.traffic`][].
     - `chip`: its name, or a [`shardfx.chips.Chip`][].
-    - `mesh`: whose axes the rows name. Without it each collective is taken to have one ring of its own.
+    - `mesh`: the mesh whose axes the rows name. Without it each collective is taken to have one ring of its own.
     - `slice`: the slice's extents in chips, "4x4x8"; the smallest that fits if not given. Axes are laid over its
         dimensions in order, the last axis innermost, as [`shardfx.MeshSpec.build`][] does.
 

@@ -51,9 +51,9 @@ class Wanted:
 
     - `axis`, `dim`: the mesh axis, and the dimension of the array.
     - `by`: the argument, result or constraint that has the axis on this dimension.
-    - `first`: who holds the axis already where it is lost, on another dimension; "" where nobody does.
+    - `first`: the origin that has the axis already on another dimension, where it is lost; "" without one.
     - `line`: the line that makes the first array without it.
-    - `shape`, `dtype`, `spec`: that array, and how it would lie with the axis.
+    - `shape`, `dtype`, `spec`: that array, and its spec with the axis.
     """
 
     axis: str
@@ -90,14 +90,14 @@ class ArrayRow:
     **Arguments:**
 
     - `source`: the innermost line of your own program that makes it; `None` where the program does not say.
-    - `operation`: as StableHLO names it, such as "dot_general".
+    - `operation`: StableHLO's name of the operation, such as "dot_general".
     - `phase`: "forward", "backward" or "recomputed", where JAX says which pass it is of.
     - `loop`: the line of the innermost loop that makes it once a turn; `None` outside loops.
-    - `shape`, `dtype`: of the whole array.
-    - `spec`: how it lies.
-    - `bytes_per_device`: of one device's part.
+    - `shape`, `dtype`: those of the whole array.
+    - `spec`: its spec.
+    - `bytes_per_device`: bytes of one device's shard.
     - `origins`: for each mesh axis of `spec`, where it comes from.
-    - `number`: which array of the step it is.
+    - `number`: the array's number in the step.
     """
 
     source: Frame | None
@@ -122,7 +122,7 @@ class StepShardings:
 
     - `rows`: the arrays that operations make, the largest part of a device first.
     - `mesh`: the mesh.
-    - `notes`: what else to know.
+    - `notes`: further notes.
     """
 
     rows: tuple[ArrayRow, ...]
@@ -152,7 +152,7 @@ class StepShardings:
 
         **Arguments:**
 
-        - `path`: as origins name it, such as "params/layers/up".
+        - `path`: a path in an origin, such as "params/layers/up".
         """
         names = {origin.by for row in self.rows for origin in row.origins}
         if path not in names:
@@ -194,8 +194,8 @@ class StepShardings:
 
         **Arguments:**
 
-        - `traffic`: of the same step, by [`shardfx.cost.estimate`][] or [`shardfx.cost.traffic`][]. Rows are matched by
-            line and axes.
+        - `traffic`: the traffic of the same step, from [`shardfx.cost.estimate`][] or [`shardfx.cost.traffic`][]. Rows
+            are matched by line and axes.
         """
         return dataclasses.replace(traffic, rows=tuple(map(self._known.annotated, traffic.rows)))
 

@@ -72,8 +72,8 @@ def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None
 
     - `compiled`: `filter_jit(...).lower(...).compile()`, or what `jax.jit` gives; a lowered program, which is compiled
         first; or the text of an optimized HLO module. From CPUs, GPUs and TPUs.
-    - `mesh`: whose axes are named in the rows; read from the program's shardings where it has them. A MeshSpec with
-        `dcn`, or a Mesh of devices in several slices, also says what crosses slices.
+    - `mesh`: the mesh whose axes are named in the rows; read from the program's shardings if it has them. A MeshSpec
+        with `dcn`, or a Mesh of devices in several slices, also says what crosses slices.
 
     **Returns:**
 
@@ -117,9 +117,9 @@ def read(
     **Arguments:**
 
     - `module`: the program.
-    - `mesh`: whose axes are named in the rows.
+    - `mesh`: the mesh whose axes are named in the rows.
     - `paths`: the paths of its arguments, by their names in the text.
-    - `ids`: of the devices, in the order of the mesh, if they are known.
+    - `ids`: the ids of the devices, in the order of the mesh, if they are known.
     """
     runs = runs_of(module)
     slices = max(

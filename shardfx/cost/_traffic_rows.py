@@ -18,25 +18,26 @@ class TrafficRow:
 
     **Arguments:**
 
-    - `kind`: as XLA names it, such as "all-gather". A loop of permutes that feeds a product has the kind of what it
-        replaces, and `windowed` is true.
-    - `wire_bytes`: that enter a device in one step, the mean over devices; `calls` times those of one call. In a loop
-        whose trips are not known they are those of one trip.
-    - `dcn_bytes`: those of them that come from another slice.
-    - `calls`: how often it runs in one step; `None` in a loop whose trips are not known. 0 in a branch of a conditional
-        of which another branch sends more.
-    - `dtype`: of what it sends, as HLO writes it.
-    - `group_size`: how many devices exchange with each other.
+    - `kind`: XLA's name of the kind, such as "all-gather". A loop of permutes that feeds a product has the kind of the
+        collective that it replaces, and `windowed` is true.
+    - `wire_bytes`: bytes that enter a device in one step, the mean over devices: `calls` times the bytes of one call.
+        In a loop whose trips are not known, the bytes of one trip.
+    - `dcn_bytes`: the part of `wire_bytes` that comes from another slice.
+    - `calls`: the number of times that it runs in one step; `None` in a loop whose trips are not known; 0 in a branch
+        of a conditional that has a branch which sends more.
+    - `dtype`: the dtype that it sends, in HLO's notation.
+    - `group_size`: the number of devices that exchange with each other.
     - `axes`: the mesh axes along which they differ; empty where no mesh is known.
     - `source`: the innermost line of your own program that it came from; `None` where the program does not say.
     - `stack`: all lines, innermost first.
     - `leaf`: the path of the parameter that it gathers, or whose gradient it adds up; several are joined by ", ".
     - `shares`: the bytes of each leaf, `None` for those of none.
     - `windowed`: whether it is a loop of permutes in the place of a gather or a reduction.
-    - `note`: what else to know, or "".
-    - `passes`: those of the compiler that made it of another one, where the program was not finished.
-    - `unsure_bytes`: how many more or fewer it may be in the finished program.
-    - `arrays`: what a device has of it in the end, as `f32[8,128]`.
+    - `note`: further notes, or "".
+    - `passes`: the compiler's passes that made it from another collective, if the program was not finished by a
+        compiler.
+    - `unsure_bytes`: bytes by which the finished program may differ from `wire_bytes`, in either direction.
+    - `arrays`: the arrays of its result on one device, as `f32[8,128]`.
     - `phase`: "forward", "backward" or "recomputed", where JAX says which pass it is of.
     """
 
@@ -68,8 +69,8 @@ class Traffic:
     **Arguments:**
 
     - `rows`: the collectives.
-    - `devices`: how many devices run the step.
-    - `axes`: of its mesh; empty where no mesh is known.
+    - `devices`: the number of devices that run the step.
+    - `axes`: the axes of its mesh; empty if no mesh is known.
     """
 
     rows: tuple[TrafficRow, ...]

@@ -41,9 +41,9 @@ class Where:
     **Arguments:**
 
     - `spec`, `mesh`: the mesh, if it is known.
-    - `own`: how many devices the program counts.
-    - `slices`: over how many slices the program runs, as far as it says.
-    - `ids`: of the devices of the mesh, in its order, if they are known.
+    - `own`: the number of devices that the program counts.
+    - `slices`: the number of slices that the program runs on, as far as it says.
+    - `ids`: the ids of the mesh's devices, in its order, if they are known.
     """
 
     def __init__(

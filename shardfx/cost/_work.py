@@ -34,11 +34,12 @@ class DeviceWork:
 
     **Arguments:**
 
-    - `flops`: of its matrix products and convolutions, loops as often as they run.
-    - `bytes`: that go to and from its memory for products, reductions, sorts and look-ups, and for the results of the
-        step. Other operations are taken to be fused with these.
-    - `cycles`: of all its instructions by the compiler's own estimate, which compiled TPU programs hold; else 0.
-    - `notes`: what is not counted as it runs: loops whose trips are not known, and kernels.
+    - `flops`: floating-point operations of its matrix products and convolutions, with loops counted as often as they
+        run.
+    - `bytes`: bytes to and from memory for products, reductions, sorts and look-ups, and for the results of the step.
+        Other operations are taken to be fused with these.
+    - `cycles`: cycles of all its instructions by the compiler's own estimate, which compiled TPU programs hold; else 0.
+    - `notes`: the operations that are not counted exactly: loops whose trips are not known, and kernels.
     """
 
     flops: float

@@ -19,7 +19,7 @@ class LocalChunk:
     **Arguments:**
 
     - `slices`: one `slice(start, stop)` per dimension.
-    - `replica_id`: which of the processes that own the same part this one is. Those numbered 0 own every
+    - `replica_id`: the number of this process among those that own the same part. The processes numbered 0 own every
         element once.
 
     !!! Example
@@ -44,7 +44,7 @@ class DataLayout:
     **Arguments:**
 
     - `batch_size`: rows in the global batch.
-    - `shard_id`: which of the `num_shards` parts of the data this process loads.
+    - `shard_id`: the number of the part of the data that this process loads, of `num_shards`.
     - `num_shards`: into how many parts the processes divide the data.
     - `is_first_host_in_replica_set`: whether no process before this one loads the same part.
 
@@ -71,10 +71,10 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
 
     **Arguments:**
 
-    - `shape`: of the whole array.
-    - `spec`: how it is sharded.
-    - `grid`: which process has what of the mesh; see [`shardfx.hosts.grid_of`][].
-    - `process_index`: whose chunk; any process can ask for any.
+    - `shape`: the shape of the whole array.
+    - `spec`: the sharding of the array.
+    - `grid`: the box of the mesh that each process has; see [`shardfx.hosts.grid_of`][].
+    - `process_index`: the process whose chunk is returned; any process can ask for any.
 
     **Returns:**
 
@@ -110,8 +110,8 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
     **Arguments:**
 
     - `axes`: one mesh axis, or several in order, the first slowest.
-    - `grid`: which process has what of the mesh.
-    - `process_index`: which process.
+    - `grid`: the box of the mesh that each process has.
+    - `process_index`: the number of the process.
 
     **Returns:**
 
@@ -141,8 +141,8 @@ def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) ->
     **Arguments:**
 
     - `axes`: one mesh axis, or several.
-    - `grid`: which process has what of the mesh.
-    - `process_index`: which process.
+    - `grid`: the box of the mesh that each process has.
+    - `process_index`: the number of the process.
 
     **Returns:**
 
@@ -175,8 +175,8 @@ def data_layout(
 
     - `batch_size`: rows in the global batch; `None` for one row per device along `axes`.
     - `axes`: the mesh axes of the batch dimension, in order; `None` or `()` if every process loads all of it.
-    - `grid`: which process has what of the mesh.
-    - `process_index`: which process; any one can ask for any.
+    - `grid`: the box of the mesh that each process has.
+    - `process_index`: the number of the process; any one can ask for any.
 
     **Returns:**
 
@@ -219,9 +219,9 @@ def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple
 
     **Arguments:**
 
-    - `shape`: of the whole array.
-    - `sharding`: how it is sharded, on real devices.
-    - `process_index`: whose parts.
+    - `shape`: the shape of the whole array.
+    - `sharding`: the sharding of the array, on devices.
+    - `process_index`: the process whose parts are returned.
 
     **Returns:**
 

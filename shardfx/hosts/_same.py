@@ -24,8 +24,8 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
     **Arguments:**
 
     - `plan`: this process's plan, or its [`shardfx.TreeMap`][].
-    - `wait_seconds`: how long the processes wait for one that has not called this. What they then exchange goes by a
-        collective, for which all are there.
+    - `wait_seconds`: seconds that the processes wait for one that has not called this. The exchange afterwards is a
+        collective, which needs all processes.
 
     **Raises:**
 

@@ -28,11 +28,11 @@ def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str 
 
     **Arguments:**
 
-    - `index`: from [`shardfx.checkpoint.read_index`][].
-    - `mesh`: where to put the arrays. `None` leaves every sharding that `default` does not give as a Sharding `None`.
-    - `default`: what decides for each array. `None`: it is replicated. A Sharding: that one. A PartitionSpec: corrected
-        to each array's shape, as [`shardfx.correct`][] does, entries beyond its rank left out. A function: it makes of
-        a `checkpoint.ArrayEntry` a Sharding, a PartitionSpec or `None`.
+    - `index`: an Index from [`shardfx.checkpoint.read_index`][].
+    - `mesh`: the mesh for the arrays. With `None`, every sharding that `default` does not give as a Sharding is `None`.
+    - `default`: the decision for each array. `None`: it is replicated. A Sharding: that one. A PartitionSpec: corrected
+        to each array's shape, as [`shardfx.correct`][] does, entries beyond its rank left out. A function: from a
+        `checkpoint.ArrayEntry` to a Sharding, a PartitionSpec or `None`.
     - `prefix`: only the arrays below `prefix/`, by their path relative to it. In an eformer index of version 2, only
         those listed under this prefix.
 
@@ -205,8 +205,8 @@ class Difference:
 
     **Arguments:**
 
-    - `path`: where, as in `layers/0/weight`; empty at the root.
-    - `left`, `right`: what each tree has there; "nothing" where it has nothing.
+    - `path`: the path of the place, as in `layers/0/weight`; empty at the root.
+    - `left`, `right`: the node of each tree there; "nothing" without one.
     """
 
     path: str

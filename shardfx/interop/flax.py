@@ -140,7 +140,7 @@ def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRul
     **Arguments:**
 
     - `rules`: pairs, a mapping, or AxisRules; `None` for no rules.
-    - `mesh`: whose axes may be used as names.
+    - `mesh`: the mesh whose axes may be used as names.
 
     **Returns:**
 
@@ -197,7 +197,7 @@ def add_axis(names: tuple[object, ...], index: int, name: object) -> tuple[objec
     **Arguments:**
 
     - `names`: the names before; where they are shorter than `index`, the dimensions between are `None`.
-    - `index`: where the new dimension is; negative ones count from the end of the result, so -1 is the last.
+    - `index`: the index of the new dimension; negative ones count from the end of the result, so -1 is the last.
     - `name`: its name, or `None`.
 
     **Returns:**
@@ -227,8 +227,8 @@ def remove_axis(names: tuple[object, ...], index: int, name: object) -> tuple[ob
     **Arguments:**
 
     - `names`: the names before.
-    - `index`: which dimension went away; negative ones count from the end.
-    - `name`: what its name must be.
+    - `index`: the index of the removed dimension; negative ones count from the end.
+    - `name`: the name that the dimension must have.
 
     **Returns:**
 

@@ -56,7 +56,7 @@ class Style:
     - `key`: the name in the plan, with `*` for numbers.
     - `style`: the name of the style.
     - `axis`: the mesh axes.
-    - `unit`: how many elements of the dimension that is cut stay together.
+    - `unit`: the number of elements of the sharded dimension that form an indivisible unit.
     - `is_one_expert`: whether the parameter is of one expert, as checkpoints have it, and the plan's of all.
     """
 
@@ -123,14 +123,14 @@ def rules_of(
 
     **Arguments:**
 
-    - `plans`: what `plans_of` gives, or a tensor parallel plan alone. A configuration has no plan for
-        `lm_head`, which is then left to `rest`; `plans_of(model)` has one.
+    - `plans`: the result of `plans_of`, or a tensor parallel plan alone. A configuration has no plan for `lm_head`,
+        which is then left to `rest`; `plans_of(model)` has one.
     - `tensor`: the mesh axis of tensor parallelism.
     - `expert`: the mesh axis of expert parallelism: then the plan for experts goes before the other one.
-    - `prefix`: what the names of the model's parameters begin with, which is the `base_model_prefix` of its class:
+    - `prefix`: the prefix of the names of the model's parameters, which is the `base_model_prefix` of its class:
         `"model"` for most, `"gpt_neox"` for GPT-NeoX. They may lack it.
-    - `units`: by the last name of a module (`k_proj`) how many elements of the dimension that is cut stay together:
-        `head_dim`. Hugging Face checks only that heads divide.
+    - `units`: by the last name of a module (`k_proj`), the number of elements of the sharded dimension that form an
+        indivisible unit: `head_dim`. Hugging Face checks only that heads divide.
     - `rest`: the target for parameters that the plan does not name, which Hugging Face replicates.
 
     **Returns:**

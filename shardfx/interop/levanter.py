@@ -12,8 +12,8 @@ class Mappings(NamedTuple):
 
     **Arguments:**
 
-    - `parameter`: of parameters and optimizer states, between steps.
-    - `compute`: of parameters and activations, within a step.
+    - `parameter`: the mapping of parameters and optimizer states, between steps.
+    - `compute`: the mapping of parameters and activations, within a step.
     """
 
     parameter: AxisRules
@@ -25,7 +25,7 @@ def rules_of(mapping: Mapping[str, Target]) -> AxisRules:
 
     **Arguments:**
 
-    - `mapping`: from the names of axes to a mesh axis or several.
+    - `mapping`: a mapping from the names of axes to a mesh axis or several.
 
     **Returns:**
 

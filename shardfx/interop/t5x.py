@@ -17,7 +17,7 @@ class Partitioning(NamedTuple):
     - `rules`: the logical axis rules; the standard ones of its partitioner where the file has none.
     - `num_partitions`: the size of the mesh axis "model"; `None` where the file does not say it.
     - `model_parallel_submesh`: the same as four sizes; `None` likewise.
-    - `num_experts`: of a mixture of experts, the largest size of the mesh axis "expert"; `None` likewise.
+    - `num_experts`: for a mixture of experts, the largest size of the mesh axis "expert"; `None` likewise.
     """
 
     rules: AxisRules

@@ -17,7 +17,7 @@ def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
     **Arguments:**
 
     - `target`: a topology, as `"v5p:8x8x8"`, `"tpu:v5e:16x16"` or `"v5e-8"`; see [`shardfx.chips.parse_slice`][].
-    - `num_slices`: how many such slices, joined by the slow network.
+    - `num_slices`: the number of such slices, joined by the slow network.
 
     **Returns:**
 

@@ -50,7 +50,7 @@ def rules_of(
 
     **Arguments:**
 
-    - `sizes`: of the axes that stand behind another one in one dimension: a cut may not go through them.
+    - `sizes`: the sizes of minor axes in fused dimensions, which must not be divided.
     - `fsdp`, `tensor`, `expert`: the mesh axes; `expert` cuts the dimension of experts of stacked ones.
     - `others`: paths of which no rule may find one.
     """

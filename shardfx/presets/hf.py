@@ -18,7 +18,7 @@ def llama(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
     **Arguments:**
 
-    - `head_dim`: how many elements one attention head has.
+    - `head_dim`: the number of elements of one attention head.
     - `fsdp`, `tensor`: the mesh axes to use.
 
     **Returns:**
@@ -204,7 +204,7 @@ def deepseek_v3(
 
     **Arguments:**
 
-    - `qk_nope_head_dim`, `qk_rope_head_dim`, `v_head_dim`: how many elements a head has in each part.
+    - `qk_nope_head_dim`, `qk_rope_head_dim`, `v_head_dim`: the numbers of elements of a head in each part.
     - `fsdp`, `tensor`: the mesh axes to use.
 
     **Returns:**

@@ -29,7 +29,7 @@ def made(args: object, *, mild: bool) -> PyTree:
 
     **Arguments:**
 
-    - `args`: in any trees.
+    - `args`: trees of arrays and structs.
     - `mild`: floats above zero, and whole numbers below 2, for steps that make no numbers of others: an optimizer's
         second moments are not negative, and a token is in the vocabulary.
     """

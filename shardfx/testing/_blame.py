@@ -35,7 +35,7 @@ class Compared(NamedTuple):
     **Arguments:**
 
     - `is_same`: whether the devices' values make up that of one device.
-    - `roles`: how, along each mesh axis of the shard_maps around it.
+    - `roles`: the role along each mesh axis of the shard_maps around it.
     - `by_turn`: for each turn of the outermost loop whether they do.
     - `difference`: the largest, and `at` where it is; `scale` is the largest number of the reference.
     """
@@ -154,8 +154,8 @@ def fault_of(records: Sequence[Record], found: Mapping[int, Compared], wrong: Se
 
     **Arguments:**
 
-    - `records`: of the step under the plan.
-    - `found`: what they made beside the reference, where there is one.
+    - `records`: the records of the step under the plan.
+    - `found`: the comparison of each record with the reference, if there is one.
     - `wrong`: the records that are wrong results.
     """
     return _Search(records, found).fault([number for number in wrong if number >= 0])

@@ -28,9 +28,9 @@ class CheckedOutput:
 
     **Arguments:**
 
-    - `path`: where it is in what the step returns.
+    - `path`: the path of the array in the step's result.
     - `difference`: the largest between the plan and the reference in float64, and `at` where it is.
-    - `allowed`: what rounding explains.
+    - `allowed`: the largest difference that rounding explains.
     """
 
     path: str
@@ -53,8 +53,8 @@ class CheckedStep:
 
     - `outputs`: the arrays that the step returns.
     - `is_finite`: whether the reference is; what is infinite, or no number, is equal to its like alone.
-    - `lines`: where the first equation that differs was found its line, and those that make what it takes.
-    - `story`: what is known of it, in words.
+    - `lines`: the lines of the first equation that differs, and of the equations that make its operands.
+    - `story`: the facts about it, in words.
     """
 
     outputs: tuple[CheckedOutput, ...]

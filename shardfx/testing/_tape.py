@@ -55,16 +55,16 @@ class Record(NamedTuple):
 
     **Arguments:**
 
-    - `primitive`: as JAX names it.
+    - `primitive`: JAX's name of the primitive.
     - `frames`: the lines of the user, the innermost first.
     - `reads`: the numbers of the records whose values it takes; less than 0 for arguments, literals and constants.
-    - `leading`: what the leading dimensions of its value are, which loops and shard_maps around it add: for the turns
-        of a loop 1, or -1 if it runs backwards; else the mesh axes, with their sizes, along which each device's own
-        value is stacked.
-    - `dtype`: that the step computes it in.
+    - `leading`: the meaning of the value's leading dimensions, which loops and shard_maps around it add: for the
+        iterations of a loop 1, or -1 if it runs backwards; else the mesh axes, with their sizes, along which each
+        device's own value is stacked.
+    - `dtype`: the dtype in which the step computes it.
     - `loop`: the number of the outermost loop around it.
     - `axes`: the mesh axes that a collective is over.
-    - `counted`: how far an `iota` counts.
+    - `counted`: the size of an `iota`.
     """
 
     primitive: str
@@ -91,10 +91,10 @@ class Tape:
 
     **Arguments:**
 
-    - `alone`: on one device, without shardings.
+    - `alone`: whether to evaluate on one device, without shardings.
     - `wide`: the dtype that narrower floats are replaced by, from the arguments on.
-    - `noise`: how to round what each equation makes: 0 for not at all, 1 to the dtype of the step, 2 to that or, if it
-        is narrower, to float32; and an odd number that says what goes up and what down. Needs `wide=np.float64`.
+    - `noise`: the rounding of each equation's result: 0 for none, 1 to the dtype of the step, 2 to that or, if it is
+        narrower, to float32; and an odd number that decides what is rounded up and what down. Needs `wide=np.float64`.
     """
 
     def __init__(self, *, alone: bool, wide: DType = None, noise: Any = None):

@@ -31,8 +31,8 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
 
     **Arguments:**
 
-    - `traffic`: what [`shardfx.cost.traffic`][] or [`shardfx.cost.estimate`][] returns.
-    - `sizes`: with the bytes that enter a device.
+    - `traffic`: the traffic from [`shardfx.cost.traffic`][] or [`shardfx.cost.estimate`][].
+    - `sizes`: whether to include the bytes that enter a device.
 
     **Returns:**
 
@@ -76,7 +76,7 @@ def assert_same_traffic_text(
 
     **Arguments:**
 
-    - `traffic`: what the step sends.
+    - `traffic`: the step's traffic.
     - `expected`: a text of several lines, as [`shardfx.testing.traffic_text`][] makes it; or the path of a file.
     - `update`: write the text into the file instead of comparing.
     - `sizes`: compare the bytes too.
@@ -100,7 +100,7 @@ def assert_collectives(
 
     **Arguments:**
 
-    - `traffic`: what [`shardfx.cost.traffic`][] or [`shardfx.cost.estimate`][] returns.
+    - `traffic`: the traffic from [`shardfx.cost.traffic`][] or [`shardfx.cost.estimate`][].
     - `none`: patterns of what must not be there.
     - `at_most`: for patterns how often what they find may run in a step, as a number; or how many bytes of it may enter
         a device, as a text: `"1.5 MiB"`.
@@ -218,7 +218,8 @@ def shardings_text(shardings: StepShardings) -> str:
 
     **Arguments:**
 
-    - `shardings`: what [`shardfx.cost.shardings`][] returns, or a part of it: `found.replicated(least_bytes=2**20)`.
+    - `shardings`: the shardings from [`shardfx.cost.shardings`][], or a part of them:
+        `found.replicated(least_bytes=2**20)`.
 
     **Returns:**
 

@@ -60,7 +60,7 @@ class MeshSpec(eqx.Module):
         - `axes`: mapping or pairs from axis name to size, slowest axis first. One size may be -1: see
             [`shardfx.MeshSpec.fit`][].
         - `axis_types`: one `jax.sharding.AxisType` for all axes, or a mapping; axes left out are Auto.
-        - `dcn`: how many slices (TPU) or nodes (GPU) an axis spans over the slow network; 1 where not given.
+        - `dcn`: the number of slices (TPU) or nodes (GPU) that an axis spans over the slow network; 1 by default.
         - `named`: taken for the error's text alone: axes are no keywords.
 
         **Raises:**
@@ -203,7 +203,7 @@ class MeshSpec(eqx.Module):
 
         **Arguments:**
 
-        - `device_count`: how many devices there are.
+        - `device_count`: the number of devices.
 
         **Returns:**
 

@@ -23,8 +23,8 @@ class DeviceOrder:
         ([`shardfx.topology.torus_order`][]) or `"as given"`; `"hybrid: "` comes before it where the mesh
         spans several slices.
     - `reasons`: why it is not JAX's own order, and what was changed in it; empty where nothing was.
-    - `mean_hops`: per mesh axis, how many links lie between neighbours within a slice, on average; `None` for
-        devices without coordinates.
+    - `mean_hops`: for each mesh axis, the mean number of links between neighbours within a slice; `None` for devices
+        without coordinates.
 
     !!! Example
 
@@ -51,7 +51,7 @@ def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int
 
     - `devices`: descriptions of devices, in any order; see [`shardfx.topology.coords`][].
     - `sizes`: the size of each mesh axis, slowest first.
-    - `dcn_sizes`: how many slices (or nodes) each axis spans; each divides its size.
+    - `dcn_sizes`: the number of slices (or nodes) that each axis spans; it divides the axis's size.
 
     **Returns:**
 

@@ -23,7 +23,7 @@ def coords(device: Device, local_device_count: int) -> tuple[int, ...]:
 
     - `device`: anything with JAX's device attributes. One with `coords` (a TPU) needs nothing else, and one
         without `core_on_chip` counts as core 0; others need `process_index` and `id`.
-    - `local_device_count`: how many devices a process has; read only for devices without `coords`.
+    - `local_device_count`: the number of devices of a process; read only for devices without `coords`.
 
     **Returns:**
 

@@ -29,7 +29,7 @@ def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]
     **Arguments:**
 
     - `device_kind`: JAX's name for the kind of device.
-    - `num_partitions`: how many devices hold one copy of the model.
+    - `num_partitions`: the number of devices that hold one copy of the model.
     - `bounds`: the extents of the hardware, as from [`shardfx.topology.bounds`][].
 
     **Returns:**
@@ -67,7 +67,7 @@ def feasible_submeshes(num_partitions: int, bounds: Sequence[int]) -> tuple[tupl
 
     **Arguments:**
 
-    - `num_partitions`: how many devices a box has.
+    - `num_partitions`: the number of devices in a box.
     - `bounds`: the extents of the hardware.
 
     **Returns:**
@@ -155,9 +155,9 @@ def hybrid_shape(num_partitions: int, local_devices: int, processes: int) -> tup
 
     **Arguments:**
 
-    - `num_partitions`: how many devices hold one copy of the model.
+    - `num_partitions`: the number of devices that hold one copy of the model.
     - `local_devices`: devices per process (node).
-    - `processes`: how many processes there are.
+    - `processes`: the number of processes.
 
     **Returns:**
 

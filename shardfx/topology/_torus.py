@@ -56,7 +56,7 @@ def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[n
     **Arguments:**
 
     - `box`: the size of each dimension.
-    - `closed`: which dimensions join at their ends; none if not given.
+    - `closed`: for each dimension, whether links join its ends; none are joined by default.
 
     **Returns:**
 
@@ -99,7 +99,7 @@ def torus_order(
     - `bounds`: the extents of the torus; the last dimension is that of the cores, as in
         [`shardfx.topology.bounds`][].
     - `sizes`: the sizes of the mesh axes, slowest first; their product is that of `bounds`.
-    - `closed`: which dimensions join at their ends; none if not given.
+    - `closed`: for each dimension, whether links join its ends; none are joined by default.
 
     **Returns:**
 
@@ -142,9 +142,9 @@ def mean_hops(
     **Arguments:**
 
     - `order`: coordinates in mesh order, as from [`shardfx.topology.torus_order`][].
-    - `axis`: which mesh axis. The step from its last place to its first is not counted.
+    - `axis`: the number of the mesh axis. The step from its last position to its first is not counted.
     - `bounds`: the extents of the torus.
-    - `closed`: which dimensions join at their ends; none if not given.
+    - `closed`: for each dimension, whether links join its ends; none are joined by default.
 
     **Returns:**
 

@@ -141,7 +141,7 @@ class Transformer(eqx.Module):
         """**Arguments:**
 
         - `tokens`: byte values.
-        - `plan`: whose mesh and rules lay out the activations; without one nothing is said about sharding.
+        - `plan`: the plan whose mesh and rules shard the activations; without one, no sharding is set.
 
         **Returns:**
 

@@ -26,7 +26,7 @@ def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
 
     **Arguments:**
 
-    - `max_bytes`: where to stop.
+    - `max_bytes`: the number of bytes to stop at.
 
     **Returns:**
 
@@ -161,9 +161,9 @@ def train(
 
     **Arguments:**
 
-    - `started`: what `start_sharded` or `start_unsharded` returned; its arrays are donated.
+    - `started`: the result of `start_sharded` or `start_unsharded`. Its arrays are donated.
     - `text`: see `stdlib_text`.
-    - `run`: what to train.
+    - `run`: the size and length of the training run.
     - `place`: puts a batch where the step wants it.
     - `show`: called after every step with its number, its loss, and the tokens per second since the first step,
         which compiles.
@@ -195,8 +195,8 @@ def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None 
     **Arguments:**
 
     - `mesh`: the mesh to shard over.
-    - `devices`: as many as it has.
-    - `run`: what to train.
+    - `devices`: the devices, as many as the mesh has.
+    - `run`: the size and length of the training run.
     - `width`: columns of text; `None` for no limit.
 
     **Returns:**

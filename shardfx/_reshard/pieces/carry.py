@@ -121,7 +121,7 @@ def putting(
 
     **Arguments:**
 
-    - `begins`: whether it makes the shards; else it takes them as its last argument and gives them back.
+    - `begins`: whether it makes the shards. If not, it takes them as its last argument and returns them.
     """
     own, wire = carried(target[1], devices), sent_dtype(rounds[0].form, source_dtype)
     casts = rounds[0].form.casts
@@ -170,12 +170,13 @@ class Means:
 
     - `arrays`: the source's arrays by path.
     - `move`: moves an array to a sharding; needed for scales alone.
-    - `limit_bytes`: how much may be used beside source and target.
-    - `most_bytes`: how much programs take of a device without a limit, where the sides have other devices.
+    - `limit_bytes`: bytes that may be used beside source and target.
+    - `most_bytes`: bytes that programs may take of a device without a limit, if the two sides have different devices.
     - `pool`: threads to copy with, if any.
     - `shards`: the arrays' shards of this process.
-    - `joined_up`: what programs take of the arrays, by path and devices; filled on the way.
-    - `begun`, `begun_bytes`: what programs make on other devices than the source's, and what they take meanwhile.
+    - `joined_up`: the blocks that programs take of the arrays, by path and devices; a cache.
+    - `begun`, `begun_bytes`: the arrays in flight that programs make on other devices than the source's, and the bytes
+        that these programs take.
     """
 
     arrays: Mapping[str, Any]
@@ -210,8 +211,8 @@ def begun(work: Work, means: Means) -> Callable[[], jax.Array]:
 
     **Arguments:**
 
-    - `work`: how; not "plain".
-    - `means`: with what.
+    - `work`: the plan of the array; its way is not "plain".
+    - `means`: the arrays, limits and caches of the tree.
 
     **Returns:**
 

@@ -13,8 +13,8 @@ def costs_of(work: Work, most_bytes: int, known: dict[object, dict[str, object]]
 
     **Arguments:**
 
-    - `work`: how it is made; "programs" or "host".
-    - `most_bytes`: what programs between other devices may take of each.
+    - `work`: the plan of the array; its way is "programs" or "host".
+    - `most_bytes`: bytes that programs between different device sets may take of each device.
     - `known`: the costs of arrays of other kinds; filled on the way.
 
     **Returns:**

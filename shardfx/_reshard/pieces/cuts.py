@@ -40,8 +40,8 @@ class Cut(NamedTuple):
     - `sender`, `receiver`: devices, by the numbers that the boxes were given with; equal where nothing travels.
     - `piece`: counted from the start of the sender's shard, and of the receiver's. Of a constant the source is nothing;
         of what is scaled it is counted in the whole array, because it takes two.
-    - `bytes`: that travel, if it does.
-    - `bits`: of an element where it is widest: in the array, on the way, or in the target.
+    - `bytes`: the bytes sent, if sender and receiver differ.
+    - `bits`: bits of an element in its widest dtype: that of the array, of the wire, or of the target.
     """
 
     sender: int
@@ -68,7 +68,7 @@ class Cuts:
 
     - `made`: the cuts, receiver by receiver.
     - `missing`: boxes of the source that some device needs and none holds.
-    - `replicas`: per shard of which there was a choice of senders, the devices that hold it.
+    - `replicas`: for each shard with several possible senders, the devices that hold it.
     """
 
     made: tuple[Cut, ...]
@@ -159,7 +159,7 @@ class ShardGrid:
 
     **Arguments:**
 
-    - `dtype`: of the array.
+    - `dtype`: the dtype of the array.
     - `holders`: the devices that hold each box.
     - `process_of`, `sent`: as of `Senders`.
     """
@@ -199,10 +199,10 @@ def cuts_of(
 
     **Arguments:**
 
-    - `made`: what the array is made of.
+    - `made`: the value of the array, as pieces of others.
     - `targets`: device and box of each shard that is wanted.
-    - `sources`: by path the dtype of each array that it is made of, and who holds which box of it; nobody where all
-        devices that did are lost.
+    - `sources`: by path, the dtype of each array that is read, and the devices that hold each box of it: none if all of
+        them are lost.
     - `process_of`: the process of each device.
     - `sent_before`: devices and the bytes that they have sent already, of other arrays.
 

@@ -29,9 +29,9 @@ class Round(NamedTuple):
 
     **Arguments:**
 
-    - `number`: of the array that is read, among those of the program.
-    - `form`: of the pieces.
-    - `pairs`: who sends to whom; nothing where each device takes its own.
+    - `number`: the number of the array that is read, among those of the program.
+    - `form`: the form of the pieces.
+    - `pairs`: pairs of sender and receiver; empty if each device takes its own.
     - `is_full`: whether every device of the target receives.
     """
 
@@ -46,11 +46,11 @@ class Exchange(NamedTuple):
 
     **Arguments:**
 
-    - `paths`: of the arrays that are read.
-    - `rounds`: in order.
-    - `places`: per device and round, where the piece begins in the source (first) and in the target (last), and whether
-        it is received.
-    - `sizes`: per round the bytes of memory that its largest piece takes.
+    - `paths`: the paths of the arrays that are read.
+    - `rounds`: the rounds in order.
+    - `places`: for each device and round, the position of the piece in the source (first) and in the target (last), and
+        whether it is received.
+    - `sizes`: for each round, the bytes of memory of its largest piece.
     """
 
     paths: tuple[str, ...]
@@ -70,10 +70,11 @@ def exchanges(
 
     **Arguments:**
 
-    - `cuts`: of one target, without those of constants.
-    - `receivers`: how many of the devices hold the target.
+    - `cuts`: the cuts of one target, without those of constants.
+    - `receivers`: the number of devices that hold the target.
     - `most_bytes`: the most that the pieces of one program take together, as far as there is more than one round.
-    - `homes`: per array that is read what all arrays of one program have in common, if they must.
+    - `homes`: for each array that is read, a key that all arrays of one program must share, if there is such a
+        condition.
     """
     classes: dict[str, dict[tuple[PieceForm, bool], list[Cut]]] = {}
     for cut in cuts:
@@ -134,10 +135,10 @@ def program(
 
     **Arguments:**
 
-    - `devices`: of both sides, in the order of their numbers.
-    - `rounds`: what is sent.
+    - `devices`: the devices of both sides, in the order of their numbers.
+    - `rounds`: the rounds to carry out.
     - `sources`, `target`: shape and dtype of one shard of each.
-    - `begins`: whether it makes the shards; else it takes them as its first argument and gives them back.
+    - `begins`: whether it makes the shards. If not, it takes them as its first argument and returns them.
     """
     mesh, spec = sharding_of(devices).mesh, PartitionSpec(AXIS)
     is_moved = not any(step.form.casts for step in rounds) and all(dtype == target[1] for _, dtype in sources)

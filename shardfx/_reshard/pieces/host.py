@@ -50,12 +50,14 @@ class Copy(NamedTuple):
 
     **Arguments:**
 
-    - `number`, `sender`: which array they are of, and which shard of it.
+    - `number`, `sender`: the number of the array, and of its shard.
     - `shape`: one dimension per digit.
-    - `here`, `here_strides`: in bytes, where they begin in the sender's shard, and the steps of each digit there.
+    - `here`, `here_strides`: in bytes, the position of the first element in the sender's shard, and the stride of each
+        digit there.
     - `there`, `there_strides`: the same in the new shard.
     - `along`: the dimension along which it goes in blocks, if it does.
-    - `slices`: what NumPy indexes the new shard and the sender's with, where it is a box of both; faster than strides.
+    - `slices`: the slices that index the new shard and the sender's, if the elements are a box of both; NumPy copies
+        slices faster than strides.
     """
 
     number: int
@@ -79,9 +81,9 @@ class Filling(NamedTuple):
 
     **Arguments:**
 
-    - `copies`: what is there as it shall be.
-    - `others`: what is cast, scaled or constant.
-    - `is_part`: whether it is a part of one old shard that lies there in one piece.
+    - `copies`: the copies without any change of values.
+    - `others`: the pieces that are cast, scaled or constant.
+    - `is_part`: whether the shard is a contiguous part of one old shard.
     """
 
     copies: tuple[Copy, ...]
@@ -101,11 +103,11 @@ def filling(
 
     **Arguments:**
 
-    - `cuts`: what it is made of.
+    - `cuts`: the cuts that it is made of.
     - `dtype`, `box`: its dtype, and what it holds.
     - `names`: the number of each array that is read.
-    - `shapes`: of a shard of each of them, and its dtype.
-    - `orders`: of each of them, which shard of this process a device holds.
+    - `shapes`: the shape and dtype of a shard of each array.
+    - `orders`: for each array, the number of this process's shard that each device holds.
     """
     copies, others = [], []
     sizes = tuple(stop - start for start, stop in box)
@@ -159,7 +161,7 @@ class LocalShards:
 
     **Arguments:**
 
-    - `arrays`: by path.
+    - `arrays`: the arrays by path.
     - `one_by_one`: whether shards of a replicated array may differ, or are given up one by one.
     """
 
@@ -264,9 +266,9 @@ def coming(
 
     - `wanted`: the array's shape, dtype and sharding.
     - `targets`: its different boxes.
-    - `fillings`: what each of them is made of.
+    - `fillings`: the copies that fill each box.
     - `names`: the arrays that are read, by number.
-    - `shards`: of the arrays.
+    - `shards`: the shards of the arrays.
     - `pool`: threads to copy with: NumPy lets others run meanwhile.
 
     **Returns:**

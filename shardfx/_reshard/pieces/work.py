@@ -80,18 +80,18 @@ class Work:
     - `leaf`: the array.
     - `way`: "plain" (it is an array of the source, which moves as it is), "programs" (over all devices of both sides)
         or "host" (NumPy copies in this process's memory, where CPU devices share it or no program spans the devices).
-    - `shape`, `dtype`: of the numbers that move; of PRNG keys, their bits.
-    - `made`: what it is made of.
+    - `shape`, `dtype`: those of the array that moves; for PRNG keys those of their key data.
+    - `made`: the value of the array, as pieces of others.
     - `sources`: the arrays that are read, in order.
-    - `scaled`: what is made of them before.
+    - `scaled`: the scaled arrays that are made first.
     - `targets`: for "host", its different boxes, those of this process.
-    - `fillings`: what each of them is made of.
-    - `cuts`: who takes what from whom; numbers are places in `devices`.
-    - `devices`: those of both sides. Where an end has no devices all are integers: a device's id, or its place in a
-        mesh that has none.
-    - `target_devices`, `source_devices`: those of the array, and of each that is read.
+    - `fillings`: the copies that fill each box.
+    - `cuts`: the cuts. Their numbers are positions in `devices`.
+    - `devices`: the devices of both sides. If an end has no devices, all are integers: a device's id, or its position
+        in the abstract mesh.
+    - `target_devices`, `source_devices`: the devices of the array, and of each array that is read.
     - `source_shapes`: shape and dtype of a shard of each array that is read.
-    - `kind`: what arrays have in common whose cuts differ in the names of what they read alone.
+    - `kind`: a key shared by arrays whose cuts differ only in the names of their sources.
     """
 
     leaf: MovedLeaf
@@ -138,8 +138,7 @@ class Work:
 
     @ft.cached_property
     def most_bytes(self) -> int:
-        """The bytes that programs may take on a device beside source and target, without a limit: one shard of the
-        target.
+        """The bytes that programs may take on a device beside source and target: one shard of the target.
 
         Of small arrays more, as each program takes time.
         """
@@ -240,7 +239,7 @@ def work_between(
 
     **Arguments:**
 
-    - `shape`, `dtype`: of the whole array; for typed PRNG keys those of their `key_data`.
+    - `shape`, `dtype`: those of the whole array; for typed PRNG keys those of their `key_data`.
     - `src`, `dst`: any shardings.
     - `lost`: devices whose shards are not to be read. Elements that they alone hold are `cuts.missing`.
     - `copies`: whether devices of the CPU may copy in the memory that they share.
@@ -393,9 +392,7 @@ def _boxes(leaf: MovedLeaf, devices: _Devices) -> list[tuple[int | None, Box]]:
 
 
 def device_boxes(leaf: MovedLeaf) -> dict[Any, Box]:
-    """The box of each device's shard of an array or of its key data, in the order of `_ordered`; the key `None` for a
-    NumPy array.
-    """
+    """The box of each device's shard of an array or of its key data; the key `None` stands for a NumPy array."""
     shape, _ = data_of(leaf.shape, leaf.dtype)
     if leaf.sharding is None:
         return {None: tuple((0, size) for size in shape)}

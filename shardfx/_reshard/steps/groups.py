@@ -24,8 +24,8 @@ class AllToAll:
 
     - `groups`: an integer array of shape `(groups, members)`.
     - `sizes`: the sizes of the factors that move, major first; their product is the number of members.
-    - `splits`: per dimension of the piece the moving factors that will cut it, major first.
-    - `joins`: per dimension of the piece the moving factors that did cut it, major first.
+    - `splits`: for each dimension of the shard, the moving factors that will shard it, major-most first.
+    - `joins`: for each dimension of the shard, the moving factors that sharded it before, major-most first.
     """
 
     groups: np.ndarray

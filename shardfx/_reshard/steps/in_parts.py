@@ -51,7 +51,7 @@ class PartCut:
     - `dim`: the dimension.
     - `block`: the size of a block along it.
     - `part`: the size of each part of a block but the last, which may be smaller.
-    - `target_shape`: of the piece that the move results in.
+    - `target_shape`: the shape of the shard after the move.
     """
 
     dim: int
@@ -70,9 +70,9 @@ def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Move
 
     **Arguments:**
 
-    - `shape`: of the piece that the move starts from.
+    - `shape`: the shape of the shard before the move.
     - `itemsize_bits`: bits per element.
-    - `steps`: of the move.
+    - `steps`: the steps of the move.
     """
     whole, blocks, target_shape = _blocks(shape, steps)
     bytes_of_piece = max(math.prod(shape), math.prod(target_shape)) * itemsize_bits // 8
@@ -97,9 +97,9 @@ def cut_in(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) -> Par
 
     **Arguments:**
 
-    - `count`: how many parts are wanted.
-    - `shape`: of the piece that the move starts from.
-    - `steps`: of the move.
+    - `count`: the wanted number of parts.
+    - `shape`: the shape of the shard before the move.
+    - `steps`: the steps of the move.
     """
     _, blocks, target_shape = _blocks(shape, steps)
     dim = next((dim for dim, block in enumerate(blocks) if block >= count), blocks.index(max(blocks)))
@@ -161,7 +161,7 @@ def in_parts(piece: Any, move: Callable[[Any], Any], cut: PartCut, *, as_on_tpus
 
     **Arguments:**
 
-    - `piece`: what a device holds.
+    - `piece`: the device's shard.
     - `move`: a move of such pieces, or of parts of them.
     - `cut`: into which parts.
     - `as_on_tpus`: whether pieces are stored in the order of dimensions that takes least room in tiles.

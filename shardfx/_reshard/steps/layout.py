@@ -15,7 +15,7 @@ class StepLayout:
     **Arguments:**
 
     - `sizes`: the mesh axis sizes, slowest first.
-    - `dims`: per dimension of the array the indices of the mesh axes that cut it, major first.
+    - `dims`: for each dimension of the array, the indices of the mesh axes that shard it, major-most first.
     - `order`: device ids in row-major order of the mesh; `None` where both ends of a move list their devices
         in the same order.
     - `weights`: the cost of a byte along each mesh axis; `()` where all cost 1. One above 1 is of an axis between

@@ -84,8 +84,8 @@ class LowerBound:
 
     **Arguments:**
 
-    - `held`: of the layouts, on one end's factors.
-    - `near`: that end; its axes say what bytes cost.
+    - `held`: the shards that devices hold under layouts on one end's factors.
+    - `near`: that end. Its axes state the cost of bytes.
     - `far`: the other end.
     - `far_is`: whether the layout is to become the far end, which is the "target", or was made of it, the "source".
     """

@@ -24,11 +24,11 @@ class Neighbours:
 
     **Arguments:**
 
-    - `room`: how often each dimension can be cut.
+    - `room`: how many shards each dimension can have.
     - `near`: the end whose factors they are.
     - `far`: the other end of the move. Where it is on the same factors, its order of them is a good one to try.
-    - `held`: which pieces devices hold on these factors.
-    - `permutations`: what permutations cost.
+    - `held`: the shards that devices hold on these factors.
+    - `permutations`: the prices of permutations.
     """
 
     def __init__(self, room: tuple[int, ...], near: End, far: End, held: Holdings, permutations: PermutationPrices):

@@ -26,7 +26,7 @@ class PathStep(NamedTuple):
 
     **Arguments:**
 
-    - `kind`: what it is; see `MoveStep`.
+    - `kind`: the kind of step; see `MoveStep`.
     - `source`, `target`: the layouts before and after.
     - `wire_share`: all that enters.
     - `dcn_share`: the part of it that comes from other slices.
@@ -168,8 +168,8 @@ class PermutationPrices:
 
         **Arguments:**
 
-        - `have`, `want`: per device the number of the piece that it holds before and after.
-        - `share`: what one piece is of the array.
+        - `have`, `want`: for each device, the number of its shard before and after.
+        - `share`: the fraction of the array in one shard.
         - `spare`: a cost above it need not be right, as long as it is above it.
         """
         moves = have != want

@@ -43,9 +43,9 @@ def program(
 
     **Arguments:**
 
-    - `x`: of rank 1 or more if there are steps.
+    - `x`: an array of rank 1 or more if there are steps.
     - `src`, `dst`: shardings on meshes that list the same devices in the same order.
-    - `steps`: of the Redistribution between the two.
+    - `steps`: the steps of the Redistribution between the two.
     - `like`: the layout of `src`, which numbers the devices.
     - `cut`: as of `live_program`.
 
@@ -77,9 +77,9 @@ def live_program(
 
     **Arguments:**
 
-    - `shape`: of the arrays.
+    - `shape`: the shape of the arrays.
     - `plan`: the steps from `src` to `dst`, one or more.
-    - `src`, `dst`: where the arrays lie and where they shall lie, on the same devices in any order.
+    - `src`, `dst`: the shardings before and after, on the same devices in any order.
     - `donate`: whether the function gives up the buffers of its argument.
     - `cut`: the parts in which pieces move one after another, where memory is limited.
 

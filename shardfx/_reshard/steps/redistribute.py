@@ -39,7 +39,8 @@ class MoveStep:
     - `source`, `target`: the layouts before and after, on meshes whose axes are factors of the given mesh
         axes; the two differ in their mesh only where a permute or a slice leads from one factorisation to another.
     - `wire_bytes`: bytes that enter a device, the mean over devices, rounded up.
-    - `dcn_bytes`: those of them that come from another slice (or node); at most, where slices do not line up with axes.
+    - `dcn_bytes`: the part of `wire_bytes` that comes from another slice (or node); an upper bound if slices do not
+        line up with axes.
     - `peak_bytes`: bytes of the pieces that a device holds during the step.
     """
 
@@ -57,9 +58,10 @@ class Redistribution:
 
     **Arguments:**
 
-    - `steps`: in order; empty if every device already holds what it should.
+    - `steps`: the steps in order; empty if every device already holds its shard.
     - `wire_bytes`: bytes that enter a device over all steps, the mean over devices, rounded up.
-    - `dcn_bytes`: those of them that come from another slice (or node); at most, where slices do not line up with axes.
+    - `dcn_bytes`: the part of `wire_bytes` that comes from another slice (or node); an upper bound if slices do not
+        line up with axes.
     - `peak_bytes`: the most bytes of pieces a device holds at one time.
     - `lower_bound_bytes`: bytes that must enter a device, in the mean, whatever the algorithm: what it needs
         less what it has.
@@ -83,7 +85,7 @@ def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int)
     - `mesh`: only a `jax.sharding.Mesh` has a device order; the others leave it open. The devices of a Mesh say in
         which slices they are, a MeshSpec by its `dcn`; an AbstractMesh is in one slice.
     - `spec`: its UNCONSTRAINED entries count as not sharded.
-    - `rank`: how many dimensions the array has.
+    - `rank`: the number of dimensions of the array.
 
     **Returns:**
 
@@ -153,7 +155,7 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, ds
 
     **Arguments:**
 
-    - `shape`: of the whole array; every dimension must divide into the pieces of both layouts.
+    - `shape`: the shape of the whole array. Every dimension must divide into the shards of both layouts.
     - `itemsize_bits`: bits per element.
     - `src`, `dst`: layouts over the same devices, made by `layout`.
 

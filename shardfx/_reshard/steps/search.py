@@ -76,7 +76,7 @@ class Problem:
 
     **Arguments:**
 
-    - `room`: how often each dimension can be cut.
+    - `room`: how many shards each dimension can have.
     - `source`, `target`: the ends, on factors.
     - `early_gathers`: whether to gather before the crossing and to slice after it, too. That is of use where factors
         of different sizes block each other, or some cost more than others. It also is where the ends share no factors:
@@ -98,8 +98,8 @@ def search(problem: Problem, *, most: int | None = None) -> Path | None:
     **Arguments:**
 
     - `problem`: the move.
-    - `most`: how many layouts to look at before the best path so far is good enough; by default what a
-        fraction of a second allows.
+    - `most`: the number of layouts after which the best path so far is returned; by default as many as a fraction of a
+        second allows.
 
     **Returns:**
 
@@ -210,10 +210,10 @@ class _Side:
 
     **Arguments:**
 
-    - `held`: which pieces devices hold on this side's factors.
-    - `bound`: of what is to be paid between a layout and the other side's end.
+    - `held`: the shards that devices hold on this side's factors.
+    - `bound`: the lower bound for the cost between a layout and the other side's end.
     - `next_layouts`: the layouts one step away.
-    - `far_counts`: those of the other side's end.
+    - `far_counts`: the shard counts of the other side's end.
     """
 
     def __init__(self, held: Holdings, bound: LowerBound, next_layouts: NextLayouts, far_counts: Counts):

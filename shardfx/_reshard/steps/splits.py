@@ -54,7 +54,7 @@ def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray])
     **Arguments:**
 
     - `src`, `dst`: the ends.
-    - `places`: of both meshes, where in it each device is.
+    - `places`: for both meshes, the position of each device.
 
     **Returns:**
 
@@ -148,9 +148,9 @@ def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], 
 
     **Arguments:**
 
-    - `layouts`: of both ends, on prime factors.
-    - `keys`: of both ends, per factor what it says of each device.
-    - `splits`: of both meshes, the primes of their axes.
+    - `layouts`: the layouts of both ends, on prime factors.
+    - `keys`: for both ends, the key of each factor: its value for each device.
+    - `splits`: for both meshes, the primes of their axes.
 
     **Returns:**
 

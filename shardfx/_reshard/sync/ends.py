@@ -61,7 +61,7 @@ def send(
 
     - `plan`: the transfer.
     - `arrays`: the sender's arrays by path.
-    - `channel`: to the receiver.
+    - `channel`: the channel to the receiver.
     - `revision`: the number of the arrays.
     - `sender`, `receiver`: the two processes.
     """
@@ -87,7 +87,7 @@ def receive(
 
     - `plan`: the transfer.
     - `dst`: the receiver's plan, made for its devices.
-    - `channels`: from each sending process.
+    - `channels`: the channels from each sending process.
     - `receiver`: this process.
 
     **Returns:**
@@ -193,7 +193,7 @@ class _Spare:
     **Arguments:**
 
     - `plan`: the transfer.
-    - `dst`: where the arrays lie.
+    - `dst`: the shardings of the arrays.
     - `receiver`: this process.
     - `steps`: all that will be written.
     """

@@ -52,9 +52,9 @@ def plan_transfer(
     **Arguments:**
 
     - `src`, `dst`: the plans of the sender and of the receiver.
-    - `map`: how the leaves of `dst` are made of those of `src`; without it the paths are the same.
-    - `processes`: of each side the number of processes, which then hold equal runs of the mesh, or the process of each
-        device in the mesh's order.
+    - `map`: a map that makes the leaves of `dst` from those of `src`; without it the paths are equal.
+    - `processes`: for each side, the number of processes, which then hold equal consecutive ranges of the mesh's
+        devices, or the process of each device in the mesh's order.
     - `receiver`: plans the part of this receiving process alone.
     - `limit_bytes`: the most that the pieces of one round take, on either side.
 

@@ -22,8 +22,8 @@ class JaxChannel:
 
     **Arguments:**
 
-    - `server`: what `jax.experimental.transfer.start_transfer_server` returned.
-    - `address`: of the other side's server.
+    - `server`: the object that `jax.experimental.transfer.start_transfer_server` returned.
+    - `address`: the address of the other side's server.
     - `session`: a number below 2**31 that both sides know and no other channel of the two servers has.
     - `device`: through whose memory the pieces go; the first one without it.
     - `timeout_seconds`: after which a round that was not pulled, or did not come, is lost.

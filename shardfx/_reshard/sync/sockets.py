@@ -141,9 +141,9 @@ class Sender:
     **Arguments:**
 
     - `plan`: the transfer.
-    - `secret`: at least 16 bytes that both jobs know.
-    - `process`: which sending process this is.
-    - `host`, `port`: where to listen; port 0 is any free one, and `address` says which.
+    - `secret`: a secret of at least 16 bytes that both jobs know.
+    - `process`: the number of this sending process.
+    - `host`, `port`: the address to listen on. Port 0 is any free one, and `address` says which.
     - `timeout_seconds`: after which a receiver that neither reads nor writes counts as dead.
     """
 
@@ -227,9 +227,9 @@ class Receiver:
 
     - `plan`: the transfer.
     - `dst`: the engine's plan, made for its devices.
-    - `addresses`: of each sending process.
+    - `addresses`: the address of each sending process.
     - `secret`: the sender's.
-    - `process`: which receiving process this is.
+    - `process`: the number of this receiving process.
     - `timeout_seconds`: after which a sender that is silent counts as dead.
 
     **Raises:**

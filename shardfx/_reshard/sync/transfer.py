@@ -27,9 +27,9 @@ class WireForm(NamedTuple):
 
     **Arguments:**
 
-    - `value`, `factors`: of the piece.
+    - `value`, `factors`: those of the piece.
     - `rank`: the dimensions of its source.
-    - `casts`: how many of its casts the sender makes.
+    - `casts`: the number of casts that the sender makes.
     - `sent`: the dtype on the wire.
     - `scales`: the dtype of the scales that follow a piece on the wire, where the receiver multiplies.
     """
@@ -49,8 +49,8 @@ class Transfer(NamedTuple):
 
     - `process`, `device`: the sending process and its local device; -1 for constants, which nobody sends.
     - `buffer`: the number of the buffer in its kind.
-    - `form`: what it is.
-    - `source`, `target`: where it begins in the whole source array, and in the buffer.
+    - `form`: the form of the piece.
+    - `source`, `target`: the position of its first element in the whole source array, and in the buffer.
     """
 
     process: int
@@ -100,9 +100,9 @@ class TransferKind:
 
     - `names`: the sources of the first such leaf.
     - `rank`: the most dimensions of a source.
-    - `buffers`: what receivers fill.
-    - `forms`: those of the pieces.
-    - `rows`: per piece its process, device, buffer and form, then its place in the source and in the buffer.
+    - `buffers`: the buffers that receivers fill.
+    - `forms`: the forms of the pieces.
+    - `rows`: for each piece its process, device, buffer and form, then its position in the source and in the buffer.
     """
 
     names: tuple[str, ...]

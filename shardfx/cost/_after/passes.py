@@ -253,10 +253,10 @@ class Pass(NamedTuple):
 
     **Arguments:**
 
-    - `name`: as XLA calls it.
+    - `name`: XLA's name for it.
     - `apply`: returns a module as it is after the pass.
     - `link`: the file of XLA that it stands for.
-    - `version`: of the compiler whose programs it was checked against.
+    - `version`: the version of the compiler whose programs it was checked against.
     - `unsure`: the share of what it changes that the compiler may send otherwise, where it was found to differ.
     """
 
@@ -273,7 +273,7 @@ class Doubt(NamedTuple):
     **Arguments:**
 
     - `operations`: matches the path of JAX's operations that a collective came from.
-    - `why`: what the compiler does.
+    - `why`: a sentence about the compiler's choice.
     """
 
     operations: re.Pattern[str]
@@ -321,9 +321,10 @@ def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str]
 
     **Arguments:**
 
-    - `module`: of one device, as XLA's partitioner leaves it. For TPUs without the common subexpression elimination
-        behind the partitioner (`xla_disable_hlo_passes="cse"`), as the TPU's compiler merges fewer gathers.
-    - `platform`: whose compiler finishes it.
+    - `module`: the module of one device, as XLA's partitioner leaves it. For TPUs, without the common subexpression
+        elimination after the partitioner (`xla_disable_hlo_passes="cse"`), since the TPU's compiler merges fewer
+        gathers.
+    - `platform`: the platform whose compiler finishes it.
     - `without`: names of passes to leave out.
 
     **Returns:**

@@ -129,7 +129,7 @@ def listed(
 
     - `reads`: the arrays that each operation reads.
     - `makes`: the arrays that it makes, each made once.
-    - `bytes_of`: of an array.
+    - `bytes_of`: a function that gives the bytes of an array.
     """
     maker = {value: at for at, values in enumerate(makes) for value in values}
     users: dict[int, list[int]] = {}

@@ -21,8 +21,8 @@ class Recomputed:
     **Arguments:**
 
     - `values`: the arrays that are then not kept.
-    - `kept_bytes`: what is kept in their place: what the loop carries, for each layer.
-    - `inside_bytes`: by the identity of a backward loop's body, what one layer takes while it is computed again.
+    - `kept_bytes`: bytes that are kept in their place: the loop-carried values, for each layer.
+    - `inside_bytes`: for each body of a backward loop, by its identity, the bytes of one layer while it is recomputed.
     """
 
     values: frozenset[int] = frozenset()
@@ -114,8 +114,8 @@ class HeldArray:
     **Arguments:**
 
     - `buffer`: its dtype and shape on one device.
-    - `bytes`: with what tiles pad.
-    - `opcode`: of the HLO operation that makes it.
+    - `bytes`: bytes with tile padding.
+    - `opcode`: the opcode of the HLO operation that makes it.
     - `op_name`: the path of JAX's operations that it came from.
     - `source`: the line of your program that makes it.
     """
@@ -141,7 +141,7 @@ class Held:
     - `arguments`: bytes of each parameter of the entry, in order; 0 for one in host memory.
     - `results`: bytes of each result; 0 for one that takes over the memory of a donated argument, or is moved to the
         host.
-    - `temporary_bytes`: at the worst moment, beside arguments and results.
+    - `temporary_bytes`: bytes at the worst moment, beside arguments and results.
     - `arrays`: the temporaries of that moment, largest first. Those that lie where a result will are among them.
     - `timeline`: the bytes in memory while each operation of the entry runs, in their order.
     """
@@ -173,10 +173,10 @@ def held(
     **Arguments:**
 
     - `module`: the program of one device behind XLA's partitioner.
-    - `donated`: which parameters of the entry a result may take over.
-    - `on_host`, `results_on_host`: which parameters and which results lie in host memory.
-    - `tile`: what the chip pads the last two dimensions of an array to.
-    - `tpu`: whether it is the TPU's compiler that places its arrays.
+    - `donated`: for each parameter of the entry, whether a result may reuse its memory.
+    - `on_host`, `results_on_host`: for each parameter and each result, whether it is in host memory.
+    - `tile`: the rows and columns that the chip pads the last two dimensions of an array to.
+    - `tpu`: whether the TPU's compiler places its arrays.
     - `recomputes`: counts as if the backward pass computed each layer of a loop again.
     """
     program = program_of(module)
@@ -361,7 +361,7 @@ def _hosted(arrays: list[tuple[int, int]], rooms: list[tuple[int, int]], at: int
 
     **Arguments:**
 
-    - `arrays`: by size, and by the moment at which they are read last.
+    - `arrays`: the size of each temporary, and the moment at which it is read last.
     - `rooms`: the results, by size, smallest first, and by the moment from which they need their memory.
     - `at`: the moment.
     """

@@ -30,10 +30,12 @@ class LiveOp:
 
     **Arguments:**
 
-    - `instruction`: as HLO writes it.
-    - `reads`: by number. Of a loop the initial values of what it changes.
-    - `makes`: by number.
-    - `bodies`: of a loop or a conditional. Of a loop the values `carried` hold what one turn hands to the next.
+    - `instruction`: the HLO instruction.
+    - `reads`: the numbers of the values that it reads; for a loop, the initial values of the variables that the loop
+        changes.
+    - `makes`: the numbers of the values that it makes.
+    - `bodies`: the bodies of a loop or a conditional. In a loop's body, `carried` are the values that one iteration
+        hands to the next.
     - `calls`: the calls and fusions that it is in, innermost first.
     """
 
@@ -65,7 +67,7 @@ class OpenedProgram:
     **Arguments:**
 
     - `buffers`: the dtype and shape of each value, by number.
-    - `entry`: what runs; its `carried` are the entry's parameters in order, arrays of tuples one by one.
+    - `entry`: the body that runs. Its `carried` are the entry's parameters in order, with arrays of tuples one by one.
     - `parameters`: the instruction of each of these.
     """
 

@@ -28,7 +28,7 @@ def rows_of(family: str, form: Form, prefix: str | None = None) -> Rows:
 
     **Arguments:**
 
-    - `family`: of the table of models, or a `model_type` of Hugging Face.
+    - `family`: a family of the table of models, or a `model_type` of Hugging Face.
     - `form`: `tied`, `qkv_bias`, `out_bias`, `mlp_bias`, `qk_norm`, `four_norms`; and of DeepSeek `q_lora`,
         `dense_layers`, `score_bias`. What is not there is off.
     - `prefix`: before every path but the output weights', in the place of what the family usually has.

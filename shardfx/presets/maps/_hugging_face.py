@@ -22,11 +22,11 @@ def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["r
 
     **Arguments:**
 
-    - `config`: what its `config.json` says. Of models that see too, the part for text is used.
-    - `prefix`: what stands before every name but the output weights', where it is not what the family usually has:
-        `"transformer."` for a GPT-2 that was saved with its head.
-    - `ahead`: of DeepSeek's layers behind the last that predict further tokens, for which there is no table. `"raise"`:
-        an error, if the configuration has them. `"drop"`: they are left out, as Transformers leaves them out.
+    - `config`: the content of its `config.json`. For models with vision, the text part is used.
+    - `prefix`: the prefix of every name but the output weights', if it is not the family's usual one: `"transformer."`
+        for a GPT-2 that was saved with its head.
+    - `ahead`: the treatment of DeepSeek's layers for multi-token prediction, which no table describes. `"raise"`: an
+        error, if the configuration has them. `"drop"`: they are left out, as Transformers leaves them out.
 
     **Returns:**
 

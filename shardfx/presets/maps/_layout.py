@@ -19,14 +19,14 @@ class TreeLayout:
 
     **Arguments:**
 
-    - `weights`: from the path of an array to its kind and axes: `"query: layers embed (heads dim)"`. Axes in
-        parentheses lie in one dimension, the first of them outermost. An axis of which each entry is an array of its
-        own stands in braces in the path, as in `model.layers.{layers}.self_attn.q_proj.weight`, and not in the text.
-        There it may be counted with: `{layers+3}`. With `layers[:3]` and `layers[3:]` two arrays have a part each, with
-        `layers[0::2]` and `layers[1::2]` every other entry; an array with `layers[3]` has one, and not the axis. An
-        axis that only one of two layouts has is a repetition. See also [`shardfx.presets.maps.Fused`][] and
+    - `weights`: a dict from the path of an array to its kind and axes: `"query: layers embed (heads dim)"`. Axes in
+        parentheses are fused in one dimension, the outermost first. An axis with a separate array for each entry is in
+        braces in the path, as in `model.layers.{layers}.self_attn.q_proj.weight`, and not in the text. There it may be
+        computed with: `{layers+3}`. With `layers[:3]` and `layers[3:]` two arrays have a range each, with
+        `layers[0::2]` and `layers[1::2]` every other entry; an array with `layers[3]` has one entry, and not the axis.
+        An axis that only one of two layouts has is a repetition. See also [`shardfx.presets.maps.Fused`][] and
         [`shardfx.presets.maps.Scaled`][].
-    - `sizes`: of axes, where they must be known: of all in parentheses but the first, of repetitions, and where two
+    - `sizes`: the sizes of axes that must be known: of all in parentheses but the first, of repetitions, and where two
         layouts differ, as in a vocabulary that one of them pads.
     - `rest`: paths of leaves that a tree of this layout may have too, and that no map uses.
     - `apart`: axes that this layout takes apart, `{"dim": "two half"}`. Where the other layout has `dim` it then has

@@ -45,7 +45,7 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
     **Arguments:**
 
     - `config`: as of [`shardfx.presets.maps.hugging_face`][].
-    - `prefix`: what stands before each path.
+    - `prefix`: the prefix of each path.
     - `interleaved_rope`: whether the two numbers that a rotation turns lie side by side, as MaxText has them for Llama
         3.1 and later, and not half a head apart. By default where the configuration has Llama 3's scaling.
 

@@ -17,8 +17,8 @@ class Fused:
 
     - `parts`: a text for each, as a [`shardfx.presets.maps.TreeLayout`][] has it.
     - `dim`: the dimension.
-    - `shards`: how many pieces of each part alternate: with 2 it is `[q0 k0 v0 q1 k1 v1]`, as a matrix has it that is
-        cut over 2 devices so that each gets its own query, key and value.
+    - `shards`: the number of interleaved pieces of each part: with 2 the array is `[q0 k0 v0 q1 k1 v1]`, for a matrix
+        that is sharded over 2 devices so that each gets its own query, key and value.
 
     !!! Example
 
@@ -54,7 +54,7 @@ class Scaled:
     - `part`: the weight, as a [`shardfx.presets.maps.TreeLayout`][] has it.
     - `by`: the path of the scales.
     - `block`: the size of a block along each dimension.
-    - `dtype`: of the weight that they stand for.
+    - `dtype`: the dtype of the weight after scaling.
 
     !!! Example
 
@@ -86,7 +86,7 @@ class Counted:
 
     - `part`: the weight, as a [`shardfx.presets.maps.TreeLayout`][] has it.
     - `times`: the factor; not 0.
-    - `plus`: what is added afterwards.
+    - `plus`: the number that is added afterwards.
 
     !!! Example
 
@@ -131,7 +131,7 @@ class Place(NamedTuple):
     **Arguments:**
 
     - `kind`: the kind.
-    - `path`: of the array.
+    - `path`: the path of the array.
     - `dims`: the axes that each dimension of the array is made of, the outermost first.
     - `range`: the part of an axis that the array has.
     - `in_path`: the axes of which each entry is an array of its own.

@@ -41,7 +41,7 @@ def stacked(config: Config, *, prefix: str = "") -> TreeLayout:
     **Arguments:**
 
     - `config`: as of [`shardfx.presets.maps.hugging_face`][].
-    - `prefix`: what stands before each path.
+    - `prefix`: the prefix of each path.
 
     **Returns:**
 
@@ -83,7 +83,7 @@ def engine(config: Config, *, shards: int) -> TreeLayout:
     **Arguments:**
 
     - `config`: as of [`shardfx.presets.maps.hugging_face`][].
-    - `shards`: over how many devices the engine cuts a matrix.
+    - `shards`: the number of devices that the engine shards a matrix over.
 
     **Returns:**
 

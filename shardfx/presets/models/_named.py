@@ -90,7 +90,7 @@ def tree(name: str, *, dtype: DTypeLike = jnp.bfloat16, stack_experts: bool = Fa
     **Arguments:**
 
     - `name`: one of [`shardfx.presets.models.names`][].
-    - `dtype`: of all arrays, but for those that the checkpoint keeps in float32.
+    - `dtype`: the dtype of all arrays, except those that the checkpoint keeps in float32.
     - `stack_experts`: one array with a leading dimension for all experts of a layer, as a program holds them that
         shards over them, in the place of one array for each expert.
     - `changes`: other numbers than the published ones, by the names in [`shardfx.presets.models.config`][]: with
