@@ -1,8 +1,7 @@
 """Moves of live arrays to another sharding, mesh or set of devices, in bounded memory.
 
-It may import `_plan` and what is below it. It never chooses where an array shall lie; it is loaded when `reshard` or
-`plan_reshard` is first named. `steps` moves between meshes of the same devices, `pieces` between different devices
-and between trees.
+It may import `_plan` and what is below it. It never chooses a sharding. It is loaded when `reshard` or `plan_reshard`
+is first named. `steps` moves between meshes of the same devices, `pieces` between different devices and between trees.
 """
 
 from .matrices import MappedMatrices, map_matrices

@@ -177,6 +177,6 @@ def copies_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
 
 def sharers(devices: Iterable[Any]) -> int:
     """The largest number of devices that allocate from one memory: all CPU devices of one process share theirs."""
-    # Every process has to count alike, whichever devices are its own: the count decides what programs run.
+    # Every process must get the same count, since the count decides which programs run.
     counts = collections.Counter(device.process_index for device in devices if device.platform == "cpu")
     return max(counts.values(), default=1)

@@ -23,14 +23,15 @@ from .pieces.work import Work
 from .steps.redistribute import labelled
 
 
-# What a move raises where memory runs out, a copy fails, or another process is gone.
+# The errors of a move if memory runs out, a copy fails, or another process is gone.
 _FAILURES = (RuntimeError, ValueError, TypeError, MemoryError)
 _IN_FLIGHT_BYTES = 256 << 20
-# Each program that is under way holds threads of the CPU's runtime, which gives up when too many wait for each other;
-# those that wait for other processes can block all of them.
+# Each program in flight holds threads of the CPU's runtime, which gives up when too many wait for each other; programs
+# that wait for other processes can block all of them.
 _IN_FLIGHT_COUNT = 32
 _MOST_WORKS_ON_CPU = 2
-# So many arrays are copied while one is begun. More take more memory at once, and the kernel gives fresh pages slowly.
+# The number of arrays that are copied while the next one starts. More take more memory, and the kernel gives fresh
+# pages slowly.
 _MOST_BEGUN = 1
 
 
@@ -81,7 +82,7 @@ def require_room(job: Job, limit_bytes: int) -> None:
 def carried_out(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Array]:
     """Carries out a job, and returns the arrays that it made, by number."""
     order = list(job.moves.items())
-    if donate:  # what shrinks goes first, so that what grows finds the room
+    if donate:  # moves that shrink arrays go first, so that those that grow find the room
         order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
     at = -1
     with ThreadPoolExecutor(os.cpu_count() or 1, "shardfx-move") as pool:
@@ -112,12 +113,12 @@ class _Flight:
         self.made: dict[int, jax.Array] = {}
         self.donate, self.window = donate, Window(limit_bytes)
         self._job, self._limit_bytes, self._pool = job, limit_bytes, pool
-        # How often each array of the source has yet to be read; one that is in a tree twice is moved once.
+        # How many more times each array of the source is read. An array that is in a tree twice is moved once.
         self._left = collections.Counter(
             one for places in job.moves.values() for one in {id(leaf): None for _, leaf in places}
         )
         self._left.update(id(job.arrays[name]) for _, work in job.works for name in work.sources)
-        # Where an array stays, the result shares its buffers: then no other place in the tree may give it up.
+        # An array that stays shares its buffers with the result, so no other leaf may donate it.
         idle = (id(leaf) for move, places in job.moves.items() if move.idle for _, leaf in places)
         self._kept = {*job.kept, *idle}
         self._begun: collections.deque[tuple[int, Work, Callable[[], jax.Array]]] = collections.deque()
@@ -138,8 +139,8 @@ class _Flight:
         self._left[id(leaf)] -= 1
         give_up = self.donate and not self._left[id(leaf)] and id(leaf) not in self._kept
         made = carry_out(move, leaf, donate=give_up, limit_bytes=self._limit_bytes, pool=self._pool)
-        # What the host copies, or nobody does, is finished when it is returned. A copy between memories needs nothing
-        # on the side, but too many at once would queue without bound.
+        # A copy by the host is finished when it is returned, and so is no move at all. A copy between memories needs no
+        # further memory, but too many at once would queue without bound.
         if not move.idle and (move.work is None or move.work.way != "host"):
             self.window.add(made, move.target_bytes if move.how == "memory kind" else move.extra_bytes)
             if move.how == "steps" and move.crosses_cpu:
@@ -221,7 +222,7 @@ class Window:
 
 
 def _stopped(job: Job, at: int, flight: _Flight, error: Exception) -> MoveError:
-    with contextlib.suppress(*_FAILURES):  # what was under way elsewhere may arrive
+    with contextlib.suppress(*_FAILURES):  # moves in flight elsewhere may still arrive
         flight.land()
     moved = {job.path_of(done): array for done, array in flight.made.items() if _is_there(array)}
     total = len(job.placements) + sum(map(len, job.moves.values())) + len(job.works)

@@ -1,7 +1,7 @@
 """A function of whole matrices over a tree of sharded matrices: each matrix goes to one owner device and comes back.
 
 On the wire, each device sends one row of `OwnerExchange.width` units to each owner: its pieces of the owner's matrices,
-one behind the other. So an owner receives a row from each device, and the columns of a matrix in these rows are all its
+concatenated. So an owner receives a row from each device, and the columns of a matrix in these rows are all of its
 pieces.
 """
 
@@ -94,17 +94,18 @@ def map_matrices(
 ) -> MappedMatrices:
     """A function that applies `fn` to every whole matrix of a tree, each on one device, for use inside a jitted step.
 
-    Muon, Shampoo and clipping by a spectral norm compute on whole matrices. If the matrices are cut, XLA gathers every
-    matrix on every device, and each device computes all of them. Here one all-to-all deals the matrices to owners,
-    large ones first, so that all owners get about as much. Each owner computes its own. Another all-to-all brings them
-    back. Matrices of different shapes and layouts share an all-to-all where it then sends less.
+    Muon, Shampoo and clipping by a spectral norm compute on whole matrices. If the matrices are sharded, XLA gathers
+    every matrix on every device, and each device computes all of them. This function sends each matrix to one owner
+    device by an all-to-all. It assigns large matrices first, so that all owners get about equally much. Each owner
+    computes its own matrices, and another all-to-all sends them back. Matrices of different shapes and shardings share
+    an all-to-all if it then sends less.
 
-    Arrays come and go as the plan lays them out. An array of two dimensions is a matrix. Leading dimensions that the
-    plan's names call layers, stages, blocks or experts count matrices. Vectors and scalars stay as they are. No matrix
-    is cut: if there are fewer matrices than owners, some owners have none.
+    Arrays come and go with the plan's shardings. An array of two dimensions is a matrix. Leading dimensions that the
+    plan's names call layers, stages, blocks or experts count matrices. Vectors and scalars stay unchanged. No matrix is
+    divided: if there are fewer matrices than owners, some owners have none.
 
-    Arrays that hold several matrices side by side (q, k and v in one) are split by a [`shardfx.TreeMap`][]. With `plan`
-    of the parts, call `map.inverse().apply(mapped(map.apply(tree)), like=tree)`.
+    Arrays that concatenate several matrices (q, k and v in one) are split by a [`shardfx.TreeMap`][]. With `plan` of
+    the parts, call `map.inverse().apply(mapped(map.apply(tree)), like=tree)`.
 
     **Arguments:**
 
@@ -291,7 +292,7 @@ def joined(exchange: OwnerExchange, stack: Stack, pieces: jax.Array) -> jax.Arra
     """A matrix assembled from its pieces."""
     grid, order = _grid(exchange, stack), _order(exchange, stack)
     pieces = pieces.reshape(*[exchange.sizes[axis] for axis in exchange.axes], *stack.piece)
-    # Of the devices that hold the same piece, the first one's is taken.
+    # Of the devices that hold the same piece, the first one's copy is taken.
     return pieces[tuple(slice(size) for size in grid)].transpose(order).reshape(stack.parts[0].matrix)
 
 

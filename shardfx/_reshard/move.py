@@ -175,7 +175,7 @@ def move_of(
         return make("in place")
     if not lost and _one_set(src, dst):
         ends = [layout(mesh or end.mesh, end.spec, len(shape)) for end, mesh in _on_axes((src, dst), meshes)]
-        # Devices that share a memory take no steps, so that none are looked for.
+        # Devices that share a memory do not need steps, so none are searched.
         steps = redistribute(shape, bits(dtype), *ends) if len(ends) == 2 and not (copies and _share(src)) else None
         if _same_shards(shape, src, dst) if steps is None else not steps.steps:
             if src.memory_kind != dst.memory_kind and (in_host_memory(src) or in_host_memory(dst)):
@@ -197,7 +197,7 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
 
     **Returns:**
 
-    Per move the one to make in its place.
+    For each move, the move to make in its place.
     """
     sent: dict[object, int] = {}
     chosen = {}
@@ -260,7 +260,8 @@ def _program_bytes(plan: Redistribution, shape: tuple[int, ...], dtype: object) 
     pieces = [array_bytes(end.piece_shape(shape), dtype) for end in layouts]
     most, last = 0, len(pieces) - 2
     for number, (before, following) in enumerate(it.pairwise(pieces)):
-        # A step holds a copy of what it sends and of what it receives, laid out for the exchange, beside its ends.
+        # A step holds a copy of the bytes that it sends and of those that it receives, in the exchange's order, beside
+        # its ends.
         ends = before * (number > 0) + following * (number < last)
         most = max(most, ends + before + following)
     return most

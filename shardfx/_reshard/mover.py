@@ -62,17 +62,16 @@ def reshard(
 ) -> PyTree:
     """Moves the arrays of a tree to other shardings: other specs, meshes, devices, processes or memory.
 
-    Live arrays go in groups: all leaves of one shape, dtype and pair of shardings share a program. Leaves that are
-    where they should be are not touched. Only so much is under way at a time. Over the same devices an array takes
-    the steps of [`shardfx.plan_reshard`][]. To other devices, and between devices that this process's CPU plays, each
-    shard is put together from the shards that overlap it. No device ever holds a whole array that it was not asked to
-    hold.
+    Live arrays move in groups: all leaves of one shape, dtype and pair of shardings share a program. Leaves that
+    already have their sharding are not touched. The bytes in flight are bounded. Over the same devices an array takes
+    the steps of [`shardfx.plan_reshard`][]. To other devices, and between CPU devices of this process, each shard is
+    assembled from the shards that overlap it. No device ever holds a whole array unless its sharding asks for it.
 
-    Inside `jax.jit` (and `grad`, `checkpoint`, `scan`) traced arrays are moved over the devices of the program. What
-    such a function returns lies as its `out_shardings` say; without them XLA may gather it.
+    Inside `jax.jit` (and `grad`, `checkpoint`, `scan`) traced arrays are moved over the devices of the program. The
+    result of such a function has the sharding of `out_shardings`; without them XLA may gather it.
 
-    On many processes all those that own devices of either side have to call this, with trees of one structure; arrays
-    on other processes' devices have no addressable shards here, before or afterwards.
+    With several processes, all that own devices of either side must call this, with trees of one structure. Arrays on
+    other processes' devices have no addressable shards here, before or after the move.
 
     **Arguments:**
 
@@ -95,17 +94,17 @@ def reshard(
 
     **Returns:**
 
-    The tree in the shardings of `dst`, committed to exactly those. An array's layout in memory is JAX's default one
-    afterwards, as after `jax.device_put` to a sharding: a custom layout (`jax.experimental.layout.Format`) is lost.
+    The tree in the shardings of `dst`, committed to exactly those. Each array then has JAX's default layout in memory,
+    as after `jax.device_put` to a sharding: a custom layout (`jax.experimental.layout.Format`) is lost.
 
     **Raises:**
 
-    Before anything is moved: `MapError` that lists all of a map that does not fit; `PlanMismatchError` if `dst` is for
-    another tree or has no devices; `SpecError` if a sharding does not divide its array, or has unreduced axes and is
-    not where the array lies; `LeafTypeError` for dtypes that JAX moves wrongly, and for a `lost` or a limit of another
-    type; `MeshError` if there is no way, or elements are on `lost` devices alone; `MoveError` if `memory_limit_bytes`
-    is less than some array needs in the finest of parts. In the middle: `MoveError`, which says and holds
-    what was moved.
+    Before anything is moved: `MapError` with all problems of a map that does not fit; `PlanMismatchError` if `dst` is
+    for another tree or has no devices; `SpecError` if a sharding does not divide its array, or has unreduced axes and
+    is not the array's own; `LeafTypeError` for dtypes that JAX moves wrongly, and for a `lost` or a limit of another
+    type; `MeshError` if the move is impossible, or if elements are only on `lost` devices; `MoveError` if
+    `memory_limit_bytes` is less than some array needs in the smallest parts. In the middle: `MoveError`, which names
+    and holds the arrays that have moved.
 
     !!! Example
 
@@ -186,7 +185,8 @@ def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:
 def _asked_for() -> Iterator[None]:
     """A context in which a move's copies count as explicit ones, as those of `jax.device_put` do.
 
-    A move's programs are compiled under `jax.disable_jit` too: run one operation at a time they would not move.
+    A move's programs are compiled under `jax.disable_jit` too, since they would not move if they ran one operation at a
+    time.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.disable_jit(False))
@@ -348,8 +348,8 @@ def job_through(journey: Journey, copies: bool) -> Job:
 def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
     """Raises on each of `processes`, which move a tree together, unless all of them have the same map.
 
-    It goes by JAX's coordination service, so that nothing waits for ever where one process does something else. A job
-    without this service has brought its processes together by itself, and compares nothing.
+    The comparison goes through JAX's coordination service, so that no process waits for ever if another one does
+    something else. In a job without this service nothing is compared.
     """
     # JAX has no public way to its service; Orbax and others take this one, which is the same in JAX 0.9 to 0.12.
     from jax._src import distributed

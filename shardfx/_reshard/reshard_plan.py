@@ -163,8 +163,8 @@ class ReshardPlan:
 def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: Iterable[object] = ()) -> ReshardPlan:
     """Plans a move of a tree without making it: steps, bytes and memory, for each array and in total.
 
-    Devices are taken to have memories of their own. Where this process's CPU plays all of them, as in tests, `reshard`
-    copies from shard to shard in the one memory that there is, and takes no steps; `LeafMove.copied` says so.
+    Devices are taken to have separate memories. If all of them are CPU devices of this process, as in tests, `reshard`
+    copies from shard to shard in the shared memory and takes no steps; `LeafMove.copied` says so.
 
     **Arguments:**
 
@@ -233,7 +233,7 @@ def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: 
 def _through(map: TreeMap, ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf]) -> Iterable[LeafMove]:
     """The moves of a tree that a map makes of another one, from the same plan that `reshard` carries out."""
     source, target = {leaf.path: leaf for leaf in ours}, {leaf.path: leaf for leaf in theirs}
-    # As on devices with memories of their own; whether these are copied is decided by the same function.
+    # As on devices with separate memories. The same function decides whether arrays are copied instead.
     works, live = (works_of(map, tuple(ours), tuple(theirs), copies) for copies in (False, True))
     most_bytes = max([0, *[work.most_bytes for work in works if work.way != "plain"]])
     known: dict[object, dict[str, Any]] = {}
@@ -333,7 +333,7 @@ def _costs(move: Move) -> dict[str, Any]:
     nothing |= {"source_bytes": ends[0], "target_bytes": ends[1], "src": move.src, "dst": move.dst, "how": move.how}
     nothing["copied"] = move.how == "steps" and shares_memory(move)
     if move.plan is not None:
-        # Programs compute on devices: what lies in host memory at either end is copied to them and from them.
+        # Programs compute on devices: an end in host memory is copied to them and from them.
         found = move.plan
         wire = {"wire_bytes": found.wire_bytes, "dcn_bytes": found.dcn_bytes}
         wire["lower_bound_bytes"] = found.lower_bound_bytes
@@ -342,7 +342,7 @@ def _costs(move: Move) -> dict[str, Any]:
         cuts = move.work.cuts
         wire = -(-cuts.wire_bytes // max(1, move.dst.num_devices))
         wires = {"wire_bytes": wire, "lower_bound_bytes": wire, "missing": cuts.missing}
-        # While pieces of an array are cut and received a device holds two of them beside its shards.
+        # While pieces of an array are cut out and received, a device holds two copies of them beside its shards.
         beside = 2 * max([0, *cuts.links.values()])
         return {**nothing, **wires, "links": named_links(move.work), "peak_bytes": sum(ends) + beside}
     here = [size for end, size in zip((move.src, move.dst), ends, strict=True) if not in_host_memory(end)]

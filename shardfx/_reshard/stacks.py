@@ -18,12 +18,12 @@ from .._ground.spec import DType, entries_of, entry_axes
 from .._plan import LeafPlan, ShardPlan
 
 
-# What `where` gives for a path: how many leading dimensions count matrices, and how many after them are rows; or what
-# the array goes through as it lies; or `None`.
+# The treatment of an array: the number of leading dimensions that count matrices, and the number after them that are
+# rows; or a function of the array; or `None`.
 MatrixDims = tuple[int, int]
 Other = Callable[[Any], Any] | None
 Where = Mapping[str, MatrixDims | Other]
-# Names of leading dimensions that count things.
+# Names of leading dimensions that count matrices.
 _COUNTED = frozenset({"layers", "layer", "stages", "stage", "blocks", "experts", "expert"})
 
 
@@ -132,7 +132,7 @@ def exchanges_of(
     elif unknown := [axis for axis in over if axis not in sizes]:
         raise SpecError(f"`over` has {unknown[0]!r}, and the mesh has the axes {', '.join(sizes)}; name some of these.")
     groups: dict[tuple[Any, ...], list[Matrices]] = {}
-    # Large products first: what is left over goes to the owners that have least.
+    # Large products first, so that small ones even out the owners.
     for one in sorted(found, key=lambda one: (-_cost(one), one.at)):
         groups.setdefault((one.dtype, one.cut), []).append(one)
     made: list[OwnerExchange] = []
@@ -257,7 +257,7 @@ class _Dealer:
         widest = sorted(arrays, key=lambda one: (-math.prod(self.piece(one)), -_cost(one)))
         alike = [(tuple(parts), self.piece(parts[0])) for parts in _alike(widest).values()]
         pieces = {piece for _, piece in alike}
-        # The largest unit that all pieces are made of: compilers lay out whole rows with less work than elements.
+        # The largest unit that divides all pieces: compilers handle whole rows with less work than elements.
         unit = pieces.pop() if len(pieces) == 1 else (math.gcd(*(piece[-1] for piece in pieces)),)
         stacks = tuple(Stack(parts, piece, math.prod(piece) // math.prod(unit)) for parts, piece in alike)
         holds: list[list[tuple[int, int]]] = [[] for _ in range(self.owners)]
@@ -282,7 +282,7 @@ class _Dealer:
         """Groups of arrays that share an all-to-all so that padding is least: small arrays fill gaps that large ones
         leave.
 
-        What fills nothing goes for itself, which takes less memory.
+        An array that fills no gap has an all-to-all of its own, which takes less memory.
         """
         left, total = _alike(arrays), self.total(arrays)
         for kind, own in [*left.items()]:

@@ -50,7 +50,7 @@ def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
         src = own
     elif constant:
         src = x.sharding if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) else None
-    if constant and src is None:  # the program has it whole, on every device
+    if constant and src is None:  # the program holds the whole array on every device
         return placed(jnp.asarray(x), dst)
     if src is None:
         raise SpecError(
@@ -68,18 +68,19 @@ def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
             f"the meshes {src.mesh.axis_names} and {dst.mesh.axis_names} list their devices in different orders, "
             "which JAX does not allow in one `jit`; reshard outside, or build both with one device order."
         )
-    if src.spec.unreduced or dst.spec.unreduced:  # more than a move: sums
+    if src.spec.unreduced or dst.spec.unreduced:  # a sum, which is more than a move
         return jax.sharding.reshard(x, dst)
     here, there = _on_devices(_trimmed(src), dst), _on_devices(_trimmed(dst), src)
     _require_one_type(there, here)
     _require_names(here)
-    redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, here, there))  # raises here, and not where it is compiled
+    redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, here, there))  # raised here rather than at compile time
     if src.spec.reduced:
         x = placed(x, here)
     moved = _move.bind(x, src=here, dst=there)
-    if len({*there.mesh.axis_types}) > 1:  # types say nothing of Auto axes, which the target leaves whole
+    if len({*there.mesh.axis_types}) > 1:  # types say nothing about Auto axes, which the target leaves unsharded
         moved = jax.lax.with_sharding_constraint(moved, NamedSharding(there.mesh, PartitionSpec()))
-    # A name for what is the same on all devices of an axis: only gradients know it, whose sum over that axis is due.
+    # A name for a value that is the same on all devices of an axis. Only gradients use it: their sum over that axis is
+    # due.
     return placed(moved, dst) if dst.spec.reduced else moved
 
 

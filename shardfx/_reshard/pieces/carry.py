@@ -1,8 +1,9 @@
 """The assembly of the target's arrays from live arrays, one array after the other.
 
-Where both sides do not have the same devices, pieces travel end to end, in memory of their own size. One program over
-all devices would take a block of each side's shape on every device, as its arguments have one shape. So there are
-three: the source's devices cut the pieces, all devices exchange them, the target's devices put them in.
+If the two sides have different devices, pieces are sent in one concatenated block of their own size. One program over
+all devices would need a block of each side's shape on every device, since its arguments have one shape. So there are
+three programs: the source's devices cut out the pieces, all devices exchange them, the target's devices write them into
+shards.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ from .host import LocalShards, coming
 from .work import ScaledArray, Work
 
 
-# Of each round: how many elements a device sends, and who sends to whom.
+# For each round: how many elements a device sends, and the pairs of sender and receiver.
 Parcel = tuple[int, tuple[tuple[int, int], ...]]
 
 
@@ -81,14 +82,14 @@ def cutting(devices: tuple[object, ...], rounds: tuple[Round, ...], sources: tup
     """The jitted function in which the source's devices cut out their pieces and concatenate them."""
     dtype = sources[0][1]
     (count,), to = parcel_block(rounds, dtype, devices)
-    # What is cast before it is sent is cast as what it is.
+    # Casts before sending act on values, not on their bits.
     own = carried(dtype, devices) if sent_dtype(rounds[0].form, dtype) == dtype else dtype
 
     def run(places: jax.Array, *given: jax.Array) -> jax.Array:
         shards = [_as(one.reshape(shape), own) for one, (shape, _) in zip(given, sources, strict=True)]
         sent, start = jnp.zeros(count, to), 0
         for at, step in enumerate(rounds):
-            # Without the barrier all pieces could be cut, and kept, before the first is laid down.
+            # Without the barrier XLA could cut out and keep all pieces before it writes the first.
             shards, sent = jax.lax.optimization_barrier((shards, sent))
             piece = _as(cut_out(step.form, shards[step.number], places[0, at]).reshape(-1), to)
             sent, start = jax.lax.dynamic_update_slice(sent, piece, (start,)), start + piece.size
@@ -193,7 +194,7 @@ class Means:
         """Waits for programs in flight if `count` more bytes would exceed the limit."""
         most = self.most_bytes * sharers if self.limit_bytes is None else self.limit_bytes
         if self.begun_bytes + count > most:
-            # What a later program went on with is deleted.
+            # Arrays that a later program reused are deleted.
             jax.block_until_ready([one for one in self.begun if not one.is_deleted()])
             self.begun.clear()
             self.begun_bytes = 0
@@ -216,7 +217,7 @@ def begun(work: Work, means: Means) -> Callable[[], jax.Array]:
 
     **Returns:**
 
-    A function that waits for what other threads copy, and gives the array. Devices may still have to compute it.
+    A function that waits for copies in other threads and returns the array. Devices may still have to compute it.
     """
     if work.is_elsewhere:
         made = _made_of(work, [])
@@ -251,7 +252,7 @@ def _by_programs(work: Work, means: Means) -> jax.Array:
     parts = {} if out is None else {shard.device: shard.data for shard in out.addressable_shards}
     mine = [parts[device] for device in sharding.addressable_devices_indices_map(work.leaf.shape)]
     mine = [part if part.shape == target else part.reshape(target) for part in mine]
-    # Programs compute in device memory; what shall lie in the host's goes there afterwards.
+    # Programs compute in device memory; an array in host memory is moved there afterwards.
     kind = sharding.memory_kind
     return _made_of(work, [_in_memory(part, kind) for part in mine])
 

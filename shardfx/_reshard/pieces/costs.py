@@ -19,7 +19,7 @@ def costs_of(work: Work, most_bytes: int, known: dict[object, dict[str, object]]
 
     **Returns:**
 
-    `wire_bytes` and `lower_bound_bytes` of all devices together, `links`, `rounds`, and `extra_bytes` per memory beside
+    `wire_bytes` and `lower_bound_bytes` summed over all devices, `links`, `rounds`, and `extra_bytes` per memory beside
     the shards of both sides.
     """
     if work.kind not in known or work.kind is None:
@@ -41,7 +41,7 @@ def _costs(work: Work, most_bytes: int) -> dict[str, Any]:
 def named_links(work: Work) -> dict[tuple[int, int], int]:
     """Bytes per (sender, receiver), by device ids."""
     ids = [getattr(device, "id", device) for device in work.devices]
-    # Devices of two platforms may share ids; their places tell them apart.
+    # Devices of two platforms may have equal ids; their positions tell them apart.
     names = ids if len({*ids}) == len(ids) else list(range(len(ids)))
     return {(names[sender], names[receiver]): size for (sender, receiver), size in work.cuts.links.items()}
 
@@ -55,7 +55,7 @@ def _least_bytes(work: Work) -> int:
             by_receiver.setdefault((cut.receiver, cut.piece.value.path), []).append(cut)
     overlaps = _overlapping(work)
     for (_, path), cuts in by_receiver.items():
-        # Where two pieces may be of the same elements, no less than the largest of them is needed.
+        # If two pieces may have common elements, the lower bound is the larger of the two.
         total += max(cut.bytes for cut in cuts) if path in overlaps else sum(cut.bytes for cut in cuts)
     return total
 

@@ -102,7 +102,7 @@ class Cuts:
     def sent_before(self, sent: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
         """The senders that have sent more than another replica of their shard, each with the difference in bytes.
 
-        Of `sent`, bytes by device, nothing else can change the choice of senders.
+        Nothing else in `sent`, bytes by device, can change the choice of senders.
         """
         leads = []
         for holders in self.replicas:
@@ -145,7 +145,7 @@ class Senders:
             self.sent[device] += count
             return device
         heap = self._nearby.get(self._process_of.get(receiver), self._everywhere)
-        while heap[0][0] != self.sent[heap[0][2]]:  # it has sent since, another shard or through the other heap
+        while heap[0][0] != self.sent[heap[0][2]]:  # it has sent other bytes since this entry was made
             _, index, device = heap[0]
             heapq.heapreplace(heap, (self.sent[device], index, device))
         _, index, device = heap[0]
@@ -194,8 +194,8 @@ def cuts_of(
 ) -> Cuts:
     """The pieces of shards that each device takes to assemble an array.
 
-    A device takes what it holds itself. Of several other holders those in the receiver's process come first, and among
-    them the one that has sent least. Senders are chosen for the largest pieces first.
+    A device takes elements that it holds from itself. Of several other holders, those in the receiver's process come
+    first, and among them the one that has sent the fewest bytes. Senders are chosen for the largest pieces first.
 
     **Arguments:**
 
@@ -222,7 +222,8 @@ def cuts_of(
                 found += [(Cut(receiver, receiver, shifted(part, start), 0), None) for part in within(piece, box)]
                 continue
             source = shards[id(sources[piece.value.path])]
-            # Of a stack, all parts are cut as the first is. Its place is counted from the box where it lies inside.
+            # All entries of a stack are divided as the first one is. Its position is relative to the box, if it is
+            # inside of the box.
             by = from_start(piece, box)
             first = shifted(piece, [-more for more in by])
             key = (box, first.source, first.target, first.factors, piece.value.casts, id(source))
@@ -307,7 +308,8 @@ def smaller(cut: Cut, most_bytes: int) -> list[Cut]:
     factors = [f for f in cut.piece.factors if f.source_dim != NOWHERE]
     if cut.room_bytes <= most_bytes or not factors:
         return [cut]
-    # First along what has most between its elements; else along the longest, which leaves the fewest parts.
+    # First along the factor with the largest gaps between its elements; else along the longest factor, which leaves the
+    # fewest parts.
     outer = min(factors, key=lambda f: (_extent(rows(cut.piece, f, 0, -(-f.size // 2))), -f.size))
     count = -(-outer.size // max(1, outer.size * most_bytes // cut.room_bytes))
     step = -(-outer.size // max(2, count))

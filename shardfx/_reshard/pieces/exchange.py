@@ -1,8 +1,8 @@
 """Cuts as programs over the devices of both sides: in each round every device sends at most one piece and receives at
 most one.
 
-What differs between arrays of one kind, where a piece begins, is data of a program and no part of it: a stack's layers,
-and all layers of a model, share one.
+The positions at which pieces begin are data of a program, so that the layers of a stack, and all layers of a model,
+share one program.
 """
 
 import functools as ft
@@ -20,7 +20,7 @@ from .cuts import Cut, first_casts
 
 
 AXIS = "device"
-# A program has its arrays as arguments; a stack of thousands takes several calls of one.
+# The number of arrays that a program takes as arguments; a stack of thousands takes several calls of one program.
 _MOST_SOURCES = 8
 
 
@@ -150,7 +150,7 @@ def program(
         blocks = [one.reshape(shape) for one, (shape, _) in zip(given, sources, strict=False)]
         out = jnp.zeros(target[0], dtype(given)) if begins else given[-1].reshape(target[0])
         for at, step in enumerate(rounds):
-            # Without the barrier all pieces could be cut, and kept, before the first is sent.
+            # Without the barrier XLA could cut out and keep all pieces before it sends the first.
             blocks, out = jax.lax.optimization_barrier((blocks, out))
             out = _round(step, out, blocks[step.number], places[0, at])
         return out.reshape(joined(target[0]))
@@ -185,7 +185,7 @@ def cut_out(form: PieceForm, block: jax.Array, place: jax.Array) -> jax.Array:
 
 def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
     for at, to in enumerate(casts):
-        # Without the barrier XLA may leave out what a dtype between rounds away.
+        # Without the barrier XLA may leave out a cast to a narrower dtype and back.
         piece = changed(jax.lax.optimization_barrier(piece) if at else piece, to)
     return piece
 

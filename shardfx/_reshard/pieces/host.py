@@ -1,7 +1,7 @@
 """Cuts as NumPy copies in this process's memory.
 
-On the CPU backend NumPy can look at a shard, which is host memory, and JAX at an aligned NumPy buffer. So each byte is
-copied once, from the old shard to the new one.
+On the CPU backend NumPy can view a shard, which is host memory, and JAX can adopt an aligned NumPy buffer. So each byte
+is copied once, from the old shard to the new one.
 """
 
 import collections
@@ -36,12 +36,12 @@ from ..._ground.errors import SyncError
 from .cuts import Cut
 
 
-# Below this handing a copy to another thread costs more than what it spares.
+# Below this size, starting another thread costs more than the copy.
 _TASK_BYTES = 1 << 20
 _CHUNK_ELEMENTS = 1 << 20
-# The shards of a smaller array lie in one block.
+# The shards of a smaller array are in one block.
 _BLOCK_BYTES = 1 << 20
-# The kernel backs large buffers with huge pages, so a smaller piece touches a whole one.
+# The kernel backs large buffers with huge pages, so that a smaller piece touches a whole page.
 _PAGE_BYTES = 2 << 20
 
 
@@ -219,7 +219,7 @@ class LocalShards:
         if path in self._owned:
             return self._owned[path].__getitem__
         leaf = self.leaf(path)
-        # All shards of a replicated array are alike, and NumPy sees the first without a copy.
+        # All shards of a replicated array are equal, and NumPy can view the first without a copy.
         if not isinstance(leaf, jax.Array) or leaf.is_fully_replicated:
             return lambda number: leaf
         # `addressable_shards` makes an object per shard, and a tree of small arrays has many.
@@ -248,7 +248,7 @@ def data_of_keys(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-# The array that is made, when other threads have copied what it is made of.
+# A function that waits for the copies in other threads and returns the array.
 There = Callable[[], jax.Array]
 
 
@@ -273,9 +273,9 @@ def coming(
 
     **Returns:**
 
-    A function that waits for the copies and gives the array. Its shards are buffers that were filled once. Where each
-    is a part of one old shard, in one piece, and keeps no more memory than copies take, they share the source's memory.
-    JAX knows that it is shared and will not write to it if one of the two is donated.
+    A function that waits for the copies and returns the array. Its shards are buffers that were filled once. If each is
+    a contiguous part of one old shard, and sharing keeps no more memory alive than copies take, the shards share the
+    source's memory. JAX knows that it is shared, and does not write to it if one of the two is donated.
     """
     shared = _shared(targets, fillings, names, shards, np.dtype(wanted.dtype))
     if shared is not None:
@@ -330,7 +330,7 @@ def _shared(
         whole = shards.typed(names[copy.number], copy.sender).reshape(-1)
         first = copy.here // dtype.itemsize
         parts.append(whole[first : first + copy.elements].reshape(_sizes(box)))
-        # Replicas in one memory are kept once.
+        # Replicas in one memory are stored once.
         kept[whole.__array_interface__["data"][0]] = whole.nbytes
     return parts if sum(kept.values()) <= sum(part.nbytes for part in parts) else None
 
@@ -348,10 +348,10 @@ def put_together(
         made = coming(wanted, targets, fillings, ("",), shards, pool)()
         shards.give_up()
         return made
-    # The kernel gives memory page by page, when it is first written: what is not yet filled takes none.
+    # The kernel gives memory page by page, when it is first written, so that an unfilled buffer takes none.
     built = [buffers([(_sizes(box), wanted.dtype)])[0] for box in targets]
     rows = [(at, copy) for at, one in enumerate(fillings) for copy in one.copies]
-    # Old shard by old shard where no page of a new one is touched for a part of it; else new shard by new shard.
+    # Old shard by old shard if no page of a new one is touched for a part of it; else new shard by new shard.
     by_source = all(_run_bytes(copy, itemsize) >= _PAGE_BYTES for _, copy in rows)
     key = (lambda pair: pair[1].sender) if by_source else (lambda pair: pair[0])
     left = collections.Counter(copy.sender for _, copy in rows)
@@ -375,7 +375,7 @@ def _run_bytes(copy: Copy, itemsize: int) -> int:
     return itemsize
 
 
-# A part of a new shard, a part of an old one, and along which dimension they are copied in blocks.
+# A part of a new shard, a part of an old one, and the dimension along which they are copied in blocks.
 Views = tuple[np.ndarray, np.ndarray, int | None]
 
 

@@ -34,9 +34,9 @@ from .exchange import Exchange, exchanges
 from .host import Filling, filling
 
 
-# Of trees that are smaller than this, more programs would cost more than the memory that they spare.
+# For smaller trees, more programs would cost more time than the memory that they save is worth.
 _LEAST_BYTES = 1 << 20
-# Who holds a NumPy array.
+# The holder of a NumPy array.
 _NOBODY = -1
 Way = Literal["plain", "programs", "host"]
 
@@ -44,7 +44,7 @@ Way = Literal["plain", "programs", "host"]
 class MovedLeaf(NamedTuple):
     """An array of either tree: its path, shape, dtype and sharding. NumPy arrays have no sharding.
 
-    Of a plan without devices, `mesh` says what spans slices.
+    For a plan without devices, `mesh` says how it spans slices.
     """
 
     path: str
@@ -140,7 +140,7 @@ class Work:
     def most_bytes(self) -> int:
         """The bytes that programs may take on a device beside source and target: one shard of the target.
 
-        Of small arrays more, as each program takes time.
+        For small arrays it is more, since each program takes time.
         """
         end = self.leaf.sharding
         return max(_LEAST_BYTES, 0 if end is None else array_bytes(end.shard_shape(self.shape), self.dtype))
@@ -174,7 +174,8 @@ class Work:
     def _times(self) -> int:
         """The largest number of copies of a program's pieces in one memory at a time.
 
-        Apart the last step has them as they were received, beside what the target had there and will have.
+        If the sides have different devices, the last step holds the received pieces beside the target's old and new
+        values.
         """
         return 4 if self.is_apart else 3
 
@@ -182,7 +183,7 @@ class Work:
         """The most bytes that the programs take in one memory beside source and target. They run one after
         the other.
         """
-        # The CPU's compiler drops the barriers between rounds, and may cut all pieces before it sends the first.
+        # The CPU's compiler drops the barriers between rounds, and may cut out all pieces before it sends the first.
         of_step = sum if self.is_apart or self.sharers > 1 else max
         return self._times * self.sharers * max([0, *[of_step(step.sizes) for step in steps]])
 

@@ -1,7 +1,7 @@
 """The device groups of each step of a Redistribution, and the way in which shards are divided and joined.
 
-Everything is worked out from layouts alone, with devices numbered by their place in the source's mesh; the same
-functions cut and join numpy arrays and traced ones.
+Everything is computed from layouts alone, with devices numbered by their position in the source's mesh. The same
+functions divide and join NumPy arrays and traced ones.
 """
 
 import dataclasses
@@ -66,8 +66,8 @@ def split(piece: Any, how: AllToAll) -> Any:
         front += [len(shape)] if factors else []
         shape += [count, size // count] if factors else [size]
     rest = [axis for axis in range(len(shape)) if axis not in front]
-    # Whole cuts come to the front first, and then the factors in their order: a piece that is reshaped to all factors
-    # where it is takes one copy more on TPUs, whose tiles do not fit such small dimensions.
+    # Whole dimensions are split first, then the factors are brought into order: reshaping a shard to all factors at
+    # once takes one more copy on TPUs, whose tiles do not fit such small dimensions.
     parts = piece.reshape(shape).transpose((*front, *rest))
     parts = parts.reshape((math.prod(how.sizes), *parts.shape[len(front) :]))
     order = [factor for factors in how.splits for factor in factors]
@@ -123,7 +123,7 @@ def senders(source: End, target: End) -> np.ndarray:
 
     **Returns:**
 
-    A permutation of the devices, numbered by their place in the source's mesh.
+    A permutation of the devices, numbered by their position in the source's mesh.
     """
     have, want = (Holdings(end).numbers(end.layout.dims) for end in (source, target))
     sender = np.where(have == want, np.arange(len(have)), -1)

@@ -1,21 +1,22 @@
 """A move that handles one part of every shard after another, for moves whose intermediate arrays would be large on
 TPUs.
 
-TPUs keep arrays in tiles of 8 x 128 elements. Pieces that are no multiples of a tile are padded, and what an all-to-all
-cuts out of them is padded more: of a (129, 4160) piece cut into 64 for as many devices, every (129, 65) part takes the
-room of (136, 128). The compiler holds several such copies, up to eight times a piece altogether.
+TPUs keep arrays in tiles of 8 x 128 elements. Shards that are no multiples of a tile are padded, and the parts that an
+all-to-all divides them into are padded more: a (129, 4160) shard for 64 devices has parts of (129, 65), and each takes
+the room of (136, 128). The compiler holds several such copies, up to eight times a shard in total.
 
-All steps of a move keep the order of elements within a *block*: what one device holds along a dimension that is cut as
-finely as all layouts on the way together. So a move can be made for the first eighth of every block, then for the
-second, and so on. The copies are then an eighth of what they were, and each part is put into its place in the result.
+All steps of a move keep the order of elements within a *block*: the elements that one device holds along a dimension if
+the dimension is sharded by all layouts of the path at once. So a move can be made for the first eighth of every block,
+then for the second, and so on. The copies are then an eighth of their size, and each part is written to its place in
+the result.
 
-Pieces that fill tiles are moved in two halves where an all-to-all sends parts in another order than they lie in, and a
-gather doubles the pieces at last. The compiler puts parts in order by copies, finds no room for the doubled piece where
-those were, and takes two and a half times the larger shard.
+Shards that fill tiles are moved in two halves if an all-to-all sends parts in another order than they are stored in,
+and an all-gather doubles the shards at the end. The compiler orders parts by copies, finds no room for the doubled
+shard among those copies, and takes two and a half times the larger shard.
 
-Pieces of three and more dimensions whose all-to-all follows a permutation are moved in four: the compiler holds up to
-4.7 times the larger shard for the whole piece (17 of 25 such pairs of float32 [192, 768, 640] on v5p:4x4x4 took one to
-4.7 times; in four parts 0.5 to 1.6).
+Shards of three and more dimensions whose all-to-all follows a permutation are moved in four parts: the compiler holds
+up to 4.7 times the larger shard for the whole shard (17 of 25 such pairs of float32 [192, 768, 640] on v5p:4x4x4 took
+one to 4.7 times; in four parts 0.5 to 1.6).
 """
 
 import dataclasses
@@ -32,13 +33,13 @@ from .redistribute import MoveStep
 
 
 _TILE = (8, 128)
-# So many parts there are of blocks that fill no tiles, and of those that do.
+# The number of parts for blocks that fill no tiles, and for blocks that do.
 _PARTS = 8
 _PARTS_OF_TILES = 2
 _PARTS_OF_STACKS = 4
-# What lies between the ends of smaller moves is small too, and more collectives would only take longer.
+# The copies of smaller moves are small too, and more collectives would only take longer.
 _SMALL_BYTES = 2**18
-# So many copies of strips are one operation to the compiler, and a loop runs over the rest.
+# The number of copied strips that are one operation to the compiler; a loop runs over the rest.
 _STRIPS_AT_ONCE = 8
 
 
@@ -80,7 +81,7 @@ def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Move
     if count == 1 or bytes_of_piece < _SMALL_BYTES:
         return None
     parts = [-(-block // count) for block in blocks]
-    # The dimension whose parts are padded least; of several, the one along which blocks lie in fewest strips.
+    # The dimension whose parts are padded least; of several, the one along which blocks consist of the fewest strips.
     dim = min(
         (dim for dim in range(len(shape)) if blocks[dim] > 1),
         key=lambda dim: (
@@ -250,7 +251,7 @@ def _padded(shape: Sequence[int]) -> int:
     found = math.prod(outer[:-1]) * -(-minor // _TILE[1]) * _TILE[1]
     if not outer:
         return found
-    # Of few rows the tiles have only 1, 2 or 4.
+    # With few rows a tile has only 1, 2 or 4 of them.
     rows = min(_TILE[0], 1 << (outer[-1] - 1).bit_length())
     return found * -(-outer[-1] // rows) * rows
 
@@ -258,6 +259,6 @@ def _padded(shape: Sequence[int]) -> int:
 def _pinned(x: Any) -> Any:
     """`x`, constrained to be stored in the order of its dimensions.
 
-    Left to itself the compiler stores whole pieces as the collectives like the parts of them, and pads them for it.
+    Otherwise the compiler stores whole shards in the order that suits collectives of their parts, and pads them for it.
     """
     return with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))

@@ -10,7 +10,7 @@ import numpy as np
 from .splits import End, levels
 
 
-# Per dimension of the array the factors that cut it, major first.
+# For each dimension of the array, the factors that shard it, major-most first.
 ShardDims = tuple[tuple[int, ...], ...]
 
 
@@ -77,10 +77,10 @@ def missing_share(source: End, target: End) -> Fraction:
 class LowerBound:
     """A lower bound for the cost of the traffic between a layout and one end of the move.
 
-    Two things must be paid for, whatever the steps are. A device has to receive what it needs and does not hold; each
-    such byte costs as much as one over the cheapest axis. And a group of devices that only dear axes connect to the
-    others has to receive what one of its devices needs and none of them holds; each such byte costs what the dear
-    axes cost, of which the first account has the cheap part already.
+    Two things must be paid for, whatever the steps are. A device has to receive the elements that it needs and does not
+    hold; each such byte costs at least as much as one over the cheapest axis. And a group of devices that only
+    expensive axes connect to the others has to receive the elements that one of its devices needs and none of them
+    holds. Each such byte costs the difference between the expensive axes and the cheapest one.
 
     **Arguments:**
 
@@ -160,7 +160,7 @@ class _GroupBound:
 class _HeldByGroups:
     """The shards of a dimension, divided into `count`, that the devices of each group hold.
 
-    Only the pieces that some group holds are listed: they are no more than the devices, however many groups there are.
+    Only the shards that some group holds are listed. They are no more than the devices, however many groups there are.
     """
 
     def __init__(self, group: np.ndarray, groups: int, index: np.ndarray, count: int):

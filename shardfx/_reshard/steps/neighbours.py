@@ -1,7 +1,7 @@
 """The layouts that are one step away from a layout, in either direction, each with the cost of the step.
 
-A method that ends in `_from` takes a step from the layout that it is given; one that ends in `_into` finds the layouts
-from which a step leads to that one. All-to-alls and permutations are the same in both directions.
+A method that ends in `_from` takes a step from the given layout; one that ends in `_into` finds the layouts from which
+a step leads to the given one. All-to-alls and permutations are the same in both directions.
 """
 
 import functools as ft
@@ -13,7 +13,7 @@ from .path import STEP, PermutationPrices, Prices
 from .splits import End
 
 
-# More factors than that move in the order that they have: 5 factors have 120 orders, 4 have 24.
+# More factors than this keep their order when they move: 5 factors have 120 orders, 4 have 24.
 _MOST_REORDERED = 4
 
 Priced = Iterator[tuple[ShardDims, float]]
@@ -62,7 +62,7 @@ class Neighbours:
     def gathers_from(self, dims: ShardDims) -> Priced:
         """The layouts with fewer factors on one dimension: the shards of a group are joined.
 
-        Where some axes are dearer, one factor at a time, or at once several that do not cost the same.
+        If some axes are more expensive, one factor at a time, or several of different costs at once.
         """
         pieces = self.held.pieces(dims)
         for dim, axes in enumerate(dims):
@@ -156,7 +156,7 @@ def _departures(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], l
     """The possible beginnings of an all-to-all: the factors that stay on each dimension, those that move, and the
     dimensions that gain.
 
-    Each dimension loses some of its minor factors, or gains factors at its minor end; one that did both would
+    Each dimension loses some of its minor factors, or gains factors at its minor end. A dimension that did both would
     need unequal parts from unequal peers.
     """
     for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):

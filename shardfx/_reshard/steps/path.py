@@ -1,8 +1,8 @@
 """The steps between successive layouts, the bytes that enter a device in each, and their cost in the search.
 
-A cost is bytes that enter a device, by the weight of the axis over which they come: the mean over devices, as a share
-of the bytes of the whole array. 0.5 says that half an array's bytes enter each device, or that a tenth of that comes
-over an axis ten times as dear.
+A cost is the bytes that enter a device, weighted by the axis over which they come: the mean over devices, as a fraction
+of the bytes of the whole array. 0.5 means that half of an array's bytes enter each device, or a twentieth over an axis
+of weight ten.
 """
 
 import itertools as it
@@ -46,7 +46,7 @@ Path = tuple[PathStep, ...]
 def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Path:
     """The steps along layouts of the source's mesh, then across to the target's mesh, then along layouts of that mesh.
 
-    Across leads a permutation, or a slice where every device already has what it then holds.
+    The step across is a permutation, or a slice if every device already holds the elements of its later shard.
 
     **Arguments:**
 
@@ -55,12 +55,12 @@ def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Pat
 
     **Returns:**
 
-    The steps, neighbouring ones of one kind joined where they are one operation.
+    The steps, with neighbouring steps of one kind joined if they are one operation.
     """
     pairs = [*it.pairwise(before), (before[-1], after[0]), *it.pairwise(after)]
     steps: list[PathStep] = []
     for index, (source, target) in enumerate(pairs):
-        # From one mesh to the other any piece may go anywhere, whatever the factors are called.
+        # From one mesh to the other any shard may go anywhere, whatever the factors are called.
         crosses = index == len(before) - 1 and target.pieces == source.pieces
         kind = "permute" if crosses else _kind(source, target)
         if steps and kind == steps[-1].kind and _are_one(kind, steps[-1], source, target):
@@ -90,7 +90,7 @@ def _shares(kind: StepKind, source: StepLayout, target: StepLayout, like: StepLa
     members = math.prod(source.sizes[factor] for factor in factors)
     near = math.prod(source.sizes[factor] for factor in factors if not source.weights or source.weights[factor] <= 1)
     if kind == "all_gather":
-        # A piece enters a slice once, and is copied within.
+        # A shard enters a slice once, and is copied within the slice.
         return Fraction(members - 1, source.pieces), Fraction(members // near - 1, source.pieces)
     return Fraction(members - 1, members * source.pieces), Fraction(members - near, members * source.pieces)
 
@@ -116,10 +116,10 @@ def _are_one(kind: StepKind, earlier: PathStep, source: StepLayout, target: Step
     return len({index % len(source.dims) for index, (have, kept) in enumerate(pairs) if have != kept}) == 1
 
 
-# Among paths of equal traffic the one with fewer steps is taken, so that each step costs a little.
+# Of paths with equal traffic, the one with fewer steps is taken, so each step costs a little.
 STEP = 1e-9
-# Among those the one that permutes before any all-to-all. A permutation that comes first reads the source itself, so
-# that no copy of it is made. Of what follows, the TPU compiler may keep one piece on the chip.
+# Of those, the path that permutes before any all-to-all. A permutation that comes first reads the source itself, so
+# that no copy of it is made. Of later steps, the TPU compiler may keep one shard on the chip.
 STEP_BEFORE_PERMUTATION = 1.01 * STEP
 
 
@@ -134,7 +134,7 @@ class Prices:
         """The cost of an all-to-all among devices that differ in `group`, of an array in `pieces` shards."""
         left, cost = 1.0, 0.0
         for factor in self._dearest_first(group):
-            # The slow axes are crossed once, by what must cross them; the rest stays on the faster ones.
+            # Only bytes that must cross the slow axes do so, once; the others stay on the faster ones.
             cost += left * (1 - 1 / self.sizes[factor]) * self.weights[factor]
             left /= self.sizes[factor]
         return cost / pieces
@@ -143,7 +143,7 @@ class Prices:
         """The cost of an all-gather among devices that differ in `group`, of an array in `pieces` shards."""
         held, cost = 1, 0.0
         for factor in self._dearest_first(group):
-            # A piece enters a slice once, and is copied within.
+            # A shard enters a slice once, and is copied within the slice.
             cost += held * (self.sizes[factor] - 1) * self.weights[factor]
             held *= self.sizes[factor]
         return cost / pieces
@@ -181,7 +181,8 @@ class PermutationPrices:
         if len(self.levels) == 1 or total >= spare:
             return total + STEP
         self.asked += 1
-        # Each device gives its piece to one other: of the copies that are wanted nearby only as many as there are.
+        # Each device sends its shard to one other device, so that a nearby copy serves only as many receivers as there
+        # are copies.
         span, have, want = int(want.max()) + 1, have[moves], want[moves]
         for (cheap, group), (weight, _) in it.pairwise(self.levels):
             near = _count_in_common(group[moves] * span + have, group[moves] * span + want)

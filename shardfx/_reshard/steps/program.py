@@ -1,7 +1,7 @@
 """The steps of a Redistribution as a program, traced or for live arrays: one `shard_map` over the source's own mesh.
 
-Collectives name their groups of devices one by one. So no refined mesh is built, and steps along factors of the
-target's mesh run there, too.
+Collectives list their groups of devices explicitly. So no refined mesh is built, and steps along factors of the
+target's mesh run there too.
 """
 
 import functools as ft
@@ -59,7 +59,7 @@ def program(
     body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), cut=cut)
     if abstract(src.mesh) == abstract(dst.mesh):
         return _mapped(body, src.mesh, src.spec, dst.spec)(x)
-    # Laid end to end, the pieces of all devices mean the same on either mesh: nothing moves in between.
+    # Concatenated, the shards of all devices mean the same on either mesh, so that nothing moves here.
     x = _mapped(body, src.mesh, src.spec, flat(src.mesh))(x)
     return _mapped(_same, dst.mesh, flat(dst.mesh), dst.spec)(placed(x, NamedSharding(dst.mesh, flat(dst.mesh))))
 
@@ -90,7 +90,7 @@ def live_program(
     here, there = untyped(src), untyped(dst)
     planned = {"src": here, "steps": plan.steps, "like": layouts(len(shape), here, there)[0], "cut": cut}
     if same_order(here, there):
-        # XLA takes over a buffer only for a result of the same size.
+        # XLA reuses a buffer only for a result of the same size.
         reuse = (0,) if donate and here.shard_shape(shape) == there.shard_shape(shape) else ()
         fn = ft.partial(program, dst=there, **planned)
         step = jax.jit(fn, in_shardings=here, out_shardings=there, donate_argnums=reuse)
@@ -101,7 +101,8 @@ def live_program(
         given = x
         if x.sharding.memory_kind != here.memory_kind:
             x = jax.device_put(x, NamedSharding(src.mesh, src.spec))
-        # Whatever mesh the caller has set, this program is about its own two; and it is one under `disable_jit` too.
+        # Whatever mesh the caller has set, this program is about its own two meshes; and it is one program under
+        # `disable_jit` too.
         with jax.sharding.use_abstract_mesh(NO_MESH), jax.disable_jit(False):
             y = step(x)
         y = labelled(y, NamedSharding(dst.mesh, dst.spec), shape)
@@ -138,7 +139,7 @@ def placed(x: Shaped[Array, "..."], sharding: NamedSharding) -> Shaped[Array, ".
 def _mapped(body, mesh: Mesh | AbstractMesh, source: PartitionSpec, target: PartitionSpec):
     def run_on(x):
         with jax.sharding.use_abstract_mesh(abstract(mesh)):
-            # Replication is what the steps establish, and not for the type system to infer.
+            # The steps establish replication; the type system cannot infer it.
             return jax.shard_map(body, mesh=mesh, in_specs=source, out_specs=target, check_vma=False)(x)
 
     return run_on
@@ -206,7 +207,7 @@ def _either(piece: Array, at_once: Callable[[Array], Array], stacked: Callable[[
     """A collective along any dimension of a shard; on CPUs along a new first dimension, over integers for small floats.
 
     XLA's CPU compiler does the first in a buffer with the dimensions in another order, and copies that element by
-    element. TPUs do it well, and the second reads and writes the pieces once more there.
+    element. TPUs do it well, and there the second would read and write the shards once more.
     """
     return lax.platform_dependent(piece, cpu=on_bits(stacked), default=at_once)
 

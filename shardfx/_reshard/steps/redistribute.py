@@ -23,9 +23,9 @@ from .search import Problem, search
 from .splits import refine
 
 
-# What a byte between slices (or nodes) costs in bytes within one. Of a TPU v5p a link carries 100 GB/s each way and
-# its part of the data centre's network 6.25, 16 times less (https://cloud.google.com/tpu/docs/v5p); of an H100,
-# NVLink carries 450 GB/s and its network card 50, 9 times less.
+# The cost of a byte between slices (or nodes), in bytes within one. A link of a TPU v5p carries 100 GB/s each way and
+# its part of the data centre's network 6.25, 16 times less (https://cloud.google.com/tpu/docs/v5p); of an H100, NVLink
+# carries 450 GB/s and its network card 50, 9 times less.
 _DCN_WEIGHT = 10.0
 
 
@@ -78,7 +78,7 @@ class Redistribution:
 def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int) -> StepLayout:
     """The `StepLayout` of an array of `rank` dimensions under `spec`.
 
-    A mesh axis that spans slices becomes two: one between slices, whose bytes cost more, and one within.
+    A mesh axis that spans slices becomes two: one between slices, whose bytes cost more, and one within a slice.
 
     **Arguments:**
 
@@ -151,7 +151,7 @@ def _ids(mesh: Mesh) -> tuple[int, ...]:
 def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, dst: StepLayout) -> Redistribution:
     """Plans the move of one array: the least traffic within bounded memory.
 
-    No step holds more than twice the larger of the two ends' pieces: what it reads and what it writes.
+    No step holds more than twice the larger shard of the two ends: the shard that it reads and the one that it writes.
 
     **Arguments:**
 
@@ -169,7 +169,7 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, ds
     """
     for end in (src, dst):
         _require_fit(shape, end)
-    # Shapes matter to the search only by what divides them, so that the leaves of a tree share their paths.
+    # The search depends on a shape only through its divisors, so that leaves of a tree share their paths.
     room = tuple(math.gcd(size, src.size) for size in shape)
     path, bound = _planned(room, src, dst)
     return _measured(math.prod(shape) * itemsize_bits, path, bound, Fraction(1, min(src.pieces, dst.pieces)))
@@ -191,7 +191,7 @@ def _planned(room: tuple[int, ...], src: StepLayout, dst: StepLayout) -> tuple[P
     """The path, and the smallest fraction of the array that must enter a device on any path."""
     source, target = refine(src, dst)
     bound = missing_share(source, target)
-    if not bound:  # every device has what it needs, and keeps that of its piece
+    if not bound:  # every device holds the elements of its target shard already
         return path_along([source.layout], [target.layout]), bound
     path = search(Problem(room, source, target)) or search(Problem(room, *refine(src, dst, prime=True)))
     if path is None:

@@ -60,7 +60,7 @@ from .path import STEP, STEP_BEFORE_PERMUTATION, Path, PermutationPrices, path_a
 from .splits import End, levels, primes
 
 
-# Costs that differ by less are equal: what differs is the order of additions.
+# Costs that differ by less are equal; the difference comes from the order of additions.
 _ROUNDING = 1e-12
 _FEW_LAYOUTS = 900
 _MOST_LAYOUTS = 3000
@@ -103,7 +103,7 @@ def search(problem: Problem, *, most: int | None = None) -> Path | None:
 
     **Returns:**
 
-    The path, or None where no steps of these factors lead from one end to the other.
+    The path, or None if no steps over these factors lead from one end to the other.
     """
     source, target = problem.source, problem.target
     most = _budget(source) if most is None else most
@@ -131,7 +131,7 @@ def _budget(source: End) -> int:
 def explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, float, int]:
     """The best path cheaper than `limit`, its cost, and the number of layouts looked at.
 
-    Those are about `most` at most, unless without a limit no path was found among so many.
+    It looks at about `most` layouts, unless there is no limit and no path was found among so many.
     """
     permutations = PermutationPrices(problem.source)
     best = _Best(_side(problem, permutations, "target"), _side(problem, permutations, "source"), permutations, limit)
@@ -178,7 +178,7 @@ class _Frontier:
         self.cost: dict[ShardDims, float] = {}
         self.parent: dict[ShardDims, ShardDims] = {}
         self.heap: list[tuple[float, float, int, ShardDims]] = []
-        self.looked = 0  # the layouts whose lower bound was asked for
+        self.looked = 0  # the layouts whose lower bound was computed
 
     @property
     def first(self) -> tuple[float, float]:
@@ -227,7 +227,7 @@ class _Side:
     ) -> bool:
         """Adds a layout to look at, unless it is known at no greater cost or cannot be on a path cheaper than `limit`.
 
-        With `nearest_first` those are looked at first whose counts are next to the other end's, whatever they cost.
+        With `nearest_first`, layouts whose shard counts are near the other end's come first, whatever they cost.
         """
         if cost + _ROUNDING >= min(limit, self.frontier.cost.get(dims, math.inf)):
             return False
@@ -236,7 +236,7 @@ class _Side:
         if cost + estimate >= limit - _ROUNDING:
             return False
         self.first_of_counts.setdefault(self.held.counts(dims), dims)
-        # Both ends are looked at first: what they can reach in one step each may meet.
+        # Both ends are looked at first, since their neighbours may meet.
         key = 0.0 if parent is None else -1 / self._distance(dims) if nearest_first else cost + estimate
         self.frontier.push(dims, cost, parent, estimate, key)
         return True

@@ -15,7 +15,7 @@ in turn until neither asks for more.
 The second step is there for its cost alone. It was measured on random moves: with prime factors only, planning on 192
 devices takes 4 times as long in the mean, and on 192 devices in four slices up to 22 seconds, not 0.2.
 
-`refine` writes both ends of a move on these factors.
+`refine` expresses both ends of a move in these factors.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ import numpy as np
 from .layout import StepLayout, digits, piece_index, positions
 
 
-# Per mesh axis the sizes of its factors, major first.
+# For each mesh axis, the sizes of its factors, major-most first.
 Split = Sequence[Sequence[int]]
 
 _MOST_ORDERS = 64
@@ -58,7 +58,7 @@ def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray])
 
     **Returns:**
 
-    The split of the source's axes and that of the target's.
+    The factors of the source's axes and those of the target's.
     """
     if all(len(_orders(size)) == 1 for size in (*src.sizes, *dst.sizes)):
         return [[_orders(size)[0] for size in layout.sizes] for layout in (src, dst)]
@@ -66,8 +66,8 @@ def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray])
         [_digit_keys(row, size) for row, size in zip(digits(layout.sizes, place), layout.sizes, strict=True)]
         for layout, place in zip((src, dst), places, strict=True)
     ]
-    # The source's axes have as many digits as they can in common with any order of the target's primes; then the
-    # target's have with those orders that the source's have got.
+    # The source's axes have as many digits as possible in common with any order of the target's primes; then the
+    # target's axes with the chosen orders of the source.
     possible = {key for keys in known[1] for key in keys.values()}
     first = _best_orders(src, known[0], possible, [_counts_on_the_way(dst, dim) for dim in range(len(dst.dims))])
     taken = {keys[digit] for keys, order in zip(known[0], first, strict=True) for digit in _digits_of(order)}
@@ -157,7 +157,7 @@ def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], 
     The coarser splits.
     """
     ends = [_Primes(*one) for one in zip(layouts, keys, strict=True)]
-    # A factor in `kept` is the last of those that are joined. It need not be asked for twice.
+    # A factor in `kept` is the last of a group of joined ones, and need not be tested twice.
     kept = [set(it.accumulate(map(len, split), initial=-1)) for split in splits]
     asked = True
     while asked:
@@ -176,7 +176,8 @@ class _Primes:
     def __init__(self, layout: StepLayout, keys: Sequence[bytes]):
         self.keys = keys
         self.factors = {key: factor for factor, key in enumerate(keys)}
-        # For each factor that cuts a dimension: which one, and into how many pieces it and those before it cut it.
+        # For each factor that shards a dimension: the dimension, and the number of shards from it and the factors
+        # before it.
         self.cuts = {
             factor: (dim, count)
             for dim, axes in enumerate(layout.dims)
@@ -213,7 +214,7 @@ def _joined(split: Split, kept: set[int]) -> Split:
     return out
 
 
-# Below this many prime factors the search sees all of them; above it, only those that the two ends tell apart.
+# Below this number of prime factors the search sees all of them; above it, only those that the two ends need.
 _FEW = 6
 
 
@@ -221,7 +222,7 @@ _FEW = 6
 class End:
     """One end of a move or step: its layout over factors of its mesh, and every device's coordinates in them.
 
-    Both ends of a move number the devices by their place in the source's mesh.
+    Both ends of a move number the devices by their position in the source's mesh.
     """
 
     layout: StepLayout
@@ -255,7 +256,7 @@ def levels(end: End) -> list[tuple[float, np.ndarray]]:
 def refine(src: StepLayout, dst: StepLayout, *, prime: bool = False) -> tuple[End, End]:
     """The two ends of a move, on the factors into which the axes of both meshes are split.
 
-    Where every factor of the target's mesh is one of the source's too, both ends are on the source's mesh.
+    If every factor of the target's mesh is also one of the source's, both ends are on the source's mesh.
 
     **Arguments:**
 
@@ -313,7 +314,7 @@ def _weights(end: End, accounts: Sequence[End]) -> tuple[float, ...]:
         for axis, weight in enumerate(account.layout.weights):
             grid = account.coordinates[axis][order].reshape(sizes)
             for factor in range(len(sizes)):
-                # A step along this factor is one along the account's axis too.
+                # A step along this factor is also one along the other mesh's axis.
                 if weight > found[factor] and (grid != grid.take([0], factor)).any():
                     found[factor] = weight
     return tuple(found)

@@ -2,7 +2,7 @@
 carry it out.
 
 It may import `_plan`, `_convert`, its siblings in this room and what is below them. It never moves an array within a
-job, and it never changes what a receiver has before every piece of the new revision has arrived.
+job, and it never changes a receiver's arrays before every piece of the new revision has arrived.
 """
 
 from .codec import from_json as from_json, to_json as to_json

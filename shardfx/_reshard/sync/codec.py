@@ -17,7 +17,7 @@ from .transfer import BUFFER, FORM, PLACE, PROCESS, Buffer, SentLeaf, TransferKi
 
 
 _VERSION = 1
-# Numbers, boxes of one array and their corners; more is no plan that this package makes.
+# Limits for numbers, boxes of one array and their corners; no plan of this package exceeds them.
 _MOST, _MOST_BOXES, _MOST_CORNERS = 1 << 48, 1 << 22, 1 << 26
 
 
@@ -247,8 +247,8 @@ def _fits(piece: Piece, shape: Sequence[int]) -> bool:
 def _is_covered(kind: TransferKind, rank: int) -> bool:
     """Whether pieces write each element of each buffer exactly once.
 
-    Boxes add up to a box, each element once, where their corners do: each corner counts 1, or -1 if an odd number of
-    its coordinates are ends. All corners that lie at one place must then count what the buffer's own do.
+    Boxes form a partition of a box if their corners cancel: each corner counts 1, or -1 if an odd number of its
+    coordinates are ends. All corners at one position must add up to the buffer's own corner there.
     """
     lows = [np.zeros((len(kind.buffers), rank), np.int64)]
     highs = [np.array([[high - low for low, high in buffer.box] for buffer in kind.buffers]).reshape(lows[0].shape)]

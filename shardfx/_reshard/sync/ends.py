@@ -30,9 +30,9 @@ from .wire import ShardBytes, land, pack, received_at, sent_from
 class Channel(Protocol):
     """One direction from a sending to a receiving process; sockets are the reference, RDMA libraries fit.
 
-    Both sides know the plan, so that a channel carries bytes alone. A piece is a row of `uint8`; those of a round come
-    in the plan's order, and together they take at most `limit_bytes` of the plan. A channel delivers each piece once
-    and unharmed or raises [`shardfx.errors.SyncError`][]; it never waits longer than its time-out for a dead peer.
+    Both sides know the plan, so a channel carries bytes only. A piece is a row of `uint8`. The pieces of a round come
+    in the plan's order, and their total is at most `limit_bytes` of the plan. A channel delivers each piece once and
+    unharmed or raises [`shardfx.errors.SyncError`][]. It never waits longer than its time-out for a dead peer.
     """
 
     def put(self, round: int, pieces: Sequence[np.ndarray]) -> None:
@@ -48,7 +48,7 @@ class Channel(Protocol):
         ...
 
 
-# Leaves whose memory is asked for together: the kernel gives large memory in large pages, which takes less time.
+# Leaves whose memory is allocated in one block: the kernel gives large blocks in large pages, which takes less time.
 _TOGETHER_BYTES = 64 << 20
 
 
@@ -92,7 +92,7 @@ def receive(
 
     **Returns:**
 
-    The arrays by path, and their revision. Until then nothing is changed.
+    The arrays by path, and their revision. Nothing is changed before all of them have arrived.
 
     **Raises:**
 
@@ -286,7 +286,7 @@ class _Blocks:
 
     def __init__(self):
         self._taken = 0
-        # A view of the buffer protocol is the base of all arrays in a block: when it is gone, no array is left.
+        # A view through the buffer protocol is the base of all arrays in a block: when it is gone, no array is left.
         self._blocks: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def take(self, nbytes: int) -> np.ndarray:

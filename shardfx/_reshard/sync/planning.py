@@ -131,7 +131,7 @@ def sent_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Sent:
     if value.scale is None:
         return Sent(value, value.path, dtype, value.casts, None)
     if bits(dtype) < sent_bits(value, _FLOAT32):
-        # Smaller as it is than as the product: the receiver multiplies.
+        # The factors are fewer bytes than the product, so the receiver multiplies.
         return Sent(value, value.path, dtype, (), dtypes[value.scale.path])
     return Sent(value, value.path, _FLOAT32, value.casts, None)
 
@@ -161,7 +161,7 @@ def _kind(target: MovedLeaf, pieces: tuple[Piece, ...], sources: Mapping[str, Mo
         if jobs.receiver in (None, jobs.receivers[at]):
             devices.setdefault((jobs.receivers[at], box), []).append(locals_there[at])
     buffers = tuple(Buffer(process, tuple(own), box) for (process, box), own in devices.items())
-    # Each piece has an array of its own, so that the cuts know what is sent of it.
+    # Each piece is treated as an array of its own, so that the cuts know the dtype on the wire.
     plain, read = [], dict[str, Sent]()
     dtypes = {name: data_of(leaf.shape, leaf.dtype)[1] for name, leaf in sources.items()}
     for number, piece in enumerate(pieces):
@@ -201,7 +201,7 @@ def _add(
     locals_here, parts = _local(jobs.senders), list[Cut]()
     for cut in cuts_of(made, wanted, ends, {}).made:
         parts += [cut] if cut.piece.value.path is None else smaller(cut, jobs.limit_bytes)
-    # Two places may have the same numbers.
+    # Two positions may have the same numbers.
     is_repeated = len({one.path for one in read.values()}) < len(read) or any(
         factor.source_dim == NOWHERE for piece in made.pieces for factor in piece.factors
     )

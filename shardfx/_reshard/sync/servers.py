@@ -17,8 +17,8 @@ _POLL_SECONDS = 2e-4
 class JaxChannel:
     """A Channel over `jax.experimental.transfer`: each side has a server and the other's address.
 
-    One round is on its way at a time. A server never says that its peer is dead: what does not come within the
-    time-out counts as lost. After an error both sides make a new channel with another `session`.
+    One round is in flight at a time. A server never says that its peer is dead, so a round that does not arrive within
+    the time-out counts as lost. After an error both sides make a new channel with another `session`.
 
     **Arguments:**
 

@@ -22,11 +22,12 @@ from .ends import receive, send
 from .transfer import TransferPlan
 
 
-# The round, -1 for a commit; the bytes that follow, or the revision; the checksum of the checksums, or of the revision.
+# The round, -1 for a commit; the number of bytes that follow, or the revision; the checksum of the checksums, or of the
+# revision.
 _FRAME = struct.Struct(">qqI")
 _COMMIT = -1
 _FRAME_BYTES = 1 << 22
-# Linux takes 1,024 pieces of memory in one call.
+# Linux takes 1,024 buffers in one call.
 _MOST_PARTS = 512
 _ROW_BYTES = 4096
 _NONCE_BYTES = 32
@@ -39,7 +40,7 @@ Memory = bytes | bytearray | memoryview
 class _Line:
     """A Channel over one connected socket.
 
-    Each frame or message has the whole time-out for itself and no more, so that a peer that drips counts as dead.
+    Each frame or message has the whole time-out, and no more, so that a peer that sends very slowly counts as dead.
     """
 
     def __init__(self, connection: socket.socket, timeout_seconds: float):
@@ -187,7 +188,8 @@ class Sender:
                 connection, _ = self._listening.accept()
             except OSError:
                 return
-            # Python waits for it when it ends: a thread that is stopped while it lets go of arrays ends the process.
+            # Python waits for this thread at its end. A thread that is stopped while it releases arrays would end the
+            # process.
             threading.Thread(target=self._answer, args=(connection,), daemon=False).start()
 
     def _answer(self, connection: socket.socket) -> None:
@@ -197,7 +199,7 @@ class Sender:
                 _shake_hands(line, self._secret, b"sender", b"receiver")
                 self._transfer(line)
             except (OSError, SyncError):
-                return  # The receiver is gone or was refused, and the trainer goes on.
+                return  # The receiver is gone or was refused; the trainer goes on.
 
     def _transfer(self, line: _Line) -> None:
         asked = _get_text(line)
@@ -215,7 +217,7 @@ class Sender:
         try:
             send(self._plan, newest.arrays, line, revision, sender=self._process, receiver=receiver)
         except (RuntimeError, KeyError, TypeError, ValueError) as error:
-            # What was donated is gone: the receiver learns of it by the end of the connection.
+            # A donated array is deleted: the receiver learns of it by the end of the connection.
             raise SyncError(f"revision {revision} cannot be read: {error}") from error
 
 
@@ -266,7 +268,7 @@ class Receiver:
         **Raises:**
 
         `SyncError` if a sender is dead, silent or refuses, or a piece is damaged; `PlanMismatchError`, with the first
-        leaf that differs, if the two jobs planned different transfers. `arrays` is as it was, whole.
+        leaf that differs, if the two jobs planned different transfers. All of `arrays` is then unchanged.
         """
         with contextlib.ExitStack() as stack:
             lines: dict[int, _Line] = {}

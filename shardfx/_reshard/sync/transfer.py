@@ -88,7 +88,7 @@ class Transfer(NamedTuple):
         return self.own_bytes + (0 if scales is None else volume(self.scale_box) * scales.itemsize)
 
 
-# The columns of a kind's rows; then come the place in the source, and the place in the buffer.
+# The columns of a kind's rows; the position in the source and the position in the buffer follow.
 PROCESS, DEVICE, BUFFER, FORM, PLACE = range(5)
 
 
@@ -211,7 +211,7 @@ class TransferPlan:
     def rounds(self, sender: int, receiver: int) -> list[list[SentPiece]]:
         """The pieces that one process sends another, in rounds of at most `limit_bytes` if the pieces are small enough.
 
-        Sender -1 is for constants.
+        Sender -1 stands for constants.
         """
         own = [[tuple(map(kind.transfer, numbers)) for numbers in kind.sent(sender, receiver)] for kind in self.kinds]
         sizes = [[places[0].bytes for places in kind] for kind in own]
@@ -238,7 +238,7 @@ def _wire_bytes(kind: TransferKind) -> int:
     total = 0
     for number, form in enumerate(kind.forms):
         own = rows[kind.rows[rows, FORM] == number]
-        # How many scales follow a piece depends on where it lies; all else of a form has one size.
+        # The number of scales that follow a piece depends on its position; the rest of a form has one size.
         several = own if form.scales else own[:1]
         total += sum(kind.transfer(at).bytes for at in several) * (len(own) if len(several) < len(own) else 1)
     return total
