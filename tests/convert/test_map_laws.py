@@ -33,39 +33,27 @@ def box_of(draw, shape):
     return tuple(box)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(maps(), st.data())
-def test_pieces_within_a_box_are_what_numpy_has_there(case, data):
+def test_pieces_within_a_box_are_what_numpy_has_there_and_land_as_boxes_of_the_source(case, data):
     made, arrays = written(case)
     whole = made.apply(arrays)
     for path, one in pieces_of(made, arrays).items():
         assert one.shape == whole[path].shape and one.dtype == whole[path].dtype
         assert sum(piece.elements for piece in one.pieces) == math.prod(one.shape)
         box = box_of(data.draw, one.shape)
-        memory = np.full([stop - start for start, stop in box], 7).astype(one.dtype)
-        for piece in one.pieces:
-            for part in p.within(piece, box):
-                for few in chunks(part, data.draw(st.integers(1, 40))):
-                    fill(memory, box, few, reader(arrays))
-        same(memory, whole[path][tuple(slice(*ends) for ends in box)])
-
-
-@settings(max_examples=80, deadline=None)
-@given(maps(dtypes=("int32",)), st.data())
-def test_landings_are_boxes_of_the_source(case, data):
-    made, arrays = written(case)
-    whole = made.apply(arrays)
-    for path, one in pieces_of(made, arrays).items():
-        box = box_of(data.draw, one.shape)
-        memory = np.zeros([stop - start for start, stop in box], one.dtype)
-        for piece in one.pieces:
-            for part in p.within(piece, box):
-                if part.value.path is None:
-                    fill(memory, box, part, reader(arrays))
-                    continue
-                for landing in landings(part, box):
-                    seen(memory, landing)[...] = reader(arrays)(part.value.path, landing.source)
-        same(memory, whole[path][tuple(slice(*ends) for ends in box)])
+        wanted = whole[path][tuple(slice(*ends) for ends in box)]
+        filled_in, landed = (np.full(wanted.shape, number).astype(one.dtype) for number in (7, 0))
+        for part in (part for piece in one.pieces for part in p.within(piece, box)):
+            for few in chunks(part, data.draw(st.integers(1, 40))):
+                fill(filled_in, box, few, reader(arrays))
+            if part.value.path is None:
+                fill(landed, box, part, reader(arrays))
+                continue
+            for landing in landings(part, box):
+                seen(landed, landing)[...] = reader(arrays)(part.value.path, landing.source)
+        same(filled_in, wanted)
+        same(landed, wanted)
 
 
 @settings(max_examples=60, deadline=None)
