@@ -333,9 +333,7 @@ def test_of_two_writers_the_second_gets_an_error(tmp_path, monkeypatch, target):
         put(staging, path)
 
     monkeypatch.setattr(os, last, late)
-    with pytest.raises(
-        CheckpointError, match="appeared while this was saving, from another writer, and stays as it is"
-    ):
+    with pytest.raises(CheckpointError, match="appeared while this was saving, from another writer, and stays as it"):
         checkpoint.save(tmp_path / target, arrays, made)
     assert same(checkpoint.load(tmp_path / target, made), others)
     assert os.listdir(tmp_path) == [target]
@@ -391,12 +389,8 @@ def test_addresses_of_other_machines_are_told_from_paths(tmp_path, monkeypatch, 
         lambda: checkpoint.read_index(path),
         lambda: checkpoint.save(path, shardfx.shard({"w": jnp.ones(8)}, made), made),
     ):
-        with pytest.raises(
-            CheckpointError, match="is an address, and checkpoints are read from and saved to file systems of"
-        ):
+        with pytest.raises(CheckpointError, match="is an address, and checkpoints are read from and saved to file"):
             call()
     assert not list(tmp_path.iterdir())
-    with pytest.raises(
-        CheckpointError, match="no checkpoint at 'org/model'.*is downloaded first: `hf download org/model`"
-    ):
+    with pytest.raises(CheckpointError, match="no checkpoint at 'org/model'.*is downloaded first: `hf download"):
         checkpoint.read_index("org/model")

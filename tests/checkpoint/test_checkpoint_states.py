@@ -89,9 +89,7 @@ def test_a_key_of_another_implementation_is_an_error(tmp_path, mesh):
     checkpoint.save(tmp_path / "step", arrays, made)
     _, other = planned({"k": jax.random.key(0)}, mesh)
     for dtype in (None, "plan"):
-        with pytest.raises(
-            CheckpointError, match="'k' holds PRNG keys of rbg, but the plan has keys of threefry2x32; "
-        ):
+        with pytest.raises(CheckpointError, match="'k' holds PRNG keys of rbg, but the plan has keys of threefry2x32;"):
             checkpoint.load(tmp_path / "step", other, dtype=dtype)
 
 
@@ -163,13 +161,9 @@ def test_what_load_gives_is_saved_again(tmp_path, mesh):
 def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
     arrays, made = planned({"w": jnp.arange(8.0), "step": 5}, mesh)
     checkpoint.save(tmp_path / "step", arrays, made)
-    with pytest.raises(
-        CheckpointError, match="leaf `epoch`: it is 0 here, and the checkpoint has no number there; take"
-    ):
+    with pytest.raises(CheckpointError, match="leaf `epoch`: it is 0 here, and the checkpoint has no number there;"):
         checkpoint.load(tmp_path / "step", arrays | {"epoch": 0})  # pyright: ignore[reportOperatorIssue]
-    with pytest.raises(
-        CheckpointError, match="leaf `w`: it is 0 here, and the checkpoint has an array there; plan it as"
-    ):
+    with pytest.raises(CheckpointError, match="leaf `w`: it is 0 here, and the checkpoint has an array there; plan it"):
         checkpoint.load(tmp_path / "step", {"v": arrays["w"], "w": 0})
     wanted = "leaf `step`: the checkpoint has a Python number there, and no array; give the tree a number"
     with pytest.raises(CheckpointError, match=wanted):

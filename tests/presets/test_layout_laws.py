@@ -61,6 +61,11 @@ def equal(one, two):
     assert all(one[path].shape == two[path].shape and (one[path] == two[path]).all() for path in two)
 
 
+def lead_to_each_other(one, two, source, target):
+    equal(one.to(two).apply(source, like=target), target)
+    equal(two.to(one).apply(target, like=source), source)
+
+
 @settings(max_examples=15, deadline=None, phases=(Phase.generate,))
 @given(st.data())
 def test_any_two_layouts_of_an_array_lead_to_each_other(data):
@@ -71,10 +76,9 @@ def test_any_two_layouts_of_an_array_lead_to_each_other(data):
         assume(cut is None or cut in other[0] or [cut] in other[1])
     whole = np.arange(math.prod(axes.values())).reshape([axes[axis] for axis in sorted(axes)])
     source, target = arrays(one, axes, whole), arrays(two, axes, whole)
-    there = layout(one, axes).to(layout(two, axes))
-    equal(there.apply(source, like=target), target)
-    equal(layout(two, axes).to(layout(one, axes)).apply(target, like=source), source)
-    equal(there.inverse().apply(target, like=source), source)
+    one, two = layout(one, axes), layout(two, axes)
+    lead_to_each_other(one, two, source, target)
+    equal(one.to(two).inverse().apply(target, like=source), source)
 
 
 @settings(max_examples=15, deadline=None, phases=(Phase.generate,))
@@ -88,9 +92,7 @@ def test_axes_are_padded_and_cut_off_again(data):
     whole = np.arange(1, 1 + math.prod(axes.values())).reshape([axes[axis] for axis in sorted(axes)])
     padded = np.pad(whole, [(0, more[axis] - axes[axis]) for axis in sorted(axes)])
     source, target = arrays(one, axes, whole), arrays(two, more, padded)
-    there, back = (layout(one, axes), layout(two, more)), (layout(two, more), layout(one, axes))
-    equal(there[0].to(there[1]).apply(source, like=target), target)
-    equal(back[0].to(back[1]).apply(target, like=source), source)
+    lead_to_each_other(layout(one, axes), layout(two, more), source, target)
 
 
 @settings(max_examples=15, deadline=None, phases=(Phase.generate,))
@@ -104,5 +106,4 @@ def test_a_repetition_is_there_so_many_times_and_taken_back(data):
     whole = np.arange(math.prod(axes.values())).reshape([axes[axis] for axis in sorted(axes)])
     source = arrays(one, axes, whole)
     target = arrays(two, every, np.stack([whole] * every["z"], axis=-1))
-    equal(layout(one, axes).to(layout(two, every)).apply(source, like=target), target)
-    equal(layout(two, every).to(layout(one, axes)).apply(target, like=source), source)
+    lead_to_each_other(layout(one, axes), layout(two, every), source, target)
