@@ -1,4 +1,4 @@
-"""Plans as text: one as a table, and how two differ."""
+"""Plans as text: `report` prints a plan as a table, `differences` lists how two plans differ."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ from .shard_plan import ShardPlan, check_plan
 
 
 def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
-    """How two plans differ, a line for each leaf; empty exactly if their digests are equal.
+    """Returns a line for each difference between two plans; empty exactly if their digests are equal.
 
     **Arguments:**
 
@@ -47,14 +47,16 @@ OTHER_TREES = "the trees are built of other containers, or their leaves are in a
 
 
 def plan_lines(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
-    """A line for each property of whole plans in which the two differ, as the mesh."""
+    """Returns a line for each property of the whole plans that differs, such as the mesh."""
     texts = {"mesh": "the mesh", "mode": "the mode", "axes": "axes", "strict": "strict"}
     values = [(what, vars(a.content)[name], vars(b.content)[name]) for name, what in texts.items()]
     return tuple(f"{what} is {one} in one plan, {other} in the other" for what, one, other in values if one != other)
 
 
 class Pair(NamedTuple):
-    """An array of either plan with that of the same path in the other, and the names of the fields that differ."""
+    """An array in two plans: its LeafPlan in each (`None` where a plan lacks the path), and the names of the fields
+    that differ.
+    """
 
     path: str
     before: LeafPlan | None
@@ -63,7 +65,7 @@ class Pair(NamedTuple):
 
 
 def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
-    """Each array of either plan, in the order of `a`, then of `b`."""
+    """Yields a `Pair` for each array of either plan: first those of `a` in order, then those that only `b` has."""
     there, here = b.content.by_path, a.content.by_path
     names = [field.name for field in dataclasses.fields(LeafPlan)]
     for leaf in a.leaves:
@@ -81,18 +83,18 @@ def _lines(pair: Pair) -> list[str]:
 
 
 def report(plan: ShardPlan, *, width: int | None = None) -> str:
-    """The plan as a table: for each array its shape, its spec, its bytes per device, and why.
+    """Returns the plan as a table: for each array its shape, its spec, its bytes per device, and why.
 
     **Arguments:**
 
     - `plan`: the plan.
-    - `width`: how many columns of text there are. Where that is too few, the table says less of the rules, and what
-        paths have in common becomes a heading. `None` is no limit.
+    - `width`: the maximum width of a line, in characters. Where the table is wider, it shortens the rules, and moves
+        the common beginning of paths into a heading. `None` is no limit.
 
     **Returns:**
 
     The text: a row per array or group of alike arrays, then each reason once, the totals, and the largest
-    arrays that every device holds whole. It is a `str` that the last line of a notebook's cell shows as it prints.
+    arrays that every device holds whole. It is a `str`, which a notebook shows as `print` would.
 
     !!! Example
 
@@ -122,13 +124,16 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
     return Shown("\n\n".join(part for part in parts if part))
 
 
-# Of what asked for an array: the number of the rule, and where its memory is.
+# The words of the column "why" that a narrow table keeps: `_BRIEF` the marks of reasons, the number of the rule and the
+# memory kind; `_MARKS` the marks and the memory kind.
 _BRIEF = re.compile(r"^(?:\[\d+\])*|paths\[\d+\]|in [\w]+$")
 _MARKS = re.compile(r"^(?:\[\d+\])*|in [\w]+$")
 
 
 def _table(facts: Facts, width: int | None) -> list[str]:
-    """The rows; where they would be too long, the last column says less, then goes, and that of counts goes."""
+    """Returns the rows as lines. If they exceed `width`, it shortens the last column, then drops it, and drops the
+    column of counts.
+    """
     rows = [facts.header, *facts.cells]
     for said in (None, _BRIEF, _MARKS):
         shown = rows if said is None else [rows[0], *[(*row[:-1], _said(said, row[-1])) for row in rows[1:]]]

@@ -1,4 +1,6 @@
-"""The parts of a plan: what it says of one array, the row that alike arrays share, and the tree without its arrays."""
+"""The parts of a plan: `LeafPlan` for one array, `Row` for arrays planned alike, `Skeleton` for the tree without its
+arrays.
+"""
 
 import dataclasses
 import functools as ft
@@ -15,27 +17,29 @@ from .._ground.spec import DType, array_bytes, pinned, shard_shape
 from .._ground.text import array_text, printable
 
 
-# The kinds of memory that XLA has; which of them a device has, only the device knows.
+# The memory kinds of XLA. Only the device itself knows which of them it has.
 MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """How one array of a tree is placed, and why.
+    """How one array of a tree is sharded, and why.
 
     **Arguments:**
 
-    - `path`: where it is in the tree, as `layers/0/attn/q_proj/weight`.
-    - `shape`, `dtype`: of the whole array.
-    - `names`: its logical names, if names decided.
-    - `requested`: the spec that the rule asked for.
-    - `spec`: the spec that it gets, in canonical form.
-    - `rule`: what decided: a path rule by index and regex, `names`, or what it follows; `None` where nothing did.
-    - `reasons`: why `spec` is not `requested`; see [`shardfx.Reason`][].
-    - `memory_kind`: `None` for the device's default memory.
-    - `units`: per dimension, how many elements may not be cut apart; `None` where any cut will do.
+    - `path`: the array's path in the tree, such as `layers/0/attn/q_proj/weight`.
+    - `shape`, `dtype`: those of the whole array, not of a shard.
+    - `names`: its logical names if these decided, else `None`.
+    - `requested`: the spec that the rule requested.
+    - `spec`: the spec that the array gets, in canonical form.
+    - `rule`: the source of the decision: a path rule by index and regex, `names`, or the array that it follows; `None`
+        if no rule covers the array.
+    - `reasons`: why `spec` differs from `requested`; see [`shardfx.Reason`][].
+    - `memory_kind`: the memory that holds the shards; `None` for the device's default memory.
+    - `units`: per dimension, the size of an indivisible unit in elements, such as the width of an attention head.
+        `None` where a dimension may be sharded between any two elements.
     - `strategies`: the `fsdp(...)` steps that refined `requested`.
-    - `bytes`, `bytes_per_device`: of the whole array, and of one shard.
+    - `bytes`, `bytes_per_device`: the bytes of the whole array, and of one shard.
     """
 
     __module__ = "shardfx"
@@ -62,7 +66,7 @@ class LeafPlan:
 
 
 class Row(NamedTuple):
-    """How arrays that are planned alike are placed, and why: the fields of their LeafPlans, but for path and bytes."""
+    """The plan of arrays that are planned alike: the fields of their LeafPlans without path and bytes."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -76,13 +80,13 @@ class Row(NamedTuple):
     strategies: tuple[Any, ...]
 
     def byte_counts(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """The bytes of the whole array, and of one shard on a mesh of axis `sizes`."""
+        """Returns the bytes of the whole array and of one shard, on a mesh with these axis sizes."""
         shard = shard_shape(self.shape, pinned(self.spec), sizes)
         return array_bytes(self.shape, self.dtype), array_bytes(shard, self.dtype)
 
 
 def memory_kind_pairs(given: Iterable[tuple[str, str]] | None) -> tuple[tuple[str, str], ...]:
-    """The pairs of a regex and a memory kind, each of a kind that exists."""
+    """Returns the pairs of a regex and a memory kind as a tuple; raises for a memory kind that XLA lacks."""
     pairs = tuple(given or ())
     for regex, kind in pairs:
         if kind not in MEMORY_KINDS:
@@ -94,12 +98,12 @@ def memory_kind_pairs(given: Iterable[tuple[str, str]] | None) -> tuple[tuple[st
 
 @ft.lru_cache(maxsize=4096)
 def named_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
-    """The sharding that JAX gets for a planned array; making one costs more than planning the array."""
+    """Returns the NamedSharding of a planned array, cached: building one takes longer than planning the array."""
     return NamedSharding(mesh, pinned(spec), memory_kind=memory_kind)
 
 
 def canonical_dtype(dtype: DType) -> DType:
-    """The dtype that JAX gives to a NumPy array of `dtype`."""
+    """Returns the dtype that JAX gives to a NumPy array of `dtype`, such as float32 for float64."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
@@ -107,15 +111,15 @@ def canonical_dtype(dtype: DType) -> DType:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Skeleton:
-    """Where the leaves of a planned tree are.
+    """The structure of a planned tree and the paths of its leaves, without the arrays.
 
     **Arguments:**
 
-    - `paths`: of the leaves, in the order in which the plan lists them.
+    - `paths`: the paths of the leaves, in the order in which the plan lists them.
     - `treedef`: the tree's structure.
-    - `order`: per leaf of `treedef` its place in `paths`; `None` where both have one order. A plan that was read back
-        lists its leaves as they were planned, while JAX sorts the keys of the dicts that it is read into.
-    - `structure`: the tree's structure as a plan's JSON has it; `None` if it is to be made from `treedef`.
+    - `order`: per leaf of `treedef` its index in `paths`; `None` where both have one order. They differ in a plan that
+        was read from JSON: it lists leaves in the planned order, while JAX sorts the keys of the dicts it rebuilds.
+    - `structure`: the tree's structure as in a plan's JSON; `None` if `encoded` makes it from `treedef`.
     """
 
     paths: tuple[str, ...]
@@ -125,29 +129,29 @@ class Skeleton:
 
     @ft.cached_property
     def encoded(self) -> object:
-        """The tree's structure as a plan's JSON has it."""
+        """The tree's structure as a JSON value, as a plan's JSON stores it."""
         return _encode_structure(self.treedef, {}) if self.structure is None else self.structure
 
     @property
     def numbered(self) -> PyTree:
-        """The tree with the number of each leaf, in the tree's order."""
+        """The tree with, at each leaf, its index in the tree's order."""
         return jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
 
     def in_order(self, column: Sequence[object]) -> Sequence[Any]:
-        """What belongs to the leaves, brought from the order of `paths` into that of the tree."""
+        """Returns a value per leaf, given in the order of `paths`, in the order of the tree."""
         return column if self.order is None else [column[i] for i in self.order]
 
     def filled(self, column: Sequence[object]) -> PyTree:
-        """The tree with these leaves, which are in the order of `paths`."""
+        """Returns the tree with the leaves in `column`, which are in the order of `paths`."""
         return jax.tree.unflatten(self.treedef, self.in_order(column))
 
 
 def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
-    """A treedef as JSON: containers that JSON-like trees are made of by kind, others by their class's name."""
+    """Encodes a treedef as a JSON value: dicts, lists and tuples by kind, other nodes by their class's name."""
     data = treedef.node_data()
     if data is None:
         return "leaf" if treedef.num_leaves else None
-    if treedef not in seen:  # layers and experts repeat: one value stands for all that are alike
+    if treedef not in seen:  # layers and experts repeat: equal subtrees share one value
         kind, aux = data
         seen[treedef] = _encode_node(kind, aux, [_encode_structure(child, seen) for child in treedef.children()])
     return seen[treedef]
@@ -168,7 +172,7 @@ def _encode_key(key: object) -> object:
 
 
 def decode_structure(data: object, paths: list[str]) -> Any:
-    """The tree that `data` describes, with at each leaf its index; nodes of other libraries become dicts."""
+    """Rebuilds the tree that `data` describes, with its index at each leaf; nodes of other libraries become dicts."""
     return _decode_structure(data, paths, 0, "")[0]
 
 
@@ -204,6 +208,6 @@ def _decode_key(key: Any) -> Any:
 
 
 def _key_at(paths: list[str], index: int, prefix: str, position: int) -> str:
-    """The attribute under which a node of another library holds the leaf `index`, read off the leaf's path."""
+    """Returns the attribute under which a node of another library holds the leaf `index`, read from the leaf's path."""
     path = paths[index] if index < len(paths) else ""
     return path.removeprefix(prefix).split("/")[0] if path.startswith(prefix) else str(position)
