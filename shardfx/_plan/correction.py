@@ -262,8 +262,8 @@ def _reductions(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[Partitio
 
 
 def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> Decision:
-    """Adds the axes of `strategy` to the unsharded dimension over which most of them fit, by the product of their
-    sizes.
+    """Shards an unsharded dimension over the axes of `strategy`: the dimension that the largest product of these axes
+    divides.
 
     Of several such dimensions it takes the largest. `spec` must be corrected already. Axes that `spec` uses, and axes
     that the mesh lacks, are left out with a reason.
@@ -292,7 +292,8 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> D
 
 
 def widened(spec: PartitionSpec, leaf: Leaf, mesh: Axes, over: Strategy) -> tuple[Decision, tuple[str, ...]]:
-    """Adds the axes of `over` that `spec` does not use to the dimension with most room; also returns the axes it added.
+    """Adds the axes of `over` that `spec` does not use to the dimension with most room; also returns the axes that it
+    added.
 
     Axes that do not fit on that dimension go to the next. On a dimension that is sharded already, the axes split each
     shard, so that a device then holds a part of its earlier shard. Axes that fit no dimension are dropped with a

@@ -133,7 +133,7 @@ _LIMIT = re.compile(r"fewer than the (\d+) asked for")
 
 
 def _note(why: Reason, of_several_dims: bool) -> str:
-    """Returns a reason as a footnote of the table, worded alike for all arrays with the same cause."""
+    """Returns a reason as a footnote of the table, with the same text for all arrays that have the same cause."""
     limit = _LIMIT.search(why.message) if why.code is Code.small else None
     if limit is not None:
         return f"arrays of fewer than {limit[1]} bytes stay whole; lower `min_bytes` to shard them"

@@ -157,7 +157,8 @@ def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object,
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
     given = (plan, *args)
     # A state that holds the planned tree also holds its leaves that are not arrays, such as activation functions. But
-    # an optimizer's `init` accepts only arrays. So `init` is tried with placeholders for these leaves, then with `None`.
+    # an optimizer's `init` accepts only arrays. So `init` is tried with placeholders for these leaves, then with
+    # `None`.
     has_others = any(isinstance(arg, ShardPlan) and -1 in arg.content.index for arg in given)
     others = (_NoArray(), None) if has_others else (None,)
     # JAX cannot give shardings to every `init` on an Explicit mesh (an ambiguous contraction, a foreign callback). Then
@@ -323,8 +324,8 @@ def _followed(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
 
 
 def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, tuple[int | None, ...]]:
-    """Returns the planned array whose path is the longest suffix of `path`, else the longest run inside it, if the
-    shapes fit.
+    """Returns the planned array whose path is the longest suffix of `path`, else the longest run of path segments
+    inside it, if its shape fits.
 
     The second value holds for each dimension of `shape` the corresponding dimension of the planned array. It is `None`
     for a leading dimension that only the result has, such as the length of a history.
@@ -383,8 +384,8 @@ def _base_of(
 
 
 def _base_dims(base: tuple[int, ...], shape: tuple[int, ...], in_blocks: bool) -> tuple[int | None, ...]:
-    """Returns, for each dimension, the base's dimension with the same index from the front or else from the back, if
-    the sizes fit.
+    """Returns, for each dimension of an adapter or scale, the base's dimension with the same index from the front or
+    the back, if the sizes fit.
     """
     taken: list[int | None] = []
     for dim, size in enumerate(shape):

@@ -66,7 +66,7 @@ def plan(
         names that modules declare with [`shardfx.field`][], if `axes` is given. `paths` are not applied to a leaf that
         has names.
     - `axes`: rules from logical names to mesh axes.
-    - `mode`: the mode of `axes` whose rules apply; `None` for the rules without a mode.
+    - `mode`: the mode of `axes` in which names are resolved; `None` for the rules without a mode.
     - `min_bytes`: arrays of fewer bytes in total are replicated.
     - `memory_kinds`: pairs of a regex and a memory kind, such as `("opt/.*mu", "pinned_host")`. The first pair whose
         regex matches an array's path decides.
@@ -241,7 +241,7 @@ class _Planner:
 
 
 def _keys(keys: Sequence[str], flat: Flat, given: Sequence[object]) -> Iterable[Any]:
-    """Returns a key per leaf that holds everything its row depends on; `None` for a leaf that is no array."""
+    """Returns a key per leaf that holds everything its row depends on; `None` for a leaf that is not an array."""
     if all(flat.is_array):
         shapes, dtypes = [leaf.shape for leaf in flat.leaves], [leaf.dtype for leaf in flat.leaves]
         return zip(keys, shapes, dtypes, given, flat.stacked, strict=True)

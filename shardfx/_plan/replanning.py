@@ -156,7 +156,7 @@ def _wishes(row: Row, sizes: Mapping[str, int]) -> tuple[Wish, ...]:
 
 
 def _refined_mesh(mesh: MeshSpec, asked: Mapping[Wish, int]) -> tuple[MeshSpec, dict[str, tuple[str, ...]]]:
-    """Returns the mesh with axes split as the wishes ask, the wish that saves most bytes per device first.
+    """Returns the mesh with axes split into the wished sub-axes; the wish that saves most bytes per device comes first.
 
     The second value holds, for each split axis, the names of its sub-axes, major to minor: sub-axis `i` of `tensor` is
     `tensor_i`. The order of the devices does not change.
@@ -195,13 +195,13 @@ def _renamed_axes(axes: Iterable[str], parts: Mapping[str, tuple[str, ...]]) -> 
 
 
 def _chain(size: int, slices: int, wanted: Iterable[int]) -> list[int]:
-    """Returns divisors of `size` from 1 to `size`, each dividing the next; the ratio of neighbours is the size of a
+    """Returns divisors of `size` from 1 to `size`, each dividing the next; the ratio of two neighbours is the size of a
     sub-axis.
     """
     chain = [1, size]
     for part in wanted:
-        # A wished size that is incompatible with the chain is reduced to its largest divisor that fits. No sub-axis may
-        # divide a slice's boundary.
+        # A wished size that is incompatible with the chain is reduced to its largest divisor that fits. A sub-axis must
+        # lie within one slice or consist of whole slices.
         fitting = [n for n in range(1, part + 1) if part % n == 0 and (n % slices == 0 or slices % n == 0)]
         best = max(n for n in fitting if all(n % other == 0 or other % n == 0 for other in chain))
         chain = sorted({*chain, best})

@@ -105,7 +105,7 @@ class ShardPlan(eqx.Module):
 
     @property
     def digest(self) -> str:
-        """The sha256 of the plan's JSON, in hex: the same on every process."""
+        """The sha256 of the plan's JSON without its digest, in hex: the same on every process."""
         return self.content.digest
 
     def __contains__(self, path: object) -> bool:
