@@ -1,4 +1,4 @@
-"""What a command says when it cannot go on: one line, whatever went wrong."""
+"""Turns errors into one line on stderr, and runs a user's code so that its errors become such a line."""
 
 import pathlib
 import re
@@ -13,7 +13,7 @@ from .._ground.text import printable
 
 _Result = TypeVar("_Result")
 
-# The package's own errors say all that there is to say.
+# The package's own errors: their messages are complete, so no context is added to them.
 OURS = tuple(kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception))
 _SHOWN_LINES = 3
 _SHOWN_CHARACTERS = 2000
@@ -22,11 +22,11 @@ _INSTALLED = (*sysconfig.get_paths().values(), str(pathlib.Path(__file__).parent
 
 
 class UsageError(ValueError):
-    """Something on the command line, or in what it names, that cannot be used; its text is one line."""
+    """An argument on the command line, or a file or object that it names, cannot be used; the message is one line."""
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text on one line: of a list of findings the first few, without drawings of positions."""
+    """Returns an error's message on one line: its first three lines, without lines that only mark positions."""
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line.strip(" ^~")]
     text = ""
@@ -36,9 +36,9 @@ def one_line(error: BaseException) -> str:
 
 
 def shown(text: str, encoding: str | None) -> str:
-    """`text` in characters that a terminal shows and its encoding has, of a very long one the two ends.
+    """Returns `text` in characters that a terminal displays and its encoding has; of a very long text only both ends.
 
-    What a user typed, or what stands in a file, may hold characters that a terminal obeys, or names without end.
+    User input and file contents may hold control characters or very long names.
     """
     text = printable(text)
     if len(text) > _SHOWN_CHARACTERS:
@@ -47,13 +47,13 @@ def shown(text: str, encoding: str | None) -> str:
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """`text` with an escape for each character that the encoding lacks."""
+    """Returns `text` with an escape sequence for each character that the encoding lacks."""
     name = encoding or "utf-8"
     return text.encode(name, "backslashreplace").decode(name)
 
 
 def in_flags(text: str) -> str:
-    """`text` with the flag where it names an argument of `shardfx.plan`: `--strict` for `strict=True`."""
+    """Returns `text` with arguments of `shardfx.plan` replaced by flags: `strict=True` becomes `--strict`."""
 
     def flag(found: re.Match[str]) -> str:
         value = found[2].strip("\"'")
@@ -64,27 +64,29 @@ def in_flags(text: str) -> str:
 
 
 def calling(what: str, function: Callable[[], _Result]) -> _Result:
-    """Runs code that may be the user's.
+    """Calls a function that may run the user's code, and turns its errors into a UsageError.
 
     **Arguments:**
 
-    - `what`: what is being done, as "importing `my_model`".
-    - `function`: does it.
+    - `what`: a phrase for the message, such as "importing `my_model`".
+    - `function`: the function to call.
 
     **Returns:**
 
-    What the function returns.
+    The result of the function.
 
     **Raises:**
 
-    `UsageError` with what happened and where, instead of whatever the code raised.
+    `UsageError` with the type, the message and the place of the error that the function raised.
     """
     with _Reported(what):
         return function()
 
 
 class _Reported:
-    """Turns errors into UsageErrors. A user's module may raise classes of its own, so no list of types would do."""
+    """A context manager that turns any exception into a UsageError, since a user's module may raise classes of
+    its own.
+    """
 
     def __init__(self, what: str):
         self.what = what
@@ -93,11 +95,11 @@ class _Reported:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> Literal[False]:
-        # `SystemExit` is what calling `exit()` at the top of a module does; Ctrl-C must stay what it is.
+        # `exit()` at the top of a user's module raises SystemExit. KeyboardInterrupt must pass unchanged.
         if isinstance(error, OURS):
             raise UsageError(in_flags(one_line(error))) from error
         if isinstance(error, Exception | SystemExit) and not isinstance(error, UsageError):
-            # Below Python, JAX loses the type of an error that it met while it flattened a tree.
+            # JAX's C++ code turns an error that it meets while it flattens a tree into a SystemError.
             error = error.__cause__ if isinstance(error, SystemError) and error.__cause__ else error
             text = f"{self.what} failed{_place(error)}: {type(error).__name__}: {one_line(error)}"
             raise UsageError(text) from error
@@ -105,7 +107,9 @@ class _Reported:
 
 
 def _place(error: BaseException) -> str:
-    """The last line that ran outside of installed packages: the user's own."""
+    """Returns the file and line of the user's code that ran last before the error, as " in FILE, line N"; "" if there
+    is none.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f" in {error.filename}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -36,7 +36,7 @@ _ALONE = ("heads", "kv_heads", "vision_heads", "vision_hidden")
 
 
 def rows_for_rules(family: str, form: Form) -> Rows:
-    """Returns all rows that models of a family may have, with further arrays that its checkpoints may hold."""
+    """Returns all rows that models of a family may have, including arrays that only their checkpoints hold."""
     every = {**form, "qk_norm": True, "four_norms": True, "tied": False, "dense_layers": 1, "score_bias": True}
     rows = {path: entry for lora in (0, 1) for path, entry in rows_of(family, {**every, "q_lora": lora}).items()}
     rows |= sight_of(family) | beside(family)

@@ -305,7 +305,9 @@ PRESETS: Final[Mapping[str, Callable[..., PathRules]]] = MappingProxyType({one._
 
 
 def _preset(family: str, sizes: Mapping[str, int], fsdp: Axes, tensor: Axes) -> PathRules:
-    """Returns the rules of a family. Every rule is optional, and the mesh may lack any of their axes."""
+    """Returns path rules for a family. Each rule is optional: a model need not have its arrays, nor the mesh
+    its axes.
+    """
     rows = rows_for_rules(family, {"qkv_bias": family == "qwen2"})
     rules = [(regex, optional(target)) for regex, target in rules_of(rows, sizes, fsdp, tensor)]
     axes = [(one,) if isinstance(one, str) else one for one in (fsdp, tensor)]

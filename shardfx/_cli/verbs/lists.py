@@ -14,7 +14,7 @@ from .._usage import UsageError, calling
 
 
 _NUMBERS = ("layers", "embed", "heads", "kv_heads", "head_dim", "hidden", "experts", "vocab")
-# What a narrow terminal does without, in this order.
+# The columns that are left out on a narrow terminal, in this order.
 _SPARE = ("--rules", "head_dim", "vocab", "kv_heads", "heads")
 
 
@@ -50,6 +50,6 @@ def models(text: str, json_file: str | None) -> None:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    # Where every feed-forward block is an expert, its size is theirs.
+    # If every feed-forward block has experts, the column `hidden` shows their size.
     numbers = {**row, "hidden": row.get("hidden", row.get("expert_hidden", ""))}
     return (*(str(numbers.get(name, "")) for name in _NUMBERS), " ".join(row["strategies"]))

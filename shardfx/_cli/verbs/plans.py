@@ -1,4 +1,6 @@
-"""`shardfx plan`, `explain`, `lint`, `diff`, `report`: a plan, why it is so, what is wrong, and as a page."""
+"""`shardfx plan`, `explain`, `lint`, `diff` and `report`: print a plan, its reasons, its mistakes, its differences, or
+a page.
+"""
 
 import dataclasses
 import re
@@ -28,7 +30,7 @@ from .._usage import UsageError, calling
 from .._words import Whole, order_text
 
 
-# The first of several layers, as a plan's table names them: `layers/{0..125}/up`.
+# A range of layers in a path of a plan's table, `layers/{0..125}/up`; group 1 is the first layer.
 _RANGE = re.compile(r"\{(\d{1,18})[\d.,]*\}")
 _SEVERITIES = click.Choice(["error", "warning", "info"])
 
@@ -147,7 +149,7 @@ def diff(
 
 
 def _second(asked: PlanOptions, to: str | None, mesh: str | None, rules: str | None) -> PlanOptions:
-    # A size of -1 is filled in the first mesh; the second is written out, or has the same devices.
+    # The second mesh has as many devices as the first if --devices or --target says how many.
     other = dataclasses.replace(asked, model=to or asked.model)
     if to is not None and mesh is None and rules is None and to.endswith(".json"):
         return dataclasses.replace(other, mesh=None, rules=None)

@@ -1,4 +1,6 @@
-"""`shardfx traffic`, `why`, `fit` and `search`: what a step sends, how its arrays lie, and whether it fits a memory."""
+"""`shardfx traffic`, `why`, `fit` and `search`: what a step sends, how its arrays are sharded, and whether it fits in
+memory.
+"""
 
 import json
 from collections.abc import Sequence
@@ -156,7 +158,7 @@ def fit(asked: PlanOptions, chip: str | None, step: str | None, compiles: bool, 
 
 
 def _parts(made: ShardPlan) -> ShardPlan:
-    """The plan of a model alone as one of several: what is called `model` are parameters."""
+    """Returns the plan with the model under the key `model`, which marks its arrays as parameters for `cost.fit`."""
     return made if {path.partition("/")[0] for path in made} == {"model", "optimizer"} else ShardPlan.join(model=made)
 
 
@@ -253,7 +255,7 @@ def search(
 
 
 def _hardware(target: str | None, devices: int | None, chip: str | None) -> dict[str, Any]:
-    """The devices, as `shardfx.auto.search` takes them."""
+    """Returns the arguments of `shardfx.auto.search` that describe the devices."""
     if (target is None) == (devices is None):
         raise UsageError("say what the devices are: --target tpu:v5e:4x4, or --devices 16 --chip h100")
     if devices is not None and chip is None:
@@ -269,7 +271,7 @@ def _axis_rules(name: str) -> AxisRules:
 
 
 def _table(found: Sequence[Candidate]) -> str:
-    """A line for each candidate."""
+    """Returns a table with a line for each candidate."""
     rows = [("", "candidate", "by", "ms a step", "sent", "a device")]
     for number, one in enumerate(found, start=1):
         sent = bytes_text(one.wire_bytes) + (f" ± {bytes_text(one.unsure_bytes)}" if one.unsure_bytes else "")
@@ -285,6 +287,6 @@ def _candidate_data(found: Candidate) -> dict[str, object]:
 
 
 def _row(row: TrafficRow) -> dict[str, object]:
-    """A row without the lines around its own."""
+    """Returns a row of traffic as a dict, with only the innermost line of its source."""
     names = ("kind", "axes", "leaf", "wire_bytes", "dcn_bytes", "unsure_bytes", "calls", "note")
     return {**{name: getattr(row, name) for name in names}, "at": place_text(row.source)}

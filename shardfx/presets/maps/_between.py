@@ -20,7 +20,7 @@ _ALSO = {"head": "embedding"}
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of axes in the source and target layouts, and the axes that one of the layouts splits."""
+    """The sizes of axes in the source and target layouts, and the axes that one of the layouts splits into several."""
 
     source: Mapping[str, int]
     target: Mapping[str, int]
@@ -146,7 +146,7 @@ def _joined(parts: Sequence[tuple[Range, From]], dim: int, want: Place) -> From:
 
 
 def _cut(made: From, span: Range, dim: int) -> From:
-    """Returns the expression of the entries of a dimension in a range."""
+    """Returns an expression for the entries in a range of a dimension."""
     if not span.step:
         return made.at(span.start, dim=dim)
     if span.step == 1:
@@ -157,7 +157,9 @@ def _cut(made: From, span: Range, dim: int) -> From:
 
 
 def _apart(place: Place, other: Place, apart: Mapping[str, Paths]) -> Place:
-    """Returns the place with the axes split that the other place's layout splits."""
+    """Returns `place` with those of its axes split that the layout of the `other` place splits (`apart` maps an axis to
+    its sub-axes).
+    """
 
     def parts(axis: str) -> Paths:
         found = apart.get(axis, (axis,))
@@ -335,8 +337,8 @@ def _opened(source: Place, want: Place, sizes: Sizes) -> tuple[From, dict[str, i
 
 
 def _further(path: str, span: Range) -> str:
-    """Returns the path with the numbers in its braces mapped through a range of an axis; for one entry, the path of
-    that entry.
+    """Returns the path template of the arrays in a range of an axis: the numbers in its braces are scaled and shifted,
+    or filled in for a single entry.
     """
 
     def shifted(braces: re.Match[str]) -> str:

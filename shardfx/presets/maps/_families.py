@@ -56,7 +56,9 @@ def beside(family: str) -> Rows:
 
 
 def with_experts_stacked(rows: Rows) -> Rows:
-    """Returns only the rows of experts, with one array for all experts of a layer instead of one per expert."""
+    """Returns the rows of the experts alone, with one array for all experts of a layer instead of one array per
+    expert.
+    """
     found: Rows = {}
     for path, entry in rows.items():
         if "experts.{experts}." in path:
@@ -71,7 +73,9 @@ def _rows(at: str, text: str, leaf: str = ".weight") -> Rows:
 
 
 def _with_biases(rows: Rows, dim: int = 0) -> Rows:
-    """Returns the rows together with a bias for each, of the size of dimension `dim`, the output."""
+    """Returns the rows, with a bias row added for each; dimension `dim` of a weight is its output, whose size the bias
+    has.
+    """
     return rows | {path.replace(".weight", ".bias"): _bias(entry, dim) for path, entry in rows.items()}
 
 
@@ -161,8 +165,8 @@ def _deepseek(at: str, head: str, form: Form) -> Rows:
 
 
 def _gpt_oss(at: str, head: str, form: Form) -> Rows:
-    """Returns the rows of GPT-OSS after unpacking from MXFP4: stacked experts, `[in, out]`, with columns of gate and up
-    in pairs.
+    """Returns the rows of GPT-OSS after unpacking from MXFP4. Experts are stacked, `[in, out]`, and the columns of gate
+    and up alternate.
     """
     layer = f"{at}layers.{{layers}}."
     own = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
@@ -172,7 +176,7 @@ def _gpt_oss(at: str, head: str, form: Form) -> Rows:
 
 
 def _llama4(at: str, head: str, form: Form) -> Rows:
-    """Returns the rows of Llama 4's text model: stacked experts, `[in, out]`, with gate and up concatenated, so that a
+    """Returns the rows of Llama 4's text model. Experts are stacked, `[in, out]`; gate and up are concatenated, so a
     shard may hold only one of them.
     """
     moe = f"{at}layers.{{routed_layers}}.feed_forward."

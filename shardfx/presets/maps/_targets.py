@@ -12,8 +12,8 @@ from ._places import Entry, Fused, Place, places_of
 
 
 class LayerStack(NamedTuple):
-    """Layers whose weights of one kind are one array: the kind, the stack's name, and its axis. Name and axis are empty
-    outside of layers.
+    """One array that holds a kind of weight for a stack of layers: the kind, the stack's name and its axis (both empty
+    outside of layers).
     """
 
     kind: str
@@ -166,7 +166,7 @@ def _fused(path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[st
 
 
 def _turned(text: str) -> str:
-    """Returns the line of a GPT-2 weight with its dimensions `[in, out]` reordered to `[out, in]`."""
+    """Returns the line of a GPT-2 weight with its dimensions reordered from `[in, out]` to `[out, in]`."""
     kind, _, axes = text.partition(": ")
     first, *others = re.findall(r"\([^)]*\)|\S+", axes)
     return f"{kind}: {' '.join([*others, first])}"
@@ -182,7 +182,9 @@ def _experts(place: Place, name: str) -> str:
 
 
 def stacks_of(config: Config) -> Iterator[LayerStack]:
-    """Yields each kind of weight of a model with each stack of layers that has it."""
+    """Yields a `LayerStack` for each kind of weight of a model, and two where dense and expert layers are separate
+    stacks.
+    """
     theirs = hugging_face(config, ahead="drop")
     places = [place for path, entry in theirs.weights for place in places_of(path, entry)]
     dense = text_config(config).get("first_k_dense_replace", 0)
