@@ -32,7 +32,7 @@ class LoadedStep(NamedTuple):
 
 
 def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> LoadedStep:
-    """Returns the step, and its arguments, that a function of the user's makes.
+    """Calls the function that a user names, and returns the training step and the arguments that it makes.
 
     **Arguments:**
 
@@ -52,7 +52,7 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
 
 
 def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the step that a function of the user's makes, and its arguments without shardings.
+    """Calls the function that a user names, and returns the training step and its arguments without shardings.
 
     **Arguments:**
 
@@ -236,8 +236,8 @@ def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., 
 
 
 def inputs_or_plan(asked: PlanOptions) -> Inputs | None:
-    """Returns the parsed arguments; `None` if there are neither rules nor a mesh, so that the model must be a written
-    plan.
+    """Returns the parsed arguments; `None` if neither rules nor a mesh are given, so that MODEL must be a
+    stored plan.
     """
     return None if asked.rules is None and asked.mesh is None else inputs_of(asked)
 

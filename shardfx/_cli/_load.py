@@ -24,7 +24,7 @@ Rules = tuple[PathRules | None, AxisRules | None]
 
 
 class LoadedModel(NamedTuple):
-    """A model that a command line names: its arrays as structs, and the plan if the name is that of a plan, else
+    """A model that a command line names: its arrays as structs, and its plan if the name refers to a plan, else
     `None`.
     """
 

@@ -77,7 +77,8 @@ def calling(what: str, function: Callable[[], _Result]) -> _Result:
 
     **Raises:**
 
-    `UsageError` with the type, the message and the place of the error that the function raised.
+    `UsageError` with the message of the error that the function raised; for an error that is not of this package, also
+    with its type and the line of the user's code.
     """
     with _Reported(what):
         return function()

@@ -227,8 +227,8 @@ def unused_rules(
     given: Sequence[Any] | None = None,
     giver: str = "",
 ) -> list[Unused]:
-    """Returns the rules that decide about no array. Leaves with an entry other than `None` in `given` belong to
-    `giver`, not to a rule.
+    """Returns the rules that decide about no array. Where `given` has an entry for a leaf, `giver` decides about it
+    instead of a rule.
     """
     # No rule can match in a tree without leaves, such as the state of plain SGD.
     unused = [n for n, (_, target) in enumerate(rules) if n not in used and not isinstance(target, Optional)]
@@ -270,8 +270,8 @@ _PROBES = ("\0", "\0/\0")
 def _why_unused(
     number: int, patterns: tuple[re.Pattern[str], ...], flat: Flat, first: Sequence[str | None]
 ) -> Unused | None:
-    """Returns why a rule applies to no array; `None` if it is a last rule for all other paths, or matches only leaves
-    that are not arrays.
+    """Returns why a rule decides about no array; `None` if that is no mistake: a last rule that matches all paths, or
+    one that matches no arrays.
     """
     pattern = patterns[number]
     matches = [at for at, path in enumerate(flat.paths) if pattern.search(path)]

@@ -28,9 +28,7 @@ _IN_A_NAME = re.compile(r"[A-Za-z]0|0[A-Za-z]")
 
 
 class Group(NamedTuple):
-    """Arrays that are planned alike and whose paths differ only in numbers, with the index of their row and the row
-    itself.
-    """
+    """Arrays that are planned alike and whose paths differ only in numbers, with their common row and its number."""
 
     paths: tuple[str, ...]
     number: int

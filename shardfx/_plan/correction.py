@@ -1,5 +1,5 @@
-"""`correct` and `spread`: the only functions that drop mesh axes from a spec so that it fits mesh and shape, each with
-a reason.
+"""Corrects a spec to a mesh and a shape: drops the mesh axes that do not fit, with reasons, and adds the axes of
+strategies.
 """
 
 import functools as ft
@@ -28,7 +28,9 @@ from ..topology import MeshSpec
 
 
 class Leaf(NamedTuple):
-    """The shape, dtype and indivisible units of an array, as correction needs them."""
+    """The shape, dtype and units of an array. A unit is the number of elements that no shard may split in a dimension,
+    such as the width of a head; `units` is `None` if each dimension may be sharded between any two elements.
+    """
 
     shape: tuple[int, ...]
     dtype: DType
@@ -292,8 +294,8 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> D
 
 
 def widened(spec: PartitionSpec, leaf: Leaf, mesh: Axes, over: Strategy) -> tuple[Decision, tuple[str, ...]]:
-    """Adds the axes of `over` that `spec` does not use to the dimension with most room; also returns the axes that it
-    added.
+    """Shards dimensions over the axes of `over` that `spec` does not use, the dimension with most room first; also
+    returns the added axes.
 
     Axes that do not fit on that dimension go to the next. On a dimension that is sharded already, the axes split each
     shard, so that a device then holds a part of its earlier shard. Axes that fit no dimension are dropped with a

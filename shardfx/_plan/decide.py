@@ -148,7 +148,7 @@ def asked_by_names(
     strategies: tuple[Any, ...] = (),
     declared: bool = False,
 ) -> Request:
-    """Returns the request that the logical names of an array make. It holds the names with one entry per dimension.
+    """Returns the request that the logical names of an array make. The request holds one name entry per dimension.
 
     `declared` says that a module's field declares the names. An error about their number then suggests
     `field(stacked=...)`.
@@ -207,7 +207,7 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
 
 
 def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Strategy) -> Request:
-    """Returns `request` with the unused mesh axes of `over` added to the dimension with most room, as ZeRO does."""
+    """Returns `request` with its unused mesh axes of `over` added on the dimensions with most room, as ZeRO does."""
     found, added = widened(request.spec, Leaf(shape, dtype, request.units), axes_of(mesh), over)
     request = request._replace(reasons=(*request.reasons, *found.reasons))
     if not added:
@@ -295,7 +295,7 @@ def _with_doubt(why: Reason, shape: tuple[int, ...], request: Request, units: tu
 
 
 class Asked:
-    """A request for arrays of one rank, which derives the rows of arrays of different shapes from one correction.
+    """A request for arrays of one rank. It corrects the request once for all shapes that divide evenly.
 
     Most arrays divide evenly. For these the request is corrected once, and the result holds for every shape whose sizes
     are multiples of `even[1]`. Without this, a tree of 10,000 shapes takes 1.7 times as long to plan.
@@ -307,7 +307,7 @@ class Asked:
 
     @ft.cached_property
     def even(self) -> tuple[Decision, tuple[int, ...]]:
-        """The request as corrected where every size divides evenly, and the number of which each size must be a
+        """The decision for shapes that divide evenly, and the number of which each dimension's size must be a
         multiple.
         """
         # Every number divides a size of 0, so correction drops no axis as indivisible.

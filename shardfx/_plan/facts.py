@@ -107,7 +107,7 @@ def html_of(content: Content) -> str:
 
 
 def _dims(rows: Iterable[ReportRow]) -> dict[str, set[int | None]]:
-    """Returns, by the message of a reason, the dimensions that the reason is about."""
+    """Returns a dict from the message of each reason to the dimensions of arrays that have this reason."""
     found: dict[str, set[int | None]] = {}
     for why in (why for row in rows for why in row.leaf.reasons):
         found.setdefault(why.message, set()).add(why.dim)
@@ -116,7 +116,7 @@ def _dims(rows: Iterable[ReportRow]) -> dict[str, set[int | None]]:
 
 def _cells(row: ReportRow, notes: dict[str, int], dims: Mapping[str, set[int | None]]) -> tuple[str, ...]:
     leaf = row.leaf
-    # A scalar has nothing to explain, and a table of optimizer states has many.
+    # The reason "scalar" explains nothing, and a table of optimizer states would show it often.
     reasons = [why for why in leaf.reasons if why.code is not Code.scalar]
     told = dict.fromkeys(_note(why, len(dims[why.message]) > 1) for why in reasons)
     why = "".join(f"[{notes.setdefault(text, len(notes) + 1)}]" for text in told)

@@ -152,7 +152,9 @@ def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
 
 
 def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object, ...]) -> tuple[Any, str]:
-    """Returns the result of `init` as structs, and the error of JAX if it could not give them shardings, else ""."""
+    """Returns the result of `init` as structs; and, if JAX could not give these shardings, its error as text,
+    else "".
+    """
     mesh = plan.mesh.abstract()
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
     given = (plan, *args)
@@ -358,7 +360,7 @@ def _at(values: tuple[object, ...], dims: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def _kept(values: tuple[object, ...] | None, dims: tuple[int | None, ...], other: object) -> tuple[Any, ...] | None:
-    """Returns `values[dim]` for each of `dims`; `other` where `dim` is `None` or beyond the end of `values`."""
+    """Returns `values[dim]` for each of `dims`, with `other` where `dim` is `None` or beyond the end of `values`."""
     if values is None:
         return None
     return tuple(other if dim is None or dim >= len(values) else values[dim] for dim in dims)
@@ -367,8 +369,8 @@ def _kept(values: tuple[object, ...] | None, dims: tuple[int | None, ...], other
 def _base_of(
     path: str, shape: tuple[int, ...], plan: ShardPlan, pairs: Sequence[_Beside]
 ) -> tuple[_Beside, LeafPlan, tuple[int | None, ...]] | None:
-    """Returns the base array of the adapter or scale at `path`, with the base's dimension for each of its own,
-    if any.
+    """Returns the base array of the adapter or scale at `path`, with the base's dimension for each dimension of the
+    array, or `None` there.
     """
     one = next((one for one in pairs if one.pattern.search(path)), None)
     if one is None:

@@ -103,7 +103,9 @@ def named_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: 
 
 
 def canonical_dtype(dtype: DType) -> DType:
-    """Returns the dtype that JAX gives to a NumPy array of `dtype`, such as float32 for float64."""
+    """Returns the dtype that JAX gives to a NumPy array of `dtype`: float32 for float64, for example, unless x64 is
+    enabled.
+    """
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
@@ -193,7 +195,7 @@ def _decode_structure(data: Any, paths: list[str], index: int, prefix: str) -> t
         key, part = part if kind == "dict" else (None, part)
         key = _decode_key(key) if kind == "dict" else _key_at(paths, index, prefix, position)
         child, after = _decode_structure(part, paths, index, f"{prefix}{key}/")
-        # An attribute without leaves has no path that says its name.
+        # No path contains the name of an attribute without leaves, so it is left out.
         if kind == "dict" or after > index:
             named[key] = child
         index = after

@@ -18,7 +18,7 @@ from .._rules import Atomic, AxisRules, names_text
 
 
 if TYPE_CHECKING:
-    # Modules declare to type checkers that `equinox.field` makes fields, and these know it by its name alone.
+    # Equinox tells type checkers that `equinox.field` is a field specifier. They recognise it only by that name.
     from equinox import field as field
 else:
     from .declared import field as field
@@ -117,8 +117,8 @@ def renamed(tree: object, changes: Mapping[str, object], *, names: object = None
 
 
 def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
-    """Returns the names of each leaf below `node`, at `keys` in the tree, from the part of the names tree for
-    `node`.
+    """Returns the names of each leaf below `node`, from `names`, the subtree of the names tree for it; `keys` is the
+    path of `node`.
     """
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
     below = None if parts is None else list(parts[0])

@@ -152,7 +152,7 @@ def plan(
     return made
 
 
-# Names an error message gives to the source that has priority over all path rules.
+# The text of error messages for logical names, which have priority over path rules.
 NAMES = "the names of the leaves"
 
 

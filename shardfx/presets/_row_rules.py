@@ -21,8 +21,8 @@ Rules = list[tuple[str, Target]]
 # From the name of an axis to its size.
 Sizes = Mapping[str, Any]
 
-# Axes sharded over `tensor`: the output rows of query, key, value, up and gate, the input columns of the projections
-# back. `_ALONG` lists the axes sharded over `fsdp`.
+# The names of axes, by the mesh axis over which their dimension is sharded: `_ACROSS` (heads, hidden units, vocabulary)
+# over `tensor`, `_ALONG` over `fsdp`, `_WHOLE` over none.
 _ACROSS = (
     *("vocab", "heads", "kv_heads", "hidden", "both_hidden", "shared_hidden", "pooled"),
     *("linear_key_heads", "linear_value_heads", "vision_heads", "vision_hidden", "vision_out_units"),

@@ -51,8 +51,9 @@ def convert(
 ) -> None:
     """Write a checkpoint anew: other names, shapes, dtypes, files.
 
-    FROM is anything that shardfx reads: safetensors, Orbax, zarr, eformer. TO is a directory of safetensors, or one
-    file that ends so. The arrays are in memory once on the way. Without --map, TO has FROM's arrays.
+    FROM is any checkpoint that shardfx reads: safetensors, Orbax, zarr, eformer. TO is a directory for safetensors
+    files, or one file NAME.safetensors. The command holds all arrays in memory once. Without --map, TO gets FROM's
+    arrays.
     """
     if inverse and (map_name is None or like is None):
         raise UsageError("--inverse needs --map, and --like that says what there shall be")
@@ -136,7 +137,7 @@ def _text(leaves: dict[str, Struct], size: int) -> str:
 def clean(directory: str, remove: bool, older_than_seconds: float, json_file: str | None) -> None:
     """List or remove what saves that were killed left in DIRECTORY.
 
-    A save writes to .NAME.partial-... and renames it at the end. One that was killed leaves this behind.
+    A save writes to .NAME.partial-... and renames it at the end. A save that was killed leaves this directory or file.
     """
     found = calling(
         f"looking at {directory!r}",

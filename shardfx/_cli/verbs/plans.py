@@ -77,8 +77,8 @@ def plan(asked: PlanOptions, only: str | None, width: int | None, json_file: str
 def explain(asked: PlanOptions, path: str, json_file: str | None) -> None:
     """Say why one array is sharded as it is, and what would change it.
 
-    PATH is the array's, as `shardfx plan` names it, or a regex that finds it alone, as k_proj; of several layers,
-    {0..31}, the first is taken.
+    PATH is the array's path, as `shardfx plan` prints it, or a regex that matches only this path, such as k_proj. For
+    several layers, {0..31}, it explains the first.
 
     {MODEL}
     """
@@ -102,7 +102,7 @@ def explain(asked: PlanOptions, path: str, json_file: str | None) -> None:
 def lint(asked: PlanOptions, fail_on: str, ignore: tuple[str, ...], json_file: str | None) -> int:
     """Find all that is wrong with a model's rules, and how to mend it.
 
-    What `plan` would refuse is an error; what is most likely a mistake, a warning.
+    An error is a mistake for which `plan` would fail; a warning is a probable mistake.
 
     {MODEL}
     """
@@ -135,7 +135,7 @@ def diff(
 ) -> int:
     """Compare two plans: what differs, and what it costs to move.
 
-    The second plan is of OTHER, or of MODEL again, on another mesh or by other rules.
+    The second plan is the plan of OTHER, or that of MODEL on another mesh or by other rules.
 
     {MODEL}
     """

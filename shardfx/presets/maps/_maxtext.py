@@ -105,7 +105,9 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
 
 
 def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
-    """Yields each kind of weight with the stack of layers that has it, and a suffix for the name of its block."""
+    """Yields each kind of weight with the stack of layers that holds it, and a suffix for the name of MaxText's
+    block.
+    """
     family = config["model_type"]
     for stack in stacks_of(config):
         if not stack.layers or family not in ("gemma2", "gemma3", "gemma3_text"):

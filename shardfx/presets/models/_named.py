@@ -171,7 +171,7 @@ def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
         # Latent attention.
         **{"query_latent": n["q_lora"], "latent": n["kv_lora"], "latent_and_rope": n["kv_lora"] + n["rope"]},
         **{"both_dim": n["nope"] + n["value"], "value_dim": n["value"]},
-        # Layers of several forms.
+        # The counts or indices of layers of different kinds, such as dense and expert layers.
         "dense_layers": min(n["dense_layers"], layers),
         "moe_layers": max(layers - n["dense_layers"], 0),
         "full_layers": [index for index in range(layers) if (index + 1) % full == 0],
