@@ -1,4 +1,4 @@
-"""The command-line options that name a model, a mesh, rules and a training step, the same for all verbs."""
+"""The arguments that several verbs share: they name a model, a mesh, rules or a training step."""
 
 import dataclasses
 import functools as ft
@@ -24,7 +24,7 @@ MOST_DEVICES = 512
 
 
 class LoadedStep(NamedTuple):
-    """A step, its arguments as structs with shardings, and their mesh."""
+    """A training step, its arguments as structs with shardings, and the mesh of these shardings."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -32,14 +32,14 @@ class LoadedStep(NamedTuple):
 
 
 def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> LoadedStep:
-    """The step and the arguments that a user's function returns.
+    """Calls the function that a user names, and returns the training step and the arguments that it makes.
 
     **Arguments:**
 
-    - `name`: `MODULE:FUNCTION`. It returns the step and a tuple of its arguments: trees of structs with shardings, as
-        `plan.structs`, or values that are no arrays.
-    - `kwargs`: arguments for the function, as `literals` reads them.
-    - `mesh`: its argument `mesh`, if it has one; text is read.
+    - `name`: `MODULE:FUNCTION`. The function returns the step and a tuple of its arguments: trees of structs with
+        shardings, such as `plan.structs`, or values that are not arrays.
+    - `kwargs`: keyword arguments of the function as text, which `literals` parses; `None` for no arguments.
+    - `mesh`: the function's argument `mesh`; text is parsed. `None` if it takes no mesh.
 
     **Raises:**
 
@@ -52,7 +52,7 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
 
 
 def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step and the arguments that a user's function returns, without shardings.
+    """Calls the function that a user names, and returns the training step and its arguments without shardings.
 
     **Arguments:**
 
@@ -60,14 +60,14 @@ def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], t
 
     **Raises:**
 
-    As `load_step`.
+    The `UsageError`s of `load_step`.
     """
     function, args = _made(name, kwargs, None)
     return function, jax.tree.map(_bare, args)
 
 
 def _made(name: str, kwargs: str | None, mesh: MeshSpec | None) -> tuple[Any, tuple[Any, ...]]:
-    """The function's result, checked."""
+    """Calls the user's function and returns its step and arguments; raises if it returns anything else."""
     found = attribute(name)
     if not callable(found):
         raise UsageError(f"`{name}` is {found!r:.60}; name a function that returns a step and its arguments")
@@ -92,27 +92,29 @@ def _bare(leaf: object) -> Any:
 
 
 def chip_of(name: str) -> chips.Chip:
-    """The chip with the name given as --chip."""
+    """Returns the chip that the value of --chip names."""
     return calling("reading --chip", ft.partial(chips.find, name))
 
 
 def estimated(step: LoadedStep, compiler: Literal["cpu", "gpu", "tpu"] = "tpu") -> Traffic:
-    """An estimate of the step's traffic, without compiling the step."""
+    """Returns the estimated traffic of a step, without compiling it."""
     given = {"compiler": compiler, "mesh": step.mesh}
     return calling("estimating the step's traffic", lambda: estimate(step.function, *step.args, **given))
 
 
 def compiled(step: LoadedStep, target: str | None = None) -> Any:
-    """The compiled step: for a TPU slice that need not be present, or for as many emulated CPU devices as its mesh has.
+    """Returns the compiled step: for a TPU slice that need not exist here, or for emulated CPU devices, as many as the
+    mesh has.
 
     **Arguments:**
 
     - `step`: the step.
-    - `target`: such as "tpu:v5e:4x4"; `None` for CPU devices.
+    - `target`: a TPU slice, such as "tpu:v5e:4x4"; `None` for CPU devices.
 
     **Raises:**
 
-    `UsageError` where JAX has started with fewer devices, the step does not compile, or nothing can compile for it.
+    `UsageError` if JAX has started with fewer devices, the step does not compile, or no compiler for the target is
+    installed.
     """
     if target is None:
         emulate(step.mesh.size, f"the mesh {step.mesh} has")
@@ -121,17 +123,17 @@ def compiled(step: LoadedStep, target: str | None = None) -> Any:
 
 
 def emulate(count: int, what: str = "the target has") -> None:
-    """Makes JAX start with `count` CPU devices.
+    """Makes JAX start with `count` emulated CPU devices.
 
     **Raises:**
 
-    `UsageError` where they are too many, or JAX has started with fewer.
+    `UsageError` if `count` exceeds `MOST_DEVICES`, or JAX has started with fewer devices.
     """
     if count > MOST_DEVICES:
         hint = f"at most {MOST_DEVICES} can be emulated; `shardfx traffic --how estimate` needs none"
         raise UsageError(f"{what} {count:,} devices; {hint}")
     try:
-        # Read when JAX starts a backend, which nothing may have done yet.
+        # JAX reads these when it starts a backend; afterwards a change raises RuntimeError.
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
@@ -154,7 +156,7 @@ def _mesh_of(name: str, structs: object) -> MeshSpec:
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """The options that name a model, a mesh and rules, as they were given."""
+    """The arguments of a command line that name a model, a mesh and rules, before they are parsed."""
 
     model: str | None
     kwargs: str | None
@@ -174,7 +176,7 @@ class PlanOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The parsed options: all that `shardfx.plan` takes, and the named slice if there is one."""
+    """The parsed arguments: the model, mesh and rules for `shardfx.plan`, and the TPU slice of --target, or `None`."""
 
     model: LoadedModel
     mesh: MeshSpec
@@ -206,14 +208,14 @@ _OPTIONS = (
     click.option("--strict", is_flag=True, help="Fail where an array cannot be sharded as its rule asks."),
     click.option("--refine", is_flag=True, help="Split mesh axes of which a dimension can take a part."),
 )
-# What every verb's help says about its first word.
+# The text about the argument MODEL in the help of every verb that has one.
 MODEL_HELP = """MODEL is a published one by name (see `shardfx models`), as llama3-405b; MODULE:CALLABLE, which makes
     the model and is traced, not run, or MODULE:NAME of a tree; a checkpoint, of which only headers are read; or a plan
     that was written as JSON."""
 
 
 def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that gives a verb the options for a model, a mesh and rules, as one `PlanOptions`."""
+    """Returns a decorator that gives a verb the arguments that name a model, a mesh and rules, as one `PlanOptions`."""
     names = [field.name for field in dataclasses.fields(PlanOptions)]
     shown = "MODEL" if model_is_needed else "[MODEL]"
     model = click.argument("model", type=click.Path(), required=model_is_needed, metavar=shown)
@@ -234,16 +236,18 @@ def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., 
 
 
 def inputs_or_plan(asked: PlanOptions) -> Inputs | None:
-    """The parsed options; `None` if only a plan was named."""
+    """Returns the parsed arguments; `None` if neither rules nor a mesh are given, so that MODEL must be a
+    stored plan.
+    """
     return None if asked.rules is None and asked.mesh is None else inputs_of(asked)
 
 
 def inputs_of(asked: PlanOptions) -> Inputs:
-    """The parsed options. Tracing the model is the slow part.
+    """Parses the arguments and loads the model and rules; tracing a model takes most of the time.
 
     **Raises:**
 
-    `UsageError` where a word cannot be used.
+    `UsageError` if an argument is missing or invalid.
     """
     if asked.model is None:
         raise UsageError("Missing argument 'MODEL'; name one, as in llama3-8b or my_model:make")
@@ -267,16 +271,19 @@ _READ = ("mode", "min_bytes", "unmatched", "unused", "strict", "refine")
 
 
 def rules_of(asked: PlanOptions, given: Inputs) -> dict[str, Any]:
-    """The rules and their policies, as keyword arguments of `shardfx.plan` and `shardfx.lint`."""
+    """Returns the keyword arguments of `shardfx.plan` and `shardfx.lint`: the rules, and the options such as
+    `strict`.
+    """
     return {"paths": given.paths, "axes": given.axes, **{name: getattr(asked, name) for name in _READ}}
 
 
 def plan_of(asked: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
-    """The plan for the options. A plan in a JSON file is read, unless there are rules for a new one.
+    """Returns the plan that the arguments describe: a new plan, or the plan in a JSON file if no mesh and no rules are
+    given.
 
     **Raises:**
 
-    `UsageError` where a word cannot be used, or there is no such plan.
+    `UsageError` if an argument is missing or invalid, or planning fails.
     """
     if inputs is None and asked.model is not None and asked.mesh is None and asked.rules is None:
         written = load_model(asked.model).plan
@@ -293,12 +300,12 @@ def plan_of(asked: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
 
 
 def findings_of(asked: PlanOptions, given: Inputs | None) -> Findings:
-    """The findings of `lint` for the model and for the state of its optimizer.
+    """Returns the findings of `lint` for the model, and for the state of its optimizer if one is given.
 
     **Arguments:**
 
-    - `asked`: the words.
-    - `given`: the parsed options; `None` for a plan read from JSON.
+    - `asked`: the arguments of the command line.
+    - `given`: the parsed arguments; `None` for a plan that was written as JSON.
     """
     with working("checking the rules"):
         if given is None:
@@ -306,17 +313,17 @@ def findings_of(asked: PlanOptions, given: Inputs | None) -> Findings:
         found = lint(given.model.tree, given.mesh, **rules_of(asked, given))
         if asked.optimizer is None or found.worst("error"):
             return found
-        # The model's own findings are there already.
+        # `found` has the findings about the model already.
         joined = lint(plan_of(asked, given))
         return Findings([*found, *[one for one in joined if one.code == "optimizer-state"]])
 
 
-# The mesh axes that the strategies for published models use, where a command line names no others.
+# The default mesh axes of the strategies for published models.
 _STRATEGY_AXES = ("data", "fsdp", "tensor", "expert")
 
 
 def _require_known(asked: PlanOptions, given: Inputs) -> None:
-    """Raises for a mesh axis that no strategy for published models uses, such as a misspelled one."""
+    """Raises for a mesh axis that the chosen strategy for published models does not use, such as a misspelled one."""
     if asked.rules is None or asked.rules.partition(":")[0] not in presets.models.strategies() or given.paths is None:
         return
     known = tuple(dict.fromkeys((*given.paths.axes, *_STRATEGY_AXES)))

@@ -1,4 +1,4 @@
-"""Models, rules and optimizers from the names that a command line gives."""
+"""Loads models, rules and optimizers by the names that a command line gives them."""
 
 import functools as ft
 import importlib
@@ -24,29 +24,31 @@ Rules = tuple[PathRules | None, AxisRules | None]
 
 
 class LoadedModel(NamedTuple):
-    """A named model: its arrays, and the plan if a plan was named."""
+    """A model that a command line names: its arrays as structs, and its plan if the name refers to a plan, else
+    `None`.
+    """
 
     tree: PyTree
     plan: ShardPlan | None = None
 
 
 def load_model(name: str, arguments: Mapping[str, object] | None = None, *, stack_experts: bool = False) -> LoadedModel:
-    """The structs of a model, of a checkpoint's arrays, or of a plan, by name.
+    """Returns the tree of structs of a named model, checkpoint or plan.
 
     **Arguments:**
 
-    - `name`: a path; `MODULE:CALLABLE`, and what the callable makes is traced with `equinox.filter_eval_shape`; or
-        the name of a published model. What is there as a path is that.
-    - `arguments`: keyword arguments for the callable, or other numbers for the published model.
-    - `stack_experts`: whether experts of a published model are one array.
+    - `name`: a path of a checkpoint or a plan's JSON; `MODULE:CALLABLE`, which is traced with
+        `equinox.filter_eval_shape`; or the name of a published model. An existing path has priority.
+    - `arguments`: keyword arguments for the callable, or changed numbers for the published model.
+    - `stack_experts`: whether the experts of a layer of a published model are one array.
 
     **Returns:**
 
-    A tree whose arrays are all ShapeDtypeStructs.
+    A LoadedModel, in whose tree all arrays are ShapeDtypeStructs.
 
     **Raises:**
 
-    `UsageError` if there is no such thing, or it fails.
+    `UsageError` if the name refers to nothing, or loading fails.
     """
     if not os.path.exists(name) and name in presets.models.names():
         named = {"stack_experts": stack_experts, **(arguments or {})}
@@ -82,7 +84,7 @@ def _file(path: str) -> LoadedModel:
 
 
 def _text_of_plan(path: str) -> str | None:
-    """The text of a file that begins as a plan's JSON does; `None` for other files."""
+    """Returns the text of a file if it begins as a plan's JSON does, else `None`."""
     with open(path, "rb") as opened:
         if b'"shardfx.plan' not in opened.read(200):
             return None
@@ -113,33 +115,35 @@ def _checkpoint(path: str) -> PyTree:
 
 
 def _near_models(name: str) -> str:
-    """Published models with similar names; `name` may be Hugging Face's, such as `meta-llama/Llama-3.1-8B`."""
+    """Returns a hint with published models of a similar name; also for Hugging Face's form,
+    `meta-llama/Llama-3.1-8B`.
+    """
     short = name.rstrip("/").rpartition("/")[2].lower()
     return near(short, presets.models.names(), cutoff=0.75)
 
 
 def load_rules(name: str, model: str) -> Rules:
-    """The path rules and axis rules with a name; either of them may be `None`.
+    """Returns the path rules and the axis rules that a name refers to; either may be `None`.
 
     **Arguments:**
 
-    - `name`: path rules as a text, recognised by its "->"; a strategy for a published model, as "fsdp_tp"; one of
+    - `name`: path rules as text, recognised by "->"; a strategy for a published model, such as "fsdp_tp"; one of
         `rule_set_names()`; or `MODULE:NAME` of PathRules, AxisRules, both in a tuple, or a function without arguments
-        that makes them. Strategies and sets take arguments: "fsdp_tp:tensor=model", "llama:head_dim=64".
+        that makes them. Strategies and rule sets take arguments: "fsdp_tp:tensor=model", "llama:head_dim=64".
     - `model`: the model's name.
 
     **Returns:**
 
-    What `shardfx.plan` takes as `paths` and `axes`.
+    The arguments `paths` and `axes` of `shardfx.plan`.
 
     **Raises:**
 
-    `UsageError` if there is no such thing, it fails, or it is something else.
+    `UsageError` if the name refers to nothing or to something other than rules, or loading fails.
     """
     if "->" in name:
         return calling("reading --rules", lambda: PathRules.parse(name)), None
     first, _, given = name.partition(":")
-    # A module may have the name of a set: `llama:RULES` is a name in it, where there is one.
+    # A user's module may have the name of a rule set: if it exists, `llama:RULES` is the name RULES in it.
     if not given or "=" in given or importlib.util.find_spec(first.partition(".")[0] or "_") is None:
         if first in presets.models.strategies():
             return _strategy(name, first, given, model), None
@@ -158,20 +162,20 @@ def load_rules(name: str, model: str) -> Rules:
 
 
 def load_optimizer(name: str) -> Callable[..., Any]:
-    """The `init` of an optimizer with a name.
+    """Returns the `init` function of an optimizer.
 
     **Arguments:**
 
-    - `name`: `MODULE:NAME` of an optimizer as optax makes them, or of a function that makes one, without arguments or
-        with `learning_rate` alone, whose value its state does not show.
+    - `name`: `MODULE:NAME` of an optimizer with the interface of optax, or of a function that makes one. The function
+        needs no arguments or only `learning_rate`, which does not change the shapes of the state.
 
     **Returns:**
 
-    Its `init`, for `shardfx.follow`.
+    The optimizer's `init`, for `shardfx.follow`.
 
     **Raises:**
 
-    `UsageError` if there is no such thing, it fails, or it is no optimizer.
+    `UsageError` if the name refers to nothing or not to an optimizer, or the function fails.
     """
     found = attribute(name)
     if "init" not in dir(found) and callable(found):
@@ -197,7 +201,9 @@ def _strategy(text: str, how: str, given: str, model: str) -> PathRules:
 
 
 def _rule_set(text: str, name: str, given: str) -> Rules:
-    """The rule set of a text such as `llama`, or with arguments `llama:head_dim=64,fsdp=data`."""
+    """Returns the rules of a rule set, such as `llama`, called with its arguments, as in
+    `llama:head_dim=64,fsdp=data`.
+    """
     arguments = _arguments(text, given)
     return _sorted(calling(f"--rules {text}", lambda: vars(presets)[name](**arguments)), f"rules {name!r}")
 
@@ -220,7 +226,7 @@ def _sorted(found: object, what: str) -> Rules:
 
 
 def attribute(name: str) -> Any:
-    """The object that `package.module:name.in.it` names."""
+    """Imports a module and returns the object in it that `package.module:name.in.it` names."""
     module_name, _, attribute = name.partition(":")
     if module_name.endswith(".py") and os.path.isfile(module_name):
         folder, file = os.path.split(module_name)
@@ -228,7 +234,7 @@ def attribute(name: str) -> Any:
         raise UsageError(f"{module_name!r} is a file; name its module, `{file[:-3]}:{attribute or 'NAME'}`{where}")
     if not attribute or not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
         raise UsageError(f"{name!r} is not of the form MODULE:NAME, as in `my_package.model:make`")
-    # As for `python -m`, the user's modules are those of the current directory; a console script lacks it.
+    # `python -m` puts the current directory into `sys.path`, a console script does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if calling(f"finding `{module_name}`", lambda: importlib.util.find_spec(module_name)) is None:

@@ -1,4 +1,4 @@
-"""A verb's output: coloured text, JSON and progress, and its exit code."""
+"""The output of a verb: coloured text, JSON, progress on a terminal, and exit codes."""
 
 import dataclasses
 import enum
@@ -42,28 +42,28 @@ _COLOURS = (
 
 
 def terminal_width() -> int | None:
-    """The terminal's columns; `None`, for no limit, if the output is no terminal."""
+    """Returns the terminal's columns; `None`, which means no limit, if stdout is not a terminal."""
     return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
 
 
 def show(text: str) -> None:
-    """Prints a text, with the library's argument names replaced by the names of flags.
+    """Prints a text of several lines, with the names of the library's arguments replaced by flags.
 
     **Arguments:**
 
-    - `text`: printable but for its line breaks, as tables and reports of the library are.
+    - `text`: a text without control characters except line breaks, such as a table or report of the library.
     """
     text = encodable(in_flags(text), sys.stdout.encoding)
     if not sys.stdout.isatty():
         print(text)
         return
-    # Tables fit the terminal already; a row that does not is the terminal's to wrap.
+    # Tables fit the terminal already. The terminal itself wraps a row that does not.
     text = wrapped(text, terminal_width())
     Console(highlight=False, markup=False, emoji=False).print(coloured(text), soft_wrap=True)
 
 
 def coloured(text: str) -> Text:
-    """A text with colours for a terminal: severities, sizes, dtypes and reasons."""
+    """Returns a text with colours for severities, sizes, dtypes and the numbers of reasons."""
     made = Text(text)
     for pattern, style in _COLOURS:
         made.highlight_regex(f"(?m){pattern}", style)
@@ -71,7 +71,7 @@ def coloured(text: str) -> Text:
 
 
 def answer(json_file: str | None, text: Callable[[], str], data: Callable[[], Any]) -> None:
-    """Shows a result as text, writes it as JSON, or does both, as --json says."""
+    """Prints a result as text, or writes it as JSON, or both, depending on the value of --json."""
     if json_file != "-":
         show(text())
     if json_file is not None:
@@ -87,11 +87,11 @@ def write(text: str, file: str) -> None:
 
 
 def require_writable(*files: str | None) -> None:
-    """Raises before the work begins if a result could not be written, or if two results would be printed.
+    """Raises before the work begins if an output file cannot be written, or two results would go to stdout.
 
     **Raises:**
 
-    `UsageError` for a file that cannot be opened, or where two results are to be printed.
+    `UsageError` for a file that cannot be opened, or if more than one file is "-".
     """
     if files.count("-") > 1:
         raise UsageError('two results would be printed as one; give a file for all but one "-"')
@@ -108,10 +108,12 @@ def _try_to_write(file: str) -> None:
 
 
 class working:
-    """A context that shows a message on a terminal if the work takes longer than a second."""
+    """A context manager that shows a message on a terminal while work takes longer than a second, and removes it at the
+    end.
+    """
 
     def __init__(self, what: str):
-        # Names of files and modules are shown as they are, not read as rich's markup.
+        # `Text` keeps rich from reading names of files and modules as markup.
         self.status = Console(stderr=True).status(Text(what))
         self.timer = threading.Timer(1.0, self.status.start)
 
@@ -121,7 +123,7 @@ class working:
         return self
 
     def tell(self, text: str) -> None:
-        """Shows another message."""
+        """Replaces the message."""
         self.status.update(Text(text))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
@@ -132,14 +134,15 @@ class working:
 
 
 def as_json(value: object) -> str:
-    """A result as JSON text in ASCII."""
+    """Returns a result as JSON text in ASCII; other characters, including lone surrogates, are escaped."""
     return json.dumps(data_of(value), indent=2)
 
 
 def data_of(value: object) -> Any:
-    """A result of the library as dicts, lists, strings, numbers and `None`.
+    """Returns a result of the library as dicts, lists, strings, numbers and `None`.
 
-    A record becomes a dict of its fields, a PartitionSpec a list with an entry for each dimension, a dtype its name.
+    A dataclass or named tuple becomes a dict of its fields, a PartitionSpec a list with an entry for each dimension, a
+    dtype its name.
     """
     if value is None or isinstance(value, str | bool | int | float):
         return value
@@ -161,8 +164,8 @@ def data_of(value: object) -> Any:
 
 
 class Verb(click.Command):
-    """A command with the exit codes of all verbs: 0 or the function's result, and 2 after one line on stderr for bad
-    input.
+    """A click command that exits with the number its function returns, or 0; and with 2, after one line on stderr, for
+    a UsageError.
     """
 
     def invoke(self, ctx: click.Context) -> int:
@@ -175,21 +178,21 @@ class Verb(click.Command):
             print(shown(f"{ctx.command_path}: error: {error}", sys.stderr.encoding), file=sys.stderr)
             return 2
         except OSError as error:
-            # The interpreter must not flush what is left of the text at its exit.
+            # At its exit the interpreter would flush the rest of the text and fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if isinstance(error, BrokenPipeError):  # the reader, `head` for example, has what it wanted
+            if isinstance(error, BrokenPipeError):  # the reader, such as `head`, closed the pipe
                 return 0
             print(shown(f"{ctx.command_path}: error: printing failed: {error}", sys.stderr.encoding), file=sys.stderr)
             return 2
 
 
 def verb(*, examples: Sequence[str], exits: str = "0") -> Callable[[Callable[..., Any]], click.Command]:
-    """A decorator that makes a function a verb with the function's name.
+    """Returns a decorator that makes a function a verb of the same name.
 
     **Arguments:**
 
     - `examples`: command lines that work; the help shows them, and a test runs them.
-    - `exits`: the meaning of the exit code, without "2 for bad input".
+    - `exits`: the text of the help about exit codes, before "2 for bad input".
 
     **Returns:**
 

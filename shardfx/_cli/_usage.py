@@ -1,4 +1,4 @@
-"""Errors of a command as one line on stderr."""
+"""Turns errors into one line on stderr, and runs a user's code so that its errors become such a line."""
 
 import pathlib
 import re
@@ -13,7 +13,7 @@ from .._ground.text import printable
 
 _Result = TypeVar("_Result")
 
-# The package's own errors say all that there is to say.
+# The package's own errors: their messages are complete, so no context is added to them.
 OURS = tuple(kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception))
 _SHOWN_LINES = 3
 _SHOWN_CHARACTERS = 2000
@@ -22,11 +22,11 @@ _INSTALLED = (*sysconfig.get_paths().values(), str(pathlib.Path(__file__).parent
 
 
 class UsageError(ValueError):
-    """Bad input on the command line, or in a file or module that it names. Its text is one line."""
+    """An argument on the command line, or a file or object that it names, cannot be used; the message is one line."""
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text on one line. Of a list of findings it keeps the first few."""
+    """Returns an error's message on one line: its first three lines, without lines that only mark positions."""
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line.strip(" ^~")]
     text = ""
@@ -36,9 +36,9 @@ def one_line(error: BaseException) -> str:
 
 
 def shown(text: str, encoding: str | None) -> str:
-    """`text` in characters that a terminal with this encoding shows, with the middle of a very long text left out.
+    """Returns `text` in characters that a terminal displays and its encoding has; of a very long text only both ends.
 
-    What a user typed, or what stands in a file, may hold characters that a terminal obeys, or names without end.
+    User input and file contents may hold control characters or very long names.
     """
     text = printable(text)
     if len(text) > _SHOWN_CHARACTERS:
@@ -47,13 +47,13 @@ def shown(text: str, encoding: str | None) -> str:
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """`text` with an escape for each character that the encoding lacks."""
+    """Returns `text` with an escape sequence for each character that the encoding lacks."""
     name = encoding or "utf-8"
     return text.encode(name, "backslashreplace").decode(name)
 
 
 def in_flags(text: str) -> str:
-    """`text` with flags in the place of arguments of `shardfx.plan`: `--strict` for `strict=True`."""
+    """Returns `text` with arguments of `shardfx.plan` replaced by flags: `strict=True` becomes `--strict`."""
 
     def flag(found: re.Match[str]) -> str:
         value = found[2].strip("\"'")
@@ -64,27 +64,30 @@ def in_flags(text: str) -> str:
 
 
 def calling(what: str, function: Callable[[], _Result]) -> _Result:
-    """Runs a function that may be the user's code, and turns its errors into UsageErrors.
+    """Calls a function that may run the user's code, and turns its errors into a UsageError.
 
     **Arguments:**
 
-    - `what`: the action in words, as "importing `my_model`".
-    - `function`: does it.
+    - `what`: a phrase for the message, such as "importing `my_model`".
+    - `function`: the function to call.
 
     **Returns:**
 
-    What the function returns.
+    The result of the function.
 
     **Raises:**
 
-    `UsageError` with what happened and where, instead of whatever the code raised.
+    `UsageError` with the message of the error that the function raised; for an error that is not of this package, also
+    with its type and the line of the user's code.
     """
     with _Reported(what):
         return function()
 
 
 class _Reported:
-    """A context that turns errors into UsageErrors. A user's module may raise any class of errors."""
+    """A context manager that turns any exception into a UsageError, since a user's module may raise classes of
+    its own.
+    """
 
     def __init__(self, what: str):
         self.what = what
@@ -93,11 +96,11 @@ class _Reported:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> Literal[False]:
-        # `SystemExit` is what calling `exit()` at the top of a module does; Ctrl-C must stay what it is.
+        # `exit()` at the top of a user's module raises SystemExit. KeyboardInterrupt must pass unchanged.
         if isinstance(error, OURS):
             raise UsageError(in_flags(one_line(error))) from error
         if isinstance(error, Exception | SystemExit) and not isinstance(error, UsageError):
-            # Below Python, JAX loses the type of an error that it met while it flattened a tree.
+            # JAX's C++ code turns an error that it meets while it flattens a tree into a SystemError.
             error = error.__cause__ if isinstance(error, SystemError) and error.__cause__ else error
             text = f"{self.what} failed{_place(error)}: {type(error).__name__}: {one_line(error)}"
             raise UsageError(text) from error
@@ -105,7 +108,9 @@ class _Reported:
 
 
 def _place(error: BaseException) -> str:
-    """The last source line that ran outside of installed packages, which is the user's own."""
+    """Returns the file and line of the user's code that ran last before the error, as " in FILE, line N"; "" if there
+    is none.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f" in {error.filename}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""The values of command-line options: numbers, keyword arguments, TPU slices, and near names."""
+"""Parses arguments of a command line: numbers, keyword arguments, TPU slices. Also suggests similar known names."""
 
 import ast
 import difflib
@@ -17,12 +17,12 @@ from ._usage import UsageError
 
 
 def literals(text: str | None, flag: str) -> dict[str, Any]:
-    """The keyword arguments in a text such as `depth=4, name="x"`, whose values are Python literals.
+    """Parses `depth=4, name="x"`: keyword arguments whose values are Python literals.
 
     **Arguments:**
 
-    - `text`: the text between the brackets of a call; `None` for no arguments.
-    - `flag`: the flag with this text, for messages.
+    - `text`: the text as between the brackets of a call; `None` for no arguments.
+    - `flag`: the flag that had this text, for messages.
 
     **Returns:**
 
@@ -30,7 +30,7 @@ def literals(text: str | None, flag: str) -> dict[str, Any]:
 
     **Raises:**
 
-    `UsageError` that says which part is none.
+    `UsageError` with the part of the text that is not a keyword argument or not a literal.
     """
     if text is None:
         return {}
@@ -39,7 +39,7 @@ def literals(text: str | None, flag: str) -> dict[str, Any]:
         call = ast.parse(f"call({text}\n)", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UsageError(form) from error
-    # Text with a bracket of its own could close the call: then this is another expression than the one written.
+    # A closing bracket in the text could end the call early: then the expression is not a single call.
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
         raise UsageError(form)
     found: dict[str, Any] = {}
@@ -57,12 +57,12 @@ def literals(text: str | None, flag: str) -> dict[str, Any]:
 
 
 def whole_number(text: str) -> int | None:
-    """The number that `text` writes in at most 18 digits, else `None`. Python refuses texts of thousands of digits."""
+    """Returns the number in `text`; `None` if it is not decimal or has more than 18 digits."""
     return int(text) if text.isdecimal() and len(text) <= 18 else None
 
 
 class Whole(click.ParamType):
-    """A click type for a whole number of at most 18 digits."""
+    """A click parameter type: a whole number of at most 18 digits, since Python refuses to convert very long texts."""
 
     name = "N"
 
@@ -78,14 +78,14 @@ class Whole(click.ParamType):
 
 
 def near(name: str, known: tuple[str, ...], cutoff: float = 0.6) -> str:
-    """ "; did you mean 'x' or 'y'?" with names similar to `name`, or "" without any."""
+    """Returns "; did you mean 'x' or 'y'?" with the known names most similar to `name`, or "" if none is similar."""
     lower = {one.lower(): one for one in known}
     found = [lower[one] for one in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=cutoff)]
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def rule_set_names() -> tuple[str, ...]:
-    """The rule sets in `shardfx.presets` that need no arguments."""
+    """Returns the names of the rule sets in `shardfx.presets`, the functions that return PathRules or AxisRules."""
     made = {
         name: inspect.signature(one).return_annotation for name, one in vars(presets).items() if inspect.isfunction(one)
     }
@@ -93,18 +93,18 @@ def rule_set_names() -> tuple[str, ...]:
 
 
 class NamedSlice(NamedTuple):
-    """A TPU slice: its name, and its devices as JAX would describe them."""
+    """A TPU slice: its name, and a stand-in for each of its devices with the attributes that JAX's devices have."""
 
     name: str
     devices: tuple[types.SimpleNamespace, ...]
 
 
 def parse_slice(text: str) -> NamedSlice:
-    """The slice that a text such as `tpu:v5p:8x8x8` names.
+    """Returns the TPU slice that a text such as "tpu:v5p:8x8x8" describes.
 
     **Arguments:**
 
-    - `text`: a text that [`shardfx.chips.parse_slice`][] takes.
+    - `text`: a slice in the form of [`shardfx.chips.parse_slice`][].
 
     **Returns:**
 
@@ -112,7 +112,7 @@ def parse_slice(text: str) -> NamedSlice:
 
     **Raises:**
 
-    `UsageError` that says which part is wrong, and what may stand there.
+    `UsageError` that names the wrong part of the text and the valid values.
     """
     try:
         made = chips.parse_slice(text)
@@ -137,7 +137,9 @@ def parse_slice(text: str) -> NamedSlice:
 
 
 def order_text(target: NamedSlice, mesh: MeshSpec) -> str:
-    """A text with the order in which the mesh would take the slice's devices, and the distances between neighbours."""
+    """Returns lines about the order in which the mesh takes the slice's devices, and the mean hops between neighbours
+    on each axis.
+    """
     order = mesh.order(target.devices)
     hops = zip(mesh.axis_names, order.mean_hops or (), strict=False)
     told = ", ".join(f"{name} {mean:.2f}" for name, mean in hops)

@@ -1,4 +1,6 @@
-"""The group of all verbs, and the exit codes that all of them share."""
+"""The command group `shardfx`, which loads a verb when it is called, and the handling of errors that no verb
+handles.
+"""
 
 import importlib
 import os
@@ -13,7 +15,8 @@ import shardfx
 from ._usage import shown
 
 
-# A verb is loaded when it is called for: help, completion and the version need no JAX, which takes a second.
+# A verb's module is imported only when the verb is called: help, completion and the version then need no import of JAX,
+# which takes a second.
 _VERBS = {
     "chips": "List accelerators: memory, arithmetic, links.",
     "clean": "List or remove what saves that were killed left in DIRECTORY.",
@@ -44,7 +47,7 @@ completion in a shell, here for bash; zsh and fish have their own word:
 
 
 class _Verbs(click.Group):
-    """The click group of the verbs in `_VERBS`."""
+    """A click group of the verbs in `_VERBS`, which imports a verb's module when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_VERBS)
@@ -76,18 +79,18 @@ def shardfx_() -> None:
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Runs a command line.
+    """Runs a command line and returns its exit code.
 
     **Arguments:**
 
-    - `arguments`: the words after the program's name; `sys.argv` by default.
+    - `arguments`: the arguments after the program's name; `None` for those of `sys.argv`.
 
     **Returns:**
 
-    The exit code.
+    The exit code of the verb; 2 if the command line has no valid form.
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if sys.stdout is None:  # as a shell's `>&-` leaves it
+    if sys.stdout is None:  # a shell's `>&-` closes it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     try:
         return shardfx_.main(given, prog_name="shardfx", standalone_mode=False) or 0

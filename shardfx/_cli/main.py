@@ -1,4 +1,6 @@
-"""The entry point of `python -m shardfx`. It needs only Python, so that it can say which package is missing."""
+"""The entry point of `python -m shardfx`. It imports only Python's standard library, so that it can name a missing
+library.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -12,12 +14,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     **Arguments:**
 
-    - `arguments`: the words after the program's name; `sys.argv` by default.
+    - `arguments`: the arguments after the program's name; `None` for those of `sys.argv`.
 
     **Returns:**
 
-    The exit code: 0; 1 where what was looked for was found (findings, a plan that does not fit, losses that differ);
-    2 for bad input, after one line on stderr; 130 after Ctrl-C.
+    The exit code: 0 for success; 1 if a check failed (findings, a plan that does not fit, losses that differ); 2 for
+    bad input, after one line on stderr; 130 after Ctrl-C.
     """
     try:
         from .group import run

@@ -1,7 +1,7 @@
-"""Plans: the sharding of each array and the reasons for it, from rules that are matched, resolved and corrected.
+"""Makes sharding plans: matches rules to the arrays of a tree, resolves logical names, and corrects specs to shapes.
 
-It may import `_rules` and the ground values. It never touches the values of an array, and it looks at no device: a plan
-for a mesh that is not there is made the same way.
+No other folder decides how an array is sharded. This one may import `_rules`, `topology` and `_ground`. It never reads
+the values of an array and never asks for a device, so it can plan for a mesh of devices that this machine lacks.
 """
 
 from .compared import OTHER_TREES, Pair, differences, pairs, plan_lines, report

@@ -1,4 +1,4 @@
-"""Plans as text: one plan as a table, and the difference between two."""
+"""Plans as text: `report` prints a plan as a table, `differences` lists how two plans differ."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ from .shard_plan import ShardPlan, check_plan
 
 
 def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
-    """The differences between two plans, a line for each array; empty if and only if their digests are equal.
+    """Returns a line for each difference between two plans; empty exactly if their digests are equal.
 
     **Arguments:**
 
@@ -47,14 +47,14 @@ OTHER_TREES = "the trees are built of other containers, or their leaves are in a
 
 
 def plan_lines(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
-    """A line for each property of a whole plan, such as its mesh, in which two plans differ."""
+    """Returns a line for each property of the whole plans that differs, such as the mesh."""
     texts = {"mesh": "the mesh", "mode": "the mode", "axes": "axes", "strict": "strict"}
     values = [(what, vars(a.content)[name], vars(b.content)[name]) for name, what in texts.items()]
     return tuple(f"{what} is {one} in one plan, {other} in the other" for what, one, other in values if one != other)
 
 
 class Pair(NamedTuple):
-    """An array of either plan, the array of the same path in the other plan, and the names of the fields
+    """An array in two plans: its LeafPlan in each (`None` where a plan lacks the path), and the names of the fields
     that differ.
     """
 
@@ -65,7 +65,7 @@ class Pair(NamedTuple):
 
 
 def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
-    """The arrays of both plans, in the order of `a`, then of `b`."""
+    """Yields a `Pair` for each array of either plan: first those of `a` in order, then those that only `b` has."""
     there, here = b.content.by_path, a.content.by_path
     names = [field.name for field in dataclasses.fields(LeafPlan)]
     for leaf in a.leaves:
@@ -83,18 +83,18 @@ def _lines(pair: Pair) -> list[str]:
 
 
 def report(plan: ShardPlan, *, width: int | None = None) -> str:
-    """The plan as a table: for each array its shape, its spec, its bytes per device, and the reasons for its spec.
+    """Returns the plan as a table: for each array its shape, its spec, its bytes per device, and why.
 
     **Arguments:**
 
     - `plan`: the plan.
-    - `width`: the number of columns of text. If it is too small, the table says less about rules, and the common part
-        of paths becomes a heading. `None` is no limit.
+    - `width`: the maximum width of a line, in characters. Where the table is wider, it shortens the rules, and moves
+        the common beginning of paths into a heading. `None` is no limit.
 
     **Returns:**
 
     The text: a row per array or group of alike arrays, then each reason once, the totals, and the largest
-    arrays that every device holds whole. It is a `str` that the last line of a notebook's cell shows as it prints.
+    arrays that every device holds whole. It is a `str`, which a notebook shows as `print` would.
 
     !!! Example
 
@@ -124,13 +124,16 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
     return Shown("\n\n".join(part for part in parts if part))
 
 
-# Of what asked for an array: the number of the rule, and where its memory is.
+# The words of the column "why" that a narrow table keeps: `_BRIEF` the marks of reasons, the number of the rule and the
+# memory kind; `_MARKS` the marks and the memory kind.
 _BRIEF = re.compile(r"^(?:\[\d+\])*|paths\[\d+\]|in [\w]+$")
 _MARKS = re.compile(r"^(?:\[\d+\])*|in [\w]+$")
 
 
 def _table(facts: Facts, width: int | None) -> list[str]:
-    """The rows of the table. If they are too long for `width`, columns are shortened and then left out."""
+    """Returns the rows as lines. If they exceed `width`, it shortens the last column, then drops it, and drops the
+    column of counts.
+    """
     rows = [facts.header, *facts.cells]
     for said in (None, _BRIEF, _MARKS):
         shown = rows if said is None else [rows[0], *[(*row[:-1], _said(said, row[-1])) for row in rows[1:]]]

@@ -1,4 +1,6 @@
-"""Mistakes in a plan: found as data, then raised as one error with the place, the size and the fix."""
+"""Mistakes in a plan and its rules: functions that find them as data, and functions that raise them all in one
+error.
+"""
 
 import dataclasses
 import difflib
@@ -26,14 +28,14 @@ def raise_errors(errors: list[tuple[str, Any]]) -> None:
     many = "leaves, or groups of alike ones,"
     head = f"{plural(len(errors), 'leaf', many)} cannot be planned:"
     text = _listed(head, [f"  leaf `{path}`: {error}" for path, error in errors])
-    # A rule that is a function may have failed by an error of its own.
+    # Where a rule is a user's function, the cause is the exception that the function raised.
     raise type(errors[0][1])(text) from next((one.__cause__ for _, one in errors if one.__cause__ is not None), None)
 
 
 def raise_empty(tree: object, flat: Flat, paths: object) -> None:
-    """Raises if a tree has no arrays, such as a class or a function in the place of a model.
+    """Raises if a tree has no arrays, such as a class or a function passed instead of a model.
 
-    Without `paths`, an empty container is none: its plan has rules for activations alone.
+    An empty container is accepted if `paths` is `None`: its plan then serves only to shard activations.
     """
     if any(flat.is_array) or (not flat.leaves and tree is not None and paths is None):
         return
@@ -50,7 +52,7 @@ def raise_empty(tree: object, flat: Flat, paths: object) -> None:
 
 
 def raise_repeated(flat: Flat) -> None:
-    """Raises if two arrays have the same path, since no rule could tell them apart."""
+    """Raises if two arrays have one path, since neither rules nor readers of the plan could distinguish them."""
     if len(set(flat.paths)) == len(flat.paths):
         return
     seen: set[str] = set()
@@ -73,7 +75,7 @@ class Uncovered(NamedTuple):
 
 
 def uncovered(draft: Draft) -> list[Uncovered]:
-    """The arrays that no rule covers, the largest first."""
+    """Returns the arrays that no rule covers, largest first."""
     open_rows = {i for i, row in enumerate(draft.rows) if row.rule is None and row.shape}
     arrays = draft.arrays(open_rows) if open_rows else ()
     found = [Uncovered(array_bytes(row.shape, row.dtype), path, row) for path, _, row in arrays]
@@ -81,7 +83,7 @@ def uncovered(draft: Draft) -> list[Uncovered]:
 
 
 def raise_unmatched(draft: Draft, axes: AxisRules | None) -> None:
-    """Raises if no rule covers an array."""
+    """Raises if no rule covers some array, with the nearest rule for each such array."""
     found = uncovered(draft)
     if not found:
         return
@@ -91,7 +93,7 @@ def raise_unmatched(draft: Draft, axes: AxisRules | None) -> None:
     for nbytes, path, row in found[:_SHOWN]:
         near = difflib.get_close_matches(path, patterns, n=1, cutoff=0.0)
         hint = f"; the nearest rule is {near[0]!r}" if near else ""
-        # Without rules for names, those that modules declare are not read.
+        # The names that modules declare are read only if `axes` is given.
         names = declared[path] if axes is None else None
         if names is not None:
             hint += f"; it declares the names {names_text(names)}, which need `axes=AxisRules(...)`"
@@ -104,18 +106,18 @@ def raise_unmatched(draft: Draft, axes: AxisRules | None) -> None:
 
 
 def unknown_units(axes: AxisRules) -> tuple[str, ...]:
-    """The names that have a unit and no rule."""
+    """Returns the logical names in `axes.units` that have no rule in `axes`."""
     return tuple(name for name, _ in axes.units if name not in axes.names)
 
 
 def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
-    """For each row, the logical names that have no rule in any mode."""
+    """Returns, by row number, the logical names of the row that have no rule in any mode."""
     by_name = [(i, row) for i, row in enumerate(rows) if row.names is not None and _axes_of(Code.unmatched, row)]
     return {i: found for i, row in by_name if (found := unknown_names(row.names or (), axes))}
 
 
 def raise_unknown(draft: Draft, axes: AxisRules | None) -> None:
-    """Raises if an array has a logical name that has no rule in any mode."""
+    """Raises if an array, or a unit, has a logical name without a rule in any mode."""
     if axes is None:
         return
     for name in unknown_units(axes):
@@ -141,8 +143,8 @@ def raise_unknown(draft: Draft, axes: AxisRules | None) -> None:
 
 
 def absent_axes(draft: Draft, axes: AxisRules | None) -> dict[str, str]:
-    """The mesh axes of rules that the mesh lacks and that the rules do not declare, each with the first rule that uses
-    it.
+    """Returns the mesh axes of rules that the mesh lacks and nobody declared, each with the first rule or leaf that
+    uses it.
     """
     declared, known = draft.declared, draft.mesh.axis_names
     wrong: dict[str, str] = {}
@@ -158,7 +160,7 @@ def absent_axes(draft: Draft, axes: AxisRules | None) -> dict[str, str]:
 
 
 def raise_absent(draft: Draft, axes: AxisRules | None) -> None:
-    """Raises if rules name a mesh axis that the mesh lacks and that they do not declare."""
+    """Raises if rules name a mesh axis that the mesh lacks and that is not declared in `axes=`."""
     wrong, mesh = absent_axes(draft, axes), draft.mesh
     missing = tuple(wrong)
     lines = [f"  {who} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}" for axis, who in wrong.items()]
@@ -172,7 +174,7 @@ def raise_absent(draft: Draft, axes: AxisRules | None) -> None:
 
 
 def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None) -> dict[str, None]:
-    """The mesh axes that path rules, axis rules and callables' results use."""
+    """Returns the mesh axes that path rules, axis rules, or the results of callable rules name."""
     used = dict.fromkeys(axis for _, target in rules for axis in axes_of_target(target))
     if axes is not None:
         used |= dict.fromkeys(axis for _, axis in axes_in(axes))
@@ -182,9 +184,10 @@ def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None)
 
 
 def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]) -> dict[str, str]:
-    """Mesh axes that no rule uses or declares, each with the axis of the rules that its name resembles most.
+    """Returns, for each mesh axis that is neither used nor declared, the similar axis name of the rules that the mesh
+    lacks.
 
-    Rules may declare axes that a mesh lacks, so that such an axis alone is no mistake.
+    Rules may declare axes that a mesh lacks, so a missing axis is a mistake only if the mesh has one spelled like it.
     """
     known = {*declared, *used}
     lacking = sorted(known.difference(mesh.axis_names))
@@ -193,7 +196,7 @@ def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]
 
 
 def raise_misspelled(draft: Draft, axes: AxisRules | None) -> None:
-    """Raises if a mesh axis is most likely a misspelled axis of the rules."""
+    """Raises if the name of a mesh axis is probably a misspelling of an axis that the rules use."""
     if not draft.declared and axes is None:
         return
     mesh, declared = draft.mesh, (*draft.declared, *(() if axes is None else axes.axes))
@@ -207,8 +210,8 @@ def raise_misspelled(draft: Draft, axes: AxisRules | None) -> None:
 
 
 class Unused(NamedTuple):
-    """A rule that decides about no array: the nearest path if it matches none, or the rules that decide about its
-    arrays.
+    """A rule that decides about no array. `nearest` is the nearest path if no path matches; else `arrays` match, and
+    `takers` decide about them.
     """
 
     number: int
@@ -224,8 +227,10 @@ def unused_rules(
     given: Sequence[Any] | None = None,
     giver: str = "",
 ) -> list[Unused]:
-    """The rules that decide about no array. Leaves with an entry in `given` are decided by `giver` before any rule."""
-    # A tree without leaves, as the state of plain SGD, has nothing that a rule could match.
+    """Returns the rules that decide about no array. Where `given` has an entry for a leaf, `giver` decides about it
+    instead of a rule.
+    """
+    # No rule can match in a tree without leaves, such as the state of plain SGD.
     unused = [n for n, (_, target) in enumerate(rules) if n not in used and not isinstance(target, Optional)]
     if not flat.leaves or not unused:
         return []
@@ -236,7 +241,9 @@ def unused_rules(
 
 
 def raise_unused(what: str, rules: Matcher, flat: Flat, given: Sequence[Any] | None = None, giver: str = "") -> None:
-    """Raises if a rule decides about no array. `what` is the kind of rule; the rest is as in `unused_rules`."""
+    """Raises if a rule decides about no array; `what` names the kind of rule, and `given` and `giver` are as in
+    `unused_rules`.
+    """
     found = unused_rules(rules.rules, rules.used, flat, given, giver)
     lines = [f"  {what} {why.number}, the regex {rules.rules[why.number][0]!r}, {unused_text(why)}." for why in found]
     if lines:
@@ -248,7 +255,7 @@ def raise_unused(what: str, rules: Matcher, flat: Flat, given: Sequence[Any] | N
 
 
 def unused_text(why: Unused) -> str:
-    """The sentence about a rule that decides about no array."""
+    """Returns a phrase that says why a rule decides about no array."""
     if why.nearest is not None:
         return f"matches no path of the tree; the nearest path is `{why.nearest}`"
     first, *others = why.arrays
@@ -256,20 +263,22 @@ def unused_text(why: Unused) -> str:
     return f"is shadowed: all that it matches (`{first}`{more}) goes to {' and '.join(why.takers)}"
 
 
-# No regex that is about some paths only finds these, which are no paths of any tree.
+# Strings that are no path of any tree: only a regex that matches every path matches them.
 _PROBES = ("\0", "\0/\0")
 
 
 def _why_unused(
     number: int, patterns: tuple[re.Pattern[str], ...], flat: Flat, first: Sequence[str | None]
 ) -> Unused | None:
-    """Why a rule decides about no array; `None` if that is no mistake."""
+    """Returns why a rule decides about no array; `None` if that is no mistake: a last rule that matches all paths, or
+    one that matches no arrays.
+    """
     pattern = patterns[number]
     matches = [at for at, path in enumerate(flat.paths) if pattern.search(path)]
     if not matches:
         nearest = difflib.get_close_matches(pattern.pattern, flat.paths, n=1, cutoff=0.0)[0]
         return Unused(number, nearest, (), ())
-    # The last rule is often for the rest, and there may be none.
+    # The last rule often covers all remaining paths, and there may be none.
     is_rest = number == len(patterns) - 1 and all(map(pattern.search, _PROBES))
     arrays = [at for at in matches if flat.is_array[at]]
     if is_rest or not arrays:
@@ -284,21 +293,23 @@ def _first_rule(path: str, patterns: tuple[re.Pattern[str], ...]) -> str:
 
 
 def _axes_of(code: Code, row: Row) -> list[str]:
-    """The mesh axes, or logical names, in the row's reasons with this code."""
+    """Returns the mesh axes, or logical names, of the reasons with this code."""
     return [axis for why in row.reasons if why.code is code for axis in why.axes]
 
 
 def _listed(head: str, lines: Sequence[str], count: int = 0) -> str:
-    """The text of an error: `head`, the first lines, and the number of further ones.
+    """Returns the text of an error: `head`, the first lines, and how many more there are.
 
-    `count` says of how many, where `lines` are the first of them alone.
+    `count` is the total number of lines, if `lines` holds only the first of them.
     """
     more = max(count, len(lines)) - _SHOWN
     return "\n".join([head, *lines[:_SHOWN], *([f"  and {more} more"] if more > 0 else [])])
 
 
 def raise_cut(draft: Draft, mesh: MeshSpec) -> None:
-    """Raises if any array is not sharded as asked. `mesh` may be the draft's mesh with some axes split."""
+    """Raises if any array is not sharded as requested; `mesh` is the draft's mesh, or that mesh with some axes
+    split.
+    """
     whys = {i: [why for why in row.reasons if why.code is not Code.scalar] for i, row in enumerate(draft.rows)}
     lines = [f"  leaf `{path}`, shape {row.shape}: {why}" for path, i, row in draft.arrays(whys) for why in whys[i]]
     if lines:
@@ -312,7 +323,7 @@ def raise_cut(draft: Draft, mesh: MeshSpec) -> None:
 
 
 def raise_loose(loose: list[tuple[str, tuple[int, ...], str]]) -> None:
-    """Raises if an array made from a strictly planned tree is not sharded as asked, or if nothing is asked for it."""
+    """Raises if an array made from a strictly planned tree is not sharded as requested, or no rule covers it."""
     if loose:
         head = (
             "the plan was made with `strict=True`, and these leaves are not sharded as asked. Give rules for them, "

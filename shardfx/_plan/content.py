@@ -1,4 +1,4 @@
-"""The content of a plan: its rows, which equally planned leaves share, and values computed from them."""
+"""`Content`, the data of a plan: rows shared by leaves that are planned alike, and values derived from them."""
 
 import collections
 import dataclasses
@@ -23,12 +23,12 @@ from .leaf import LeafPlan, Row, Skeleton, canonical_dtype, named_sharding
 
 
 _ZEROS = str.maketrans("123456789", "000000000")
-# A digit that is part of a name, as in `fc1`, tells paths apart.
+# A digit that belongs to a name, as in `fc1`, distinguishes paths, as the number of a layer does not.
 _IN_A_NAME = re.compile(r"[A-Za-z]0|0[A-Za-z]")
 
 
 class Group(NamedTuple):
-    """Equally planned arrays whose paths differ in numbers only, with the number of their row and the row."""
+    """Arrays that are planned alike and whose paths differ only in numbers, with their common row and its number."""
 
     paths: tuple[str, ...]
     number: int
@@ -41,10 +41,10 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Content:
-    """The content of a plan, compared and hashed by its digest, so that an equal plan costs JAX nothing.
+    """The data of a plan, compared and hashed by its digest, so that an equal plan causes no recompilation in JAX.
 
-    Leaves that are planned alike share one row; `index` says which row each leaf of the tree has, and is -1 at
-    leaves that are no arrays. Everything below the fields is made on first use.
+    Leaves that are planned alike share one row. `index` holds the row number of each leaf of the tree, and -1 for
+    leaves that are not arrays. All properties are computed on first use.
     """
 
     mesh: MeshSpec
@@ -75,14 +75,14 @@ class Content:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The sentinels within an Equinox treedef do not survive being pickled; those of a tree are made anew.
+        # The sentinels in an Equinox treedef do not survive pickling. Flattening the unpickled tree makes new ones.
         tree, order = self.skeleton.numbered, self.skeleton.order
         devices = None if self.jax_mesh is None else [(d.platform, d.id) for d in self.jax_mesh.devices.flat]
         return _unpickled, (self.to_json(), tree, order, devices)
 
     @property
     def numbered(self) -> Iterable[tuple[str, int]]:
-        """For each leaf, its path and the number of its row, which is -1 for leaves that are no arrays."""
+        """The path of each leaf and the number of its row, -1 for leaves that are not arrays."""
         return zip(self.skeleton.paths, self.index, strict=True)
 
     @ft.cached_property
@@ -93,8 +93,8 @@ class Content:
         return plan_json.written({**self._payload(), "digest": self.digest})
 
     def _payload(self) -> dict[str, Any]:
-        """The content of the plan's JSON, without its digest."""
-        # Most plans are not strict; the text of those stays what it was before plans could say so.
+        """Returns the plan as a JSON value, without its digest."""
+        # Left out where a plan is not strict, so that the text and digest of older plans stay the same.
         return ({"strict": True} if self.strict else {}) | {
             **plan_json.HEADER,
             "mesh": plan_json.encode_mesh(self.mesh),
@@ -110,16 +110,16 @@ class Content:
         return tuple(self.leaf(path, i) for path, i in self.numbered if i >= 0)
 
     def leaf(self, path: str, number: int) -> LeafPlan:
-        """The LeafPlan of the array at `path`, whose row has this number."""
+        """Returns the LeafPlan of the array at `path`, whose row has this number."""
         return LeafPlan(path, *self.rows[number], *self.byte_counts[number])
 
     @ft.cached_property
     def groups(self) -> "tuple[Group, ...]":
-        """The arrays in the tree's order, with equal arrays of repeated layers as one group. Every view of a plan uses
-        it.
+        """The arrays in the tree's order, grouped where repeated layers are planned alike. Every view of a plan lists
+        these groups.
         """
         found: dict[tuple[Any, ...], list[str]] = {}
-        # Few paths differ in more than their digits; what is between the numbers is worked out once for those.
+        # Most paths differ only in their digits. Such paths share one template, which is split at its numbers once.
         between: dict[str, tuple[str, ...]] = {}
         for path, number in self.numbered:
             if number >= 0:
@@ -132,12 +132,12 @@ class Content:
 
     @ft.cached_property
     def byte_counts(self) -> tuple[tuple[int, int], ...]:
-        """For each row, the bytes of an array and the bytes of one shard."""
+        """For each row, the bytes of a whole array and of one shard."""
         return tuple(row.byte_counts(self.mesh.shape) for row in self.rows)
 
     @ft.cached_property
     def total_bytes(self) -> tuple[int, int]:
-        """The bytes of all arrays, and the bytes of all shards on one device."""
+        """The bytes of all whole arrays, and the bytes of the shards that one device holds."""
         counts = collections.Counter(self.index)
         pairs = [(whole * counts[i], shard * counts[i]) for i, (whole, shard) in enumerate(self.byte_counts)]
         return sum(whole for whole, _ in pairs), sum(shard for _, shard in pairs)
@@ -148,12 +148,12 @@ class Content:
 
     @property
     def any_mesh(self) -> Mesh | AbstractMesh:
-        """The plan's mesh with devices, or else an abstract mesh."""
+        """The jax Mesh of devices if the plan has one, else an AbstractMesh."""
         return self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
 
     @property
     def row_shardings(self) -> list[NamedSharding]:
-        """The sharding of each row, on the plan's devices if it has any."""
+        """The sharding of each row, on the plan's devices if it has some, else on an AbstractMesh."""
         mesh = self.any_mesh
         return [named_sharding(mesh, row.spec, row.memory_kind) for row in self.rows]
 
@@ -166,7 +166,9 @@ class Content:
         return self.tree([row.spec for row in self.rows])
 
     def tree(self, values: Sequence[object], other: object = None) -> PyTree:
-        """The planned tree with `values[i]` at each leaf of row `i`, and `other` at leaves that are no arrays."""
+        """Returns the planned tree with `values[i]` at each leaf of row `i`, and `other` at leaves that are not
+        arrays.
+        """
         table = [*values, other]
         return self.skeleton.filled([table[i] for i in self.index])
 
@@ -175,7 +177,9 @@ class Content:
 
 
 def _in_order_of_use(rows: Sequence[Row], index: Sequence[int]) -> tuple[tuple[Row, ...], tuple[int, ...]]:
-    """The rows that leaves use, each once, in the order in which leaves first use them."""
+    """Returns the rows that leaves use, without duplicates and in order of first use, and the index of each leaf into
+    them.
+    """
     merged: dict[Row, int] = {}
     renumbered = {-1: -1}
     for i in dict.fromkeys(index):
@@ -187,7 +191,7 @@ def _in_order_of_use(rows: Sequence[Row], index: Sequence[int]) -> tuple[tuple[R
 
 
 def read_json(text: str) -> Content:
-    """The content of a plan from its JSON text."""
+    """Returns the content of a plan from its JSON text; raises if the text is invalid or does not match its digest."""
     with plan_json.refused_as_invalid():
         data = plan_json.parsed(text)
         content = Content(*plan_json.decoded(data))
@@ -208,7 +212,7 @@ def _unpickled(text: str, tree: object, order: Sequence[int] | None, devices: li
 
 
 def _mesh_again(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
-    """The mesh of this process's devices with the same platforms and ids."""
+    """Returns the mesh of this process's devices with these platforms and ids; raises if it lacks one."""
     try:
         here = {(d.platform, d.id): d for platform in dict(devices) for d in jax.devices(platform)}
         found = np.array([here[device] for device in devices])
@@ -224,16 +228,17 @@ def shaped_like(content: Content, like: object) -> Content:
     flat = flatten(like)
     index = rows_of(content, flat)
     if flat.paths == content.skeleton.paths:
-        # A structure that was read stays, and with it the digest.
+        # The structure that was read from JSON stays, so that the digest stays.
         return content.replaced(skeleton=dataclasses.replace(content.skeleton, treedef=flat.treedef, order=None))
     return content.replaced(skeleton=Skeleton(flat.paths, flat.treedef), index=index)
 
 
 def rows_of(content: Content, flat: Flat) -> Sequence[int]:
-    """The number of each leaf's row in a plan; -1 at leaves that the plan has no row for.
+    """Returns the row number of each leaf of a tree under a plan, and -1 for leaves that are not arrays.
 
-    Arrays alone are compared. Leaves that are no arrays, the functions of a module for one, may be missing in the tree
-    or in the plan: `equinox.partition(model, equinox.is_array)[0]` fits the plan of `model`, and the other way round.
+    Only arrays are compared. Leaves that are not arrays, such as the functions of a module, may be missing in the tree
+    or in the plan: `equinox.partition(model, equinox.is_array)[0]` fits the plan of `model`, and `model` fits the plan
+    of the partition.
 
     **Raises:**
 
@@ -258,7 +263,7 @@ def rows_of(content: Content, flat: Flat) -> Sequence[int]:
 
 
 def aligned(content: Content, flat: Flat) -> Sequence[int]:
-    """As `rows_of`, without comparing shapes and dtypes."""
+    """Returns the row number of each leaf, as `rows_of` does, but compares only paths, not shapes and dtypes."""
     if flat.paths == content.skeleton.paths:
         return content.index
     planned = list(content.numbered)
@@ -290,7 +295,7 @@ def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
     known, present = set(content.skeleton.paths), set(flat.paths)
     extra = [path for path in given if path not in known]
     missing = [path for path in planned if path not in present]
-    # A tree that is one array has no path.
+    # The path of a tree that is a single array is empty.
     alone = f"this is one array, and the plan is for {'no array' if not planned else f'a tree, as of `{planned[0]}`'}"
     found = [f"the plan has no `{path}`{_tied_to(path, flat)}" if path else alone for path in extra[:1]]
     found += [f"the tree has no `{path}`" if path else "the plan is for one array" for path in missing[:1]]
@@ -301,18 +306,18 @@ def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
 
 
 def _tied_to(path: str, flat: Flat) -> str:
-    """A sentence about an array that the tree also holds under another path."""
+    """Returns a clause that names the other path under which the tree holds the same array; "" if there is none."""
     leaf = flat.leaves[flat.paths.index(path)]
     pairs = zip(flat.paths, flat.leaves, strict=True)
     other = next((name for name, one in pairs if one is leaf and name != path), None)
-    # One struct may stand for many arrays.
+    # The same struct at two paths does not mean tied arrays.
     if other is None or not isinstance(leaf, jax.Array):
         return ""
     return f", which is the same array as `{other}`: give a tree that holds it once, as `nnx.state(module)` does"
 
 
 def joined_contents(contents: dict[str, Content]) -> Content:
-    """The content of the plan of a dict of trees; see `shardfx.ShardPlan.join`."""
+    """Returns the content of the plan of a dict of trees, from the contents by key; see `shardfx.ShardPlan.join`."""
     first = next(iter(contents.values()))
     for what in ("mesh", "jax_mesh", "mode"):
         _require_same(what, {name: vars(content)[what] for name, content in contents.items()})
@@ -346,7 +351,7 @@ _WORDS = {"mesh": "mesh", "jax_mesh": "devices", "mode": "mode", "axes": "axes"}
 
 
 def _told_apart(one: object, two: object) -> tuple[str, str]:
-    """The texts of two values, long enough to show how they differ."""
+    """Returns texts of two unequal values, with enough detail that the texts differ."""
     if isinstance(one, MeshSpec) and isinstance(two, MeshSpec):
         if one.axis_types != two.axis_types:
             return f"{one} of axis types {type_names(one)}", f"{two} of {type_names(two)}"
@@ -362,5 +367,5 @@ def _devices_text(mesh: Mesh | None) -> str:
 
 
 def type_names(mesh: MeshSpec) -> str:
-    """The names of a mesh's axis types."""
+    """Returns the axis types of a mesh as text, such as "(Auto, Explicit)"."""
     return "(" + ", ".join(kind.name for kind in mesh.axis_types) + ")"

@@ -1,4 +1,6 @@
-"""The correction of specs: mesh axes that do not fit the mesh or the shape are dropped, with a reason for each."""
+"""Corrects a spec to a mesh and a shape: drops the mesh axes that do not fit, with reasons, and adds the axes of
+strategies.
+"""
 
 import functools as ft
 import math
@@ -26,7 +28,9 @@ from ..topology import MeshSpec
 
 
 class Leaf(NamedTuple):
-    """An array as correction needs it. `units` has an entry per dimension; `None` stands for units of one element."""
+    """The shape, dtype and units of an array. A unit is the number of elements that no shard may split in a dimension,
+    such as the width of a head; `units` is `None` if each dimension may be sharded between any two elements.
+    """
 
     shape: tuple[int, ...]
     dtype: DType
@@ -34,7 +38,7 @@ class Leaf(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """The mesh axes as correction needs them, and the size in bytes below which arrays stay replicated."""
+    """The sizes of the mesh axes, whether one is Auto, and the bytes below which arrays stay replicated."""
 
     sizes: Mapping[str, int]
     has_auto: bool
@@ -55,28 +59,29 @@ def correct(
     dtype: object = None,
     strict: bool = False,
 ) -> Decision:
-    """Makes a PartitionSpec valid for an array on a mesh, keeping as much of it as possible.
+    """Makes a PartitionSpec valid for an array on a mesh, and drops as few mesh axes as possible.
 
-    Dimension by dimension: axes that the mesh lacks, and axes that an earlier dimension kept, are dropped; axes
-    of size 1 stay; of the rest, the subset with the largest product that divides the dimension is kept (among
-    equals the one whose positions come first). Idempotent.
+    For each dimension in order, it drops the axes that the mesh lacks and the axes that an earlier dimension uses.
+    Axes of size 1 stay. Of the other axes it keeps the subset with the largest product that divides the dimension; of
+    several such subsets, the one whose axes come first. The function is idempotent.
 
     **Arguments:**
 
-    - `spec`: the PartitionSpec that is asked for. Fewer entries than dimensions leave the rest replicated; more are
-        an error unless the extra ones are `None`.
+    - `spec`: the requested PartitionSpec. With fewer entries than dimensions, the other dimensions are not sharded.
+        More entries are an error, unless the extra ones are `None`.
     - `shape`: the shape of the array.
     - `mesh`: any mesh; only its axis names, sizes and types are read.
-    - `units`: one int per dimension: a dimension of `n * unit` elements is only cut between units.
+    - `units`: one int per dimension: a dimension of `n * unit` elements is sharded only between units, such as the
+        heads of an attention layer. `None` allows any split.
     - `min_bytes`: arrays of fewer bytes are replicated. Needs `dtype`.
-    - `dtype`: the dtype of the array.
-    - `strict`: raise where something would have been dropped.
+    - `dtype`: the dtype of the array; `None` is enough without `min_bytes`.
+    - `strict`: raise if any axis would be dropped.
 
     **Returns:**
 
-    A [`shardfx.Decision`][]: a spec that JAX accepts for this shape on this mesh, and a reason for each thing
-    that was dropped. UNCONSTRAINED dimensions stay if the mesh has an Auto axis (such a spec is for
-    [`shardfx.constrain`][] alone).
+    A [`shardfx.Decision`][]: a spec that JAX accepts for this shape on this mesh, and the reasons why axes were
+    dropped. UNCONSTRAINED dimensions stay if the mesh has an Auto axis; only [`shardfx.constrain`][] accepts such a
+    spec.
 
     **Raises:**
 
@@ -115,7 +120,7 @@ def _cached(spec: PartitionSpec, leaf: Leaf, mesh: MeshSpec, min_bytes: int) -> 
 
 
 def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
-    """[`shardfx.correct`][] for checked arguments."""
+    """Returns the decision of [`shardfx.correct`][] for arguments that are already checked."""
     entries, sizes = _fitted(spec, leaf.shape), axes.sizes
     if axes.min_bytes and (asked := tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))):
         if found := _too_small(leaf, asked, axes.min_bytes):
@@ -126,7 +131,7 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
         if entry is None:
             pass
         elif entry in sizes and entry not in used and size % (unit * sizes[entry]) == 0:
-            used[entry] = dim  # by far the most frequent case: one axis, free, that divides
+            used[entry] = dim  # by far the most frequent case: a single axis that is unused and divides
         elif entry is UNCONSTRAINED:
             entry, found = _unconstrained(axes.has_auto, dim)
             reasons += found
@@ -188,7 +193,9 @@ def _entry(
 def _free(
     axes: tuple[str, ...], dim: int | None, sizes: Mapping[str, int], used: Container[str]
 ) -> tuple[tuple[str, ...], list[Reason]]:
-    """The axes in `axes` that the mesh has and nothing uses, each once, and reasons for the other ones."""
+    """Returns the axes in `axes` that the mesh has and that are unused, without duplicates, and reasons for the
+    others.
+    """
     absent, taken = tuple(axis for axis in axes if axis not in sizes), [axis for axis in axes if axis in sizes]
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
     for axis in free:
@@ -200,10 +207,12 @@ def _free(
 
 
 def _divisors(axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of size 1, and of the others the subset with the largest product that divides `size` between units."""
+    """Returns the axes of size 1, and of the others the subset with the largest product that divides `size` between
+    units.
+    """
     whole = 1 if size % unit else size // unit
-    # Sizes above 1 make every proper prefix a smaller product, so the first of two equal products stays first
-    # however both are continued: one candidate per product is enough.
+    # All sizes are above 1, so a subset's product exceeds that of each of its prefixes. Of two subsets with equal
+    # products, the first stays first whichever axes are added to both: one candidate per product is enough.
     best: dict[int, tuple[int, ...]] = {1: ()}
     for position, axis in enumerate(axes):
         if sizes[axis] == 1:
@@ -235,12 +244,12 @@ def _indivisible(
     return reason(Code.indivisible, dim, dropped, size=text, what=what, pad=pad, whole=count)
 
 
-# Padding that adds more than one part in so many is no advice: a vocabulary can be padded, a width of 64 is another.
+# Padding is suggested only if it adds at most 1/64 of the size: a vocabulary can be padded, a width of 64 cannot.
 _PADDED_PARTS = 64
 
 
 def _advice_to_pad(size: int, product: int) -> str:
-    """The beginning of an advice to pad a dimension to a multiple of `product`; "" if that would add much."""
+    """Returns the beginning of an advice to pad a dimension to a multiple of `product`; "" if that adds too much."""
     padded = -(-size // product) * product
     return f"pad it to {padded}, or " if (padded - size) * _PADDED_PARTS <= size else ""
 
@@ -255,10 +264,11 @@ def _reductions(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[Partitio
 
 
 def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> Decision:
-    """Adds the axes of `strategy` to the unsharded dimension that they divide into the most shards.
+    """Shards an unsharded dimension over the axes of `strategy`: the dimension that the largest product of these axes
+    divides.
 
-    Of several such dimensions it takes the largest. `spec` has been through [`shardfx.correct`][] already; axes that
-    it uses, and axes that the mesh lacks, are left out with a reason.
+    Of several such dimensions it takes the largest. `spec` must be corrected already. Axes that `spec` uses, and axes
+    that the mesh lacks, are left out with a reason.
     """
     sizes, entries, units = mesh.sizes, [*_fitted(spec, leaf.shape)], _units(leaf)
     if found := _too_small(leaf, strategy.axes, strategy.min_bytes):
@@ -284,11 +294,12 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> D
 
 
 def widened(spec: PartitionSpec, leaf: Leaf, mesh: Axes, over: Strategy) -> tuple[Decision, tuple[str, ...]]:
-    """Adds the axes of `over` that `spec` does not use to dimensions that have room, and returns the added axes too.
+    """Shards dimensions over the axes of `over` that `spec` does not use, the dimension with most room first; also
+    returns the added axes.
 
-    Axes that do not fit on the dimension that they cut furthest go to the next. A dimension that is sharded is cut
-    within its shards, so that what one device then holds is part of what it would have held. Axes for which no
-    dimension has room are a reason.
+    Axes that do not fit on that dimension go to the next. On a dimension that is sharded already, the axes split each
+    shard, so that a device then holds a part of its earlier shard. Axes that fit no dimension are dropped with a
+    reason.
     """
     shape, sizes = leaf.shape, mesh.sizes
     if not math.prod(shape):
@@ -316,11 +327,10 @@ def _no_room(axes: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tupl
 def _roomiest(
     axes: tuple[str, ...], entries: Sequence[object], leaf: Leaf, sizes: Mapping[str, int], dims: Iterable[int]
 ) -> tuple[int, tuple[str, ...]] | None:
-    """The dimension in `dims` that some of `axes` divide into the most shards, and these axes; `None` if they divide
-    none.
+    """Returns the dimension in `dims` that the largest product of `axes` divides, and those axes; `None` if none fits.
 
-    Of several one that nothing shards, then the one of the largest shards, then the first. A dimension that is sharded
-    is cut further within its shards.
+    Ties go to a dimension that is not sharded, then to the one with the largest shards, then to the first. On a sharded
+    dimension the axes must divide its shards.
     """
     choices, units = [], _units(leaf)
     for dim in dims:

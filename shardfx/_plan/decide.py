@@ -1,5 +1,5 @@
-"""The decision for each distinct array: the request of its names or its rule, and what the mesh and shape
-leave of it.
+"""Decides how one array is sharded: a request from its names or its rule's target, then a row corrected to mesh and
+shape.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from .leaf import Row
 
 
 class Request(NamedTuple):
-    """The sharding that a rule asks for, before it is corrected to the mesh and the shape."""
+    """The sharding that a rule or names request for an array, before it is corrected to the mesh and the shape."""
 
     names: tuple[Any, ...] | None
     spec: PartitionSpec
@@ -50,7 +50,7 @@ class Request(NamedTuple):
 
 
 class Matcher:
-    """Path rules, with a record of the rules that have matched."""
+    """Compiled path rules, and a record of which of them have matched a path."""
 
     def __init__(self, rules: PathRules):
         self.rules, self.declared, self.patterns = rules.rules, rules.axes, compiled(rules)
@@ -60,33 +60,33 @@ class Matcher:
         self.used: dict[int, None] = {}
 
     def first(self, path: str) -> int | None:
-        """The number of the first rule that matches; `None` if none does."""
+        """Returns the number of the first rule that matches `path` and records it as used; `None` if none matches."""
         number = first_match(path, self.patterns)
         if number is not None:
             self.used[number] = None
         return number
 
     def text(self, number: int) -> str:
-        """The name of a rule in a plan."""
+        """Returns the text by which a plan names a rule, such as "paths[0] embed"."""
         return f"paths[{number}] {self.rules[number][0]}"
 
     def request(
         self, number: int, path: str, leaf: object, axes: AxisRules | None, mode: str | None, stacked: int = 0
     ) -> Request:
-        """The request of rule `number` for the array at `path`."""
+        """Returns the request that rule `number` makes for the array at `path`."""
         return asked_by_target(self.rules[number][1], path, leaf, self.text(number), axes, mode, stacked)
 
 
 def matcher_of_kinds(pairs: Sequence[tuple[str, str]]) -> Matcher:
-    """Pairs of a regex and a memory kind as a Matcher. Each target holds the memory kind only."""
+    """Returns a Matcher for pairs of a regex and a memory kind; the target of each rule is a tuple of the kind."""
     return Matcher(PathRules((regex, (kind,)) for regex, kind in pairs))
 
 
 class Draft(NamedTuple):
-    """The decisions about a tree and all mistakes found: `plan` raises the mistakes, `lint` lists them.
+    """The decisions about a tree before its mistakes are reported: `plan` raises them, `lint` lists them.
 
-    `numbers` says which row each leaf has; it is -1 at leaves that are no arrays, and `-2 - n` at those with error `n`.
-    `declared` are the axes that the mesh may lack.
+    `numbers` holds the row number of each leaf, -1 for leaves that are not arrays, and `-2 - n` for a leaf whose error
+    is `errors[n]`. `declared` holds the mesh axes that the mesh may lack.
     """
 
     flat: Flat
@@ -99,16 +99,17 @@ class Draft(NamedTuple):
     errors: list[tuple[str, Any]]
 
     def arrays(self, chosen: Container[int]) -> Iterator[tuple[str, int, Row]]:
-        """For each array whose row has one of these numbers: its path, the row's number, and the row."""
+        """Yields the path, the row number and the row of each array whose row number is in `chosen`."""
         return ((path, i, self.rows[i]) for i, path in zip(self.numbers, self.flat.paths, strict=True) if i in chosen)
 
 
 def asked_by_target(
     target: object, path: str, leaf: object, rule: str, axes: AxisRules | None, mode: str | None, stacked: int = 0
 ) -> Request:
-    """The request of a path rule's target for the array at `path`. `rule` is the rule's name in a plan.
+    """Returns the request that the target of a path rule makes for the array at `path`; `rule` is the rule's name in a
+    plan.
 
-    The first `stacked` dimensions are those of stacked layers, which no strategy may cut.
+    The first `stacked` dimensions index stacked layers, and no strategy may shard them.
     """
     asked = _asked(bare(target), path, leaf, rule, axes, mode)
     whole = range(stacked)
@@ -116,7 +117,7 @@ def asked_by_target(
 
 
 def skipping(strategies: tuple[Strategy, ...], dims: Iterable[int]) -> tuple[Strategy, ...]:
-    """The strategies, changed so that they do not shard these dimensions."""
+    """Returns the strategies with `dims` added to the dimensions that each leaves unsharded."""
     return tuple(dataclasses.replace(step, skip=tuple(sorted({*step.skip, *dims}))) for step in strategies)
 
 
@@ -147,9 +148,10 @@ def asked_by_names(
     strategies: tuple[Any, ...] = (),
     declared: bool = False,
 ) -> Request:
-    """The request of an array's logical names. A plan keeps the names with one entry per dimension.
+    """Returns the request that the logical names of an array make. The request holds one name entry per dimension.
 
-    `declared` says that a module's field has them: then the advice for stacked layers is about fields.
+    `declared` says that a module's field declares the names. An error about their number then suggests
+    `field(stacked=...)`.
     """
     rank = len(shape)
     named = one_per_dim(names, shape, lambda: _length_fix(tuple(names), rank, declared))
@@ -168,7 +170,7 @@ def asked_by_names(
 
 
 def _whole(names: tuple[object, ...], found: Decision) -> list[int]:
-    """The dimensions whose names have the target `None`."""
+    """Returns the dimensions that rules keep unsharded because their names have the target `None`."""
     told = {why.dim for why in found.reasons}
     entries = entries_at(found.spec, len(names))
     return [dim for dim, name in enumerate(names) if name is not None and entries[dim] is None and dim not in told]
@@ -205,7 +207,7 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
 
 
 def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Strategy) -> Request:
-    """`request` with the unused axes of `over` added to dimensions that have room, as ZeRO does."""
+    """Returns `request` with its unused mesh axes of `over` added on the dimensions with most room, as ZeRO does."""
     found, added = widened(request.spec, Leaf(shape, dtype, request.units), axes_of(mesh), over)
     request = request._replace(reasons=(*request.reasons, *found.reasons))
     if not added:
@@ -215,7 +217,9 @@ def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshS
 
 
 def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, memory_kind: str | None) -> Row:
-    """The row of a request after its correction to the mesh and the shape."""
+    """Returns the row of an array: the request, corrected to the mesh and the shape and then refined by its
+    strategies.
+    """
     names, units = request.names, request.units
     units = units if units is None or names is None else units_at(names, shape, units)
     leaf = Leaf(shape, dtype, units)
@@ -236,8 +240,8 @@ def units_at(
     units: tuple[int, ...],
     sizes_of: Callable[[str], Collection[int]] = lambda name: (),
 ) -> tuple[int, ...]:
-    """The units of an array: 1 at a dimension that counts units already, judged by its size or by the name's sizes
-    elsewhere.
+    """Returns the unit of each dimension of an array, but 1 at a dimension that counts units (heads) rather than their
+    elements.
     """
 
     def unit_of(name: Any, size: int, unit: int) -> int:
@@ -248,12 +252,12 @@ def units_at(
 
 
 def counts_units(size: int, unit: int, fused: Collection[int] = ()) -> bool:
-    """Whether a dimension counts units, as unfused heads do, instead of the elements of units.
+    """Whether a dimension counts units, such as 8 heads, rather than the elements of all units, such as 8 x 128.
 
     **Arguments:**
 
-    - `size`, `unit`: the size of the dimension, and the unit of its name.
-    - `fused`: the sizes that the name has in other arrays. They decide where the size could be either.
+    - `size`, `unit`: the size of the dimension, and the unit of its logical name.
+    - `fused`: the sizes that dimensions of this name have in other arrays. They decide where the size alone fits both.
     """
     if unit == 1 or size in fused:
         return False
@@ -263,12 +267,14 @@ def counts_units(size: int, unit: int, fused: Collection[int] = ()) -> bool:
 
 
 def looks_apart(dim: int, shape: Sequence[int], unit: int) -> bool:
-    """Whether a later dimension has the size of a unit, as `head_dim` after unfused heads."""
+    """Whether a later dimension has the size of the unit, as in `(heads, head_dim)` where heads have their own
+    dimension.
+    """
     return unit in shape[dim + 1 :]
 
 
 def padded_units(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
-    """`units` with 1 for each further dimension up to `rank`."""
+    """Returns `units` with an entry for each of `rank` dimensions, filled up with 1; raises if it has too many."""
     if units is None:
         return None
     if any(unit > 1 for unit in units[rank:]):
@@ -277,7 +283,9 @@ def padded_units(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | 
 
 
 def _with_doubt(why: Reason, shape: tuple[int, ...], request: Request, units: tuple[int, ...] | None) -> Reason:
-    """A reason with a hint that the dimension may count units, if a unit blocks what look like unfused heads."""
+    """Returns the reason, with advice added where a unit prevents sharding but the dimension may count heads
+    already.
+    """
     if why.code is not Code.unit or why.dim is None or not request.names or not units:
         return why
     if shape[why.dim] % units[why.dim] or not looks_apart(why.dim, shape, units[why.dim]):
@@ -287,10 +295,10 @@ def _with_doubt(why: Reason, shape: tuple[int, ...], request: Request, units: tu
 
 
 class Asked:
-    """A request for arrays of one rank, with its correction cached.
+    """A request for arrays of one rank. It corrects the request once for all shapes that divide evenly.
 
-    Most arrays are cut evenly: what becomes of those is worked out once, and holds for every shape that `even` divides.
-    A tree of 10,000 shapes takes 1.7 times as long without it.
+    Most arrays divide evenly. For these the request is corrected once, and the result holds for every shape whose sizes
+    are multiples of `even[1]`. Without this, a tree of 10,000 shapes takes 1.7 times as long to plan.
     """
 
     def __init__(self, request: Request, rank: int, mesh: Axes):
@@ -299,8 +307,10 @@ class Asked:
 
     @ft.cached_property
     def even(self) -> tuple[Decision, tuple[int, ...]]:
-        """The correction of the request if every size divides, and the number that each size must be a multiple of."""
-        # Anything divides a size of 0, so nothing is dropped on account of it.
+        """The decision for shapes that divide evenly, and the number of which each dimension's size must be a
+        multiple.
+        """
+        # Every number divides a size of 0, so correction drops no axis as indivisible.
         found = corrected(self.request.spec, Leaf((0,) * self.rank, None, self.request.units), self.mesh)
         counts = shard_counts(found.spec, self.rank, self.mesh.sizes)
         pairs = zip(counts, self.request.units or (1,) * self.rank, strict=True)

@@ -1,4 +1,4 @@
-"""Logical names that a module declares for its attributes."""
+"""`field`: an Equinox field whose arrays have logical axis names."""
 
 from typing import Any
 
@@ -9,24 +9,24 @@ from .._ground.tree import METADATA
 
 
 def field(*, names: tuple[object, ...] | None = None, stacked: tuple[object, ...] = (), **kwargs: Any) -> Any:
-    """`equinox.field` for an attribute whose arrays have logical names.
+    """Returns `equinox.field(...)` for an attribute whose arrays have logical names.
 
     **Arguments:**
 
     - `names`: the logical names of the attribute's dimensions, one for each, as in [`shardfx.resolve`][]. `...`
-        stands for all dimensions that are not named, which are whole; `()` for an array that is whole. For an
-        attribute that is itself a tree, they are of each array in it that declares no names of its own.
-    - `stacked`: names that go before those of every array below this attribute: of the leading dimensions that
-        `jax.vmap` adds where layers are stacked. Without it, an array with a stacked dimension is an error.
+        stands for all dimensions without a name, which are not sharded; `()` means that no dimension is sharded. If
+        the attribute is itself a tree, the names apply to each array in it that declares no names of its own.
+    - `stacked`: names of the leading dimensions that `jax.vmap` adds where layers are stacked. They are prepended to
+        the names of every array below this attribute. Without them, an array with a stacked dimension is an error.
     - `kwargs`: passed on to `equinox.field`.
 
     **Returns:**
 
-    A dataclass field. [`shardfx.plan`][] reads the names where it is given `axes`.
+    A dataclass field. [`shardfx.plan`][] reads the names if it is given `axes`.
 
     **Raises:**
 
-    `SpecError` for a string in the place of a tuple of names.
+    `SpecError` for a string where a tuple of names is expected.
 
     !!! Example
 

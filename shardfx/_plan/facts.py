@@ -1,4 +1,4 @@
-"""The facts of a plan: one list of rows, from its content alone, that every view shows."""
+"""The facts of a plan as one list of rows, from which every display of the plan is made."""
 
 import dataclasses
 import re
@@ -22,15 +22,14 @@ NUMBERS = ("arrays", "bytes/device")
 
 @dataclasses.dataclass(frozen=True)
 class ReportRow:
-    """Arrays of a plan that are equal except for the numbers in their paths.
+    """A row of a report: arrays of a plan that differ only in numbers in their paths.
 
     **Arguments:**
 
-    - `path`: the array's path, or one text for the paths of all with ranges for the numbers:
-        `layers/{0..31}/attn/q_proj/weight`.
+    - `path`: the path of the array, or of all arrays with ranges for the numbers: `layers/{0..31}/attn/q_proj/weight`.
     - `count`: the number of arrays.
-    - `leaf`: the first of them.
-    - `bytes`, `bytes_per_device`: the bytes of all of them in total, and the bytes of their shards on one device.
+    - `leaf`: the LeafPlan of the first array.
+    - `bytes`, `bytes_per_device`: the bytes of all these arrays together, in total and on each device.
     """
 
     path: str
@@ -43,7 +42,7 @@ class ReportRow:
 class Facts(NamedTuple):
     """A plan in words: a table, each reason once, the totals, and the largest arrays that every device holds whole.
 
-    No text holds a character that a terminal would obey.
+    No text contains control characters, which a terminal would interpret.
     """
 
     header: tuple[str, ...]
@@ -54,7 +53,7 @@ class Facts(NamedTuple):
 
 
 def report_rows_of(content: Content) -> tuple[ReportRow, ...]:
-    """The arrays in the tree's order, with equal arrays of repeated layers as one row."""
+    """Returns a row for each array in the tree's order, with the arrays of repeated layers as one row."""
     rows = []
     for group in content.groups:
         leaf, count = content.leaf(group.paths[0], group.number), len(group.paths)
@@ -63,7 +62,7 @@ def report_rows_of(content: Content) -> tuple[ReportRow, ...]:
 
 
 def facts_of(content: Content) -> Facts:
-    """The content of a plan's report, as a value."""
+    """Returns the content of a plan's report as a value."""
     rows = _paired(report_rows_of(content))
     notes: dict[str, int] = {}
     dims = _dims(rows)
@@ -80,7 +79,9 @@ _MOMENTS = (("mu", "nu"), ("m", "v"), ("exp_avg", "exp_avg_sq"))
 
 
 def _paired(rows: Sequence[ReportRow]) -> tuple[ReportRow, ...]:
-    """The rows, with the equally planned rows of two moments merged into one: `0/{mu,nu}/w`."""
+    """Returns the rows, with the rows of an optimizer's two moments merged where these are planned alike:
+    `0/{mu,nu}/w`.
+    """
     found: dict[object, ReportRow] = {}
     for row in rows:
         parts = row.path.split("/")
@@ -99,14 +100,14 @@ def _paired(rows: Sequence[ReportRow]) -> tuple[ReportRow, ...]:
 
 
 def html_of(content: Content) -> str:
-    """The facts as an HTML table with the rest below it."""
+    """Returns the report as a plain HTML table with reasons and totals below it; all text is escaped."""
     facts = facts_of(content)
     below = [*facts.reasons, facts.totals, *([facts.replicated] if facts.replicated else [])]
     return html_table([facts.header, *facts.cells], right=NUMBERS, below=below)
 
 
 def _dims(rows: Iterable[ReportRow]) -> dict[str, set[int | None]]:
-    """For the message of each reason, the dimensions that it concerns."""
+    """Returns a dict from the message of each reason to the dimensions of arrays that have this reason."""
     found: dict[str, set[int | None]] = {}
     for why in (why for row in rows for why in row.leaf.reasons):
         found.setdefault(why.message, set()).add(why.dim)
@@ -115,7 +116,7 @@ def _dims(rows: Iterable[ReportRow]) -> dict[str, set[int | None]]:
 
 def _cells(row: ReportRow, notes: dict[str, int], dims: Mapping[str, set[int | None]]) -> tuple[str, ...]:
     leaf = row.leaf
-    # A scalar has nothing to explain, and a table of optimizer states has many.
+    # The reason "scalar" explains nothing, and a table of optimizer states would show it often.
     reasons = [why for why in leaf.reasons if why.code is not Code.scalar]
     told = dict.fromkeys(_note(why, len(dims[why.message]) > 1) for why in reasons)
     why = "".join(f"[{notes.setdefault(text, len(notes) + 1)}]" for text in told)
@@ -132,7 +133,7 @@ _LIMIT = re.compile(r"fewer than the (\d+) asked for")
 
 
 def _note(why: Reason, of_several_dims: bool) -> str:
-    """A reason as a note of a table, equal for all arrays with the same cause."""
+    """Returns a reason as a footnote of the table, with the same text for all arrays that have the same cause."""
     limit = _LIMIT.search(why.message) if why.code is Code.small else None
     if limit is not None:
         return f"arrays of fewer than {limit[1]} bytes stay whole; lower `min_bytes` to shard them"

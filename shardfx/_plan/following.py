@@ -1,5 +1,5 @@
-"""The plan of values made from planned arrays, such as an optimizer's state, gradients, statistics,
-adapters and scales.
+"""`follow`: plans a tree made from planned arrays, such as an optimizer's state, gradients, statistics, adapters or
+scales.
 """
 
 import contextlib
@@ -40,43 +40,46 @@ def follow(
     scales: Iterable[tuple[str, str]] = (),
     unused: Literal["raise", "allow"] = "raise",
 ) -> ShardPlan:
-    """The plan of the tree that `init` makes from a planned tree: `follow(optimizer.init, params_plan)`.
+    """Returns the plan of the tree that `init` makes from a planned tree: `follow(optimizer.init, params_plan)`.
 
-    `init` is evaluated over shapes that carry the plan's shardings on an abstract mesh with Explicit axes, so that
-    JAX itself says how each array it makes is sharded: moments, factored statistics, accumulators of any kind. Where
-    that says nothing, an array whose path ends in the path of a planned one, or holds it before names of its own
-    (`param_states/<path>/m`), is sharded like it: if it has the same shape, that shape behind leading dimensions, which
-    are whole (a history), or some of its dimensions. Rules by path decide about what is left.
+    `follow` evaluates `init` over shapes that have the plan's shardings on an abstract mesh with Explicit axes. So JAX
+    itself propagates the sharding of each result: moments, factored statistics, accumulators of any kind.
+
+    Where JAX gives no sharding, `follow` looks for a planned array whose path is contained in the path of the result,
+    at its end or before further names (`param_states/<path>/m`). The result is sharded like that array if it has the
+    same shape, some of its dimensions, or further leading dimensions (a history), which are not sharded. Rules by path
+    decide about all other arrays.
 
     **Arguments:**
 
     - `init`: a function of a tree with the plan's arrays, and of `args`. It is traced, never run. At leaves of the
-        tree that are no arrays it gets an opaque object, or `None` if it fails with that, as optimizers do.
+        tree that are not arrays it gets an opaque object, or `None` if it fails with that object, as optimizers do.
     - `plan`: the plan of that tree.
     - `args`: the further arguments of `init`. A [`shardfx.ShardPlan`][] among them stands for its tree.
-    - `over`: mesh axes over which every array is sharded beside those that it follows, on whichever dimension has room,
-        as ZeRO does; or `fsdp("data", min_bytes=...)`, which leaves small arrays alone.
-    - `paths`: rules for arrays that follow nothing. To overrule what others follow, see
+    - `over`: mesh axes over which every array is sharded in addition to the axes of the array that it follows, on
+        whichever dimension has room, as in ZeRO. `fsdp("data", min_bytes=...)` does so except for small arrays.
+    - `paths`: rules for arrays that follow no planned array. To change the sharding of an array that follows one, use
         [`shardfx.ShardPlan.replace`][].
-    - `axes`: rules for the logical names in `paths`; those of the plan where not given.
+    - `axes`: rules for the logical names in `paths`; `None` for the rules of the plan.
     - `memory_kinds`: as in [`shardfx.plan`][]: pairs of a regex and the memory kind of the arrays it matches.
-    - `adapters`: pairs of a regex and its replacement, as in `re.sub`, that make the path of the base array of the
-        path of an adapter: `("lora_[ab]$", "weight")`. Each dimension of an adapter that its base has, too, is sharded
-        like it; the rank is whole.
-    - `scales`: the same of the scales of quantised arrays. A dimension that counts blocks of the base's is sharded like
-        it where each device has whole blocks.
-    - `unused`: as in [`shardfx.plan`][], of `paths`, `memory_kinds`, `adapters` and `scales`.
+    - `adapters`: pairs of a regex and its replacement, as in `re.sub`, that turn the path of an adapter into the path
+        of its base array: `("lora_[ab]$", "weight")`. Each dimension that the adapter shares with its base is sharded
+        as in the base. The rank is not sharded.
+    - `scales`: the same for the scales of quantised arrays. A dimension that counts blocks of the base's elements is
+        sharded as in the base if each device holds whole blocks.
+    - `unused`: as in [`shardfx.plan`][], for `paths`, `memory_kinds`, `adapters` and `scales`.
 
     **Returns:**
 
-    The plan of what `init` returns, leaves that are no arrays passed over as in [`shardfx.plan`][]. The `rule` of each
-    leaf says what it follows; an array that follows nothing and has no rule is replicated, with a reason.
+    The plan of the tree that `init` returns. As in [`shardfx.plan`][], leaves that are not arrays are skipped. The
+    `rule` of each leaf names the array that it follows. An array that follows none and has no rule is replicated, with
+    a reason.
 
     **Raises:**
 
-    What `init` raises; `RuleError`, `SpecError` and `UnmatchedError` for rules, as [`shardfx.plan`][] does. Under a
-    plan that was made with `strict=True`, also `SpecError`. It lists all arrays of more than one element that follow
-    nothing and have no rule, or whose rule does not fit. `over` adds what there is room for, under any plan.
+    Any error of `init`; `RuleError`, `SpecError` and `UnmatchedError` for rules, as [`shardfx.plan`][] does. Under a
+    plan made with `strict=True`, also a `SpecError` that lists all arrays of more than one element that follow no
+    planned array and have no rule, or whose rule does not fit. Axes of `over` that do not fit are never an error.
 
     !!! Example
 
@@ -149,33 +152,36 @@ def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
 
 
 def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object, ...]) -> tuple[Any, str]:
-    """The result of `init` as structs, and, if the structs have no shardings, JAX's reason for that."""
+    """Returns the result of `init` as structs; and, if JAX could not give these shardings, its error as text,
+    else "".
+    """
     mesh = plan.mesh.abstract()
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
     given = (plan, *args)
-    # A state that holds the tree itself has its other leaves too, activation functions for one; but an optimizer's
-    # `init` takes arrays alone. Which of them `init` is shows when it meets a leaf that is no array.
+    # A state that holds the planned tree also holds its leaves that are not arrays, such as activation functions. But
+    # an optimizer's `init` accepts only arrays. So `init` is tried with placeholders for these leaves, then with
+    # `None`.
     has_others = any(isinstance(arg, ShardPlan) and -1 in arg.content.index for arg in given)
     others = (_NoArray(), None) if has_others else (None,)
-    # Not every `init` can be typed on an Explicit mesh (an ambiguous contraction, a foreign callback): then its shapes
-    # alone decide.
+    # JAX cannot give shardings to every `init` on an Explicit mesh (an ambiguous contraction, a foreign callback). Then
+    # only paths and shapes decide.
     *attempts, last = itertools.product((explicit, None), others)
     refused = ""
     for abstract, other in attempts:
         try:
             return _shapes(init, given, abstract, other), "" if abstract is explicit else refused
-        except Exception as error:  # JAX's sharding type error is not public; what is wrong is raised again below.
+        except Exception as error:  # JAX's sharding error is not public; the last attempt raises any other error again.
             refused = f"{type(error).__name__}: {_first_sentence(str(error))}" if abstract is explicit else refused
     return _shapes(init, given, *last), refused
 
 
 def _first_sentence(text: str) -> str:
-    """The first sentence of a message, on one line and without its full stop."""
+    """Returns the first sentence of a message, on one line and without its full stop."""
     return text.strip().split("\n")[0].split(". ")[0].rstrip(".")[:160]
 
 
 class _NoArray:
-    """A stand-in for a leaf of the planned tree that is no array. The plan knows its position, but not its value."""
+    """A placeholder for a leaf of the planned tree that is not an array, since a plan does not hold its value."""
 
     def __repr__(self) -> str:
         return "a leaf that is no array"
@@ -186,8 +192,8 @@ def _shapes(init: Callable[..., object], given: tuple[object, ...], mesh: Abstra
     # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
     with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
         if all(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) for leaf in jax.tree.leaves(structs)):
-            # `jax.eval_shape` remembers what it has evaluated, and Equinox's does not. But it refuses results that hold
-            # what is no array, and makes arrays of weak type of Python's numbers; those are left to Equinox.
+            # `jax.eval_shape` caches its results, Equinox's does not. But it refuses results with leaves that are not
+            # arrays, and turns Python numbers into weakly typed arrays. Equinox's handles both cases.
             with contextlib.suppress(TypeError):
                 made = jax.eval_shape(init, *structs)
                 if not any(leaf.weak_type for leaf in jax.tree.leaves(made)):
@@ -207,13 +213,13 @@ def _struct(row: Row, mesh: AbstractMesh | None) -> jax.ShapeDtypeStruct:
 
 
 class _Beside(NamedTuple):
-    """The relation between the path of an array and the path of its base array.
+    """A pair of regex and replacement that turns the path of an adapter or a scale into the path of its base array.
 
     **Arguments:**
 
-    - `kind`: "adapters" have some of the base's dimensions, "scales" a number per block of its elements.
-    - `number`: the number of the pair among the pairs of its kind.
-    - `pattern`, `base`: a regex and the replacement of its match in the path, as in `re.sub`.
+    - `kind`: "adapters" share some dimensions with their base, "scales" hold a number per block of its elements.
+    - `number`: the index of the pair among the pairs of its kind.
+    - `pattern`, `base`: the regex and the replacement of `re.sub`, applied to the path.
     """
 
     kind: Literal["adapters", "scales"]
@@ -223,7 +229,7 @@ class _Beside(NamedTuple):
 
 
 def _besides(kind: Literal["adapters", "scales"], pairs: Iterable[tuple[str, str]]) -> list[_Beside]:
-    """The pairs of a regex and a replacement, checked."""
+    """Returns the pairs of regex and replacement in the argument `kind` of `follow`; raises for an invalid one."""
     found = []
     for number, pair in enumerate(pairs):
         if isinstance(pair, str) or len(pair) != 2:
@@ -237,12 +243,12 @@ def _besides(kind: Literal["adapters", "scales"], pairs: Iterable[tuple[str, str
 
 @dataclasses.dataclass
 class _Follower:
-    """The arguments of one call of `follow`, and its results so far.
+    """The arguments of one call of `follow`, and the errors and arrays without a rule that it has found so far.
 
     **Arguments:**
 
-    - `open`: the paths of arrays that follow nothing.
-    - `loose`: the arrays that a strict plan does not accept, by path.
+    - `open`: the paths of arrays that follow no planned array.
+    - `loose`: the path, the shape and the reason of each array that a strict plan refuses.
     """
 
     plan: ShardPlan
@@ -300,28 +306,31 @@ _NOTHING = Request(None, PartitionSpec(), None, None, (), ())
 
 
 def _followed(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
-    """The request of an array that follows a planned one, by JAX or by its path; `None` if it follows nothing."""
+    """Returns the request of an array from JAX's propagated sharding or from the planned array in its path; `None` if
+    it has neither.
+    """
     source, kept = _source(path, tuple(leaf.shape), plan)
     names, units = (None, None) if source is None else (_kept(source.names, kept, None), _kept(source.units, kept, 1))
     namesake = None if source is None else trimmed(_kept(entries_of(pinned(source.spec)), kept, None) or ())
     if isinstance(leaf.sharding, NamedSharding) and entries_of(canonical(leaf.sharding.spec)):
         spec = canonical(leaf.sharding.spec)
         if spec != namesake:
-            # A transposed array of the same shape, for one: its dimensions are not those of its namesake.
+            # The array may be transposed: then its dimensions do not correspond to those of the array in its path.
             names, units = None, None
         return Request(names, spec, "the sharding that `init` gives it", units, (), ())
     if source is None or namesake is None:
         return None
-    # The array's own path has the numbers; without them here, repeated layers are planned alike, as one row.
+    # Numbers in the path are replaced by `*`, so that repeated layers share one row.
     rule = f"path and shape of `{'*'.join(between_numbers(source.path))}`"
     return Request(names, namesake, rule, units, (), ())
 
 
 def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, tuple[int | None, ...]]:
-    """The planned array that the longest suffix of `path` names, or else the longest part of it, if the shapes match.
+    """Returns the planned array whose path is the longest suffix of `path`, else the longest run of path segments
+    inside it, if its shape fits.
 
-    The second value says for each dimension of `shape` which one of the planned array it is: of all, of those that a
-    factored statistic keeps, or of none where it counts what a history holds.
+    The second value holds for each dimension of `shape` the corresponding dimension of the planned array. It is `None`
+    for a leading dimension that only the result has, such as the length of a history.
     """
     planned = plan.content.by_path
     parts = path.split("/")
@@ -336,7 +345,7 @@ def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPla
 
 
 def _dims(planned: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
-    """For each dimension of `shape`, the dimension of the planned array that it is; `None` if that is ambiguous or
+    """Returns the dimension of a planned array that each dimension of `shape` corresponds to; `None` if ambiguous or
     impossible.
     """
     more = len(shape) - len(planned)
@@ -351,7 +360,7 @@ def _at(values: tuple[object, ...], dims: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def _kept(values: tuple[object, ...] | None, dims: tuple[int | None, ...], other: object) -> tuple[Any, ...] | None:
-    """The entries for `dims` of a tuple that may be shorter than the rank. Missing entries are `other`."""
+    """Returns `values[dim]` for each of `dims`, with `other` where `dim` is `None` or beyond the end of `values`."""
     if values is None:
         return None
     return tuple(other if dim is None or dim >= len(values) else values[dim] for dim in dims)
@@ -360,8 +369,8 @@ def _kept(values: tuple[object, ...] | None, dims: tuple[int | None, ...], other
 def _base_of(
     path: str, shape: tuple[int, ...], plan: ShardPlan, pairs: Sequence[_Beside]
 ) -> tuple[_Beside, LeafPlan, tuple[int | None, ...]] | None:
-    """The base array of the array at `path`, and for each dimension the base's dimension that it follows; `None`
-    without a base.
+    """Returns the base array of the adapter or scale at `path`, with the base's dimension for each dimension of the
+    array, or `None` there.
     """
     one = next((one for one in pairs if one.pattern.search(path)), None)
     if one is None:
@@ -377,7 +386,9 @@ def _base_of(
 
 
 def _base_dims(base: tuple[int, ...], shape: tuple[int, ...], in_blocks: bool) -> tuple[int | None, ...]:
-    """For each dimension, the base's dimension at the same position, counted from the first or else from the last."""
+    """Returns, for each dimension of an adapter or scale, the base's dimension with the same index from the front or
+    the back, if the sizes fit.
+    """
     taken: list[int | None] = []
     for dim, size in enumerate(shape):
         places = (dim, dim - len(shape) + len(base))

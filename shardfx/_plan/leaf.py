@@ -1,4 +1,4 @@
-"""The parts of a plan: the plan of one array, the row that equally planned arrays share, and the tree without its
+"""The parts of a plan: `LeafPlan` for one array, `Row` for arrays planned alike, `Skeleton` for the tree without its
 arrays.
 """
 
@@ -17,29 +17,29 @@ from .._ground.spec import DType, array_bytes, pinned, shard_shape
 from .._ground.text import array_text, printable
 
 
-# The kinds of memory that XLA has; which of them a device has, only the device knows.
+# The memory kinds of XLA. Only the device itself knows which of them it has.
 MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """The plan of one array of a tree, and the reasons for it.
+    """How one array of a tree is sharded, and why.
 
     **Arguments:**
 
-    - `path`: the array's path in the tree, as `layers/0/attn/q_proj/weight`.
-    - `shape`, `dtype`: those of the whole array.
-    - `names`: its logical names, if names decided.
-    - `requested`: the spec that the rule asked for.
-    - `spec`: the spec that it gets, in canonical form.
-    - `rule`: the origin of the spec: a path rule by index and regex, `names`, or the array that it follows; `None`
-        without any.
-    - `reasons`: why `spec` is not `requested`; see [`shardfx.Reason`][].
-    - `memory_kind`: `None` for the device's default memory.
-    - `units`: for each dimension, the number of elements that form an indivisible unit; `None` if all units are single
-        elements.
+    - `path`: the array's path in the tree, such as `layers/0/attn/q_proj/weight`.
+    - `shape`, `dtype`: those of the whole array, not of a shard.
+    - `names`: its logical names if these decided, else `None`.
+    - `requested`: the spec that the rule requested.
+    - `spec`: the spec that the array gets, in canonical form.
+    - `rule`: the source of the decision: a path rule by index and regex, `names`, or the array that it follows; `None`
+        if no rule covers the array.
+    - `reasons`: why `spec` differs from `requested`; see [`shardfx.Reason`][].
+    - `memory_kind`: the memory that holds the shards; `None` for the device's default memory.
+    - `units`: per dimension, the size of an indivisible unit in elements, such as the width of an attention head.
+        `None` where a dimension may be sharded between any two elements.
     - `strategies`: the `fsdp(...)` steps that refined `requested`.
-    - `bytes`, `bytes_per_device`: bytes of the whole array, and of one shard.
+    - `bytes`, `bytes_per_device`: the bytes of the whole array, and of one shard.
     """
 
     __module__ = "shardfx"
@@ -66,7 +66,7 @@ class LeafPlan:
 
 
 class Row(NamedTuple):
-    """The plan that equal arrays share: the fields of their LeafPlans, without path and bytes."""
+    """The plan of arrays that are planned alike: the fields of their LeafPlans without path and bytes."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -80,13 +80,13 @@ class Row(NamedTuple):
     strategies: tuple[Any, ...]
 
     def byte_counts(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """The bytes of the whole array, and of one shard on a mesh of axis `sizes`."""
+        """Returns the bytes of the whole array and of one shard, on a mesh with these axis sizes."""
         shard = shard_shape(self.shape, pinned(self.spec), sizes)
         return array_bytes(self.shape, self.dtype), array_bytes(shard, self.dtype)
 
 
 def memory_kind_pairs(given: Iterable[tuple[str, str]] | None) -> tuple[tuple[str, str], ...]:
-    """The pairs of a regex and a memory kind; raises for a kind that does not exist."""
+    """Returns the pairs of a regex and a memory kind as a tuple; raises for a memory kind that XLA lacks."""
     pairs = tuple(given or ())
     for regex, kind in pairs:
         if kind not in MEMORY_KINDS:
@@ -98,12 +98,14 @@ def memory_kind_pairs(given: Iterable[tuple[str, str]] | None) -> tuple[tuple[st
 
 @ft.lru_cache(maxsize=4096)
 def named_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
-    """The sharding that JAX gets for a planned array."""
+    """Returns the NamedSharding of a planned array, cached: building one takes longer than planning the array."""
     return NamedSharding(mesh, pinned(spec), memory_kind=memory_kind)
 
 
 def canonical_dtype(dtype: DType) -> DType:
-    """The dtype that JAX gives to a NumPy array of `dtype`."""
+    """Returns the dtype that JAX gives to a NumPy array of `dtype`: float32 for float64, for example, unless x64 is
+    enabled.
+    """
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
@@ -111,15 +113,15 @@ def canonical_dtype(dtype: DType) -> DType:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Skeleton:
-    """The positions of the leaves in a planned tree.
+    """The structure of a planned tree and the paths of its leaves, without the arrays.
 
     **Arguments:**
 
     - `paths`: the paths of the leaves, in the order in which the plan lists them.
     - `treedef`: the tree's structure.
-    - `order`: for each leaf of `treedef`, its index in `paths`; `None` if both have one order. A plan that was read
-        back lists its leaves as they were planned, while JAX sorts the keys of the dicts that it is read into.
-    - `structure`: the tree's structure as a plan's JSON has it; `None` if it is to be made from `treedef`.
+    - `order`: per leaf of `treedef` its index in `paths`; `None` where both have one order. They differ in a plan that
+        was read from JSON: it lists leaves in the planned order, while JAX sorts the keys of the dicts it rebuilds.
+    - `structure`: the tree's structure as in a plan's JSON; `None` if `encoded` makes it from `treedef`.
     """
 
     paths: tuple[str, ...]
@@ -129,29 +131,29 @@ class Skeleton:
 
     @ft.cached_property
     def encoded(self) -> object:
-        """The tree's structure as values for a plan's JSON."""
+        """The tree's structure as a JSON value, as a plan's JSON stores it."""
         return _encode_structure(self.treedef, {}) if self.structure is None else self.structure
 
     @property
     def numbered(self) -> PyTree:
-        """The tree with the number of each leaf in its place."""
+        """The tree with, at each leaf, its index in the tree's order."""
         return jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
 
     def in_order(self, column: Sequence[object]) -> Sequence[Any]:
-        """The items of a column, brought from the order of `paths` into the tree's order."""
+        """Returns a value per leaf, given in the order of `paths`, in the order of the tree."""
         return column if self.order is None else [column[i] for i in self.order]
 
     def filled(self, column: Sequence[object]) -> PyTree:
-        """The tree with these leaves, which are in the order of `paths`."""
+        """Returns the tree with the leaves in `column`, which are in the order of `paths`."""
         return jax.tree.unflatten(self.treedef, self.in_order(column))
 
 
 def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
-    """A treedef as JSON values: the usual containers by kind, other nodes by their class's name."""
+    """Encodes a treedef as a JSON value: dicts, lists and tuples by kind, other nodes by their class's name."""
     data = treedef.node_data()
     if data is None:
         return "leaf" if treedef.num_leaves else None
-    if treedef not in seen:  # layers and experts repeat: one value stands for all that are alike
+    if treedef not in seen:  # layers and experts repeat: equal subtrees share one value
         kind, aux = data
         seen[treedef] = _encode_node(kind, aux, [_encode_structure(child, seen) for child in treedef.children()])
     return seen[treedef]
@@ -172,7 +174,7 @@ def _encode_key(key: object) -> object:
 
 
 def decode_structure(data: object, paths: list[str]) -> Any:
-    """The tree that `data` describes, with each leaf's index in its place. Nodes of other libraries become dicts."""
+    """Rebuilds the tree that `data` describes, with its index at each leaf; nodes of other libraries become dicts."""
     return _decode_structure(data, paths, 0, "")[0]
 
 
@@ -193,7 +195,7 @@ def _decode_structure(data: Any, paths: list[str], index: int, prefix: str) -> t
         key, part = part if kind == "dict" else (None, part)
         key = _decode_key(key) if kind == "dict" else _key_at(paths, index, prefix, position)
         child, after = _decode_structure(part, paths, index, f"{prefix}{key}/")
-        # An attribute without leaves has no path that says its name.
+        # No path contains the name of an attribute without leaves, so it is left out.
         if kind == "dict" or after > index:
             named[key] = child
         index = after
@@ -208,6 +210,6 @@ def _decode_key(key: Any) -> Any:
 
 
 def _key_at(paths: list[str], index: int, prefix: str, position: int) -> str:
-    """The attribute of another library's node that holds the leaf `index`, from the leaf's path."""
+    """Returns the attribute under which a node of another library holds the leaf `index`, read from the leaf's path."""
     path = paths[index] if index < len(paths) else ""
     return path.removeprefix(prefix).split("/")[0] if path.startswith(prefix) else str(position)

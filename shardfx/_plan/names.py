@@ -1,4 +1,6 @@
-"""Logical names of a tree, given as a tree or a prefix of one, as one entry per leaf."""
+"""Spreads a tree of logical names, or a prefix of one, over the leaves of a tree, and reads names that modules
+declare.
+"""
 
 import functools as ft
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,18 +18,18 @@ from .._rules import Atomic, AxisRules, names_text
 
 
 if TYPE_CHECKING:
-    # Modules declare to type checkers that `equinox.field` makes fields, and these know it by its name alone.
+    # Equinox tells type checkers that `equinox.field` is a field specifier. They recognise it only by that name.
     from equinox import field as field
 else:
     from .declared import field as field
 
 
-# What the names of most arrays are made of: they are told from containers without a look at each entry.
+# Types of the entries of most arrays' names. A tuple of only these is names, not a container.
 _PLAIN = frozenset([str, type(None)])
 
 
 def _is_names(node: Any) -> bool:
-    """Whether a node of a names tree is the names of an array rather than a container."""
+    """Whether a node of a names tree holds the names of one array, rather than being a container."""
     if node is None or (type(node) is tuple and _PLAIN.issuperset(map(type, node))):
         return True
     if isinstance(node, PartitionSpec):
@@ -42,7 +44,9 @@ def _is_name(entry: object) -> bool:
 
 
 def names_of_leaves(names: object, tree: object, flat: Flat, axes: AxisRules | None) -> Sequence[Any]:
-    """The logical names of each leaf, from the names tree or from the modules' fields."""
+    """Returns the logical names of each leaf, from the names tree or, where it has `None`, from the fields of
+    modules.
+    """
     if names is None and axes is None:
         return [None] * len(flat.leaves)
     if names is None:
@@ -57,22 +61,21 @@ def names_of_leaves(names: object, tree: object, flat: Flat, axes: AxisRules | N
     given = [_hashable(node) if shaped else None for node, shaped in zip(column, flat.is_array, strict=True)]
     if axes is None:
         return given
-    # `None` says nothing, whether it stands for one array or, as where `names` is left out, for the whole tree.
+    # `None` for one array means the same as `None` for the whole tree: use the names that the module declares.
     return [own if node is None else node for node, own in zip(given, flat.names, strict=True)]
 
 
 def renamed(tree: object, changes: Mapping[str, object], *, names: object = None) -> PyTree:
-    """The logical names of a tree's arrays with some of them changed, for `plan(..., names=...)`.
+    """Returns the logical names of a tree's arrays, with some of them replaced, for `plan(..., names=...)`.
 
-    So the names that modules of another library declare can be corrected without touching their source.
+    It corrects the names that modules of another library declare without a change of their source.
 
     **Arguments:**
 
     - `tree`: the tree of arrays.
-    - `changes`: a dict from the path of an array, or from a regex that is searched in each path, to its new names: a
-        tuple as in [`shardfx.plan`][], or `None`, so that path rules decide. `None` is not allowed where a module
-        declares names.
-    - `names`: the names as [`shardfx.plan`][] takes them; without it those that modules declare.
+    - `changes`: a dict from the path of an array, or a regex that is searched in each path, to its new names: a tuple
+        as in [`shardfx.plan`][], or `None`, so that path rules decide. `None` is refused where a module declares names.
+    - `names`: the names as [`shardfx.plan`][] takes them; `None` for the names that modules declare.
 
     **Returns:**
 
@@ -81,7 +84,7 @@ def renamed(tree: object, changes: Mapping[str, object], *, names: object = None
     **Raises:**
 
     `UnknownPathError` for a key that is the path of no array and matches none; `RuleError` for a regex that does not
-    compile, for names that are no prefix of the tree, and for `None` in the place of names that a module declares.
+    compile, for names that are no prefix of the tree, and for `None` where a module declares names.
 
     !!! Example
 
@@ -114,11 +117,13 @@ def renamed(tree: object, changes: Mapping[str, object], *, names: object = None
 
 
 def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
-    """The names of each leaf below `node`, from a prefix of its tree. `keys` is the path to `node`."""
+    """Returns the names of each leaf below `node`, from `names`, the subtree of the names tree for it; `keys` is the
+    path of `node`.
+    """
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
     below = None if parts is None else list(parts[0])
     given = None if below is None or type(names) is not type(node) else _in_order_of([key for key, _ in below], names)
-    # Names are tuples too: where the tree itself has a tuple or list, one of names for each of its parts wins.
+    # Names are tuples, too. Where the tree itself has a tuple or list, a tuple with names for each child has priority.
     if _is_names(names) and (given is None or not all(map(_is_names, given))):
         return [names] * len(jax.tree.leaves(node))
     if below is None:
@@ -135,7 +140,7 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
 
 
 def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
-    """The entries of `names` under these keys, in their order; `None` if its keys are other ones."""
+    """Returns the children of the names node in the order of `keys`; `None` if it has other keys."""
     if type(names) in (list, tuple):
         return list(names) if len(names) == len(keys) else None
     pairs = list(jtu.default_registry.flatten_one_level_with_keys(names)[0])
@@ -147,7 +152,7 @@ def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
 
 
 def _kind(node: object) -> str:
-    """A node in words, without the values below it."""
+    """Describes a node in words for an error message, without the values below it."""
     if isinstance(node, dict):
         return f"a dict with the keys {_listed(node)}"
     if _is_names(node):
@@ -165,14 +170,14 @@ def _hashable(node: Any) -> Any:
     if type(node) is tuple and _PLAIN.issuperset(map(type, node)):
         return node
     if isinstance(node, PartitionSpec):
-        # As JAX has it, a spec says nothing about the dimensions beyond its end.
+        # In JAX, a spec may have fewer entries than the array has dimensions.
         return (*entries_of(node), ...)
     return tuple(tuple(e) if isinstance(e, list) else e for e in node) if type(node) in (tuple, list) else node
 
 
 def raise_tied(tree: object, flat: Flat) -> None:
-    """Raises if an nnx module holds a variable twice. As a tree it has two arrays, and training would make
-    them differ.
+    """Raises if an nnx module holds one variable under two paths: as tree leaves they are two arrays, and training
+    would make them differ.
     """
     first: dict[int, str] = {}
     for path, box in _boxes(tree, flat):
@@ -188,7 +193,7 @@ def raise_tied(tree: object, flat: Flat) -> None:
 
 
 def raise_unread(tree: object, flat: Flat) -> None:
-    """Raises if Flax's boxes carry names and the plan has no rules for names."""
+    """Raises if Flax variables or boxes carry names that the plan, called without `names`, would not read."""
     named = [(path, names) for path, box in _boxes(tree, flat) if (names := _box_names(box)) is not None]
     if named:
         path, names = named[0]
@@ -201,7 +206,7 @@ def raise_unread(tree: object, flat: Flat) -> None:
 
 
 def _boxes(tree: object, flat: Flat) -> list[tuple[str, Any]]:
-    # The array in a box is its field `value`. Most trees have no such path, and need no second look.
+    # A Flax box (`Partitioned`, `Variable`) holds its array in the field `value`. Most trees have no such path.
     if not any(path.endswith("value") for path in flat.paths):
         return []
     keyed, _ = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: _box_kind(type(node)) is not None)
@@ -210,7 +215,9 @@ def _boxes(tree: object, flat: Flat) -> list[tuple[str, Any]]:
 
 @ft.lru_cache(maxsize=1024)
 def _box_kind(kind: type) -> str | None:
-    """The class of Flax's boxes that a class is or derives from; `None` for other classes."""
+    """Returns which of Flax's boxes ("Variable", "Partitioned", "NNXMeta") a class is or derives from; `None` for no
+    box.
+    """
     names = (base.__name__ for base in kind.__mro__ if base.__module__.startswith("flax."))
     return next((name for name in names if name in ("Variable", "Partitioned", "NNXMeta")), None)
 

@@ -1,6 +1,7 @@
-"""A plan as JSON text and back: versioned, and checked field by field when it is read.
+"""Converts a plan to JSON text and back. The text has a version, and reading it checks every field.
 
-Above is the text as a whole; below are meshes, specs, names, rules and dtypes as plain JSON values.
+The first functions handle the text as a whole. The `encode_` and `decode_` functions below them convert meshes, specs,
+names, rules and dtypes.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ def _row(number: int, data: object, mesh: MeshSpec) -> Row:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """The JSON object of a plan of this version; raises for other texts."""
+    """Parses the JSON text of a plan; raises if it is not JSON, not a plan, or of another version."""
     try:
         data = json.loads(text)
         json.dumps(data, ensure_ascii=False, allow_nan=False).encode()  # raises for NaN, and for a lone surrogate
@@ -69,7 +70,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def refused_as_invalid() -> Iterator[None]:
-    """A context that turns any error while a text is read into a PlanFormatError."""
+    """Turns any error while a text is read into a PlanFormatError."""
     try:
         yield
     except PlanFormatError:
@@ -79,7 +80,7 @@ def refused_as_invalid() -> Iterator[None]:
 
 
 def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
-    """The fields of a plan's content in order, without devices."""
+    """Returns the fields of a plan's `Content` in their order, without devices, from parsed JSON."""
     mesh = decode_mesh(data["mesh"])
     if -1 in mesh.axis_sizes:
         raise MeshError("the mesh has an axis of unknown size")
@@ -119,7 +120,7 @@ def decode_mesh(data: object) -> MeshSpec:
 
 
 def encode_entry(entry: object) -> object:
-    """An entry of a spec, of names or of a rule's target as a JSON value."""
+    """Encodes one entry of a spec or of logical names, or the target of a rule, as a JSON value."""
     if entry is UNCONSTRAINED:
         return {"unconstrained": True}
     if isinstance(entry, Atomic):
@@ -165,7 +166,7 @@ def encode_rules(rules: AxisRules | None) -> object:
         "units": [list(pair) for pair in rules.units],
         "aliases": [list(pair) for pair in rules.aliases],
     }
-    # Left out where there are none, so that the text of those rules stays what it was before they could be declared.
+    # Left out where no axes are declared, so that the text and digest of older plans stay the same.
     return written | ({"axes": list(rules.axes)} if rules.axes else {})
 
 
@@ -229,20 +230,25 @@ def encode_dtype(dtype: DType) -> str:
 def decode_dtype(name: str) -> DType:
     if name.startswith("key<") and name.removeprefix("key<").removesuffix(">") in _KEY_IMPLEMENTATIONS:
         return key_dtype(name.removeprefix("key<").removesuffix(">"))
-    found = dtype_named(name)
-    if found is None:
-        raise PlanFormatError(f"dtype {name!r:.60} is unknown to this version of JAX.")
-    return found
+    try:
+        # NumPy also accepts aliases ("a", "O", "datetime64"). None of them is a dtype of arrays on devices.
+        if not _DTYPE.fullmatch(name):
+            raise TypeError(name)
+        return jnp.dtype(name)
+    except TypeError as error:
+        raise PlanFormatError(f"dtype {name!r} is unknown to this version of JAX.") from error
 
 
 @ft.lru_cache(maxsize=8)
 def key_dtype(implementation: str) -> DType:
-    """The dtype of a PRNG key array, without making one."""
+    """The dtype of a PRNG key array of this implementation, found without making a key."""
     return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
 
 
 class _Field(NamedTuple):
-    """A field of a row in JSON: its description, its check, and how it is read and written."""
+    """How one field of a row is stored in JSON: a description of valid values, a test for them, and functions to read
+    and write one.
+    """
 
     what: str
     is_valid: Callable[[Any], bool]
@@ -281,7 +287,7 @@ def encode_row(row: Row) -> dict[str, Any]:
 
 
 def decode_row(number: int, row: object) -> Row:
-    """A row from its JSON value, with every field checked."""
+    """Decodes a row from JSON, after a check that every field is present and has a valid value."""
     if not isinstance(row, dict):
         raise PlanFormatError(f"row {number} is {row!r:.60}; it must be an object.")
     for name, field in _ROW.items():

@@ -1,4 +1,6 @@
-"""`plan`: matches, resolves and corrects every leaf of a tree."""
+"""The function `plan`: for each array, it matches a rule, resolves logical names, and corrects the spec to the
+shape.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -55,31 +57,35 @@ def plan(
     **Arguments:**
 
     - `tree`: any tree of arrays or `jax.ShapeDtypeStruct`s. Other leaves, such as the functions in an Equinox
-        module, are passed over.
-    - `mesh`: a MeshSpec, or a jax Mesh (whose devices the plan then has), or an AbstractMesh.
+        module, are skipped.
+    - `mesh`: a MeshSpec, a jax Mesh, or an AbstractMesh. A plan for a jax Mesh also holds its devices.
     - `paths`: rules from a leaf's path to its sharding.
-    - `names`: a tree, or prefix of one, of logical names: at each leaf a tuple with one entry per dimension as in
-        [`shardfx.resolve`][], or `None`. One entry may be `...`, for all dimensions that are not named: they are whole,
-        as all are under `()`. Without it, and below a `None` in it, the names that modules declare with
-        [`shardfx.field`][] are used if `axes` is given. A leaf that has names does not ask `paths`.
+    - `names`: a tree, or prefix of one, of logical names. Each leaf is a tuple with one entry per dimension as in
+        [`shardfx.resolve`][], or `None`. One entry may be `...`, for all dimensions that have no name. These are not
+        sharded. Under `()` no dimension is sharded. Where `names`, or a leaf of it, is `None`, the plan reads the
+        names that modules declare with [`shardfx.field`][], if `axes` is given. `paths` are not applied to a leaf that
+        has names.
     - `axes`: rules from logical names to mesh axes.
-    - `mode`: the mode in which `axes` are read.
-    - `min_bytes`: arrays of fewer bytes are replicated.
-    - `memory_kinds`: pairs of a regex and a memory kind, as `("opt/.*mu", "pinned_host")`; the first that matches an
-        array's path holds.
-    - `unmatched`: "raise": an array that neither names nor a path rule covers is an error. So is a logical name that no
-        rule of `axes` is about. So is a mesh axis of a rule that the mesh lacks, unless `AxisRules(..., axes=...)` or
-        `PathRules(..., axes=...)` declares it. "replicate": such dimensions are replicated, with a reason.
-    - `unused`: "raise": a rule of `paths`, or an entry of `memory_kinds`, that decides about no array is an error: no
-        path matches it, or those before it take all that it matches. The last rule may match every path and
-        be left nothing, and one whose target is [`shardfx.optional`][] may always. So is a tree without arrays.
-        "allow": all of that may be.
-    - `strict`: raise where a rule's sharding would have been cut down to fit, here and where [`shardfx.constrain`][] is
-        given the plan. With `refine`, an array that takes only some parts of an axis is still cut down.
-    - `refine`: split mesh axes of which a dimension takes only part: 8 kv heads on `tensor=16` become sharded 8 ways
-        over `tensor_0=8` and replicated over `tensor_1=2`. The plan's mesh and rules then name the parts, devices
-        stay in place, and all other arrays keep their layout. A PartitionSpec that [`shardfx.constrain`][] gets with
-        the plan must name the parts too: `("tensor_0", "tensor_1")` is what `"tensor"` was.
+    - `mode`: the mode of `axes` in which names are resolved; `None` for the rules without a mode.
+    - `min_bytes`: arrays of fewer bytes in total are replicated.
+    - `memory_kinds`: pairs of a regex and a memory kind, such as `("opt/.*mu", "pinned_host")`. The first pair whose
+        regex matches an array's path decides.
+    - `unmatched`: "raise" makes three things an error: an array that neither names nor a path rule covers, a logical
+        name without a rule in `axes`, and a mesh axis of a rule that the mesh lacks, unless
+        `AxisRules(..., axes=...)` or `PathRules(..., axes=...)` declares it. "replicate" replicates such dimensions,
+        with a reason.
+    - `unused`: "raise" makes a rule of `paths` or an entry of `memory_kinds` that decides about no array an error:
+        either no path matches it, or earlier rules match all of its paths first. Two kinds of rules are exempt: a last
+        rule that matches every path, and a rule whose target is [`shardfx.optional`][]. A tree without arrays is an
+        error, too. "allow" accepts all of these.
+    - `strict`: raise where an axis of a rule's sharding would be dropped because it does not fit, here and where
+        [`shardfx.constrain`][] is given the plan. With `refine`, an array that uses only some sub-axes of a mesh axis
+        still counts as one that does not fit.
+    - `refine`: split a mesh axis into sub-axes where a dimension can use only some of its size. For example, 8 kv heads
+        on `tensor=16` become sharded 8 ways over `tensor_0=8` and replicated over `tensor_1=2`. The plan's mesh and
+        rules then name the sub-axes. The order of the devices and the layout of all other arrays stay the same. A
+        PartitionSpec that [`shardfx.constrain`][] gets with the plan must name the sub-axes, too: write
+        `("tensor_0", "tensor_1")` for `"tensor"`.
 
     **Returns:**
 
@@ -87,9 +93,9 @@ def plan(
 
     **Raises:**
 
-    `UnmatchedError` with all the arrays that no rule covers, largest first, or the logical names that no rule is about;
-    `RuleError` for rules that cannot be applied or never are, and for two arrays with one path; `SpecError` with all
-    the arrays whose spec or names do not fit their rank; `LeafTypeError` for a tree without arrays.
+    `UnmatchedError` with all the arrays that no rule covers, largest first, or with the logical names that have no
+    rule; `RuleError` for rules that cannot be applied or never are, and for two arrays with one path; `SpecError` with
+    all the arrays whose spec or names do not fit their rank; `LeafTypeError` for a tree without arrays.
 
     !!! Example
 
@@ -146,7 +152,7 @@ def plan(
     return made
 
 
-# What goes before any path rule.
+# The text of error messages for logical names, which have priority over path rules.
 NAMES = "the names of the leaves"
 
 
@@ -160,7 +166,7 @@ def drafted(
     min_bytes: int,
     kinds: Sequence[tuple[str, str]],
 ) -> Draft:
-    """Rows for all leaves that can be planned, and an error for each other leaf."""
+    """Decides a row for each leaf that can be planned and records an error for each of the others, raising none."""
     mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
     by_path, by_kind = Matcher(PathRules(()) if paths is None else paths), matcher_of_kinds(kinds)
     planner = _Planner(axes_of(mesh_spec, min_bytes), axes, mode, by_path, by_kind, given is flat.names)
@@ -170,7 +176,7 @@ def drafted(
 
 @dataclasses.dataclass
 class _Planner:
-    """The arguments of one call of `plan`, and its decisions so far."""
+    """The arguments of one call of `plan`, and the requests and rows that it has decided so far."""
 
     mesh: Axes
     axes: AxisRules | None
@@ -183,9 +189,7 @@ class _Planner:
     rows: list[Row] = dataclasses.field(default_factory=list)
 
     def columns(self, flat: Flat, given: Sequence[object]) -> tuple[list[int], list[tuple[str, Exception]]]:
-        """For each leaf the number of its row, and the errors for leaves that cannot be planned. Equal leaves share a
-        row.
-        """
+        """Returns each leaf's row number, and the errors of leaves that cannot be planned. Alike leaves share a row."""
         keys = flat.paths if self.paths.needs_paths or self.kinds.needs_paths else flat.templates
         numbers: dict[object, int] = {None: -1}
         index, errors = [], []
@@ -203,7 +207,9 @@ class _Planner:
         return index, errors
 
     def number(self, path: str, leaf: Any, names: object, stacked: int) -> int:
-        """The number of the row of an array."""
+        """Returns the number of an array's row. It decides a new row where no earlier array has the same rule, shape
+        and dtype.
+        """
         kind = self.kinds.first(path)
         rule = self.paths.first(path) if names is None else None
         shape, dtype, called = tuple(leaf.shape), _dtype(leaf), rule is not None and self.paths.called[rule]
@@ -235,7 +241,7 @@ class _Planner:
 
 
 def _keys(keys: Sequence[str], flat: Flat, given: Sequence[object]) -> Iterable[Any]:
-    """For each array, a key of everything that its row depends on; `None` for a leaf that is no array."""
+    """Returns a key per leaf that holds everything its row depends on; `None` for a leaf that is not an array."""
     if all(flat.is_array):
         shapes, dtypes = [leaf.shape for leaf in flat.leaves], [leaf.dtype for leaf in flat.leaves]
         return zip(keys, shapes, dtypes, given, flat.stacked, strict=True)
@@ -246,7 +252,7 @@ def _keys(keys: Sequence[str], flat: Flat, given: Sequence[object]) -> Iterable[
 
 
 def _dtype(leaf: Any) -> DType:
-    """The dtype that the array has on a device."""
+    """Returns the dtype that the array has once JAX has put it on a device."""
     if not isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype
     if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != bool:

@@ -1,4 +1,4 @@
-"""The same rules applied to another mesh: with other sizes, or with axes that are split."""
+"""Plans the same arrays by the same rules on another mesh: one with other devices, or with axes split into sub-axes."""
 
 import collections
 import dataclasses
@@ -24,9 +24,9 @@ def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
 
     **Arguments:**
 
-    - `plan`: any plan, one read back from JSON too.
-    - `mesh`: the new mesh. Axes that it lacks are dropped from the specs, sizes that no longer divide are corrected,
-        and what the old mesh could not give is tried again.
+    - `plan`: any plan, such as one read back from JSON.
+    - `mesh`: the new mesh. Specs lose the axes that it lacks and the axes that no longer divide a dimension. Axes that
+        did not fit on the old mesh are tried again.
 
     **Returns:**
 
@@ -60,18 +60,18 @@ def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
 
 
 def _is_small(row: Row) -> bool:
-    """Whether an array is replicated because it is small, which does not depend on the mesh."""
+    """Whether an array is replicated because it has fewer bytes than `min_bytes`, which holds on every mesh."""
     return any(why.code is Code.small for why in row.reasons)
 
 
 def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
-    """The row of an array on other mesh axes, for the same request with `changes`."""
+    """Returns the row of an array on other mesh axes, from its old request with some fields changed."""
     request = Request(row.names, row.requested, row.rule, row.units, row.strategies, _first_reasons(row, content))
     return row_of(request._replace(**changes), row.shape, row.dtype, axes, row.memory_kind)
 
 
 def refined(made: ShardPlan, min_bytes: int) -> ShardPlan:
-    """The plan on a mesh whose axes are split so that arrays can be sharded over a part of an axis."""
+    """Returns the plan on a mesh whose axes are split where an array can use a sub-axis but not the whole axis."""
     counts = collections.Counter(made.content.index)
     asked: dict[Wish, int] = {}
     wishing = []
@@ -95,7 +95,7 @@ def _refined_row(row: Row, content: Content, axes: Axes, parts: dict[str, tuple[
     steps = tuple(dataclasses.replace(step, axes=_renamed_axes(step.axes, parts)) for step in row.strategies)
     requested, same = _renamed(row.requested, parts), _renamed(row.spec, parts)
     again = row_on(row, content, axes, spec=requested, strategies=steps)
-    # Only an array that asked for a part of an axis may change its layout.
+    # Only an array that wishes for a sub-axis may change its layout.
     if wished or again.spec == same:
         return again
     return row._replace(spec=same, requested=requested, strategies=steps)
@@ -112,15 +112,15 @@ def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRu
 
 
 def _first_reasons(row: Row, content: Content) -> tuple[Reason, ...]:
-    """The reasons of a row that came from its rule rather than from the correction to a mesh."""
+    """Returns the reasons of a row that its rule gave, without those from correction to a mesh."""
     if row.names is not None and content.axes is not None:
         return resolve(row.names, content.axes, mode=content.mode).reasons
     return tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
 
 
 class Wish(NamedTuple):
-    """A mesh axis that an array does not use, and the size of the part of it that could shard one of the array's
-    dimensions.
+    """A mesh axis that an array requested and does not use, and the size of a sub-axis of it that would divide a
+    dimension.
     """
 
     axis: str
@@ -128,9 +128,9 @@ class Wish(NamedTuple):
 
 
 def _wishes(row: Row, sizes: Mapping[str, int]) -> tuple[Wish, ...]:
-    """The axes that an array asked for and did not get, and that could shard it in part, on a mesh of axis `sizes`.
+    """Returns the sub-axes that an array could use, of the mesh axes that it requested and did not get.
 
-    One wish per axis that could be used in part, at the first dimension that could use it.
+    There is one wish per mesh axis, for the first dimension that could use a sub-axis. `sizes` are the axis sizes.
     """
     used = {axis for entry in entries_of(row.spec) for axis in entry_axes(entry)}
     kept = entries_at(row.spec, len(row.shape))
@@ -156,11 +156,10 @@ def _wishes(row: Row, sizes: Mapping[str, int]) -> tuple[Wish, ...]:
 
 
 def _refined_mesh(mesh: MeshSpec, asked: Mapping[Wish, int]) -> tuple[MeshSpec, dict[str, tuple[str, ...]]]:
-    """The mesh with axes split as wishes ask, those first that save the most bytes per device, and the parts of each
-    axis.
+    """Returns the mesh with axes split into the wished sub-axes; the wish that saves most bytes per device comes first.
 
-    With it, for each split axis the names of its parts, slowest first: the `i`-th part of `tensor` is `tensor_i`. Every
-    device keeps its place.
+    The second value holds, for each split axis, the names of its sub-axes, major to minor: sub-axis `i` of `tensor` is
+    `tensor_i`. The order of the devices does not change.
     """
     parts: dict[str, tuple[str, ...]] = {}
     for axis, size, slices in zip(mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, strict=True):
@@ -175,29 +174,34 @@ def _refined_mesh(mesh: MeshSpec, asked: Mapping[Wish, int]) -> tuple[MeshSpec, 
 
 
 def _renamed(spec: PartitionSpec, parts: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
-    """The same sharding on the refined mesh: each split axis is replaced by all of its parts, in order."""
+    """Returns the spec of the same layout on the refined mesh: each split axis becomes all of its sub-axes, in
+    order.
+    """
     entries = [_renamed_entry(entry, parts) for entry in entries_of(spec)]
     unreduced, reduced = (_renamed_axes(sorted(axes), parts) for axes in (spec.unreduced, spec.reduced))
     return trimmed(entries, with_reductions((), unreduced, reduced, unreduced_kind(spec)))
 
 
 def _renamed_entry(entry: object, parts: Mapping[str, tuple[str, ...]]) -> Any:
-    """One entry of a spec, or one target of a rule, on the refined mesh."""
+    """Returns one entry of a spec, or one target of a rule, with split axes replaced by their sub-axes."""
     if not isinstance(entry, str | tuple):
         return entry
     return canonical_entry(_renamed_axes(entry_axes(entry), parts))
 
 
 def _renamed_axes(axes: Iterable[str], parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Mesh axes, each split one replaced by its parts."""
+    """Returns the mesh axes, each split axis replaced by its sub-axes."""
     return tuple(part for axis in axes for part in parts.get(axis, (axis,)))
 
 
 def _chain(size: int, slices: int, wanted: Iterable[int]) -> list[int]:
-    """Divisors of `size` from 1 to itself, each dividing the next: products of parts, slowest first."""
+    """Returns divisors of `size` from 1 to `size`, each dividing the next; the ratio of two neighbours is the size of a
+    sub-axis.
+    """
     chain = [1, size]
     for part in wanted:
-        # A part that does not fit between those before it is cut down until it does; slices stay whole.
+        # A wished size that is incompatible with the chain is reduced to its largest divisor that fits. A sub-axis must
+        # lie within one slice or consist of whole slices.
         fitting = [n for n in range(1, part + 1) if part % n == 0 and (n % slices == 0 or slices % n == 0)]
         best = max(n for n in fitting if all(n % other == 0 or other % n == 0 for other in chain))
         chain = sorted({*chain, best})

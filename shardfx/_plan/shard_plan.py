@@ -1,4 +1,6 @@
-"""`ShardPlan`, the immutable value that users have, and the tree that a plan fills."""
+"""`ShardPlan`, the immutable plan that users hold, and `Target`, a tree of structs with shardings that a loader
+fills.
+"""
 
 import dataclasses
 import difflib
@@ -24,16 +26,17 @@ from .single import decision_for, replaced, require_pinned
 
 
 class ShardPlan(eqx.Module):
-    """For every array of a tree: its PartitionSpec, the reasons for it, and its bytes per device.
+    """A plan: for every array of a tree its PartitionSpec, the reason for it, and its bytes per device.
 
     Made by [`shardfx.plan`][].
 
-    A value: it can be printed, stored, compared, hashed, and closed over. It can be an argument of a jitted function,
-    which an equal plan (one read back from JSON, for example) does not compile again. It pickles; the devices of a plan
-    on devices are found again by their ids, or it is an error ([`shardfx.ShardPlan.off`][]).
+    A plan is a value: it can be printed, stored, compared, hashed, and closed over. It can be an argument of a jitted
+    function; an equal plan, such as one read back from JSON, does not cause a recompilation. It can be pickled. If it
+    has devices, unpickling finds them by their ids, and raises if this process lacks one
+    ([`shardfx.ShardPlan.off`][]).
 
-    A plan is read by path: `plan["layers/0/w"]` is a [`shardfx.LeafPlan`][], `"layers/0/w" in plan` says whether
-    there is such an array, `for path in plan` goes through the paths, and `len(plan)` counts the arrays.
+    A plan is indexed by path: `plan["layers/0/w"]` is a [`shardfx.LeafPlan`][], `"layers/0/w" in plan` says whether
+    there is such an array, `for path in plan` iterates over the paths, and `len(plan)` counts the arrays.
     """
 
     __module__ = "shardfx"
@@ -47,17 +50,19 @@ class ShardPlan(eqx.Module):
 
     @property
     def jax_mesh(self) -> Mesh | None:
-        """The mesh of devices, if the plan has one; see [`shardfx.ShardPlan.on`][]."""
+        """The jax Mesh of devices that the plan is for; `None` if the plan has no devices. See
+        [`shardfx.ShardPlan.on`][].
+        """
         return self.content.jax_mesh
 
     @property
     def axes(self) -> AxisRules | None:
-        """The rules by which [`shardfx.constrain`][] resolves logical names."""
+        """The rules by which [`shardfx.constrain`][] resolves logical names; `None` if the plan was made without."""
         return self.content.axes
 
     @property
     def mode(self) -> str | None:
-        """The mode in which names are resolved."""
+        """The mode of `axes` in which names are resolved; `None` for the rules without a mode."""
         return self.content.mode
 
     @property
@@ -72,33 +77,35 @@ class ShardPlan(eqx.Module):
 
     @property
     def specs(self) -> PyTree:
-        """The tree with a PartitionSpec at each array, and `None` at leaves that are no arrays."""
+        """The tree with a PartitionSpec at each array, and `None` at leaves that are not arrays."""
         return self.content.specs
 
     @property
     def shardings(self) -> PyTree:
-        """The tree with a NamedSharding at each array: on the plan's jax Mesh, or else on an AbstractMesh."""
+        """The tree with a NamedSharding at each array: on the plan's jax Mesh if it has one, else on an
+        AbstractMesh.
+        """
         return self.content.shardings
 
     @property
     def structs(self) -> PyTree:
-        """The tree with a `jax.ShapeDtypeStruct` at each array that has the array's sharding."""
+        """The tree with a `jax.ShapeDtypeStruct` at each array, with the array's shape, dtype and planned sharding."""
         pairs = zip(self.content.rows, self.content.row_shardings, strict=True)
         return self.content.tree([jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=one) for row, one in pairs])
 
     @property
     def bytes_total(self) -> int:
-        """Bytes of all arrays, each counted once."""
+        """The bytes of all the arrays together, without counting replicas."""
         return self.content.total_bytes[0]
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes that each device holds; all devices hold equally many."""
+        """The bytes of the shards that each device holds; every device holds the same number."""
         return self.content.total_bytes[1]
 
     @property
     def digest(self) -> str:
-        """The sha256 of the plan, in hex: the same on every process."""
+        """The sha256 of the plan's JSON without its digest, in hex: the same on every process."""
         return self.content.digest
 
     def __contains__(self, path: object) -> bool:
@@ -111,7 +118,7 @@ class ShardPlan(eqx.Module):
         return sum(i >= 0 for i in self.content.index)
 
     def __bool__(self) -> bool:
-        return True  # also where the tree has no arrays: a plan is never nothing
+        return True  # also for a tree without arrays, where `len` is 0: `if plan:` asks for `None`
 
     def __getitem__(self, path: str) -> LeafPlan:
         if not isinstance(path, str):
@@ -132,7 +139,7 @@ class ShardPlan(eqx.Module):
         return found
 
     def on(self, jax_mesh: Mesh) -> "ShardPlan":
-        """The same plan on a mesh of devices, so that `plan.shardings` can be used with arrays.
+        """Returns the same plan on a mesh of devices, so that `plan.shardings` can be used with arrays.
 
         **Arguments:**
 
@@ -144,7 +151,7 @@ class ShardPlan(eqx.Module):
 
         **Raises:**
 
-        `PlanMismatchError` if the mesh is another one; `MeshError` for what is no jax Mesh.
+        `PlanMismatchError` if the mesh has other axes, sizes or axis types; `MeshError` if `jax_mesh` is not a Mesh.
         """
         fix = "make one of devices with `plan.on(plan.mesh.build(devices))`"
         check_type("jax_mesh", jax_mesh, Mesh, MeshError, fix)
@@ -163,7 +170,7 @@ class ShardPlan(eqx.Module):
         return ShardPlan(self.content.replaced(jax_mesh=jax_mesh))
 
     def off(self) -> "ShardPlan":
-        """The same plan without devices: to keep, to send to another process, or to put on other devices.
+        """Returns the same plan without devices: to store, to send to another process, or to put on other devices.
 
         **Returns:**
 
@@ -188,11 +195,11 @@ class ShardPlan(eqx.Module):
 
     @staticmethod
     def join(*unnamed: "ShardPlan", **plans: "ShardPlan") -> "ShardPlan":
-        """One plan of a dict of trees, from the plans of the trees.
+        """Returns the plan of a dict of trees, made from the plans of the trees.
 
         **Arguments:**
 
-        - `plans`: plans for the same mesh, by the key that their tree has in the dict. All need a key.
+        - `plans`: plans for the same mesh, each passed by the key that its tree has in the dict.
 
         **Returns:**
 
@@ -240,29 +247,30 @@ class ShardPlan(eqx.Module):
         unmatched: Literal["raise", "replicate"] = "raise",
         explain: bool = False,
     ) -> NamedSharding | tuple[NamedSharding, Decision]:
-        """The sharding of a batch or an activation, for `jax.device_put`, `jax.jit` and [`shardfx.filter_jit`][].
+        """Returns the sharding of a batch or an activation, for `jax.device_put`, `jax.jit` and
+        [`shardfx.filter_jit`][].
 
-        It is what [`shardfx.constrain`][] gives to an array of this shape.
+        [`shardfx.constrain`][] gives the same sharding to an array of this shape.
 
         **Arguments:**
 
         - `names_or_spec`: logical names that the plan's `axes` resolve, one per dimension or with `...`; or a
             PartitionSpec.
-        - `shape`: the shape of the array, to which the sharding is corrected. Without it, the sharding is for arrays of
-            any shape whose sizes it divides, and dimensions beyond the end of the names are replicated. Names with
-            units, such as heads, are then sharded only if the plan's own arrays of these names can be.
+        - `shape`: the shape of the array, to which the sharding is corrected. With `None` the sharding is for arrays of
+            any shape whose sizes it divides, and dimensions beyond the end of the names are not sharded. A name with
+            units, such as attention heads, is then sharded only if the plan's own arrays with that name can be.
         - `strict`, `unmatched`: as in [`shardfx.constrain`][].
-        - `explain`: return the decision too.
+        - `explain`: return the decision as well.
 
         **Returns:**
 
-        A NamedSharding on the plan's jax Mesh, or else on an AbstractMesh. With `explain=True` a pair of it and the
-        [`shardfx.Decision`][], which holds a reason for each axis that was dropped.
+        A NamedSharding on the plan's jax Mesh if it has one, else on an AbstractMesh. With `explain=True`, a pair of
+        the sharding and the [`shardfx.Decision`][], which holds a reason for each axis that was dropped.
 
         **Raises:**
 
-        As [`shardfx.constrain`][] does; `SpecError` also where a dimension is left to the compiler (UNCONSTRAINED), for
-        which JAX has no sharding outside a compiled function, and where without a shape a unit might be cut.
+        The errors of [`shardfx.constrain`][]. `SpecError` also for a dimension that is UNCONSTRAINED, since JAX has no
+        such sharding outside a compiled function; and where, without a shape, a shard might split a unit.
 
         !!! Example
 
@@ -286,11 +294,12 @@ class ShardPlan(eqx.Module):
         return (made, found) if explain else made
 
     def replace(self, where: str, target: object) -> "ShardPlan":
-        """The plan with another sharding for some of its arrays, checked and corrected to their shapes.
+        """Returns the plan with another sharding for some of its arrays, checked and corrected to their shapes as in
+        `plan`.
 
         **Arguments:**
 
-        - `where`: the path of an array; or, if there is none, a regex that is searched in each path.
+        - `where`: the path of an array; or, if no array has that path, a regex that is searched in each path.
         - `target`: a PartitionSpec, or any other target of a rule in [`shardfx.PathRules`][].
 
         **Returns:**
@@ -300,7 +309,7 @@ class ShardPlan(eqx.Module):
         **Raises:**
 
         `UnknownPathError` if `where` matches no array; `RuleError`, `SpecError` or `UnmatchedError` if the target
-        cannot be applied, names what neither the mesh nor the rules know, or would be cut down in a strict plan.
+        cannot be applied, has a mesh axis or logical name that is unknown, or does not fit and the plan is strict.
 
         !!! Example
 
@@ -318,7 +327,7 @@ class ShardPlan(eqx.Module):
         return ShardPlan(replaced(self.content, where, target))
 
     def select(self, regex: str) -> "ShardPlan":
-        """The plan of the same tree with only the arrays whose path matches.
+        """Returns the plan of the same tree with only the arrays whose path matches.
 
         **Arguments:**
 
@@ -326,7 +335,7 @@ class ShardPlan(eqx.Module):
 
         **Returns:**
 
-        A plan with `None` in the place of all other arrays.
+        A plan whose tree has `None` at all other arrays.
 
         **Raises:**
 
@@ -341,23 +350,25 @@ class ShardPlan(eqx.Module):
         return ShardPlan(self.content.replaced(index=index))
 
     def to_json(self) -> str:
-        """The plan as JSON text: versioned, with its digest; the devices of a jax Mesh are left out."""
+        """Returns the plan as JSON text, with a format version and its digest. The devices of a jax Mesh are
+        left out.
+        """
         return self.content.to_json()
 
     @staticmethod
     def from_json(text: str, like: object = None) -> "ShardPlan":
-        """Reads what [`shardfx.ShardPlan.to_json`][] wrote.
+        """Reads a plan from the JSON that [`shardfx.ShardPlan.to_json`][] returned.
 
         **Arguments:**
 
         - `text`: the JSON.
-        - `like`: the planned tree, of arrays or ShapeDtypeStructs. Without it, dicts, lists and tuples come back as
-            they were, and nodes of other kinds, modules for example, as dicts.
+        - `like`: the planned tree, of arrays or ShapeDtypeStructs. Without it, dicts, lists and tuples keep their
+            types, and nodes of other types, such as modules, become dicts.
 
         **Returns:**
 
-        A plan that equals the one that was written. Where `like` has `None` in the place of functions that were
-        planned, or functions where there were none, it is the plan of `like`, whose digest is another.
+        A plan equal to the written one. If `like` differs from the planned tree in leaves that are not arrays (`None`
+        where the planned tree had functions, for example), it is the plan of `like`, with another digest.
 
         **Raises:**
 
@@ -374,7 +385,7 @@ class ShardPlan(eqx.Module):
         )
 
     def _repr_html_(self) -> str:
-        # What a notebook shows where a plan is the last line of a cell.
+        # A notebook shows this for a plan on the last line of a cell.
         return html_of(self.content)
 
 
@@ -391,7 +402,7 @@ def _compile(regex: str) -> re.Pattern[str]:
 
 
 def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
-    """The sharding of each leaf of a planned tree on the plan's devices, `None` at leaves that are no arrays.
+    """Returns the sharding of each leaf of a planned tree on the plan's devices; `None` for leaves that are not arrays.
 
     **Raises:**
 
@@ -408,12 +419,13 @@ def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A tree to be filled.
+    """A tree that a loader fills: a struct with a sharding for each array, and the values of the other leaves.
 
     **Arguments:**
 
-    - `arrays`: for each array its path and a struct with a sharding.
-    - `others`: the position, path and value of each leaf that is no array; of a plan, which has no values, `None`.
+    - `arrays`: per array its path, and a struct or an array that has a sharding.
+    - `others`: the position, path and value of each leaf that is not an array. The value is `None` where the target
+        comes from a plan, which holds no values.
     - `treedef`: the tree's structure.
     """
 
@@ -422,7 +434,9 @@ class Target:
     treedef: Any
 
     def filled(self, values: Sequence[object], kept: Mapping[int, object]) -> PyTree:
-        """The tree with these arrays, and at the positions of other leaves what is kept for them."""
+        """Returns the tree with `values` at its arrays, in order, and at the position of each other leaf its value in
+        `kept`, else its own.
+        """
         left = iter(values)
         others = {**{at: value for at, _, value in self.others}, **kept}
         leaves = [others[at] if at in others else next(left) for at in range(self.treedef.num_leaves)]
@@ -430,7 +444,9 @@ class Target:
 
 
 def target_of(plan: object, what: str) -> Target:
-    """What is to be filled by the function `what`: a plan's tree, or the tree itself."""
+    """Returns the tree that the function named `what` fills: the tree of a plan, or `plan` itself if it is a tree of
+    structs.
+    """
     if isinstance(plan, ShardPlan):
         content = plan.content
         leaves = content.skeleton.in_order(list(content.numbered))
@@ -441,7 +457,7 @@ def target_of(plan: object, what: str) -> Target:
     rows = list(zip(flat.paths, flat.leaves, flat.is_array, strict=True))
     arrays = [(path, leaf) for path, leaf, is_array in rows if is_array]
     others = [(at, path, leaf) for at, (path, leaf, is_array) in enumerate(rows) if not is_array]
-    # A tree without any array is none that was meant: a file's name, for one.
+    # A tree without any array is a mistake, such as a file's name.
     for path, leaf in arrays or [(path, leaf) for _, path, leaf in others]:
         if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) or leaf.sharding is None:
             raise PlanMismatchError(

@@ -1,4 +1,6 @@
-"""One array under a plan: a batch or an activation, which is no leaf of it, or a leaf with another target."""
+"""The sharding of one array under an existing plan: a batch, an activation, or a planned array that gets another
+target.
+"""
 
 import math
 import re
@@ -27,16 +29,17 @@ Policy: TypeAlias = Literal["raise", "replicate"]
 def decision_for(
     names_or_spec: Any, shape: tuple[int, ...] | None, plan: Content, mesh: MeshSpec, strict: bool, unmatched: Policy
 ) -> Decision:
-    """How an array is sharded, and every reason why not as asked.
+    """Returns the spec of a batch or an activation under a plan, with a reason for each difference from the request.
 
     **Arguments:**
 
     - `names_or_spec`: logical names that the plan's rules resolve, or a PartitionSpec.
-    - `shape`: the shape of the array; `None` for arrays of any shape that is divisible.
+    - `shape`: the shape of the array; `None` for arrays of any shape whose sizes the sharding divides.
     - `plan`: the content of the plan.
-    - `mesh`: the axes of the plan's mesh that may be used; nothing is said about the others.
+    - `mesh`: the axes of the plan's mesh that may be used. The plan's other axes are dropped without a reason.
     - `strict`: raise if there is any reason.
-    - `unmatched`: "raise" for names that no rule is about, and for axes in a spec that no mesh is known to have.
+    - `unmatched`: "raise" raises for names without a rule, and for axes in a spec that neither the mesh has nor the
+        rules declare.
     """
     if unmatched not in ("raise", "replicate"):
         raise RuleError(f'`unmatched={unmatched!r}` is no policy for an array; use "raise" or "replicate".')
@@ -54,14 +57,14 @@ def decision_for(
         units = units or (1,) * len(entries_of(spec))
         if not isinstance(names_or_spec, PartitionSpec):
             _require_whole_units(tuple(names_or_spec), spec, units, plan, mesh)
-        shape = tuple(mesh.size * unit for unit in units)  # every axis divides these sizes
+        shape = tuple(mesh.size * unit for unit in units)  # every set of mesh axes divides these sizes
         named = ()
     elif units is not None:
         units = units_at(named, shape, units, lambda name: _sizes_of(name, plan))
     found = correct(spec, shape, mesh, units=None if units is None else padded_units(units, len(shape)))
     if units is not None and named:
         _refuse_doubt(named, shape, units, found.reasons, plan)
-    # The rules of a plan may be for axes of other meshes; `plan` has seen to that. A spec is written where it is used.
+    # `plan` has checked the rules, which may name axes of other meshes. A spec is written for this mesh.
     if isinstance(names_or_spec, PartitionSpec) and unmatched == "raise":
         check_absent(found.reasons, mesh, plan.axes)
     reasons = (*asked.reasons, *found.reasons)
@@ -73,7 +76,7 @@ def decision_for(
 def _require_whole_units(
     names: tuple[object, ...], spec: PartitionSpec, units: tuple[int, ...], plan: Content, mesh: MeshSpec
 ) -> None:
-    """Raises where no shape says how many heads there are, and the plan's arrays do not say that there are enough."""
+    """Raises if, without a shape, the plan's arrays do not show that a named dimension can be sharded between units."""
     for name, entry, unit in zip(names, entries_of(spec), units, strict=False):
         axes = () if entry is UNCONSTRAINED else [axis for axis in entry_axes(entry) if axis in mesh.axis_names]
         pieces = math.prod(mesh.shape[axis] for axis in axes)
@@ -91,14 +94,16 @@ def _require_whole_units(
 
 
 def _sizes_of(name: object, plan: Content) -> list[int]:
-    """The sizes that a logical name has in the plan's arrays."""
+    """Returns the sizes of all dimensions with this logical name in the plan's arrays."""
     return [size for row in plan.rows for given, size in zip(row.names or (), row.shape, strict=False) if given == name]
 
 
 def _refuse_doubt(
     names: tuple[object, ...], shape: tuple[int, ...], units: tuple[int, ...], reasons: Iterable[Reason], plan: Content
 ) -> None:
-    """Raises where a unit leaves a dimension whole that may count units, and the plan's arrays do not tell."""
+    """Raises if a unit keeps a dimension unsharded that may count units already, and no planned array settles which it
+    is.
+    """
     for dim in [why.dim for why in reasons if why.code is Code.unit and why.dim is not None]:
         name, size, unit = names[dim], shape[dim], units[dim]
         if not isinstance(name, str) or size in _sizes_of(name, plan):
@@ -118,7 +123,7 @@ def _target_of(name: str, plan: Content) -> Any:
 
 
 def require_pinned(asked: object, spec: PartitionSpec) -> None:
-    """Raises for a dimension that is left to the compiler: only inside a compiled function there is one to choose."""
+    """Raises if a dimension of the spec is UNCONSTRAINED, since only the compiler could choose its sharding."""
     free = [dim for dim, entry in enumerate(entries_of(spec)) if entry is UNCONSTRAINED]
     if free:
         raise SpecError(
@@ -129,7 +134,7 @@ def require_pinned(asked: object, spec: PartitionSpec) -> None:
 
 
 def check_absent(reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | None) -> None:
-    """Raises if what was written by hand names a mesh axis that neither the mesh nor the plan's rules know."""
+    """Raises if a spec names a mesh axis that neither the mesh has nor the plan's rules declare."""
     declared = () if axes is None else axes.axes
     for axis in (axis for why in reasons if why.code is Code.absent for axis in why.axes):
         if axis not in declared:
@@ -172,7 +177,9 @@ _LENGTH_FIX = (
 
 
 def _without_shape(names: tuple[object, ...]) -> tuple[Any, ...]:
-    """Names for arrays of any rank: dimensions beyond their end are whole, so `...` may stand there."""
+    """Returns the names without a `...` at their end, since for arrays of any rank later dimensions are not sharded
+    anyway.
+    """
     kept = names[:-1] if names and names[-1] is ... else names
     if any(name is ... for name in kept):
         raise SpecError(f"which dimensions `...` stands for in {names} depends on the rank; pass `shape=`.")
@@ -187,7 +194,7 @@ _BY_HAND = "replaced by hand"
 
 
 def replaced(content: Content, where: str, target: object) -> Content:
-    """See `shardfx.ShardPlan.replace`."""
+    """Returns the content of a plan with another target for some arrays; see `shardfx.ShardPlan.replace`."""
     ((_, checked),) = PathRules([(re.escape(where), target)]).rules
     is_array = [number >= 0 for number in content.index]
     paths = content.skeleton.paths
@@ -206,9 +213,9 @@ def replaced(content: Content, where: str, target: object) -> Content:
 def _row(content: Content, path: str, row: Row, target: object) -> Row:
     mesh = content.mesh
     request = asked_by_target(target, path, row, _BY_HAND, content.axes, content.mode)
-    if request.units is None and request.names is None:  # what may not be cut apart is so by any spec
+    if request.units is None and request.names is None:  # units stay indivisible under another spec
         request = request._replace(units=row.units)
-    whole = {dim for step in row.strategies for dim in step.skip}  # and what is whole is so by any strategy
+    whole = {dim for step in row.strategies for dim in step.skip}  # skipped dimensions stay so for other strategies
     request = request._replace(strategies=skipping(request.strategies, whole))
     if request.names is not None and content.axes is not None:
         check_known(request.names, content.axes)

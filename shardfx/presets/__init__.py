@@ -1,7 +1,7 @@
-"""Ready-made values: the rules of T5X and eformer, rules for models under Hugging Face's names, `models`, and `maps`.
+"""Ready-made sharding rules (T5X, eformer, Hugging Face models), model shapes (`models`) and layout maps (`maps`).
 
-It may import the rules, the maps between trees and the ground values. It never plans: a preset is a value, to be
-given to `plan`, `load`, `save` or `reshard`.
+It may import `_rules`, `_convert` and `_ground`. It never plans: a preset is a value that a user passes to `plan`,
+`load`, `save` or `reshard`.
 """
 
 from . import layouts as layouts, maps as maps, models as models, tokens as tokens

@@ -1,4 +1,4 @@
-"""The logical axis rules of other libraries as values: eformer's `PartitionAxis`, and T5X's standard rules.
+"""Rules from logical axes to mesh axes of other libraries: eformer's `PartitionAxis`, and T5X's standard rules.
 
 The tokens of `shardfx.presets.eformer` are in `shardfx.presets.tokens`, its layouts in `shardfx.presets.layouts`.
 """
@@ -52,25 +52,25 @@ def eformer(
     decode_attention_dim_axis: Field = None,
     decode_attention_kv_dim_axis: Field = None,
 ) -> AxisRules:
-    """AxisRules equivalent to eformer's `PartitionAxis(...)`. Its semantic tokens are the logical names.
+    """Returns AxisRules equivalent to eformer's `PartitionAxis(...)`; its semantic tokens are the logical names.
 
-    Where several dimensions want one mesh axis, the token that stands first in `TOKENS` gets it. The modes are
-    "train", "prefill", "decode" and "insert"; the last two are eformer's generation modes.
+    If rules map several dimensions of an array to one mesh axis, the token that is first in `TOKENS` gets it. The modes
+    are "train", "prefill", "decode" and "insert"; the last two are eformer's generation modes.
 
     **Arguments:**
 
     - `data_parallel_axis`, `fully_sharded_data_parallel_axis`, `tensor_parallel_axis`,
         `sequence_parallel_axis`, `expert_parallel_axis`: the names of the mesh axes.
-    - `decode_batch_axis` and the six others that begin with `decode_`: mesh axes in the generation modes.
-        `None`, the default of the query sequence and of the two attention dims, replicates; where the others
-        are not given, they are those of the field without `decode_`.
-    - The other fields: mesh axes of a logical axis: a name, a tuple of names, or `None` for replicated. Where
-        not given, the default of eformer: batch over fsdp and dp, sequences over sp, heads, embedding, mlp and
-        vocabulary over tp, experts over ep.
+    - `decode_batch_axis` and the six other arguments that begin with `decode_`: mesh axes in the generation modes.
+        `None` replicates; it is the default of the query sequence and of the two attention dims. The default of the
+        others is the value of the argument without `decode_`.
+    - The other arguments: the mesh axes of a logical axis: a name, a tuple of names, or `None` for replicated. The
+        defaults are eformer's: batch over fsdp and dp, sequences over sp, heads, embedding, mlp and vocabulary over
+        tp, experts over ep.
 
     **Returns:**
 
-    AxisRules. `extend`, `prepend`, `with_alias` and `without` take the place of eformer's registry.
+    AxisRules. Use `extend`, `prepend`, `with_alias` and `without` instead of eformer's registry.
 
     !!! Example
 
@@ -87,7 +87,7 @@ def eformer(
         ```
     """
     given: dict[str, Field] = {**locals()}
-    # One mesh axis may play both parts.
+    # One mesh axis may serve as both fsdp and dp.
     usual: dict[str, Axes] = {
         "batch_axis": tuple(dict.fromkeys((fully_sharded_data_parallel_axis, data_parallel_axis))),
         **dict.fromkeys(("sequence_axis", "query_sequence_axis", "key_sequence_axis"), sequence_parallel_axis),
@@ -105,12 +105,14 @@ def eformer(
     decode = _generation_rules(rules, generation)
     modes = {tokens.MODE_TRAIN: (), tokens.MODE_PREFILL: (), tokens.MODE_DECODE: decode, tokens.MODE_INSERT: decode}
     made = AxisRules(rules, modes=modes)
-    # A mesh has some of the five axes; eformer passes over those that it lacks.
+    # A mesh may lack some of the five axes. eformer ignores these, so they are declared here.
     return made.extend(axes=[axis for _, axis in axes_in(made)])
 
 
 def _generation_rules(rules: dict[str, Axes], generation: dict[str, Axes]) -> list[tuple[str, Axes]]:
-    """The rules of a mode in which `generation` replaces the targets of some tokens in `rules`."""
+    """Returns the rules of a mode in which the entries of `generation` replace the entries of `rules` for the same
+    tokens.
+    """
     changed = {token: target for token, target in generation.items() if target != rules[token]}
     order = list(rules)
     last = max((order.index(token) for token, target in changed.items() if target is not None), default=0)
@@ -120,34 +122,34 @@ def _generation_rules(rules: dict[str, Axes], generation: dict[str, Axes]) -> li
             # `None` ends the search: the base rule of the token is no fallback in this mode.
             found += dict.fromkeys([(token, changed[token]), (token, None)])
         elif place < last:
-            # The rules of a mode come first, so tokens that have priority over a changed one are said again.
+            # The rules of a mode come before the base rules, so tokens with priority over a changed one are repeated.
             found.append((token, rules[token]))
     return found
 
 
 _SHARDED = (("vocab", "model"), ("mlp", "model"), ("heads", "model"), ("kv", None), ("joined_kv", "model"))
 _REPLICATED = ("relpos_buckets", "abspos_buckets", "length", "layers", "stack", "mlp_activations")
-# What `embed` may use, by how many dimensions of activations and of parameters are sharded.
+# The mesh axes of `embed`, by how many dimensions of activations and of parameters are sharded.
 _EMBED = {(1, 1): (None,), (2, 1): ("model",), (1, 2): ("data",), (2, 2): ("model", "data")}
 
 
 def t5x(activation_dims: int = 1, parameter_dims: int = 1, additional_rules: RulesLike | AxisRules = ()) -> AxisRules:
-    """The rules of `t5x.partitioning.standard_logical_axis_rules`, for mesh axes "data" and "model".
+    """Returns the rules of `t5x.partitioning.standard_logical_axis_rules`, for mesh axes "data" and "model".
 
     **Arguments:**
 
-    - `activation_dims`: 1 shards activations by batch alone, 2 by `embed` too.
-    - `parameter_dims`: 1 shards parameters over "model", 2 over "data" too, as FSDP and ZeRO-3 do.
-    - `additional_rules`: pairs, or AxisRules, that come last. Standard rules have priority over them; use
-        `.prepend(...)` on the result to override one.
+    - `activation_dims`: 1 shards activations along batch only, 2 also along `embed`.
+    - `parameter_dims`: 1 shards parameters over "model", 2 also over "data", as FSDP and ZeRO-3 do.
+    - `additional_rules`: pairs, or AxisRules, that come last. The standard rules have priority over them; use
+        `.prepend(...)` on the result to override a standard rule.
 
     **Returns:**
 
-    AxisRules, with 13 rules (14 for 2 and 2) and the additional ones.
+    AxisRules: 13 standard rules (14 if both arguments are 2), then the additional ones.
 
     **Raises:**
 
-    `RuleError` for other numbers of dimensions.
+    `RuleError` if `activation_dims` or `parameter_dims` is neither 1 nor 2.
 
     !!! Example
 
@@ -167,7 +169,7 @@ def t5x(activation_dims: int = 1, parameter_dims: int = 1, additional_rules: Rul
             "two dimensions of each; use 1 or 2."
         )
     embed = [("embed", target) for target in _EMBED[activation_dims, parameter_dims]]
-    # T5X puts a replicated `embed` behind `vocab`. The place cannot matter, but the lists stay the same.
+    # T5X puts a replicated `embed` after `vocab`. The position has no effect, but the list is the same as T5X's.
     rest = [_SHARDED[0], *embed, *_SHARDED[1:]] if embed == [("embed", None)] else [*_SHARDED, *embed]
     added = additional_rules if isinstance(additional_rules, AxisRules) else AxisRules(additional_rules)
     standard = AxisRules([("batch", "data"), *rest, *((name, None) for name in _REPLICATED)], axes=("data", "model"))

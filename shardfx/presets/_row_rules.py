@@ -1,4 +1,6 @@
-"""Path rules from the rows of a model family: the mesh axis of each dimension follows from the dimension's name."""
+"""Builds path rules from the rows of a model family. The axis names of a row say over which mesh axis each dimension is
+sharded.
+"""
 
 import math
 import re
@@ -16,43 +18,45 @@ from .maps._places import Place, places_of
 Axes = str | tuple[str, ...]
 Target = Atomic | Strategy | Replicate | P
 Rules = list[tuple[str, Target]]
-# The sizes of axes.
+# From the name of an axis to its size.
 Sizes = Mapping[str, Any]
 
-# The projections into heads, up and gate are cut by rows, the ones back by columns; `fsdp` cuts the other dimension.
+# The names of axes, by the mesh axis over which their dimension is sharded: `_ACROSS` (heads, hidden units, vocabulary)
+# over `tensor`, `_ALONG` over `fsdp`, `_WHOLE` over none.
 _ACROSS = (
     *("vocab", "heads", "kv_heads", "hidden", "both_hidden", "shared_hidden", "pooled"),
     *("linear_key_heads", "linear_value_heads", "vision_heads", "vision_hidden", "vision_out_units"),
 )
 _ALONG = ("embed", "two_embeds", "vision_embed", "adapted", "adapter_out")
-# Compressed queries, keys and values belong to no head.
+# The compressed queries, keys and values of latent attention, which belong to no head.
 _LATENT = ("latent", "query_latent")
 _WHOLE = ("experts", "dim", "latent_and_rope", "buckets", "one", "ahead_embed")
-# What divides an array of one dimension as it divides the matrix beside it.
+# Axes over which a bias of one dimension is sharded like its matrix.
 _ALONE = ("heads", "kv_heads", "vision_heads", "vision_hidden")
 
 
 def rows_for_rules(family: str, form: Form) -> Rows:
-    """All rows that models of a family may have, and the further arrays in their checkpoints."""
+    """Returns all rows that models of a family may have, including arrays that only their checkpoints hold."""
     every = {**form, "qk_norm": True, "four_norms": True, "tied": False, "dense_layers": 1, "score_bias": True}
     rows = {path: entry for lora in (0, 1) for path, entry in rows_of(family, {**every, "q_lora": lora}).items()}
     rows |= sight_of(family) | beside(family)
     if family != "deepseek":
         return rows
-    # The fp8 checkpoint has beside each weight one scale per block of 128 x 128, under the same name.
+    # The fp8 checkpoint has, for each weight, an array of scales per block of 128 x 128. Its name has a suffix.
     return {path.replace(".weight", ".weight(_scale_inv)?"): entry for path, entry in rows.items()}
 
 
 def rules_of(
     rows: Rows, sizes: Sizes, fsdp: Axes, tensor: Axes, *, expert: Axes = (), others: Sequence[str] = ()
 ) -> Rules:
-    """The path rules for these rows: one rule for all rows that are sharded alike.
+    """Returns path rules for the rows of a family: one rule for all rows that get the same target.
 
     **Arguments:**
 
-    - `sizes`: the sizes of minor axes in fused dimensions, which must not be divided.
-    - `fsdp`, `tensor`, `expert`: the mesh axes; `expert` cuts the dimension of experts of stacked ones.
-    - `others`: paths of which no rule may find one.
+    - `rows`: the lines of the weights by path, as in `families.txt`.
+    - `sizes`: the sizes of the inner axes of a dimension such as `(heads dim)`, which no shard may split.
+    - `fsdp`, `tensor`, `expert`: the mesh axes; stacked experts are sharded over `expert` along their first dimension.
+    - `others`: paths that no rule may match.
     """
     over = dict.fromkeys(_ACROSS, tensor) | dict.fromkeys(_ALONG, fsdp) | dict.fromkeys(_WHOLE)
     cut: dict[Target, list[str]] = {}
@@ -69,10 +73,10 @@ def rules_of(
 
 def _target(place: Place, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: Axes) -> Target:
     first = [group[0] for group in place.dims]
-    # Latents are cut where nothing else is.
+    # Latent axes are sharded over `fsdp` only if no other dimension is.
     over = {**over, **dict.fromkeys(_LATENT, None if "embed" in first else fsdp)}
     if not set(first) <= over.keys() or len(first) == 1 and first[0] not in _ALONE:
-        # Norms, biases and small tables, which no matrix product divides.
+        # Norms, biases and small tables.
         return fsdp_strategy(fsdp) if fsdp else replicate
     units = tuple(math.prod(sizes[axis] for axis in group[1:]) for group in place.dims)
     spec = P(*[over[axis] for axis in first])
@@ -80,7 +84,8 @@ def _target(place: Place, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: A
 
 
 def _end(path: str, others: Sequence[str]) -> str:
-    """A regex for the shortest suffix of a path that no other path has. If possible, its numbers match any number.
+    """Returns a regex for the shortest suffix of a path that no other path has. If possible, it matches any layer
+    number.
 
     "." stands for any character, so that it matches the names of a checkpoint ("model.layers.0.mlp.up_proj.weight")
     and the paths of a nested tree ("model/layers/0/mlp/up_proj/weight").
@@ -95,7 +100,7 @@ def _end(path: str, others: Sequence[str]) -> str:
 
 
 def _regex(ends: Sequence[str]) -> str:
-    """A regex for these suffixes of paths. "norm.weight" also matches "layernorm.weight"."""
+    """Returns one regex for several path suffixes; "norm.weight" also matches "layernorm.weight"."""
     short = [end for end in dict.fromkeys(ends) if not any(end != one and end.endswith(one) for one in ends)]
     heads, _, lasts = zip(*[end.rpartition(".") for end in short], strict=True)
     if len(short) == 1:

@@ -1,8 +1,9 @@
-"""Path rules for models under their Hugging Face names, weights in torch's layout: `[out, in]`.
+"""Path rules for models under their Hugging Face names, with weights in torch's layout, `[out, in]`.
 
-Each function takes the names of the mesh axes, so that the rules fit any mesh; an axis that the mesh lacks is left
-out with a reason. The projections into heads, up and gate are cut by rows, the ones back by columns. `fsdp` cuts
-the other dimension. Fused heads are only cut between heads.
+Each function takes the names of the mesh axes, so that the rules fit any mesh. An axis that the mesh lacks is dropped
+with a reason. The query, key, value, up and gate projections are sharded over `tensor` along their rows (outputs), the
+projections back to the model width along their columns (inputs). The other dimension is sharded over `fsdp`. A
+dimension that holds several heads is sharded only between heads.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +15,11 @@ from ._row_rules import Axes, rows_for_rules, rules_of
 
 
 def llama(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for Llama 2 and 3, and for other models whose parameters have the same names.
+    """Returns rules for Llama 2 and 3, and for other models whose parameters have the same names.
 
     **Arguments:**
 
-    - `head_dim`: the number of elements of one attention head.
+    - `head_dim`: the number of elements in one attention head.
     - `fsdp`, `tensor`: the mesh axes to use.
 
     **Returns:**
@@ -44,7 +45,7 @@ def llama(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
 
 def mistral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for Mistral's dense models; arguments as for `llama`.
+    """Returns rules for Mistral's dense models; arguments as for `llama`.
 
     !!! Example
 
@@ -65,7 +66,7 @@ def mistral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
 
 
 def mixtral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for Mixtral 8x7B and 8x22B; arguments as for `llama`.
+    """Returns rules for Mixtral 8x7B and 8x22B; arguments as for `llama`.
 
     !!! Example
 
@@ -86,7 +87,7 @@ def mixtral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
 
 
 def qwen2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for Qwen2 and Qwen2.5, whose query, key and value have biases; arguments as for `llama`.
+    """Returns rules for Qwen2 and Qwen2.5, whose query, key and value have biases; arguments as for `llama`.
 
     !!! Example
 
@@ -107,7 +108,7 @@ def qwen2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
 
 def qwen3(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for the dense Qwen3 models; arguments as for `llama`.
+    """Returns rules for the dense Qwen3 models; arguments as for `llama`.
 
     !!! Example
 
@@ -128,7 +129,7 @@ def qwen3(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
 
 def qwen3_moe(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for the Qwen3 models with a mixture of experts; arguments as for `llama`.
+    """Returns rules for the Qwen3 models with a mixture of experts; arguments as for `llama`.
 
     !!! Example
 
@@ -149,7 +150,7 @@ def qwen3_moe(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tenso
 
 
 def gemma(*, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for the text models of Gemma, Gemma 2 and Gemma 3; arguments as for `llama`.
+    """Returns rules for the text models of Gemma, Gemma 2 and Gemma 3; arguments as for `llama`.
 
     Gemma 2 27B and Gemma 3 27B have heads of 128.
 
@@ -172,7 +173,7 @@ def gemma(*, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
 
 def starcoder2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for StarCoder2; arguments as for `llama`.
+    """Returns rules for StarCoder2; arguments as for `llama`.
 
     !!! Example
 
@@ -200,16 +201,18 @@ def deepseek_v3(
     fsdp: Axes = "fsdp",
     tensor: Axes = "tensor",
 ) -> PathRules:
-    """Rules for DeepSeek-V3 and R1, with the block scales of the fp8 checkpoint and the layer that predicts ahead.
+    """Returns rules for DeepSeek-V3 and R1, with the block scales of the fp8 checkpoint and the multi-token prediction
+    layer.
 
     **Arguments:**
 
-    - `qk_nope_head_dim`, `qk_rope_head_dim`, `v_head_dim`: the numbers of elements of a head in each part.
+    - `qk_nope_head_dim`, `qk_rope_head_dim`, `v_head_dim`: the elements of a head: of its query and key without and
+        with rotary positions, and of its value, as in the model's config.json.
     - `fsdp`, `tensor`: the mesh axes to use.
 
     **Returns:**
 
-    [`shardfx.PathRules`][]. The compressed queries, keys and values belong to no head, and are cut by `fsdp` alone.
+    [`shardfx.PathRules`][]. The compressed queries, keys and values belong to no head and are sharded only over `fsdp`.
 
     !!! Example
 
@@ -231,10 +234,10 @@ def deepseek_v3(
 
 
 def gpt2(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for GPT-2, whose Conv1D weights are `[in, out]`; arguments as for `llama`.
+    """Returns rules for GPT-2, whose Conv1D weights are `[in, out]`; arguments as for `llama`.
 
-    Query, key and value lie side by side in `c_attn`. They are cut between heads, but one device's part mixes
-    heads of the three: split `c_attn` in three to give each device the query, key and value of the same heads.
+    `c_attn` holds query, key and value, concatenated. It is sharded between heads, but a shard does not hold the query,
+    key and value of the same heads. For that, split `c_attn` into three arrays.
 
     !!! Example
 
@@ -255,7 +258,8 @@ def gpt2(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
 
 
 def bert(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for BERT and for sentence encoders of its form, as MiniLM (heads of 32); arguments as for `llama`.
+    """Returns rules for BERT and for sentence encoders with the same names, such as MiniLM (heads of 32); arguments as
+    for `llama`.
 
     !!! Example
 
@@ -276,7 +280,7 @@ def bert(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
 
 
 def t5(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> PathRules:
-    """Rules for T5 and T5 v1.1; arguments as for `llama`.
+    """Returns rules for T5 and T5 v1.1; arguments as for `llama`.
 
     !!! Example
 
@@ -301,7 +305,9 @@ PRESETS: Final[Mapping[str, Callable[..., PathRules]]] = MappingProxyType({one._
 
 
 def _preset(family: str, sizes: Mapping[str, int], fsdp: Axes, tensor: Axes) -> PathRules:
-    """The rules of a family, all of them optional, since a model may lack some parts and a mesh some axes."""
+    """Returns path rules for a family. Each rule is optional: a model need not have its arrays, nor the mesh
+    its axes.
+    """
     rows = rows_for_rules(family, {"qkv_bias": family == "qwen2"})
     rules = [(regex, optional(target)) for regex, target in rules_of(rows, sizes, fsdp, tensor)]
     axes = [(one,) if isinstance(one, str) else one for one in (fsdp, tensor)]

@@ -1,4 +1,6 @@
-"""eformer's `DynamicShardingAxes` as data: the logical names of kinds of arrays, and the mode that a shape implies."""
+"""eformer's `DynamicShardingAxes` as data: the logical names of each kind of array, and the mode that its shape
+implies.
+"""
 
 import dataclasses
 from typing import Final
@@ -14,7 +16,7 @@ class Layout:
     **Arguments:**
 
     - `axes`: one entry per dimension, as [`shardfx.resolve`][] takes them.
-    - `mode_dim`: the dimension that [`shardfx.presets.infer_mode`][] looks at, or `None` for "train".
+    - `mode_dim`: the dimension that [`shardfx.presets.infer_mode`][] reads; `None` if the mode is always "train".
 
     !!! Example
 
@@ -35,12 +37,13 @@ class Layout:
 
 
 def infer_mode(shape: tuple[int, ...] | None, dim: int | None) -> str:
-    """The mode of an array, from its shape: "decode" if dimension `dim` has size 1, else "train".
+    """Returns the mode of an array from its shape: "decode" if dimension `dim` has size 1, else "train".
 
     **Arguments:**
 
-    - `shape`: the array's shape; it may be `None` where `dim` is.
-    - `dim`: `mode_dim` of a [`shardfx.presets.Layout`][]. Negative ones count from the end; `None` is "train".
+    - `shape`: the array's shape; it may be `None` if `dim` is `None`.
+    - `dim`: the `mode_dim` of a [`shardfx.presets.Layout`][]. Negative numbers count from the end. `None` gives
+        "train".
 
     **Returns:**
 
@@ -48,7 +51,7 @@ def infer_mode(shape: tuple[int, ...] | None, dim: int | None) -> str:
 
     **Raises:**
 
-    `RuleError` without a shape or where `dim` is a bool, `SpecError` if the shape has no such dimension.
+    `RuleError` if `shape` is missing or `dim` is a bool; `SpecError` if the shape has no such dimension.
 
     !!! Example
 
@@ -75,7 +78,7 @@ def infer_mode(shape: tuple[int, ...] | None, dim: int | None) -> str:
     return tokens.MODE_DECODE if shape[dim] == 1 else tokens.MODE_TRAIN
 
 
-# eformer's DynamicShardingAxes under their own names.
+# eformer's subclasses of DynamicShardingAxes, under eformer's names.
 HiddenStateSharding: Final = Layout((tokens.BATCH, tokens.QUERY_LENGTH, tokens.EMBED), mode_dim=1)
 AttnQSharding: Final = Layout((tokens.BATCH, tokens.QUERY_LENGTH, tokens.HEAD, tokens.HEAD_DIM), mode_dim=1)
 AttnKVSharding: Final = Layout((tokens.BATCH, tokens.KV_LENGTH, tokens.KV_HEAD, tokens.KV_HEAD_DIM), mode_dim=1)

@@ -1,9 +1,9 @@
-"""eformer's semantic tokens and modes, as ordinary logical names and modes."""
+"""eformer's semantic tokens and modes, as the logical names and modes of AxisRules."""
 
 from typing import Final
 
 
-# The semantic tokens are ordinary logical names. EMPTY is no name: a dimension that nothing shards is `None`.
+# The semantic tokens are ordinary logical names. EMPTY is `None`, the entry of a dimension that is not sharded.
 EMPTY: Final = None
 BATCH: Final = "__BATCH__"
 LENGTH: Final = "__LENGTH__"
@@ -34,7 +34,7 @@ MODE_DECODE: Final = "decode"
 MODE_INSERT: Final = "insert"
 GENERATION_MODES: Final = (MODE_DECODE, MODE_INSERT)
 
-# Which field of PartitionAxis each token stands for; `with_alias(name, TOKENS["head_axis"])` follows a field.
+# The token of each field of eformer's PartitionAxis. `with_alias(name, TOKENS["head_axis"])` gives `name` its rule.
 TOKENS: Final = {
     "batch_axis": BATCH,
     "sequence_axis": LENGTH,

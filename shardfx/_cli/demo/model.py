@@ -1,4 +1,4 @@
-"""A small decoder-only transformer over bytes. Its only statements about sharding are names on fields and
+"""A small decoder-only transformer over bytes. It declares its sharding only through logical names, of fields and
 activations.
 """
 
@@ -21,7 +21,8 @@ KV_HEADS = 2
 HEAD_DIM = 16
 HIDDEN = 384
 
-# Parameters are stored cut over fsdp, and computed with cut over tensor. The units keep heads whole.
+# Parameters are stored sharded over fsdp and tensor, and gathered over fsdp to compute. Units keep heads from being
+# split.
 AXIS_RULES = AxisRules(
     [
         ("batch", ("data", "fsdp")),
@@ -90,7 +91,7 @@ class SwiGLU(eqx.Module):
 
 
 class RMSNorm(eqx.Module):
-    """Divides by the root mean square over the last dimension, and scales."""
+    """Divides by the root mean square over the last dimension, and multiplies by learned scales."""
 
     scale: Float[Array, "*layers embed"] = field(names=("norm",))
 
@@ -102,7 +103,7 @@ class RMSNorm(eqx.Module):
 
 
 class Layer(eqx.Module):
-    """Attention, then feed-forward; each behind a norm and beside a residual."""
+    """A transformer layer: attention, then feed-forward, each with a norm before it and a residual connection."""
 
     attention_norm: RMSNorm
     attention: Attention
@@ -120,10 +121,10 @@ class Layer(eqx.Module):
 
 
 class Transformer(eqx.Module):
-    """Bytes in, logits of the next byte out."""
+    """A language model that maps bytes to logits of the next byte."""
 
     embedding: Float[Array, "vocab embed"] = field(names=("vocab", "embed"))
-    # One Layer whose arrays have a leading dimension that counts the layers, so that one `scan` body serves all.
+    # One Layer whose arrays have a leading dimension over layers, so that `scan` can run over it.
     layers: Layer = field(stacked=("layers",))
     norm: RMSNorm = field()
     unembedding: Float[Array, "embed vocab"] = field(names=("embed", "vocab"))
@@ -138,16 +139,14 @@ class Transformer(eqx.Module):
     def __call__(
         self, tokens: Int[Array, "batch sequence"], plan: ShardPlan | None = None
     ) -> Float[Array, "batch sequence vocab"]:
-        """**Arguments:**
+        """Returns, for every position, the logits of the byte that follows it.
+
+        **Arguments:**
 
         - `tokens`: byte values.
-        - `plan`: the plan whose mesh and rules shard the activations; without one, no sharding is set.
-
-        **Returns:**
-
-        For every position the logits of the byte that follows it.
+        - `plan`: the plan whose mesh and rules shard the activations; with `None` they are not constrained.
         """
-        # With 256 bytes a product with one-hot rows is as cheap as a lookup, and it shards like any other product.
+        # With 256 byte values, a product with one-hot rows is as cheap as a lookup, and shards like any matrix product.
         rows = _constrain(jax.nn.one_hot(tokens, VOCAB), _ROWS, plan)
         x = _project(rows, self.embedding, (None, None), _ROWS, plan)
         x, _ = jax.lax.scan(lambda x, layer: (layer(x, plan), None), x, self.layers)
@@ -155,18 +154,22 @@ class Transformer(eqx.Module):
 
 
 def loss(model: Transformer, text: Int[Array, "batch length"], plan: ShardPlan | None = None) -> Float[Array, ""]:
-    """The mean cross-entropy, in nats per byte, of each byte of `text` after the first, given those before it."""
+    """Returns the mean cross-entropy, in nats per byte, of each byte of `text` after the first, given the bytes before
+    it.
+    """
     logits = model(text[:, :-1], plan)
     targets = _constrain(jax.nn.one_hot(text[:, 1:], VOCAB), ("batch", "sequence", "vocab"), plan)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * targets, axis=-1))
 
 
 def _project(x, weight, weight_names: tuple, names: tuple, plan: ShardPlan | None) -> Float[Array, "b s d"]:
-    """`x @ weight`, with the weight first gathered to `weight_names`, and the product sharded by `names`."""
+    """Returns `x @ weight`, with the weight constrained to `weight_names` first (so gathered over fsdp) and the product
+    to `names`.
+    """
     weight = _constrain(weight, weight_names, plan)
     if plan is None or AxisType.Explicit not in plan.mesh.axis_types:
         return _constrain(_einsum("bsd,de->bse", x, weight), names, plan)
-    # Under Explicit axes a contraction over a sharded dimension must be told where its result goes.
+    # Under Explicit axes, a contraction over a sharded dimension needs the sharding of its result.
     shape, units = (*x.shape[:-1], weight.shape[-1]), dict(AXIS_RULES.units)
     spec = correct(
         resolve(names, AXIS_RULES).spec, shape, plan.mesh, units=tuple(units.get(name, 1) for name in names)
@@ -175,7 +178,9 @@ def _project(x, weight, weight_names: tuple, names: tuple, plan: ShardPlan | Non
 
 
 def _per_query_head(x: Float[Array, "b s kv_heads d"], plan: ShardPlan | None) -> Float[Array, "b s heads d"]:
-    """Each key or value head repeated for every query head that it serves, sharded as the query heads are."""
+    """Returns the key or value heads, each repeated for every query head that uses it, and sharded like the query
+    heads.
+    """
     batch, length, *_ = x.shape
     group = jnp.broadcast_to(x[:, :, :, None], (batch, length, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM))
     fused = _constrain(group.reshape(batch, length, HEADS * HEAD_DIM), ("batch", "sequence", "heads"), plan)
@@ -187,7 +192,7 @@ def _constrain(x: Array, names: tuple, plan: ShardPlan | None) -> Array:
 
 
 def _einsum(equation: str, *operands: Array, **kwargs) -> Array:
-    # Left to themselves, accelerators round the factors, and how depends on the shard.
+    # At default precision, accelerators round the factors, and the rounding depends on the shard.
     return jnp.einsum(equation, *operands, precision=jax.lax.Precision.HIGHEST, **kwargs)
 
 
@@ -196,7 +201,9 @@ def _causal(length: int) -> Bool[Array, "length length"]:
 
 
 def _rotate(x: Float[Array, "b s *heads d"]) -> Float[Array, "b s *heads d"]:
-    """Rotates the two halves of each head as planes, by angles that grow with the position."""
+    """Applies rotary positions: rotates pairs of elements, one from each half of a head, by angles that grow with the
+    position.
+    """
     frequencies = 10_000 ** (-jnp.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
     angles = jnp.arange(x.shape[1])[:, None] * frequencies
     angles = angles.reshape(x.shape[1], *[1] * (x.ndim - 3), HEAD_DIM // 2)

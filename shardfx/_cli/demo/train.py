@@ -1,4 +1,4 @@
-"""Trains the demo's model under a plan, then on one device without one, and compares the losses."""
+"""Trains the demo's model under a plan, then on one device without a plan, prints both losses and compares them."""
 
 import dataclasses
 import pathlib
@@ -22,11 +22,11 @@ from .model import AXIS_RULES, KV_HEADS, Transformer, loss
 
 
 def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
-    """The standard library's own source files in order of their paths, as one array of bytes.
+    """Returns the standard library's own source files, in order of their paths, as one array of bytes.
 
     **Arguments:**
 
-    - `max_bytes`: the number of bytes to stop at.
+    - `max_bytes`: the maximum number of bytes.
 
     **Returns:**
 
@@ -56,19 +56,19 @@ def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
 def batch(
     text: UInt8[np.ndarray, " bytes"], step: int, *, size: int, length: int, seed: int
 ) -> Int[np.ndarray, "size length"]:
-    """`size` windows of `length` bytes of `text`, at random positions that depend on `seed` and `step` only."""
+    """Returns `size` random windows of `length` bytes of `text`; they depend only on `seed` and `step`."""
     starts = np.random.default_rng((seed, step)).integers(0, text.size - length, size=size)
     return text[starts[:, None] + np.arange(length)].astype(np.int32)
 
 
-# Sums of float32 in another order differ in the last bits, and training carries that on. Over the default 100
-# steps the losses were seen to differ by 5e-6.
+# The allowed difference of losses, in nats. Float32 sums in another order differ in the last bits, and training
+# amplifies this. Over the default 100 steps the losses were seen to differ by 5e-6.
 TOLERANCE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The size and length of a training run."""
+    """The settings of a training run: its length, its batches, its learning rate and its seed."""
 
     steps: int = 100
     batch_size: int = 16
@@ -79,7 +79,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class DemoPlans:
-    """The plans of everything that a training step takes."""
+    """The plans of all arguments of a training step: model, optimizer state and batch."""
 
     model: ShardPlan
     optimizer: ShardPlan
@@ -87,7 +87,9 @@ class DemoPlans:
 
 
 def default_mesh(device_count: int, axis_types: AxisType = AxisType.Auto) -> MeshSpec:
-    """A mesh data x fsdp x tensor: tensor and fsdp of two devices if the number is even, data for the rest."""
+    """Returns a mesh data x fsdp x tensor: tensor and fsdp of size 2 if the number of devices allows it, data for the
+    rest.
+    """
     tensor = KV_HEADS if device_count % KV_HEADS == 0 else 1
     fsdp = 2 if device_count % (2 * tensor) == 0 else 1
     sizes = {"data": device_count // (fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
@@ -95,13 +97,13 @@ def default_mesh(device_count: int, axis_types: AxisType = AxisType.Auto) -> Mes
 
 
 def make_optimizer(run: Run) -> optax.GradientTransformation:
-    """AdamW with gradient clipping by norm, a warm-up and a cosine decay."""
+    """Returns AdamW with clipping of the gradient's norm, a warm-up and a cosine decay."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, run.learning_rate, max(run.steps // 10, 1), run.steps + 1)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
 
 
 def make_plans(mesh: Any, run: Run) -> DemoPlans:
-    """The plans, from shapes alone. `mesh` may be a MeshSpec, or a Mesh if arrays are to follow."""
+    """Plans model, optimizer state and batch from shapes alone. `mesh` may be a MeshSpec, or a Mesh to place arrays."""
     model = plan(eqx.filter_eval_shape(lambda: Transformer(key=jax.random.key(0))), mesh, axes=AXIS_RULES)
     text = jax.ShapeDtypeStruct((run.batch_size, run.length + 1), jnp.int32)
     return DemoPlans(
@@ -112,7 +114,7 @@ def make_plans(mesh: Any, run: Run) -> DemoPlans:
 
 
 def make_step(optimizer: optax.GradientTransformation, model_plan: ShardPlan | None) -> Callable:
-    """One training step. If there is a plan, it shards the activations."""
+    """Returns the function of one training step; `model_plan` constrains the activations, `None` leaves them free."""
 
     def train_step(
         model: Transformer, state: optax.OptState, text: Int[Array, "batch length"]
@@ -125,7 +127,7 @@ def make_step(optimizer: optax.GradientTransformation, model_plan: ShardPlan | N
 
 
 def start_sharded(plans: DemoPlans, run: Run) -> tuple[Any, Transformer, optax.OptState]:
-    """The jitted step, and model and optimizer state, each array created in the shards of its plan."""
+    """Returns the jitted step, the model and the optimizer state, with each array created in the shards of its plan."""
     optimizer = make_optimizer(run)
     init = filter_jit(lambda key: Transformer(key=key), out_shardings=plans.model)
     init_state = filter_jit(
@@ -142,7 +144,7 @@ def start_sharded(plans: DemoPlans, run: Run) -> tuple[Any, Transformer, optax.O
 
 
 def start_unsharded(run: Run) -> tuple[Callable, Transformer, optax.OptState]:
-    """The same with Equinox alone, on JAX's first device."""
+    """Returns the jitted step, the model and the optimizer state, made with Equinox alone on JAX's first device."""
     optimizer = make_optimizer(run)
     step = eqx.filter_jit(make_step(optimizer, None), donate="all")
     model = eqx.filter_jit(lambda key: Transformer(key=key))(jax.random.key(run.seed))
@@ -157,16 +159,16 @@ def train(
     place: Callable[[np.ndarray], Array] = jnp.asarray,
     show: Callable[[int, float, float], None] = lambda step, value, rate: None,
 ) -> list[float]:
-    """Runs the training steps, and returns the loss of each.
+    """Runs the training steps and returns their losses.
 
     **Arguments:**
 
-    - `started`: the result of `start_sharded` or `start_unsharded`. Its arrays are donated.
-    - `text`: see `stdlib_text`.
-    - `run`: the size and length of the training run.
-    - `place`: puts a batch where the step wants it.
-    - `show`: called after every step with its number, its loss, and the tokens per second since the first step,
-        which compiles.
+    - `started`: the result of `start_sharded` or `start_unsharded`; its arrays are donated.
+    - `text`: the bytes to train on, from `stdlib_text`.
+    - `run`: the settings.
+    - `place`: puts a batch onto the devices of the step.
+    - `show`: called after every step with its number, its loss, and the tokens per second since the end of the first
+        step, which compiles.
 
     **Returns:**
 
@@ -177,7 +179,7 @@ def train(
     for number in range(1, run.steps + 1):
         tokens = batch(text, number - 1, size=run.batch_size, length=run.length + 1, seed=run.seed)
         model, state, value = step(model, state, place(tokens))
-        # Waiting for each step keeps emulated devices from queueing more collectives than the runtime takes.
+        # Waiting for each step keeps emulated devices from queueing more collectives than the runtime can hold.
         losses.append(float(value))
         if number == 1:
             begin = time.perf_counter()
@@ -190,18 +192,18 @@ _BAR = 30
 
 
 def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None) -> bool:
-    """Trains twice, sharded and not, and prints the plan, the progress and the losses.
+    """Trains twice, sharded and not, and prints the plan, the progress and both loss curves.
 
     **Arguments:**
 
     - `mesh`: the mesh to shard over.
-    - `devices`: the devices, as many as the mesh has.
-    - `run`: the size and length of the training run.
-    - `width`: columns of text; `None` for no limit.
+    - `devices`: the devices of the mesh, as many as it has.
+    - `run`: the settings of both runs.
+    - `width`: the maximum width of the plan's table in characters; `None` for no limit.
 
     **Returns:**
 
-    Whether both runs have the same losses, within `TOLERANCE`.
+    Whether both runs have the same losses, within `TOLERANCE`, and `check_step` finds no difference.
     """
     begin = time.perf_counter()
     text = stdlib_text()
@@ -252,7 +254,9 @@ def _placed(plans: DemoPlans, started: tuple[object, ...]) -> str:
 
 
 def _progress(name: str, run: Run) -> Callable[[int, float, float], None]:
-    """A function that prints a line every tenth of the run; on a terminal the line also moves in between."""
+    """Returns a function that prints a line for every tenth of the run; on a terminal, one line also changes in
+    between.
+    """
     every, moving = max(run.steps // 10, 1), sys.stdout.isatty()
 
     def progress(step: int, loss: float, rate: float) -> None:
@@ -267,7 +271,7 @@ def _progress(name: str, run: Run) -> Callable[[int, float, float], None]:
 
 
 def _curves(sharded: list[float], unsharded: list[float]) -> str:
-    """Both loss curves as text, a line every tenth of the run, with bars whose length is the loss."""
+    """Returns both loss curves as text, with a line for every tenth of the steps; the length of a bar is the loss."""
     count, top = len(sharded), max(sharded)
     steps = sorted({0, count - 1, *range(max(count // 10, 1) - 1, count, max(count // 10, 1))})
     lines = [f"{'step':>6}  {'sharded':>9}  {'one device':>10}  {'difference':>10}"]

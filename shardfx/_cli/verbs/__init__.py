@@ -1,5 +1,5 @@
-"""The verbs of the command line, a file for those of one kind.
+"""The verbs of the command line, with similar verbs in one file.
 
-A verb may import the files beside this folder, and of the library the public names. It never decides anything about
-plans: it hands words over and shows what comes back.
+A verb may import the other files of `_cli`, and the public names of the library. It never decides anything about plans:
+it passes arguments to the library and prints the result.
 """

@@ -1,4 +1,6 @@
-"""`shardfx convert` and `shardfx clean`: a checkpoint into another one, and what saves that were killed left."""
+"""`shardfx convert` writes a checkpoint anew in another form; `shardfx clean` removes the remains of saves that were
+killed.
+"""
 
 import math
 import os
@@ -49,8 +51,9 @@ def convert(
 ) -> None:
     """Write a checkpoint anew: other names, shapes, dtypes, files.
 
-    FROM is anything that shardfx reads: safetensors, Orbax, zarr, eformer. TO is a directory of safetensors, or one
-    file that ends so. The arrays are in memory once on the way. Without --map, TO has FROM's arrays.
+    FROM is any checkpoint that shardfx reads: safetensors, Orbax, zarr, eformer. TO is a directory for safetensors
+    files, or one file NAME.safetensors. The command holds all arrays in memory once. Without --map, TO gets FROM's
+    arrays.
     """
     if inverse and (map_name is None or like is None):
         raise UsageError("--inverse needs --map, and --like that says what there shall be")
@@ -83,7 +86,7 @@ def _map(name: str) -> TreeMap:
 
 
 def _mapped(relation: TreeMap, structs: object, wanted: object) -> dict[str, Struct]:
-    """The leaves of the target by path; that the map fits the source, and what is wanted, is checked on the way."""
+    """Returns the arrays of the target by path; raises if the map does not fit the source or the wanted tree."""
     made = bound(relation, tree_structs(structs), None if wanted is None else tree_structs(wanted))
     return {path: Struct(one.shape, one.dtype) for path, one in made.items()}
 
@@ -98,10 +101,10 @@ def _write(
     overwrite: bool,
 ) -> None:
     mesh = MeshSpec({"device": 1}).build(jax.devices()[:1])
-    # Every leaf is whole: this process writes all of it.
+    # Every leaf is replicated, so this process writes all of it.
     held = plan(structs, mesh, paths=PathRules([(".*", replicate)]))
     cast = None if dtype is None else jnp.dtype(dtype)
-    # Both show on a terminal how far they are.
+    # `load` and `save` both show their progress on a terminal.
     tree = calling("reading", lambda: checkpoint.load(index, held, dtype=cast))
     given = {"map": relation, "like": wanted, "overwrite": overwrite}
     calling(f"writing {target!r}", lambda: checkpoint.save(target, tree, held, **given))
@@ -134,7 +137,7 @@ def _text(leaves: dict[str, Struct], size: int) -> str:
 def clean(directory: str, remove: bool, older_than_seconds: float, json_file: str | None) -> None:
     """List or remove what saves that were killed left in DIRECTORY.
 
-    A save writes to .NAME.partial-... and renames it at the end. One that was killed leaves this behind.
+    A save writes to .NAME.partial-... and renames it at the end. A save that was killed leaves this directory or file.
     """
     found = calling(
         f"looking at {directory!r}",

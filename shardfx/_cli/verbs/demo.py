@@ -38,7 +38,7 @@ def demo(cpu_devices: int | None, mesh: str | None, axis_types: str, steps: int,
     tensor, then again on one device without any plan. Prints the plan, the progress and both loss curves. Needs the
     extra `demo`: pip install 'shardfx[demo]'.
     """
-    # Both are read when JAX starts a backend, which nothing has done yet.
+    # JAX reads both settings when it starts a backend, which has not happened yet.
     if cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", cpu_devices or 8)

@@ -14,7 +14,7 @@ from .._usage import UsageError, calling
 
 
 _NUMBERS = ("layers", "embed", "heads", "kv_heads", "head_dim", "hidden", "experts", "vocab")
-# What a narrow terminal does without, in this order.
+# The columns that are left out on a narrow terminal, in this order.
 _SPARE = ("--rules", "head_dim", "vocab", "kv_heads", "heads")
 
 
@@ -24,7 +24,7 @@ _SPARE = ("--rules", "head_dim", "vocab", "kv_heads", "heads")
 def chips(names: tuple[str, ...], json_file: str | None) -> None:
     """List accelerators: memory, arithmetic, links.
 
-    NAME is one as people write it, v5p or "NVIDIA H200". --json has the source of every number.
+    NAME is a common name of an accelerator, such as v5p or "NVIDIA H200". --json has the source of every number.
     """
     found = calling("reading NAME", lambda: tuple(known.find(name) for name in names)) or known.CHIPS
     answer(json_file, lambda: known.table(found, width=terminal_width()), lambda: list(found))
@@ -36,8 +36,8 @@ def chips(names: tuple[str, ...], json_file: str | None) -> None:
 def models(text: str, json_file: str | None) -> None:
     """List the published models.
 
-    With TEXT, those that have it in their names.
-    The numbers are those that --kwargs may change, as in --kwargs layers=2.
+    With TEXT, list only the models that have it in their names.
+    --kwargs of other verbs may change these numbers, as in --kwargs layers=2.
     """
     published = presets.models
     named = {name: published.config(name) for name in published.names() if text.lower() in name}
@@ -50,6 +50,6 @@ def models(text: str, json_file: str | None) -> None:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    # Where every feed-forward block is an expert, its size is theirs.
+    # If every feed-forward block has experts, the column `hidden` shows their size.
     numbers = {**row, "hidden": row.get("hidden", row.get("expert_hidden", ""))}
     return (*(str(numbers.get(name, "")) for name in _NUMBERS), " ".join(row["strategies"]))

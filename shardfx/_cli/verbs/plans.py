@@ -1,4 +1,6 @@
-"""`shardfx plan`, `explain`, `lint`, `diff`, `report`: a plan, why it is so, what is wrong, and as a page."""
+"""`shardfx plan`, `explain`, `lint`, `diff` and `report`: print a plan, its reasons, its mistakes, its differences, or
+a page.
+"""
 
 import dataclasses
 import re
@@ -28,7 +30,7 @@ from .._usage import UsageError, calling
 from .._words import Whole, order_text
 
 
-# The first of several layers, as a plan's table names them: `layers/{0..125}/up`.
+# A range of layers in a path of a plan's table, `layers/{0..125}/up`; group 1 is the first layer.
 _RANGE = re.compile(r"\{(\d{1,18})[\d.,]*\}")
 _SEVERITIES = click.Choice(["error", "warning", "info"])
 
@@ -75,8 +77,8 @@ def plan(asked: PlanOptions, only: str | None, width: int | None, json_file: str
 def explain(asked: PlanOptions, path: str, json_file: str | None) -> None:
     """Say why one array is sharded as it is, and what would change it.
 
-    PATH is the array's, as `shardfx plan` names it, or a regex that finds it alone, as k_proj; of several layers,
-    {0..31}, the first is taken.
+    PATH is the array's path, as `shardfx plan` prints it, or a regex that matches only this path, such as k_proj. For
+    several layers, {0..31}, it explains the first.
 
     {MODEL}
     """
@@ -100,7 +102,7 @@ def explain(asked: PlanOptions, path: str, json_file: str | None) -> None:
 def lint(asked: PlanOptions, fail_on: str, ignore: tuple[str, ...], json_file: str | None) -> int:
     """Find all that is wrong with a model's rules, and how to mend it.
 
-    What `plan` would refuse is an error; what is most likely a mistake, a warning.
+    An error is a mistake for which `plan` would fail; a warning is a probable mistake.
 
     {MODEL}
     """
@@ -133,7 +135,7 @@ def diff(
 ) -> int:
     """Compare two plans: what differs, and what it costs to move.
 
-    The second plan is of OTHER, or of MODEL again, on another mesh or by other rules.
+    The second plan is the plan of OTHER, or that of MODEL on another mesh or by other rules.
 
     {MODEL}
     """
@@ -147,7 +149,7 @@ def diff(
 
 
 def _second(asked: PlanOptions, to: str | None, mesh: str | None, rules: str | None) -> PlanOptions:
-    # A size of -1 is filled in the first mesh; the second is written out, or has the same devices.
+    # The second mesh has as many devices as the first if --devices or --target says how many.
     other = dataclasses.replace(asked, model=to or asked.model)
     if to is not None and mesh is None and rules is None and to.endswith(".json"):
         return dataclasses.replace(other, mesh=None, rules=None)

@@ -1,4 +1,6 @@
-"""`shardfx traffic`, `why`, `fit` and `search`: what a step sends, how its arrays lie, and whether it fits a memory."""
+"""`shardfx traffic`, `why`, `fit` and `search`: what a step sends, how its arrays are sharded, and whether it fits in
+memory.
+"""
 
 import json
 from collections.abc import Sequence
@@ -67,7 +69,7 @@ def traffic(
 ) -> None:
     """List what a step sends, and the line that causes it.
 
-    {STEP} Nothing runs. What the step donates, and how its results lie, `jax.jit` or `filter_jit` says.
+    {STEP} Nothing runs. The step's `jax.jit` or `filter_jit` says what it donates, and how its results are sharded.
     """
     if target is not None and how == "estimate":
         raise UsageError("--target is what is compiled for; with --how estimate leave it out")
@@ -108,7 +110,7 @@ def _found(step: LoadedStep, program: object, how: str, compiler: Literal["cpu",
 def why(step: str, line: str | None, mesh: str | None, kwargs: str | None, json_file: str | None) -> None:
     """Say how the arrays of a step lie, and what each mesh axis is from.
 
-    With LINE, as train.py:41: the arrays that this line makes, what it sends, and why. {STEP}
+    With LINE, such as train.py:41, it prints the arrays that this line makes, what the line sends, and why. {STEP}
     """
     loaded = load_step(step, kwargs, mesh)
     with working(f"asking about {step}"):
@@ -136,8 +138,8 @@ def why(step: str, line: str | None, mesh: str | None, kwargs: str | None, json_
 def fit(asked: PlanOptions, chip: str | None, step: str | None, compiles: bool, json_file: str | None) -> int:
     """Say whether a step fits a chip, and which changes would make it fit.
 
-    Of a step, what is live at the worst moment is counted. Of a model, what its arrays take and those of --optimizer;
-    that alone says not whether a step of it fits.
+    For a step, it counts the bytes that are live at the moment of largest use. For a model, it counts the bytes of its
+    arrays and of the state of --optimizer; these alone do not say whether a step fits.
 
     {MODEL}
     """
@@ -156,7 +158,9 @@ def fit(asked: PlanOptions, chip: str | None, step: str | None, compiles: bool, 
 
 
 def _parts(made: ShardPlan) -> ShardPlan:
-    """The plan of a model alone, joined under the name `model`, so that its arrays count as parameters."""
+    """Returns the plan with every path below `model` or `optimizer`, since `cost.fit` makes a row for each first path
+    component.
+    """
     return made if {path.partition("/")[0] for path in made} == {"model", "optimizer"} else ShardPlan.join(model=made)
 
 
@@ -231,9 +235,9 @@ def search(
 ) -> int:
     """Choose mesh and rules for a step, by what they would cost.
 
-    MODULE:STEP is a function that returns a step and a tuple of its arguments, trees of ShapeDtypeStructs. Its
-    dimensions are named by what the step does with them. XLA's partitioner makes the program of one device for the best
-    candidates and the usual ways by hand; without --verify nothing is compiled further.
+    MODULE:STEP is a function that returns a step and a tuple of its arguments, trees of ShapeDtypeStructs. The search
+    names their dimensions by what the step does with them. XLA's partitioner makes the program of one device for the
+    best candidates and for the strategies that people usually write; without --verify nothing is compiled further.
     """
     hardware = _hardware(target, devices, chip)
     require_writable(code_file, json_file)
@@ -253,7 +257,7 @@ def search(
 
 
 def _hardware(target: str | None, devices: int | None, chip: str | None) -> dict[str, Any]:
-    """The devices as keyword arguments of `shardfx.auto.search`."""
+    """Returns the arguments of `shardfx.auto.search` that describe the devices."""
     if (target is None) == (devices is None):
         raise UsageError("say what the devices are: --target tpu:v5e:4x4, or --devices 16 --chip h100")
     if devices is not None and chip is None:
@@ -269,7 +273,7 @@ def _axis_rules(name: str) -> AxisRules:
 
 
 def _table(found: Sequence[Candidate]) -> str:
-    """A table with a line for each candidate."""
+    """Returns the candidates of a search as a table, with a line for each."""
     rows = [("", "candidate", "by", "ms a step", "sent", "a device")]
     for number, one in enumerate(found, start=1):
         sent = bytes_text(one.wire_bytes) + (f" ± {bytes_text(one.unsure_bytes)}" if one.unsure_bytes else "")
@@ -285,6 +289,6 @@ def _candidate_data(found: Candidate) -> dict[str, object]:
 
 
 def _row(row: TrafficRow) -> dict[str, object]:
-    """A row of traffic as plain values, without its stack of source lines."""
+    """Returns a row of traffic as a dict, with only the innermost line of its source."""
     names = ("kind", "axes", "leaf", "wire_bytes", "dcn_bytes", "unsure_bytes", "calls", "note")
     return {**{name: getattr(row, name) for name in names}, "at": place_text(row.source)}

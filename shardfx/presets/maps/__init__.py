@@ -1,8 +1,7 @@
-"""Maps between real trees: Hugging Face's checkpoints, models that scan over layers, MaxText's tree, and inference
-engines' trees.
+"""Layouts of weight trees, and maps between them: Hugging Face, models that scan over layers, MaxText, vLLM.
 
-It may import the maps between trees and the ground values. It never reads a file: a layout is a value with a line for
-each kind of weight, two of them make a map, and a map is a value too.
+It may import `_convert` and `_ground`. It never reads a checkpoint. A `TreeLayout` is a value with a line for each kind
+of weight; two layouts of one model make a `TreeMap`, which is a value, too.
 """
 
 from ._hugging_face import hugging_face as hugging_face

@@ -1,4 +1,4 @@
-"""The rules of a map from one layout to another, derived from the names of the axes."""
+"""Makes the rules of a map from one layout to another, by comparing the names of their axes."""
 
 import dataclasses
 import difflib
@@ -14,31 +14,31 @@ from ._places import Counted, Entry, Fused, Place, Range, Scaled, places_of
 
 
 Paths = tuple[str, ...]
-# Where a tree lacks a kind, another one that has the same numbers: models whose output weights are the embedding.
+# A kind that replaces one that the source lacks: with tied weights, the output weights are the embedding.
 _ALSO = {"head": "embedding"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of the axes in two layouts, and the axes that one of the layouts splits."""
+    """The sizes of axes in the source and target layouts, and the axes that one of the layouts splits into several."""
 
     source: Mapping[str, int]
     target: Mapping[str, int]
     apart: Mapping[str, Paths]
 
     def of(self, axis: str, why: str) -> int:
-        """The size of an axis in the target, or else in the source; raises if neither states it."""
+        """Returns the size of an axis: the target's if known, else the source's; raises if neither is known."""
         found = self.target.get(axis, self.source.get(axis))
         if found is None:
             raise MapError(f"{why} needs the size of the axis `{axis}`; say it: `layout.with_sizes({axis}=...)`.")
         return found
 
     def before(self, axis: str, why: str) -> int:
-        """The size of an axis in the source."""
+        """Returns the size of an axis in the source; the target's if the source's is unknown."""
         return self.source[axis] if axis in self.source else self.of(axis, why)
 
     def resized(self, axis: str) -> int | None:
-        """The new size of an axis, if its sizes in source and target differ; else `None`."""
+        """Returns the target's size of an axis if both sizes are known and differ, else `None`."""
         one, two = self.source.get(axis), self.target.get(axis)
         return two if one is not None and two is not None and one != two else None
 
@@ -46,7 +46,7 @@ class Sizes:
 def between(
     places: Sequence[Place], target: Sequence[tuple[str, Entry]], sizes: Sizes, drop: Sequence[str]
 ) -> dict[str, From]:
-    """The rules for each array of a target."""
+    """Returns a rule for each array of the target: an expression over the arrays of the source."""
     kinds = together(places, lambda place: place.kind)
     rows = {path: places_of(path, entry) for path, entry in target}
     _check_kinds(kinds, [place.kind for row in rows.values() for place in row], drop)
@@ -84,7 +84,7 @@ def _near(kind: str, kinds: Mapping[str, list[Place]] | Sequence[str]) -> str:
 
 
 def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
-    """The expression that makes a kind of weight for one place of the target."""
+    """Returns the expression that computes one kind of weight in the target from its arrays in the source."""
     if len(sources) == 1 and sources[0].range is None:
         return _taken(sources[0], want, sizes)
     exact = [one for one in sources if one.range is not None and one.range == want.range]
@@ -114,7 +114,9 @@ def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
 
 
 def _part_of(one: Place, whole: Place, sizes: Sizes) -> From:
-    """A range of an axis, taken from the whole axis. A single entry removes the axis."""
+    """Returns the expression for the entries of an axis that one source array holds, shaped like the whole weight in
+    the target.
+    """
     assert one.range is not None
     if not one.range.step:
         whole = whole._replace(dims=tuple(group for group in whole.dims if group != (one.range.axis,)))
@@ -122,10 +124,12 @@ def _part_of(one: Place, whole: Place, sizes: Sizes) -> From:
 
 
 def _joined(parts: Sequence[tuple[Range, From]], dim: int, want: Place) -> From:
-    """The ranges of an axis assembled into the whole axis: concatenated, or interleaved if they have a step."""
+    """Returns the expression that joins source arrays along an axis: concatenated, or interleaved if they have
+    a step.
+    """
     groups: dict[tuple[int, int | None, int], list[tuple[int, From]]] = {}
     for span, made in sorted(parts, key=lambda part: part[0].start):
-        # Those that go in turn begin one after the other, and end together.
+        # Arrays to be interleaved have consecutive starts, and the same stop and step.
         first = span.start - span.start % span.step if span.step > 1 else span.start
         groups.setdefault((first, span.stop if span.step > 1 else None, span.step), []).append((span.start, made))
     rows = []
@@ -142,7 +146,7 @@ def _joined(parts: Sequence[tuple[Range, From]], dim: int, want: Place) -> From:
 
 
 def _cut(made: From, span: Range, dim: int) -> From:
-    """A range of a dimension."""
+    """Returns an expression for the entries in a range of a dimension."""
     if not span.step:
         return made.at(span.start, dim=dim)
     if span.step == 1:
@@ -153,7 +157,9 @@ def _cut(made: From, span: Range, dim: int) -> From:
 
 
 def _apart(place: Place, other: Place, apart: Mapping[str, Paths]) -> Place:
-    """A place whose axes are split as those of the other place are."""
+    """Returns `place` with those of its axes split that the layout of the `other` place splits (`apart` maps an axis to
+    its sub-axes).
+    """
 
     def parts(axis: str) -> Paths:
         found = apart.get(axis, (axis,))
@@ -163,15 +169,16 @@ def _apart(place: Place, other: Place, apart: Mapping[str, Paths]) -> Place:
 
 
 class _Change(NamedTuple):
-    """How the axes of a place become those of another place.
+    """The steps that turn the axes of a source array into the axes of a target array.
 
     **Arguments:**
 
-    - `more`: the axes that only the target has, which are repetitions.
-    - `taken`: the axes of which the target has one entry, or one array for each, in the order in which they go.
-    - `stacked`: the axes of the source's path that become dimensions.
+    - `more`: the axes that only the target has: its entries are repeated along them.
+    - `taken`: the axes that are removed by indexing, in this order, each with its index: a number, or the axis's own
+        name if the target has an array for each entry.
+    - `stacked`: the axes in the source's path that become dimensions.
     - `groups`: the axes of each dimension of the target, without `more`.
-    - `kept`: the groups that lie in one dimension on both sides, and stay so.
+    - `kept`: the groups that are one dimension in both arrays and are not split.
     """
 
     more: list[str]
@@ -182,7 +189,7 @@ class _Change(NamedTuple):
 
     @property
     def order(self) -> list[Paths]:
-        """The dimensions before the axes of each group are merged."""
+        """The dimensions in the target's order, before the axes of a group are merged into one dimension."""
         return [one for group in self.groups for one in ([group] if group in self.kept else [(n,) for n in group])]
 
 
@@ -201,7 +208,7 @@ def _change(source: Place, want: Place, sizes: Sizes) -> _Change:
     if absent is not None:
         raise MapError(f"`{source.path}` has `{{{absent}}}`, an axis that the target does not have.")
     groups = [tuple(axis for axis in group if axis not in more) for group in want.dims]
-    # What lies in one dimension on both sides stays so, unless something in it is padded.
+    # A group that is one dimension in both arrays is not split, unless an axis in it changes its size.
     joined = [group for group in groups if len(group) > 1 and group in source.dims]
     into_path = {axis: axis for axis in source.axes if axis in want.in_path}
     return _Change(
@@ -214,13 +221,13 @@ def _change(source: Place, want: Place, sizes: Sizes) -> _Change:
 
 
 class _Route:
-    """An expression under construction, and the axes that each of its dimensions consists of."""
+    """An expression under construction, and the axes of each of its dimensions."""
 
     def __init__(self, made: From, dims: Sequence[Paths], sizes: Sizes):
         self.made, self.dims, self.sizes = made, list(dims), sizes
 
     def split(self, kept: Sequence[Paths]) -> None:
-        """Splits the dimensions whose groups of axes the target does not have."""
+        """Splits each dimension of several axes into one dimension per axis, except the groups in `kept`."""
         for group in [group for group in self.dims if len(group) > 1 and group not in kept]:
             dim = self.dims.index(group)
             rest = [self.sizes.before(axis, f"`{self.made}`") for axis in group[1:]]
@@ -228,14 +235,14 @@ class _Route:
             self.dims[dim : dim + 1] = [(axis,) for axis in group]
 
     def at(self, axis: str, index: int | str) -> None:
-        """One entry along an axis. The axis's own name as the index stands for any entry of the target."""
+        """Takes one entry along an axis. If `index` is the axis's own name, the target has an array for each entry."""
         if index == axis:
             self.resize(axis)
         self.made = self.made.at(index, dim=self.dims.index((axis,)))
         self.dims.remove((axis,))
 
     def sort(self, order: Sequence[Paths]) -> None:
-        """Transposes the dimensions into this order, which may contain others."""
+        """Transposes the dimensions into this order, which may name further dimensions."""
         self.dims, before = [group for group in order if group in self.dims], self.dims
         places = [before.index(group) for group in self.dims]
         if places != sorted(places):
@@ -243,19 +250,21 @@ class _Route:
             self.made = self.made.T if turned else self.made.transpose(*places)
 
     def stack(self, axis: str, order: Sequence[Paths], count: int | None) -> None:
-        """Stacks the arrays for all numbers of an axis in the path, at the axis's position in an order."""
+        """Stacks the arrays for all numbers of an axis in the path into one array, with the axis at its position in
+        `order`.
+        """
         dim = sum(group in self.dims for group in order[: order.index((axis,))])
         self.made = self.made.stack(axis, dim=dim, count=count)
         self.dims.insert(dim, (axis,))
 
     def resize(self, axis: str) -> None:
-        """Pads an axis with zeros, or takes its first entries, if the target has another size."""
+        """Pads an axis with zeros at its end, or truncates it, if the target has another size."""
         before, size, dim = self.sizes.source.get(axis, 0), self.sizes.resized(axis), self.dims.index((axis,))
         if size is not None:
             self.made = self.made.pad_to(size, dim=dim) if size > before else self.made.slice(0, size, dim=dim)
 
     def merge(self, groups: Sequence[Paths], kept: Sequence[Paths]) -> None:
-        """Merges the axes of each group into one dimension."""
+        """Merges the axes of each group into one dimension, except the groups in `kept`."""
         dim = 0
         for group in groups:
             if len(group) > 1 and group not in kept:
@@ -264,7 +273,7 @@ class _Route:
 
 
 def _taken(source: Place, want: Place, sizes: Sizes) -> From:
-    """A kind of weight from one place of the source, in the form of a place of the target."""
+    """Returns the expression that turns the weight in one source array into the weight of a target array."""
     source, want = _apart(source, want, sizes.apart), _apart(want, source, sizes.apart)
     made, counts = _opened(source, want, sizes)
     if want.range is not None and not want.range.step:
@@ -286,7 +295,7 @@ def _taken(source: Place, want: Place, sizes: Sizes) -> From:
 
 
 def _counted(made: From, entry: Entry) -> From:
-    """A weight converted to the form in which it is stored, if that differs from the form in which it is used."""
+    """Returns the expression with the factor and the addend of a `Counted` target applied."""
     if isinstance(entry, Counted):
         made = made.times(entry.times) if entry.times != 1 else made
         made = made.plus(entry.plus) if entry.plus else made
@@ -294,7 +303,7 @@ def _counted(made: From, entry: Entry) -> From:
 
 
 def _repeated(made: From, want: Place, more: Sequence[str], sizes: Sizes) -> From:
-    """Axes that only the target has: each entry is repeated."""
+    """Returns the expression with each entry repeated along the axes that only the target has."""
     is_number = all(axis in more for axis in want.axes)
     if is_number and want.dims:
         made = made.reshape(*[1] * len(want.dims))
@@ -310,7 +319,9 @@ def _repeated(made: From, want: Place, more: Sequence[str], sizes: Sizes) -> Fro
 
 
 def _opened(source: Place, want: Place, sizes: Sizes) -> tuple[From, dict[str, int | None]]:
-    """A kind of weight taken from its array, and the number of arrays for each axis of the path."""
+    """Returns the expression that reads a weight from its source array, and the number of arrays per axis in
+    the path.
+    """
     path, counts = source.path, {axis: sizes.source.get(axis) for axis in source.in_path}
     by = source.entry.by if isinstance(source.entry, Scaled) else ""
     if want.range is not None and want.range.axis in source.in_path:
@@ -326,7 +337,9 @@ def _opened(source: Place, want: Place, sizes: Sizes) -> tuple[From, dict[str, i
 
 
 def _further(path: str, span: Range) -> str:
-    """A path whose braces count a range of an axis; for a single entry, the path of that entry."""
+    """Returns the path template of the arrays in a range of an axis: the numbers in its braces are scaled and shifted,
+    or filled in for a single entry.
+    """
 
     def shifted(braces: re.Match[str]) -> str:
         one = sum_of(braces[1])
@@ -342,7 +355,7 @@ def _further(path: str, span: Range) -> str:
 
 
 def _part(made: From, source: Place, sizes: Sizes) -> From:
-    """One of several kinds of weights in a fused array."""
+    """Returns the expression that extracts one kind of weight from an array of several (`Fused`)."""
     entry = source.entry
     assert isinstance(entry, Fused)
     parts, dim, shards = places_of(source.path, entry), entry.dim, entry.shards

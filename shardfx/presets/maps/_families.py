@@ -1,8 +1,9 @@
 """Each family of models as one table: the path of each kind of weight in a checkpoint, and its axes.
 
-`families.txt` beside this file has the rows; here they get the paths of their layers, and are put together. Shapes,
-rules and maps all follow from these lines. A line is `"query: (heads dim) embed"`, as in a `TreeLayout`; its
-path counts layers and experts in braces. Weights lie as torch lays them out, `[out, in]`.
+`families.txt` in this folder has the rows. The functions here add the paths of the layers and combine the rows. Shapes,
+rules and maps are all made from these rows. An entry is a line such as `"query: (heads dim) embed"`, as in a
+`TreeLayout`. Its path has the numbers of layers and experts as names in braces. Weights have torch's dimensions,
+`[out, in]`.
 """
 
 import importlib.resources
@@ -15,47 +16,49 @@ from ._places import Entry, Fused, groups_of
 
 
 Rows = dict[str, Entry]
-# The options of a family, by the names that the table of models has for them.
+# The options of a family, by their names in the table of models.
 Form = Mapping[str, int]
 
 _TEXT = importlib.resources.files("shardfx.presets.maps").joinpath("families.txt").read_text(encoding="utf-8")
-# By its name in brackets each part of a family: its rows, one a line.
+# From the name of a section, which stands in brackets in the file, to its rows, one per line.
 _PARTS: Final = dict(re.findall(r"^\[([^]]+)\]\n(.*?\n)(?:\n|\Z)", _TEXT, re.DOTALL | re.MULTILINE))
 
 
 def rows_of(family: str, form: Form, prefix: str | None = None) -> Rows:
-    """The rows of a family's text model.
+    """Returns the rows of a family's text model: for the path of each kind of weight, its entry.
 
     **Arguments:**
 
-    - `family`: a family of the table of models, or a `model_type` of Hugging Face.
-    - `form`: `tied`, `qkv_bias`, `out_bias`, `mlp_bias`, `qk_norm`, `four_norms`; and of DeepSeek `q_lora`,
-        `dense_layers`, `score_bias`. What is not there is off.
-    - `prefix`: before every path but the output weights', in the place of what the family usually has.
+    - `family`: a family in the table of models, or a `model_type` of Hugging Face.
+    - `form`: the options `tied`, `qkv_bias`, `out_bias`, `mlp_bias`, `qk_norm`, `four_norms`; for DeepSeek also
+        `q_lora`, `dense_layers`, `score_bias`. An option that is missing is off.
+    - `prefix`: the prefix of every path except that of the output weights; `None` for the family's usual prefix.
     """
     usual = prefix_of(family)
     return _FAMILIES[family](usual if prefix is None else prefix, f"{usual.removesuffix('model.')}lm_head", form)
 
 
 def prefix_of(family: str) -> str:
-    """The prefix of the names of a family's text model."""
+    """Returns the usual prefix of the paths of a family's text model."""
     return _PREFIXES.get(family, "model.")
 
 
 def sight_of(family: str) -> Rows:
-    """The rows of the vision part of a family's models."""
+    """Returns the rows of a family's vision encoder and projector; empty if it has none."""
     return _SIGHT[family]() if family in _SIGHT else {}
 
 
 def beside(family: str) -> Rows:
-    """The rows of arrays that checkpoints hold in addition: masks, frequencies, pretraining heads, layers for
-    multi-token prediction.
+    """Returns the rows of arrays that checkpoints may hold besides the model's weights: masks, rotary frequencies,
+    pretraining heads, multi-token prediction layers.
     """
     return _rows("", _PARTS.get(f"{family}.beside", _PARTS["beside"]), leaf="")
 
 
 def with_experts_stacked(rows: Rows) -> Rows:
-    """The rows with one array for all experts of a layer in the place of one array per expert."""
+    """Returns the rows of the experts alone, with one array for all experts of a layer instead of one array per
+    expert.
+    """
     found: Rows = {}
     for path, entry in rows.items():
         if "experts.{experts}." in path:
@@ -70,7 +73,9 @@ def _rows(at: str, text: str, leaf: str = ".weight") -> Rows:
 
 
 def _with_biases(rows: Rows, dim: int = 0) -> Rows:
-    """The rows, and for each of them the bias of its output, which is dimension `dim`."""
+    """Returns the rows, with a bias row added for each; dimension `dim` of a weight is its output, whose size the bias
+    has.
+    """
     return rows | {path.replace(".weight", ".bias"): _bias(entry, dim) for path, entry in rows.items()}
 
 
@@ -97,7 +102,9 @@ def _routed(at: str) -> Rows:
 
 
 def _causal(at: str, head: str, form: Form, layer: Rows) -> Rows:
-    """The rows of embedding, norms, layers, and the output weights unless they are tied."""
+    """Returns the rows of a decoder: embedding, norms, layers, and the output weights unless they are tied to the
+    embedding.
+    """
     norms = _rows(f"{at}layers.{{layers}}.", _PARTS["four_norms"] if form.get("four_norms") else _PARTS["norms"])
     last = _rows(at, "norm  norm: embed")
     if form.get("norm_bias"):
@@ -127,12 +134,12 @@ def _qwen3_moe(at: str, head: str, form: Form) -> Rows:
 
 
 def _qwen3_next(at: str, head: str, form: Form) -> Rows:
-    """Qwen3-Next: linear attention in most layers, gated attention in the others, and a layer for multi-token
-    prediction.
+    """Returns the rows of Qwen3-Next: linear attention in most layers, gated attention in the others, and a multi-token
+    prediction layer.
     """
-    # Query and gate of each head lie side by side.
+    # The rows of each head hold its query, then its gate.
     gated = _PARTS["qkv"].replace("query: (heads dim)", "query_and_gate: (heads two_dims)")
-    # Each head of the keys has beside it its query, and the values and gates that belong to it.
+    # In linear attention, the rows are grouped by key head: its query, its key, and its values and gates.
 
     def mlp(layer: str) -> Rows:
         shared = _mlp(f"{layer}shared_expert.", "shared_", "shared_hidden")
@@ -158,8 +165,8 @@ def _deepseek(at: str, head: str, form: Form) -> Rows:
 
 
 def _gpt_oss(at: str, head: str, form: Form) -> Rows:
-    """gpt-oss: the experts are unpacked from MXFP4, stacked, `[in, out]`, with gate and up interleaved, so that a pair
-    is a unit.
+    """Returns the rows of GPT-OSS after unpacking from MXFP4. Experts are stacked, `[in, out]`, and the columns of gate
+    and up alternate.
     """
     layer = f"{at}layers.{{layers}}."
     own = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
@@ -169,7 +176,9 @@ def _gpt_oss(at: str, head: str, form: Form) -> Rows:
 
 
 def _llama4(at: str, head: str, form: Form) -> Rows:
-    """Llama 4: the experts are stacked, `[in, out]`, with gate and up concatenated."""
+    """Returns the rows of Llama 4's text model. Experts are stacked, `[in, out]`; gate and up are concatenated, so a
+    shard may hold only one of them.
+    """
     moe = f"{at}layers.{{routed_layers}}.feed_forward."
     own = _attention(f"{at}layers.{{layers}}.self_attn.", form) | _mlp(f"{at}layers.{{plain_layers}}.feed_forward.")
     own |= _rows(moe, _PARTS["llama4.experts"], leaf="") | _mlp(f"{moe}shared_expert.", "shared_", "shared_hidden")
@@ -184,7 +193,7 @@ def _starcoder2(at: str, head: str, form: Form) -> Rows:
 
 
 def _gpt(at: str, head: str, form: Form) -> Rows:
-    """GPT-2: Conv1D weights are `[in, out]`, with query, key and value concatenated."""
+    """Returns the rows of GPT-2 and GPT-3: Conv1D weights, `[in, out]`, with query, key and value concatenated."""
     layer = f"{at}h.{{layers}}."
     thirds = Fused("query: embed (heads dim)", "key: embed (kv_heads dim)", "value: embed (kv_heads dim)", dim=1)
     rows = _rows(at, "wte  embedding: vocab embed\nwpe  positions: positions embed")
@@ -202,7 +211,7 @@ def _bert(at: str, head: str, form: Form) -> Rows:
 
 
 def _t5(at: str, head: str, form: Form) -> Rows:
-    """T5 v1.1: gated feed-forward blocks, and separate output weights."""
+    """Returns the rows of T5 v1.1, with gated feed-forward blocks and output weights that are not tied."""
     rows = _rows(at, "shared  embedding: vocab embed\nlm_head  head: vocab embed")
     for stack, cross in (("encoder", ()), ("decoder", ("EncDecAttention",))):
         block = f"{at}{stack}.block."
@@ -216,8 +225,8 @@ def _t5(at: str, head: str, form: Form) -> Rows:
 
 
 def _vit(at: str, head: str, form: Form) -> Rows:
-    """A vision encoder under big_vision's names: flax kernels, `[in, out]`, with heads and head_dim as separate
-    dimensions.
+    """Returns the rows of a ViT under big_vision's names: flax kernels, `[in, out]`, with heads and head_dim as
+    separate dimensions.
     """
     block = _rows(f"{at}Transformer.encoderblock_{{layers}}.", _PARTS["vit.block"], leaf="")
     return _rows(at, _PARTS["vit.ends"], leaf="") | block

@@ -1,4 +1,4 @@
-"""The layouts of checkpoints under Hugging Face's names, from their configurations."""
+"""The layout of a Hugging Face checkpoint, made from its `config.json`."""
 
 import difflib
 from collections.abc import Mapping
@@ -11,22 +11,22 @@ from ._layout import TreeLayout
 from ._places import Scaled
 
 
-# What a `config.json` holds.
+# The content of a `config.json`.
 Config = Mapping[str, Any]
 
 
 def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["raise", "drop"] = "raise") -> TreeLayout:
-    """The layout of a checkpoint under Hugging Face's names.
+    """Returns the layout of a checkpoint under Hugging Face's names.
 
-    BERT's has its pooler. For a checkpoint without one: `.without("pooler", "pooler_bias")`.
+    BERT's layout includes the pooler. For a checkpoint without one use `.without("pooler", "pooler_bias")`.
 
     **Arguments:**
 
-    - `config`: the content of its `config.json`. For models with vision, the text part is used.
-    - `prefix`: the prefix of every name but the output weights', if it is not the family's usual one: `"transformer."`
-        for a GPT-2 that was saved with its head.
-    - `ahead`: the treatment of DeepSeek's layers for multi-token prediction, which no table describes. `"raise"`: an
-        error, if the configuration has them. `"drop"`: they are left out, as Transformers leaves them out.
+    - `config`: the content of `config.json`. For a model with vision, only the text model is used.
+    - `prefix`: the prefix of every name except that of the output weights, such as `"transformer."` for a GPT-2 that
+        was saved with its language-model head. `None` for the family's usual prefix.
+    - `ahead`: what to do with DeepSeek's multi-token prediction layers, for which there is no table. `"raise"` raises
+        if the config has them. `"drop"` leaves them out, as Transformers does.
 
     **Returns:**
 
@@ -34,8 +34,8 @@ def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["r
 
     **Raises:**
 
-    `MapError` for a `model_type` of which there is no table, for a configuration without a number that is needed, and
-    for layers that predict ahead.
+    `MapError` for a `model_type` without a table, for a config that lacks a number that is needed, and for multi-token
+    prediction layers under `ahead="raise"`.
 
     !!! Example
 
@@ -75,7 +75,7 @@ def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["r
 
 
 def text_config(config: Config) -> Config:
-    """The text part of a configuration, with the `model_type` of the whole model."""
+    """Returns the config of the text model, with the `model_type` of the whole model."""
     inner = config.get("text_config")
     return {**config, **inner, "model_type": config["model_type"]} if isinstance(inner, Mapping) else dict(config)
 
@@ -93,7 +93,7 @@ _SIZES = {
 
 
 def sizes_of(config: Config) -> dict[str, int]:
-    """The sizes of axes that a configuration states."""
+    """Returns the sizes of the axes whose size the config gives or implies."""
     found = {axis: _number(config, names) for axis, names in _SIZES.items()}
     if found["dim"] is None and found["embed"] and found["heads"] and found["latent"] is None:
         found["dim"] = found["embed"] // found["heads"]
@@ -103,7 +103,7 @@ def sizes_of(config: Config) -> dict[str, int]:
         found |= {"dim": nope + rope, "both_dim": nope + needed(config, "v_head_dim"), "kv_heads": None}
         found |= {"query_latent": config.get("q_lora_rank"), "latent_and_rope": needed(config, "kv_lora_rank") + rope}
     if config.get("num_nextn_predict_layers"):
-        # The layer that predicts ahead has the names of one more.
+        # A multi-token prediction layer has the path of one further layer, so the number of layers must be known.
         layers, dense = needed(config, "num_hidden_layers"), config.get("first_k_dense_replace", 0)
         found |= {"layers": layers, "moe_layers": layers - dense}
     return {axis: size for axis, size in found.items() if size}
@@ -114,14 +114,14 @@ def _number(config: Config, names: tuple[str, ...]) -> int | None:
 
 
 def needed(config: Config, name: str) -> int:
-    """A number from a configuration; raises with its name if it is missing."""
+    """Returns a number of the config; raises an error that names it if it is missing."""
     if config.get(name) is None:
         raise MapError(f"the configuration of {config['model_type']!r} does not say `{name}`; add it.")
     return config[name]
 
 
 def _form(config: Config) -> Form:
-    """The options of a configuration, in the form that the tables of families take."""
+    """Returns the options of a config, as `rows_of` takes them."""
     kind, has_bias = config["model_type"], bool(config.get("attention_bias", False))
     is_gemma = kind.startswith("gemma")
     scores = config.get("topk_method", "greedy" if kind == "deepseek_v2" else "noaux_tc")
@@ -139,10 +139,10 @@ def _form(config: Config) -> Form:
 
 
 def _rest(config: Config, prefix: str) -> tuple[str, ...]:
-    """The arrays that a checkpoint may hold beside the weights of its text model."""
+    """Returns the paths of arrays that a checkpoint may hold besides the weights of its text model."""
     at, kind = f"{prefix}layers.", config["model_type"]
     if kind == "gpt2":
-        # The causal mask, which is no weight.
+        # The causal masks, which are not weights.
         masks = (f"{prefix}h.{{layers}}.attn.bias", f"{prefix}h.{{layers}}.attn.masked_bias")
         return (*masks, "lm_head.weight") if prefix else masks
     if kind == "bert":
@@ -150,7 +150,7 @@ def _rest(config: Config, prefix: str) -> tuple[str, ...]:
     if kind == "gemma3":
         return ("vision_tower.{rest*}", "multi_modal_projector.{rest*}")
     if kind.startswith(("llama", "mi", "qwen")):
-        # Old checkpoints have the frequencies of the rotary embedding.
+        # Old checkpoints hold the frequencies of the rotary embedding.
         return (f"{at}{{layers}}.self_attn.rotary_emb.inv_freq",)
     ahead = config.get("num_nextn_predict_layers") or 0
     last = needed(config, "num_hidden_layers") if ahead else 0
@@ -158,7 +158,7 @@ def _rest(config: Config, prefix: str) -> tuple[str, ...]:
 
 
 def _in_blocks(rows: Rows, quantization: Config) -> Rows:
-    """The rows with fp8 weights and a scale per block for each `torch.nn.Linear` except the router."""
+    """Returns the rows with each linear weight as a `Scaled` entry, for a checkpoint in fp8 with a scale per block."""
     if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
         method = quantization.get("quant_method")
         raise MapError(f"weights of the `quant_method` {method!r} without blocks; there is a table for fp8 in blocks.")

@@ -1,4 +1,4 @@
-"""The layout of a tree's weights as a value: the path of each kind of weight, and the order of its axes."""
+"""`TreeLayout`: the path of each kind of weight in a tree, and the names and order of its axes."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -12,25 +12,26 @@ from ._places import Entry, places_of
 
 @dataclasses.dataclass(frozen=True, init=False)
 class TreeLayout:
-    """The layout of a tree's weights: one line per kind of weight, with its axes by name.
+    """The layout of a weight tree: for each kind of weight its path and the names of its axes, in order.
 
-    Two layouts of one model make the map between them, `one.to(other)`: what is turned, split into heads, stacked,
-    fused, repeated or padded follows from the names of the axes. Nothing is said about shardings.
+    Two layouts of one model make the map between them, `one.to(other)`. From the names of the axes, the map knows which
+    arrays to transpose, split into heads, stack, fuse, repeat or pad. A layout does not say how arrays are sharded.
 
     **Arguments:**
 
-    - `weights`: a dict from the path of an array to its kind and axes: `"query: layers embed (heads dim)"`. Axes in
-        parentheses are fused in one dimension, the outermost first. An axis with a separate array for each entry is in
-        braces in the path, as in `model.layers.{layers}.self_attn.q_proj.weight`, and not in the text. There it may be
-        computed with: `{layers+3}`. With `layers[:3]` and `layers[3:]` two arrays have a range each, with
-        `layers[0::2]` and `layers[1::2]` every other entry; an array with `layers[3]` has one entry, and not the axis.
-        An axis that only one of two layouts has is a repetition. See also [`shardfx.presets.maps.Fused`][] and
-        [`shardfx.presets.maps.Scaled`][].
-    - `sizes`: the sizes of axes that must be known: of all in parentheses but the first, of repetitions, and where two
-        layouts differ, as in a vocabulary that one of them pads.
-    - `rest`: paths of leaves that a tree of this layout may have too, and that no map uses.
-    - `apart`: axes that this layout takes apart, `{"dim": "two half"}`. Where the other layout has `dim` it then has
-        `two half`, so that here they may be in another order.
+    - `weights`: from the path of an array to its kind and axes: `"query: layers embed (heads dim)"`.
+        - Axes in parentheses form one dimension, major to minor.
+        - If each entry of an axis is an array of its own, the axis stands in braces in the path and not in the text:
+            `model.layers.{layers}.self_attn.q_proj.weight`. The braces may add a number: `{layers+3}`.
+        - `layers[:3]` and `layers[3:]` are arrays that hold some entries of an axis, `layers[0::2]` and `layers[1::2]`
+            arrays that hold every other entry. An array with `layers[3]` holds one entry and lacks the axis.
+        - An axis that only one of two layouts has repeats its entries.
+        - See also [`shardfx.presets.maps.Fused`][] and [`shardfx.presets.maps.Scaled`][].
+    - `sizes`: from an axis to its size. Needed for all axes in parentheses except the first, for repetitions, and for
+        axes whose size differs between two layouts, such as a padded vocabulary.
+    - `rest`: paths of further leaves that a tree of this layout may have and that no map uses.
+    - `apart`: axes that this layout splits, such as `{"dim": "two half"}`. A map then treats `dim` of the other layout
+        as `two half`, so that this layout may have `two` and `half` in another order.
 
     !!! Example
 
@@ -72,11 +73,13 @@ class TreeLayout:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of weights, each once."""
+        """The kinds of weights in the layout, without duplicates."""
         return tuple(dict.fromkeys(place.kind for path, entry in self.weights for place in places_of(path, entry)))
 
     def with_paths(self, paths: Mapping[str, str]) -> "TreeLayout":
-        """The same layout with other paths: `{"layers/query": "blocks/wq"}`. Paths that are not named stay."""
+        """Returns the layout with some paths replaced: `{"layers/query": "blocks/wq"}`. Other arrays keep their
+        paths.
+        """
         known = dict(self.weights)
         for path in paths:
             if path not in known:
@@ -85,7 +88,7 @@ class TreeLayout:
         return TreeLayout(moved, sizes=dict(self.sizes), rest=self.rest, apart=dict(self.apart))
 
     def without(self, *kinds: str) -> "TreeLayout":
-        """The layout without some kinds of weights. A tree may still have them, and no map uses them."""
+        """Returns the layout without some kinds of weights. A tree may still have them, but maps ignore them."""
         unknown = [kind for kind in kinds if kind not in self.kinds]
         if unknown:
             raise MapError(f"the layout has no kind {quoted(unknown[0])}; it has {', '.join(self.kinds)}.")
@@ -98,26 +101,26 @@ class TreeLayout:
         return TreeLayout(kept, sizes=dict(self.sizes), rest=rest, apart=dict(self.apart))
 
     def with_sizes(self, **sizes: int) -> "TreeLayout":
-        """The same layout with other sizes: `with_sizes(vocab=50304)` for a tree whose vocabulary is padded to that."""
+        """Returns the layout with other sizes: `with_sizes(vocab=50304)` for a tree with a padded vocabulary."""
         known = {**dict(self.sizes), **sizes}
         return TreeLayout(dict(self.weights), sizes=known, rest=self.rest, apart=dict(self.apart))
 
     def to(self, other: "TreeLayout", *, drop: Iterable[str] = (), casts: bool = False) -> TreeMap:
-        """The map from trees of this layout to trees of another layout.
+        """Returns the map that makes a tree of the other layout from a tree of this layout.
 
         **Arguments:**
 
         - `other`: the layout of the target.
-        - `drop`: kinds of weights that the target does not have.
-        - `casts`: as of a [`shardfx.TreeMap`][].
+        - `drop`: kinds of weights of this layout that the target lacks.
+        - `casts`: as for a [`shardfx.TreeMap`][].
 
         **Returns:**
 
-        A TreeMap with a line for each array of the target, to be used, printed, or changed.
+        A TreeMap with a rule for each array of the target, to be used, printed, or changed.
 
         **Raises:**
 
-        `MapError` for kinds that only one of them has, and for axes of which no size is known.
+        `MapError` for kinds that only one layout has, and for axes whose size is needed and unknown.
         """
         places = [place for path, entry in self.weights for place in places_of(path, entry)]
         dropped = (drop,) if isinstance(drop, str) else tuple(drop)

@@ -1,4 +1,4 @@
-"""The layout of MaxText's parameters, as its own converter makes them from checkpoints under Hugging Face's names."""
+"""The layout of MaxText's parameters, as MaxText's own converter makes them from Hugging Face checkpoints."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,17 +13,18 @@ from ._places import Counted, Entry
 from ._targets import SCANNED, LayerStack, stacks_of
 
 
-# In Gemma's blocks, where these have other names.
+# MaxText's names in Gemma's blocks that differ from those in `scanned.txt`.
 _GEMMA = {
     "attention_norm": "pre_self_attention_norm/scale",
     "attention_post_norm": "post_self_attention_norm/scale",
     "mlp_norm": "pre_ffw_norm/scale",
     "mlp_post_norm": "post_ffw_norm/scale",
 }
-# How many layers of Gemma 3 are one block that is scanned: five that see a window, and one that sees all.
+# The layers of Gemma 3 in one scanned block: five with sliding-window attention, and one with global attention.
 _PATTERN = 6
 _MOE = {"mixtral": "MoeBlock_0", "qwen3_moe": "moe_block"}
-# Whose queries MaxText's converter divides by the square root of the head's size, which its attention then leaves out.
+# Families for which MaxText's converter divides the query weights by the square root of head_dim. MaxText's attention
+# then does not divide.
 _DIVIDED = ("llama", "mistral", "mixtral", "gemma", "gemma2")
 _GEMMAS = ("gemma", "gemma2", "gemma3", "gemma3_text")
 _TYPES = (
@@ -33,21 +34,24 @@ _TYPES = (
 
 
 def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool | None = None) -> TreeLayout:
-    """The layout of MaxText's parameters with scanned layers: heads are a dimension, and layers are the second axis.
+    """Returns the layout of MaxText's parameters with scanned layers: heads and head_dim are separate, and layers are
+    the second axis.
 
-    MaxText keeps the query of Llama, Mistral, Mixtral, Gemma and Gemma 2 divided by the square root of the head's size,
-    Gemma's embedding times the square root of its width, and Gemma's norms plus 1. So does the map: in float32, rounded
-    to the weight's dtype, which loses nothing where a root is a power of two.
+    MaxText stores the query weights of Llama, Mistral, Mixtral, Gemma and Gemma 2 divided by the square root of
+    head_dim, Gemma's embedding times the square root of its width, and Gemma's norm weights plus 1. The map applies the
+    same factors in float32 and rounds to the weight's dtype, which is exact if the root is a power of two.
 
-    The layers of Gemma 2 are scanned in pairs, one that sees a window and one that sees all, those of Gemma 3 in blocks
-    of six; what is left over is in no stack. MaxText pads Gemma's vocabulary: `with_sizes(vocab=256128)`.
+    The layers of Gemma 2 are scanned in pairs of a layer with sliding-window and one with global attention, the layers
+    of Gemma 3 in blocks of six. Remaining layers are not stacked. MaxText pads Gemma's vocabulary: use
+    `with_sizes(vocab=256128)`.
 
     **Arguments:**
 
-    - `config`: as of [`shardfx.presets.maps.hugging_face`][].
-    - `prefix`: the prefix of each path.
-    - `interleaved_rope`: whether the two numbers that a rotation turns lie side by side, as MaxText has them for Llama
-        3.1 and later, and not half a head apart. By default where the configuration has Llama 3's scaling.
+    - `config`: the model's config, as for [`shardfx.presets.maps.hugging_face`][].
+    - `prefix`: a prefix of every path.
+    - `interleaved_rope`: whether the two elements that a rotary embedding rotates are neighbours, as in MaxText for
+        Llama 3.1 and later, instead of half a head apart. `None` means `True` exactly if the config has Llama 3's rope
+        scaling.
 
     **Returns:**
 
@@ -55,8 +59,7 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
 
     **Raises:**
 
-    `MapError` for families of which there is no table, as GPT-2, and for a configuration without a number that is
-    needed.
+    `MapError` for a family without a table, such as GPT-2, and for a config that lacks a number that is needed.
 
     !!! Example
 
@@ -102,7 +105,9 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
 
 
 def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
-    """Each kind of weight with the stack that holds its layers, and the end of the name of its block."""
+    """Yields each kind of weight with the stack of layers that holds it, and a suffix for the name of MaxText's
+    block.
+    """
     family = config["model_type"]
     for stack in stacks_of(config):
         if not stack.layers or family not in ("gemma2", "gemma3", "gemma3_text"):
@@ -122,12 +127,12 @@ def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
 
 
 def _as_kept(family: str, kind: str, text: str, sizes: Mapping[str, int]) -> Entry:
-    """A weight's line, with the factor that MaxText multiplies the weight by."""
+    """Returns the entry of a weight, with the factor or the addend that MaxText stores it with."""
     if kind == "query" and family in _DIVIDED:
         return Counted(text, times=_size(sizes, "dim", "head_dim") ** -0.5)
     if kind == "embedding" and family in _GEMMAS:
         root = _size(sizes, "embed", "hidden_size") ** 0.5
-        # Of Gemma 3 the root itself is rounded.
+        # For Gemma 3, MaxText rounds the root itself to bfloat16.
         is_rounded = family in ("gemma3", "gemma3_text")
         return Counted(text, times=float(np.asarray(root, jnp.bfloat16)) if is_rounded else root)
     return Counted(text, plus=1) if "norm" in kind and family in _GEMMAS else text

@@ -1,4 +1,6 @@
-"""The kinds of weights in an array of a layout, parsed from its line: `"query: layers[:3] embed (heads dim)"`."""
+"""Parses the entries of a layout: `"query: layers[:3] embed (heads dim)"` names the kind of weight and the axes of an
+array.
+"""
 
 import dataclasses
 import re
@@ -11,14 +13,14 @@ from ..._ground.text import quoted
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Fused:
-    """Several kinds of weights in one array, concatenated along a dimension.
+    """An array that holds several kinds of weights, concatenated along one dimension.
 
     **Arguments:**
 
-    - `parts`: a text for each, as a [`shardfx.presets.maps.TreeLayout`][] has it.
-    - `dim`: the dimension.
-    - `shards`: the number of interleaved pieces of each part: with 2 the array is `[q0 k0 v0 q1 k1 v1]`, for a matrix
-        that is sharded over 2 devices so that each gets its own query, key and value.
+    - `parts`: a line for each kind, as in a [`shardfx.presets.maps.TreeLayout`][].
+    - `dim`: the dimension along which the kinds are concatenated.
+    - `shards`: the number of equal pieces that each kind is split into before they are interleaved. With 2 the array is
+        `[q0 k0 v0 q1 k1 v1]`, so that each of 2 devices gets its own query, key and value.
 
     !!! Example
 
@@ -47,14 +49,14 @@ class Fused:
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A weight that is stored in a small dtype, with one scale for each block of elements.
+    """A quantised weight, with one scale for each block of its elements.
 
     **Arguments:**
 
-    - `part`: the weight, as a [`shardfx.presets.maps.TreeLayout`][] has it.
-    - `by`: the path of the scales.
-    - `block`: the size of a block along each dimension.
-    - `dtype`: the dtype of the weight after scaling.
+    - `part`: the line of the weight, as in a [`shardfx.presets.maps.TreeLayout`][].
+    - `by`: the path of the array of scales.
+    - `block`: the elements of a block along each dimension.
+    - `dtype`: the dtype of the weight after multiplication by its scales.
 
     !!! Example
 
@@ -78,15 +80,15 @@ class Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A weight that is stored multiplied by a number, plus a number: `stored = weight * times + plus`.
+    """A weight that is stored multiplied by a number, plus another number: `stored = weight * times + plus`.
 
-    Both are rounded to the dtype of the weight, there and back; powers of two lose nothing.
+    A map rounds the result to the dtype of the weight in both directions. A factor that is a power of two is exact.
 
     **Arguments:**
 
-    - `part`: the weight, as a [`shardfx.presets.maps.TreeLayout`][] has it.
+    - `part`: the line of the weight, as in a [`shardfx.presets.maps.TreeLayout`][].
     - `times`: the factor; not 0.
-    - `plus`: the number that is added afterwards.
+    - `plus`: the number added after the multiplication.
 
     !!! Example
 
@@ -112,7 +114,9 @@ Entry = str | Fused | Scaled | Counted
 
 
 class Range(NamedTuple):
-    """A range of an axis: one entry every `step`. With a step of 0 it is one entry, and the array lacks the axis."""
+    """The entries `start:stop:step` of an axis that an array holds. Step 0 means one entry, and the array lacks the
+    axis.
+    """
 
     axis: str
     start: int
@@ -120,22 +124,24 @@ class Range(NamedTuple):
     step: int = 1
 
     def entries(self, size: int | None) -> int | None:
-        """The number of entries of the range in an axis of `size`; `None` if that is not known."""
+        """Returns the number of entries in the range, for an axis of size `size`; `None` if the size is needed and
+        unknown.
+        """
         end = size if self.stop is None else self.stop
         return None if end is None else len(range(self.start, end, self.step or 1))
 
 
 class Place(NamedTuple):
-    """The place of one kind of weight in a tree: its array, and its axes there.
+    """The array of a tree that holds one kind of weight, and the axes of its dimensions.
 
     **Arguments:**
 
-    - `kind`: the kind.
+    - `kind`: the kind of weight, such as "query".
     - `path`: the path of the array.
-    - `dims`: the axes that each dimension of the array is made of, the outermost first.
-    - `range`: the part of an axis that the array has.
-    - `in_path`: the axes of which each entry is an array of its own.
-    - `entry`, `number`: the line in the layout, and which of its parts this is.
+    - `dims`: for each dimension of the array its axes, major to minor.
+    - `range`: the entries of an axis that the array holds; `None` if it holds all.
+    - `in_path`: the axes in braces in the path: each of their entries has an array of its own.
+    - `entry`, `number`: the entry in the layout, and the index of this kind in a `Fused` entry.
     """
 
     kind: str
@@ -153,7 +159,7 @@ class Place(NamedTuple):
 
 
 def groups_of(axes: str) -> list[str]:
-    """The dimensions in the axes of a line: `["embed", "(heads dim)"]`."""
+    """Returns the dimensions in the axes of a line as texts: `["embed", "(heads dim)"]`."""
     return re.findall(r"\([^)]*\)|\S+", axes)
 
 
@@ -162,7 +168,7 @@ _DIM = re.compile(r"\s*(?:\(\s*(\w[\w\s]*)\)|([A-Za-z_]\w*)(?:\[(?:(\d*):(\d*)(?
 
 
 def places_of(path: str, entry: Entry) -> list[Place]:
-    """The kinds of weights in the array at a path."""
+    """Returns a `Place` for each kind of weight in the array at a path: several for a `Fused` entry, else one."""
     texts = entry.parts if isinstance(entry, Fused) else (entry.part if isinstance(entry, Scaled | Counted) else entry,)
     found = [_place(path, text, entry, number) for number, text in enumerate(texts)]
     if isinstance(entry, Fused) and (len({len(one.dims) for one in found}) != 1 or not found):

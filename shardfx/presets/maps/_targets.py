@@ -1,4 +1,4 @@
-"""The layouts of programs: a model that scans over its layers, and an inference engine."""
+"""The layouts of programs: a model that scans over its layers, and an inference engine such as vLLM."""
 
 import importlib.resources
 import re
@@ -12,7 +12,9 @@ from ._places import Entry, Fused, Place, places_of
 
 
 class LayerStack(NamedTuple):
-    """One stacked array for a kind of weight: the name of its layers and their axis, both empty outside of layers."""
+    """One array that holds a kind of weight for a stack of layers: the kind, the stack's name and its axis (both empty
+    outside of layers).
+    """
 
     kind: str
     layers: str
@@ -20,28 +22,29 @@ class LayerStack(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """A kind of weight in programs that scan over layers: its axes without the layers' axis, and its names."""
+    """A kind of weight in a model that scans over its layers: its axes without the axis of layers, and its names."""
 
     axes: str
     name: str
     maxtext: str
 
 
-# Per kind its axes, its name in a tree of `stacked`, and MaxText's name for it, which has no heads side by side.
+# For each kind its axes, its name in a tree of `stacked`, and its name in MaxText ("-" if it has none), where heads and
+# head_dim are separate dimensions.
 _SCANNED = importlib.resources.files("shardfx.presets.maps").joinpath("scanned.txt").read_text(encoding="utf-8")
 SCANNED = {kind: Scanned(*row) for kind, *row in (re.split("  +", line) for line in _SCANNED.splitlines())}
 
 
 def stacked(config: Config, *, prefix: str = "") -> TreeLayout:
-    """The layout of a model that scans over its layers: one array for each kind of weight, `[layers, in, out]`.
+    """Returns the layout of a model that scans over its layers: one array per kind of weight, `[layers, in, out]`.
 
-    Where a model's first layers are dense and the others have experts, there are two stacks, `dense_layers` and
+    If a model's first layers are dense and the others have experts, there are two stacks, `dense_layers` and
     `moe_layers`.
 
     **Arguments:**
 
-    - `config`: as of [`shardfx.presets.maps.hugging_face`][].
-    - `prefix`: the prefix of each path.
+    - `config`: the model's config, as for [`shardfx.presets.maps.hugging_face`][].
+    - `prefix`: a prefix of every path.
 
     **Returns:**
 
@@ -49,7 +52,7 @@ def stacked(config: Config, *, prefix: str = "") -> TreeLayout:
 
     **Raises:**
 
-    `MapError` as `hugging_face` does.
+    The `MapError`s of `hugging_face`.
 
     !!! Example
 
@@ -70,20 +73,22 @@ def stacked(config: Config, *, prefix: str = "") -> TreeLayout:
 
 
 def engine(config: Config, *, shards: int) -> TreeLayout:
-    """The layout of an inference engine such as vLLM: a leaf per layer, and matrices fused for its devices.
+    """Returns the layout of an inference engine such as vLLM: separate arrays per layer, with matrices fused for tensor
+    parallelism.
 
-    Query, key and value are one matrix, whose parts alternate by shard, so that each device has its own; gate and up
-    too. With more shards than key heads each head is there several times. The experts of a layer are one array,
-    `w13_weight` for gate and up, `w2_weight` for down. GPT-2's matrices are `[out, in]` and its paths begin with
-    `transformer.`; DeepSeek's `q_a_proj` and `kv_a_proj_with_mqa` are one matrix, `fused_qkv_a_proj`, on every device.
+    Query, key and value are one matrix. Their rows are interleaved by shard, so that each device holds its own query,
+    key and value heads. Gate and up are one matrix in the same way. With more shards than key heads, each key and value
+    head is repeated. The experts of a layer are one array: `w13_weight` for gate and up, `w2_weight` for down. GPT-2's
+    matrices are `[out, in]` and its paths begin with `transformer.`. DeepSeek's `q_a_proj` and `kv_a_proj_with_mqa` are
+    one matrix, `fused_qkv_a_proj`, which every device holds whole.
 
-    The names are those of `vllm/model_executor/models` in vLLM 0.10 and later, before it changes weights for its
+    The names are those of `vllm/model_executor/models` in vLLM 0.10 and later, before vLLM rearranges weights for its
     kernels.
 
     **Arguments:**
 
-    - `config`: as of [`shardfx.presets.maps.hugging_face`][].
-    - `shards`: the number of devices that the engine shards a matrix over.
+    - `config`: the model's config, as for [`shardfx.presets.maps.hugging_face`][].
+    - `shards`: the number of devices over which the engine shards a matrix (its tensor parallel size).
 
     **Returns:**
 
@@ -91,7 +96,8 @@ def engine(config: Config, *, shards: int) -> TreeLayout:
 
     **Raises:**
 
-    `MapError` where shards do not divide the heads, or shards and key heads do not divide each other.
+    `MapError` if `shards` does not divide the number of heads, or if neither `shards` nor the number of key heads
+    divides the other.
 
     !!! Example
 
@@ -122,7 +128,7 @@ def engine(config: Config, *, shards: int) -> TreeLayout:
     return TreeLayout(rows, sizes=sizes | ({"copies": copies} if copies > 1 else {}))
 
 
-# What vLLM puts before the names of a checkpoint without its head.
+# The prefix that vLLM adds to the names of a checkpoint that was saved without its language-model head.
 _PREFIXES = {"gpt2": "transformer."}
 
 
@@ -160,7 +166,7 @@ def _fused(path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[st
 
 
 def _turned(text: str) -> str:
-    """The line of a GPT-2 weight with `[out, in]` in the place of `[in, out]`."""
+    """Returns the line of a GPT-2 weight with its dimensions reordered from `[in, out]` to `[out, in]`."""
     kind, _, axes = text.partition(": ")
     first, *others = re.findall(r"\([^)]*\)|\S+", axes)
     return f"{kind}: {' '.join([*others, first])}"
@@ -176,7 +182,9 @@ def _experts(place: Place, name: str) -> str:
 
 
 def stacks_of(config: Config) -> Iterator[LayerStack]:
-    """Each kind of weight of a model, with the stacks of layers that contain it."""
+    """Yields a `LayerStack` for each kind of weight of a model, and two where dense and expert layers are separate
+    stacks.
+    """
     theirs = hugging_face(config, ahead="drop")
     places = [place for path, entry in theirs.weights for place in places_of(path, entry)]
     dense = text_config(config).get("first_k_dense_replace", 0)

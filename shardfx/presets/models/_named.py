@@ -1,4 +1,6 @@
-"""The shapes of a model by its name, from its family and its config, and its rules by training strategy."""
+"""A published model by name: its tree of shapes, made from its family and config, and path rules for a training
+strategy.
+"""
 
 import collections
 import difflib
@@ -23,9 +25,9 @@ from ._table import TABLE, ModelRow
 
 
 Tree = dict[str, Any]
-# The size of an axis; of layers that are not all of one form, their numbers.
+# From an axis to its size. An axis of layers that are not consecutive has the list of their indices instead.
 Sizes = Mapping[str, int | Sequence[int]]
-# The options of a family that its models' configs need not say.
+# The options of a family, with their defaults for configs that lack them.
 _OPTIONS: Final[Mapping[str, Mapping[str, bool]]] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -39,11 +41,11 @@ _OPTIONS: Final[Mapping[str, Mapping[str, bool]]] = MappingProxyType(
 
 
 def names() -> tuple[str, ...]:
-    """The names of the models.
+    """Returns the names of the published models that [`shardfx.presets.models.tree`][] knows.
 
     **Returns:**
 
-    The names that [`shardfx.presets.models.tree`][] knows, one family after the other.
+    The names, grouped by family.
 
     !!! Example
 
@@ -57,7 +59,7 @@ def names() -> tuple[str, ...]:
 
 
 def config(name: str) -> dict[str, Any]:
-    """The numbers that a model's shapes are made of.
+    """Returns the numbers of a model's config, from which its shapes are made.
 
     **Arguments:**
 
@@ -65,11 +67,11 @@ def config(name: str) -> dict[str, Any]:
 
     **Returns:**
 
-    A new dict; each of its names is an argument of [`shardfx.presets.models.tree`][].
+    A new dict; each of its keys is a keyword argument of [`shardfx.presets.models.tree`][].
 
     **Raises:**
 
-    `RuleError` for another name, with the nearest ones.
+    `RuleError` for an unknown name, with the nearest known ones.
 
     !!! Example
 
@@ -83,26 +85,26 @@ def config(name: str) -> dict[str, Any]:
 
 
 def tree(name: str, *, dtype: DTypeLike = jnp.bfloat16, stack_experts: bool = False, **changes: int) -> Tree:
-    """The arrays of a published model as ShapeDtypeStructs, under its checkpoint's own names.
+    """Returns the arrays of a published model as ShapeDtypeStructs, under the names of its checkpoint.
 
-    Weights lie as in the checkpoint, torch's `[out, in]`. Nothing is allocated.
+    Weights have the dimensions of the checkpoint, torch's `[out, in]`. Nothing is allocated.
 
     **Arguments:**
 
     - `name`: one of [`shardfx.presets.models.names`][].
     - `dtype`: the dtype of all arrays, except those that the checkpoint keeps in float32.
-    - `stack_experts`: one array with a leading dimension for all experts of a layer, as a program holds them that
-        shards over them, in the place of one array for each expert.
-    - `changes`: other numbers than the published ones, by the names in [`shardfx.presets.models.config`][]: with
-        `layers=2` a model small enough to compile.
+    - `stack_experts`: whether the experts of a layer are one array with a leading dimension, as expert parallelism
+        needs them, instead of one array per expert.
+    - `changes`: numbers that replace the published ones, by the names in [`shardfx.presets.models.config`][]. With
+        `layers=2`, for example, the model is small enough to compile.
 
     **Returns:**
 
-    Nested dicts.
+    Nested dicts of ShapeDtypeStructs.
 
     **Raises:**
 
-    `RuleError` for a name or a number that the model does not have, with the nearest ones.
+    `RuleError` for an unknown model or an unknown number, with the nearest known ones.
 
     !!! Example
 
@@ -129,7 +131,7 @@ def tree(name: str, *, dtype: DTypeLike = jnp.bfloat16, stack_experts: bool = Fa
 
 
 def row_of(name: str) -> ModelRow:
-    """The model's row in the table; raises for an unknown name, with the nearest ones."""
+    """Returns the row of a model in the table; raises an error with the nearest names if there is none."""
     if name not in TABLE:
         near = difflib.get_close_matches(name.lower(), TABLE, n=3)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(TABLE)}."
@@ -145,13 +147,15 @@ def _check_changes(name: str, row: ModelRow, changes: Mapping[str, int]) -> None
             hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(known)}."
             raise RuleError(f"`{name}` has no number {quoted(given)}; {hint}")
         kind = type(known[given])
-        # A bool is an int to Python, but no number of layers.
+        # In Python a bool is an int, but it is not a number of layers.
         if type(value) is not kind or value < 0:
             raise RuleError(f"`{name}`: `{given}={value!r:.60}` is no {'bool' if kind is bool else 'whole number'}.")
 
 
 def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
-    """The sizes of the axes in a model's rows, from the numbers of its config."""
+    """Returns the sizes of all axes that the lines of a family name: the numbers of the config, and sizes derived from
+    them.
+    """
     n = collections.defaultdict[str, int](int, config)
     layers, linear = n["layers"], n["linear_head_dim"]
     full, routed = n["full_attention_every"] or 1, n["experts_every"] or 1
@@ -167,7 +171,7 @@ def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
         # Latent attention.
         **{"query_latent": n["q_lora"], "latent": n["kv_lora"], "latent_and_rope": n["kv_lora"] + n["rope"]},
         **{"both_dim": n["nope"] + n["value"], "value_dim": n["value"]},
-        # Layers of several forms.
+        # The counts or indices of layers of different kinds, such as dense and expert layers.
         "dense_layers": min(n["dense_layers"], layers),
         "moe_layers": max(layers - n["dense_layers"], 0),
         "full_layers": [index for index in range(layers) if (index + 1) % full == 0],
@@ -178,7 +182,7 @@ def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
         **{"both_hidden": 2 * n["expert_hidden"], "shared_hidden": (n["shared_experts"] or 1) * n["expert_hidden"]},
         **{"qkvz": 2 * linear * (1 + ratio), "ba": 2 * ratio},
         "conv_rows": linear * (2 * n["linear_key_heads"] + n["linear_value_heads"]),
-        # What sees. The adapter's input is four patches side by side, which have the encoder's inner width.
+        # The vision encoder. The adapter's input is four neighbouring patches, whose joint width is `vision_hidden`.
         **{"patch_rows": patch, "patch_columns": patch, "pixels": 3 * patch * patch},
         **{"vision_embed": vision_embed, "projected": vision_embed, "vision_places": n["vision_tokens"] + 1},
         "vision_hidden": n["vision_hidden"] or n["hidden"],
@@ -187,7 +191,9 @@ def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
 
 
 def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
-    """Nested dicts of structs, each a separate object. Arrays that checkpoints keep in float32 have that dtype."""
+    """Returns nested dicts with a new struct for each array of the rows. Arrays that checkpoints keep in float32 get
+    that dtype.
+    """
     tree: Tree = {}
     for path, entry in rows.items():
         shape = _shape(places_of(path, entry), entry.dim if isinstance(entry, Fused) else 0, sizes)
@@ -207,7 +213,9 @@ def _numbers(size: int | Sequence[int]) -> Sequence[int]:
 
 
 def _shape(places: Sequence[Place], dim: int, sizes: Sizes) -> tuple[int, ...]:
-    """The shape of one place, or of several places concatenated along `dim`."""
+    """Returns the shape of an array that holds one kind of weight, or several kinds concatenated along
+    dimension `dim`.
+    """
     shapes = [[math.prod(_size(axis, place, sizes) for axis in group) for group in place.dims] for place in places]
     whole = [sum(shape[dim] for shape in shapes) if at == dim else size for at, size in enumerate(shapes[0])]
     return tuple(whole)
@@ -215,13 +223,13 @@ def _shape(places: Sequence[Place], dim: int, sizes: Sizes) -> tuple[int, ...]:
 
 def _size(axis: str, place: Place, sizes: Sizes) -> int:
     is_expert = axis == "hidden" and place.kind.startswith("expert_") and "expert_hidden" in sizes
-    # GPT and BERT have as many key heads as heads.
+    # A config without `kv_heads` (GPT, BERT) has as many key heads as query heads.
     size = sizes["expert_hidden"] if is_expert else sizes["heads"] if axis not in sizes else sizes[axis]
     assert isinstance(size, int)
     return size
 
 
-# What each strategy cuts over, in the order fsdp, tensor, expert.
+# Whether each strategy shards over the mesh axes fsdp, tensor and expert.
 _CUTS: Final[Mapping[str, tuple[bool, bool, bool]]] = MappingProxyType(
     {
         "dp": (False, False, False),
@@ -234,15 +242,15 @@ _CUTS: Final[Mapping[str, tuple[bool, bool, bool]]] = MappingProxyType(
 
 
 def strategies(name: str | None = None) -> tuple[str, ...]:
-    """The strategies that [`shardfx.presets.models.rules_for`][] has for a model.
+    """Returns the strategies that [`shardfx.presets.models.rules_for`][] accepts for a model.
 
     **Arguments:**
 
-    - `name`: one of [`shardfx.presets.models.names`][]; `None` for those that any model has.
+    - `name`: one of [`shardfx.presets.models.names`][]; `None` for the strategies of all models together.
 
     **Returns:**
 
-    "dp", "fsdp", "tp", "fsdp_tp", and "ep" for a mixture of experts.
+    "dp", "fsdp", "tp", "fsdp_tp", and, for a mixture of experts or `None`, "ep".
 
     !!! Example
 
@@ -259,17 +267,17 @@ def strategies(name: str | None = None) -> tuple[str, ...]:
 def rules_for(
     name: str, how: str, *, data: str = "data", fsdp: str = "fsdp", tensor: str = "tensor", expert: str = "expert"
 ) -> PathRules:
-    """Rules for the arrays of a model by its name.
+    """Returns path rules that shard the arrays of a published model by a training strategy.
 
     **Arguments:**
 
     - `name`: one of [`shardfx.presets.models.names`][].
-    - `how`: "dp" replicates all; "fsdp" cuts each array over `fsdp`, but never inside of a head; "tp" cuts the
-        dimensions of heads, hidden units and vocabulary over `tensor`; "fsdp_tp" does both. "ep" cuts the experts
-        over `expert`, each expert as "fsdp_tp" does, and everything else over `fsdp` and `expert` together; it
-        needs `tree(..., stack_experts=True)`.
-    - `data`: the mesh axis that is for the batch alone.
-    - `fsdp`, `tensor`, `expert`: the mesh axes to use; an axis that the mesh lacks is left out.
+    - `how`: the strategy. "dp" replicates all arrays. "fsdp" shards each array over `fsdp`, but never inside of a
+        head. "tp" shards the dimensions of heads, hidden units and vocabulary over `tensor`. "fsdp_tp" does both. "ep"
+        shards the dimension of experts over `expert` and their other dimensions as "fsdp_tp" does, and shards all
+        other arrays over `fsdp` and `expert` together; it needs `tree(..., stack_experts=True)`.
+    - `data`: the mesh axis over which only the batch is sharded.
+    - `fsdp`, `tensor`, `expert`: the mesh axes to use; an axis that the mesh lacks is ignored.
 
     **Returns:**
 
@@ -277,7 +285,7 @@ def rules_for(
 
     **Raises:**
 
-    `RuleError` for a name or a strategy that there is not.
+    `RuleError` for an unknown model, or a strategy that the model does not have.
 
     !!! Example
 
@@ -307,7 +315,7 @@ def rules_for(
     sizes, every = sizes_of(row.config), rows_for_rules(row.family, row.config)
     stacked = with_experts_stacked(every) | {path: entry for path, entry in every.items() if _is_packed(entry)}
     rest = {path: entry for path, entry in every.items() if path not in stacked}
-    # A rule for the experts must apply: without it, a tree of single experts would be sharded over none of them.
+    # The rules for experts must match: otherwise a tree with one array per expert would not be sharded over `expert`.
     rules = [
         (regex, target if routed else optional(target))
         for regex, target in rules_of(stacked, sizes, along, across, expert=routed, others=[*rest])
@@ -318,5 +326,5 @@ def rules_for(
 
 
 def _is_packed(entry: Entry) -> bool:
-    """Whether the experts of a layer are one array in the checkpoint."""
+    """Whether the checkpoint itself holds the experts of a layer as one array."""
     return isinstance(entry, str) and entry.startswith("expert_") and ": experts" in entry

@@ -1,8 +1,8 @@
-"""Every model by name: its family, and the numbers of its config, from `table.txt` beside this file.
+"""The table of published models: for each model name its family and the numbers of its config, read from `table.txt`.
 
-The numbers are those of the checkpoints' own config.json; of GPT-3 those of its paper (arXiv:2005.14165, table 2.1), of
-T5 those of t5x's gin files, of ViT those of big_vision's models/vit.py. There is one llama3-405b, Llama 3.1's.
-big_vision tells ViT "g" from "G"; the others call the large one "bigG".
+The numbers are from each checkpoint's config.json, except: GPT-3 from its paper (arXiv:2005.14165, table 2.1), T5 from
+t5x's gin files, ViT from big_vision's models/vit.py. `llama3-405b` is Llama 3.1 405B, since Llama 3 has no such model.
+big_vision distinguishes ViT "g" and "G"; other libraries call the larger one "bigG".
 """
 
 import importlib.resources
@@ -11,12 +11,13 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 
-# A family with the names of its numbers, those that all its models share with their values; then a model in each row.
+# The text has a header line per family: the names of its numbers, and `name=value` for numbers that all its models
+# share. Then follows a line per model, with its numbers in that order.
 _TEXT = importlib.resources.files("shardfx.presets.models").joinpath("table.txt").read_text(encoding="utf-8")
 
 
 class ModelRow(NamedTuple):
-    """A model: its family's name, and the numbers in which it differs from other models of the family."""
+    """A published model: the name of its family, and the numbers of its config."""
 
     family: str
     config: Mapping[str, int]
