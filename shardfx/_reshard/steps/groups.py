@@ -1,7 +1,7 @@
-"""What each step of a Redistribution does on a device: who talks to whom, and how a piece is cut and joined.
+"""The replica groups of each step of a `Redistribution`, and how a device splits and joins its shard in the step.
 
-Everything is worked out from layouts alone, with devices numbered by their place in the source's mesh; the same
-functions cut and join numpy arrays and traced ones.
+All functions compute from layouts alone and number devices by their position in the source's mesh. `split` and `join`
+work on numpy arrays and on traced arrays.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from .splits import End, coordinates, levels
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllToAll:
-    """An all-to-all within groups of devices: `groups[i]` lists the members of one, in the order of its pieces.
+    """An all-to-all within replica groups. `groups[i]` lists the devices of one group, in the order of their shards.
 
     **Arguments:**
 
     - `groups`: an integer array of shape `(groups, members)`.
     - `sizes`: the sizes of the factors that move, major first; their product is the number of members.
-    - `splits`: per dimension of the piece the moving factors that will cut it, major first.
-    - `joins`: per dimension of the piece the moving factors that did cut it, major first.
+    - `splits`: for each dimension, the moving factors that shard it after the all-to-all, major first.
+    - `joins`: for each dimension, the moving factors that shard it before the all-to-all, major first.
     """
 
     groups: np.ndarray
@@ -34,7 +34,7 @@ class AllToAll:
 
 
 def groups_of(layout: StepLayout, factors: tuple[int, ...], like: StepLayout) -> np.ndarray:
-    """The devices that differ in `factors` alone: one group a row, its members in the factors' order."""
+    """The replica groups along `factors`: each row lists devices that differ only in these factors, in their order."""
     where = coordinates(layout, like)
     others = tuple(axis for axis in range(len(layout.sizes)) if axis not in factors)
     member = piece_index(layout.sizes, where, factors)
@@ -44,7 +44,7 @@ def groups_of(layout: StepLayout, factors: tuple[int, ...], like: StepLayout) ->
 
 
 def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllToAll:
-    """The all-to-all that leads from `source` to `target`, two layouts on one mesh with as many pieces each."""
+    """The all-to-all from layout `source` to `target`, which are over one mesh and have equally many shards."""
     before = {factor: dim for dim, axes in enumerate(source.dims) for factor in axes}
     after = {factor: dim for dim, axes in enumerate(target.dims) for factor in axes}
     moving = tuple(factor for axes in source.dims for factor in axes if before[factor] != after[factor])
@@ -58,15 +58,15 @@ def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllT
 
 
 def split(piece: Any, how: AllToAll) -> Any:
-    """A piece cut into one part for each member of its group, the parts along a new first dimension."""
+    """Splits a shard into one chunk per member of the replica group, stacked along a new first dimension."""
     shape, front = [], []
     for size, factors in zip(piece.shape, how.splits, strict=True):
         count = math.prod(how.sizes[factor] for factor in factors)
         front += [len(shape)] if factors else []
         shape += [count, size // count] if factors else [size]
     rest = [axis for axis in range(len(shape)) if axis not in front]
-    # Whole cuts come to the front first, and then the factors in their order: a piece that is reshaped to all factors
-    # where it is takes one copy more on TPUs, whose tiles do not fit such small dimensions.
+    # The split dimensions move to the front before they are reshaped into factors. Reshaping in place would cost one
+    # more copy on TPUs, because the small dimensions do not fill tiles.
     parts = piece.reshape(shape).transpose((*front, *rest))
     parts = parts.reshape((math.prod(how.sizes), *parts.shape[len(front) :]))
     order = [factor for factors in how.splits for factor in factors]
@@ -76,7 +76,7 @@ def split(piece: Any, how: AllToAll) -> Any:
 
 
 def join(parts: Any, how: AllToAll) -> Any:
-    """The inverse of cutting: the parts that came from each member of the group, put together."""
+    """Joins the chunks received from the members of the replica group into one shard; the inverse of `split`."""
     sizes = parts.shape[1:]
     parts = parts.reshape((*how.sizes, *sizes))
     order, shape = [], []
@@ -87,7 +87,7 @@ def join(parts: Any, how: AllToAll) -> Any:
 
 
 def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """Per device and dimension, which part of its piece a slice keeps: an array of shape `(devices, rank)`."""
+    """The index of the chunk of its shard that each device keeps in a slice step, in an array `(devices, rank)`."""
     where = coordinates(target, like)
     parts = [
         piece_index(target.sizes, where, axes) % (count // had)
@@ -97,7 +97,7 @@ def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarr
 
 
 def gathered(source: StepLayout, target: StepLayout, like: StepLayout) -> list[tuple[int, np.ndarray]]:
-    """The dimensions that an all-gather joins, each with its groups."""
+    """The dimensions along which an all-gather concatenates shards, each with its replica groups."""
     return [
         (dim, groups_of(source, have[len(axes) :], like))
         for dim, (have, axes) in enumerate(zip(source.dims, target.dims, strict=True))
@@ -106,13 +106,13 @@ def gathered(source: StepLayout, target: StepLayout, like: StepLayout) -> list[t
 
 
 def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """Per device, whose piece it gets."""
+    """For each device, the device that sends it its shard in a permute step."""
     ends = (End(end, coordinates(end, like)) for end in (source, target))
     return senders(*ends)
 
 
 def senders(source: End, target: End) -> np.ndarray:
-    """Whom each device gets its piece from: itself where it can, else the nearest that has it to give.
+    """For each device, the device that sends it its shard: itself if it has that shard, else the nearest free holder.
 
     **Arguments:**
 
@@ -120,7 +120,7 @@ def senders(source: End, target: End) -> np.ndarray:
 
     **Returns:**
 
-    A permutation of the devices, numbered by their place in the source's mesh.
+    A permutation of the devices, numbered by their position in the source's mesh.
     """
     have, want = (Holdings(end).numbers(end.layout.dims) for end in (source, target))
     sender = np.where(have == want, np.arange(len(have)), -1)
@@ -133,7 +133,7 @@ def senders(source: End, target: End) -> np.ndarray:
 
 
 def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np.ndarray, held: np.ndarray) -> None:
-    """Pairs the k-th device without a sender that wants a piece with the k-th free one that holds it."""
+    """Assigns senders in place: the k-th device that needs a shard receives from the k-th free device that holds it."""
     without, wanted = _ranked(without, wanted)
     free, held = _ranked(free, held)
     pair = len(sender) + 1

@@ -1,4 +1,4 @@
-"""Where the pieces of an array lie, as plain integers: what the step planner of resharding reads."""
+"""`StepLayout`, an array's sharding as plain integers, which the planner of reshard steps reads."""
 
 import dataclasses
 import math
@@ -10,16 +10,16 @@ from ..._ground.errors import MeshError, SpecError
 
 @dataclasses.dataclass(frozen=True)
 class StepLayout:
-    """An array's placement: mesh axis sizes, the devices in mesh order, and the axes that cut each dimension.
+    """An array's sharding: the mesh axis sizes, the devices in mesh order, and the axes that shard each dimension.
 
     **Arguments:**
 
     - `sizes`: the mesh axis sizes, slowest first.
-    - `dims`: per dimension of the array the indices of the mesh axes that cut it, major first.
+    - `dims`: for each dimension of the array, the indices of the mesh axes that shard it, major first.
     - `order`: device ids in row-major order of the mesh; `None` where both ends of a move list their devices
         in the same order.
-    - `weights`: the cost of a byte along each mesh axis; `()` where all cost 1. One above 1 is of an axis between
-        slices (or nodes).
+    - `weights`: the cost of a byte along each mesh axis; `()` if all cost 1. An axis between slices (or nodes) has
+        a weight above 1.
     """
 
     sizes: tuple[int, ...]
@@ -49,30 +49,30 @@ class StepLayout:
 
     @property
     def size(self) -> int:
-        """How many devices there are."""
+        """The number of devices in the mesh."""
         return math.prod(self.sizes)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Into how many pieces each dimension is cut."""
+        """The number of shards along each dimension."""
         return tuple(math.prod(self.sizes[axis] for axis in axes) for axes in self.dims)
 
     @property
     def pieces(self) -> int:
-        """How many different pieces the array is cut into."""
+        """The number of distinct shards of the array."""
         return math.prod(self.counts)
 
     def piece_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that one device holds of an array of `shape`."""
+        """The shape of one device's shard of an array of `shape`."""
         return tuple(size // count for size, count in zip(shape, self.counts, strict=True))
 
 
 def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """Where the devices of `like`, in its mesh order, sit in the mesh order of `layout`.
+    """For each device in the mesh order of `like`, its position in the mesh order of `layout`.
 
     **Arguments:**
 
-    - `layout`, `like`: layouts over the same devices; one without an order has that of the other.
+    - `layout`, `like`: layouts over the same devices; a layout whose `order` is `None` has the order of the other.
 
     **Returns:**
 
@@ -100,20 +100,20 @@ def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
 
 
 def digits(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:
-    """The coordinates of devices at `position` in a mesh of `sizes`: one row per axis."""
+    """The mesh coordinates of devices at `position` in a mesh of `sizes`, with one row per axis."""
     if not sizes:
         return np.zeros((0, len(position)), np.int64)
     return np.stack(np.unravel_index(position, sizes))
 
 
 def slice_numbers(layout: StepLayout) -> np.ndarray:
-    """Which slice each device is in, in mesh order: devices that differ along slow axes are in different ones."""
+    """The slice number of each device, in mesh order. Axes with a weight above 1 run between slices."""
     slow = tuple(axis for axis, weight in enumerate(layout.weights) if weight > 1)
     return piece_index(layout.sizes, digits(layout.sizes, np.arange(layout.size)), slow)
 
 
 def piece_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """Which piece of a dimension cut by `axes` each device holds, from its mesh coordinates."""
+    """The index of the shard that each device holds of a dimension sharded over `axes`."""
     index = np.zeros(coordinates.shape[1], np.int64)
     for axis in axes:
         index = index * sizes[axis] + coordinates[axis]

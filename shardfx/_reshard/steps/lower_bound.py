@@ -1,4 +1,4 @@
-"""What devices need and do not have: the traffic that no way from one layout to another can avoid."""
+"""Lower bounds on the traffic between two layouts: the bytes that devices need and do not hold."""
 
 import functools as ft
 import math
@@ -10,12 +10,12 @@ import numpy as np
 from .splits import End, levels
 
 
-# Per dimension of the array the factors that cut it, major first.
+# For each dimension of the array, the factors that shard it, major first.
 ShardDims = tuple[tuple[int, ...], ...]
 
 
 class Holdings:
-    """Which piece each device holds under layouts on one end's factors, remembered per dimension."""
+    """The shard that each device holds under any layout over one end's factors, cached per dimension."""
 
     def __init__(self, end: End):
         self.sizes = end.layout.sizes
@@ -27,28 +27,28 @@ class Holdings:
         self._numbers: dict[ShardDims, np.ndarray] = {}
 
     def count(self, axes: tuple[int, ...]) -> int:
-        """Into how many pieces `axes` cut a dimension."""
+        """The number of shards of a dimension that is sharded over `axes`."""
         if axes not in self._count:
             self._count[axes] = math.prod([self.sizes[axis] for axis in axes])
         return self._count[axes]
 
     def counts(self, dims: ShardDims) -> tuple[int, ...]:
-        """Into how many pieces each dimension is cut."""
+        """The number of shards along each dimension."""
         return tuple([self.count(axes) for axes in dims])
 
     def pieces(self, dims: ShardDims) -> int:
-        """Into how many pieces the array is cut."""
+        """The number of distinct shards of the array."""
         return math.prod([self.count(axes) for axes in dims])
 
     def index(self, axes: tuple[int, ...]) -> np.ndarray:
-        """Which piece of a dimension cut by `axes` each device holds; from that of the axes but the last."""
+        """The index of the shard that each device holds of a dimension sharded over `axes`."""
         if axes not in self._index:
             *outer, last = axes
             self._index[axes] = self.index(tuple(outer)) * np.int32(self.sizes[last]) + self.coordinates[last]
         return self._index[axes]
 
     def numbers(self, dims: ShardDims) -> np.ndarray:
-        """One number per device for all of its piece, equal at both ends for equal pieces."""
+        """A number for each device's shard of the whole array. Equal shards have equal numbers at both ends."""
         if dims not in self._numbers:
             out = np.zeros(self.devices, np.int64)
             for axes in dims:
@@ -59,7 +59,7 @@ class Holdings:
 
 
 def missing_share(source: End, target: End) -> Fraction:
-    """What a device needs at the target and does not have at the source: the mean over devices, per byte of array."""
+    """The fraction of the array that a device needs at the target and does not hold at the source, on average."""
     common, unit, here, there = None, 1, Holdings(source), Holdings(target)
     for have, want in zip(source.layout.dims, target.layout.dims, strict=True):
         if not have and not want:
@@ -82,10 +82,11 @@ class LowerBound:
 
     **Arguments:**
 
-    - `held`: of the layouts, on one end's factors.
+    - `held`: the shards that devices hold under layouts over one end's factors.
     - `near`: that end; its axes say what bytes cost.
     - `far`: the other end.
-    - `far_is`: whether the layout is to become the far end, which is the "target", or was made of it, the "source".
+    - `far_is`: "target" if the move leads from the layout to the far end, "source" if it leads from the far end to the
+        layout.
     """
 
     def __init__(self, held: Holdings, near: End, far: End, far_is: Literal["target", "source"]):
@@ -101,7 +102,7 @@ class LowerBound:
         self._common_shares: dict[tuple[int, tuple[int, ...]], np.ndarray | None] = {}
 
     def __call__(self, dims: ShardDims) -> float:
-        """What the way from the layout to the target costs at least, or the way from the source to the layout."""
+        """The least cost from the layout `dims` to the target, or from the source to the layout, as `far_is` says."""
         shares = [share for share in map(self._common_share, range(len(dims)), dims) if share is not None]
         if not shares:
             return 0.0
@@ -112,7 +113,10 @@ class LowerBound:
         return bound + sum([group.bound(dims, self.needs_far) for group in self.dearer])
 
     def _common_share(self, dim: int, axes: tuple[int, ...]) -> np.ndarray | None:
-        """Per device, which share of a dimension it holds here and at the far end; None where that is all of it."""
+        """The fraction of a dimension that each device holds both here and at the far end.
+
+        `None` if neither end shards the dimension.
+        """
         key = (dim, axes)
         if key not in self._common_shares:
             index, count = self.far[dim]
@@ -125,7 +129,7 @@ class LowerBound:
 
 
 class _GroupBound:
-    """The part of the bound for groups of devices: a byte that enters one costs `extra` more than one within."""
+    """The term of the lower bound for groups of devices: a byte from another group costs `extra` more."""
 
     def __init__(self, held: Holdings, far: list[tuple[np.ndarray, int]], group: np.ndarray, extra: float):
         self.held, self.group, self.extra = held, group, extra
@@ -134,7 +138,7 @@ class _GroupBound:
         self._shares: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def bound(self, dims: ShardDims, needs_far: bool) -> float:
-        """The extra cost of bytes that a group needs and none of its devices holds: the mean over devices."""
+        """The extra cost of the bytes that a group needs and none of its devices holds, on average per device."""
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):
             if axes or self.far[dim].count > 1:
@@ -143,7 +147,7 @@ class _GroupBound:
         return max(0.0, float(np.mean(need - common))) * self.groups / self.held.devices * self.extra
 
     def _of_layout(self, dim: int, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Per group, its share of a dimension under the layout, and the share that it holds at both ends."""
+        """For each group, the fraction of a dimension that its devices hold here, and the fraction held at both ends."""
         key = (dim, axes)
         if key not in self._shares:
             here = _HeldByGroups(self.group, self.groups, self.held.index(axes), self.held.count(axes))
@@ -152,9 +156,9 @@ class _GroupBound:
 
 
 class _HeldByGroups:
-    """Which pieces of a dimension, cut into `count`, the devices of each group hold together.
+    """The shards of a dimension, out of `count`, that the devices of each group hold between them.
 
-    Only the pieces that some group holds are listed: they are no more than the devices, however many groups there are.
+    Only pairs of a group and a shard that it holds are listed, so there are at most as many as devices.
     """
 
     def __init__(self, group: np.ndarray, groups: int, index: np.ndarray, count: int):
@@ -165,7 +169,7 @@ class _HeldByGroups:
         self.share = self._share_of_dimension(self.group, count)
 
     def share_in_common(self, other: "_HeldByGroups") -> np.ndarray:
-        """Per group, which share of the dimension it holds both here and there."""
+        """For each group, the fraction of the dimension that it holds in both `self` and `other`."""
         fine, coarse = (self, other) if self.count >= other.count else (other, self)
         parts = math.lcm(fine.count, coarse.count)
         step = parts // fine.count
@@ -180,7 +184,10 @@ class _HeldByGroups:
 
 
 def _overlap(index: np.ndarray, count: int, other: np.ndarray, others: int) -> tuple[np.ndarray, int]:
-    """How many parts of a dimension two pieces share, and how many parts the dimension has."""
+    """For each device, the overlap of its shards in two shardings of a dimension, and the dimension's size.
+
+    Both are in units of the least common multiple of the two shard counts.
+    """
     parts = math.lcm(count, others)
     mine, theirs = np.int32(parts // count), np.int32(parts // others)
     first, second = index * mine, other * theirs
