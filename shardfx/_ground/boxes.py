@@ -1,4 +1,4 @@
-"""Boxes: the part of an array that a device holds, as start and stop per dimension."""
+"""Boxes: the index range of a shard, as a start and a stop for each dimension."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ Box = tuple[tuple[int, int], ...]
 
 
 def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """JAX's tuple of slices as a box."""
+    """The box of a JAX index, which is a tuple of slices."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """Per device the box that it holds of an array of `shape`.
+    """Maps each device to the box of its shard of an array of `shape`.
 
-    On an AbstractMesh the devices are numbered by their place in the mesh, in row-major order.
+    For an `AbstractMesh` the keys are positions in the mesh, in row-major order.
     """
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         return dict(enumerate(_in_mesh_order(sharding, shape)))
@@ -30,24 +30,24 @@ def boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """Per device of this process the box that it holds of an array of `shape`."""
+    """Maps each device of this process to the box of its shard of an array of `shape`."""
     found = sharding.addressable_devices_indices_map(shape)
     return {device: as_box(index or (), shape) for device, index in found.items()}
 
 
 def volume(box: Box) -> int:
-    """How many elements a box holds."""
+    """The number of elements in a box."""
     return math.prod(stop - start for start, stop in box)
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """What two boxes share; `None` if nothing."""
+    """The intersection of two boxes; `None` if it is empty."""
     found = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)])
     return found if all([start < stop for start, stop in found]) else None
 
 
 def slices(part: Box, box: Box) -> tuple[Any, ...]:
-    """The index of a part of a box in an array that holds the box. The ellipsis makes it a view at rank 0 too."""
+    """The index of the box `part` in an array that holds `box`. Its ellipsis makes the result a view at rank 0 too."""
     found = [slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True)]
     return (*found, ...)
 
@@ -55,8 +55,8 @@ def slices(part: Box, box: Box) -> tuple[Any, ...]:
 def array_of(
     shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, held: Sequence[Box], memory: Sequence[np.ndarray]
 ) -> jax.Array:
-    """An array whose different boxes of this process lie in memory, one buffer each; a CPU's array shares it."""
-    if not memory:  # no device is this process's, and of a replicated array JAX would ask for a shard
+    """A `jax.Array` from one buffer per distinct box of this process. On CPUs it shares the buffers' memory."""
+    if not memory:  # this process has no device of the sharding; JAX would still call back for a replicated array
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     buffers = {tuple([start for start, _ in box]): own for box, own in zip(held, memory, strict=True)}
 

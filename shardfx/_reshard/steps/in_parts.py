@@ -1,19 +1,20 @@
-"""A move one part of every piece after another, where what lies between the ends would be large on TPUs.
+"""Moves shards chunk by chunk where the temporaries of a whole move would be large on TPUs.
 
-TPUs keep arrays in tiles of 8 x 128 elements. Pieces that are no multiples of a tile are padded, and what an all-to-all
-cuts out of them is padded more: of a (129, 4160) piece cut into 64 for as many devices, every (129, 65) part takes the
-room of (136, 128). The compiler holds several such copies, up to eight times a piece altogether.
+TPUs keep arrays in tiles of 8 x 128 elements. Shards that do not fill tiles are padded, and the chunks that an
+all-to-all sends are padded more. If a (129, 4160) shard is split for 64 devices, every (129, 65) chunk takes as much
+memory as (136, 128). The compiler holds several such copies, up to eight times the shard in total.
 
-All steps of a move keep the order of elements within a *block*: what one device holds along a dimension that is cut as
-finely as all layouts on the way together. So a move can be made for the first eighth of every block, then for the
-second, and so on. The copies are then an eighth of what they were, and each part is put into its place in the result.
+All steps of a move keep the order of elements within a *block*. The number of blocks along a dimension is the least
+common multiple of its shard counts in all layouts of the path. So the first eighth of every block can move first, then
+the second, and so on. Temporaries are then an eighth as large, and each chunk is written into the result.
 
-Pieces that fill tiles are moved in two halves where an all-to-all sends parts in another order than they lie in, and a
-gather doubles the pieces at last. The compiler puts parts in order by copies, finds no room for the doubled piece where
-those were, and takes two and a half times the larger shard.
+Shards that fill tiles move in two halves if an all-to-all reorders chunks and a final all-gather doubles the shards.
+The compiler reorders chunks by copies, cannot reuse their memory for the doubled shard, and takes two and a half times
+the larger shard.
 
-Pieces of three and more dimensions whose all-to-all follows a permutation are moved in four: the compiler holds up to
-4.7 times the larger shard for the whole piece (17 of 25 such pairs of float32 [192, 768, 640] on v5p:4x4x4 took one to
+Shards of three or more dimensions move in four chunks if the path has a permutation and ends in an all-to-all. The
+compiler holds up to 4.7 times the larger shard without chunks
+ (17 of 25 such pairs of float32 [192, 768, 640] on v5p:4x4x4 took one to
 4.7 times; in four parts 0.5 to 1.6).
 """
 
@@ -31,26 +32,26 @@ from .redistribute import MoveStep
 
 
 _TILE = (8, 128)
-# So many parts there are of blocks that fill no tiles, and of those that do.
+# The numbers of chunks: for blocks that do not fill tiles, for blocks that do, and for three or more dimensions.
 _PARTS = 8
 _PARTS_OF_TILES = 2
 _PARTS_OF_STACKS = 4
-# What lies between the ends of smaller moves is small too, and more collectives would only take longer.
+# Smaller moves have small temporaries, and more collectives would only take longer.
 _SMALL_BYTES = 2**18
-# So many copies of strips are one operation to the compiler, and a loop runs over the rest.
+# The loop over strips is unrolled by at most this many copies.
 _STRIPS_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class PartCut:
-    """How the pieces of a move are cut into parts.
+    """How a move is split into chunks of every block along one dimension.
 
     **Arguments:**
 
     - `dim`: the dimension.
     - `block`: the size of a block along it.
-    - `part`: the size of each part of a block but the last, which may be smaller.
-    - `target_shape`: of the piece that the move results in.
+    - `part`: the size of a chunk of a block; the last chunk may be smaller.
+    - `target_shape`: the shape of the shard after the move.
     """
 
     dim: int
@@ -60,12 +61,12 @@ class PartCut:
 
     @property
     def parts(self) -> int:
-        """How many parts there are."""
+        """The number of chunks of a block."""
         return -(-self.block // self.part)
 
 
 def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[MoveStep]) -> PartCut | None:
-    """How to cut the pieces of a move on TPUs; None where it is made at once.
+    """How a move is split into chunks on TPUs; `None` if the whole shard moves at once.
 
     **Arguments:**
 
@@ -92,11 +93,11 @@ def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Move
 
 
 def cut_in(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) -> PartCut | None:
-    """The pieces of a move in `count` parts or more, or in as many as there can be; None where they stay whole.
+    """How a move is split into at least `count` chunks, or into as many as possible; `None` if it cannot be split.
 
     **Arguments:**
 
-    - `count`: how many parts are wanted.
+    - `count`: the requested number of chunks.
     - `shape`: of the piece that the move starts from.
     - `steps`: of the move.
     """
@@ -106,7 +107,7 @@ def cut_in(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) -> Par
 
 
 def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> tuple[tuple[int, ...], list[int], tuple[int, ...]]:
-    """The shape of the whole array, of its blocks, and of the piece that a move results in."""
+    """The shapes of the whole array, of its blocks, and of a shard after the move."""
     whole = tuple(size * count for size, count in zip(shape, steps[0].source.counts, strict=True))
     layouts = [steps[0].source, *(step.target for step in steps)]
     blocks = [size // math.lcm(*counts) for size, *counts in zip(whole, *(end.counts for end in layouts), strict=True)]
@@ -123,14 +124,14 @@ def _part_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[M
 
 
 def _doubles_at_last(steps: Sequence[MoveStep]) -> bool:
-    """Whether a gather comes last that makes pieces twice as large, and at least as large as the source's."""
+    """Whether the last step is an all-gather that doubles the shard, to at least the size of the source's."""
     last = steps[-1]
     before, after, first = (math.prod(end.counts) for end in (last.source, last.target, steps[0].source))
     return last.kind == "all_gather" and before == 2 * after and after <= first
 
 
 def _scatters_copies(whole: tuple[int, ...], steps: Sequence[MoveStep]) -> bool:
-    """Whether copies around the last all-to-all lie so that a piece twice as large finds no room among them.
+    """Whether the TPU compiler cannot reuse the memory of copies around the last all-to-all for a doubled shard.
 
     The conditions were found by compiling for a v5p of 4 x 4 x 4 chips. Of 388 moves with a doubling all-gather, 58
     took more than twice the larger shard; the conditions find all 58, and 2 others. In halves the worst takes 1.36.
@@ -156,18 +157,18 @@ def _fills_tiles(shape: Sequence[int]) -> bool:
 
 
 def in_parts(piece: Any, move: Callable[[Any], Any], cut: PartCut, *, as_on_tpus: bool = True) -> Any:
-    """`move(piece)`, one part of the blocks after another; to be traced where `move` is.
+    """Returns `move(piece)`, computed for one chunk of every block after another.
 
     **Arguments:**
 
-    - `piece`: what a device holds.
-    - `move`: a move of such pieces, or of parts of them.
-    - `cut`: into which parts.
-    - `as_on_tpus`: whether pieces are stored in the order of dimensions that takes least room in tiles.
+    - `piece`: a device's shard.
+    - `move`: a function that moves such shards or chunks of them.
+    - `cut`: the chunks.
+    - `as_on_tpus`: whether shards are stored in the order of dimensions that needs the least memory in tiles.
 
     **Returns:**
 
-    The piece that the device holds afterwards.
+    The device's shard after the move.
     """
     source, target = (_Stored.of(shape, cut, as_on_tpus) for shape in (piece.shape, cut.target_shape))
 
@@ -184,7 +185,7 @@ def in_parts(piece: Any, move: Callable[[Any], Any], cut: PartCut, *, as_on_tpus
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """A piece in the order of dimensions in which it is stored: `order`, the minor one last."""
+    """The order of dimensions in which a shard is stored, minor dimension last, and its blocks in that order."""
 
     order: tuple[int, ...]
     dim: int
@@ -193,7 +194,7 @@ class _Stored:
 
     @staticmethod
     def of(shape: tuple[int, ...], cut: PartCut, as_on_tpus: bool) -> "_Stored":
-        """A piece stored in the order that takes the least room on TPUs, in which their compiler passes it."""
+        """The storage order that needs the least memory on TPUs; the given order if not `as_on_tpus`."""
         orders = _orders(len(shape)) if as_on_tpus else [tuple(range(len(shape)))]
         order = min(orders, key=lambda order: _padded([shape[dim] for dim in order]))
         return _Stored(order, order.index(cut.dim), shape[cut.dim] // cut.block, cut.block)
@@ -205,7 +206,7 @@ class _Stored:
         return stored.transpose(np.argsort(self.order))
 
     def part_of(self, stored: Any, start: Any, size: int) -> Any:
-        """The part of each block that begins at `start`."""
+        """The chunks of `size` from `start` on of all blocks, concatenated."""
         if self.strips == 1:
             return lax.dynamic_slice_in_dim(stored, start, size, self.dim)
         shape = list(stored.shape)
@@ -219,7 +220,7 @@ class _Stored:
         return self._for_each_strip(copy, lax.empty(tuple(shape), stored.dtype))
 
     def with_part(self, stored: object, part: Any, start: object, size: int) -> Any:
-        """The piece with a part of each block replaced, from `start` on."""
+        """`stored` with the chunk from `start` on of each block replaced by that of `part`."""
         copy = lambda index, stored: lax.dynamic_update_slice_in_dim(
             stored,
             lax.dynamic_slice_in_dim(part, index * size, size, self.dim),
@@ -242,19 +243,19 @@ def _least_padded(shape: Sequence[int]) -> int:
 
 
 def _padded(shape: Sequence[int]) -> int:
-    """How many elements fit where an array of this shape lies, the minor dimension last."""
+    """The number of elements that an array of this shape occupies with padding to tiles, minor dimension last."""
     *outer, minor = shape
     found = math.prod(outer[:-1]) * -(-minor // _TILE[1]) * _TILE[1]
     if not outer:
         return found
-    # Of few rows the tiles have only 1, 2 or 4.
+    # Arrays of few rows use tiles of 1, 2 or 4 rows.
     rows = min(_TILE[0], 1 << (outer[-1] - 1).bit_length())
     return found * -(-outer[-1] // rows) * rows
 
 
 def _pinned(x: Any) -> Any:
-    """`x`, stored in the order of its dimensions.
+    """Constrains `x` to be stored in the order of its dimensions.
 
-    Left to itself the compiler stores whole pieces as the collectives like the parts of them, and pads them for it.
+    Otherwise the compiler stores whole shards in the order that suits the collectives on chunks, and pads them.
     """
     return with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))

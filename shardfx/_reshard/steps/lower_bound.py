@@ -147,7 +147,7 @@ class _GroupBound:
         return max(0.0, float(np.mean(need - common))) * self.groups / self.held.devices * self.extra
 
     def _of_layout(self, dim: int, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """For each group, the fraction of a dimension that its devices hold here, and the fraction held at both ends."""
+        """For each group, the fraction of a dimension that its devices hold here, and the fraction it holds at both."""
         key = (dim, axes)
         if key not in self._shares:
             here = _HeldByGroups(self.group, self.groups, self.held.index(axes), self.held.count(axes))

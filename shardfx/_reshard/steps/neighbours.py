@@ -1,7 +1,8 @@
-"""The layouts that are one step from a layout, in either direction, each with what the step costs.
+"""The layouts one step before or after a layout, each with the cost of the step.
 
-A method that ends in `_from` takes a step from the layout that it is given; one that ends in `_into` finds the layouts
-from which a step leads to that one. All-to-alls and permutations are the same in both directions.
+A method whose name ends in `_from` yields the layouts that a step from the given layout reaches. A method whose name
+ends in `_into` yields the layouts from which a step reaches the given layout.
+ All-to-alls and permutations are the same in both directions.
 """
 
 import functools as ft
@@ -13,22 +14,22 @@ from .path import STEP, PermutationPrices, Prices
 from .splits import End
 
 
-# More factors than that move in the order that they have: 5 factors have 120 orders, 4 have 24.
+# An all-to-all of more factors keeps their order, because 5 factors already have 120 orders.
 _MOST_REORDERED = 4
 
 Priced = Iterator[tuple[ShardDims, float]]
 
 
 class Neighbours:
-    """One step among layouts on the factors of one end.
+    """Lists the layouts one step away from a layout over the factors of one end.
 
     **Arguments:**
 
-    - `room`: how often each dimension can be cut.
-    - `near`: the end whose factors they are.
-    - `far`: the other end of the move. Where it is on the same factors, its order of them is a good one to try.
-    - `held`: which pieces devices hold on these factors.
-    - `permutations`: what permutations cost.
+    - `room`: for each dimension, the number that its shard count must divide.
+    - `near`: the end whose factors the layouts use.
+    - `far`: the other end of the move. If it uses the same factors, its order of them is tried too.
+    - `held`: the shards that devices hold under layouts over these factors.
+    - `permutations`: the costs of permutations.
     """
 
     def __init__(self, room: tuple[int, ...], near: End, far: End, held: Holdings, permutations: PermutationPrices):
@@ -45,7 +46,7 @@ class Neighbours:
         self._found_ways: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[tuple[int, ...], list[ShardDims]]] = {}
 
     def slices_from(self, dims: ShardDims) -> Priced:
-        """One free factor more on one dimension: each device keeps a part of its piece."""
+        """The layouts that a slice reaches: one dimension is sharded over one more free factor."""
         free = self._free(dims)
         for dim, axes in enumerate(dims):
             for factor in free:
@@ -53,16 +54,16 @@ class Neighbours:
                     yield (*dims[:dim], (*axes, factor), *dims[dim + 1 :]), STEP
 
     def slices_into(self, dims: ShardDims) -> Priced:
-        """One factor less on one dimension, from which a slice leads here."""
+        """The layouts from which a slice reaches `dims`: one dimension lacks its last factor."""
         pieces = self.held.pieces(dims)
         for dim, axes in enumerate(dims):
             if axes and pieces // self.held.count(axes[-1:]) >= self.least_pieces:
                 yield (*dims[:dim], axes[:-1], *dims[dim + 1 :]), STEP
 
     def gathers_from(self, dims: ShardDims) -> Priced:
-        """Some factors less on one dimension: the pieces of a group are joined.
+        """The layouts that an all-gather reaches: one dimension loses its last factors.
 
-        Where some axes are dearer, one factor at a time, or at once several that do not cost the same.
+        If factors have different weights, a gather removes one factor, or several of different weights.
         """
         pieces = self.held.pieces(dims)
         for dim, axes in enumerate(dims):
@@ -73,7 +74,7 @@ class Neighbours:
                     yield (*dims[:dim], axes[:kept], *dims[dim + 1 :]), self.prices.all_gather(pieces, run) + STEP
 
     def gathers_into(self, dims: ShardDims) -> Priced:
-        """Some free factors more on one dimension, from which a gather leads here."""
+        """The layouts from which an all-gather reaches `dims`: one dimension is sharded over more free factors."""
         free, pieces = self._free(dims), self.held.pieces(dims)
         for dim, axes in enumerate(dims):
             for run in self._runs(dim, axes, free):
@@ -82,7 +83,7 @@ class Neighbours:
                     yield (*dims[:dim], (*axes, *run), *dims[dim + 1 :]), cost + STEP
 
     def all_to_alls(self, dims: ShardDims, each: float, spare: float) -> Priced:
-        """All-to-alls that cost less than `spare`; `each` is added to what their traffic costs."""
+        """The layouts that an all-to-all reaches at a cost below `spare`. `each` is added to each cost."""
         pieces = self.held.pieces(dims)
         for kept, moving, gainers in _departures(dims):
             cost = self.prices.all_to_all(pieces, moving) + each
@@ -99,7 +100,7 @@ class Neighbours:
                     yield tuple(after), cost
 
     def permutes(self, dims: ShardDims, spare: float) -> Priced:
-        """One factor of a dimension put behind its others; a cost above `spare` is only known to be above it."""
+        """The layouts in which one factor becomes the last of its dimension. A cost above `spare` is not exact."""
         share = 1 / self.held.pieces(dims)
         for dim, axes in enumerate(dims):
             for place in range(len(axes) - 1):
@@ -107,7 +108,7 @@ class Neighbours:
                 yield after, self.permutations.cost(self.held.numbers(dims), self.held.numbers(after), share, spare)
 
     def _free(self, dims: ShardDims) -> list[int]:
-        """The factors that cut no dimension."""
+        """The factors that shard no dimension in `dims`."""
         used = {axis for axes in dims for axis in axes}
         return [factor for factor in self.factors if factor not in used]
 
@@ -115,7 +116,10 @@ class Neighbours:
         return self.room[dim] % (self.held.count(axes) * self.held.count(run)) == 0
 
     def _runs(self, dim: int, axes: tuple[int, ...], free: list[int]) -> list[tuple[int, ...]]:
-        """The factors that one gather may have joined a dimension along: several where that is cheaper at once."""
+        """The runs of free factors along which one all-gather may have gathered dimension `dim`.
+
+        A run has several factors only if their weights differ.
+        """
         runs: list[tuple[int, ...]] = [(factor,) for factor in free]
         if not self.some_are_dearer:
             return runs
@@ -128,7 +132,7 @@ class Neighbours:
         return runs
 
     def _ways(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> dict[tuple[int, ...], list[ShardDims]]:
-        """The ways to distribute factors over dimensions, by how often each is cut by them."""
+        """The assignments of the factors `moving` to the dimensions `gainers`, by the resulting shard counts."""
         found = self._found_ways.get((moving, gainers))
         if found is None:
             found = self._found_ways[moving, gainers] = {}
@@ -137,7 +141,10 @@ class Neighbours:
         return found
 
     def _far_distribution(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> list[ShardDims]:
-        """Of the ways that are too many to try all, the one in which the factors are at the far end."""
+        """The assignment of `moving` to dimensions that the far end has, if there are too many factors to try all.
+
+        An empty list if there are few factors.
+        """
         if len(moving) <= _MOST_REORDERED:
             return []
         last = (len(self.far_places), 0)
@@ -149,10 +156,10 @@ class Neighbours:
 
 
 def _departures(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list[int]]]:
-    """How an all-to-all can begin: what stays of each dimension's factors, those that move, where they can go.
+    """For each choice of factors to move: the kept factors, the moving factors, and the dimensions that can gain them.
 
-    Each dimension loses some of its minor factors, or gains factors at its minor end; one that did both would
-    need unequal parts from unequal peers.
+    A dimension either loses some of its minor factors or gains minor factors. A dimension that did both would exchange
+    chunks of unequal sizes.
     """
     for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
         gainers = [dim for dim, length in enumerate(lengths) if not length]
@@ -164,7 +171,10 @@ def _departures(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], l
 
 @ft.lru_cache(maxsize=1024)
 def _distributions(moving: tuple[int, ...], gainers: int) -> tuple[ShardDims, ...]:
-    """The ways to distribute factors over so many dimensions: all of them for few factors, else runs in order."""
+    """The assignments of the factors `moving` to `gainers` dimensions.
+
+    All assignments and orders for at most four factors; for more, only those that keep their order.
+    """
     if len(moving) > _MOST_REORDERED:
         return _distributions_in_order(moving, gainers)
     found: list[ShardDims] = [((),) * gainers]
@@ -179,7 +189,7 @@ def _distributions(moving: tuple[int, ...], gainers: int) -> tuple[ShardDims, ..
 
 
 def _distributions_in_order(moving: tuple[int, ...], gainers: int) -> tuple[ShardDims, ...]:
-    """All factors on one dimension, or the first of them on one and the rest on another."""
+    """The assignments that put all factors on one dimension, or the first few on one and the rest on another."""
     whole = [tuple(moving if dim == only else () for dim in range(gainers)) for only in range(gainers)]
     halves = [(moving[:cut], moving[cut:]) for cut in range(len(moving))] if gainers > 1 else []
     parted = [

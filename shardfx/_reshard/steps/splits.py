@@ -1,10 +1,11 @@
-"""Splits the mesh axes of a reshard's two layouts into factors, so that both layouts can be written over common factors.
+"""Splits the mesh axes of a move's two layouts into factors, so that both layouts can use common factors.
 
 An axis of 12 devices can be counted as 2 x 2 x 3, as 2 x 3 x 2 or as 3 x 2 x 2. This module answers two questions:
 
-1. *In which order?* `order_primes` takes for each axis the order of its primes that has the most factors in common
-   with the other end's axes. A common factor gives each device the same coordinate in both meshes.
-2. *Which primes belong together?* Each further factor makes the search larger. `join_primes` multiplies neighbouring primes
+1. *In which order?* `order_primes` takes for each axis the order of its primes that has the most factors in
+   common with the other end's axes. A common factor gives each device the same coordinate in both meshes.
+2. *Which primes belong together?* Each further factor makes the search larger. `join_primes`
+   multiplies neighbouring primes
    of an axis into one factor. It keeps two primes separate if the other end has only one of them, or has them in
    another order, or if the other end's factors split the same dimension into just that number of slices.
 
@@ -226,7 +227,7 @@ class End:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """A key for each factor: the bytes of all devices' coordinates in it. Equal factors of two meshes have equal keys."""
+        """For each factor, the bytes of all devices' coordinates. Equal factors of two meshes have equal keys."""
         return tuple(row.astype(np.uint16).tobytes() for row in self.coordinates)
 
 
