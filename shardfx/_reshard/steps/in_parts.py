@@ -13,9 +13,8 @@ The compiler reorders chunks by copies, cannot reuse their memory for the double
 the larger shard.
 
 Shards of three or more dimensions move in four chunks if the path has a permutation and ends in an all-to-all. The
-compiler holds up to 4.7 times the larger shard without chunks
- (17 of 25 such pairs of float32 [192, 768, 640] on v5p:4x4x4 took one to
-4.7 times; in four parts 0.5 to 1.6).
+compiler holds up to 4.7 times the larger shard without chunks (17 of 25
+such pairs of float32 [192, 768, 640] on v5p:4x4x4 took one to 4.7 times; in four chunks 0.5 to 1.6).
 """
 
 import dataclasses
