@@ -40,8 +40,8 @@ class ProgramError(ValueError):
 class OutOfMemoryError(ProgramError):
     """A program that its compiler refuses, because it takes more memory than a device has.
 
-    `needed_bytes` and `limit_bytes` are per device, from the compiler's message; `None` if it does not say. `needed_bytes`
-    may count temporaries only.
+    `needed_bytes` and `limit_bytes` are per device, from the compiler's message; `None` if it does not say.
+    `needed_bytes` may count temporaries only.
     """
 
     def __init__(self, message: str, needed_bytes: int | None = None, limit_bytes: int | None = None):
