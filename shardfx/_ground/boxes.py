@@ -1,4 +1,4 @@
-"""Boxes: the region of an array that a device holds, as a start and a stop for each dimension."""
+"""Boxes: the index range of a shard, as a start and a stop for each dimension."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ Box = tuple[tuple[int, int], ...]
 
 
 def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """A tuple of slices, as JAX gives it, as a box."""
+    """The box of a JAX index, which is a tuple of slices."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """For each device, the box that it holds of an array of `shape`.
+    """Maps each device to the box of its shard of an array of `shape`.
 
-    On an AbstractMesh the devices are numbered by their place in the mesh, in row-major order.
+    For an `AbstractMesh` the keys are positions in the mesh, in row-major order.
     """
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         return dict(enumerate(_in_mesh_order(sharding, shape)))
@@ -30,7 +30,7 @@ def boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """For each device of this process, the box that it holds of an array of `shape`."""
+    """Maps each device of this process to the box of its shard of an array of `shape`."""
     found = sharding.addressable_devices_indices_map(shape)
     return {device: as_box(index or (), shape) for device, index in found.items()}
 
@@ -47,9 +47,7 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def slices(part: Box, box: Box) -> tuple[Any, ...]:
-    """The index of the region `part` in an array that holds `box`. The ellipsis makes the result a view
-    even at rank 0.
-    """
+    """The index of the box `part` in an array that holds `box`. Its ellipsis makes the result a view at rank 0 too."""
     found = [slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True)]
     return (*found, ...)
 
@@ -57,8 +55,8 @@ def slices(part: Box, box: Box) -> tuple[Any, ...]:
 def array_of(
     shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, held: Sequence[Box], memory: Sequence[np.ndarray]
 ) -> jax.Array:
-    """A jax.Array made of one buffer for each different box of this process. On CPUs the array shares the memory."""
-    if not memory:  # no device is this process's, and of a replicated array JAX would ask for a shard
+    """A `jax.Array` from one buffer per distinct box of this process. On CPUs it shares the buffers' memory."""
+    if not memory:  # this process has no device of the sharding; JAX would still call back for a replicated array
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     buffers = {tuple([start for start, _ in box]): own for box, own in zip(held, memory, strict=True)}
 

@@ -18,13 +18,13 @@ _LINE_BYTES, _SETS_BYTES, _PLACES = 64, 1 << 16, 8
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """`target[...] = source` for arrays with any strides."""
+    """Copies `source` into `target`, in blocks if their memory orders differ and blocks are faster."""
     is_alike = target.ndim == source.ndim
     copy_along(target, source, blocked(target.shape, target.strides, source.strides) if is_alike else None)
 
 
 def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
-    """`target[...] = source`, in blocks along dimension `dim`."""
+    """Copies `source` into `target` in blocks along `dim`, as `blocked` chose it; at once if `dim` is `None`."""
     if dim is None:
         np.copyto(target, source, casting="unsafe")
         return
@@ -35,7 +35,7 @@ def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
 
 
 def blocked(shape: Sequence[int], there: Sequence[int], here: Sequence[int]) -> int | None:
-    """The dimension along which a copy is better made in blocks; `None` where blocks gain nothing.
+    """The dimension along which a copy is faster in blocks; `None` if blocks gain nothing.
 
     NumPy copies along a whole row of the target. If the source is transposed, each element of that row lies in another
     cache line. The next row needs the same lines again, and they have left the cache if the row needed more lines than
@@ -61,7 +61,7 @@ def blocked(shape: Sequence[int], there: Sequence[int], here: Sequence[int]) -> 
 
 
 def _row(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The dimension with the smallest stride. Dimensions of stride 0 repeat elements and do not count."""
+    """The dimension with the smallest stride; `None` if there is none. Sizes of 1 and strides of 0 do not count."""
     long = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] > 0]
     return min(long, key=lambda dim: strides[dim], default=None)
 
@@ -76,7 +76,7 @@ def of_numpy(nbytes: int) -> np.ndarray:
 def buffers(
     wanted: Sequence[tuple[tuple[int, ...], Any]], allocate: Callable[[int], np.ndarray] = of_numpy
 ) -> list[np.ndarray]:
-    """Uninitialised arrays of these shapes and dtypes in one allocation, which lives as long as any of them.
+    """Uninitialised arrays of these shapes and dtypes, in one allocation that is freed with the last of them.
 
     `allocate` returns an array of that many bytes, at any address.
     """

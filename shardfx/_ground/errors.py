@@ -1,4 +1,4 @@
-"""The errors that the package raises, and a check of an argument's type."""
+"""Every error class that the package defines, and the check of an argument's type."""
 
 
 class MeshError(ValueError):
@@ -6,7 +6,7 @@ class MeshError(ValueError):
 
 
 class RuleError(ValueError):
-    """A rule or set of rules without a meaning: malformed, cyclic, contradictory, or with an unknown mode."""
+    """A rule, or a set of rules, that is malformed, cyclic or contradictory, or has an unknown mode."""
 
 
 class SpecError(ValueError):
@@ -34,14 +34,14 @@ class LeafTypeError(TypeError):
 
 
 class ProgramError(ValueError):
-    """A compiled program that cannot be read: its text is cut off, or it has a collective that is not known."""
+    """A compiled program that cannot be read, because its text is truncated or has an unknown collective."""
 
 
 class OutOfMemoryError(ProgramError):
     """A program that its compiler refuses because it needs more memory than a device has.
 
-    `needed_bytes` and `limit_bytes` are per device, as the compiler tells them; `None` where it does not. What is
-    needed may be of temporaries alone.
+    `needed_bytes` and `limit_bytes` are per device, from the compiler's message; `None` if it does not say.
+    `needed_bytes` may count temporaries only.
     """
 
     def __init__(self, message: str, needed_bytes: int | None = None, limit_bytes: int | None = None):
@@ -50,7 +50,7 @@ class OutOfMemoryError(ProgramError):
 
 
 class ChipError(ValueError, LookupError):
-    """An accelerator that is not known, or that lacks a number that is needed."""
+    """An unknown accelerator, or one that lacks a number, such as a bandwidth, that the function needs."""
 
 
 class CheckpointError(ValueError):
@@ -73,7 +73,7 @@ class MoveError(RuntimeError):
 
 
 class SyncError(RuntimeError):
-    """A transfer between jobs that stopped or was refused. The receiver keeps all weights that it had."""
+    """A transfer between jobs that stopped or was refused. The receiver keeps all of its previous weights."""
 
 
 # Tracebacks name them as users do.

@@ -1,4 +1,4 @@
-"""Barriers between the processes of a job by JAX's coordination service, which need no devices."""
+"""Barriers between the processes of a job, through JAX's coordination service; they need no devices."""
 
 import math
 import re
@@ -18,19 +18,19 @@ def coordination() -> Any:
 
 
 def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[int] | None = None) -> str:
-    """The processes that did not reach a barrier in time.
+    """Waits at a barrier until all processes arrive, and returns the ones that did not.
 
     **Arguments:**
 
-    - `client`: the client that `coordination` returned.
-    - `name`: the name of the barrier. It may be used again.
-    - `seconds`: how long the first process waits for the others.
+    - `client`: as `coordination` gives it.
+    - `name`: of the barrier; it may be used again.
+    - `seconds`: how long the first process to arrive waits for the others.
     - `me`: the number of this process.
-    - `processes`: all whom it waits for; by default those of the job.
+    - `processes`: the numbers of the processes to wait for; by default all processes of the job.
 
     **Returns:**
 
-    The processes that did not come, "process 3" or "processes 1, 3"; empty text if all came.
+    The processes that did not arrive, "process 3" or "processes 1, 3"; an empty string if all arrived.
 
     **Raises:**
 
@@ -44,7 +44,7 @@ def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[
         except jax.errors.JaxRuntimeError as error:
             text = str(error)
             late = re.findall(r"^(?:\S*task[:/])?(\d+)$", text.partition("timed out task names:")[2], re.MULTILINE)
-            # A process that once did not come is told so when it comes the next time, and so is who waits there then.
+            # After a missed barrier, the late process and those waiting at the next one get this error.
             if time.monotonic() < until and (str(me) in late or text.startswith("INTERNAL: Barrier")):
                 continue
             if not text.startswith("DEADLINE_EXCEEDED"):
@@ -53,6 +53,6 @@ def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[
 
 
 def named(processes: Sequence[int]) -> str:
-    """The processes by their numbers, as text: "process 3", "processes 1, 3"."""
+    """The text that names processes by their numbers: "process 3" or "processes 1, 3"."""
     listed = ", ".join(map(str, processes[:16])) + (", ..." if len(processes) > 16 else "")
     return f"process {listed}" if len(processes) == 1 else f"processes {listed}"

@@ -1,4 +1,4 @@
-"""The reasons why an array got less than was asked for, as a closed vocabulary, and a spec with its reasons."""
+"""The reasons why an array is sharded over fewer mesh axes than requested, and a spec with its reasons."""
 
 import dataclasses
 import enum
@@ -11,7 +11,7 @@ _REFINE = ", or split the mesh axis (`refine=True`)"
 
 
 class Code(enum.Enum):
-    """Why a dimension is not sharded as it was asked to be.
+    """The kind of a reason why a dimension is not sharded as requested.
 
     The value is the message that a person reads; it ends in what to do next. `{...}` are filled in by the
     [`shardfx.Reason`][] that carries the code.
@@ -41,7 +41,7 @@ class Code(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """Why one dimension of one array got fewer mesh axes than were asked for.
+    """Why one dimension of an array is sharded over fewer mesh axes than requested.
 
     **Arguments:**
 
@@ -64,12 +64,12 @@ class Reason:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A PartitionSpec, with every reason why it differs from what was asked for.
+    """A PartitionSpec, with every reason why it differs from the requested spec.
 
     **Arguments:**
 
     - `spec`: the spec in canonical form: no trailing `None`, no one-element tuples.
-    - `reasons`: the reasons in order of dimension; empty if everything was given as asked.
+    - `reasons`: in order of dimension; empty if the spec is the requested one.
     """
 
     __module__ = "shardfx"
@@ -84,5 +84,5 @@ def reason(code: Code, dim: int | None, axes: tuple[str, ...] = (), **values: ob
 
 
 def refined_reasons(reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:
-    """The reasons, without the advice to refine."""
+    """The reasons with the advice to split a mesh axis (`refine=True`) removed from their messages."""
     return tuple(dataclasses.replace(why, message=why.message.removesuffix(_REFINE)) for why in reasons)

@@ -58,7 +58,7 @@ def canonical_entry(entry: object) -> Any:
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:
-    """`spec` without trailing `None`s and one-element tuples, so that equal layouts compare equal.
+    """`spec` without trailing `None`s and one-element tuples, so that equal shardings compare equal.
 
     **Arguments:**
 
@@ -116,19 +116,19 @@ def pinned(spec: PartitionSpec) -> PartitionSpec:
 
 
 def shard_counts(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The number of shards along each of `rank` dimensions, on a mesh with axis `sizes`."""
+    """The number of shards along each of `rank` dimensions under `spec`, on a mesh of axis `sizes`."""
     counts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in entries_of(spec)]
     return tuple(counts[:rank] + [1] * (rank - len(counts)))
 
 
 def shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of one device's shard of an array of `shape` under `spec`. The sizes must divide."""
+    """The shape of one device's shard of an array of `shape` under `spec`. The shard counts must divide the shape."""
     return tuple(size // count for size, count in zip(shape, shard_counts(spec, len(shape), sizes), strict=True))
 
 
 @ft.lru_cache(maxsize=256)
 def bits(dtype: DType) -> int:
-    """The bits of one element of `dtype` on a device: 4 for `int4`, 64 for a threefry PRNG key."""
+    """The number of bits that one element of `dtype` takes on a device: 4 for `int4`, 64 for a threefry PRNG key."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return math.prod(data.shape) * data.dtype.itemsize * 8
@@ -153,5 +153,5 @@ def dtype_named(name: str) -> DType | None:
 
 
 def array_bytes(shape: tuple[int, ...], dtype: object) -> int:
-    """The bytes that XLA allocates for an array. Sub-byte dtypes are packed."""
+    """The bytes that XLA allocates for an array in total. Sub-byte types are packed."""
     return -(-math.prod(shape) * bits(dtype) // 8)

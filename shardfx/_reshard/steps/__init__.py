@@ -1,5 +1,6 @@
 """Moves between shardings over the same devices: a short path of collectives, found by search and compiled by XLA.
 
-It may import the ground values. It never reads a plan: shardings come in, and arrays go out. `ends`, `program` and
-`in_parts` are JAX; the rest is integers only. `search` begins with a page on the search for paths and its terms.
+This folder may import `_ground`. It never reads a plan: it takes shardings and returns arrays.
+`program`, `in_parts` and the end of `redistribute` use JAX arrays; the other files compute with integers. The
+docstring of `search` explains how paths are found and defines the terms.
 """

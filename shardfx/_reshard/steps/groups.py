@@ -1,7 +1,7 @@
-"""The device groups of each step of a Redistribution, and the way in which shards are divided and joined.
+"""The replica groups of each step of a `Redistribution`, and how a device splits and joins its shard in the step.
 
-Everything is computed from layouts alone, with devices numbered by their position in the source's mesh. The same
-functions divide and join NumPy arrays and traced ones.
+All functions compute from layouts alone and number devices by their position in the source's mesh. `split` and `join`
+work on numpy arrays and on traced arrays.
 """
 
 import dataclasses
@@ -17,15 +17,14 @@ from .splits import End, coordinates, levels
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllToAll:
-    """An all-to-all within groups of devices. `groups[i]` lists the members of a group in the order of the parts that
-    they receive.
+    """An all-to-all within replica groups. `groups[i]` lists the devices of one group, in the order of their shards.
 
     **Arguments:**
 
     - `groups`: an integer array of shape `(groups, members)`.
     - `sizes`: the sizes of the factors that move, major first; their product is the number of members.
-    - `splits`: for each dimension of the shard, the moving factors that will shard it, major-most first.
-    - `joins`: for each dimension of the shard, the moving factors that sharded it before, major-most first.
+    - `splits`: for each dimension, the moving factors that shard it after the all-to-all, major first.
+    - `joins`: for each dimension, the moving factors that shard it before the all-to-all, major first.
     """
 
     groups: np.ndarray
@@ -35,7 +34,7 @@ class AllToAll:
 
 
 def groups_of(layout: StepLayout, factors: tuple[int, ...], like: StepLayout) -> np.ndarray:
-    """The groups of devices that differ in `factors` only: one group a row, its members in the factors' order."""
+    """The replica groups along `factors`: each row lists devices that differ only in these factors, in their order."""
     where = coordinates(layout, like)
     others = tuple(axis for axis in range(len(layout.sizes)) if axis not in factors)
     member = piece_index(layout.sizes, where, factors)
@@ -45,7 +44,7 @@ def groups_of(layout: StepLayout, factors: tuple[int, ...], like: StepLayout) ->
 
 
 def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllToAll:
-    """The all-to-all that leads from `source` to `target`, two layouts on one mesh with equally many shards."""
+    """The all-to-all from layout `source` to `target`, which are over one mesh and have equally many shards."""
     before = {factor: dim for dim, axes in enumerate(source.dims) for factor in axes}
     after = {factor: dim for dim, axes in enumerate(target.dims) for factor in axes}
     moving = tuple(factor for axes in source.dims for factor in axes if before[factor] != after[factor])
@@ -59,15 +58,15 @@ def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllT
 
 
 def split(piece: Any, how: AllToAll) -> Any:
-    """A shard divided into one part for each member of its group, the parts along a new first dimension."""
+    """Splits a shard into one chunk per member of the replica group, stacked along a new first dimension."""
     shape, front = [], []
     for size, factors in zip(piece.shape, how.splits, strict=True):
         count = math.prod(how.sizes[factor] for factor in factors)
         front += [len(shape)] if factors else []
         shape += [count, size // count] if factors else [size]
     rest = [axis for axis in range(len(shape)) if axis not in front]
-    # Whole dimensions are split first, then the factors are brought into order: reshaping a shard to all factors at
-    # once takes one more copy on TPUs, whose tiles do not fit such small dimensions.
+    # The split dimensions move to the front before they are reshaped into factors. Reshaping in place would cost one
+    # more copy on TPUs, because the small dimensions do not fill tiles.
     parts = piece.reshape(shape).transpose((*front, *rest))
     parts = parts.reshape((math.prod(how.sizes), *parts.shape[len(front) :]))
     order = [factor for factors in how.splits for factor in factors]
@@ -77,7 +76,7 @@ def split(piece: Any, how: AllToAll) -> Any:
 
 
 def join(parts: Any, how: AllToAll) -> Any:
-    """The shard made of the parts that came from each member of the group: the inverse of `split`."""
+    """Joins the chunks received from the members of the replica group into one shard; the inverse of `split`."""
     sizes = parts.shape[1:]
     parts = parts.reshape((*how.sizes, *sizes))
     order, shape = [], []
@@ -88,9 +87,7 @@ def join(parts: Any, how: AllToAll) -> Any:
 
 
 def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """For each device and dimension, the number of the part of its shard that a slice keeps: an array of shape
-    `(devices, rank)`.
-    """
+    """The index of the chunk of its shard that each device keeps in a slice step, in an array `(devices, rank)`."""
     where = coordinates(target, like)
     parts = [
         piece_index(target.sizes, where, axes) % (count // had)
@@ -100,7 +97,7 @@ def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarr
 
 
 def gathered(source: StepLayout, target: StepLayout, like: StepLayout) -> list[tuple[int, np.ndarray]]:
-    """The dimensions that an all-gather joins, each with its groups."""
+    """The dimensions along which an all-gather concatenates shards, each with its replica groups."""
     return [
         (dim, groups_of(source, have[len(axes) :], like))
         for dim, (have, axes) in enumerate(zip(source.dims, target.dims, strict=True))
@@ -109,13 +106,13 @@ def gathered(source: StepLayout, target: StepLayout, like: StepLayout) -> list[t
 
 
 def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """For each device, the device whose shard it receives."""
+    """For each device, the device that sends it its shard in a permute step."""
     ends = (End(end, coordinates(end, like)) for end in (source, target))
     return senders(*ends)
 
 
 def senders(source: End, target: End) -> np.ndarray:
-    """For each device, the device that sends it its shard: itself if it has the shard, else the nearest one.
+    """For each device, the device that sends it its shard: itself if it has that shard, else the nearest free holder.
 
     **Arguments:**
 
@@ -136,7 +133,7 @@ def senders(source: End, target: End) -> np.ndarray:
 
 
 def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np.ndarray, held: np.ndarray) -> None:
-    """Pairs the k-th device without a sender that needs a shard with the k-th free device that holds the shard."""
+    """Assigns senders in place: the k-th device that needs a shard receives from the k-th free device that holds it."""
     without, wanted = _ranked(without, wanted)
     free, held = _ranked(free, held)
     pair = len(sender) + 1

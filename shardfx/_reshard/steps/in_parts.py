@@ -1,22 +1,20 @@
-"""A move that handles one part of every shard after another, for moves whose intermediate arrays would be large on
-TPUs.
+"""Moves shards chunk by chunk where the temporaries of a whole move would be large on TPUs.
 
-TPUs keep arrays in tiles of 8 x 128 elements. Shards that are no multiples of a tile are padded, and the parts that an
-all-to-all divides them into are padded more: a (129, 4160) shard for 64 devices has parts of (129, 65), and each takes
-the room of (136, 128). The compiler holds several such copies, up to eight times a shard in total.
+TPUs keep arrays in tiles of 8 x 128 elements. Shards that do not fill tiles are padded, and the chunks that an
+all-to-all sends are padded more. If a (129, 4160) shard is split for 64 devices, every (129, 65) chunk takes as much
+memory as (136, 128). The compiler holds several such copies, up to eight times the shard in total.
 
-All steps of a move keep the order of elements within a *block*: the elements that one device holds along a dimension if
-the dimension is sharded by all layouts of the path at once. So a move can be made for the first eighth of every block,
-then for the second, and so on. The copies are then an eighth of their size, and each part is written to its place in
-the result.
+All steps of a move keep the order of elements within a *block*. The number of blocks along a dimension is the least
+common multiple of its shard counts in all layouts of the path. So the first eighth of every block can move first, then
+the second, and so on. Temporaries are then an eighth as large, and each chunk is written into the result.
 
-Shards that fill tiles are moved in two halves if an all-to-all sends parts in another order than they are stored in,
-and an all-gather doubles the shards at the end. The compiler orders parts by copies, finds no room for the doubled
-shard among those copies, and takes two and a half times the larger shard.
+Shards that fill tiles move in two halves if an all-to-all reorders chunks and a final all-gather doubles the shards.
+The compiler reorders chunks by copies, cannot reuse their memory for the doubled shard, and takes two and a half times
+the larger shard.
 
-Shards of three and more dimensions whose all-to-all follows a permutation are moved in four parts: the compiler holds
-up to 4.7 times the larger shard for the whole shard (17 of 25 such pairs of float32 [192, 768, 640] on v5p:4x4x4 took
-one to 4.7 times; in four parts 0.5 to 1.6).
+Shards of three or more dimensions move in four chunks if the path has a permutation and ends in an all-to-all. The
+compiler holds up to 4.7 times the larger shard without chunks (17 of 25
+such pairs of float32 [192, 768, 640] on v5p:4x4x4 took one to 4.7 times; in four chunks 0.5 to 1.6).
 """
 
 import dataclasses
@@ -33,25 +31,25 @@ from .redistribute import MoveStep
 
 
 _TILE = (8, 128)
-# The number of parts for blocks that fill no tiles, and for blocks that do.
+# The numbers of chunks: for blocks that do not fill tiles, for blocks that do, and for three or more dimensions.
 _PARTS = 8
 _PARTS_OF_TILES = 2
 _PARTS_OF_STACKS = 4
-# The copies of smaller moves are small too, and more collectives would only take longer.
+# Smaller moves have small temporaries, and more collectives would only take longer.
 _SMALL_BYTES = 2**18
-# The number of copied strips that are one operation to the compiler; a loop runs over the rest.
+# The loop over strips is unrolled by at most this many copies.
 _STRIPS_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class PartCut:
-    """The way in which the shards of a move are divided into parts.
+    """How a move is split into chunks of every block along one dimension.
 
     **Arguments:**
 
     - `dim`: the dimension.
     - `block`: the size of a block along it.
-    - `part`: the size of each part of a block but the last, which may be smaller.
+    - `part`: the size of a chunk of a block; the last chunk may be smaller.
     - `target_shape`: the shape of the shard after the move.
     """
 
@@ -62,12 +60,12 @@ class PartCut:
 
     @property
     def parts(self) -> int:
-        """The number of parts."""
+        """The number of chunks of a block."""
         return -(-self.block // self.part)
 
 
 def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[MoveStep]) -> PartCut | None:
-    """The way to divide the shards of a move on TPUs; `None` if the whole shards are moved at once.
+    """How a move is split into chunks on TPUs; `None` if the whole shard moves at once.
 
     **Arguments:**
 
@@ -94,13 +92,13 @@ def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Move
 
 
 def cut_in(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) -> PartCut | None:
-    """The shards of a move in at least `count` parts, or in as many as possible; `None` if they cannot be divided.
+    """How a move is split into at least `count` chunks, or into as many as possible; `None` if it cannot be split.
 
     **Arguments:**
 
-    - `count`: the wanted number of parts.
-    - `shape`: the shape of the shard before the move.
-    - `steps`: the steps of the move.
+    - `count`: the requested number of chunks.
+    - `shape`: of the piece that the move starts from.
+    - `steps`: of the move.
     """
     _, blocks, target_shape = _blocks(shape, steps)
     dim = next((dim for dim, block in enumerate(blocks) if block >= count), blocks.index(max(blocks)))
@@ -108,7 +106,7 @@ def cut_in(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) -> Par
 
 
 def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> tuple[tuple[int, ...], list[int], tuple[int, ...]]:
-    """The shapes of the whole array, of its blocks, and of the shard that a move results in."""
+    """The shapes of the whole array, of its blocks, and of a shard after the move."""
     whole = tuple(size * count for size, count in zip(shape, steps[0].source.counts, strict=True))
     layouts = [steps[0].source, *(step.target for step in steps)]
     blocks = [size // math.lcm(*counts) for size, *counts in zip(whole, *(end.counts for end in layouts), strict=True)]
@@ -125,14 +123,14 @@ def _part_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[M
 
 
 def _doubles_at_last(steps: Sequence[MoveStep]) -> bool:
-    """Whether the last step is an all-gather that makes shards twice as large, and no smaller than the source's."""
+    """Whether the last step is an all-gather that doubles the shard, to at least the size of the source's."""
     last = steps[-1]
     before, after, first = (math.prod(end.counts) for end in (last.source, last.target, steps[0].source))
     return last.kind == "all_gather" and before == 2 * after and after <= first
 
 
 def _scatters_copies(whole: tuple[int, ...], steps: Sequence[MoveStep]) -> bool:
-    """Whether the copies of the last all-to-all fragment memory so that a shard of twice the size finds no room.
+    """Whether the TPU compiler cannot reuse the memory of copies around the last all-to-all for a doubled shard.
 
     The conditions were found by compiling for a v5p of 4 x 4 x 4 chips. Of 388 moves with a doubling all-gather, 58
     took more than twice the larger shard; the conditions find all 58, and 2 others. In halves the worst takes 1.36.
@@ -158,18 +156,18 @@ def _fills_tiles(shape: Sequence[int]) -> bool:
 
 
 def in_parts(piece: Any, move: Callable[[Any], Any], cut: PartCut, *, as_on_tpus: bool = True) -> Any:
-    """`move(piece)` for one part of the blocks after another. It is traced where `move` is.
+    """Returns `move(piece)`, computed for one chunk of every block after another.
 
     **Arguments:**
 
-    - `piece`: the device's shard.
-    - `move`: a move of such pieces, or of parts of them.
-    - `cut`: into which parts.
-    - `as_on_tpus`: whether pieces are stored in the order of dimensions that takes least room in tiles.
+    - `piece`: a device's shard.
+    - `move`: a function that moves such shards or chunks of them.
+    - `cut`: the chunks.
+    - `as_on_tpus`: whether shards are stored in the order of dimensions that needs the least memory in tiles.
 
     **Returns:**
 
-    The piece that the device holds afterwards.
+    The device's shard after the move.
     """
     source, target = (_Stored.of(shape, cut, as_on_tpus) for shape in (piece.shape, cut.target_shape))
 
@@ -186,7 +184,7 @@ def in_parts(piece: Any, move: Callable[[Any], Any], cut: PartCut, *, as_on_tpus
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """A shard with its dimensions in storage order, `order`, whose last entry is the minor-most dimension."""
+    """The order of dimensions in which a shard is stored, minor dimension last, and its blocks in that order."""
 
     order: tuple[int, ...]
     dim: int
@@ -195,9 +193,7 @@ class _Stored:
 
     @staticmethod
     def of(shape: tuple[int, ...], cut: PartCut, as_on_tpus: bool) -> "_Stored":
-        """A shard in the storage order that takes the least room on TPUs, which is the order that their
-        compiler uses.
-        """
+        """The storage order that needs the least memory on TPUs; the given order if not `as_on_tpus`."""
         orders = _orders(len(shape)) if as_on_tpus else [tuple(range(len(shape)))]
         order = min(orders, key=lambda order: _padded([shape[dim] for dim in order]))
         return _Stored(order, order.index(cut.dim), shape[cut.dim] // cut.block, cut.block)
@@ -209,7 +205,7 @@ class _Stored:
         return stored.transpose(np.argsort(self.order))
 
     def part_of(self, stored: Any, start: Any, size: int) -> Any:
-        """The part of each block that begins at `start`."""
+        """The chunks of `size` from `start` on of all blocks, concatenated."""
         if self.strips == 1:
             return lax.dynamic_slice_in_dim(stored, start, size, self.dim)
         shape = list(stored.shape)
@@ -223,7 +219,7 @@ class _Stored:
         return self._for_each_strip(copy, lax.empty(tuple(shape), stored.dtype))
 
     def with_part(self, stored: object, part: Any, start: object, size: int) -> Any:
-        """The shard with a part of each block replaced, from `start` on."""
+        """`stored` with the chunk from `start` on of each block replaced by that of `part`."""
         copy = lambda index, stored: lax.dynamic_update_slice_in_dim(
             stored,
             lax.dynamic_slice_in_dim(part, index * size, size, self.dim),
@@ -246,19 +242,19 @@ def _least_padded(shape: Sequence[int]) -> int:
 
 
 def _padded(shape: Sequence[int]) -> int:
-    """The number of elements of an array of this shape with tile padding, the minor-most dimension last."""
+    """The number of elements that an array of this shape occupies with padding to tiles, minor dimension last."""
     *outer, minor = shape
     found = math.prod(outer[:-1]) * -(-minor // _TILE[1]) * _TILE[1]
     if not outer:
         return found
-    # With few rows a tile has only 1, 2 or 4 of them.
+    # Arrays of few rows use tiles of 1, 2 or 4 rows.
     rows = min(_TILE[0], 1 << (outer[-1] - 1).bit_length())
     return found * -(-outer[-1] // rows) * rows
 
 
 def _pinned(x: Any) -> Any:
-    """`x`, constrained to be stored in the order of its dimensions.
+    """Constrains `x` to be stored in the order of its dimensions.
 
-    Otherwise the compiler stores whole shards in the order that suits collectives of their parts, and pads them for it.
+    Otherwise the compiler stores whole shards in the order that suits the collectives on chunks, and pads them.
     """
     return with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))

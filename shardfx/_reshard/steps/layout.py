@@ -1,4 +1,4 @@
-"""The sharding of an array as plain integers, for the step planner of resharding."""
+"""`StepLayout`, an array's sharding as plain integers, which the planner of reshard steps reads."""
 
 import dataclasses
 import math
@@ -10,16 +10,16 @@ from ..._ground.errors import MeshError, SpecError
 
 @dataclasses.dataclass(frozen=True)
 class StepLayout:
-    """A sharding as integers: the mesh axis sizes, the devices in mesh order, and the axes that shard each dimension.
+    """An array's sharding: the mesh axis sizes, the devices in mesh order, and the axes that shard each dimension.
 
     **Arguments:**
 
     - `sizes`: the mesh axis sizes, slowest first.
-    - `dims`: for each dimension of the array, the indices of the mesh axes that shard it, major-most first.
+    - `dims`: for each dimension of the array, the indices of the mesh axes that shard it, major first.
     - `order`: device ids in row-major order of the mesh; `None` where both ends of a move list their devices
         in the same order.
-    - `weights`: the cost of a byte along each mesh axis; `()` where all cost 1. One above 1 is of an axis between
-        slices (or nodes).
+    - `weights`: the cost of a byte along each mesh axis; `()` if all cost 1. An axis between slices (or nodes) has
+        a weight above 1.
     """
 
     sizes: tuple[int, ...]
@@ -49,7 +49,7 @@ class StepLayout:
 
     @property
     def size(self) -> int:
-        """The number of devices."""
+        """The number of devices in the mesh."""
         return math.prod(self.sizes)
 
     @property
@@ -59,7 +59,7 @@ class StepLayout:
 
     @property
     def pieces(self) -> int:
-        """The number of different shards."""
+        """The number of distinct shards of the array."""
         return math.prod(self.counts)
 
     def piece_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -68,11 +68,11 @@ class StepLayout:
 
 
 def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """The positions in the mesh order of `layout` of the devices of `like`, in the mesh order of `like`.
+    """For each device in the mesh order of `like`, its position in the mesh order of `layout`.
 
     **Arguments:**
 
-    - `layout`, `like`: layouts over the same devices; one without an order has that of the other.
+    - `layout`, `like`: layouts over the same devices; a layout whose `order` is `None` has the order of the other.
 
     **Returns:**
 
@@ -100,22 +100,20 @@ def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
 
 
 def digits(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:
-    """The mesh coordinates of the devices at `position` in a mesh of `sizes`: one row per axis."""
+    """The mesh coordinates of devices at `position` in a mesh of `sizes`, with one row per axis."""
     if not sizes:
         return np.zeros((0, len(position)), np.int64)
     return np.stack(np.unravel_index(position, sizes))
 
 
 def slice_numbers(layout: StepLayout) -> np.ndarray:
-    """The slice of each device, in mesh order. Devices that differ along an axis of weight above 1 are in different
-    slices.
-    """
+    """The slice number of each device, in mesh order. Axes with a weight above 1 run between slices."""
     slow = tuple(axis for axis, weight in enumerate(layout.weights) if weight > 1)
     return piece_index(layout.sizes, digits(layout.sizes, np.arange(layout.size)), slow)
 
 
 def piece_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """The number of each device's shard along a dimension that `axes` shard, from the mesh coordinates."""
+    """The index of the shard that each device holds of a dimension sharded over `axes`."""
     index = np.zeros(coordinates.shape[1], np.int64)
     for axis in axes:
         index = index * sizes[axis] + coordinates[axis]

@@ -1,4 +1,4 @@
-"""The bytes that devices need and do not have: traffic that no path from one layout to another can avoid."""
+"""Lower bounds on the traffic between two layouts: the bytes that devices need and do not hold."""
 
 import functools as ft
 import math
@@ -10,12 +10,12 @@ import numpy as np
 from .splits import End, levels
 
 
-# For each dimension of the array, the factors that shard it, major-most first.
+# For each dimension of the array, the factors that shard it, major first.
 ShardDims = tuple[tuple[int, ...], ...]
 
 
 class Holdings:
-    """The number of the shard that each device holds under layouts on one end's factors, cached per dimension."""
+    """The shard that each device holds under any layout over one end's factors, cached per dimension."""
 
     def __init__(self, end: End):
         self.sizes = end.layout.sizes
@@ -27,7 +27,7 @@ class Holdings:
         self._numbers: dict[ShardDims, np.ndarray] = {}
 
     def count(self, axes: tuple[int, ...]) -> int:
-        """The number of shards along a dimension that `axes` shard."""
+        """The number of shards of a dimension that is sharded over `axes`."""
         if axes not in self._count:
             self._count[axes] = math.prod([self.sizes[axis] for axis in axes])
         return self._count[axes]
@@ -37,18 +37,18 @@ class Holdings:
         return tuple([self.count(axes) for axes in dims])
 
     def pieces(self, dims: ShardDims) -> int:
-        """The number of different shards of the array."""
+        """The number of distinct shards of the array."""
         return math.prod([self.count(axes) for axes in dims])
 
     def index(self, axes: tuple[int, ...]) -> np.ndarray:
-        """For each device, the number of its shard along a dimension that `axes` shard."""
+        """The index of the shard that each device holds of a dimension sharded over `axes`."""
         if axes not in self._index:
             *outer, last = axes
             self._index[axes] = self.index(tuple(outer)) * np.int32(self.sizes[last]) + self.coordinates[last]
         return self._index[axes]
 
     def numbers(self, dims: ShardDims) -> np.ndarray:
-        """For each device, one number for its whole shard. Equal shards have equal numbers at both ends."""
+        """A number for each device's shard of the whole array. Equal shards have equal numbers at both ends."""
         if dims not in self._numbers:
             out = np.zeros(self.devices, np.int64)
             for axes in dims:
@@ -59,9 +59,7 @@ class Holdings:
 
 
 def missing_share(source: End, target: End) -> Fraction:
-    """The elements that a device needs at the target and does not hold at the source, as a fraction of the array: the
-    mean over devices.
-    """
+    """The fraction of the array that a device needs at the target and does not hold at the source, on average."""
     common, unit, here, there = None, 1, Holdings(source), Holdings(target)
     for have, want in zip(source.layout.dims, target.layout.dims, strict=True):
         if not have and not want:
@@ -84,10 +82,11 @@ class LowerBound:
 
     **Arguments:**
 
-    - `held`: the shards that devices hold under layouts on one end's factors.
-    - `near`: that end. Its axes state the cost of bytes.
+    - `held`: the shards that devices hold under layouts over one end's factors.
+    - `near`: that end; its axes say what bytes cost.
     - `far`: the other end.
-    - `far_is`: whether the layout is to become the far end, which is the "target", or was made of it, the "source".
+    - `far_is`: "target" if the move leads from the layout to the far end, "source" if it leads from the far end to the
+        layout.
     """
 
     def __init__(self, held: Holdings, near: End, far: End, far_is: Literal["target", "source"]):
@@ -103,7 +102,7 @@ class LowerBound:
         self._common_shares: dict[tuple[int, tuple[int, ...]], np.ndarray | None] = {}
 
     def __call__(self, dims: ShardDims) -> float:
-        """The least possible cost from the layout to the target, or from the source to the layout."""
+        """The least cost from the layout `dims` to the target, or from the source to the layout, as `far_is` says."""
         shares = [share for share in map(self._common_share, range(len(dims)), dims) if share is not None]
         if not shares:
             return 0.0
@@ -114,8 +113,9 @@ class LowerBound:
         return bound + sum([group.bound(dims, self.needs_far) for group in self.dearer])
 
     def _common_share(self, dim: int, axes: tuple[int, ...]) -> np.ndarray | None:
-        """For each device, the fraction of a dimension that it holds both here and at the far end; `None` if that is
-        all of it.
+        """The fraction of a dimension that each device holds both here and at the far end.
+
+        `None` if neither end shards the dimension.
         """
         key = (dim, axes)
         if key not in self._common_shares:
@@ -129,9 +129,7 @@ class LowerBound:
 
 
 class _GroupBound:
-    """The bound for groups of devices that only expensive axes connect: a byte that enters a group costs
-    `extra` more.
-    """
+    """The term of the lower bound for groups of devices: a byte from another group costs `extra` more."""
 
     def __init__(self, held: Holdings, far: list[tuple[np.ndarray, int]], group: np.ndarray, extra: float):
         self.held, self.group, self.extra = held, group, extra
@@ -140,7 +138,7 @@ class _GroupBound:
         self._shares: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def bound(self, dims: ShardDims, needs_far: bool) -> float:
-        """The extra cost of the bytes that a group needs and that none of its devices holds: the mean over devices."""
+        """The extra cost of the bytes that a group needs and none of its devices holds, on average per device."""
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):
             if axes or self.far[dim].count > 1:
@@ -149,7 +147,7 @@ class _GroupBound:
         return max(0.0, float(np.mean(need - common))) * self.groups / self.held.devices * self.extra
 
     def _of_layout(self, dim: int, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """For each group, its fraction of a dimension under the layout, and the fraction that it holds at both ends."""
+        """For each group, the fraction of a dimension that its devices hold here, and the fraction it holds at both."""
         key = (dim, axes)
         if key not in self._shares:
             here = _HeldByGroups(self.group, self.groups, self.held.index(axes), self.held.count(axes))
@@ -158,9 +156,9 @@ class _GroupBound:
 
 
 class _HeldByGroups:
-    """The shards of a dimension, divided into `count`, that the devices of each group hold.
+    """The shards of a dimension, out of `count`, that the devices of each group hold between them.
 
-    Only the shards that some group holds are listed. They are no more than the devices, however many groups there are.
+    Only pairs of a group and a shard that it holds are listed, so there are at most as many as devices.
     """
 
     def __init__(self, group: np.ndarray, groups: int, index: np.ndarray, count: int):
@@ -171,7 +169,7 @@ class _HeldByGroups:
         self.share = self._share_of_dimension(self.group, count)
 
     def share_in_common(self, other: "_HeldByGroups") -> np.ndarray:
-        """For each group, the fraction of the dimension that it holds under both layouts."""
+        """For each group, the fraction of the dimension that it holds in both `self` and `other`."""
         fine, coarse = (self, other) if self.count >= other.count else (other, self)
         parts = math.lcm(fine.count, coarse.count)
         step = parts // fine.count
@@ -186,7 +184,10 @@ class _HeldByGroups:
 
 
 def _overlap(index: np.ndarray, count: int, other: np.ndarray, others: int) -> tuple[np.ndarray, int]:
-    """The overlap of two shards of a dimension, and the size of the dimension, both in units of the finer grid."""
+    """For each device, the overlap of its shards in two shardings of a dimension, and the dimension's size.
+
+    Both are in units of the least common multiple of the two shard counts.
+    """
     parts = math.lcm(count, others)
     mine, theirs = np.int32(parts // count), np.int32(parts // others)
     first, second = index * mine, other * theirs

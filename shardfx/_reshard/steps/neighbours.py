@@ -1,7 +1,8 @@
-"""The layouts that are one step away from a layout, in either direction, each with the cost of the step.
+"""The layouts one step before or after a layout, each with the cost of the step.
 
-A method that ends in `_from` takes a step from the given layout; one that ends in `_into` finds the layouts from which
-a step leads to the given one. All-to-alls and permutations are the same in both directions.
+A method whose name ends in `_from` yields the layouts that a step from the given layout reaches. A method whose name
+ends in `_into` yields the layouts from which a step reaches the given layout.
+ All-to-alls and permutations are the same in both directions.
 """
 
 import functools as ft
@@ -13,22 +14,22 @@ from .path import STEP, PermutationPrices, Prices
 from .splits import End
 
 
-# More factors than this keep their order when they move: 5 factors have 120 orders, 4 have 24.
+# An all-to-all of more factors keeps their order, because 5 factors already have 120 orders.
 _MOST_REORDERED = 4
 
 Priced = Iterator[tuple[ShardDims, float]]
 
 
 class Neighbours:
-    """The single steps among layouts on the factors of one end.
+    """Lists the layouts one step away from a layout over the factors of one end.
 
     **Arguments:**
 
-    - `room`: how many shards each dimension can have.
-    - `near`: the end whose factors they are.
-    - `far`: the other end of the move. Where it is on the same factors, its order of them is a good one to try.
-    - `held`: the shards that devices hold on these factors.
-    - `permutations`: the prices of permutations.
+    - `room`: for each dimension, the number that its shard count must divide.
+    - `near`: the end whose factors the layouts use.
+    - `far`: the other end of the move. If it uses the same factors, its order of them is tried too.
+    - `held`: the shards that devices hold under layouts over these factors.
+    - `permutations`: the costs of permutations.
     """
 
     def __init__(self, room: tuple[int, ...], near: End, far: End, held: Holdings, permutations: PermutationPrices):
@@ -45,7 +46,7 @@ class Neighbours:
         self._found_ways: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[tuple[int, ...], list[ShardDims]]] = {}
 
     def slices_from(self, dims: ShardDims) -> Priced:
-        """The layouts with one more free factor on one dimension: each device keeps a part of its shard."""
+        """The layouts that a slice reaches: one dimension is sharded over one more free factor."""
         free = self._free(dims)
         for dim, axes in enumerate(dims):
             for factor in free:
@@ -53,16 +54,16 @@ class Neighbours:
                     yield (*dims[:dim], (*axes, factor), *dims[dim + 1 :]), STEP
 
     def slices_into(self, dims: ShardDims) -> Priced:
-        """The layouts with one factor fewer on one dimension, from which a slice leads to `dims`."""
+        """The layouts from which a slice reaches `dims`: one dimension lacks its last factor."""
         pieces = self.held.pieces(dims)
         for dim, axes in enumerate(dims):
             if axes and pieces // self.held.count(axes[-1:]) >= self.least_pieces:
                 yield (*dims[:dim], axes[:-1], *dims[dim + 1 :]), STEP
 
     def gathers_from(self, dims: ShardDims) -> Priced:
-        """The layouts with fewer factors on one dimension: the shards of a group are joined.
+        """The layouts that an all-gather reaches: one dimension loses its last factors.
 
-        If some axes are more expensive, one factor at a time, or several of different costs at once.
+        If factors have different weights, a gather removes one factor, or several of different weights.
         """
         pieces = self.held.pieces(dims)
         for dim, axes in enumerate(dims):
@@ -73,7 +74,7 @@ class Neighbours:
                     yield (*dims[:dim], axes[:kept], *dims[dim + 1 :]), self.prices.all_gather(pieces, run) + STEP
 
     def gathers_into(self, dims: ShardDims) -> Priced:
-        """The layouts with more free factors on one dimension, from which an all-gather leads to `dims`."""
+        """The layouts from which an all-gather reaches `dims`: one dimension is sharded over more free factors."""
         free, pieces = self._free(dims), self.held.pieces(dims)
         for dim, axes in enumerate(dims):
             for run in self._runs(dim, axes, free):
@@ -82,7 +83,7 @@ class Neighbours:
                     yield (*dims[:dim], (*axes, *run), *dims[dim + 1 :]), cost + STEP
 
     def all_to_alls(self, dims: ShardDims, each: float, spare: float) -> Priced:
-        """The all-to-alls that cost less than `spare`. `each` is added to the cost of their traffic."""
+        """The layouts that an all-to-all reaches at a cost below `spare`. `each` is added to each cost."""
         pieces = self.held.pieces(dims)
         for kept, moving, gainers in _departures(dims):
             cost = self.prices.all_to_all(pieces, moving) + each
@@ -99,9 +100,7 @@ class Neighbours:
                     yield tuple(after), cost
 
     def permutes(self, dims: ShardDims, spare: float) -> Priced:
-        """The layouts with one factor of a dimension moved behind its others. A cost above `spare` is only a lower
-        bound.
-        """
+        """The layouts in which one factor becomes the last of its dimension. A cost above `spare` is not exact."""
         share = 1 / self.held.pieces(dims)
         for dim, axes in enumerate(dims):
             for place in range(len(axes) - 1):
@@ -109,7 +108,7 @@ class Neighbours:
                 yield after, self.permutations.cost(self.held.numbers(dims), self.held.numbers(after), share, spare)
 
     def _free(self, dims: ShardDims) -> list[int]:
-        """The factors that shard no dimension."""
+        """The factors that shard no dimension in `dims`."""
         used = {axis for axes in dims for axis in axes}
         return [factor for factor in self.factors if factor not in used]
 
@@ -117,7 +116,10 @@ class Neighbours:
         return self.room[dim] % (self.held.count(axes) * self.held.count(run)) == 0
 
     def _runs(self, dim: int, axes: tuple[int, ...], free: list[int]) -> list[tuple[int, ...]]:
-        """The sequences of factors along which one all-gather may join a dimension."""
+        """The runs of free factors along which one all-gather may have gathered dimension `dim`.
+
+        A run has several factors only if their weights differ.
+        """
         runs: list[tuple[int, ...]] = [(factor,) for factor in free]
         if not self.some_are_dearer:
             return runs
@@ -130,7 +132,7 @@ class Neighbours:
         return runs
 
     def _ways(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> dict[tuple[int, ...], list[ShardDims]]:
-        """The distributions of the moving factors over the gaining dimensions, by the shard counts that they give."""
+        """The assignments of the factors `moving` to the dimensions `gainers`, by the resulting shard counts."""
         found = self._found_ways.get((moving, gainers))
         if found is None:
             found = self._found_ways[moving, gainers] = {}
@@ -139,8 +141,9 @@ class Neighbours:
         return found
 
     def _far_distribution(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> list[ShardDims]:
-        """The distribution of the moving factors that the far end has, for moves with too many
-        distributions to try all.
+        """The assignment of `moving` to dimensions that the far end has, if there are too many factors to try all.
+
+        An empty list if there are few factors.
         """
         if len(moving) <= _MOST_REORDERED:
             return []
@@ -153,11 +156,10 @@ class Neighbours:
 
 
 def _departures(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list[int]]]:
-    """The possible beginnings of an all-to-all: the factors that stay on each dimension, those that move, and the
-    dimensions that gain.
+    """For each choice of factors to move: the kept factors, the moving factors, and the dimensions that can gain them.
 
-    Each dimension loses some of its minor factors, or gains factors at its minor end. A dimension that did both would
-    need unequal parts from unequal peers.
+    A dimension either loses some of its minor factors or gains minor factors. A dimension that did both would exchange
+    chunks of unequal sizes.
     """
     for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
         gainers = [dim for dim, length in enumerate(lengths) if not length]
@@ -169,7 +171,10 @@ def _departures(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], l
 
 @ft.lru_cache(maxsize=1024)
 def _distributions(moving: tuple[int, ...], gainers: int) -> tuple[ShardDims, ...]:
-    """The distributions of factors over `gainers` dimensions: all of them for few factors, else consecutive runs."""
+    """The assignments of the factors `moving` to `gainers` dimensions.
+
+    All assignments and orders for at most four factors; for more, only those that keep their order.
+    """
     if len(moving) > _MOST_REORDERED:
         return _distributions_in_order(moving, gainers)
     found: list[ShardDims] = [((),) * gainers]
@@ -184,7 +189,7 @@ def _distributions(moving: tuple[int, ...], gainers: int) -> tuple[ShardDims, ..
 
 
 def _distributions_in_order(moving: tuple[int, ...], gainers: int) -> tuple[ShardDims, ...]:
-    """The distributions that put all factors on one dimension, or the first of them on one and the rest on another."""
+    """The assignments that put all factors on one dimension, or the first few on one and the rest on another."""
     whole = [tuple(moving if dim == only else () for dim in range(gainers)) for only in range(gainers)]
     halves = [(moving[:cut], moving[cut:]) for cut in range(len(moving))] if gainers > 1 else []
     parted = [

@@ -1,7 +1,7 @@
-"""The steps of a Redistribution as a program, traced or for live arrays: one `shard_map` over the source's own mesh.
+"""Runs the steps of a `Redistribution` on traced or live arrays, as one `shard_map` over the source's mesh.
 
-Collectives list their groups of devices explicitly. So no refined mesh is built, and steps along factors of the
-target's mesh run there too.
+Collectives list the devices of their replica groups. So no mesh of factors is built, and the steps along factors of
+the target's mesh run in the same `shard_map`.
 """
 
 import functools as ft
@@ -39,7 +39,7 @@ def program(
     like: StepLayout,
     cut: PartCut | None = None,
 ) -> Shaped[Array, "..."]:
-    """`x` moved from the sharding `src` to `dst`, in a traced function.
+    """Moves a traced array from sharding `src` to sharding `dst`.
 
     **Arguments:**
 
@@ -59,7 +59,7 @@ def program(
     body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), cut=cut)
     if abstract(src.mesh) == abstract(dst.mesh):
         return _mapped(body, src.mesh, src.spec, dst.spec)(x)
-    # Concatenated, the shards of all devices mean the same on either mesh, so that nothing moves here.
+    # The shards concatenated along dimension 0 in device order mean the same on either mesh, so nothing moves here.
     x = _mapped(body, src.mesh, src.spec, flat(src.mesh))(x)
     return _mapped(_same, dst.mesh, flat(dst.mesh), dst.spec)(placed(x, NamedSharding(dst.mesh, flat(dst.mesh))))
 
@@ -73,7 +73,7 @@ def live_program(
     donate: bool,
     cut: PartCut | None = None,
 ) -> Callable[[jax.Array], jax.Array]:
-    """A function that moves live arrays of one shape and sharding. It is compiled on its first call.
+    """A function that moves live arrays of one shape and sharding. It compiles on its first call.
 
     **Arguments:**
 
@@ -81,7 +81,7 @@ def live_program(
     - `plan`: the steps from `src` to `dst`, one or more.
     - `src`, `dst`: the shardings before and after, on the same devices in any order.
     - `donate`: whether the function gives up the buffers of its argument.
-    - `cut`: the parts in which pieces move one after another, where memory is limited.
+    - `cut`: the chunks in which shards move one after another to limit memory; `None` to move whole shards.
 
     **Returns:**
 
@@ -118,18 +118,18 @@ def live_program(
 def _flat_program(
     x: Shaped[Array, "..."], src: NamedSharding, steps: tuple[MoveStep, ...], like: StepLayout, cut: PartCut | None
 ) -> Shaped[Array, "..."]:
-    """As `program`, with the resulting shards concatenated along the first dimension, in the source's device order."""
+    """Moves a traced array and returns the shards concatenated along dimension 0, in the source's device order."""
     body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), cut=cut)
     return _mapped(body, src.mesh, src.spec, flat(src.mesh))(x)
 
 
 def flat(mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The spec that shards the first dimension over all devices of a mesh."""
+    """The spec that shards the first dimension over all axes of a mesh."""
     return PartitionSpec(tuple(mesh.axis_names))
 
 
 def placed(x: Shaped[Array, "..."], sharding: NamedSharding) -> Shaped[Array, "..."]:
-    """A traced `x` constrained to `sharding`, whatever the axis types. XLA moves it if necessary."""
+    """Constrains a traced `x` to `sharding`, for mesh axes of any type. XLA moves the array if needed."""
     with jax.sharding.use_abstract_mesh(abstract(sharding.mesh)):
         if is_explicit(sharding):
             return jax.sharding.reshard(x, sharding)
@@ -139,7 +139,7 @@ def placed(x: Shaped[Array, "..."], sharding: NamedSharding) -> Shaped[Array, ".
 def _mapped(body, mesh: Mesh | AbstractMesh, source: PartitionSpec, target: PartitionSpec):
     def run_on(x):
         with jax.sharding.use_abstract_mesh(abstract(mesh)):
-            # The steps establish replication; the type system cannot infer it.
+            # JAX cannot infer the replication that the steps establish.
             return jax.shard_map(body, mesh=mesh, in_specs=source, out_specs=target, check_vma=False)(x)
 
     return run_on
@@ -157,7 +157,7 @@ def run(
     axes: tuple[str, ...],
     cut: PartCut | None = None,
 ) -> Shaped[Array, "..."]:
-    """One device's shard after all steps. It is traced inside a `shard_map` over all `axes`."""
+    """Applies all steps to one device's shard. It is traced inside `shard_map` over all `axes`."""
     at_once = ft.partial(_at_once, steps=steps, like=like, axes=axes)
     is_key = jnp.issubdtype(piece.dtype, jax.dtypes.extended)  # whose memory is none of ours
     on_tpus = None if is_key else cut_on_tpus(piece.shape, bits(piece.dtype), steps)
@@ -204,10 +204,10 @@ def _stacked(gather: Callable[[Array], Array], dim: int, piece: Array) -> Array:
 
 
 def _either(piece: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]) -> Array:
-    """A collective along any dimension of a shard; on CPUs along a new first dimension, over integers for small floats.
+    """Applies `stacked` on CPUs, over integers of the same bits, and `at_once` on other platforms.
 
-    XLA's CPU compiler does the first in a buffer with the dimensions in another order, and copies that element by
-    element. TPUs do it well, and there the second would read and write the shards once more.
+    XLA's CPU compiler runs `at_once` in a buffer with transposed dimensions and copies that element by element. On TPUs
+    `at_once` is fast, and `stacked` would read and write the shards once more.
     """
     return lax.platform_dependent(piece, cpu=on_bits(stacked), default=at_once)
 
@@ -227,7 +227,7 @@ _RUN = {"slice": _slice, "permute": _permute, "all_gather": _all_gather, "all_to
 
 
 def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
-    """`move` over integers of the same size if its arrays are small floats.
+    """A function that runs `move` on small floats as integers of the same bits, and on other dtypes directly.
 
     XLA's CPU compiler turns bfloat16 and floats of fewer bits into larger ones, moves those, and turns them back: twice
     the traffic and the memory, and a NaN does not keep its bits.
@@ -244,10 +244,10 @@ def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_small_float(dtype: Any) -> bool:
-    """Whether a dtype is a float that XLA's CPU compiler computes in a larger dtype."""
+    """Whether `dtype` is a float that XLA's CPU compiler converts to a larger type before it moves it."""
     return jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float16 and jnp.finfo(dtype).bits < 32
 
 
 def moved(move: Callable[..., object], *arrays: object) -> Any:
-    """`move(*arrays)` in a traced function. On CPUs it moves bits instead of small floats."""
+    """Applies `move` to traced arrays; on CPUs it moves small floats as integers of the same bits."""
     return lax.platform_dependent(*arrays, cpu=on_bits(move), default=move)

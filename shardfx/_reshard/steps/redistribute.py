@@ -1,4 +1,4 @@
-"""The plan of a move between two layouts with bounded memory and little traffic, computed without devices.
+"""Plans the steps from one layout to another with little traffic and bounded memory, without any devices.
 
 The steps are those of Rink et al. 2021 (arXiv 2112.01075); the search is a bidirectional A* over them.
 """
@@ -23,25 +23,26 @@ from .search import Problem, search
 from .splits import refine
 
 
-# The cost of a byte between slices (or nodes), in bytes within one. A link of a TPU v5p carries 100 GB/s each way and
-# its part of the data centre's network 6.25, 16 times less (https://cloud.google.com/tpu/docs/v5p); of an H100, NVLink
-# carries 450 GB/s and its network card 50, 9 times less.
+# The cost of a byte between slices (or nodes), relative to a byte inside one. A TPU v5p link carries 100 GB/s each
+# way and its share of the data center's network 6.25, 16 times
+# less (https://cloud.google.com/tpu/docs/v5p); of an H100,
+# NVLink carries 450 GB/s and its network card 50, 9 times less.
 _DCN_WEIGHT = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class MoveStep:
-    """One collective or local slice, over factors of the mesh axes.
+    """One collective (or local slice) of a move, along factors of the mesh axes.
 
     **Arguments:**
 
     - `kind`: "slice" (local), "all_to_all", "permute" or "all_gather".
     - `source`, `target`: the layouts before and after, on meshes whose axes are factors of the given mesh
         axes; the two differ in their mesh only where a permute or a slice leads from one factorisation to another.
-    - `wire_bytes`: bytes that enter a device, the mean over devices, rounded up.
-    - `dcn_bytes`: the part of `wire_bytes` that comes from another slice (or node); an upper bound if slices do not
-        line up with axes.
-    - `peak_bytes`: bytes of the pieces that a device holds during the step.
+    - `wire_bytes`: the bytes that a device receives, as the mean over devices, rounded up.
+    - `dcn_bytes`: the bytes among `wire_bytes` that come from another slice (or node). An upper bound if slices do not
+        line up with mesh axes.
+    - `peak_bytes`: the bytes of the shards that a device reads and writes in the step.
     """
 
     kind: StepKind
@@ -54,17 +55,17 @@ class MoveStep:
 
 @dataclasses.dataclass(frozen=True)
 class Redistribution:
-    """The steps that move one array from one layout to another, and their cost.
+    """The steps that move one array from one layout to another, with their traffic and memory.
 
     **Arguments:**
 
-    - `steps`: the steps in order; empty if every device already holds its shard.
-    - `wire_bytes`: bytes that enter a device over all steps, the mean over devices, rounded up.
-    - `dcn_bytes`: the part of `wire_bytes` that comes from another slice (or node); an upper bound if slices do not
-        line up with axes.
-    - `peak_bytes`: the most bytes of pieces a device holds at one time.
-    - `lower_bound_bytes`: bytes that must enter a device, in the mean, whatever the algorithm: what it needs
-        less what it has.
+    - `steps`: in order; empty if every device already holds its target shard.
+    - `wire_bytes`: the bytes that a device receives over all steps, as the mean over devices, rounded up.
+    - `dcn_bytes`: the bytes among `wire_bytes` that come from another slice (or node). An upper bound if slices do not
+        line up with mesh axes.
+    - `peak_bytes`: the most bytes of shards that a device holds at one time.
+    - `lower_bound_bytes`: the bytes that a device must receive under any algorithm, as the mean over devices: its
+        target shard without the elements that it already holds.
     """
 
     steps: tuple[MoveStep, ...]
@@ -78,7 +79,7 @@ class Redistribution:
 def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int) -> StepLayout:
     """The `StepLayout` of an array of `rank` dimensions under `spec`.
 
-    A mesh axis that spans slices becomes two: one between slices, whose bytes cost more, and one within a slice.
+    A mesh axis that spans slices becomes two factors: one between slices, with a higher weight, and one inside a slice.
 
     **Arguments:**
 
@@ -89,7 +90,7 @@ def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int)
 
     **Returns:**
 
-    A Layout, cached: equal arguments give the same object.
+    A `StepLayout`, cached: equal arguments give the same object.
 
     **Raises:**
 
@@ -120,7 +121,7 @@ def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int)
 
 
 def _spans(mesh: MeshSpec | Mesh | AbstractMesh) -> tuple[int, ...]:
-    """The number of parts into which the boundaries of slices divide each mesh axis."""
+    """For each mesh axis, the number of slices that it spans."""
     if isinstance(mesh, MeshSpec):
         return mesh.dcn_sizes
     return (1,) * len(mesh.axis_names) if isinstance(mesh, AbstractMesh) else _device_spans(mesh)
@@ -136,7 +137,7 @@ def _device_spans(mesh: Mesh) -> tuple[int, ...]:
 
 
 def _parts(number: np.ndarray) -> int:
-    """The smallest number of equal parts of the first axis such that each part is within one slice."""
+    """The smallest number of equal blocks of the first axis such that no block crosses a slice boundary."""
     size = len(number)
     blocks = ((count, number.reshape(count, size // count, -1)) for count in range(1, size + 1) if size % count == 0)
     return next(count for count, block in blocks if (block == block[:, :1]).all())
@@ -149,9 +150,9 @@ def _ids(mesh: Mesh) -> tuple[int, ...]:
 
 @ft.lru_cache(maxsize=4096)
 def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, dst: StepLayout) -> Redistribution:
-    """Plans the move of one array: the least traffic within bounded memory.
+    """Plans the steps that move one array between two layouts with little traffic and bounded memory.
 
-    No step holds more than twice the larger shard of the two ends: the shard that it reads and the one that it writes.
+    A step reads one shard and writes one. It holds at most twice the larger shard of the two layouts.
 
     **Arguments:**
 
@@ -169,7 +170,7 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, ds
     """
     for end in (src, dst):
         _require_fit(shape, end)
-    # The search depends on a shape only through its divisors, so that leaves of a tree share their paths.
+    # The search depends only on which shard counts divide the shape, so leaves of different shapes share cached paths.
     room = tuple(math.gcd(size, src.size) for size in shape)
     path, bound = _planned(room, src, dst)
     return _measured(math.prod(shape) * itemsize_bits, path, bound, Fraction(1, min(src.pieces, dst.pieces)))
@@ -188,10 +189,10 @@ def _require_fit(shape: tuple[int, ...], end: StepLayout) -> None:
 
 @ft.lru_cache(maxsize=4096)
 def _planned(room: tuple[int, ...], src: StepLayout, dst: StepLayout) -> tuple[Path, Fraction]:
-    """The path, and the smallest fraction of the array that must enter a device on any path."""
+    """The path, and the least fraction of the array that a device receives on any path."""
     source, target = refine(src, dst)
     bound = missing_share(source, target)
-    if not bound:  # every device holds the elements of its target shard already
+    if not bound:  # every device already holds its target shard
         return path_along([source.layout], [target.layout]), bound
     path = search(Problem(room, source, target)) or search(Problem(room, *refine(src, dst, prime=True)))
     if path is None:
@@ -230,12 +231,12 @@ NO_MESH = AbstractMesh((), ())
 
 
 def layouts(rank: int, src: NamedSharding, dst: NamedSharding) -> tuple[StepLayout, StepLayout]:
-    """The layouts of the source and of the target."""
+    """The `StepLayout` of each of the two shardings, for arrays of `rank` dimensions."""
     return layout(src.mesh, src.spec, rank), layout(dst.mesh, dst.spec, rank)
 
 
 def same_order(src: NamedSharding, dst: NamedSharding) -> bool:
-    """Whether both meshes list their devices in the same order. An abstract mesh has the order of the other."""
+    """Whether both meshes list their devices in the same order. True if either is an `AbstractMesh`."""
     first, second = src.mesh, dst.mesh
     if isinstance(first, AbstractMesh) or isinstance(second, AbstractMesh):
         return True
@@ -243,7 +244,7 @@ def same_order(src: NamedSharding, dst: NamedSharding) -> bool:
 
 
 def untyped(sharding: NamedSharding) -> NamedSharding:
-    """The same sharding with Auto axes and in the default memory, as programs of live arrays need it."""
+    """The same sharding with all mesh axes of type `Auto` and in the default memory."""
     mesh = sharding.mesh
     if isinstance(mesh, Mesh) and any(kind != AxisType.Auto for kind in mesh.axis_types):
         mesh = Mesh(mesh.devices, mesh.axis_names)
@@ -251,30 +252,30 @@ def untyped(sharding: NamedSharding) -> NamedSharding:
 
 
 def settled(spec: PartitionSpec) -> PartitionSpec:
-    """`spec` in canonical form, with UNCONSTRAINED replaced by `None`."""
+    """`spec` in its shortest form, with `UNCONSTRAINED` entries replaced by `None`."""
     return canonical(PartitionSpec(*[entry_axes(entry) or None for entry in entries_of(spec)]))
 
 
 def abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
-    """The mesh without its devices."""
+    """The `AbstractMesh` of a mesh."""
     return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
 
 def is_explicit(sharding: NamedSharding) -> bool:
-    """Whether the mesh has Explicit axes, so that types carry shardings."""
+    """Whether any mesh axis of the sharding is of type `Explicit`, so that array types carry shardings."""
     return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
 
 
 def labelled(x: jax.Array, dst: jax.sharding.Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """`x` with the sharding `dst`, if every device holds the right shard already.
+    """Returns `x` with the sharding `dst`, for an `x` whose devices already hold the shards of `dst`.
 
-    Only the label changes. JAX checks that the shards have the shapes that `dst` asks for.
+    No bytes move, except for weakly typed arrays. JAX checks that the shards have the shapes that `dst` asks for.
     """
     if shape is None:
         shape = x.shape
     if x.sharding == dst and x.shape == shape and x.committed:
         return x
-    if x.weak_type:  # which an array that is made from its shards would lose
+    if x.weak_type:  # an array made from shards would lose its weak type
         return jax.device_put(x, dst)
     shards = {shard.device: shard.data for shard in x.addressable_shards}
     mine = [shards[device] for device in dst.addressable_devices_indices_map(shape)]

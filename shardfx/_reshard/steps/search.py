@@ -1,35 +1,36 @@
 """The search for the cheapest path between two layouts: a bidirectional A* over slices, all-to-alls, one permutation
 and gathers.
 
-**The problem.** An array lies cut over devices in one way and shall lie cut in another. What is wanted is a short
-sequence of steps with the least traffic, of which none needs more memory than about one piece to read and one to
-write. Gathering the whole array and slicing it would do, but for memory and traffic. Rink et al. 2021
+**The problem.** An array has one sharding and needs another over the same devices. The search looks for a short
+sequence of steps with the least traffic. No step may need more memory than about one shard to read and one shard to
+write, so gathering the whole array and slicing it is no solution. Rink et al. 2021
 (arXiv 2112.01075) show that four kinds of steps suffice:
 
-- a *slice* drops a part of each piece; it costs nothing;
-- an *all-to-all* among groups of devices cuts one dimension more finely and another less finely;
-- a *permutation* gives every device another device's piece;
-- a *gather* joins the pieces of a group of devices; all of them then hold the same.
+- a *slice* keeps a chunk of each shard; it costs nothing;
+- an *all-to-all* within replica groups moves factors from one dimension to another;
+- a *permutation* sends every device's shard to another device;
+- a *gather* (all-gather) concatenates the shards of a replica group on each of its devices.
 
 **The words.**
 
-- *Factor*: a mesh axis, or a part of one. An axis of 8 devices may be taken as factors 2 and 4, so that 2 of it can
-  cut one dimension and 4 of it another. `factors` chooses them.
-- *Piece*: the part of the array that a device holds (a tile, in the words of Rink et al.). Several devices may hold
+- *Factor*: a mesh axis or a sub-axis. An axis of 8 devices may be split into factors 2 and 4, each of which can shard
+  another dimension. `splits` chooses the factors.
+- *Piece*: the shard of the array that a device holds (a tile, in the words of Rink et al.). Several devices may hold
   the same piece.
-- *Layout*, here `dims`: per dimension the factors that cut it, the major one first. `((0, 2), ())` cuts the rows of a
-  matrix by factor 0, each of these parts by factor 2, and no columns.
-- *Counts*: into how many pieces each dimension is cut. A permutation keeps them; every other step changes them.
-- *Free factor*: one that cuts no dimension. Devices that differ in it alone hold the same piece.
-- *Share*: bytes, divided by those of the whole array. Costs are shares that enter a device, the mean over devices.
-- *Weight*: what a byte over a factor costs. Factors between slices of a TPU (or between nodes) are *dear*.
-- *Room*: how often a dimension can be cut, since its size divides by so much.
-- *Source*, *target*: the two ends of the move. If the factors of one mesh serve both, a layout means the same at
-  either end. Else the two ends name their layouts by different factors, and only counts and piece numbers compare.
-- *Forward side*: the search from the source on. It knows what was paid from the source to a layout.
-- *Homeward side*: the search from the target back. It knows what remains to be paid from a layout to the target.
+- *Layout*, here `dims`: for each dimension, the factors that shard it, major first. `((0, 2), ())` shards the rows of
+  a matrix over factors 0 and 2, and leaves the columns unsharded.
+- *Counts*: the number of shards along each dimension. A permutation keeps them; every other step changes them.
+- *Free factor*: a factor that shards no dimension. Devices that differ only in it hold the same piece.
+- *Share*: a fraction of the bytes of the whole array. A cost is the share that a device receives, as the mean over
+  devices, times the weights.
+- *Weight*: the cost of a byte along a factor. Factors between TPU slices (or nodes) have a high weight and are *dear*.
+- *Room*: for each dimension, the number that its shard count must divide.
+- *Source*, *target*: the two ends of the move. If both use the factors of one mesh, a layout means the same at
+  either end. Otherwise only counts and piece numbers can be compared between the ends.
+- *Forward side*: the search from the source on. It knows the cost from the source to a layout.
+- *Homeward side*: the search from the target back. It knows the cost from a layout to the target.
 - *Crossing*: the permutation from a layout of the forward side to one of the homeward side with the same counts. It
-  costs nothing where every device has the right piece already.
+  costs nothing if every device already holds the right piece.
 
 **The order of the steps.** A path begins with slices and all-to-alls on the source's factors, crosses over, and ends
 with all-to-alls and gathers on the target's. Slices come first and gathers last, since traffic is least while pieces
@@ -93,17 +94,17 @@ class Problem:
 
 
 def search(problem: Problem, *, most: int | None = None) -> Path | None:
-    """The cheapest path between two layouts; the best one found if the search is cut short.
+    """The cheapest path of steps, or the best path found when the budget is used up.
 
     **Arguments:**
 
     - `problem`: the move.
-    - `most`: the number of layouts after which the best path so far is returned; by default as many as a fraction of a
-        second allows.
+    - `most`: the number of layouts to examine before the best path so far is returned. The default takes a
+        fraction of a second.
 
     **Returns:**
 
-    The path, or None if no steps over these factors lead from one end to the other.
+    The path, or `None` if no steps along these factors lead from one end to the other.
     """
     source, target = problem.source, problem.target
     most = _budget(source) if most is None else most
@@ -120,18 +121,16 @@ def search(problem: Problem, *, most: int | None = None) -> Path | None:
 
 
 def _budget(source: End) -> int:
-    """The number of layouts to look at. A layout costs some array operations over all devices, and more
-    with slow axes.
-    """
+    """The number of layouts to examine. It is smaller for more devices and for meshes with slow axes."""
     devices, kinds = source.layout.size, len(levels(source))
     most = _FEW_LAYOUTS if devices <= 16 else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 8_000_000 // devices))
     return most // kinds
 
 
 def explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, float, int]:
-    """The best path cheaper than `limit`, its cost, and the number of layouts looked at.
+    """The best path cheaper than `limit`, its cost, and the number of layouts examined.
 
-    It looks at about `most` layouts, unless there is no limit and no path was found among so many.
+    That number is at most about `most`, except if `limit` is infinite and no path was found by then.
     """
     permutations = PermutationPrices(problem.source)
     best = _Best(_side(problem, permutations, "target"), _side(problem, permutations, "source"), permutations, limit)
@@ -149,7 +148,7 @@ def explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, flo
 
 
 def _side(problem: Problem, permutations: PermutationPrices, far_is: Literal["target", "source"]) -> "_Side":
-    """The side of the search that starts from the source, or the one that starts from the target and goes backwards."""
+    """The forward side of the search if `far_is` is "target", the homeward side if it is "source"."""
     ends = (problem.source, problem.target)
     near, far = ends if far_is == "target" else ends[::-1]
     held = Holdings(near)
@@ -170,9 +169,7 @@ def _side(problem: Problem, permutations: PermutationPrices, far_is: Literal["ta
 
 
 class _Frontier:
-    """The layouts that one side has reached: the cost and the predecessor of each, and the heap of those to look at
-    next.
-    """
+    """The layouts that one side has reached, with the cost and predecessor of each, and a heap of the next ones."""
 
     def __init__(self):
         self.cost: dict[ShardDims, float] = {}
@@ -182,7 +179,7 @@ class _Frontier:
 
     @property
     def first(self) -> tuple[float, float]:
-        """The sort key of the next layout; the smallest comes first."""
+        """The sort key of the next layout; infinite if the heap is empty."""
         return self.heap[0][:2] if self.heap else (math.inf, 0.0)
 
     def push(self, dims: ShardDims, cost: float, parent: ShardDims | None, estimate: float, key: float) -> None:
@@ -192,7 +189,7 @@ class _Frontier:
         heapq.heappush(self.heap, (key, estimate, self.looked, dims))
 
     def pop(self) -> tuple[ShardDims, float]:
-        """The next layout, and the least cost of a path through it."""
+        """Removes and returns the next layout, with the lower bound on the cost of a path through it."""
         _, estimate, _, dims = heapq.heappop(self.heap)
         return dims, self.cost[dims] + estimate
 
@@ -205,15 +202,14 @@ class _Frontier:
 
 
 class _Side:
-    """One side of the search: its steps, the layouts that it has reached, and the layouts where the other side may
-    join.
+    """The forward or homeward side of the search: its next steps, its frontier, and its settled layouts.
 
     **Arguments:**
 
-    - `held`: the shards that devices hold on this side's factors.
-    - `bound`: the lower bound for the cost between a layout and the other side's end.
-    - `next_layouts`: the layouts one step away.
-    - `far_counts`: the shard counts of the other side's end.
+    - `held`: the pieces that devices hold under layouts over this side's factors.
+    - `bound`: the lower bound on the cost between a layout and the other side's end.
+    - `next_layouts`: yields the layouts one step away, with the cost of the step.
+    - `far_counts`: the counts of the other side's end.
     """
 
     def __init__(self, held: Holdings, bound: LowerBound, next_layouts: NextLayouts, far_counts: Counts):
@@ -225,9 +221,9 @@ class _Side:
     def reach(
         self, dims: ShardDims, cost: float, parent: ShardDims | None, limit: float, nearest_first: bool = False
     ) -> bool:
-        """Adds a layout to look at, unless it is known at no greater cost or cannot be on a path cheaper than `limit`.
+        """Adds a layout to the frontier unless no path through it is new and cheaper than `limit`; whether it did.
 
-        With `nearest_first`, layouts whose shard counts are near the other end's come first, whatever they cost.
+        With `nearest_first`, layouts whose counts are nearest to the other end's come first, at any cost.
         """
         if cost + _ROUNDING >= min(limit, self.frontier.cost.get(dims, math.inf)):
             return False
@@ -245,14 +241,14 @@ class _Side:
         return dims in self.settled.get(self.held.counts(dims), ())
 
     def _distance(self, dims: ShardDims) -> int:
-        """How far the shard counts of `dims` are from those of the other end, as a product of quotients."""
+        """How far the counts of `dims` are from the other end's: the product of lcm / gcd over dimensions."""
         pairs = zip(self.held.counts(dims), self.far_counts, strict=True)
         return math.prod([math.lcm(count, far) // math.gcd(count, far) for count, far in pairs])
 
 
 @dataclasses.dataclass
 class _Best:
-    """Both sides of the search, and the best path so far: its cost, and the layouts before and after the crossing."""
+    """Both sides of the search and the best path so far: its cost and the layouts before and after the crossing."""
 
     forward: _Side
     homeward: _Side
@@ -263,14 +259,14 @@ class _Best:
 
     @property
     def looked(self) -> int:
-        """The number of layouts, and of permutations between them, that were looked at."""
+        """The number of layouts and of permutations that were examined."""
         return self.forward.frontier.looked + self.homeward.frontier.looked + self.permutations.asked
 
     def is_enough(self, most: int) -> bool:
         return self.looked > most and self.cost < math.inf
 
     def next_side(self) -> _Side | None:
-        """The side whose next layout is more promising; `None` if neither side has one."""
+        """The side whose next layout has the lower key; `None` if both frontiers are empty."""
         side = min((self.forward, self.homeward), key=lambda side: side.frontier.first)
         return side if side.frontier.heap else None
 
@@ -279,7 +275,7 @@ class _Best:
 
 
 def _settle(dims: ShardDims, side: _Side, best: _Best, most: int) -> None:
-    """Joins a layout of one side to all settled layouts of the other side that a permutation leads to."""
+    """Settles a layout: tries a crossing to each settled layout of the other side with the same counts."""
     counts, cost = side.held.counts(dims), side.frontier.cost[dims]
     side.settled.setdefault(counts, {})[dims] = None
     other = best.other(side)
@@ -289,9 +285,7 @@ def _settle(dims: ShardDims, side: _Side, best: _Best, most: int) -> None:
 
 
 def _expand(dims: ShardDims, side: _Side, best: _Best, most: int, same_factors: bool) -> None:
-    """Adds the layouts one step away. If the other side has reached one of them, the two form a path, which may be the
-    best.
-    """
+    """Adds the layouts one step away to the frontier, and updates `best` with the paths that they complete."""
     cost = side.frontier.cost[dims]
     for after, extra in side.next_layouts(dims, best.cost - cost):
         nearest_first = best.cost == math.inf and best.looked > most
@@ -305,16 +299,14 @@ def _expand(dims: ShardDims, side: _Side, best: _Best, most: int, same_factors: 
 
 
 def _cross_to_first(dims: ShardDims, side: _Side, best: _Best) -> None:
-    """Joins a layout to the first layout with its counts that the other side reached, since any path limits
-    the search.
-    """
+    """Tries a crossing to the first layout with the same counts that the other side reached, to get any path."""
     match = best.other(side).first_of_counts.get(side.held.counts(dims))
     if match is not None:
         _cross(dims, match, side, best)
 
 
 def _cross(dims: ShardDims, match: ShardDims, side: _Side, best: _Best) -> None:
-    """Joins a layout of one side to a layout of the other by a permutation."""
+    """Updates `best` with the path that crosses between `dims` and the other side's layout `match`."""
     before, after = (dims, match) if side is best.forward else (match, dims)
     spare = best.cost - best.forward.frontier.cost[before] - best.homeward.frontier.cost[after]
     have, want = best.forward.held.numbers(before), best.homeward.held.numbers(after)
@@ -323,7 +315,7 @@ def _cross(dims: ShardDims, match: ShardDims, side: _Side, best: _Best) -> None:
 
 
 def _meet(before: ShardDims, after: ShardDims, crossing: float, best: _Best) -> None:
-    """Keeps the path through these two layouts if it is the best so far."""
+    """Updates `best` if the path through these two layouts is cheaper than the best path so far."""
     paid = best.forward.frontier.cost.get(before, math.inf)
     total = paid + crossing + best.homeward.frontier.cost.get(after, math.inf)
     if total < best.cost - _ROUNDING:

@@ -1,21 +1,21 @@
-"""The factors that each mesh axis is split into, so that the layouts of both ends of a move can be expressed in them.
+"""Splits the mesh axes of a move's two layouts into factors, so that both layouts can use common factors.
 
-An axis of 12 devices can be counted as 2 x 2 x 3, as 2 x 3 x 2 or as 3 x 2 x 2. Two questions are answered here:
+An axis of 12 devices can be counted as 2 x 2 x 3, as 2 x 3 x 2 or as 3 x 2 x 2. This module answers two questions:
 
-1. *In which order?* `order_primes` takes for each axis the order of its primes by which it has most factors in common
-   with the other end's axes. Such a factor tells the same devices apart in both meshes.
-2. *Which primes belong together?* Every factor more makes the search larger. `join_primes` makes one factor of
-   neighbouring primes of an axis, unless something has to tell them apart:
-   the other end, if it holds one of them without the other, or in another place;
-   or a dimension, if the other end's factors cut it at just that place.
+1. *In which order?* `order_primes` takes for each axis the order of its primes that has the most factors in
+   common with the other end's axes. A common factor gives each device the same coordinate in both meshes.
+2. *Which primes belong together?* Each further factor makes the search larger. `join_primes`
+   multiplies neighbouring primes
+   of an axis into one factor. It keeps two primes separate if the other end has only one of them, or has them in
+   another order, or if the other end's factors split the same dimension into just that number of slices.
 
-A factor that is split for one end may have to be split at the other end for that reason. So the two ends are looked at
-in turn until neither asks for more.
+A split at one end can require a split at the other end. `join_primes` therefore repeats its checks of both ends until
+neither end needs a further split.
 
-The second step is there for its cost alone. It was measured on random moves: with prime factors only, planning on 192
+Joining primes only saves planning time. It was measured on random moves: with prime factors only, planning on 192
 devices takes 4 times as long in the mean, and on 192 devices in four slices up to 22 seconds, not 0.2.
 
-`refine` expresses both ends of a move in these factors.
+`refine` returns both layouts of a move over these factors.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _MOST_ORDERS = 64
 
 
 def primes(number: int) -> tuple[int, ...]:
-    """The prime factors of `number`, ascending, with multiplicity."""
+    """The prime factors of `number` in ascending order, with multiplicity: `primes(12)` is `(2, 2, 3)`."""
     found, factor = [], 2
     while factor * factor <= number:
         while number % factor == 0:
@@ -49,16 +49,16 @@ def primes(number: int) -> tuple[int, ...]:
 
 
 def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray]) -> list[Split]:
-    """For each axis of both meshes, the order of its primes with the most factors in common with the other mesh.
+    """The order of prime factors for each axis of both meshes that gives the two meshes many factors in common.
 
     **Arguments:**
 
-    - `src`, `dst`: the ends.
-    - `places`: for both meshes, the position of each device.
+    - `src`, `dst`: the layouts before and after the move.
+    - `places`: for each of the two meshes, the position of every device in it.
 
     **Returns:**
 
-    The factors of the source's axes and those of the target's.
+    The prime factors of the source's axes, and those of the target's axes.
     """
     if all(len(_orders(size)) == 1 for size in (*src.sizes, *dst.sizes)):
         return [[_orders(size)[0] for size in layout.sizes] for layout in (src, dst)]
@@ -66,8 +66,8 @@ def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray])
         [_digit_keys(row, size) for row, size in zip(digits(layout.sizes, place), layout.sizes, strict=True)]
         for layout, place in zip((src, dst), places, strict=True)
     ]
-    # The source's axes have as many digits as possible in common with any order of the target's primes; then the
-    # target's axes with the chosen orders of the source.
+    # First choose the source's orders: the most digits in common with any order of the target's primes. Then choose
+    # the target's orders: the most digits in common with the orders that the source has by now.
     possible = {key for keys in known[1] for key in keys.values()}
     first = _best_orders(src, known[0], possible, [_counts_on_the_way(dst, dim) for dim in range(len(dst.dims))])
     taken = {keys[digit] for keys, order in zip(known[0], first, strict=True) for digit in _digits_of(order)}
@@ -76,7 +76,7 @@ def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray])
 
 
 class _Digit(NamedTuple):
-    """A factor of an axis: positions along the axis that differ by `stride` differ by one in this factor."""
+    """A factor of a mesh axis. The coordinate of a position along the axis is `position // stride % size`."""
 
     stride: int
     size: int
@@ -84,7 +84,7 @@ class _Digit(NamedTuple):
 
 @ft.lru_cache(maxsize=256)
 def _orders(size: int) -> tuple[tuple[int, ...], ...]:
-    """The ordered products of primes that give `size`, at most the first 64 of them."""
+    """At most 64 of the orders in which the prime factors of `size` can be written."""
 
     def arrange(rest: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if not rest:
@@ -103,13 +103,13 @@ def _digits_of(order: Sequence[int]) -> list[_Digit]:
 
 
 def _digit_keys(row: np.ndarray, size: int) -> dict[_Digit, bytes]:
-    """Every digit that any order of an axis's primes could have, with its value for each device as bytes."""
+    """Maps each digit that some order of an axis' primes has to a key: the bytes of all devices' coordinates in it."""
     found = dict.fromkeys(digit for order in _orders(size) for digit in _digits_of(order))
     return {digit: (row // digit.stride % digit.size).astype(np.uint16).tobytes() for digit in found}
 
 
 def _counts_on_the_way(layout: StepLayout, dim: int, split: Split | None = None) -> frozenset[int]:
-    """For each prefix of a dimension's axes, or of their factors, the number of shards that the prefix gives."""
+    """The numbers of slices into which the first 0, 1, 2, ... axes of `dim` (factors, given a `split`) split it."""
     sizes = [(layout.sizes[axis],) if split is None else split[axis] for axis in layout.dims[dim]]
     return frozenset(it.accumulate(it.chain.from_iterable(sizes), operator.mul, initial=1))
 
@@ -117,8 +117,9 @@ def _counts_on_the_way(layout: StepLayout, dim: int, split: Split | None = None)
 def _best_orders(
     layout: StepLayout, known: Sequence[dict[_Digit, bytes]], wanted: set[bytes], counts: Sequence[frozenset[int]]
 ) -> list[tuple[int, ...]]:
-    """For each axis, the order with the most digits among `wanted`, then with the most of the other end's
-    shard counts.
+    """For each axis, the order of its primes with the most digits in `wanted`.
+
+    Among equals it is the order whose numbers of slices agree most often with the `counts` of the other end.
     """
     return [
         max(_orders(size), key=ft.partial(_agreement, keys, wanted, *_before(layout, axis, counts)))
@@ -127,9 +128,7 @@ def _best_orders(
 
 
 def _before(layout: StepLayout, axis: int, counts: Sequence[frozenset[int]]) -> tuple[int, frozenset[int]]:
-    """The number of shards that the axes before this one give its dimension, and the other end's shard counts of that
-    dimension.
-    """
+    """The number of slices that the axes before `axis` make of its dimension, and the other end's counts for it."""
     for axes, theirs in zip(layout.dims, counts, strict=True):
         if axis in axes:
             return math.prod(layout.sizes[other] for other in axes[: axes.index(axis)]), theirs
@@ -144,20 +143,20 @@ def _agreement(
 
 
 def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], splits: Sequence[Split]) -> list[Split]:
-    """Joins neighbouring primes of an axis if neither end of the move needs them separately.
+    """Multiplies neighbouring primes of an axis into one factor where neither end of the move needs them separate.
 
     **Arguments:**
 
-    - `layouts`: the layouts of both ends, on prime factors.
-    - `keys`: for both ends, the key of each factor: its value for each device.
-    - `splits`: for both meshes, the primes of their axes.
+    - `layouts`: the layouts of both ends, over prime factors.
+    - `keys`: for both ends, the key of each factor (the bytes of all devices' coordinates in it).
+    - `splits`: for both meshes, the prime factors of each axis.
 
     **Returns:**
 
-    The coarser splits.
+    The factors of each axis for both meshes, after the joining.
     """
     ends = [_Primes(*one) for one in zip(layouts, keys, strict=True)]
-    # A factor in `kept` is the last of a group of joined ones, and need not be tested twice.
+    # `kept` holds the last prime of each joined factor. A prime in it is not checked again.
     kept = [set(it.accumulate(map(len, split), initial=-1)) for split in splits]
     asked = True
     while asked:
@@ -171,13 +170,12 @@ def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], 
 
 
 class _Primes:
-    """The prime factors of one end, each with its key and with the position at which it divides a dimension."""
+    """The prime factors of one end, the key of each, and the number of slices that it makes of its dimension."""
 
     def __init__(self, layout: StepLayout, keys: Sequence[bytes]):
         self.keys = keys
         self.factors = {key: factor for factor, key in enumerate(keys)}
-        # For each factor that shards a dimension: the dimension, and the number of shards from it and the factors
-        # before it.
+        # Maps a factor that shards a dimension to the dimension and the number of slices up to and with this factor.
         self.cuts = {
             factor: (dim, count)
             for dim, axes in enumerate(layout.dims)
@@ -187,9 +185,7 @@ class _Primes:
         }
 
     def must_end(self, factor: int, other: "_Primes", kept: set[int]) -> bool:
-        """Whether a factor must stay separate from the next one, since a factor in the other end's `kept` ends between
-        the two.
-        """
+        """Whether `factor` must not be joined with the next one, because the other end needs the two separate."""
         return self._is_told_apart(factor, other, kept) or any(
             other.cuts[theirs] == self.cuts.get(factor) for theirs in kept if theirs in other.cuts
         )
@@ -214,15 +210,16 @@ def _joined(split: Split, kept: set[int]) -> Split:
     return out
 
 
-# Below this number of prime factors the search sees all of them; above it, only those that the two ends need.
+# With at most this many prime factors per end, none are joined.
 _FEW = 6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class End:
-    """One end of a move or step: its layout over factors of its mesh, and every device's coordinates in them.
+    """The layout before or after a move or a step, over factors of its mesh, with every device's coordinates.
 
-    Both ends of a move number the devices by their position in the source's mesh.
+    `coordinates` has a row per factor and a column per device. At both ends, devices are numbered by their position
+    in the source's mesh.
     """
 
     layout: StepLayout
@@ -230,20 +227,19 @@ class End:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """One key per factor. Factors of any two meshes that have the same value on every device have equal keys."""
+        """For each factor, the bytes of all devices' coordinates. Equal factors of two meshes have equal keys."""
         return tuple(row.astype(np.uint16).tobytes() for row in self.coordinates)
 
 
 def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """Each device's coordinates in the mesh of `layout`. Devices are numbered by their position in the mesh
-    of `like`.
-    """
+    """Each device's coordinates in the mesh of `layout`, with devices in the order of the mesh of `like`."""
     return digits(layout.sizes, positions(layout, like))
 
 
 def levels(end: End) -> list[tuple[float, np.ndarray]]:
-    """For each weight, from cheap to expensive, the group of each device within which a byte costs at most
-    that weight.
+    """For each link weight, from low to high: the weight, and the group of each device.
+
+    Within a group a byte costs at most that weight.
     """
     weights = end.layout.weights or (1.0,) * len(end.layout.sizes)
     found = []
@@ -256,17 +252,17 @@ def levels(end: End) -> list[tuple[float, np.ndarray]]:
 def refine(src: StepLayout, dst: StepLayout, *, prime: bool = False) -> tuple[End, End]:
     """The two ends of a move, on the factors into which the axes of both meshes are split.
 
-    If every factor of the target's mesh is also one of the source's, both ends are on the source's mesh.
+    If every factor of the target's mesh is also one of the source's mesh, both ends are over the source's factors.
 
     **Arguments:**
 
     - `src`, `dst`: layouts over the same devices.
-    - `prime`: whether all factors are prime, however many those are. By default neighbouring primes that neither end
-        tells apart are one factor, if there are many; but a dimension may have room for one of them and not for all.
+    - `prime`: whether all factors stay prime. By default `join_primes` joins some of them if an end has more than six.
+        Prime factors can shard dimensions that a joined factor is too large for.
 
     **Returns:**
 
-    The source's end and the target's.
+    The source's `End` and the target's `End`.
     """
     places = (np.arange(src.size), positions(dst, src))
     splits = order_primes(src, dst, places)
@@ -283,7 +279,7 @@ def refine(src: StepLayout, dst: StepLayout, *, prime: bool = False) -> tuple[En
 
 
 def _end(layout: StepLayout, split: Split, place: np.ndarray) -> End:
-    """A layout on the factors of its axes, for devices at the positions `place` of its mesh."""
+    """The `End` of a layout over the factors in `split`, for devices at the positions `place` in its mesh."""
     sizes = tuple(size for factors in split for size in factors)
     start = [0]
     for factors in split:
@@ -296,7 +292,7 @@ def _end(layout: StepLayout, split: Split, place: np.ndarray) -> End:
 
 
 def _equally_dear(ours: End, theirs: End) -> tuple[End, End]:
-    """Both ends with consistent weights: a factor has the larger of the weights that the two meshes give it."""
+    """Both ends with weights that agree: a factor gets the highest weight that either end gives to a move along it."""
     if not ours.layout.weights and not theirs.layout.weights:
         return ours, theirs
     first, second = (
@@ -314,7 +310,7 @@ def _weights(end: End, accounts: Sequence[End]) -> tuple[float, ...]:
         for axis, weight in enumerate(account.layout.weights):
             grid = account.coordinates[axis][order].reshape(sizes)
             for factor in range(len(sizes)):
-                # A step along this factor is also one along the other mesh's axis.
+                # Devices that differ in this factor also differ along the account's axis.
                 if weight > found[factor] and (grid != grid.take([0], factor)).any():
                     found[factor] = weight
     return tuple(found)

@@ -1,4 +1,4 @@
-"""A transfer plan as JSON text, and the checks when it is read."""
+"""Writes a transfer plan as JSON text, reads it back and checks it."""
 
 import hashlib
 import itertools as it

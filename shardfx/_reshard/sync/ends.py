@@ -213,12 +213,12 @@ class _Spare:
                 self._make(leaf)
 
     def arrays(self) -> dict[str, jax.Array]:
-        """All arrays by path, once each is complete."""
+        """All received arrays by path, once every leaf is complete."""
         self._blocks.settle()
         return {leaf.path: self._made[number] for number, leaf in enumerate(self._plan.leaves)}
 
     def memory(self, leaf: int, buffer: int) -> np.ndarray:
-        """The memory of one buffer of a leaf."""
+        """The spare memory of one buffer of a leaf."""
         with self._lock:
             if leaf not in self._memory:
                 self._allocate(leaf)
@@ -232,7 +232,7 @@ class _Spare:
         return own[start:stop]
 
     def wrote(self, leaf: int) -> None:
-        """Counts a piece that has arrived."""
+        """Counts a piece as received."""
         with self._lock:
             self._left[leaf] -= 1
             is_whole = not self._left[leaf]
@@ -290,7 +290,7 @@ class _Blocks:
         self._blocks: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def take(self, nbytes: int) -> np.ndarray:
-        """A block of `nbytes` bytes that nothing refers to."""
+        """A block of the requested number of bytes that nothing else references."""
         free = (at for at, (block, lent) in enumerate(self._blocks) if len(block) == nbytes and lent() is None)
         block = self._blocks.pop(at)[0] if (at := next(free, None)) is not None else np.empty(nbytes, np.uint8)
         lent = np.frombuffer(block.data, np.uint8)

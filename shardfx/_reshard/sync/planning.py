@@ -284,7 +284,7 @@ def _groups(
 
 
 def _local(processes: Iterable[int]) -> list[int]:
-    """The number of each device among the devices of its process."""
+    """For each device, its number among the devices of its process."""
     counts: dict[int, int] = {}
     found = []
     for process in processes:

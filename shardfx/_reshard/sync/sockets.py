@@ -73,17 +73,17 @@ class _Line:
         return sent
 
     def read(self, count: int) -> bytes:
-        """The next `count` bytes."""
+        """Reads the requested number of bytes from the socket."""
         memory = bytearray(count)
         self.fill(memory)
         return bytes(memory)
 
     def send(self, *parts: Memory) -> None:
-        """Sends the buffers one after the other."""
+        """Sends buffers one after another."""
         self._carry(parts, self._connection.sendmsg)
 
     def fill(self, *parts: Memory) -> None:
-        """Fills the buffers one after the other."""
+        """Fills buffers from the socket, one after another."""
         self._carry(parts, lambda some: self._connection.recvmsg_into(some)[0])
 
     def _carry(self, parts: Sequence[Memory], carry: Callable[[list[memoryview]], int]) -> None:

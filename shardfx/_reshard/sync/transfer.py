@@ -113,7 +113,7 @@ class TransferKind:
 
     @ft.cached_property
     def receivers(self) -> np.ndarray:
-        """The receiving process of each piece."""
+        """For each piece, the number of the process that receives it."""
         return np.array([buffer.process for buffer in self.buffers], np.int64)[self.rows[:, BUFFER]]
 
     @ft.cached_property
@@ -131,7 +131,7 @@ class TransferKind:
         return found
 
     def transfer(self, number: int) -> Transfer:
-        """One piece, with this kind's names."""
+        """The `Transfer` of one piece, with the names of this kind's sources."""
         process, device, buffer, at, *places = self.rows[number].tolist()
         form = self.forms[at]
         return Transfer(process, device, buffer, form, tuple(places[: form.rank]), tuple(places[self.rank :]))
@@ -204,7 +204,7 @@ class TransferPlan:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that all senders send in total."""
+        """The bytes that all senders send in total."""
         own = [_wire_bytes(kind) for kind in self.kinds]
         return sum(own[leaf.kind] for leaf in self.leaves)
 
