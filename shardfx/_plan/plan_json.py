@@ -230,13 +230,10 @@ def encode_dtype(dtype: DType) -> str:
 def decode_dtype(name: str) -> DType:
     if name.startswith("key<") and name.removeprefix("key<").removesuffix(">") in _KEY_IMPLEMENTATIONS:
         return key_dtype(name.removeprefix("key<").removesuffix(">"))
-    try:
-        # NumPy also accepts aliases ("a", "O", "datetime64"). None of them is a dtype of arrays on devices.
-        if not _DTYPE.fullmatch(name):
-            raise TypeError(name)
-        return jnp.dtype(name)
-    except TypeError as error:
-        raise PlanFormatError(f"dtype {name!r} is unknown to this version of JAX.") from error
+    found = dtype_named(name)
+    if found is None:
+        raise PlanFormatError(f"dtype {name!r:.60} is unknown to this version of JAX.")
+    return found
 
 
 @ft.lru_cache(maxsize=8)
