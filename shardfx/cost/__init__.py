@@ -1,8 +1,9 @@
 """The cost of a step before it runs: its traffic row by row, its memory group by group, and its time.
 
 It may import the ground values, rules, plans, device orders, chips, steps, arrays and `interop`. It never runs a step
-and never chooses a plan. There is one reader of programs: an estimate is the traffic of a program that XLA's
-partitioner made and no compiler finished (`_after/` has what each platform's compiler still does to it).
+and never chooses a plan. One module reads programs, since an estimate is the traffic of a program too: XLA's
+partitioner made it, and no compiler has finished it. `_after/` applies what each platform's compiler would still do to
+it.
 """
 
 from .._step import Frame as Frame

@@ -15,9 +15,9 @@ from .._step import Dims, Frame, argument_names, step_of
 from ._counted import StepOnChip, constrained
 
 
-# How many other sizes of the batch are traced to find the largest that fits.
+# The number of other batch sizes that are traced to find the largest that fits.
 _TRIES = 8
-# What saves less of the peak than this is not told.
+# Changes that save a smaller share of the peak are not reported.
 _WORTH = 0.01
 _WIDE = ("f32", "f64")
 
@@ -64,7 +64,7 @@ def changes_of(known: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
     return tuple(sorted(worth, key=lambda one: -one.saves_bytes))
 
 
-# What is changed, the bytes that are then needed, code, bytes on the host, and lines.
+# The title of a change, the bytes that are then needed, its code, the bytes on the host, and its lines.
 _Row = tuple[str, int, str, int, tuple[Frame, ...]]
 
 
@@ -106,7 +106,7 @@ def _under(known: StepOnChip, what: str, arguments: Sequence[Dims | None], how: 
     try:
         yield what, known.under(arguments).peak_bytes, how, 0, ()
     except ProgramError:
-        return  # XLA cannot partition it so
+        return  # XLA cannot partition the step so
 
 
 def _data_axes(known: StepOnChip) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ def _of_moments(known: StepOnChip) -> Iterator[_Row]:
         how = "optax.scale_by_adam(mu_dtype=jnp.bfloat16), and cast the others in the step"
         yield "moments in bfloat16", held.peak_bytes - less, how, 0, ()
     if moments:
-        # The largest is on the device while it is updated.
+        # The largest array is on the device while it is updated.
         less = sum(map(sizes, moments)) - max(held.arguments[at] for at in moments)
         how = (
             'follow(optimizer.init, params_plan, memory_kinds=[(".*", "pinned_host")]); in the step '
@@ -164,8 +164,9 @@ def batch_of(known: StepOnChip) -> int | None:
 def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
     """The largest number of examples that fits, a multiple of what the mesh divides; `None` if it cannot be found.
 
-    What a step needs grows with its batch along lines: flat while all lies where results will, then steeper. The line
-    between what fits and what does not says where to look, the middle every other time; the step is traced there.
+    A step's peak grows with its batch piecewise linearly: slowly as long as the new arrays fit where results will be,
+    then faster. The next guess is, in turn, where a line through the largest size that fits and the smallest that does
+    not meets the limit, and the middle between both. The step is traced for each guess.
     """
     batch = batch_of(known)
     if not batch:
@@ -185,7 +186,7 @@ def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
             return fits if fits and len(needs) > 1 else None
         needs[guess] = other.held.peak_bytes + offset
     if all(need <= usable for need in needs.values()):
-        return None  # however large it is: nothing that the step keeps grows with it
+        return None  # nothing that the step keeps grows with the batch, so that any size fits
     return max((count for count, need in needs.items() if need <= usable), default=0)
 
 

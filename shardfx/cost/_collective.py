@@ -15,7 +15,7 @@ from ._hlo_text import Array, Instruction, arrays_in, parts_of
 
 
 def _gathered(size: Fraction, members: np.ndarray) -> Fraction:
-    # The pieces of other slices come in once for all that are in a slice, as the compilers for TPUs do it.
+    # Bytes from other slices enter a slice once for all of its devices, as the compilers for TPUs do it.
     return size * sum(len(set(row)) - 1 for row in members.tolist())
 
 
@@ -52,30 +52,31 @@ KINDS: Final[Mapping[str, CollectiveKind]] = {
     "collective-broadcast": CollectiveKind(_gathered, moves=True),
 }
 MOVING: Final = frozenset(name for name, kind in KINDS.items() if kind.moves)
-# Whatever names groups of devices or a channel between them communicates, and must be known.
+# An instruction that names device groups, or a channel between devices, communicates, and its kind must be known.
 _COMMUNICATES = re.compile(r"\b(replica_groups|source_target_pairs|device_groups|channel_id|collective_id)=")
-# A kernel that sends to other devices by itself says so to its own compiler only.
+# A kernel that sends to other devices by itself says so in its backend configuration only.
 _KERNEL_SENDS = re.compile(r'"has_communication":\s*true|"collective_id":\s*"?\d')
-# These hold a channel too: the ends of what began elsewhere, and transfers to a host that no other device sees.
+# These have a channel too: the second halves of asynchronous collectives, and transfers to a host, which no other
+# device sees.
 _ENDS = ("-done", "-update")
-# A GPU's compiler can write a permute as a send and a receive.
+# A GPU's compiler may write a permute as a send and a receive with these pairs.
 _HAS_PAIRS = "source_target_pairs="
 _SLICED = re.compile(r"\bslice_sizes=\{((?:\{[\d,]*\},?)*)\}")
-# Arrays of shape (groups, members) of device numbers, one for each size that groups have.
+# Arrays of device numbers with shape (groups, members), one array per group size.
 Groups = tuple[np.ndarray, ...]
 
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
-# `[4,2]<=[2,4]T(1,0)`: 0 to 7 in that shape, its axes swapped, in four groups of two.
+# `[4,2]<=[2,4]T(1,0)`: the numbers 0 to 7 in shape (2, 4), transposed, as four groups of two.
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# `mesh['x'=2,'y'=4], device_ids=([2,4]T(1,0)) {'y','x':(1)2}`: whole axes, or parts of them as (what comes before)size,
-# of a mesh whose devices are in order, or in that of `device_ids`.
+# `mesh['x'=2,'y'=4], device_ids=([2,4]T(1,0)) {'y','x':(1)2}`: groups along whole axes, or along sub-axes written as
+# (product of the sizes before it)size. The devices of the mesh are in their order, or in that of `device_ids`.
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*(?:\([^)]*\))?)\))? \{([^}]*)\}")
 _AXIS = re.compile(r"'([^']*)'=(\d+)")
 _USED = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
 _ORDER = re.compile(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _PAIR = re.compile(r"\{(\d+),(\d+)\}")
-# These say in so many words whether their numbers are of devices; others say it by having a channel.
+# These have an attribute that says whether their numbers are device numbers; in others a channel says so.
 _SAYS_WHOSE = ("all-gather", "all-reduce", "reduce-scatter")
 
 
@@ -150,7 +151,7 @@ def sent_by(instruction: Instruction, result: str) -> tuple[Array, ...]:
     """
     try:
         found = arrays_in(result)
-        # A size that is not known would be one that counts as nothing.
+        # An unknown size would count as zero bytes.
         sum(array.bits for array in found)
     except ProgramError as error:
         raise ProgramError(f"{error}, which is sent by {instruction.text:.300}") from None
@@ -163,7 +164,7 @@ def _arrays(instruction: Instruction) -> tuple[Array, ...]:
     if instruction.opcode == "recv":
         result = parts_of(result)[0]
     elif instruction.opcode.endswith("-start") and (result.startswith("((") or "all-reduce" not in instruction.opcode):
-        # What only begins gives out its operands, its results, and what it notes for itself.
+        # The start of an asynchronous collective returns its operands, its results and scratch values.
         result = [*parts_of(result), result][1]
     arrays = sent_by(instruction, result)
     if not arrays:
@@ -171,7 +172,7 @@ def _arrays(instruction: Instruction) -> tuple[Array, ...]:
     sliced = _SLICED.search(instruction.structure)
     if sliced is None:
         return arrays
-    # A permute within larger arrays sends slices of them.
+    # A permute with slice sizes sends only slices of its arrays.
     shapes = [tuple(int(size) for size in own.split(",") if size) for own in sliced[1].strip("{}").split("},{")]
     return tuple(Array(arrays[min(at, len(arrays) - 1)].dtype, shape) for at, shape in enumerate(shapes))
 
@@ -181,7 +182,7 @@ def _require_local(instruction: Instruction) -> None:
     if opcode.endswith(_ENDS) or (opcode in ("send", "recv") and "is_host_transfer=true" in text):
         return
     if opcode == "send" and _HAS_PAIRS in text:
-        return  # counts where it is received
+        return  # its bytes count at the receive
     has_channel = _COMMUNICATES.search(text) and _COMMUNICATES.search(instruction.structure)
     is_kernel = opcode == "custom-call" and _KERNEL_SENDS.search(text)
     if has_channel or is_kernel or "all-" in opcode or "collective" in opcode:
@@ -196,12 +197,13 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
 
     **Returns:**
 
-    Arrays of shape (groups, members), one for each size that groups have. For a permute one of shape (pairs, 2), sender
-    and receiver, those that send to themselves left out.
+    Arrays of shape (groups, members), one per group size. For a permute it is one array of shape (pairs, 2) of senders
+    and receivers, without devices that send to themselves.
 
     **Raises:**
 
-    `ProgramError` for groups that cannot be read, that name a device twice or one that is not there; it shows the line.
+    `ProgramError`, with the line, for groups that cannot be read, that name a device twice, or that name a device which
+    does not exist.
     """
     rows = (_pairs(instruction),) if kind == "collective-permute" else _rows(instruction)
     for members in [] if rows is None or kind == "collective-permute" else [np.concatenate([*map(np.ravel, rows)])]:
@@ -211,7 +213,7 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
     is_of_devices = "use_global_device_ids=true" in instruction.structure
     if is_of_devices or (has_channel and kind not in _SAYS_WHOSE):
         return (np.arange(devices)[None],) if rows is None else _known(rows, instruction, devices)
-    # Other numbers are those of replicas, of which a program has one: all its devices, or each alone.
+    # Otherwise the numbers are replica numbers. A program has one replica: all its devices, or each device alone.
     _known(rows or (), instruction, 1)
     return (np.arange(devices).reshape((1, -1) if has_channel else (-1, 1)),)
 
@@ -227,7 +229,7 @@ def _known(rows: Groups, instruction: Instruction, count: int) -> Groups:
 
 
 def _pairs(instruction: Instruction) -> np.ndarray:
-    # In the attributes of a send or receive they can be in quotes.
+    # In the attributes of a send or receive the pairs can be in quotes.
     found = _PAIRS.search(instruction.structure) or _PAIRS.search(instruction.attributes.replace('"', ""))
     if found is None:
         raise ProgramError(f"a permute does not say who sends to whom: {instruction.text:.300}")

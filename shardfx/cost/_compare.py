@@ -43,7 +43,7 @@ class Comparison:
     """The differences between a compiled step's traffic and its estimate; made by [`shardfx.cost.compare`][].
     `str(...)` is a table.
 
-    No byte is in two rows, and none is left out: what `rows` and `less` say adds up to `extra_bytes`.
+    Each byte is in exactly one row: the bytes of `rows` and `less` add up to `extra_bytes`.
 
     **Arguments:**
 
@@ -107,8 +107,8 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
     """The bytes that a compiled step sends beyond its estimate, line by line, with the compiler's pass that explains
     them.
 
-    An estimate is what XLA's partitioner made, and what the compiler's passes are known to make of that: each of its
-    rows names the passes that touched it.
+    An estimate is the program that XLA's partitioner made, after the passes of the compiler that are known. Each of its
+    rows names the passes that changed it.
 
     **Arguments:**
 
@@ -117,12 +117,12 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
 
     **Returns:**
 
-    A [`shardfx.cost.Comparison`][]. What the compiler sends at one line instead of another, along the same mesh axes,
-    is no difference. What differs by less than a thousandth of the whole is one row together.
+    A [`shardfx.cost.Comparison`][]. Bytes along the same mesh axes that the compiler sends at another line are no
+    difference. Differences below a thousandth of all bytes are one row together.
 
     **Raises:**
 
-    What [`shardfx.cost.traffic`][] raises for a program that it cannot read.
+    The errors of [`shardfx.cost.traffic`][] for a program that it cannot read.
 
     !!! Example
 
@@ -142,7 +142,7 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
         ```
     """
     found = compiled if isinstance(compiled, Traffic) else traffic(compiled)
-    # The line at which the gradient of each leaf is added up: there belong the shares of sums that are joined.
+    # The line where the gradient of each leaf is summed. A merged sum is divided between these lines.
     lines = {row.leaf: row.source for row in estimated.rows if row.leaf is not None and row.kind in _SUMS}
     places: dict[tuple[object, ...], _LineSent] = {}
     for side, sent in enumerate((_sent(estimated, {}), _sent(found, lines))):

@@ -16,9 +16,9 @@ from ..interop import tpu
 from ..topology import MeshSpec
 
 
-# What lowers a step for a device, by what JAX calls the device's platform.
+# The lowering function for each platform, by the name that JAX gives the platform.
 _PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "cpu": "cpu"}
-# What the TPU's compiler says where arguments and all else are too much, and where temporaries alone are.
+# The TPU compiler's errors if arguments and temporaries together are too large, and if temporaries alone are.
 _FULL = (
     re.compile(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm"),
     re.compile(r"total memory required for [\w ]+ \(([\d.]+[KMGT]?)\) exceeds available \w+ \(([\d.]+[KMGT]?)\)"),
@@ -29,9 +29,9 @@ _FULL = (
 class MemoryAnalysis:
     """The compiler's count of a program's memory on one device, under the names that JAX gives them.
 
-    `peak_memory_in_bytes` is all that it needs, and 0 where the compiler does not say so: those for CPUs leave out
-    temporaries. That for TPUs counts among the temporaries also what lies where arguments and results do, so that
-    arguments, temporaries and results add up to more than the program needs.
+    `peak_memory_in_bytes` is the whole need of the program; it is 0 if the compiler does not report it, since the
+    numbers of CPU compilers leave out temporaries. A TPU compiler also counts temporaries that share memory with
+    arguments and results, so that arguments, temporaries and results add up to more than the program needs.
     """
 
     argument_size_in_bytes: int
@@ -59,9 +59,9 @@ def memory_of(compiled: Any) -> MemoryAnalysis:
         return found
     devices = [device for one in jax.tree.leaves(compiled.input_shardings) for device in one.device_set]
     sizes = {one.name: int(getattr(found, one.name)) for one in _COUNTED}
-    # JAX 0.9 does not hand the peak on.
+    # JAX 0.9 does not pass the peak on.
     peak = int(getattr(found, "peak_memory_in_bytes", 0)) if any(one.platform == "tpu" for one in devices) else 0
-    if peak:  # what lies in host memory is counted with it
+    if peak:  # the compiler counts arrays in host memory with it
         peak -= found.host_argument_size_in_bytes + found.host_output_size_in_bytes + found.host_temp_size_in_bytes
         peak += found.host_alias_size_in_bytes
     return MemoryAnalysis(**sizes, peak_memory_in_bytes=peak)
@@ -71,8 +71,8 @@ def memory_of(compiled: Any) -> MemoryAnalysis:
 class CompiledFor:
     """A step compiled for a topology; made by [`shardfx.cost.compile_for`][].
 
-    [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] read it as they read what JAX compiles. It cannot be run. It
-    is plain data: `pickle` keeps it in a file.
+    [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] read it like a program that JAX compiled. It cannot run. It is
+    plain data, so `pickle` can store it in a file.
 
     **Arguments:**
 
@@ -120,9 +120,9 @@ def compile_for(
     """Compiles a step for a topology whose devices are not present, for [`shardfx.cost.traffic`][] and
     [`shardfx.cost.fit`][] to read.
 
-    The TPU's own compiler does it, from the libtpu wheel, on any machine: `pip install "shardfx[aot]"`. It takes
-    minutes for a model of many different layers. A `scan` over layers, or two layers in the place of eighty, is
-    enough to see what a layer sends.
+    The TPU's own compiler runs, from the libtpu wheel, on any machine: `pip install "shardfx[aot]"`. A model of many
+    different layers takes minutes. To see what a layer sends, a `scan` over layers, or two layers instead of eighty, is
+    enough.
 
     **Arguments:**
 
@@ -138,9 +138,9 @@ def compile_for(
 
     **Raises:**
 
-    `MeshError` for a target that is not known, has too few devices, or for which nothing is installed, with what to
-    install; `OutOfMemoryError` where the compiler says that the program takes more memory than a device has; and what
-    JAX raises for a step that it cannot lower or compile.
+    `MeshError` for a target that is unknown or has too few devices, or whose compiler is not installed (the message
+    says what to install); `OutOfMemoryError` if the compiler reports that the program needs more memory than a device
+    has; JAX's own errors for a step that it cannot lower or compile.
 
     !!! Example
 
@@ -162,7 +162,8 @@ def compile_for(
     devices = tuple(on.devices.flat)
     lowered = made.lowered(_PLATFORMS.get(devices[0].platform, "cpu"))
     start = time.perf_counter()
-    # JAX compiles what was lowered without devices by the default platform's client, even for other devices.
+    # JAX compiles a program that was lowered without devices with the default platform's client, even if it is for
+    # other devices.
     lowered._lowering.compile_args["backend"] = devices[0].client
     program = compiled(lowered, devices)
     seconds = time.perf_counter() - start

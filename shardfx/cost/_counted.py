@@ -1,6 +1,6 @@
 """The memory of a step, partitioned for its own shardings, for other shardings, and with further sharding constraints.
 
-Constraints that give activations back to the batch are found by where each axis of an array comes from.
+Constraints that shard activations over the batch again are found by the origin of each axis of an array.
 """
 
 import dataclasses
@@ -109,11 +109,12 @@ class StepOnChip:
         return self.of(as_compiled(parse_hlo(text), self.platform))
 
 
-# The largest arrays of the worst moment whose lines are looked at, and how often: a constraint may show the next one.
+# How many of the largest arrays at the peak are examined, and how many times, since a constraint may show the next
+# array.
 _LARGEST, _ROUNDS = 8, 3
-# A constraint without which nearly as much is saved is not told.
+# A constraint is left out if this share of the saving remains without it.
 _NEARLY = 0.98
-# What a constraint changes nothing of, or is one already.
+# Arrays of these operations need no constraint, or are constrained already.
 _NO_ARRAY = ("sdy.sharding_constraint", "stablehlo.while", "func.call", "stablehlo.constant")
 
 
@@ -146,7 +147,7 @@ def constrained(known: StepOnChip) -> Constrained | None:
 
     **Returns:**
 
-    As few as save nearly what all do; `None` where they save nothing.
+    As few constraints as save nearly as much as all of them; `None` if they save nothing.
     """
     before = known.held.peak_bytes
     told: tuple[Wanted, ...] = ()

@@ -16,7 +16,8 @@ from ._traffic import read
 from ._traffic_rows import Traffic, TrafficRow, largest_first
 
 
-# An axis keeps so many devices where its size allows: groups within an axis, and what divides, are then the same.
+# A shrunken axis keeps this many devices if its size allows, so that groups within an axis and divisibility stay the
+# same.
 _LEAST = 4
 
 
@@ -44,7 +45,7 @@ def carried_on(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence
 
     **Raises:**
 
-    `ProgramError` where the programs on shrunken meshes differ in more than sizes.
+    `ProgramError` if the programs on the shrunken meshes differ in more than sizes.
     """
     small = shrunk(mesh, most)
     first = list(rows_on(small))
@@ -119,11 +120,11 @@ def _power(other: float | int, one: float | int, times: int) -> float:
     return (2.0 ** round(math.log2(other / one))) ** times if one and other else 1.0
 
 
-# Larger meshes are read on smaller ones: XLA takes 3 s for 8,192 devices, and 0.1 s for some hundred.
+# Steps on larger meshes are estimated from smaller ones: XLA takes 3 s for 8,192 devices, and 0.1 s for a few hundred.
 DIRECT, LARGEST = 2048, 512
-# What it does depends on how large the parts are, and sends as many bytes.
+# The result of this pass depends on the size of the shards, but the bytes do not change.
 SIZED = ("windowed einsum",)
-# It scatters sums of whole tiles: where the parts of a smaller mesh are no larger, no sum is taken as scattered.
+# This pass scatters sums of whole tiles. If the shards on a smaller mesh are no larger, no sum counts as scattered.
 TILED = "tpu-all-reduce-scatter-fusion"
 COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 
@@ -134,9 +135,9 @@ def estimate(
     """The bytes that a step should send, row by row, without compiling it and without its devices.
 
     The step is traced and lowered for a platform, and XLA's own partitioner makes the program of one device. That text
-    is read as [`shardfx.cost.traffic`][] reads a compiled program. What the platform's compiler does to it afterwards,
-    such as moving a reduction out of a loop, is applied as far as compiled programs show it. [`shardfx.cost.compare`][]
-    says where an estimate and a compiled program differ.
+    is read as [`shardfx.cost.traffic`][] reads a compiled program. Then known passes of the platform's compiler are
+    applied to it, such as moving a reduction out of a loop. [`shardfx.cost.compare`][] shows where an estimate and a
+    compiled program differ.
 
     **Arguments:**
 
@@ -154,8 +155,8 @@ def estimate(
 
     **Raises:**
 
-    `MeshError` where nothing has a mesh; `PlanMismatchError` for a plan in the place of an argument; `ProgramError`
-    where XLA cannot partition the step; what `step` raises when it is traced.
+    `MeshError` if no argument or plan has a mesh; `PlanMismatchError` for a plan that is passed as an argument of the
+    step; `ProgramError` if XLA cannot partition the step; the errors of `step` when it is traced.
 
     !!! Example
 

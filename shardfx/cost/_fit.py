@@ -26,8 +26,8 @@ from ._shardings import Origin, StepShardings
 Basis = Literal["compiled", "estimated", "arguments"]
 
 _LARGEST = 8
-# An estimate that is nearer to the limit than this share of the peak does not decide: of 28 steps that the TPU's
-# compiler counted nine in ten are less off.
+# If the estimate is within this share of the peak of the limit, it does not decide. Of 28 steps that the TPU's compiler
+# counted, nine in ten have a smaller error.
 _CLOSE = 0.18
 
 
@@ -128,7 +128,7 @@ class Fit:
     def is_close(self) -> bool:
         """Whether only a compiler can tell: the peak is estimated, and less than 18 % of it away from the limit.
 
-        Ask this beside `fits`: a step that is close may fail to compile although `fits` says that it fits.
+        Read this beside `fits`: a close step may fail to compile although `fits` is true.
         """
         return self.how == "estimated" and abs(self.headroom_bytes) < _CLOSE * self.peak_bytes
 
@@ -136,7 +136,7 @@ class Fit:
     def changes(self) -> tuple[Change, ...]:
         """Single changes that save memory, each with the peak after it; the one that saves most comes first.
 
-        Each is made and partitioned when this is first asked for; for half the batch the step is traced once more.
+        Changes are made and partitioned on the first access; for half the batch the step is traced again.
         """
         return () if self._known is None else changes_of(self._known, self.peak_bytes)
 
@@ -145,7 +145,7 @@ class Fit:
         """All arrays in memory at the worst moment, the largest first, each with its sharding and the reason for its
         size.
 
-        For that the compiler's propagation of shardings runs once, as in [`shardfx.cost.shardings`][].
+        The first access runs the compiler's propagation of shardings once, as in [`shardfx.cost.shardings`][].
         """
         return () if self._known is None else _moment(self._known)
 
@@ -190,7 +190,7 @@ class Fit:
         return "\n\n".join(parts)
 
     def __str__(self) -> str:
-        # A blank line between one table, with what is said below it, and the next.
+        # Tables, with the text below them, are separated by a blank line.
         parts = ["\n".join([*table(rows, right=_NUMBERS), *below]) for rows, below in _tables(self)]
         return "\n\n".join(parts) + "".join(f"\n{printable(note)}" for note in self.notes)
 
@@ -212,11 +212,11 @@ def fit(
     memory.
 
     Nothing runs. The step is traced once and lowered for the chip's platform, and XLA's own partitioner makes the
-    program of one device. Its arrays are live from the operation that makes them to the last that reads them, in the
-    order of XLA's list scheduler, as far as no fusion computes them where they are read. Arguments and results are
-    exact, with what the chip's tiles pad.
+    program of one device. In the order of XLA's list scheduler, each array is live from the operation that makes it to
+    the last that reads it, unless a fusion computes it where it is read. Arguments and results are exact, including the
+    padding of the chip's tiles.
 
-    What an argument is for follows from what the step does with it, whatever it is called.
+    The purpose of an argument follows from its use in the step, not from its name.
 
     **Arguments:**
 
@@ -350,7 +350,7 @@ def _compiled_rows(rows: Sequence[FitRow], memory: MemoryAnalysis) -> tuple[tupl
     elif rest > 0:
         found.append(FitRow("arguments, the rest", rest, exact=True))
     elif rest < 0:
-        # The compiler leaves out what the step does not read.
+        # The compiler drops arguments that the step does not read.
         notes.append(f"the program takes {bytes_text(-rest)} less than its arguments: it does not read all of them.")
         found.append(FitRow("arguments, not read", rest, exact=True))
     found.append(FitRow("results", memory.output_size_in_bytes - memory.alias_size_in_bytes, exact=True))

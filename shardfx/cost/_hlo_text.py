@@ -14,9 +14,9 @@ from .._step import Frame
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-# JAX 0.12 writes a part of a tuple as `%param#0`, and no instruction that takes it out.
+# JAX 0.12 writes an element of a tuple as `%param#0`, without an instruction that extracts it.
 _OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")
-# Texts without `%` end each operand with its name.
+# In texts without `%`, each operand ends with its name.
 _BARE = re.compile(r"([A-Za-z_][\w.\-]*)\s*(?:,|$)")
 _NO_OPERANDS = ("constant", "parameter", "iota", "partition-id", "replica-id", "after-all")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -30,7 +30,7 @@ _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)"(?:.*?source_line=(\d+))?')
-# Between hosts it has a name; between GPUs it is whoever sends to whom.
+# Between hosts an exchange has a name; between GPUs it is identified by its pairs.
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"|_xla_send_recv_source_target_pairs="?(\{\{.*?\}\})')
 _OPENING, _CLOSING = "([{", ")]}"
 
@@ -50,8 +50,8 @@ def phase_of(op_name: str) -> Phase:
 class Instruction(NamedTuple):
     """One instruction of HLO: its result type, its operands, and the rest of its line.
 
-    `passes` names the passes of a compiler that would make it of another one, and `unsure` is the share of what it
-    sends that the compiler may send otherwise, for the reason in `note`; they are empty in a program as it was read.
+    `passes` names the compiler passes that would make this instruction, and `unsure` is the share of its bytes that the
+    compiler may send otherwise, for the reason in `note`. All three are empty in a program as it was read.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Instruction(NamedTuple):
     @property
     def called(self) -> Iterator[tuple[str, str]]:
         """The computations that the instruction calls, each with the attribute that names it."""
-        # Most instructions name none, and to search each line for eight attributes takes long.
+        # Most instructions name no computation, and searching each line for eight attributes takes long.
         told = self.attributes
         if "calls=" not in told and "to_apply=" not in told and "body=" not in told and "comp" not in told:
             return
@@ -146,14 +146,14 @@ def parse_hlo(text: str) -> HloModule:
 
     **Raises:**
 
-    `ProgramError` for text that is no HLO module, or an instruction that cannot be read; it shows the line.
+    `ProgramError`, with the line, for text that is no HLO module or has an instruction that cannot be read.
     """
     computations: dict[str, dict[str, Instruction]] = {}
     tables: dict[str, list[str]] = {}
     entry, own, rows, open_line = "", None, None, ""
     for line in text.splitlines():
         if own is not None:
-            # A kernel's own words can go over several lines, and begin one with a bracket.
+            # The text of a kernel may span several lines, and a line of it may begin with a bracket.
             if open_line and not _NAME.match(line) and not _is_whole(open_line):
                 open_line += f"\n{line}"
                 continue
@@ -262,7 +262,7 @@ def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
     for number, row in enumerate(frames, start=1):
         place = places[row["file_location_id"] - 1]
         frame = Frame(files[place["file_name_id"] - 1], place["line"], functions[place["function_name_id"] - 1])
-        # XLA prints the number of the outer frame plus one; none is 1.
+        # XLA prints the number of the outer frame plus one; 1 means that there is none.
         found[number] = (frame, *found.get(row["parent_frame_id"] - 1, ()))
     return found
 
@@ -273,7 +273,7 @@ def _numbers(row: str) -> dict[str, int]:
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([^\]]*)\]")
 _BITS = re.compile(r"^(?:[suf](\d+)\w*|bf(16)|c(64|128))$")
-# A size with a bound counts as its bound.
+# A bounded dynamic size counts as its bound.
 _SIZES = re.compile(r"^(?:<=)?\d+(?:,(?:<=)?\d+)*$|^$")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _NO_MEMORY = ("token", "opaque")
@@ -296,7 +296,7 @@ class Array(NamedTuple):
 
         **Raises:**
 
-        `ProgramError` for an element type whose size is not known.
+        `ProgramError` for an element type of unknown size.
         """
         if self.dtype in _NO_MEMORY:
             return 0
@@ -342,7 +342,7 @@ def root_of(computation: Mapping[str, Instruction]) -> Instruction:
     return next(instruction for instruction in computation.values() if instruction.is_root)
 
 
-# What an instruction makes: a buffer, or a tuple of such.
+# The result of an instruction: a buffer, or a tuple of results.
 Result: TypeAlias = "Array | tuple[Result, ...]"
 
 
@@ -373,7 +373,7 @@ def bytes_of(buffer: Array, tile: tuple[int, int] | None) -> int:
 def padded(shape: tuple[int, ...], tile: tuple[int, int] | None) -> tuple[int, ...]:
     """A shape padded to whole tiles, with the two last dimensions chosen so that the padding is least.
 
-    A dimension shorter than the tile's rows is padded to a power of two alone, as the compiler for TPUs does.
+    The rows of a dimension shorter than a tile are padded only to a power of two, as the TPU's compiler does it.
     """
     if tile is None or not shape or 0 in shape:
         return shape
@@ -402,7 +402,7 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-# These read each element once and write each once.
+# These operations read and write each element once.
 ELEMENTWISE = frozenset(
     "abs add and atan2 bitcast-convert cbrt ceil clamp compare complex convert cosine count-leading-zeros divide erf "
     "exponential exponential-minus-one floor imag is-finite log log-plus-one logistic map maximum minimum multiply "
@@ -410,12 +410,12 @@ ELEMENTWISE = frozenset(
     "shift-left shift-right-arithmetic shift-right-logical sign sine sqrt stochastic-convert subtract tan tanh "
     "xor".split()
 )
-# These only say the same elements in another order, or more often, or none at all.
+# These only reorder elements, repeat them, or do nothing.
 VIEWS = frozenset(["broadcast", "transpose", "reverse", "reshape", "copy", "pad"])
-# Constants are made where they are read.
+# Constants are made by the operation that reads them.
 CONSTANTS = frozenset(["constant", "iota", "partition-id", "replica-id"])
-# Pieces of an array: a fusion reads them in place.
+# Slices of an array: a fusion reads them in place.
 PIECES = frozenset(["slice", "dynamic-slice"])
 PRODUCTS = frozenset(["dot", "convolution", "ragged-dot"])
-# The result may take over the memory of an operand that dies.
+# The result may reuse the memory of an operand that is read for the last time.
 IN_PLACE = ELEMENTWISE | {"dynamic-update-slice", "scatter", "all-reduce", "sort"}

@@ -14,19 +14,19 @@ from ._hlo_text import PRODUCTS, HloModule, Instruction
 from ._live.program import LiveOp, Uses, program_of, reached
 
 
-# What passes its first operand on, in another form or a part of it; of several arrays each its own.
+# These return their first operand, reshaped or in part. Those with several operands return each of them.
 _PASSES = frozenset(
     "copy copy-start copy-done convert bitcast bitcast-convert reshape transpose slice dynamic-slice pad opt-barrier "
     "slice-start slice-done recv-done while".split()
 ) | {kind + stage for kind in MOVING for stage in ("", "-start", "-done")}
 _WHOLE = ("all-gather", "all-gather-done")
-# What was read slice by slice, in one piece.
+# These make one array of slices that are read one by one.
 _JOINED = 'custom_call_target="ConcatBitcast"'
-# Their results are other values, whatever shape they have.
+# The results of these are new values, whatever their shape.
 _ENDS_HERE = PRODUCTS | frozenset("custom-call reduce reduce-window gather scatter sort while conditional send".split())
 _ARGUMENT = re.compile(r"^[A-Za-z_]\w*")
 _KEY = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|([^\]]*))\]|\.([A-Za-z_]\w*)")
-# How many instructions a value is followed back, and on.
+# The number of instructions that a value is followed, backwards and forwards.
 _FAR, _MANY = 64, 2000
 
 
@@ -40,7 +40,8 @@ class Origins:
         self._names = dict(zip(self._program.entry.carried, self._program.parameters, strict=True))
         self._results = frozenset(self._program.entry.results)
         self._ops: dict[int, LiveOp] = {}
-        # The loop that carries a value, with its place; what the result of a body, or what is sent, becomes.
+        # The loop that carries a value, with its index; the result of a body that becomes it, or the value that is
+        # sent.
         self._carried: dict[int, tuple[LiveOp, int]] = {}
         self._known: dict[int, tuple[int, ...]] = {}
         self._becomes: dict[int, list[int]] = collections.defaultdict(list)
@@ -62,8 +63,8 @@ class Origins:
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
         """The source lines that an instruction came from.
 
-        What lays a result out is no line's: it came from the line that made what is sent, or else from that which uses
-        what arrives.
+        A layout change of a result has no line of its own. It gets the line that made the value which is sent, or else
+        the line that uses the value which arrives.
         """
         op = self._ops.get(id(instruction))
         if op is None:
@@ -95,7 +96,7 @@ class Origins:
         """The argument that an instruction moves a part of, by the name that JAX gave it; `None` if it moves a computed
         value.
 
-        `element` is the number of the array among those that are moved, where there are several.
+        `element` is the index of the array if several are moved.
         """
         op = self._ops.get(id(instruction))
         moved = () if op is None else self._senders.get(op, op).reads[element or 0 :]
@@ -105,7 +106,7 @@ class Origins:
         """The argument that a reduction's result is added to in the end, which is the argument whose gradient it is;
         `None` without one.
 
-        `element` is the number of the array in the result, where that is a tuple.
+        `element` is the index of the array in the result if the result is a tuple.
         """
         op = self._ops.get(id(instruction))
         for begun in () if op is None else _of_one(op, element or 0):
@@ -154,7 +155,7 @@ class Origins:
     def is_sum_of_products(self, instruction: Instruction) -> bool:
         """Whether a permute passes on partial products, to which other products are added.
 
-        Such a sum begins with zeros, and in a loop it is what the body made the last time.
+        Such a sum starts from zeros, and within a loop from the body's last result.
         """
         op = self._ops.get(id(instruction))
         values = [*itertools.islice(reached(() if op is None else op.reads, self._made_of), _FAR)]

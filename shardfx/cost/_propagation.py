@@ -10,15 +10,15 @@ from typing import NamedTuple
 from .._step import Laid, Operation, Program
 
 
-# Arrays looked at for one that has the axis: what is further away has little to do with it.
+# The number of arrays that are searched for one with the axis. Arrays further away have little to do with it.
 _FAR = 4000
 _NONE = Laid((), {})
-# How many operations lie between a stack and what is put into it.
+# The number of operations allowed between a stack and a value that is written to it.
 _DEEP = 8
-# How loops read and write stacks, and what shapes a part of one.
+# The operations by which loops read and write stacks, and that reshape a slice of one.
 _OF_LOOPS = ("carry", "return", "use", "dynamic_slice", "dynamic_update_slice")
 _RESHAPED = ("reshape", "broadcast_in_dim", "constant")
-# What hands an array on as it is.
+# The operations that return their operand unchanged.
 _HANDED = ("carry", "return", "use")
 
 
@@ -33,8 +33,9 @@ class Lost(NamedTuple):
     """A mesh axis that an array lacks on a dimension, although a neighbouring array has it on the corresponding
     dimension.
 
-    `holder` has it, `last` is the array next to it that has not, and `operation` is between the two. `near` is the
-    nearest to it that a program can name: `last`, or what a loop reads of the stack that `last` is.
+    `holder` is the array that has the axis, `last` the array next to it that does not, and `operation` is between them.
+    `near` is the nearest array that a program can name: `last`, or the value that a loop reads from it if `last` is a
+    stack.
     """
 
     dim: int

@@ -14,8 +14,8 @@ from ._hlo_text import ELEMENTWISE, PIECES, VIEWS
 from ._live.program import LiveOp, OpenedProgram, Uses, reached
 
 
-# What makes an argument's new value of its old one. Where the optimizer's state is cut further, so is the update: it is
-# gathered behind it.
+# Operations that update an argument. If the optimizer's state is sharded further than the parameters, so is the update,
+# and it is gathered afterwards.
 _FOLLOWED = ELEMENTWISE | VIEWS | PIECES | MOVING
 
 
@@ -36,17 +36,17 @@ class Taken(NamedTuple):
     result: int | None
 
 
-# A part of the tree of arguments or results: its paths below it, and the number of the array at each.
+# A subtree of the arguments or the results: the paths below it, each with the index of its array.
 _Node: TypeAlias = tuple[tuple[str, int], ...]
 
 
 def taken(step: Step, program: OpenedProgram) -> tuple[Taken, ...]:
     """The arrays that a step takes, each with its purpose, in the order of the program's parameters.
 
-    A part of the arguments that comes back with the same structure, shapes and dtypes is state. The forward pass reads
-    parameters; nothing but their update reads an optimizer's arrays. A step without gradients updates caches. What does
-    not come back is the batch, or weights that stay as they are: the batch has the leading dimension of the integer
-    arrays, or else of the last argument.
+    A subtree of the arguments that is returned with the same structure, shapes and dtypes is state. The forward pass
+    reads parameters; only the update reads the arrays of an optimizer. A step without gradients updates caches. An
+    argument that is not returned is the batch, or weights that do not change: the batch has the leading dimension of
+    the integer arrays, or else of the last argument.
 
     **Arguments:**
 
@@ -157,7 +157,7 @@ def _is_update(op: LiveOp) -> bool:
 def _leading(ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
     """The size of the batch's first dimension; `None` if it cannot be told."""
     left = [(one, dtype) for one, dtype, group in zip(ours, dtypes, groups, strict=True) if not group and one.shape]
-    # A PRNG key has up to four words.
+    # A PRNG key has at most four words.
     whole = [one for one, dtype in left if _is_whole_number(dtype) and math.prod(one.shape) > 4]
     if whole:
         return max(whole, key=lambda one: math.prod(one.shape)).shape[0]
@@ -171,7 +171,7 @@ def _is_whole_number(dtype: str) -> bool:
 def _moment(path: str, parameters: Set[str]) -> str:
     """The group of an array of the optimizer's state, named by the part of its path before the parameter's path.
 
-    `parameters` are the paths of parameters within their argument, and all ends of these paths.
+    `parameters` are the paths of the parameters within their argument, and all suffixes of these paths.
     """
     parts = path.split("/")
     for at in range(1, len(parts)):

@@ -11,7 +11,7 @@ from ._hlo_text import HloModule, Instruction, index_of, root_of
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _COMPARED = re.compile(r"direction=(LT|LE|GT|GE|NE)")
 _ENDS = ("-done", "-update")
-# What hands a number on as it is.
+# These return a number unchanged.
 _MOVES = ("copy", "copy-start", "copy-done", "convert", "bitcast", "reshape")
 _REDUCES = ("all-reduce", "reduce", "scatter", "sort", "select-and-scatter")
 
@@ -43,14 +43,14 @@ def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
 
     **Returns:**
 
-    By the name of the computation. One that is called from several places has the sum, and an entry for each branch or
-    loop of unknown end that it is in.
+    The counts by the name of the computation. A computation with several callers has the sum, with an entry for each
+    branch, and for each loop of unknown length, that contains it.
     """
     found = {module.entry: [Runs(1)]}
-    # Callees come before their callers in the text, so that each is complete when it is reached from behind.
+    # Callees come before callers in the text. In reverse order, each count is complete when it is reached.
     for name in reversed(module.computations):
         for instruction in module.computations[name].values() if name in found else ():
-            # The end of what began elsewhere names its computation again; a reducer works on one device.
+            # The end of an asynchronous operation names its computation again; a reducer runs within one device.
             if instruction.opcode.endswith(_ENDS) or instruction.opcode.startswith(_REDUCES):
                 continue
             for own in found[name]:
@@ -68,7 +68,7 @@ def _called(module: HloModule, name: str, instruction: Instruction, own: Runs) -
     if instruction.opcode == "while":
         trips = trip_count(module, module.computations[name], instruction)
         unknown = own.unknown if trips is not None else (*own.unknown, instruction.text)
-        # The condition is asked once more than the body runs, and can send something too.
+        # The condition runs once more than the body, and may communicate too.
         times = {"body": 1 if trips is None else trips, "condition": 1 if trips is None else trips + 1}
         return [
             (target, dataclasses.replace(own, count=own.count * times[attribute], unknown=unknown))
@@ -114,7 +114,7 @@ def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instr
 
     **Returns:**
 
-    The count, or `None` where it depends on values that are not in the program.
+    The count, or `None` if it depends on values that are not in the program.
     """
     if known := _KNOWN.search(loop.attributes):
         return int(known[1])

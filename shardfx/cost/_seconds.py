@@ -40,8 +40,8 @@ class Seconds:
     """The time that a step's collectives take if nothing hides them; from [`shardfx.cost.seconds`][]. `str(...)` is a
     table.
 
-    It is an estimate: bytes over bandwidth, without latency, without contention, and without the overlap with
-    arithmetic that compilers arrange.
+    It is an estimate: bytes divided by bandwidth, without latency, contention, or overlap of communication and
+    arithmetic.
 
     **Arguments:**
 
@@ -92,11 +92,11 @@ def seconds(
 ) -> Seconds:
     """An estimate of the time that each collective of a step takes on the chip's links.
 
-    On a torus a mesh axis lies along dimensions of the slice. A dimension that is closed into a ring has both
-    directions to send in, one that is open has one; axes that span several dimensions use the links of all of them.
-    An all-to-all crosses the middle of its ring: a quarter of its ring's length (half of it where it is open) shares
-    each link. Where a switch joins the chips, each sends with all of its links. What comes from another slice, or
-    from another island of chips, takes the network between hosts.
+    On a torus a mesh axis lies along dimensions of the slice. A dimension that is a ring sends in both directions, an
+    open one in one direction; axes that span several dimensions use the links of all of them. An all-to-all crosses the
+    middle of its ring: a quarter of the ring's devices share each link, or half of them if it is open. If chips are
+    joined by a switch, each sends over all of its links. Bytes from another slice, or from another group of switched
+    chips, go through the network between hosts.
 
     **Arguments:**
 
@@ -112,7 +112,7 @@ def seconds(
 
     **Raises:**
 
-    `MeshError` for extents that do not hold the mesh; `ChipError` for a chip that is not known.
+    `MeshError` for extents that do not match the mesh; `ChipError` for an unknown chip.
 
     !!! Example
 
@@ -166,7 +166,7 @@ def _row(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip
     near = (row.wire_bytes - row.dcn_bytes) / rate
     far = row.dcn_bytes / chip.dcn_bytes_per_second * chip.devices_per_chip
     if not chip.torus_dims and row.group_size > chip.island_chips:
-        # A group that is larger than what the switch joins sends between islands too.
+        # A group larger than a switch's group of chips also sends between such groups.
         share = 1 / chip.island_chips
         far += row.wire_bytes * share / chip.dcn_bytes_per_second
         why += f", and the network between islands of {chip.island_chips}"
@@ -194,10 +194,11 @@ def _rate(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chi
 def _across(rings: Sequence[Ring], link: float) -> tuple[float, str]:
     """The rate of an all-to-all: half of what each device sends crosses the middle of the longest ring.
 
-    Of n devices that each take in B bytes, half come from the other side: n B / 2 over the links of the cut, of
-    which a ring has two and a line one, in each direction; other dimensions multiply both.
+    Each of n devices receives B bytes, half of them from the other side. So n B / 2 bytes cross the links of the cut in
+    each direction. A ring has two such links, a line has one; the other dimensions multiply both the devices and the
+    links.
     """
     longest = max(rings, key=lambda ring: ring.size / ring.ways)
     size, closed, links = *longest, longest.ways
-    # Each way n / 2 * B / 2 bytes cross; so B takes n B / (4 links) seconds at the speed of a link.
+    # In each direction n / 2 * B / 2 bytes cross, so B takes n B / (4 links) seconds at the speed of a link.
     return 4 * links * link / size, f"the middle of a {'ring' if closed else 'line'} of {size}"

@@ -23,7 +23,7 @@ from ._propagation import Conflict, Graph, Holder, Lost
 from ._traffic_rows import Traffic, TrafficRow
 
 
-# Rows that are printed.
+# The number of rows that are printed.
 _MOST = 20
 
 
@@ -116,7 +116,7 @@ class ArrayRow:
 class StepShardings:
     """How the arrays of a step are sharded, a row for each; made by [`shardfx.cost.shardings`][].
 
-    `str(...)` is a table: a line of your program each, the largest first.
+    `str(...)` is a table with a row for each line of your program, the largest first.
 
     **Arguments:**
 
@@ -139,7 +139,7 @@ class StepShardings:
 
         **Raises:**
 
-        `UnknownPathError` where no array is made there.
+        `UnknownPathError` if that line makes no array.
         """
         found = [row for row in self.rows if row.source is not None and row.source.place == line]
         if not found:
@@ -217,7 +217,7 @@ class StepShardings:
 
     def __str__(self) -> str:
         lines = {row.source for row in self.rows}
-        # Of one line each kind of array, of several each line's largest.
+        # For one line, a row for each kind of array; for several lines, the largest array of each.
         kinds: dict[object, ArrayRow] = {}
         for row in self.rows:
             kinds.setdefault((row.shape, row.spec, row.phase) if len(lines) == 1 else row.source, row)
@@ -238,7 +238,7 @@ def shardings(
 ) -> StepShardings:
     """How every array of a step is sharded, and which argument, result or constraint each of its mesh axes comes from.
 
-    XLA's own Shardy pass is run on the step as XLA sees it; nothing is compiled and no device is needed.
+    XLA's own Shardy pass runs on the step as XLA receives it. Nothing is compiled, and no device is needed.
 
     **Arguments:**
 
@@ -250,7 +250,7 @@ def shardings(
 
     **Raises:**
 
-    As [`shardfx.cost.estimate`][].
+    The errors of [`shardfx.cost.estimate`][].
 
     !!! Example
 
@@ -442,7 +442,7 @@ class _Known:
 
 
 _INSIDE = "Arrays inside a `shard_map` lie as its specs say, and have no rows."
-# Operations that make no array of their own.
+# Operations that make no new array.
 _SILENT = ("carry", "return", "use", "sharding_constraint", "data_flow_edge")
 
 

@@ -21,13 +21,13 @@ from ._traffic_rows import Traffic, TrafficRow, largest_first
 from ._where import Where, is_transfer, slices_of, transfer_of
 
 
-# Said of the rows of a branch that sends less than another one.
+# The note of the rows in a branch that sends less than another branch.
 IDLE = "one branch of a conditional runs: the one that sends most counts, the others are listed with 0 calls."
-# Said of the rows of an exchange whose pieces have sizes of their own.
+# The note of the rows of an exchange whose pieces differ in size.
 RAGGED = "a ragged exchange sends what its sizes say when it runs: all that it has room for counts, in equal parts."
-# The computation in which a TPU adds up and keeps a part.
+# The computation in which a TPU sums and keeps a shard of the sum.
 _SCATTERS = "all-reduce-scatter"
-# The fusion in which a TPU's collective begins, beside others that name it again.
+# The fusion in which a TPU's collective begins; other fusions name the collective again.
 _BEGINS = "async-collective-start"
 _PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")
 
@@ -65,8 +65,8 @@ class _OnDevices(Protocol):
 def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Traffic:
     """The bytes that a compiled step sends: a row for each collective, with the line of your program that causes it.
 
-    Loops count as often as they run, a collective that begins and ends apart counts once, and one that is not known is
-    an error: nothing counts as zero in silence.
+    A collective in a loop counts once per iteration, an asynchronous collective counts once, and an unknown collective
+    is an error, so that nothing is left out silently.
 
     **Arguments:**
 
@@ -81,8 +81,8 @@ def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None
 
     **Raises:**
 
-    `ProgramError` for a collective or text that cannot be read, with its line; `MeshError` for a mesh of another size
-    than the program runs on; `LeafTypeError` for what is no program.
+    `ProgramError`, with the line, for a collective or text that cannot be read; `MeshError` for a mesh of another size
+    than the program's; `LeafTypeError` for an object that is no program.
 
     !!! Example
 
@@ -126,7 +126,7 @@ def read(
         [slices_of(module), *[own.slice + 1 for ways in runs.values() for own in ways if own.slice is not None]]
     )
     spec = None if mesh is None else MeshSpec.of(mesh)
-    # The first line of some texts does not say it.
+    # In some texts the first line does not say it.
     devices = spec.size if spec is not None and module.partitions == 1 else module.partitions
     where = Where(spec, mesh, devices, slices, ids)
     found = _ModuleReader(module, runs, where, devices, paths).rows()
@@ -207,8 +207,8 @@ class _ModuleReader:
             if row is None:
                 continue
             fusion, channel = fusions.get(name), channel_of(instruction)
-            # A TPU's program names a collective again in each fusion that runs beside it. Elsewhere each name is
-            # one collective, whatever its channel: all those of a `shard_map` can have one.
+            # A TPU's program names a collective again in each fusion that runs beside it. On other platforms each name
+            # is one collective, whatever its channel, since all collectives of a `shard_map` may share one.
             key = (id(instruction), runs) if fusion is None or channel is None else (row.kind, channel)
             is_first = fusion is not None and fusion.startswith(_BEGINS)
             if is_first and key not in begun:
@@ -269,12 +269,12 @@ class _ModuleReader:
         """The kind of a collective. A permute in a windowed product has the kind of the collective that the window
         replaces.
 
-        The TPU's compiler turns a gather before a product into permutes of one factor, and a reduction after it into
-        permutes of the sum so far.
+        The TPU's compiler replaces a gather before a product by permutes of one factor, and a reduction after a product
+        by permutes of the partial sum.
         """
         is_ring = collective.kind == "collective-permute" and len(collective.groups[0]) == self.where.devices
         if not is_ring or not _PRODUCT.search(instruction.op_name):
-            return collective.kind  # a permute that leaves a device out only changes the order of devices
+            return collective.kind  # a permute that leaves out a device only changes the order of devices
         return "reduce-scatter" if self.origins.is_sum_of_products(instruction) else "all-gather"
 
     def shares(
@@ -313,7 +313,7 @@ def _of_costly_branches(found: list[_Found]) -> list[_Found]:
     which.
     """
     labels = dict.fromkeys(label for one in found for label, _ in one.runs.branch)
-    # Conditionals inside others come first, so that a branch is weighed by what counts in it.
+    # Inner conditionals come first, so that the counted branches of an outer one are complete.
     for label in sorted(labels, key=lambda label: -_depth(found, label)):
         sums: dict[int, int] = {}
         for one in found:

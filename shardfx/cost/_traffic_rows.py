@@ -101,7 +101,7 @@ class Traffic:
 
         **Returns:**
 
-        Bytes per value, largest first.
+        Bytes per value, the largest first.
         """
         sums: dict[object, int] = {}
         for row in self.rows:
@@ -124,7 +124,7 @@ class Traffic:
         return "\n".join(text_of(self, width=width))
 
     def _repr_html_(self) -> str:
-        # What a notebook shows where the traffic is the last line of a cell.
+        # Notebooks show this if the traffic is the last line of a cell.
         return html_of(self)
 
     def below(self, most: int | None = None) -> list[str]:

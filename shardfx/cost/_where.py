@@ -1,6 +1,6 @@
 """The devices of a program along the axes of its mesh and in slices, and the transfers between slices.
 
-Between the hosts of TPU slices a program writes transfers as sends and receives.
+Between hosts of different TPU slices, a program contains transfers as sends and receives.
 """
 
 import itertools
@@ -17,10 +17,10 @@ from ._collective import Collective, Groups, sent_by
 from ._hlo_text import HloModule, Instruction
 
 
-# How hosts of several slices name a device: slice * SLICE + device.
+# Hosts number the devices of several slices: slice * SLICE + device.
 SLICE = 100_000
-# `..._xla_megascale_target={{100000->200000},...},...`: a list of pairs or of groups of devices, named by
-# slice * 100000 + device; or `"{1,2}x{0:15}"`, slices x devices, of which those with one number are a group.
+# `..._xla_megascale_target={{100000->200000},...},...`: a list of pairs or of device groups, with numbers slice *
+# 100000 + device; or `"{1,2}x{0:15}"`, slices x devices, where devices with the same number form a group.
 _TARGET = re.compile(r'_xla_megascale_target="?(\{.*?\})"?,_xla_megascale_transfer_type="(\w+)"')
 _KINDS = {
     "ALL_REDUCE": "all-reduce",
@@ -35,8 +35,8 @@ _PRODUCT = re.compile(r"^\{([\d,:]+)\}x\{([\d,:]+)\}$")
 class Where:
     """The position of each device of a program in its mesh and in its slice.
 
-    Devices are numbered by their positions in the mesh. A program over several slices of TPUs is written for one slice,
-    and numbers the devices of that.
+    Devices are numbered by position in the mesh. A program over several TPU slices is written for one slice and numbers
+    the devices of that slice.
 
     **Arguments:**
 

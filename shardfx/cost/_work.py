@@ -11,15 +11,15 @@ from ._hlo_text import HloModule, Instruction, array_of, arrays_in, root_of
 from ._runs import runs_of
 
 
-# These read their operands from memory and write their results to it; what goes element by element is fused with them.
+# These read their operands from memory and write their results to it; elementwise operations are fused with them.
 _HEAVY = frozenset("dot convolution ragged-dot reduce reduce-window select-and-scatter sort fft custom-call".split())
-# What a loop takes unchanged, or carries, stays in a TPU's vector memory up to this size: v5e and v6e have 128 MiB.
+# Values up to this size that a loop reads unchanged or carries stay in a TPU's vector memory: v5e and v6e have 128 MiB.
 _ON_CHIP_BYTES = 2**25
 _PASSED = ("convert", "copy", "bitcast", "transpose", "reshape")
 _PRODUCTS = ("dot", "convolution", "ragged-dot")
-# These read or write only the elements that they name.
+# These read or write only part of their operand.
 _IN_PLACE = {"gather": None, "scatter": 2, "dynamic-update-slice": 1}
-# Results of these are no new arrays.
+# The results of these are no new arrays.
 _NOT_MADE = frozenset("parameter get-tuple-element dynamic-update-slice scatter while conditional".split())
 _CONTRACTED = re.compile(r"[lr]hs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
@@ -116,7 +116,7 @@ def _written(module: HloModule) -> float:
 
 def _flops(module: HloModule, name: str, instruction: Instruction) -> float:
     if instruction.opcode == "dot":
-        # A tuple of an operand's parts is shorter where it is cut; the other operand says the whole length.
+        # An operand may be a tuple of its parts, and each part is shorter; the other operand has the whole length.
         found = zip(instruction.operands, _CONTRACTED.findall(instruction.attributes), strict=False)
         sides = ((array_of(module.computations[name][operand]).shape, dims.split(",")) for operand, dims in found)
         over = max((math.prod(own[int(dim)] for dim in dims if dim) for own, dims in sides), default=1)

@@ -14,7 +14,7 @@ from .._live.program import reached
 
 Computation = dict[str, Instruction]
 
-# Metadata and channels do not tell two instructions apart.
+# Two instructions that differ only in metadata or channel are equal.
 _OWN = re.compile(
     r", (?:metadata|frontend_attributes|backend_config)=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\"|\{[^{}]*\})*\}"
     r"|, channel_id=\d+"
@@ -121,13 +121,14 @@ def _listed(groups: Groups) -> str:
 
 
 _ACTS = frozenset("parameter send recv infeed outfeed custom-call rng while conditional call after-all".split())
-# These act on something else than their results.
+# These have effects beside their results.
 _STAYS = frozenset(
     "parameter send send-done recv recv-done infeed outfeed custom-call rng-get-and-update-state after-all "
     "conditional while call".split()
 )
 _GATHERS = ("all-gather", "collective-permute")
-# A gather that all users of an equal one are further from the end than this is made again.
+# Equal gathers are not merged if the first and all its users are more than this many operations further from the end
+# than the second.
 _FAR = 100
 
 

@@ -29,13 +29,13 @@ from .merge import (
 from .reductions import added_once, always_scattered, folded, scattered, summed_parts
 
 
-# Operations for each byte, times the devices of a group, above which a product hides what is sent. By 16 programs for
-# v5e in bfloat16 and float32 and in groups of 4, 8 and 16 it lies between 4,160 and 4,220: twice the chip's operations
-# in a second for each byte of a link's.
+# If a product has more operations per byte, times the devices of a group, than this, it hides its communication. In 16
+# programs for v5e, in bfloat16 and float32 and groups of 4, 8 and 16, the limit lies between 4,160 and 4,220. That is
+# twice the quotient of the chip's operations per second and a link's bytes per second.
 _HIDDEN = 4190
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
-# What stands between a gather and the product that it is for.
+# The operations that may stand between a gather and the product that reads it.
 _MOVES = ("reshape", "transpose", "bitcast", "copy")
 
 
@@ -135,7 +135,7 @@ def summed_after(module: HloModule) -> HloModule:
     return in_each(module, _with_sums_after)
 
 
-# What changes only the form of a sum.
+# Operations that only change the shape of a sum.
 _FORMS = ("bitcast", "convert", "reshape", "transpose", "copy")
 
 
@@ -237,7 +237,7 @@ def narrowed(module: HloModule) -> HloModule:
     """
     program = program_of(module)
     values = narrow_values(program)
-    # An instruction that runs in several places is several operations.
+    # An instruction in a computation with several callers is several operations.
     sent = [op for op in Uses(program).ops if op.opcode in KINDS]
     narrow = {id(op.instruction) for op in sent if values.issuperset(op.makes)}
     narrow -= {id(op.instruction) for op in sent if not values.issuperset(op.makes)}
@@ -298,12 +298,12 @@ _TPU = (
     Pass("all_gather_decomposer", summed_parts, "xla/service/all_gather_decomposer.cc", _LIBTPU),
     Pass("bfloat16-propagation", narrowed, "xla/service/bfloat16_propagation.cc", _LIBTPU),
 )
-# As the compiled programs in `tests/data/hlo` show it.
+# Found in the compiled programs in `tests/data/hlo`.
 _GPU = (
     Pass("dce", without_dead, "xla/hlo/transforms/simplifiers/hlo_dce.cc", _READ),
     Pass("reduce-scatter-creator", always_scattered, "xla/service/reduce_scatter_creator.cc", _READ, unsure=1.0),
 )
-# XLA itself finishes programs for CPUs.
+# XLA itself finishes programs for CPUs, so they have no passes here.
 PASSES: Mapping[Platform, tuple[Pass, ...]] = {"tpu": _TPU, "gpu": _GPU, "cpu": ()}
 
 _DOUBTS = (
@@ -329,8 +329,8 @@ def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str]
 
     **Returns:**
 
-    The module after all passes of the platform. Each collective names the passes that made it, and says how much of it
-    the compiler may send otherwise.
+    The module after all passes of the platform. Each collective names the passes that made it, and the share of its
+    bytes that the compiler may send otherwise.
     """
     for one in PASSES[platform]:
         if one.name not in without:

@@ -14,7 +14,7 @@ from .._hlo_text import Array, HloModule, Instruction, array_of
 from .merge import Computation, Details, in_each, renamed, users_of, with_groups, with_operands
 
 
-# What changes only the form of a sum.
+# Operations that only change the shape of a sum.
 _FORMS = ("bitcast", "copy", "reshape", "reverse", "transpose")
 
 
@@ -32,7 +32,7 @@ def _folded(computation: Computation, details: Details) -> Computation:
         if inner is None or inner.opcode != "all-reduce" or len(users[inner.name]) != 1 or len(inner.operands) != 1:
             continue
         if computation[inner.operands[0]].opcode == "convolution":
-            continue  # these stay apart
+            continue  # sums of convolutions stay apart
         if (joined := _joined(details.groups(inner), details.groups(own))) is not None:
             made[name] = with_groups(with_operands(own, inner.operands), joined)
             del made[inner.name]
@@ -110,7 +110,7 @@ class _Adding:
         is_same = self.details.of_sum(first.reduction) == self.details.of_sum(other.reduction)
         if not is_same or (first.rest is not None and other.rest is not None):
             return None
-        # The TPU's compiler has scattered into the other sum before it partitions.
+        # The TPU's compiler has added the other sum to the scatter's result before it partitions.
         if self.is_scattered(first) != self.is_scattered(other):
             return None
         return _Waiting(first.reduction, self.add(own, (first.value, other.value)), first.rest or other.rest)
@@ -142,10 +142,10 @@ class _Adding:
             self.made[name] = with_operands(own, (waiting.rest, whole))
 
 
-# All chips of these slices reduce along both dimensions at once, and that is not scattered: 4x4, 8x8 and 16x16.
+# Reductions over all chips of 4x4, 8x8 and 16x16 slices go along both dimensions at once and are not scattered.
 _SQUARES = (16, 64, 256)
 _NUMBER = re.compile(r"\d+")
-# What a tile holds.
+# The rows and lanes of a tile.
 _ROWS, _LANES = 8, 128
 
 
@@ -201,7 +201,7 @@ def _order(users: Mapping[str, list[Instruction]], part: Instruction) -> tuple[i
 def _is_part(reduction: Instruction, part: Instruction, devices: int, order: tuple[int, ...] | None) -> bool:
     """Whether the slice is a different part of the reduction on each device of a group, and the compiler scatters it.
 
-    `order` is about TPUs: of the dimensions as they lie in memory; `None` stands for other platforms.
+    `order` is for TPUs: the dimensions in the order of the memory layout. `None` stands for other platforms.
     """
     groups = groups_of(reduction, "all-reduce", devices)
     size = groups[0].shape[1]
@@ -221,11 +221,11 @@ def _fills_tiles(dtype: str, before: tuple[int, ...], after: tuple[int, ...]) ->
     """Whether a slice covers whole tiles in the memory layout that the compiler chooses, the one with the least
     padding.
 
-    By 58 programs of one product each, in float32 and bfloat16, and of two to four dimensions.
+    The rule comes from 58 compiled programs of one product each, in float32 and bfloat16, with two to four dimensions.
     """
     cut = next(dim for dim, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
     if cut < len(before) - 2:
-        return math.prod(before[:cut]) == 1  # one piece, whatever its tiles
+        return math.prod(before[:cut]) == 1  # the slice is contiguous, so tiles do not matter
     if len(before) < 2:
         return False
     packed = 32 // Array(dtype, ()).bits

@@ -13,7 +13,7 @@ from .program import Body, LiveOp, OpenedProgram, Uses
 class Arrays:
     """Which values of a program XLA writes to memory as arrays, after fusion.
 
-    On TPUs products are fusions, too. On GPUs and CPUs libraries compute them, which read arrays.
+    On TPUs, products are fusions too. On GPUs and CPUs, libraries compute them, and these read arrays.
     """
 
     def __init__(self, program: OpenedProgram, *, tpu: bool):
@@ -35,7 +35,7 @@ class Arrays:
         if op.opcode in CONSTANTS or (op.opcode == "broadcast" and not self.program.buffers[op.reads[0]].shape):
             return any(self.needs_memory(user, at) for user, at, _ in self.uses.users.get(value, ()))
         if not self.program.buffers[value].shape:
-            return True  # a number is computed once, before the many that it is read for
+            return True  # a scalar is computed once before the array that reads it
         if self.is_one_hot(op):
             return any(not self.fuses(user, at) for user, at, _ in self.readers(value))
         if op.opcode in VIEWS or op.opcode in PIECES or op.opcode in ELEMENTWISE:
@@ -112,7 +112,7 @@ class Arrays:
         )
 
 
-# An operation that makes this many times what it reads waits for its first reader.
+# An operation whose result is this many times its operands waits until its first reader.
 _SMALL = 16
 
 
@@ -121,9 +121,9 @@ def listed(
 ) -> list[int]:
     """The order of XLA's list scheduler, which picks the ready operation that frees the most bytes.
 
-    `ListMemoryScheduler` in `xla/hlo/transforms/hlo_memory_scheduler.cc`, November 2026: the priority is the bytes
-    freed less the bytes made, then the number of readers. What reads nothing that the body makes, such as the zeros
-    that a loop starts from, runs right before its first reader.
+    The order of `ListMemoryScheduler` in `xla/hlo/transforms/hlo_memory_scheduler.cc`, November 2026: the priority is
+    the bytes freed minus the bytes made, then the number of readers. An operation that reads nothing made in the body,
+    such as the zeros that a loop starts from, runs right before its first reader.
 
     **Arguments:**
 

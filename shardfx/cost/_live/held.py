@@ -48,7 +48,7 @@ def recomputed(program: OpenedProgram, bytes_of: Callable[[int], int]) -> Recomp
             value, shape = op.makes[at], program.buffers[op.makes[at]].shape[1:]
             stacks.append(value)
             gone.update((value, op.reads[at], op.bodies[0].carried[at], op.bodies[0].results[at]))
-            # What is carried is kept for each layer, and nothing of it is computed again.
+            # Values that a loop carries are kept for each layer, and none of them is computed again.
             same = next((one for one in carried if program.buffers[one].shape == shape), None)
             if same is not None:
                 carried.remove(same)
@@ -100,10 +100,10 @@ def _written(loop: LiveOp, at: int, uses: Uses) -> int:
     return value
 
 
-# What a TPU's compiler fills of the 128 MiB on chip. What is there counts too: where arrays leave room, arguments are
-# copied there ahead of time.
+# The part of the 128 MiB on chip that a TPU's compiler fills. These bytes count too: where there is room, the compiler
+# copies arguments there ahead of time.
 _ON_CHIP = 112 * 2**20
-# A TPU starts these while it computes a product, so that their results are there before they are read.
+# A TPU starts these during a product, so that their results are ready when they are read.
 _ASYNC = ("all-gather", "collective-permute")
 
 
@@ -195,7 +195,7 @@ class _Memory:
         self.module, self.arrays, self.program, self.tile, self.tpu = module, arrays, arrays.program, tile, tpu
         self.peaks: dict[int, _Peak] = {}
         self.changed = Recomputed()
-        # Results that lie in the memory of donated arguments.
+        # Results that reuse the memory of donated arguments.
         self.aliased: set[int] = set()
 
     def bytes_of(self, value: int) -> int:
@@ -304,7 +304,7 @@ class _Schedule:
             if timeline[at] <= best:
                 return
             there = [(self.memory.bytes_of(value), end) for value, (begin, end) in spans.items() if begin <= at <= end]
-            # What fits on chip stays there.
+            # An array that fits on chip stays there.
             least = min(timeline[at], _ON_CHIP if self.memory.tpu else 0)
             timeline[at] = max(least, timeline[at] - _hosted(there, rooms, at))
             best = max(best, timeline[at])

@@ -1,9 +1,9 @@
 """The float32 values that the TPU's compiler stores as bfloat16, since nothing reads them at a higher precision.
 
-A TPU multiplies float32 in bfloat16, unless a precision is asked for. So an array that products alone read is kept in
-bfloat16, what a loop stacks for the backward pass and what is gathered among it. And what a loop reads in bfloat16
-alone, its weights, is converted once before the loop: a copy in bfloat16 lies beside the weights until the last loop is
-done. Read off the programs that libtpu 0.0.42 compiles for v5e.
+A TPU multiplies float32 in bfloat16 unless a precision is requested. So arrays that only products read are kept in
+bfloat16, such as arrays that a loop stacks for the backward pass, and gathered arrays. If a loop reads an array, such
+as its weights, only in bfloat16, it is converted once before the loop: a bfloat16 copy exists beside the weights until
+the last such loop ends. This was read off programs that libtpu 0.0.42 compiles for v5e.
 """
 
 import math
@@ -16,7 +16,7 @@ from .program import Body, LiveOp, OpenedProgram, Uses
 
 _PRECISE = re.compile(r"operand_precision=\{[^}]*hig|algorithm=dot_(?!bf16_bf16_f32\b)")
 _BATCHED = re.compile(r"lhs_batch_dims=\{([\d,]+)\}")
-# The results have no more digits than the operands.
+# The results of these have no more digits than their operands.
 _MOVES = frozenset("concatenate optimization-barrier maximum minimum clamp sort gather select".split())
 _MOVES |= MOVING | VIEWS | PIECES
 
@@ -32,8 +32,8 @@ def narrowed(program: OpenedProgram) -> OpenedProgram:
 def narrow_values(program: OpenedProgram) -> set[int]:
     """The float32 values that are read only by products at the default precision.
 
-    XLA's BFloat16Propagation finds them: xla/service/bfloat16_propagation.cc, read in the libtpu that jaxlib 0.10.2
-    pins.
+    These are the values that XLA's BFloat16Propagation finds: xla/service/bfloat16_propagation.cc, in the libtpu that
+    jaxlib 0.10.2 pins.
     """
     return _Narrowing(program).values()
 
@@ -42,12 +42,12 @@ class _Narrowing:
     def __init__(self, program: OpenedProgram):
         self.program, self.uses = program, Uses(program)
         self.known: dict[int, bool | None] = {}
-        self.loops = {}  # the loop that carries a value, and its place among what it carries
+        self.loops = {}  # the loop that carries a value, and its index among the carried values
         for op in self.uses.ops:
             for body in op.bodies if op.opcode == "while" else ():
                 for at, value in enumerate(body.carried):
                     self.loops[value] = (op, at)
-        self.leaves: dict[int, list[int]] = {}  # the carried values that a body's results become
+        self.leaves: dict[int, list[int]] = {}  # the carried values that are the results of a body
         for op in self.uses.ops:
             for body in op.bodies:
                 kept = body.carried or op.makes
@@ -95,10 +95,10 @@ class _Narrowing:
 
     def is_by_vector(self, product: LiveOp) -> bool:
         """Whether one side of a product has contracted dimensions only. The TPU computes such products in float32."""
-        # One that is fused with what makes its sides reads more than two.
+        # A product that is fused with the operations of its operands reads more than two arrays.
         if product.opcode != "dot" or len(product.reads) != 2:
             return False
-        # An operand can have another shape, but not another size, than the value that it is a reshape of.
+        # An operand can have another shape than the value of which it is a reshape, but not another size.
         left, right, made = (self.program.buffers[value].shape for value in (*product.reads, *product.makes))
         found = _BATCHED.search(product.instruction.attributes)
         batch = math.prod(made[: found[1].count(",") + 1]) if found else 1

@@ -11,14 +11,14 @@ from typing import TypeAlias, TypeVar
 from .._hlo_text import Array, HloModule, Instruction, Result, index_of, result_of
 
 
-# The numbers of the values that an instruction makes: one, or a tuple of such.
+# The numbers of the values of an instruction: one number, or a tuple of them.
 Values: TypeAlias = "int | tuple[Values, ...]"
 
-# These make no array of their own: the result is the operand.
+# These make no new array: the result is the operand.
 _SAME = frozenset(
     ["bitcast", "copy", "reshape", "opt-barrier", "add-dependency", "domain", "copy-done", "after-all", "async-update"]
 )
-# These run a computation of their own with their operands; what begins so ends in another instruction.
+# These run their own computation on their operands; an asynchronous one ends in another instruction.
 _CALLS = ("call", "fusion")
 _BEGIN, _END = ("async-start", "fusion-start"), ("async-done", "fusion-done")
 _IDENTITIES = re.compile(r'custom_call_target="(Sharding|SPMDFullToShardShape|SPMDShardToFullShape|LayoutConstraint)"')
