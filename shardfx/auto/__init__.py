@@ -1,8 +1,8 @@
 """The choice of a mesh and rules for a step, and names for the dimensions of its arguments.
 
-It may import what plans, what prices and what is below them. It never touches arrays, and never imports a command.
+It may import plans, costs and what is below them. It never touches arrays, and never imports a command.
 
-The words of this room, in the order in which one is made of another:
+The words of this room; each is defined by the ones before it:
 
 - part: a dimension, or a piece of one that a reshape splits off, as heads are of `heads * head_dim` (`_program.py`).
 - label: what an operation calls its dimensions; those with one label are walked together (`_layouts.py`).

@@ -21,9 +21,10 @@ from ..chips._chip import extents_of
 from ._program import Tied, tied
 
 
-# What CPU devices are like that JAX emulates on one machine.
+# The numbers of the CPU devices that JAX emulates on one machine.
 EMULATED = chips.Chip(
-    # Slow in all, and a collective is a function call in which threads wait for each other. Times are for comparing.
+    # All bandwidths are low, and a collective is a function call in which threads wait for each other. Use the times
+    # only for comparison.
     name="cpu",
     hbm_bytes=2**34,
     usable_hbm_bytes=2**34,
@@ -46,7 +47,7 @@ class SearchOptions(NamedTuple):
     chip: chips.Chip
     target: str | None = None
     slices: int = 1
-    # How many slices as `target` there are.
+    # The number of slices that `target` describes.
     targets: int = 1
     # The chips of one slice along each dimension.
     extents: tuple[int, ...] = ()
@@ -139,7 +140,7 @@ class Tracing(contextlib.AbstractContextManager[None]):
             error.add_note(f"`search` traced the step with arguments of these shapes, without running it: {shapes}")
 
 
-# What a step is lowered for: its names shall not depend on the chip. Kernels for GPUs lower for these alone.
+# The platform for which a step is lowered: names must not depend on the chip. Kernels for GPUs lower only for GPUs.
 _PLATFORMS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 
 
@@ -150,9 +151,9 @@ class TracedStep:
     tied: Tied
     flats: tuple[Flat, ...]
     words: tuple[str, ...]
-    # For each argument of the program: which argument of the step it is in, and which leaf of that.
+    # For each argument of the program, the index of the step's argument that contains it, and of its leaf there.
     places: tuple[tuple[int, int], ...]
-    # The structs of all arguments, as the step took them.
+    # The structs of all arguments, as the step received them.
     structs: tuple[PyTree, ...]
     step: Step
 
@@ -179,8 +180,8 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
         raise LeafTypeError(f"`step` must be a function, not {type(step).__name__}; pass the function that is jitted.")
     flats = tuple(map(flatten, args))
     structs = structs_of(args)
-    # As a plain function, a step of any form takes all arrays in their order. What a jitted one says of where they lie
-    # would be constraints in it.
+    # A plain function of any step takes all arrays in order. The shardings of a jitted step would be constraints inside
+    # of it.
     inner = inspect.unwrap(step, stop=lambda one: not isinstance(one, JaxJitted))
     made = step_of(lambda *args: inner(*args), structs)
     places = tuple(
@@ -208,7 +209,7 @@ def _module(step: Step) -> Any:
     for platform in _PLATFORMS[:-1]:
         try:
             return step.module(platform)
-        # JAX's errors where an operation has no lowering for a platform. The last platform's error is raised.
+        # JAX's errors for an operation that has no lowering for a platform. The error of the last platform is raised.
         except (NotImplementedError, ValueError):
             continue
     return step.module(_PLATFORMS[-1])

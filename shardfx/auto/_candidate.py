@@ -98,8 +98,8 @@ class Candidate:
     def code(self) -> str:
         """A Python file to read and commit: the mesh, the rules, and everything else that the numbers depend on.
 
-        `plans_of(step, *args)` in it makes this candidate's plans, and `jitted(step, plans)` the function to call:
-        with its constraints, its donation, and the layout of its results.
+        The code defines `plans_of(step, *args)`, which makes the plans of this candidate, and `jitted(step, plans)`,
+        the function to call, with constraints, donation and the shardings of the results.
         """
         head = (
             f"Chosen by shardfx.auto.search: {ms(self.seconds)} a step {_HOW[self.by]}, "
@@ -203,7 +203,7 @@ def _more(seconds: float, of: float) -> str:
 
 
 _HEADS = frozenset("heads kv_heads query_groups mlp hidden vocab".split())
-# In which order axes stand in the mesh: tensor stands innermost, others before it.
+# The order of the axes in the mesh: tensor parallelism is innermost.
 _RANKS = {"data": 0, "fsdp": 1, "context": 2, "expert": 3, "tensor": 5}
 
 
@@ -241,7 +241,7 @@ def mesh_and_rules(
         return None
     entries: list[tuple[str, object]] = []
     for name in ranked:
-        # What an axis cuts as its last resort it gives up first, so it stands innermost.
+        # An axis gives up its last resort first, so the last resort is innermost.
         having = sorted((at for at in inner if name in orders[at]), key=lambda at: orders[at].index(name))
         least = len(having) if all(orders[at][0] == name for at in having) else 1
         for count in range(len(having), least - 1, -1):

@@ -27,7 +27,7 @@ from ._priced import Pricer, timed
 
 
 Tell = Callable[[str], None]
-# In how many rounds candidates are run in turn, and how many steps each turn has.
+# The number of rounds in which candidates run in turn, and the steps in each turn.
 _ROUNDS, _STEPS = 3, 3
 
 
@@ -37,8 +37,8 @@ def measured(
     """The candidates with the traffic, work and memory of their compiled programs; those that fit first, the fastest
     first.
 
-    Where they are run, with the median of their steps' seconds too, all in turn on the devices; what does not fit is
-    left out.
+    If the candidates run, they run in turn on the devices, and each also gets the median seconds of its steps.
+    Candidates that do not fit are then left out.
     """
     looked: list[tuple[Candidate, Any]] = []
     for number, one in enumerate(ones, start=1):
@@ -70,7 +70,7 @@ def _ran(
         for number in order if turn % 2 else reversed(order):
             tell(f"running candidate {number + 1} of {len(kept)}, round {turn + 1} of {_ROUNDS}")
             taken[number] += _timed(pricer.args, devices, *kept[number])
-        # Only the faster half can still be the fastest.
+        # Only the faster half can still contain the fastest.
         order = sorted(order, key=lambda number: statistics.median(taken[number]))[: max(2, (len(order) + 1) // 2)]
     found = [
         dataclasses.replace(one, by="run", seconds=statistics.median(times))
@@ -126,7 +126,7 @@ def _timed(args: Sequence[PyTree], devices: Sequence[object], one: Candidate, pr
     plans = [plan.on(one.mesh.build(devices)) for plan in one.plans]
     taken = []
     for turn in range(_STEPS + 1):
-        # A step may take over the memory of what it is given.
+        # A step may reuse the memory of its arguments.
         values = [_filled(arg, plan) for arg, plan in zip(args, plans, strict=True)]
         _wait(values)
         begin = time.perf_counter()

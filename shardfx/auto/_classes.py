@@ -20,7 +20,7 @@ class ClassPlace:
 
     argument: int
     dim: int
-    # Which part of the dimension, slowest first, and of how many.
+    # The index of a part within its dimension, the slowest first, and the number of parts.
     at: int
     of: int
 
@@ -45,7 +45,7 @@ class Classes:
         self.tied = traced.tied
         self.program = self.tied.program
         parts = self.tied.parts
-        # The numbers of a random key are no dimensions of its array.
+        # The words of a random key are no dimensions of its array.
         self.dims = [
             [parts.leaves(part) for part in self.tied.dims[value][: traced.rank(argument)]]
             for argument, value in enumerate(self.program.arguments)
@@ -71,11 +71,11 @@ class Classes:
         """How many of a dimension's sub-dimensions, from the major-most, may be sharded. The rest is an indivisible
         unit.
 
-        The fastest part of a fused dimension is one head's, unless products run over it in batches: then it counts
-        heads itself.
+        The fastest part of a fused dimension is the width of one head, unless products run over it in batches: then it
+        counts heads itself.
         """
         count = len(leaves)
-        # Where slices take queries, keys and values apart, one of them is a unit.
+        # If slices separate queries, keys and values, one of them is a unit.
         taken = next((at + 1 for at, leaf in enumerate(leaves[:-1]) if leaf in self.marked["sliced"]), count)
         return min(taken, count - (count > 1 and leaves[-1] not in self.marked["batched"]))
 
@@ -159,13 +159,14 @@ def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
     """The number of the argument that is the model, and the parameters of the program that belong to it or its
     optimizer.
 
-    The first argument with many arrays is the model. Another belongs to it if all dimensions do of most of its arrays:
-    moments have the parameters' dimensions, and a frozen base those of its adapters; a batch has one of its own.
+    The first argument with many arrays is the model. Another argument belongs to it if, for most of its arrays, all
+    dimensions are the model's: moments have the dimensions of the parameters, and a frozen base those of its adapters;
+    a batch has a dimension of its own.
     """
     counts = [0] * len(traced.flats)
     for which, _ in traced.places:
         counts[which] += 1
-    # An optimizer may hold several arrays for each of the model's.
+    # An optimizer may hold several arrays for each array of the model.
     model = next((which for which, count in enumerate(counts) if _COPIES * count >= max(counts)), 0)
     leaves = traced.tied.parts.leaves
     owned: set[int] = set()
@@ -180,14 +181,14 @@ def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
     return model, {argument for argument, (which, _) in enumerate(traced.places) if which in members}
 
 
-# How many operations back from a sum its other operand may lie.
+# The distance, in operations, at which the other operand of a sum is searched.
 _FAR = 400
 
 
 def residual(tied: Tied, own: set[int]) -> set[int]:
     """The classes of activations to which products of the same activation are added, as in a residual stream.
 
-    `own` are the classes that the model's arrays have: a sum of those alone is an update.
+    `own` are the classes of the model's arrays: a sum of only these is an update.
     """
     operations = tied.program.operations
     maker = {out: made for made in operations for out in made.outs}

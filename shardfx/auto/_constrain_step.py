@@ -1,8 +1,8 @@
 """A step whose arrays are constrained to the shardings that the search priced.
 
-The step's jaxpr is walked twice, in one order. The first time each equation gets a number, as a name scope, which the
-locations of its lowered operations hold; so the layouts of these are known for each equation. The second time its
-results are constrained.
+The step's jaxpr is walked twice in the same order. The first walk gives each equation a number as a name scope. The
+locations of lowered operations contain it, so the sharding of each operation is known for its equation. The second walk
+constrains the results of the equations.
 """
 
 import functools as ft
@@ -28,7 +28,7 @@ from ._layouts import AssignedLayout, Layouts, assignments_of_rules
 from ._name_axes import named_classes
 
 
-# Calls that are entered in place, and equations that hold programs, with the parameters that these are.
+# Calls whose programs are inlined, and equations that contain programs, with the parameters that hold them.
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _NESTED = {
     "scan": ("jaxpr",),
@@ -40,17 +40,17 @@ _NESTED = {
 }
 _TAG = "shardfx-equation-"
 _TAGS = re.compile(_TAG + r"(\d+)")
-# A cut of one dimension: which part of it, how late the axis prefers it, and which axis it is.
+# A sharded dimension: its part, its place in the axis's order of preference, and the axis.
 _Cut = tuple[int, int, int]
 
 
 def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: AxisRules) -> Callable[..., PyTree]:
     """The same step, with its arrays constrained to the shardings that follow from the rules for its arguments.
 
-    A plan says how arguments lie. How everything between them lies is left to the compiler, which often sends several
-    times more than it need. This names the step's dimensions as [`shardfx.auto.name_axes`][] does. It lays out every
-    operation under the assignment that the rules give each mesh axis, as [`shardfx.auto.search`][] prices it. Then it
-    constrains what the operations make. The step needs no change, and what it computes stays the same.
+    A plan gives the shardings of the arguments. The compiler chooses those of everything between them, and often sends
+    several times more than necessary. This function names the step's dimensions as [`shardfx.auto.name_axes`][] does.
+    It shards every operation under the assignment that the rules give each mesh axis, as [`shardfx.auto.search`][]
+    prices it. Then it constrains the results of the operations. The step needs no change and computes the same values.
 
     **Arguments:**
 
@@ -60,12 +60,12 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
 
     **Returns:**
 
-    A function of the same arguments, to be jitted. It traces the step anew for arguments of other shapes. It is not to
-    be differentiated: lay out the step that has the gradient in it.
+    A function of the same arguments, for `jax.jit`. It traces the step again for arguments of other shapes. Do not
+    differentiate it: pass a step that contains the gradient.
 
     **Raises:**
 
-    `MeshError` for axes that are not Auto: constraints say nothing about those.
+    `MeshError` for axes that are not Auto, since constraints do not apply to those.
 
     !!! Example
 
@@ -193,7 +193,7 @@ class _Constrainer(_Walker):
                 continue
             left.remove(value)
             if equation.primitive.name == "gather" and any(value in made.summed for made in self.chosen):
-                # XLA's partitioner fails where a lookup in a cut dimension is to be cut along the same axis at once:
+                # XLA's partitioner fails if a lookup in a sharded dimension is to be sharded along the same axis too:
                 # "Slice dim size 128 greater than dynamic slice dimension: 64".
                 found[at] = self.constrained(found[at], self.spec(value, whole_where_summed=True))
             found[at] = self.constrained(found[at], self.spec(value))
@@ -209,7 +209,7 @@ class _Constrainer(_Walker):
             if position >= 0 and not (whole_where_summed and value in made.summed):
                 dim, at = flat[position]
                 place = self.places[number].get(self.layouts.flat[value][position][0], 0)
-                # What an axis cuts as its last resort it gives up first, so it stands innermost.
+                # An axis gives up its last resort first, so the last resort is innermost.
                 found[dim].append((at, place, number))
         return PartitionSpec(*(self.entry(leaves, sorted(cut)) for leaves, cut in zip(dims, found, strict=True)))
 

@@ -22,8 +22,8 @@ and for each share every kind has one divisor, the product of the sizes of its a
     power[share, kind] = 1 / product of size[assignment] for those of the kind                  `_members`, exp2(-log2)
     total[set, share, quantity] = sum over kinds of power[share, kind] * sums[set, kind, quantity]
 
-The second line is a product of matrices: a block of sets by 16 kinds, times 16 kinds by all shares. It costs 16
-multiplications a candidate and quantity, whatever the size of the step.
+The second line is a product of matrices: a block of sets by 16 kinds, times 16 kinds by all shares. A candidate and
+quantity cost 16 multiplications, however large the step is.
 
 **An example.** A row of 100 operations that assignment 0 divides, and one of 60 that assignments 0 and 1 divide. In the
 set {0, 1} the first is of kind 0b01, the second of kind 0b11. With the share (4, 2) the divisors of the kinds 0b00,
@@ -61,13 +61,13 @@ from ..chips._chip import extents_of, shared
 from ._terms import Terms, padded
 
 
-# Of JAX, or of NumPy: the same code is compiled for many candidates, and run as it is for few.
+# JAX's module or NumPy's: the same code is compiled for many candidates, and runs uncompiled for few.
 _Array = Array | np.ndarray
 Numbers = Mapping[str, Any]
 AXES = 4
-# How many candidates at once: their arrays should stay in the cache.
+# The number of candidates at once: their arrays should fit in the cache.
 _BLOCK, _SETS = 2**16, 2048
-# How many candidates are priced at most.
+# The largest number of candidates that are priced.
 _ALL = 2**22
 
 
@@ -135,14 +135,15 @@ def costs(
     """For each pair of a set and a share, the seconds of a step, infinite if the pair is not allowed, and the bytes of
     memory.
 
-    With arrays of NumPy nothing is compiled, which is quicker for few pairs.
+    With NumPy arrays nothing is compiled, which is faster for few pairs.
     """
     xp = _library(sets)
     axes = sets.shape[-1]
-    # A row is of one of 2**axes kinds: by which assignments of the set divide it. Sums of each kind, for each set.
+    # A row has one of 2**axes kinds, by the assignments of the set that divide it. For each set, rows are summed by
+    # kind.
     rows = _kinds(xp.moveaxis(arrays["divides"][:, sets], 0, 1), axes)
     shared = xp.einsum("brk,rq->bkq", rows, arrays["shared"])
-    # The rows of one assignment, by what all assignments of the set do to them.
+    # The rows of one assignment, by their kind.
     bits = xp.take_along_axis(arrays["divides_sent"][sets], sets[:, None, None, :], axis=3)
     sent = xp.einsum("bjrk,bjrt->bkjt", _kinds(bits, axes), arrays["sent"][sets])
     has = _members(axes, xp)
@@ -178,8 +179,8 @@ def _seconds_per_byte(
 ) -> Float[_Array, "axes shares"]:
     """Seconds per byte of a collective on each axis: in a ring of n devices, (n - 1) / n of each byte is sent.
 
-    In a torus an axis has links in proportion to the logarithm of its size. Where a switch joins islands, each axis
-    has as many of its devices in one as there can be. What goes between slices takes the hosts' network.
+    On a torus an axis has links in proportion to the logarithm of its size. With islands of switched chips, as many
+    devices of each axis as possible are in one island. Bytes between slices go through the hosts' network.
     """
     xp = _library(sizes)
     inner, whole = (sizes // slices).T.astype(np.float32), sizes.T.astype(np.float32)
@@ -236,8 +237,8 @@ class Found:
 def find(terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, keep: int = 256) -> list[Found]:
     """The best sets of assignments in order, each with its best share of the devices.
 
-    All sets of up to four assignments are priced. Where these would be more than `_ALL` candidates, the last
-    assignments are left out: the usual ones come first.
+    All sets of up to four assignments are priced. If these have more than `_ALL` candidates, the last assignments are
+    left out; the usual assignments come first.
     """
     by_count = [shares_of(devices, number, slices) for number in range(1, AXES + 1)]
     assignments = assignment_count(terms, by_count)
@@ -246,7 +247,7 @@ def find(terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, keep:
     found: list[Found] = []
     for number, given in enumerate(by_count, start=1):
         sets = itertools.combinations(range(assignments), number) if len(given[0]) else iter(())
-        # Fewer axes and shares than there can be are filled up, so that one program serves all.
+        # Unused axes and shares are padded, so that one program serves all searches.
         wide = [np.pad(one, ((0, 0), (0, AXES - number)), constant_values=1) for one in given]
         sizes, between = (np.concatenate([one, np.repeat(one[:1], room - len(one), axis=0)]) for one in wide)
         while rows := [*itertools.islice(sets, block)]:

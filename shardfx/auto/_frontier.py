@@ -16,7 +16,7 @@ from ._name_axes import name_axes
 from ._search import candidates_of, opened
 
 
-# So many of the core's best are partitioned at least.
+# The smallest number of the core's best candidates that are partitioned.
 _KEPT = 12
 _NO_LIMITS = Limits()
 
@@ -88,8 +88,8 @@ def frontier(
 ) -> Frontier:
     """The time and memory of a step's best candidates, for several numbers of devices and sizes of the batch.
 
-    Each batch and number of devices is searched as by [`shardfx.auto.search`][]: points are what no other candidate
-    that was partitioned beats in both.
+    Each batch size and number of devices is searched as by [`shardfx.auto.search`][]. A point is a candidate that no
+    other partitioned candidate beats in both quantities.
 
     **Arguments:**
 
@@ -105,8 +105,8 @@ def frontier(
 
     **Raises:**
 
-    `RuleError` for batches if no argument has a dimension of that name; `MeshError` for no devices, or ones that
-    cannot be read.
+    `RuleError` for batch sizes if no argument has a dimension with the name of the batch; `MeshError` for no devices,
+    or for devices that cannot be read.
 
     !!! Example
 

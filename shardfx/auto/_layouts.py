@@ -1,9 +1,10 @@
 """The effect of one mesh axis on a whole step, given the order in which the axis prefers classes of dimensions: an
 assignment.
 
-The axis cuts each array along the first class of its assignment that the array has. It shares an operation out along
-the first class of the assignment among the operation's labels. Operands that lie otherwise are moved. Sums over a cut
-dimension stay partial until someone needs the whole. The result says what is sent, and how each array lies.
+The axis shards each array along the first class of its assignment that the array has. It shards an operation along the
+first class of the assignment among the operation's labels. Operands with another sharding are moved. Sums over a
+sharded dimension stay partial until an operation needs the whole. The result has the bytes that are sent and the
+sharding of each array.
 """
 
 import dataclasses
@@ -21,9 +22,9 @@ from ._program import whole
 
 WHOLE, PARTIAL = -1, -2
 _GATHER, _SCATTER, _REDUCE, _EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
-# Operations after which a partial sum is still one, if the other operand is a scalar.
+# Operations that keep a partial sum partial if the other operand is a scalar.
 _SCALED = frozenset("multiply divide".split())
-# Operations that add, reorder or cast: they may be carried out on sums that are not completed.
+# Operations that add, reorder or cast: they may run on partial sums.
 _LINEAR = frozenset("add subtract negate convert copy reduce_precision sharding_constraint transpose reshape".split())
 _FIRST = frozenset("dot_general convolution ragged_dot".split())
 
@@ -32,7 +33,8 @@ _FIRST = frozenset("dot_general convolution ragged_dot".split())
 class Assignment:
     """The classes of dimensions that a mesh axis shards, by number, in its order of preference.
 
-    With `behind`, it may cut a part that stands behind others in a fused dimension: other axes must cut those wholly.
+    With `behind`, it may shard a part that follows others in a fused dimension, if other axes shard those parts
+    completely.
     """
 
     order: tuple[int, ...]
@@ -57,11 +59,11 @@ class AssignedLayout:
 
     assignment: Assignment
     events: tuple[Event, ...]
-    # For each value the position of the cut among its parts, `WHOLE` or `PARTIAL`.
+    # For each value, the position of the sharded part among its parts, `WHOLE` or `PARTIAL`.
     cuts: tuple[int, ...]
     shared: tuple[bool, ...]
     used: frozenset[int]
-    # Values that were sums of parts when they were made.
+    # Values that were partial sums when they were made.
     summed: frozenset[int]
 
 
@@ -73,11 +75,11 @@ class _Labelled(NamedTuple):
     name: str
     ins: tuple[tuple[int, ...], ...]
     outs: tuple[tuple[int, ...], ...]
-    # The labels that an axis may cut, each with its class.
+    # The labels that an axis may shard, each with its class.
     cuttable: tuple[tuple[int, int], ...]
-    # Labels that stand behind another part of some dimension.
+    # Labels that follow another part of some dimension.
     behind: frozenset[int]
-    # The bytes of each operand; 0 for scalars, and for what is made of constants.
+    # The bytes of each operand; 0 for scalars and values made of constants.
     bytes: tuple[float, ...]
 
 
@@ -106,7 +108,7 @@ class Layouts:
             [(self.numbers.get(leaf, -1), at) for dim in dims for at, leaf in enumerate(dim)] for dims in self.parts
         ]
         self.kinds: dict[_Labelled, int] = {}
-        # The number of the kind of each operation.
+        # The index of the kind of each operation.
         self.kind = [self.kinds.setdefault(_labelled(self, made), len(self.kinds)) for made in self.program.operations]
         self.labelled = list(self.kinds)
 
@@ -194,7 +196,7 @@ class _Run:
                 self.hand_on(number, made)
             else:
                 self.operate(number, made)
-        # Results stay as their arguments came: an updated weight lies as the weight did.
+        # Results have the sharding of their arguments: an updated weight has that of the weight.
         for value in program.results:
             if self.state[value] == PARTIAL:
                 self.move(value, self.layouts.preferred(value, self.assignment), 1.0, len(program.operations) - 1)
@@ -205,7 +207,7 @@ class _Run:
         self.state[value] = state
         if state == PARTIAL:
             self.summed.add(value)
-        # What is partial will be cut as the assignment prefers, once it is whole.
+        # A partial sum gets the sharding that the assignment prefers once it is complete.
         cut = self.layouts.preferred(value, self.assignment) if state == PARTIAL else state
         self.cuts[value] = cut
         if cut >= 0:
@@ -214,7 +216,7 @@ class _Run:
     def hand_on(self, number: int, made: Operation) -> None:
         """Lays a loop's state out as the assignment prefers, for the first iteration and for every other one."""
         wanted = self.layouts.preferred(made.outs[0], self.assignment)
-        # Reshaped dimensions may have more parts inside than outside: what cannot be followed is whole.
+        # A reshaped dimension may have more parts inside than outside. A value that cannot be followed is whole.
         if wanted >= len(self.layouts.flat[made.ins[0]]):
             wanted = WHOLE
         if made.name == "return":
@@ -296,10 +298,11 @@ def _position(labels: tuple[int, ...], label: int | None) -> int:
     return labels.index(label) if label in labels else WHOLE
 
 
-# What Megatron, T5X and MaxText cut by tensor parallelism, in the order in which an axis prefers them.
+# The dimensions that tensor parallelism shards in Megatron, T5X and MaxText, in the order in which an axis prefers
+# them.
 _TENSOR = ("experts", "heads", "kv_heads", "mlp", "hidden", "vocab", "classes")
 _NEVER = ("layers", "embed", "norm", "positions", "head_dim", "query_groups")
-# How many sets of classes lead an assignment, at most: those that most bytes have.
+# The largest number of sets of classes that start an assignment: those with most bytes.
 _SETS = 9
 
 
@@ -308,7 +311,7 @@ def assignments_of_rules(
 ) -> dict[str, Assignment]:
     """The assignment of each mesh axis under given rules: the names that the axis shards, in the order of the rules.
 
-    The classes `never` are not cut, whatever the rules say.
+    The classes in `never` are not sharded, whatever the rules say.
     """
     known = {group.name: number for number, group in enumerate(classes.groups) if group.roots and number not in never}
     orders: dict[str, dict[int, None]] = {}
@@ -323,12 +326,12 @@ def seeds(
 ) -> tuple[list[tuple[Assignment, ...]], list[tuple[Assignment, ...]]]:
     """Well-known strategies for a step, as far as it has the dimensions that they shard.
 
-    They are data parallelism, fully sharded, tensor parallelism, experts apart, and their pairs; then the same with
-    sequences cut too. T5X's, MaxText's and Megatron's rules are among them.
+    They are data parallelism, fully sharded, tensor parallelism, separate experts, and pairs of these; then the same
+    with sharded sequences. The rules of T5X, MaxText and Megatron are among them.
 
     **Returns:**
 
-    An assignment for each mesh axis of each way: of those that most people write, and of the others.
+    An assignment for each mesh axis of each way: the ways that most people write, and the others.
     """
     classes, free = layouts.classes, sorted({*layouts.numbers.values()} - never, reverse=True)
     known = {classes.groups[number].name: number for number in free}
@@ -358,7 +361,7 @@ def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Ite
     classes, weights = layouts.classes, _weights(layouts)
     numbers = [number for number in sorted(weights, key=lambda n: -weights[n]) if number not in never]
     sets = _sets(layouts, numbers)[:_SETS]
-    # Three in turn: data that are cut in two ways, then what the parameters have.
+    # In turn: two ways of sharding the data, then the dimensions of the parameters.
     data = [group for group in sets if not any(classes.in_model(classes.groups[number]) for number in group)]
     model = [group for group in sets if group not in data]
     triples = [(a, b, c) for a in model for b in data for c in model if a != c]
@@ -381,7 +384,8 @@ def _weights(layouts: Layouts) -> dict[int, float]:
 def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
     """The largest sets of classes that one axis can shard at once, since no array has two classes of the set.
 
-    The smallest powers of two limit how far a set can be cut, so sets without their least divisible classes follow.
+    The smallest power of two in a set limits how far it can be sharded, so sets without their least divisible classes
+    follow.
     """
     together: set[tuple[int, int]] = set()
     for parts in layouts.flat:

@@ -53,7 +53,7 @@ class _Namer:
         self.heads()
         self.routers()
         self.looked_up()
-        # What convolutions slide along is a window, and no axis should cut it.
+        # Convolutions slide along a window, and no axis should shard it.
         for group in self.unnamed("windows"):
             group.name = "window" if len(self.classes.in_model(group)) == len(group.places) else ""
         self.width()
@@ -102,7 +102,7 @@ class _Namer:
         """Names the dimensions of the data: the first is the batch, others are those of images, or the second is a
         sequence.
 
-        The layers that a loop walks through do not count, as those of a cache of keys and values.
+        The layers over which a loop runs do not count, such as those of a cache of keys and values.
         """
         images = self.images()
         for group in self.unnamed():
@@ -154,7 +154,7 @@ class _Namer:
             if any(map(_POSITIONS.search, self.paths(self.classes.in_model(group)))):
                 group.name = "positions"
             else:
-                # Logits of as many classes as there are tokens are of tokens.
+                # Logits with as many classes as there are tokens are over tokens.
                 group.name = "vocab" if group.size in vocabs else "classes"
 
     def is_vocabulary(self, group: ClassGroup, paths: list[str]) -> bool:
@@ -182,7 +182,7 @@ class _Namer:
             else:
                 group.name = "heads"
             named.add(group)
-        # What follows heads, in their dimension or in the next one, is a head's own.
+        # The dimension, or part of it, that follows heads belongs to one head.
         for argument in range(len(classes.dims)):
             flat = classes.flat(argument)
             for before, after in zip(flat, flat[1:], strict=False):
@@ -217,7 +217,7 @@ class _Namer:
     def width(self) -> None:
         """Names the model's width: the class that residual sums and most arrays of the model have.
 
-        A model of several towers has several widths, each with residual sums of its own.
+        A model with several towers has several widths, each with its own residual sums.
         """
         sums = residual(self.tied, self.classes.own)
         found = [
@@ -266,8 +266,8 @@ class NamedAxis:
     """A logical axis: its name and size, the dimensions that have it, and the operations that tied these dimensions
     together.
 
-    `places` are texts as `model/layers/mlp/gate[2]`; arrays that differ in numbers only share one. `joins` are pairs
-    of a primitive and the source line of the operation.
+    `places` are paths such as `model/layers/mlp/gate[2]`; arrays that differ only in numbers share one. `joins` are
+    pairs of a primitive and the source line of the operation.
     """
 
     name: str
@@ -280,8 +280,8 @@ class NamedAxis:
 class NamedAxes:
     """The logical axes that [`shardfx.auto.name_axes`][] found.
 
-    `names` holds one tree of names for each argument of the step, for `plan(args[i], ..., names=found.names[i])`.
-    `notes` says what was not understood. Printed, it is a table with how each axis came about.
+    `names` has one tree of names for each argument of the step, for `plan(args[i], ..., names=found.names[i])`. `notes`
+    has what was not understood. `str(...)` is a table with the origin of each axis.
     """
 
     names: tuple[PyTree, ...]
@@ -310,12 +310,12 @@ class NamedAxes:
 def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
     """Finds the logical axes of a step's arguments: dimensions that must be sharded alike get one name.
 
-    The step is traced, and dimensions that an operation ties together (contracted, added, scanned over, looked up) are
-    one class. Where a reshape splits a fused dimension, its parts are classes of their own: heads are found so, and
-    what one head has becomes the unit that no cut goes through. No rule and no name is needed beforehand; names that
-    fields declare are used for the classes that have them.
+    The step is traced. Dimensions that an operation ties together (contracted, added, scanned over, looked up) are one
+    class. Where a reshape splits a fused dimension, its parts are separate classes: this finds heads, and the width of
+    a head becomes the unit that no shard splits. Rules and names are not needed beforehand; names that fields declare
+    are used for their classes.
 
-    An operation that is not known ties nothing, and `notes` says so.
+    An unknown operation ties nothing, and `notes` reports it.
 
     **Arguments:**
 
@@ -324,12 +324,12 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
 
     **Returns:**
 
-    A [`shardfx.auto.NamedAxes`][]. Names as "batch", "embed", "mlp" or "heads" are given where what is done with a
-    dimension or its path tells them, else names made from paths.
+    A [`shardfx.auto.NamedAxes`][]. Names such as "batch", "embed", "mlp" or "heads" are given if a dimension's
+    operations or path show them; otherwise the names are made from paths.
 
     **Raises:**
 
-    `LeafTypeError` for a `step` that is no function, and whatever tracing the step raises.
+    `LeafTypeError` for a `step` that is no function; the errors of tracing the step.
 
     !!! Example
 
@@ -376,7 +376,7 @@ def names_trees(classes: Classes) -> tuple[PyTree, ...]:
 def _axis(group: ClassGroup, classes: Classes) -> NamedAxis:
     traced = classes.traced
     alike: dict[tuple[object, str], list[str]] = {}
-    # The moments of an optimizer have the parameters' axes: they are told of only where nothing else is.
+    # The moments of an optimizer have the axes of the parameters; they are listed only if nothing else is.
     own = [place for place in group.places if traced.places[place.argument][0] == classes.main]
     data = [place for place in group.places if place.argument not in classes.model]
     for place in own + data or group.places:

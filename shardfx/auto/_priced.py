@@ -40,17 +40,18 @@ class _Read:
     held: tuple[int | float, int | float]
 
 
-# Products that a core's units make in one cycle, for the chips whose clock this tells.
+# Products per cycle of a core's units, for chips whose clock follows from it.
 _UNITS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2}
 
 
 def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, model: CostModel) -> Candidate:
     """The candidate with the traffic of its program and the estimated seconds of one step.
 
-    This is the one model of time: for a partitioned program, and for a compiled one that does not tell its cycles.
-    Computation is products at the peak, or memory traffic at its bandwidth, whichever is longer. What is sent takes
-    [`shardfx.cost.seconds`][], and each call some microseconds. Gathers of parameters and sums of gradients, which the
-    rows tell by their leaf, hide behind a part of the computation; what is sent of activations does not.
+    This is the only model of time: for a partitioned program, and for a compiled one that does not report its cycles.
+    Computation takes the products at the peak rate, or the memory traffic at its bandwidth, whichever is longer.
+    Communication takes [`shardfx.cost.seconds`][], and some microseconds per call. Gathers of parameters and sums of
+    gradients, which have a leaf in their rows, overlap with a part of the computation; communication of activations
+    does not.
     """
     per_device = model.compute / chip.devices_per_chip
     compute = max(
@@ -118,7 +119,7 @@ class Pricer:
 
         **Raises:**
 
-        `ProgramError` where XLA refuses the program.
+        `ProgramError` if XLA refuses the program.
         """
         step = self._constrained(one) if constrained else self.plain
         read = self._carried_on(step, one) if one.mesh.size > DIRECT else self._read(step, one, one.mesh)
@@ -204,8 +205,9 @@ def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, 
 
     **Returns:**
 
-    For each part of what the step returns, or for all of it, the number of the argument, or `None` where it is free,
-    and how many arrays it has. Of arguments that are alike each is taken once, in order.
+    For each subtree of the step's results, or for all of them together, the index of the argument with its sharding
+    (`None` if it is free) and its number of arrays. Of several arguments with the same structure, each is used once, in
+    order.
     """
     kinds = [kind_of(arg) for arg in args]
     if kind_of(made) in kinds or not isinstance(made, tuple):

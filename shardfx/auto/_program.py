@@ -45,8 +45,8 @@ class Parts:
         """Ties two sequences of parts that hold the same elements in the same order. A part is split where the sizes
         differ.
 
-        Returns whether it got to the end. From the first pair of sizes of which neither divides the other, nothing
-        is tied.
+        Returns whether all sizes could be aligned. From the first pair of sizes of which neither divides the other,
+        nothing is tied.
         """
         ours, theirs = list(reversed(left)), list(reversed(right))
         while ours and theirs:
@@ -81,12 +81,12 @@ class Parts:
         return True
 
     def _unite(self, a: int, b: int) -> None:
-        # The one that is split stands for both, so that its children are found.
+        # The class that is split represents both, so that its parts are found.
         root, other = (b, a) if b in self._children else (a, b)
         self._parent[other] = root
 
 
-# Operations that look at neighbours: what a stride makes of a dimension is no split of it.
+# Operations that read neighbours: a stride does not split a dimension.
 _WINDOWED = ("convolution", "reduce_window", "select_and_scatter")
 _MARKS = (
     "scanned", "looked_up", "tokens", "batched", "contracted", "sliced", "chosen", "channels", "windows"
@@ -97,10 +97,10 @@ _MARKS = (
 class Tied:
     """A program, the part of each dimension of each value, and the classes that operations make of parts.
 
-    `marks` are parts by what is done with them: loops walk through them, an index looks them up (one for each token of
-    a sequence), products run over them in batches or sum over them, slices take some of them, the largest
-    of them are chosen, convolutions have them as channels or as windows. `spatial` are the parts of images that
-    convolutions slide along, with their place among these.
+    `marks` are parts by the operations on them: loops run over them, an index looks them up (one for each token of a
+    sequence), products run over them in batches or sum over them, slices take some of them, top-k chooses among them,
+    convolutions use them as channels or as windows. `spatial` are the dimensions of images that convolutions slide
+    along, with their position among these.
     """
 
     program: Program
@@ -123,7 +123,7 @@ def tied(program: Program) -> Tied:
         _mark(found, made, first)
         for dim, loop in made.counted:
             part = found.dims[made.ins[0]][dim]
-            # What one loop walks through is of one length, and one dimension.
+            # All that one loop iterates over has one length, and is one dimension.
             parts.align([loops.setdefault((loop, parts.sizes[part]), part)], [part])
             found.marks["scanned"].append(part)
     return found
@@ -149,7 +149,7 @@ def _tie(found: Tied, made: Operation) -> dict[object, int]:
                 if size == 1 or not dim:
                     continue
                 if len(dim) == 1 and sizes[dim[0]] == size:
-                    # What is sorted or updated stays the same dimension: of the operand and the result in one place.
+                    # A sorted or updated dimension stays the same: operand and result have it at the same position.
                     key = (dim[0], at) if dim[0] in made.factors.replicated else dim[0]
                     if first.setdefault(key, part) != part:
                         parts.align([first[key]], [part])
@@ -211,7 +211,7 @@ def _mark_convolution(found: Tied, made: Operation) -> None:
     image, kernel = (found.dims[value] for value in made.ins)
     known = {leaf for part in found.spatial for leaf in found.parts.leaves(part)}
     channels = image[numbers.input_feature_dimension]
-    # The first convolution of an array says how it lies: that of a gradient takes batches for channels.
+    # The first convolution of an array shows its dimensions, since that of a gradient uses batches as channels.
     if known.isdisjoint(found.parts.leaves(channels)):
         found.marks["channels"].append(channels)
     found.marks["contracted"].append(kernel[numbers.kernel_input_feature_dimension])

@@ -23,22 +23,22 @@ from ._priced import Pricer, states_of, zero_1
 from ._space import MODEL, Space, by_hand, fastest, near
 
 
-# Seconds that all programs of a search may take on two cores: as the step is written, and as it is constrained, which
-# also traces and lowers it anew; and how many programs there are at least and at most.
+# The seconds that all programs of a search may take on two cores, as the step is written, and as it is constrained,
+# which also traces and lowers it again; then the smallest and the largest number of programs.
 _WRITTEN_SECONDS, _WRITTEN = 15.0, (6, 36)
 _CONSTRAINED_SECONDS, _CONSTRAINED = 8.0, (2, 6)
-# Seconds that one program takes: each, for a byte of StableHLO to be partitioned and read, to be constrained, and for a
-# device of XLA's client. Measured; a clock would make two hosts look at different candidates.
+# The seconds of one program: a fixed part, then per byte of StableHLO for partitioning, for constraining, and per
+# device of XLA's client. They are measured once, since with a clock two hosts could look at different candidates.
 _EACH, _BYTE, _CONSTRAINED_BYTE, _DEVICE = 0.1, 1 / 42_000, 1 / 20_000, 1 / 2_700
-# XLA works in another process: one program is read while it partitions the next.
+# XLA runs in another process: it partitions the next program while this one is read.
 _THREADS = 2
-# How many of the core's best stand beside the ways by hand; how many programs are kept for other sizes, and around
-# how many of the best these are tried.
+# How many of the core's best candidates join those written by hand; how many programs are reserved for other sizes, and
+# for how many of the best candidates these are tried.
 _DRAWN, _NEAR, _BEST = 12, 8, 3
-# So much faster a step is to be before its constraints are worth it.
+# A constrained step must be this much faster to be preferred.
 _WORTH = 0.99
 _LESS = "use more devices, a smaller batch, or remat"
-# How many candidates are compiled where that is asked for.
+# The number of candidates that are compiled on request.
 COMPILED = 12
 _NO_LIMITS = Limits()
 
@@ -58,10 +58,10 @@ def search(
 ) -> tuple[Candidate, ...]:
     """Chooses the mesh and rules for a step: the fastest that fits in memory, and the runners-up.
 
-    The step's dimensions are named as [`shardfx.auto.name_axes`][] does. Each mesh axis has an assignment: in which
-    order it prefers dimensions. The step is laid out under every assignment, and a compiled function prices all meshes
-    of up to four assignments at once. The best of these, and the usual ways that people write by hand, are partitioned
-    by XLA itself for the step as it is written; the best few are also partitioned with what is between the arguments
+    The step's dimensions are named as [`shardfx.auto.name_axes`][] does. Each mesh axis has an assignment: the order in
+    which it prefers dimensions. The step is sharded under every assignment, and a compiled function prices all meshes
+    of up to four assignments at once. XLA itself partitions the best of these, and the usual ways that people write by
+    hand, for the step as it is written. The best few are also partitioned with the values between the arguments
     constrained, by [`shardfx.auto.constrain_step`][], and the better form is returned. All numbers are read off that
     program of one device.
 
@@ -88,15 +88,15 @@ def search(
 
     **Returns:**
 
-    Candidates, the fastest first. Where nothing fits in memory, the one that takes least is returned alone, with a
-    reason that says so. Above 2,048 devices the program is read on smaller meshes and carried on from there.
+    The candidates, the fastest first. If none fits in memory, the one that needs least is returned alone, with a
+    reason. Above 2,048 devices, programs on smaller meshes are read and extrapolated.
 
     **Raises:**
 
     `MeshError` for devices that cannot be read or slices that do not divide them; `RuleError` for limits with names
     that the step lacks; `SpecError` if no mesh of these devices divides the step's dimensions; `LeafTypeError` for
-    arguments without arrays; `ProgramError` where XLA can partition the step in no way, as where it constrains its
-    arrays over a mesh of its own; what the step raises when it is traced, with a note.
+    arguments without arrays; `ProgramError` if XLA cannot partition the step at all, for example because it constrains
+    its arrays over its own mesh; the errors of tracing the step, with a note.
 
     !!! Example
 
@@ -170,7 +170,7 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
     more = without_twins(hold(itertools.chain(drawn, *others)), first)
     first += itertools.islice(more, max(0, most - min(_NEAR, most // 3) - len(first)))
     written.add(first or [*usual, *drawn][:most])
-    # The core chose the sizes. Around the best few others are tried, until none of the few is new.
+    # The core chose the sizes. Other sizes are tried around the best few, until these no longer change.
     while (left := most - len(written.made)) > 0:
         nearby = hold(other for one in written.ranked[:_BEST] for other in near(space, one))
         count = len(written.tried)
@@ -181,7 +181,7 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
     if not made:
         raise next(iter(written.refused.values()))
     by_core = sorted(ranked, key=lambda one: one.seconds)
-    # Constraints save sending. Without parameters that are cut the compiler has nothing to get wrong.
+    # Constraints reduce communication. Without sharded parameters there is little for the compiler to get wrong.
     worth = [one for one in dict.fromkeys([*ranked[:2], *by_core, *ranked]) if not _is_data(one)][:constrained]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         better = pool.map(ft.partial(_better, pricer), [made[one] for one in worth])

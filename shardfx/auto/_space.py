@@ -21,7 +21,7 @@ from ._name_axes import names_trees, notes_of
 from ._terms import Terms, cut_by, padded, terms_of
 
 
-# With so many assignments all searches share one compiled core.
+# With this many assignments all searches share one compiled core.
 _ASSIGNMENTS = 79
 MODEL = CostModel()
 
@@ -55,7 +55,7 @@ class Space:
         self.made: list[AssignedLayout] = []
         self._keys: dict[object, int] = {}
         self.asked = self._numbered(tuple(assignments_of_rules(rules, self.classes, never).values()) for rules in also)
-        # Nobody cuts the words of a raw key, or what convolutions slide along.
+        # The words of a raw key, and the windows of convolutions, are never sharded.
         called = [group.name for group in self.classes.groups]
         whole = never | {
             n for n, name in enumerate(called) if name == "key_words" or name.partition("_")[0] == "window"
@@ -110,7 +110,7 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
 
     **Raises:**
 
-    `SpecError` where no mesh divides the step's dimensions within the limits.
+    `SpecError` if no mesh within the limits divides the step's dimensions.
     """
     made = list(various(space, _found(space, space.limit_bytes), keep))
     if not made:
@@ -146,7 +146,7 @@ def near(space: Space, one: Candidate) -> Iterator[Candidate]:
     known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
     own = {known[names]: one.mesh.shape[axis] for axis, names in one.assignments}
     if len(own) < len(one.assignments):
-        return  # two axes cut the same names in the same order
+        return  # two axes shard the same names in the same order
     sizes = {**own, **{way[0]: 1 for way in (*space.usual, *space.known) if len(way) == 1 and way[0] not in own}}
     found: list[Found] = []
     for source, target in itertools.product(own, sizes):
@@ -173,7 +173,8 @@ def _limited(space: Space) -> Terms:
                 "cut it, take it out of `never`, or do not want it."
             )
         terms["least"][used.index(number)] = wanted[name]
-    # A mesh axis that must exist is one more class: what has its name cuts it into so many pieces, 0 for any number.
+    # A mesh axis that is required is one more class: dimensions with its name are sharded over its size, 0 for any
+    # size.
     named, sizes = named_assignments(limits, [axis_name(space.names_of(layout)) for layout in space.made])
     more = {"limits": named, "sizes": sizes, "least": np.maximum(sizes, 2)}
     return {**terms, **{name: np.concatenate([terms[name], array]) for name, array in more.items()}}

@@ -1,7 +1,7 @@
 """The cost of a step as arrays: the assignments that divide each quantity, and the bytes that each assignment sends.
 
-A row stands for all quantities that the same assignments divide. A candidate gives each assignment a number of devices;
-a row is divided by the product of the numbers of its assignments.
+A row stands for all quantities that the same assignments divide. A candidate gives each assignment a number of devices,
+and a row is divided by the product of the numbers of its assignments.
 """
 
 import math
@@ -12,9 +12,9 @@ from .._step import Operation, Program
 from ._layouts import AssignedLayout, Layouts
 
 
-# A value that is used this many operations after it was made, or later, was put aside in memory.
+# A value that is still used this many operations after it was made was stored in the meantime.
 _LONG = 40
-# Results of these lie where what they are made of lay.
+# Results of these have the sharding of their operands.
 _IN_PLACE = ("carry", "dynamic_update_slice")
 
 
@@ -72,10 +72,10 @@ def terms_of(layouts: Layouts, made: list[AssignedLayout]) -> Terms:
     for number, layout in enumerate(made):
         for event in layout.events:
             mask = cut[event.value].copy()
-            # Of an array that several axes gather, or sum, the first moves its part of what the later ones leave.
+            # If several axes gather or sum an array, the first moves only the share that the later ones leave.
             for other in moving.get((event.value, event.operation), ()):
                 mask[other] = other > number
-            # An exchange moves one shard, the others the whole of what the other assignments leave.
+            # An exchange moves one shard; the others move everything that the remaining assignments leave.
             mask[number] = event.kind == "all-to-all"
             amount = program.values[event.value].bytes * event.times * (2 if event.kind == "all-reduce" else 1)
             sent[number].add(mask, int(not data[event.value]), amount)
@@ -117,7 +117,7 @@ def _temporaries(program: Program) -> list[int]:
         for value, made in maker.items()
         if made.name not in _IN_PLACE
         and not program.values[value].free
-        # Others are fused into those that use them.
+        # The other operations are fused into their users.
         and (made.flops or made.name == "return" or dies[value] - born[value] >= _LONG)
     ]
     totals = np.zeros(len(program.operations) + 2)
@@ -147,10 +147,11 @@ def _small(size: int) -> int:
 def padded(terms: Terms) -> Terms:
     """The arrays that the core takes, filled up with assignments, rows and classes that do nothing.
 
-    So most searches of a process share one compiled program. Counts become float32: their leading digits decide.
+    With this padding most searches of a process share one compiled program. Counts become float32, since only their
+    leading digits matter.
     """
     rows, few = -len(terms["shared"]) % 32, -terms["sent"].shape[1] % 16
-    # At least one assignment more: sets that have fewer assignments than there can be name it.
+    # There is one assignment more than needed: sets with fewer assignments name it.
     more, classes = 1 + (-1 - len(terms["calls"])) % 80, -len(terms["sizes"]) % 16
     widths = {
         "divides": (rows, more),
