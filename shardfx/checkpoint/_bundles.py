@@ -14,10 +14,10 @@ from ._reader import Files
 from ._wanted import WantedLeaf
 
 
-# Of an array: the work for each would take longer than to copy it twice.
+# The bytes of an array below which work on it separately takes longer than to copy it twice.
 _MOST_BYTES = 1 << 14
 _LEAST_COUNT = 32
-# Elements that are under way in a thread at once.
+# The elements that one thread handles at once.
 _CHUNK_ELEMENTS = 1 << 19
 
 
@@ -94,7 +94,7 @@ def _placings(pieces: Sequence[Piece], boxes: Sequence[Box]) -> list[Placing] | 
     found, covered = [], np.zeros(len(pieces), np.int64)
     for number, box in enumerate(boxes):
         low, high = (np.array([side[at] for side in box], np.int64) for at in (0, 1))
-        # Along dimensions in which a piece lies inside, it is looked at as if it began where the box does.
+        # In the dimensions where a piece is inside of the box, it is treated as if it began where the box begins.
         by = np.where((low <= places) & (ends <= high), places - low, 0)
         offsets = by @ np.array(strides_of([stop - start for start, stop in box]), np.int64)
         here = np.flatnonzero(np.all((low < ends) & (places < high), axis=1))

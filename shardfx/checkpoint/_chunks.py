@@ -1,8 +1,9 @@
 """The files of a zarr array's chunks: their names, and a check that reading one does not take more memory than its size
 explains.
 
-tensorstore unpacks gzip, zlib, bz2 and zstd only as far as a chunk is long. But it takes a file as a whole, and unpacks
-blosc to the length that the file claims, in the chunks of a shard too; all are looked at here before it does.
+tensorstore unpacks gzip, zlib, bz2 and zstd only up to the length of a chunk. But it reads a file as a whole, and it
+unpacks blosc to the length that the file claims, also in the chunks of a shard. So this module checks all of them
+before tensorstore reads.
 """
 
 import dataclasses
@@ -20,16 +21,16 @@ from .._ground.text import quoted
 from ._files import member
 
 
-# A chunk that cannot be packed takes a little more than its own size.
+# A chunk that cannot be compressed takes a little more than its own size.
 _MORE_BYTES = 2**20
-# A shard is a file of many chunks with a table of them, which may be larger than they are.
+# A shard is a file of many chunks with a table of them, and the table may be larger than the chunks.
 _SHARD_BYTES = 2**30
-# blosc begins with 4 bytes of versions and flags, then the size of what it unpacks to.
+# A blosc buffer begins with 4 bytes of versions and flags, then the unpacked size.
 _CLAIM = slice(4, 8)
-# The table of a shard: where each chunk begins and how long it is, or twice this number for one that is not stored.
+# The table of a shard has the offset and the length of each chunk, or this number twice for a chunk that is not stored.
 _NOT_STORED = 2**64 - 1
 
-# The bytes of a chunk's file in a range, and its size.
+# A function that reads a range of a chunk's file, and the size of the file.
 Reader = Callable[[int, int], bytes]
 
 
@@ -126,7 +127,7 @@ def require_bounded(
         try:
             size, read = look(name)
         except (OSError, KeyError):
-            continue  # a missing chunk is for the reader to say
+            continue  # the reader reports a missing chunk
         if size > limit_bytes:
             raise _unbounded(what, name, f"has {size} bytes", own_bytes)
         if files.is_blosc:
@@ -154,7 +155,7 @@ def _begins(what: str, name: str, size: int, read: Reader, inner: InnerChunks, c
     count = math.prod(-(-whole // max(part, 1)) for whole, part in zip(chunk, inner.shape, strict=True))
     start = size - 16 * count - inner.check_bytes if inner.is_last else 0
     if start < 0:
-        return  # a file too short for its table is for the reader to say
+        return  # the reader reports a file that is too short for its table
     table = np.frombuffer(read(start, start + 16 * count), inner.dtype)
     yield from (int(begin) for begin in table[0::2] if int(begin) < min(size, _NOT_STORED))
 

@@ -127,7 +127,7 @@ def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
         copy(as_bits(view), as_bits(values))
         return
     is_checked = may_change(values.dtype, view.dtype) and values.size > 0
-    # As in JAX, what is too large for a smaller floating-point dtype becomes infinite without a word.
+    # As in JAX, a value too large for a smaller floating-point dtype becomes infinite without an error.
     with np.errstate(over="ignore", invalid="ignore"):
         if is_checked and jnp.issubdtype(view.dtype, jnp.integer):
             _require_range(view.dtype, values, name)
@@ -144,7 +144,7 @@ def _require_range(dtype: object, values: np.ndarray, name: str) -> None:
     number = int if jnp.issubdtype(values.dtype, jnp.integer) else float
     low, high = number(values.min()), number(values.max())
     least, most = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
-    # Written so that NaN, which compares with nothing, is out of range.
+    # With this comparison NaN is out of range, since each comparison with it is false.
     if not (least <= low and high <= most):
         raise CheckpointError(
             f"array {quoted(name)} holds {high if least <= low else low}, and {dtype} goes from {least} to "
@@ -159,7 +159,7 @@ def _changed(view: np.ndarray, values: np.ndarray) -> np.ndarray | None:
         return np.asarray(values.astype(np.float64) != view.astype(np.float64))
     if jnp.issubdtype(view.dtype, jnp.integer):
         return None
-    # Back from a number that the integers lack, machines give what they like.
+    # If the integer dtype lacks the number, the result of the cast back depends on the machine.
     floats = view.astype(np.float64)
     top = 2.0 ** int(jnp.iinfo(values.dtype).max).bit_length()
     return np.asarray(~((floats >= -top) & (floats < top)) | (floats.astype(values.dtype) != values))

@@ -32,7 +32,7 @@ from ._stores import MissingChunks
 from ._wanted import WantedLeaf
 
 
-# A piece that comes apart into more boxes than these is read as a whole, and taken apart in memory.
+# A piece that consists of more boxes than this is read as a whole and divided in memory.
 _MOST_LANDINGS = 512
 
 
@@ -96,7 +96,7 @@ def fetches(leaf: WantedLeaf, boxes: Sequence[Box]) -> tuple[list[Fetch], list[G
     known: dict[object, list[tuple[Landing, ...] | Piece]] = {}
     for piece in leaf.pieces:
         for number, box in enumerate(boxes):
-            # The layers of a stack are alike in all but their place.
+            # The layers of a stack differ only in their position.
             by = from_start(piece, box)
             first = shifted(piece, [-more for more in by])
             key = (number, first.source, first.target, first.factors, is_plain(piece, leaf, entries))

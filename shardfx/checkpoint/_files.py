@@ -14,9 +14,9 @@ from .._ground.errors import CheckpointError
 from .._ground.text import quoted
 
 
-# A number of twice as many digits may be too large for a double, and holds a block of only digits.
+# A number with twice as many digits may be too large for a double, and contains a block of digits only.
 _BLOCK = 150
-# An escaped half of a character; two of them that belong together are one character after parsing.
+# An escaped surrogate; two that form a pair are one character after parsing.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -37,8 +37,8 @@ class Stamp(NamedTuple):
 class FilePlace:
     """A checkpoint's directory, and the directories whose files it may open, as real paths without links.
 
-    It remembers the files that were opened: each must be the same one, unchanged, as long as anything is read from the
-    checkpoint, because what one file says decides how the others are read.
+    It remembers the files that were opened. Each must stay the same, unchanged file as long as the checkpoint is read,
+    because one file decides how the others are read.
     """
 
     directory: str
@@ -104,8 +104,8 @@ def _resolved(where: FilePlace, path: str, name: str) -> str:
 def opened(where: FilePlace, real: str) -> Iterator[int]:
     """A context with a descriptor for reading the regular file `real`, opened without following any link.
 
-    The path was resolved before; walking it part by part means that a link put there since then is refused, too. The
-    file must be as it was when it was opened first, now and at the end.
+    The path was resolved before. It is opened part by part, so that a link that was put there since then is refused
+    too. The file must be unchanged since it was first opened, now and at the end.
     """
     descriptor = _open(where.root_of(real) or where.directory, real)
     try:
@@ -135,7 +135,7 @@ def _open(root: str, real: str) -> int:
                 below = os.open(part, safe | os.O_DIRECTORY, dir_fd=here)
                 os.close(here)
                 here = below
-            # Opening a pipe that nobody writes to must fail, not wait.
+            # Opening a pipe without a writer must fail instead of wait.
             descriptor = os.open(parts[-1], safe | os.O_NONBLOCK, dir_fd=here)
         finally:
             os.close(here)
@@ -152,7 +152,7 @@ def _open(root: str, real: str) -> int:
 def require_plain_tree(where: FilePlace, real: str) -> None:
     """Raises unless the directory `real` contains only files and directories, and no link that leads outside.
 
-    For libraries that open files themselves: they follow links, and wait for ever at a pipe.
+    This is for libraries that open files themselves, since they follow links and wait for ever at a pipe.
     """
     seen, pending = {real}, [real]
     while pending:
@@ -193,7 +193,7 @@ def parsed_json(data: bytes, where: str) -> Any:
     except RecursionError:
         raise CheckpointError(f"{where} is nested too deeply to be a checkpoint's JSON.") from None
     except ValueError as error:
-        # Python's text would quote the character that a terminal cannot show.
+        # Python's text of the value would escape the character that a terminal cannot show.
         reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error
         raise CheckpointError(
             f"{where} is no valid JSON: {reason}. The file is damaged, or of another format."

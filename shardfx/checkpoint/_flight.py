@@ -95,7 +95,7 @@ def units_of(leaves: Sequence[WantedLeaf], asked_limit: int | None) -> tuple[lis
 
 
 def _position(leaf: WantedLeaf) -> tuple[str, int]:
-    if not leaf.entries:  # constants alone
+    if not leaf.entries:  # the value consists of constants only
         return "", 0
     entry = leaf.entries[0]
     return entry.file, entry.offset if isinstance(entry, FileArray) else 0
@@ -182,7 +182,7 @@ class Progress:
 
 
 Task = Callable[[], int]
-# Of one leaf: the boxes that are here, and the memory of each.
+# For one leaf: the boxes of this process, and the memory of each.
 Filled = tuple[tuple[Box, ...], list[np.ndarray]]
 _MOST_OPEN = 256
 
@@ -199,7 +199,8 @@ class _Group:
 class Flight:
     """The groups that are being read. They start in order while the limit allows, and end as their reads finish.
 
-    What has landed is, by leaf, in `filled` where the memory is to be the array's, else in `placed`, on devices.
+    Values that have arrived are, by leaf, in `filled` if their memory becomes the array's, otherwise in `placed`, on
+    devices.
     """
 
     def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress, leaf_count: int):
@@ -220,7 +221,7 @@ class Flight:
         while self._open and (self._staging_bytes + coming > self._limit or len(self._open) > _MOST_OPEN):
             self._land_one()
         wanted = [(shape, unit.leaf.dtype) for unit in units for shape in unit.kind.shapes]
-        # What is large has memory of its own: a block below 32 MiB is one that `malloc` had touched before.
+        # Large values get separate blocks: `malloc` serves blocks below 32 MiB from memory that was touched before.
         together = [wanted] if len(units) > 1 else [[one] for one in wanted]
         memory = iter([one for some in together for one in buffers(some, memory_to_fill)])
         pairs = [(unit, list(it.islice(memory, len(unit.kind.boxes)))) for unit in units]
@@ -260,7 +261,7 @@ class Flight:
             if unit.kind.is_final:
                 self.filled[unit.number] = (unit.kind.boxes, memory)
                 continue
-            # The memory is only a stop on the way: it must be gone before more is admitted.
+            # This memory is temporary: it must be free before more is admitted.
             for filled, devices in zip(memory, unit.kind.devices, strict=True):
                 placed = moved(filled, devices, unit.leaf.sharding)
                 self.placed.setdefault(unit.number, []).extend(placed)

@@ -29,7 +29,7 @@ from ._files import FilePlace, inside, member, place, read_json
 
 _SHOWN_ROWS = 24
 _SHOWN_CHARACTERS = 120
-# Deeper trees than any model's exhaust the stack of whoever walks them.
+# Trees deeper than any model's would exhaust the stack of recursive functions.
 _MOST_PARTS = 100
 
 
@@ -37,8 +37,8 @@ _MOST_PARTS = 100
 class Index:
     """The content of a checkpoint, read from headers without any weight. Made by `read_index`.
 
-    `print` shows it as a table, repeated layers as one row. It is read by path: `index["norm"]` is an entry,
-    `"norm" in index` says whether there is one, `for path in index` goes through the paths, `len(index)` counts them.
+    `print` shows it as a table, with repeated layers in one row. Paths are its keys: `index["norm"]` is an entry,
+    `"norm" in index` tests for one, `for path in index` iterates over the paths, `len(index)` counts them.
 
     **Arguments:**
 
@@ -130,7 +130,8 @@ def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | N
 
     **Raises:**
 
-    `CheckpointError` that names the file, for one that is missing, truncated, damaged, or leads out of the directory.
+    `CheckpointError`, with the file, if a file is missing, truncated or damaged, or if its path leads out of the
+    directory.
 
     !!! Example
 
@@ -152,13 +153,13 @@ def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | N
         try:
             names = sorted(os.listdir(where.directory))
         except FileNotFoundError:
-            # A writer has taken it away in this moment.
+            # A writer has just moved it away.
             raise _nothing_at(path) from None
         return _read_directory(where, path, names)
     if not os.path.isfile(path):
         raise _nothing_at(path)
     where, name = place(os.path.dirname(os.path.abspath(path)), root), os.path.basename(path)
-    # The caller named this file, so where it leads is the caller's wish.
+    # The caller named this file, so its link may lead anywhere.
     real = os.path.realpath(path)
     trusted = FilePlace(where.directory, (*where.roots, os.path.dirname(real)), where.seen)
     if name.endswith(".json"):
@@ -278,11 +279,12 @@ def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None)
 
     **Returns:**
 
-    Nested dicts, one level for each "/" in a path; names without one, as most safetensors have, stay as they are.
+    Nested dicts, one level for each "/" in a path. A name without a slash, as most safetensors have, is a key of the
+    top level.
 
     **Raises:**
 
-    `CheckpointError` for an array whose shape or dtype the checkpoint does not say, or whose dtype JAX lacks.
+    `CheckpointError` for an array whose shape or dtype is not in the checkpoint, or whose dtype JAX lacks.
 
     !!! Example
 
@@ -337,7 +339,7 @@ def _group(entry: ArrayEntry) -> str | None:
 def _nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
     """Pairs of a path and a value as nested dicts, as `{"a": {"b": x}}` for `("a/b", x)`. No value may be a dict.
 
-    A path that is a leaf and a branch at once is an error, and one that is too deep for a tree.
+    A path that is both a leaf and a branch is an error, and so is a path too deep for a tree.
     """
     tree: dict[str, Any] = {}
     for path, value in pairs:

@@ -158,7 +158,7 @@ def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, n
     for landing in landings(part, box):
         values = seen(memory, landing)
         casts = part.value.casts
-        # What is cast last is cast where it is written, unless it would be refused there.
+        # A cast that is the last operation is done when the value is written, unless it would be refused there.
         for at, to in enumerate(casts, 1):
             if at < len(casts) or isinstance(to, Arithmetic) or may_change(values.dtype, to):
                 values = changed(values, to)
@@ -189,7 +189,7 @@ def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
             yield box, np.ascontiguousarray(shard.data)
 
 
-# A model has many arrays and few kinds of them: a `Shard` looks its own number up each time.
+# A model has many arrays of few kinds, and `Shard.replica_id` is computed anew at each access.
 @ft.lru_cache(maxsize=256)
 def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
     """For each device that holds the first replica of a box, the box."""

@@ -84,8 +84,8 @@ def load(
 ) -> PyTree:
     """Reads a checkpoint into arrays sharded by a plan; each process reads the bytes of its own shards.
 
-    On a CPU the bytes go from the file into the memory that the arrays keep. Replicas within a process are read once.
-    The mesh, the plan and the device count with which the checkpoint was saved do not matter.
+    On a CPU the bytes go from the file into the memory of the arrays. Replicas within a process are read once. The
+    mesh, the plan and the device count of the save do not matter.
 
     **Arguments:**
 
@@ -114,8 +114,9 @@ def load(
 
     **Returns:**
 
-    A tree of the plan's structure. Leaves that are no arrays, activation functions for one, are as in the tree that is
-    given, and `None` for a ShardPlan, which has none: `equinox.combine(loaded, model)` takes them from a model.
+    A tree of the plan's structure. Leaves that are no arrays, such as activation functions, are those of the given
+    tree; for a ShardPlan, which has no such leaves, they are `None`, and `equinox.combine(loaded, model)` takes them
+    from a model.
 
     **Raises:**
 
@@ -145,8 +146,8 @@ def load(
         assert again["wi"].sharding.spec == jax.P(None, "fsdp")
         ```
     """
-    # A file that a writer replaces meanwhile is read again from its header on. With more processes one alone must not:
-    # it might load another file than the others.
+    # If a writer replaces a file meanwhile, it is read again from its header on. With several processes, one process
+    # alone must not do this: it might load another file than the others.
     tries = 1 if isinstance(path, Index) or jax.process_count() > 1 else _TRIES
     for left in reversed(range(tries)):
         try:
@@ -158,7 +159,7 @@ def load(
             return rebuild([_assembled(*one) for one in zip(leaves, landed.filled, placed, strict=True)])
         except ChangedError as error:
             if not left:
-                # The name of the private class would say no more than the sentence does.
+                # The name of the private class would not say more than the sentence.
                 raise CheckpointError(str(error)) from None
     raise AssertionError("the last try returns or raises")
 
@@ -184,14 +185,14 @@ def _read(
         with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-load") as pool:
             flight = Flight(pool, limit, bar, len(leaves))
             try:
-                # Small units that follow each other in the file: handing each to a thread would cost more.
+                # Small units that follow each other in the file: one thread task for each would cost more.
                 for group in grouped(units, lambda unit: unit.nbytes, min(limit, RUN_BYTES)):
                     flight.admit(group, tasks, files.read_pieces)
                 flight.land()
             finally:
-                # After an error, what has not begun must not begin.
+                # After an error, no further read may begin.
                 pool.shutdown(wait=True, cancel_futures=True)
-        # A store's chunks have no header of their own that could be looked at.
+        # The chunks of a store have no header of their own.
         require_seen_unchanged(index.place)
     bar.end()
     return flight
@@ -210,7 +211,7 @@ def _tasks(
         if isinstance(entry, StoreArray):
             yield ft.partial(stores.read_into, entry, fetch.boxes, targets, missing_chunks=missing_chunks)
             continue
-        # A read costs a call besides its bytes.
+        # A read has a fixed cost beside its bytes.
         spans = fetch.spans(entry, unit.leaf.dtype, gap_bytes)
         for batch in grouped(spans, lambda span: span.nbytes + _CALL_BYTES * span.runs, RUN_BYTES):
             yield ft.partial(files.read, entry, batch, fetch.boxes, targets)

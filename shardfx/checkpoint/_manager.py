@@ -26,10 +26,10 @@ _STEP = re.compile(r"step-(\d+)")
 class Manager:
     """Saves a training run in the background, and keeps the latest steps.
 
-    `save` copies what this process writes to its memory, so that the next training step may donate the arrays, and
-    writes it in a thread as [`shardfx.checkpoint.save`][] does. Each step is a directory, `step-100`, which is there as
-    a whole or not at all. All processes make a manager of one directory, on a file system that they share, and call it
-    alike.
+    `save` copies the data of this process in memory, so that the next training step may donate the arrays, and writes
+    the copy in a thread as [`shardfx.checkpoint.save`][] does. Each step is a directory such as `step-100`, which
+    exists completely or not at all. All processes make a manager of the same directory, on a shared file system, and
+    make the same calls.
 
     **Arguments:**
 
@@ -91,7 +91,7 @@ class Manager:
     def save(self, step: int, tree: object, plan: ShardPlan | None = None) -> None:
         """Copies a tree to this process's memory, and starts to write it in a thread.
 
-        It waits for the save before, if that is still under way.
+        If the save before is not finished, this waits for it.
 
         **Arguments:**
 
@@ -100,15 +100,15 @@ class Manager:
 
         **Raises:**
 
-        What the save before has raised, and what is wrong with this tree. What goes wrong later is raised by the next
-        call of `save`, `wait` or `close`.
+        The errors of the save before, and those of this tree. Later errors are raised by the next call of `save`,
+        `wait` or `close`.
         """
         self.wait()
         holders = holders_of(tree)
         try:
             content = _copied(content_of(tree, plan, None, None))
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:
-            # The other processes wait for this one, and are told why it does not write.
+            # The other processes wait for this one, and get the reason why it does not write.
             write(self.path(step), holders, ft.partial(_raise, error), self._wait_seconds, progress=False)
             raise
         self._under_way = self._pool.submit(self._write, step, holders, content)
@@ -123,7 +123,7 @@ class Manager:
 
         **Raises:**
 
-        `CheckpointError` where there is no such step, and as `load` does.
+        `CheckpointError` if there is no such step; the errors of [`shardfx.checkpoint.load`][].
         """
         self.wait()
         there = self.steps()
@@ -153,7 +153,7 @@ class Manager:
                 self._remove(old)
 
     def _remove(self, step: int) -> None:
-        # One that is killed here leaves a directory that `left_over` finds, and no half checkpoint.
+        # If the process is killed here, it leaves a directory that `left_over` finds, and no partial checkpoint.
         gone = os.path.join(self.directory, f".step-{step}.partial-{secrets.token_hex(8)}")
         os.rename(self.path(step), gone)
         remove_partial(gone)

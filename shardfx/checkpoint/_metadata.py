@@ -78,7 +78,7 @@ def require_whole_keys(sharding: Sharding, path: str) -> None:
 
 NUMBERS_KEY = "shardfx.numbers"
 _KINDS = {"bool": bool, "int": int, "float": float, "complex": complex}
-# Beyond 64 bits, Python's own text of an integer takes quadratic time.
+# Above 64 bits, Python's conversion of an integer to text takes quadratic time.
 _WIDE = 2**63
 
 

@@ -20,14 +20,15 @@ from ._files import FilePlace, opened
 from ._spans import Part, Span, spans
 
 
-# A process should read the bytes of its own shards; only crumbs are read along, where skipping takes ten times as long.
+# A process should read only the bytes of its own shards. Small gaps are read too if skipping them takes ten times as
+# long.
 GAP_BYTES = 64
-# Of a span that must be copied out; and of one that is read into place, which is as long as a task should be.
+# The largest span that must be copied, and the largest that is read into its place, which is the length of a good task.
 COPY_BYTES = 4 * 1024 * 1024
 RUN_BYTES = 16 * 1024 * 1024
-# POSIX lets one call fill at least 16 of them; Linux 1024.
+# POSIX guarantees at least 16 buffers per call; Linux allows 1024.
 _MOST_BUFFERS = min(1000, os.sysconf("SC_IOV_MAX"))
-# Python has no other way to a bytearray that is not first filled with zeros.
+# Python has no other way to make a bytearray that is not zeroed first.
 _uninitialised = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
     ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
 )
@@ -35,9 +36,9 @@ _uninitialised = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_s
 
 def memory_to_fill(nbytes: int) -> np.ndarray:
     """Uninitialised memory for arrays that are read."""
-    # NumPy asks for large pages. They cost three times as much to touch first on virtual machines whose host takes back
-    # large blocks that the guest has free. This memory is from `malloc`, and a process that loads again finds it
-    # touched already.
+    # NumPy asks for huge pages. Touching them the first time costs three times as much on virtual machines whose host
+    # takes back large free blocks of the guest. This memory is from `malloc`, and a process that loads again gets
+    # memory that it has touched.
     return np.frombuffer(_uninitialised(None, nbytes), np.uint8)
 
 
@@ -77,7 +78,7 @@ class Files:
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        # After an error the files are not looked at again: what went wrong first is what counts.
+        # After an error no further file is read, and the first error is raised.
         self._stack.__exit__(kind, error, traceback)
 
     def read(self, entry: FileArray, todo: Sequence[Span], boxes: Sequence[Box], targets: Sequence[np.ndarray]) -> int:
@@ -163,7 +164,7 @@ def _read(descriptor: int, into: list[Any], span: Span, entry: FileArray) -> Non
     if span.runs == 1:
         _read_run(descriptor, into, offset, span.nbytes, entry)
         return
-    # Runs of more than one part are never read into place, so there is one piece of memory.
+    # Runs with several parts are never read into place, so there is one block of memory.
     memory, size, preadv = memoryview(into[0]), span.run_bytes, os.preadv
     for number in range(span.runs):
         piece = memory[number * size : (number + 1) * size]

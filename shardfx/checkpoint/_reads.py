@@ -91,12 +91,12 @@ def plan_reads(
 
     **Returns:**
 
-    A `ReadPlan`. Excess is what lies between the columns that a process needs and is too short to skip, and in stores
-    of chunks the rest of each chunk.
+    A `ReadPlan`. Excess bytes are gaps, too short to skip, between the columns that a process needs, and in chunked
+    stores the rest of each chunk.
 
     **Raises:**
 
-    As `load` does before it reads; `PlanMismatchError` for a number of processes that does not divide the mesh.
+    The errors of `load` before it reads; `PlanMismatchError` for a number of processes that does not divide the mesh.
 
     !!! Example
 
@@ -121,7 +121,7 @@ def plan_reads(
     known: dict[object, Mapping[int, tuple[int, int, int]]] = {}
     totals: dict[int, list[int]] = {}
     for leaf in leaves:
-        # A model has many leaves and few kinds of them.
+        # A model has many leaves of few kinds.
         stored = [(one.dtype, one.shape, one.chunks if isinstance(one, StoreArray) else None) for one in leaf.entries]
         key = (leaf.shape, leaf.sharding, leaf.dtype, *(stored if leaf.pieces is None else [leaf.path]))
         if key not in known:

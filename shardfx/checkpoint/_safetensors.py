@@ -21,15 +21,15 @@ from ._files import FilePlace, opened, parsed_json, read_at
 from ._metadata import key_named, of_bits
 
 
-# The format's own limit on the header.
+# The format's own limit for the header.
 HEADER_LIMIT_BYTES = 100_000_000
-# NumPy's own limit, which is JAX's on the host.
+# The limit of NumPy, and so of JAX's arrays on the host.
 _MOST_DIMENSIONS = 64
 _FIELDS = {"dtype", "shape", "data_offsets"}
-# How deep the format's library reads JSON: the header and the tensor's entry are the first two levels.
+# The depth to which the format's library reads JSON: the header and a tensor's entry are the first two levels.
 _MOST_NESTED = 127
 
-# Name in the file: bits of one element, and the dtype that it has in JAX, if it has one.
+# By the name in the file: the bits of an element, and the JAX dtype if there is one.
 DTYPES: dict[str, tuple[int, Any]] = {
     "BOOL": (8, np.dtype(bool)),
     "U8": (8, np.dtype("uint8")),
@@ -50,12 +50,12 @@ DTYPES: dict[str, tuple[int, Any]] = {
     "F8_E8M0": (8, np.dtype(jnp.float8_e8m0fnu)),
     "F8_E4M3FNUZ": (8, np.dtype(jnp.float8_e4m3fnuz)),
     "F8_E5M2FNUZ": (8, np.dtype(jnp.float8_e5m2fnuz)),
-    # Packed several to a byte, which no JAX array can be on the host.
+    # Several elements are packed in a byte, which no JAX array on the host can do.
     "F6_E2M3": (6, None),
     "F6_E3M2": (6, None),
     "F4": (4, None),
 }
-# Further one-byte dtypes are kept as U8, PRNG keys as U32; what they are is named in the file's metadata.
+# Other one-byte dtypes are stored as U8, PRNG keys as U32; the file's metadata names their dtypes.
 DTYPES_KEY = "shardfx.dtypes"
 METADATA = "__metadata__"
 OTHER = {
@@ -115,8 +115,8 @@ def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
 
     **Raises:**
 
-    `CheckpointError` for anything that the format forbids: names that occur twice, unknown dtypes, shapes and offsets
-    that are no sizes or do not agree, tensors that overlap, lie outside the buffer or leave holes in it.
+    `CheckpointError` for anything that the format forbids: duplicate names, unknown dtypes, shapes and offsets that are
+    invalid or inconsistent, tensors that overlap, lie outside of the buffer or leave gaps in it.
     """
     content = parsed_json(data, f"the header of {file!r}")
     if not isinstance(content, dict):
@@ -230,7 +230,7 @@ def write_header(tensors: Sequence[tuple[str, Any]], metadata: dict[str, str]) -
 
     **Returns:**
 
-    The bytes, and per tensor its offset from the first byte of the file.
+    The bytes, and for each tensor its offset from the start of the file.
     """
     content: dict[str, Any] = {METADATA: metadata} if metadata else {}
     reached, starts = 0, []

@@ -37,7 +37,7 @@ PLAN_KEY = "shardfx.plan"
 _NO_PLAN = "holds no plan: `checkpoint.save` writes one, unless by a map, or of arrays on no mesh or on several."
 _FILE_BYTES = 5 * 10**9
 _WORKERS = 4
-# A save that has failed elsewhere stops after so much.
+# The number of bytes after which a save checks whether another process has failed.
 _STEP_BYTES = 16 << 20
 _WAIT_SECONDS = 25.0
 
@@ -70,10 +70,10 @@ def save(
 ) -> None:
     """Writes the arrays of a tree as safetensors, with their plan.
 
-    Everything is written under a temporary name beside `path`, flushed to the disk, and renamed at the end: whoever is
-    killed on the way leaves what was there as it was, and of two writers one gets an error. Every process that owns a
-    device of the arrays must call this, with the same arguments, and `path` must be on a file system that they share;
-    each writes its replica-0 shards. Whatever goes wrong in one of them, the others hear of it.
+    All files are written under a temporary name beside `path`, flushed to the disk, and renamed at the end. A process
+    that is killed before leaves what was there unchanged, and of two writers one gets an error. Every process that owns
+    a device of the arrays must call this with the same arguments, and `path` must be on a shared file system; each
+    process writes its replica-0 shards. An error in one process is raised in all of them.
 
     **Arguments:**
 
@@ -98,12 +98,12 @@ def save(
 
     **Raises:**
 
-    `MapError` that lists all of a map that does not fit; `PlanMismatchError` if the tree is not the planned one;
-    `LeafTypeError` for a dtype that safetensors cannot hold, for what a map scales, or for a dtype
-    of which `load` could not give back the values under this plan (NumPy's int64 where the plan has int32);
-    `CheckpointError` if `path` exists, or another process failed, died, did not come, or has other arguments, which
-    names that process; `OSError` with the path where the disk is full or
-    cannot be written. What was at `path` before is there after any of them.
+    `MapError` with all problems of a map that does not fit; `PlanMismatchError` if the tree is not the planned one;
+    `LeafTypeError` for a dtype that safetensors cannot hold, for leaves that a map scales, or for a dtype whose values
+    `load` could not return under this plan (NumPy's int64 where the plan has int32); `CheckpointError` if `path`
+    exists, or if another process, which is named, failed, died, did not come, or has other arguments; `OSError` with
+    the path if the disk is full or cannot be written. After each of these errors, what was at `path` before is still
+    there.
 
     !!! Example
 
@@ -216,18 +216,18 @@ def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:
 
     **Returns:**
 
-    The plan, without devices; put it on some with [`shardfx.ShardPlan.on`][].
+    The plan, without devices; place it on devices with [`shardfx.ShardPlan.on`][].
 
     **Raises:**
 
-    `CheckpointError` if there is none, `PlanFormatError` if it is damaged.
+    `CheckpointError` if there is no plan, `PlanFormatError` if it is damaged.
     """
     path = os.fspath(path)
     if os.path.isdir(path):
         where = place(path, None)
         if not os.path.exists(os.path.join(path, PLAN)):
             raise CheckpointError(f"{path!r} {_NO_PLAN}")
-        # Read as JSON that nobody vouches for first, then by the plan's own reader.
+        # The text is first parsed as untrusted JSON, then by the plan's own reader.
         return ShardPlan.from_json(json.dumps(read_json(where, inside(where, PLAN))), like)
     text = read_index(path).metadata.get(PLAN_KEY)
     if text is None:
@@ -265,7 +265,8 @@ def _file_name(number: int, count: int) -> str:
 def _write_all(tensors: list[_Tensor], bar: Progress, together: Together, afterwards: contextlib.ExitStack) -> int:
     """Writes this process's shards, and returns the number of bytes that all processes wrote.
 
-    Where it fails, the writes that have begun are waited for `afterwards`: the other processes hear of it before.
+    After an error, the caller waits `afterwards` for the writes that have begun, so that the other processes learn of
+    it first.
     """
     files: dict[str, int] = {}
     for file in dict.fromkeys(tensor.file for tensor in tensors):
@@ -274,7 +275,7 @@ def _write_all(tensors: list[_Tensor], bar: Progress, together: Together, afterw
     pool, stop = concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save"), threading.Event()
     afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
     afterwards.callback(stop.set)
-    # Tensors that are small together: each call of a thread costs more than these.
+    # Tensors that are small together: one thread task for each would cost more.
     by_file = it.groupby(tensors, lambda one: one.file)
     groups = [group for _, own in by_file for group in grouped(own, lambda one: one.nbytes, COPY_BYTES)]
     writes = [pool.submit(_write, files[group[0].file], group, together.is_first, stop) for group in groups]
@@ -293,7 +294,7 @@ def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: th
     for tensor in tensors:
         pieces = list(shards_of(tensor.value, is_first))
         if sum([values.size for _, values in pieces]) < math.prod(tensor.value.shape):
-            # Another process writes the rest of it.
+            # Another process writes the rest of the tensor.
             written += _write_parts(descriptor, tensor, pieces, stop)
             continue
         at = tensor.offset - begin
@@ -320,7 +321,7 @@ def _write_parts(
 ) -> int:
     boxes, values = [box for box, _ in pieces], [value for _, value in pieces]
     shape, dtype, written = tensor.value.shape, tensor.value.dtype, 0
-    # Nothing between the pieces is written along: another process may have written it by now.
+    # The gaps between the pieces are never written, since another process may have written them already.
     limits = {"gap_bytes": 1, "run_bytes": RUN_BYTES, "copy_bytes": COPY_BYTES}
     for span in spans(shape, dtype.itemsize, boxes, **limits):
         views = [values[part.number][slices(part.where, boxes[part.number])] for part in span.parts]

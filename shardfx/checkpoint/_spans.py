@@ -11,7 +11,7 @@ from .._ground.boxes import Box, common, volume
 
 T = TypeVar("T")
 
-# So many short reads are a task, whatever their bytes.
+# The number of short reads that make one task, however few their bytes.
 _MOST_RUNS = 4096
 
 
@@ -63,8 +63,8 @@ def spans(
 ) -> Iterator[Span]:
     """The reads that fetch `boxes` of an array, each byte once if the boxes share rows.
 
-    Boxes that lie side by side in the same rows, as the shards of a matrix that is cut in columns, are read together.
-    Bytes between that no box wants are read along where there are fewer than `gap_bytes` of them, else skipped.
+    Adjacent boxes in the same rows, such as the shards of a matrix that is sharded in columns, are read together. Bytes
+    between them that no box needs are read too if there are fewer than `gap_bytes`; otherwise they are skipped.
 
     **Arguments:**
 
@@ -77,7 +77,7 @@ def spans(
 
     **Returns:**
 
-    Spans in the order of the file, group by group.
+    The spans in the order of the file, group by group.
     """
     strides = strides_of(shape, itemsize)
     wanted = [(number, box) for number, box in enumerate(boxes) if volume(box)]
@@ -117,7 +117,7 @@ def _pieces(
     while dim < len(box) and box[dim][1] - box[dim][0] == 1:
         dim += 1
     if dim == len(box) or _reach(box, dim, strides, itemsize) <= min(limit, gap_bytes):
-        # Too short to hold a gap that is worth skipping.
+        # The range is too short for a gap that is worth skipping.
         yield box, None
         return
     start, stop = box[dim]
@@ -147,7 +147,7 @@ def _span(
     offset, runs, step = _first(piece, strides), 1, 0
     run_bytes = _reach(piece, 0, strides, itemsize)
     if rows is not None:
-        # Rows read one by one leave no gaps between them: the bytes are those of the piece alone.
+        # Rows that are read one by one have no gaps between them: the bytes are those of the piece.
         runs, step, run_bytes = (
             piece[rows][1] - piece[rows][0],
             strides[rows],

@@ -15,9 +15,9 @@ from .._ground.text import quoted
 
 
 PLAN = "plan.json"
-# As `save` names what it writes: `.step-100.partial-` and a token that only this save has.
+# The temporary names of `save`: `.step-100.partial-` and a token unique to the save.
 _NAME = re.compile(r"\.(.+)\.partial-[0-9a-f]{16}")
-# Per file its header, its size and the names of its tensors.
+# For each file its header, its size and the names of its tensors.
 Headers = Mapping[str, tuple[bytes, int, list[str]]]
 
 
@@ -77,7 +77,7 @@ def commit(staging: str, path: str, is_file: bool, overwrite: bool) -> None:
         elif overwrite:
             os.replace(staging, path)
         else:
-            # Unlike a rename, a link never replaces what another writer has put there meanwhile.
+            # Unlike a rename, a link never replaces a file that another writer has made meanwhile.
             os.link(staging, path)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
@@ -154,7 +154,7 @@ def left_over(
             continue
         try:
             one = _looked_at(path, os.path.join(directory, match[1]), now)
-        except FileNotFoundError:  # the save has ended in this moment
+        except FileNotFoundError:  # the save has just ended
             continue
         if one.age_seconds >= older_than_seconds:
             found.append(one)
@@ -166,7 +166,7 @@ def left_over(
 def _looked_at(path: str, target: str, now: float) -> LeftOver:
     files = [path] + ([entry.path for entry in os.scandir(path)] if os.path.isdir(path) else [])
     stats = [os.lstat(file) for file in files]
-    # Files have their full size from the start; blocks are what was written.
+    # Files have their full size from the start; the blocks show what was written.
     nbytes = sum(one.st_blocks * 512 for one in stats if stat.S_ISREG(one.st_mode))
     return LeftOver(path, target, nbytes, max(0.0, now - max(one.st_mtime for one in stats)))
 

@@ -26,10 +26,10 @@ MissingChunks = Literal["raise", "fill"]
 
 OCDBT_MANIFEST = "manifest.ocdbt"
 _CACHE_BYTES = 128 * 2**20
-# Chunks up to this size may be larger than their array; larger ones must be about as large as it.
+# Chunks up to this size may be larger than their array; larger chunks must be about as large as it.
 _CHUNK_BYTES = 2**30
 _WIDEST_BYTES = 16
-# In tensorstore's error for a chunk that it should not fill in.
+# A part of tensorstore's error for a missing chunk that it should not fill with zeros.
 _MISSING = "is missing"
 METADATA = {".zarray": "zarr", "zarr.json": "zarr3"}
 _DTYPES = (
@@ -39,14 +39,14 @@ _DTYPES = (
     *("float8_e3m4", "float8_e4m3"),
 )
 _NAMED: dict[str, Any] = {name: jnp.dtype(name) for name in _DTYPES}
-# In zarr 2 a byte order goes before the kind and the size: "<f4", or "|b1" where there is none.
+# In zarr 2 the byte order precedes the kind and the size: "<f4", or "|b1" if there is none.
 _NAMED |= {np.dtype(name).str: np.dtype(name) for name in _DTYPES if np.dtype(name).kind in "biufc"}
 _NAMED |= {text.replace("<", ">"): dtype for text, dtype in _NAMED.items() if text[0] == "<"}
 
 
 def dtype_named(text: str) -> DType:
     """The dtype that zarr or eformer metadata names; `None` if JAX lacks it."""
-    # Never `np.dtype(text)`: numpy evaluates parts of what it is given.
+    # Never `np.dtype(text)`, since NumPy evaluates parts of the text.
     return _NAMED.get(text)
 
 
@@ -98,7 +98,7 @@ def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
     require_plain_tree(where, where.directory)
     with opened(where, inside(where, OCDBT_MANIFEST)):
-        # Now it is among the files that must not change.
+        # From now on the file must not change.
         pass
     try:
         store = ts.KvStore.open(ocdbt(where.directory)).result()
@@ -118,7 +118,7 @@ def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
     """Checks what tensorstore would act on without checking: the files that it opens, and the sizes of chunks.
 
-    A chunk is decoded in memory as a whole, and a size that memory does not have ends the process.
+    A chunk is decoded in memory as a whole, and a size that exceeds the memory ends the process.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for directory in dict.fromkeys(entry.file for entry in entries):
@@ -154,7 +154,7 @@ def read_into(
     """
     import tensorstore as ts
 
-    # Chunks that two boxes share are decoded once, if they can be kept.
+    # Chunks that two boxes share are decoded once if they can be kept in memory.
     cache_bytes = 0 if all(_is_aligned(entry, box) for box in boxes) else _CACHE_BYTES
     context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
     spec = _spec_of(entry) | {"fill_missing_data_reads": missing_chunks == "fill"}
@@ -176,7 +176,7 @@ def read_into(
 
 
 def _require_bounded(ts: Any, array: Any, entry: StoreArray, boxes: Sequence[Box]) -> None:
-    # What is checked must be what tensorstore reads, so it says itself how it understands the metadata.
+    # tensorstore must read what was checked here, so it is told how to interpret the metadata.
     files = chunk_files(array.spec().to_json()["metadata"])
     if entry.key is None:
         look = ft.partial(look_in, entry.file)
@@ -246,8 +246,8 @@ EFORMER_INDEX = "tensorstore_index.json"
 def eformer_entries(where: FilePlace) -> tuple[StoreArray | ListedArray, ...]:
     """The arrays that an eformer index lists, of all its prefixes, in the index's order.
 
-    Version 1 has one list, `arrays`; version 2 has one list per prefix, and may have `arrays` beside them. The two are
-    told apart by these names: what eformer writes as `version` is the version of its package.
+    Version 1 has one list, `arrays`; version 2 has one list per prefix, and may have `arrays` too. These names tell the
+    two apart, since eformer writes the version of its package as `version`.
     """
     real = inside(where, EFORMER_INDEX)
     content = read_json(where, real)
@@ -273,7 +273,7 @@ def _listed(where: FilePlace, real: str, group: str | None, row: object) -> Stor
         raise CheckpointError(f"{real!r} lists {quoted(str(row), 80)}, which has no `path`.")
     path, shape, dtype = row["path"], row.get("shape"), row.get("dtype")
     directory = inside(where, path)
-    # What the array itself says is what a read will give; the index is a copy that may be out of date.
+    # The array's own metadata decides what a read returns; the index is a copy that may be out of date.
     for name in METADATA:
         if os.path.isfile(os.path.join(directory, name)):
             found = array_entry(where, path, directory, name)
@@ -292,9 +292,10 @@ def _listed(where: FilePlace, real: str, group: str | None, row: object) -> Stor
 
 
 ORBAX_METADATA = "_METADATA"
-# What Orbax writes beside the arrays.
+# The files that Orbax writes beside the arrays.
 _TRACES = ("_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "ocdbt.process_0")
-# What Orbax calls a value that it keeps as an array. Others, strings and empty containers, are no arrays.
+# The names by which Orbax marks a value that it stores as an array. Other values, such as strings and empty containers,
+# are no arrays.
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
@@ -322,7 +323,7 @@ def require_finished(where: FilePlace, names: list[str]) -> None:
 def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
     """The arrays of an Orbax PyTree checkpoint. Their paths are Orbax's keys joined by "/".
 
-    Orbax's own reader opens the files that the metadata names before it looks at the names, so this one reads.
+    Orbax's own reader opens the files that the metadata names before it checks the names, so this function reads them.
     """
     real = inside(where, ORBAX_METADATA)
     content = read_json(where, real)

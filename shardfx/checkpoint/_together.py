@@ -1,9 +1,9 @@
 """The coordination of several processes that make one save, through JAX's coordination service and without any program
 on devices.
 
-They go through rounds. In each, every process leaves a note: its arguments, or how its work goes, or its error. At a
-barrier all wait for each other, at most 20 seconds, so a dead process is noticed. Then the first process reads the
-notes and answers all alike.
+They go through rounds. In each round, every process leaves a note with its arguments, its progress or its error. Then
+all wait for each other at a barrier, at most 20 seconds, so that a dead process is noticed. After it, the first process
+reads the notes and sends one answer to all.
 """
 
 import concurrent.futures
@@ -27,7 +27,7 @@ from .._ground.processes import absent, coordination, named
 
 _LOOK_SECONDS = 1.0
 _SILENT_SECONDS = 20.0
-# How long a process that has failed waits for others to come, to tell them.
+# How long a failed process waits for the others, to tell them its error.
 _LINGER_SECONDS = 20.0
 
 Note = Mapping[str, Any]
@@ -56,7 +56,7 @@ def meeting(what: str, holders: tuple[int, ...], wait_seconds: float) -> "Togeth
 
     **Raises:**
 
-    `CheckpointError` if the arrays lie on devices of other processes alone, or JAX's coordination service does not run.
+    `CheckpointError` if all arrays are on devices of other processes, or if JAX's coordination service does not run.
     """
     me, client = jax.process_index(), coordination()
     if me not in holders:
@@ -75,7 +75,7 @@ def meeting(what: str, holders: tuple[int, ...], wait_seconds: float) -> "Togeth
 class Together:
     """The processes of one save, as a context at whose end the others learn of an error.
 
-    All of them call the same methods in the same order.
+    All processes call the same methods in the same order.
     """
 
     def __init__(self, what: str, me: int, members: tuple[int, ...], client: object, wait_seconds: float):
@@ -83,13 +83,13 @@ class Together:
         self.is_first = me == members[0]
         self._client = client
         self._name = f"shardfx.save/{digest_of(map(str, members))}"
-        # Ctrl-C ends what waits for this thread, and leaves no exchange in it half done.
+        # Ctrl-C interrupts a wait for this thread, and the thread's exchange still completes.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "shardfx-save-notes")
-        # Which save this is, and which of its rounds: a process that hung may meet the others in a later one.
+        # The number of this save and of its round: a process that hung may meet the others in a later one.
         self._at: list[Any] = ["", 0]
-        # Whether the others know how the save ends, or cannot be told.
+        # Whether the others know the end of the save, or cannot be told.
         self._is_over = len(members) == 1
-        # From here on the save is the first process's alone: what fails elsewhere comes too late.
+        # From here on only the first process decides: errors elsewhere come too late.
         self._is_written = self._is_committed = False
 
     def __enter__(self) -> "Together":
@@ -100,7 +100,7 @@ class Together:
             if error is not None:
                 why = type(error).__name__ + (f": {error}"[:1000] if str(error) else "")
                 told = self._thread.submit(self._leave, why.removesuffix("."))
-                # Where the service has failed too, the error that led here says more.
+                # If the service has failed too, the earlier error says more.
                 with contextlib.suppress(CheckpointError, TimeoutError):
                     told.result(_LINGER_SECONDS)
         finally:
@@ -170,7 +170,7 @@ class Together:
         try:
             self.alone(committing)
         except CheckpointError:
-            # Who dies from here on takes nothing away from the others.
+            # A process that dies from here on causes no loss to the others.
             if not self._is_committed and (self.is_first or self._committed() != self._at[0]):
                 raise
 
@@ -293,7 +293,7 @@ def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
     texts: dict[object, str] = {}
     lines = []
     for path, value in leaves:
-        # Of what every process has by itself, each may have it on devices of its own.
+        # These values exist on every process, and each process may have them on its own devices.
         where = ""
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             if value.sharding not in texts:
@@ -306,7 +306,7 @@ def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
 def _where(sharding: Any) -> str:
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return f"{sharding} on devices {sorted(device.id for device in sharding.device_set)}"
-    # The text of a mesh leaves out which device is where on it.
+    # The text of a mesh does not say where each device is on it.
     order = digest_of(str(device.id) for device in sharding.mesh.devices.flat)[:8]
     return f"{sharding.spec} on mesh {dict(sharding.mesh.shape)} with device order {order}"
 

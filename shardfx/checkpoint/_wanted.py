@@ -53,19 +53,19 @@ def wanted(
 ) -> tuple[list[WantedLeaf], Callable[[Sequence[Any]], Any]]:
     """The stored arrays that each array of the plan is made of, and a function from the loaded arrays to the tree.
 
-    Every leaf that cannot be read is named in one error, or every array that no leaf is made of.
+    One error names every leaf that cannot be read, or every array of which no leaf is made.
     """
     target = target_of(plan, "load")
     if map is not None:
         return _by_map(index, target, map, dtype), lambda values: target.filled(values, {})
     found: list[WantedLeaf] = []
     problems: list[tuple[str, CheckpointError | None]] = []
-    # A model has many leaves and few kinds of them: what was found out of one holds for all of its kind.
+    # A model has many leaves of few kinds: a result for one leaf holds for all of its kind.
     known: dict[object, Any] = {}
     for path, leaf in target.arrays:
         entry = index.by_path.get(path)
         if entry is None:
-            # What to say of it takes a while to find, and there may be thousands.
+            # The texts of the problems take time to make, and there may be thousands.
             problems.append((path, None))
             continue
         kind = (entry.shape, entry.dtype, leaf.shape, leaf.dtype)
@@ -110,7 +110,7 @@ def _require_all_read(index: Index, target: Target) -> None:
 def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[WantedLeaf]:
     """The leaves to read if a map says what they are made of."""
     source = {entry.path: Struct(entry.shape or (), entry.dtype) for entry in index.entries}
-    # What dtype a leaf gets is decided below, by the rules of all loading.
+    # The dtype of a leaf is decided below, by the rules of all loading.
     leaves = {path: Struct(tuple(leaf.shape), leaf.dtype if dtype is None else None) for path, leaf in target.arrays}
     made_by = bound_before(map, tuple(source.items()), tuple(leaves.items()))
     found = []
@@ -136,7 +136,7 @@ def _numbers(index: Index, target: Target, problems: list[tuple[str, CheckpointE
     for at, path, value in target.others:
         if saved is not None and path in saved:
             kept[at] = saved[path]
-        # A checkpoint of another origin knows no Python numbers: the tree keeps its own, as it keeps functions.
+        # A checkpoint from another library has no Python numbers: the tree keeps its own, as it keeps functions.
         elif is_number(value) and (saved is not None or path in index.by_path):
             lacks = "has an array" if path in index.by_path else "has no number"
             fix = "plan it as `jnp.asarray(...)`" if path in index.by_path else "take it out of the tree"

@@ -20,7 +20,7 @@ from .._ground.spec import shard_counts
 from ..topology import MeshSpec
 
 
-# What a step raises that does not take arrays of other sizes.
+# The errors of a step that does not accept arrays of other sizes.
 _REFUSED = (TypeError, ValueError, AssertionError, IndexError, ZeroDivisionError)
 
 
@@ -76,9 +76,9 @@ def _on_devices(sharding: object) -> Any:
 def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTree]:
     """The arguments in the smallest sizes that their shardings divide in the same way, if the step takes such sizes.
 
-    Dimensions of one size stay of one size. One size after the other is made small, or with its multiples. Where the
-    step cannot be traced so, the dimensions of that size are made small by themselves: a sequence may be as long as a
-    model is wide. What a step knows by heart, as the number of its heads, stays.
+    Dimensions of equal size stay equal. One size after the other is reduced, alone or with its multiples. If the step
+    cannot be traced so, each dimension of that size is reduced separately: a sequence may be as long as a model is
+    wide. Sizes that the step fixes, such as the number of its heads, stay.
     """
     needs: dict[_Key, int] = {}
     for number, arg in enumerate(args):
@@ -97,7 +97,7 @@ def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTr
     return _resized(args, chosen)
 
 
-# A size, and perhaps the argument and the dimension that alone has it.
+# A size, or one dimension of one argument that has it.
 _Key = tuple[int, ...]
 _FACTORS = (1, 2, 3, 5, 7, *(2**power for power in range(2, 16)))
 

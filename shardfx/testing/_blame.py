@@ -14,15 +14,15 @@ from .._step import opened, place_text
 from ._tape import CARRY, Record, ShardMapBody, Tape
 
 
-# How the values of the devices along one mesh axis make up the whole: a dimension that they cut, or one of these. All
-# but "same" and a dimension wait for a collective.
+# How the values of the devices along one mesh axis form the whole: the dimension that is sharded over it, or one of
+# these words. For "sum", "mean" and "max" the collective is still to come.
 Role = int | Literal["same", "sum", "mean", "max"]
 MERGED = {"sum": np.sum, "mean": np.mean, "max": np.max}
 _COLLECTIVES = frozenset(
     """psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_gather_reduced all_to_all
     psum_scatter reduce_scatter ragged_all_to_all pbroadcast unreduced_psum unreduced_reduce_scatter""".split()
 )
-# These take pieces of arrays or put them together: what a device makes of them may have no counterpart on one device.
+# These take slices or concatenate: their result on a device may have no counterpart on one device.
 _PIECES = _COLLECTIVES & {"ppermute", "all_gather", "all_to_all"} | frozenset(
     """slice dynamic_slice gather squeeze reshape broadcast_in_dim transpose rev concatenate pad convert_element_type
     copy dynamic_update_slice split""".split()
@@ -71,7 +71,7 @@ def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
     """The largest difference that rounding explains: eight times the change that rounding made in the reference."""
     changed = max([float(differences(one, exact).max(initial=0.0)) for one in others], default=0.0)
     if not jnp.issubdtype(dtype, np.inexact):
-        return math.inf if changed else 0.0  # a choice between numbers that rounding makes equal
+        return math.inf if changed else 0.0  # rounding made two numbers equal, and one was chosen
     finite = np.abs(exact[np.isfinite(exact)])
     return 8 * changed + 4 * float(jnp.finfo(dtype).eps) * float(finite.max(initial=0.0))
 
@@ -115,7 +115,7 @@ def _assembled(
 ) -> Iterator[tuple[tuple[Role, ...], np.ndarray]]:
     """Every array of a shape that the devices' values may be shards of, with the role of each mesh axis.
 
-    Along axes of the role "same" the devices' values stand beside each other in leading dimensions.
+    Along axes of the role "same", the values of the devices are stacked in leading dimensions.
     """
     local = parts.shape[len(axes) :]
     if len(local) != len(shape) or any(size == 0 or whole % size for size, whole in zip(local, shape, strict=True)):

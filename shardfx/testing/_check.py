@@ -77,7 +77,7 @@ class CheckedStep:
     __repr__ = __str__
 
 
-# Programs that run a few times need not be fast.
+# Programs that run only a few times need not be fast.
 _QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Of roundings up and down.
 _SEEDS = (1, 2, 3)
@@ -93,9 +93,10 @@ def check_step(
 ) -> CheckedStep:
     """Runs a step under its plan and on one device, and names the first equation whose results differ.
 
-    The reference is the same step without shardings, on one device, in the step's own dtypes and in float64. What
-    rounding explains is measured for each output: by how much it changes where every equation in float64 is given the
-    errors of its dtype. A step with narrower floats is run in float32 under its plan as well, where less is hidden.
+    The reference is the same step without shardings, on one device, in the step's own dtypes and in float64. For each
+    output the effect of rounding is measured: how much the output changes if every equation runs in float64 with the
+    rounding errors of its dtype. A step with narrower floats also runs in float32 under its plan, where rounding hides
+    less.
 
     **Arguments:**
 
@@ -111,14 +112,14 @@ def check_step(
 
     **Returns:**
 
-    A [`shardfx.testing.CheckedStep`][], true where rounding explains all differences. Printed, it has the outputs that
-    differ, the first equation that is wrong although what it takes is right, its line and layout, the turn of its loop,
-    the collectives at these lines, and what is suspicious in a `shard_map` under `check_vma=False`.
+    A [`shardfx.testing.CheckedStep`][], true if rounding explains all differences. Printed, it has the outputs that
+    differ; the first equation that is wrong although its inputs are right, with its line, layout and loop iteration;
+    the collectives at these lines; and suspicious code in a `shard_map` under `check_vma=False`.
 
     **Raises:**
 
     `ProgramError` for a `shard_map` over several devices without `reference` and `mesh`; `MeshError` for structs on
-    more devices than there are; what the step raises. JAX itself raises where an array is used that was donated before.
+    more devices than there are; the errors of the step. JAX itself raises if an array is used that was donated before.
 
     !!! Example
 
@@ -221,7 +222,7 @@ def _played(traced: _Traced, *, alone: bool, wide: object = None, keeps: bool = 
         outs, ids[:] = tape.run(closed.jaxpr, closed.consts, [*map(tape.widened, arrays)], tape.unknown(arrays))
         return outs, tape.values if keeps else {}
 
-    # What a reference is computed in knows no mesh.
+    # A reference runs without a mesh.
     here = jax.set_mesh(Mesh(np.empty((), object), ())) if alone else contextlib.nullcontext()
     noise = np.array(0, np.int32), np.array(0, np.uint32)
     with jax.enable_x64(wide == np.float64), here:
@@ -241,7 +242,7 @@ def _checked(ours: _Traced, theirs: _Traced) -> CheckedStep:
     is_narrow = re.search(r"\b(b?f16|f8_\w+)\[", str(ours.closed)) is not None
     wide = np.float32 if is_narrow and all(one.is_right for one in outputs) else None
     if wide:
-        # What bfloat16 hides is plain in float32.
+        # An error that bfloat16 hides shows in float32.
         made = _played(ours, alone=False, wide=wide)()[0]
         outputs = _outputs(ours, made, exact, [exactly(2, seed)[0] for seed in _SEEDS])
     is_finite = all(np.isfinite(one).all() for one in exact if one.dtype.kind in "fc")

@@ -19,9 +19,9 @@ _FORMAT = "# shardfx plan text 1"
 def plan_text(plan: ShardPlan) -> str:
     """A plan as text for golden files: the sharding of each array, and the mesh axes that it did not get.
 
-    Two plans have the same text if their meshes are described alike and every array of either lies alike in both: with
-    the same path, shape, dtype, spec, memory kind, and the same mesh axes not given. By which rule is not in it, so
-    that rules can be rewritten under it.
+    Two plans have the same text if their meshes have the same description and every array has the same path, shape,
+    dtype, spec, memory kind, and dropped mesh axes in both. The rules that matched are not in it, so that rules can be
+    rewritten without a change of the text.
 
     **Arguments:**
 
@@ -29,8 +29,8 @@ def plan_text(plan: ShardPlan) -> str:
 
     **Returns:**
 
-    The text, ending in a new line. Arrays that are alike but for numbers in their paths are one line; no line depends
-    on another, so that a change of one array is a change of one line and the totals.
+    The text, ending in a new line. Arrays that differ only in numbers in their paths are one line. No line depends on
+    another, so a change of one array changes one line and the totals.
 
     !!! Example
 
@@ -75,7 +75,7 @@ def assert_same_plan_text(plan: ShardPlan, expected: str | os.PathLike[str], *, 
     **Raises:**
 
     `AssertionError` with the lines that differ, the bytes per device before and now, and how to accept the new plan;
-    also if there is no such file.
+    also if the file does not exist.
 
     !!! Example
 

@@ -19,26 +19,26 @@ from .._ground.spec import DType
 from .._step import Frame, applied, carry_of, frames_of, is_library, opened, place_text
 
 
-# Equations that are entered in place, with the parameter that holds their program.
+# Equations whose programs are inlined, with the parameter that holds the program.
 _INLINED = {
     **dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2", "eval_jaxpr"), "jaxpr"),
     **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
 }
-# These say how arrays lie, and change no number.
+# These set shardings and change no values.
 _LAYOUTS = ("sharding_constraint", "reshard", "mesh_cast", "device_put")
-# These round nothing.
+# These do not round.
 _EXACT = frozenset(
     """abs and argmax argmin broadcast_in_dim ceil clamp concatenate copy copy_p cummax cummin dynamic_slice
     dynamic_update_slice eq floor gather ge gt iota is_finite le lt max min ne neg not or pad all_gather all_to_all
     ppermute pvary pcast reduce_and reduce_max reduce_min reduce_or reduce_precision reshape rev round select_n sign
     slice sort split squeeze stop_gradient top_k transpose pmax pmin pgather stop_gradient reduce_window_max""".split()
 )
-# Arrays, and the numbers that stand in a jaxpr; and what an equation makes, with the numbers of its records.
+# The arrays, and the literals of a jaxpr; and the results of an equation, with the indices of its records.
 _Arrays: TypeAlias = Sequence[Any]
 _Made: TypeAlias = tuple[_Arrays, Sequence[int]]
-# What a loop begins a turn with.
+# The values with which a loop starts an iteration.
 CARRY = "carry"
-# What these do is about the bits of their dtype.
+# These operate on the bits of their dtype.
 _BITS = (
     "bitcast_convert_type",
     "random_bits",
@@ -144,7 +144,7 @@ class Tape:
             return max(reads, default=-1)  # a key
         number = len(self.records)
         self.records.append(Record(name, self.frames, (*reads,), (), var.aval.dtype))
-        if self.alone or not jax.typeof(out).sharding.spec.unreduced:  # no device has the value of a sum to come
+        if self.alone or not jax.typeof(out).sharding.spec.unreduced:  # no device has the value of an incomplete sum
             noise = self.noise
             self.values[number] = out if noise is None or name in _EXACT else _rounded(out, var.aval.dtype, *noise)
         return number
@@ -181,7 +181,7 @@ class Tape:
                 for one, atom in zip(ins, equation.invars, strict=True)
             ]
             return self.bound(jaxpr, equation.replace(params=params, invars=invars), ins)
-        # Some equations carry out what has a fixed dtype, and refuse a wider one. Other errors are raised again below.
+        # Some equations have a fixed dtype and refuse a wider one. Other errors are raised again below.
         except (TypeError, ValueError, NotImplementedError):
             return self.at_its_own_dtypes(jaxpr, equation, ins)
 
@@ -213,7 +213,7 @@ class Tape:
         if equation.primitive.name in _LAYOUTS:
             return ins
         params = {key: None if isinstance(one, NamedSharding) else one for key, one in equation.params.items()}
-        context = jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx  # without the mesh that the step was traced under
+        context = jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx  # without the mesh of the trace
         return applied(jaxpr, equation.replace(params=params, ctx=context), ins)
 
     def inlined(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
@@ -241,7 +241,7 @@ class Tape:
         """A context for the inner jaxpr of an equation. It gives the values of the inner records, which the equation
         must return.
 
-        JAX may trace it several times: its records begin anew at `start`.
+        JAX may trace it several times, so its records start again at `start`.
         """
         del self.records[start:]
         outer, self.values = self.values, {}

@@ -25,9 +25,9 @@ _PATTERN = re.compile(
 def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
     """The collectives of a step as text for golden files.
 
-    Of each it has the kind, the mesh axes, how often it runs, whether it is of the backward pass or of what that
-    computes again, the arrays that a device has of it, the parameter, and the line of your program. A line stands there
-    by its words and not by its number, which changes with every line above it.
+    For each collective it has the kind, the mesh axes, the number of runs, whether it is in the backward pass or in its
+    recomputation, the shapes on one device, the parameter, and the line of your program. The text of the line is used
+    instead of its number, which changes with every line above it.
 
     **Arguments:**
 
@@ -36,7 +36,7 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
 
     **Returns:**
 
-    The text, ending in a new line. Collectives that are alike but for numbers in their parameters' paths are one line.
+    The text, ending in a new line. Collectives that differ only in numbers in their parameters' paths are one line.
 
     !!! Example
 
@@ -83,7 +83,7 @@ def assert_same_traffic_text(
 
     **Raises:**
 
-    `AssertionError` with the lines that differ and how to accept the new ones; also if there is no such file.
+    `AssertionError` with the lines that differ and how to accept the new ones; also if the file does not exist.
     """
     assert_same_text("traffic", traffic_text(traffic, sizes=sizes), expected, update=update)
 
@@ -93,10 +93,10 @@ def assert_collectives(
 ) -> None:
     """Fails if a step has collectives that it must not have.
 
-    A pattern is the kind of a collective, or `any`, with as much more as it should be about, in this order:
-    `backward all-gather over fsdp+tensor of layers/.*/up at model.py:12`. The pass is forward, backward or recomputed.
-    The collective goes over all the mesh axes that are named, and maybe more. The parameter is a regex that is searched
-    in its path; the place is a file, a file and a line, or a function.
+    A pattern is the kind of a collective, or `any`, with optional parts in this order: `backward all-gather over
+    fsdp+tensor of layers/.*/up at model.py:12`. The pass is forward, backward or recomputed. The collective runs over
+    all named mesh axes, and maybe more. The parameter is a regex that is searched in its path. The place is a file, a
+    file and a line, or a function.
 
     **Arguments:**
 
@@ -107,8 +107,8 @@ def assert_collectives(
 
     **Raises:**
 
-    `AssertionError` with the collectives that are too much; `ValueError` for a pattern that cannot be read, or names an
-    axis that the mesh lacks.
+    `AssertionError` with the collectives that are not allowed; `ValueError` for a pattern that cannot be read, or that
+    names an axis which the mesh lacks.
 
     !!! Example
 
@@ -214,7 +214,7 @@ _SHARDINGS_FORMAT = "# shardfx shardings text 1"
 def shardings_text(shardings: StepShardings) -> str:
     """The shardings of a step's arrays, and the origin of each mesh axis, as text for golden files.
 
-    Lines of your program stand there by their words and not by their numbers, which change with every line above.
+    The text of each line of your program is used instead of its number, which changes with every line above it.
 
     **Arguments:**
 
@@ -223,7 +223,7 @@ def shardings_text(shardings: StepShardings) -> str:
 
     **Returns:**
 
-    The text, ending in a new line: below each line of your program what it makes, a line for each shape and layout.
+    The text, ending in a new line: below each line of your program its arrays, one line for each shape and sharding.
 
     !!! Example
 
@@ -264,7 +264,7 @@ def assert_same_shardings_text(
 
     **Raises:**
 
-    `AssertionError` with the lines that differ and how to accept the new ones; also if there is no such file.
+    `AssertionError` with the lines that differ and how to accept the new ones; also if the file does not exist.
     """
     assert_same_text("shardings", shardings_text(shardings), expected, update=update)
 
