@@ -1,8 +1,8 @@
 """`TreeMap`: how the leaves of one tree are made of another tree's leaves, as a value, and the same as pieces of
 arrays.
 
-It may import the ground values. It never touches a file or a device, and it never says where an array shall lie: what
-reads, writes and moves asks it for pieces, and carries them out.
+It may import the ground values. It never touches a file or a device, and never chooses a sharding: the rooms that read,
+write and move arrays ask it for pieces and carry them out.
 """
 
 from .applied import PieceForm, form_of, is_dense, ordered, put, taken

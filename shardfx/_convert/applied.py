@@ -169,7 +169,7 @@ def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: DType, array
     return out
 
 
-# Per dimension the extent of a box, and the digits that count through it: how many, and how far apart.
+# For each dimension the extent of a box, and its digits: the size and the stride of each.
 Digits = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
@@ -193,7 +193,7 @@ def form_of(piece: Piece) -> PieceForm:
     """The form of a piece."""
     sources, targets = _digits(swapped(piece)), _digits(piece)
     source = [f for own in sources for f in own]
-    # Seen from either side the same digit has the same four numbers.
+    # Both sides give the same digit the same four numbers.
     numbers = {(f.target_dim, f.target_step): number for number, f in enumerate(source)}
     order = tuple(
         NOWHERE if f.source_dim == NOWHERE else numbers[f.source_dim, f.source_step] for own in targets for f in own

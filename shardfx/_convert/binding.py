@@ -18,7 +18,7 @@ from .pieces import Arithmetic, Made, Piece, Struct, composed, dense, hull, once
 
 TreeLeaf = Struct | Made
 _SHOWN = 20
-# Comparing names costs the product of their lengths, and there may be millions.
+# Comparing names takes the product of their lengths, and there may be millions.
 _COMPARED_NAMES = 2000
 _COMPARED_CHARACTERS = 200
 
@@ -80,7 +80,7 @@ def _forward(step: Rules, source: Mapping[str, TreeLeaf], target: Mapping[str, T
         if wanted is not None:
             made = _fitting(path, rule, made, wanted, step.casts, problems)
         found[path] = made
-    # What a rule that failed would have used is no second problem.
+    # The arrays that a failed rule would have used are no second problem.
     problems += _unused(step, source, used, tuple(dict.fromkeys(failed)))
     if problems:
         _raise(problems)
@@ -192,7 +192,7 @@ def _counted(
         yield binding
         return
     found = {name: _at_of(rule, name) for name in names}
-    # The innermost first: how long a dimension is shows when what lies below it is known.
+    # The innermost operation comes first: the size of a dimension is known once that of its operand is.
     inner = [name for name, at in found.items() if at is not None and not any(_at_of(at.of[0], n) for n in names)]
     name = inner[0] if inner else names[0]
     place = found[name]
@@ -217,7 +217,7 @@ def _unused(
     step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str, None], failed: Sequence[Pattern]
 ) -> Iterator[tuple[str, str]]:
     for text in step.drop:
-        # Backwards, what was dropped need not be there to be left out.
+        # Backwards, a dropped array need not exist.
         if not step.inverted and not any(pattern(text).matched(path) is not None for path in source):
             yield text, f"`drop` names it, and the source has no such leaf{_near(text, source)}"
     yield from _behind_gaps(step, source, used)
@@ -281,7 +281,7 @@ def near_names(path: str, names: Iterable[str], most: int, cutoff: float) -> lis
 def _raise(problems: Sequence[tuple[str, str]]) -> None:
     lines: dict[tuple[Any, str], list[str]] = {}
     for path, text in problems:
-        # Layers have the same problem each; numbers in what is said differ with the path's.
+        # All layers have the same problems; the numbers in the texts differ with the path's.
         lines.setdefault((between_numbers(path), "".join(between_numbers(text))), []).append(path)
     first = {path: text for path, text in reversed(problems)}
     shown = [
@@ -355,11 +355,11 @@ def _back(casts: Sequence[object], dtype: object) -> tuple[Any, ...]:
 def disjoint(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[list[Piece], bool]:
     """Pieces without common elements, and whether they cover an array of `shape`.
 
-    Where two pieces share elements both have the same there, because one array gave them: the first keeps them.
+    If two pieces overlap, both have the same elements there, since they come from one array: the first keeps them.
     """
     parts = [(piece, list(dense(piece))) for piece in pieces]
     sides = _grid_dims([hull(part) for _, own in parts for part in own])
-    # Only boxes of one row of the grid can share elements.
+    # Only boxes in the same row of the grid can overlap.
     taken: dict[object, list[Box]] = {}
     kept: list[Piece] = []
     for piece, own in parts:

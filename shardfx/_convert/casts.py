@@ -10,8 +10,8 @@ import numpy as np
 def cast_array(x: Any, to: Any) -> Any:
     """An array of NumPy or JAX cast to another dtype.
 
-    Floats become integers as in JAX: fractions are cut off, what is out of range becomes the nearest integer that the
-    dtype has, and NaN becomes 0. NumPy's own `astype` wraps around, or gives what the machine gives.
+    Floats become integers as in JAX: fractions are cut off, values out of range become the nearest integer of the
+    dtype, and NaN becomes 0. NumPy's own `astype` wraps around, or depends on the machine.
     """
     if isinstance(x, np.ndarray | np.generic) and is_rounded(x.dtype, to):
         return _whole(np.asarray(x), np.dtype(to))
@@ -27,7 +27,7 @@ def is_rounded(stored: Any, to: Any) -> bool:
 def _whole(x: np.ndarray, to: np.dtype) -> np.ndarray:
     least, most = int(jnp.iinfo(to).min), int(jnp.iinfo(to).max)
     floats = x.astype(np.float64)
-    # Both ends are powers of two or 0, which float64 has.
+    # Both ends are powers of two or 0, which float64 represents exactly.
     low, high = floats <= float(least), floats >= float(most + 1)
     inside = ~(low | high | np.isnan(floats))
     made = np.where(inside, floats, 0).astype(np.int64 if least else np.uint64)

@@ -133,7 +133,7 @@ def _shape_after(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ..
     return (*shape[:dim], *sizes, *shape[dim + 1 :])
 
 
-# What follows works on `Made`.
+# The functions below work on `Made`.
 
 
 def leaf_made(path: str, struct: Struct | Made) -> Made:

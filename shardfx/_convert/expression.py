@@ -16,9 +16,9 @@ from .._ground.spec import DType, dtype_named
 from .patterns import pattern, sum_of
 
 
-# Per operation how many parts it takes, if that is fixed, and a word for each argument, behind its name where it is
-# given by name; the last may come often or not at all where a star follows, and may be left out where a question mark
-# does.
+# For each operation the number of its parts, if it is fixed, and a word for each argument, after its name if it is
+# passed by name. A star marks a last argument that may be repeated or left out, a question mark one that may be left
+# out.
 FORMS: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
     {
         "leaf": (0, "path"),
@@ -74,7 +74,7 @@ def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
 
     **Raises:**
 
-    `MapError` for what the operation cannot take.
+    `MapError` for arguments that the operation cannot take.
     """
     count, words = FORMS[op][0], arguments_of(op, len(args))
     if count is not None and parts != count:
@@ -119,7 +119,7 @@ def _read(word: str, value: Any) -> Any:
 
 
 def _int(value: object) -> int | None:
-    # NumPy's integers too, which JSON cannot hold. A bool is an int to Python, but no size.
+    # This includes NumPy's integers, which JSON cannot hold. A bool is an int in Python, but no size.
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         return None
     return operator.index(value)
@@ -130,7 +130,7 @@ def _dtype(value: Any) -> str | None:
         name = jnp.dtype(value).name
     except (TypeError, ValueError, SyntaxError):  # NumPy evaluates parts of a text
         return None
-    # NumPy takes None for float64.
+    # NumPy takes None for float64
     return None if value is None or dtype_named(name) is None else name
 
 
@@ -148,7 +148,7 @@ def check_number(value: Any, dtype: DType, what: str) -> None:
             raise MapError(f"{what}: {value!r} does not fit into {dtype}, from {info.min} to {info.max}.")
 
 
-# What an argument that is given by name is if it need not be said.
+# The default of an argument that is passed by name.
 _DEFAULTS = {"dim": 0, "count": None, "shards": 1, "unit": 1, "value": 0}
 
 
@@ -156,7 +156,7 @@ _DEFAULTS = {"dim": 0, "count": None, "shards": 1, "unit": 1, "value": 0}
 class From:
     """A leaf of the source of a [`shardfx.TreeMap`][], and the operations on it on its way to the target.
 
-    Each method returns a new value. Dimensions may count from the end, as `-1` does.
+    Each method returns a new value. Negative dimensions count from the end.
 
     **Arguments:**
 
@@ -247,7 +247,7 @@ class From:
     def at(self, index: int | str, *, dim: int = 0) -> "From":
         """One entry along a dimension, which is removed: layer `"i"` of a stack if the target's path has `{i}`.
 
-        The index is a number, or counted with what stands in braces: `"6*i+2"`.
+        The index is a number, or an expression of the parts in braces: `"6*i+2"`.
         """
         return _new("at", (self,), (index, dim))
 
@@ -266,7 +266,7 @@ class From:
     def cast(self, dtype: object) -> "From":
         """The array cast to another dtype, as by JAX's `astype` on every platform.
 
-        Floats that become integers lose their fraction; what is out of range becomes the least or the largest integer.
+        Floats that become integers lose their fraction; values out of range become the smallest or the largest integer.
         """
         return _new("cast", (self,), (dtype,))
 
@@ -274,15 +274,15 @@ class From:
         """The array multiplied by a number in float32 and rounded to its dtype. The inverse map divides and rounds
         again.
 
-        For weights that hold a factor of the computation: a query that is divided by the square root of its head's size
-        is `times(size**-0.5)`. Powers of two lose nothing, there and back.
+        Use it for weights that include a factor of the computation: a query divided by the square root of its head's
+        size is `times(size**-0.5)`. Powers of two are exact in both directions.
         """
         return _new("times", (self,), (number,))
 
     def plus(self, number: float | int) -> "From":
         """The array plus a number in float32, rounded to its dtype. The inverse map subtracts and rounds again.
 
-        For norms that are stored as their distance from one, as Gemma's are.
+        Use it for norms that are stored as their difference from one, as Gemma's are.
         """
         return _new("plus", (self,), (number,))
 
@@ -290,7 +290,7 @@ class From:
         """The array multiplied by one element of `by` per block, in float32: for weights stored as fp8 in blocks of 128
         x 128.
 
-        Both are leaves as they are stored; what else is done comes afterwards.
+        Both are leaves as they are stored; other operations come afterwards.
         """
         by = From(by) if isinstance(by, str) else by
         if self.op != "leaf" or by.op != "leaf":

@@ -117,7 +117,7 @@ class Pattern:
 
 
 def _number_or_text(text: str) -> str | int:
-    # "007" is a name: as a number it would not be written like that.
+    # "007" is a name: written as a number it would change.
     return int(text) if text.isascii() and text.isdigit() and str(int(text[:18] or 0)) == text else text
 
 

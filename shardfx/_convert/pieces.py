@@ -1,9 +1,9 @@
 """Pieces: the common form of every change of layout. A piece is a set of elements at regular steps in one array and in
 another.
 
-A piece counts through some factors, as the digits of a number. Each digit moves the place in the target by its step
-along one dimension there, and the place in the source by its step along one dimension here. Source and target are
-alike in this, so that whatever is written for one side holds for the other: `swapped` exchanges them. Integers only.
+A piece counts through several factors, like the digits of a number. Each digit moves the position in the target by its
+step along one dimension there, and the position in the source by its step along one dimension of the source. Source and
+target are symmetric, so code for one side also serves the other: `swapped` exchanges them. All numbers are integers.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ class Value(NamedTuple):
 class Factor(NamedTuple):
     """One digit: its number of values, and the step of one more of it on each side.
 
-    On a side where `dim` is `NOWHERE` it means nothing: the same element again.
+    On a side where `dim` is `NOWHERE`, the factor repeats the same element.
     """
 
     size: int
@@ -226,7 +226,7 @@ def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
     step = outer.target_step
     first = min(max(0, -(-(start - low) // step)), outer.size)
     last = max(first, min(outer.size, (stop - inner - low) // step + 1))
-    # Of the rows at both ends only a part lies inside; of a row of one element none does.
+    # At both ends only a part of the row is inside; a row of one element is inside or not.
     if first > 0 and inner > 1:
         yield from cut(rows(piece, outer, first - 1, first), dim, start, stop)
     if last > first:
@@ -303,7 +303,7 @@ def _split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
     step = outer.target_step
     per = inner // step if inner % step == 0 else 0
     if step % inner == 0:
-        # One more of it is some rows further, so that all its rows are split as the first is.
+        # One more digit is some rows further, so all its rows are split like the first.
         for part in _split(_without(piece, outer), dim, inner):
             further = outer._replace(target_step=step // inner)
             yield part._replace(factors=(further, *part.factors))
@@ -313,7 +313,7 @@ def _split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
         rest = _without(piece, outer)
         yield from _split(rest._replace(factors=(*two, *rest.factors)), dim, inner)
     elif per and column % step + below <= step:
-        # Cut at the row's end, or before the last row that is not full, so that what is left comes out even.
+        # Split at the end of the row, or before the last row that is not full, so that the rest is even.
         end = (row + 1) * inner if column >= step else (low + length) // inner * inner
         for part in (*cut(piece, dim, low, end), *cut(piece, dim, end, low + length)):
             yield from _split(part, dim, inner)
@@ -415,10 +415,10 @@ def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
 
     **Returns:**
 
-    Pieces from the source of `inner` to the target of `outer`.
+    The pieces from the source of `inner` to the target of `outer`.
     """
     for box in dense(inner):
-        # Along each dimension of the array between, its digits in `box`, the first of them the longest.
+        # For each dimension of the array between them, its digits in `box`, the largest step first.
         digits = [along(box, dim) for dim in range(len(box.target))]
         parts = [part for part in within(swapped(outer), hull(box))]
         parts = [shifted(part, [-place for place in box.target]) for part in parts]

@@ -25,9 +25,9 @@ _VERSION = 1
 class TreeMap:
     """How each leaf of one tree is made of the leaves of another: a value for `load`, `save` and `reshard`.
 
-    It is written with one line per kind of weight. Braces in a target's path stand for a part of it, and for the same
-    part in the paths of the source. Nothing is said about shardings: those are the plans' alone. It hashes, compares,
-    prints as what was written, and has a JSON form.
+    It is written with one line per kind of weight. Braces in a target's path stand for a part of the path, and for the
+    same part in the paths of the source. A map does not contain shardings: those are in the plans. It hashes, compares,
+    prints as it was written, and has a JSON form.
 
     **Arguments:**
 
@@ -107,7 +107,7 @@ class TreeMap:
     def rules(self) -> dict[str, From]:
         """A new dict of the rules as they were written, from the pattern of a target's path to its expression.
 
-        With `TreeMap({**map.rules, "head": From("embed").T}, drop=map.drop)` one line is another.
+        `TreeMap({**map.rules, "head": From("embed").T}, drop=map.drop)` replaces one line.
         """
         return dict(self._one_step().made)
 
@@ -130,8 +130,8 @@ class TreeMap:
     def inverse(self) -> "TreeMap":
         """The inverse map, from this map's targets to its sources.
 
-        Of what this one repeats it takes the first, and what this one pads it cuts off. Casts are made back. A leaf
-        of which something is dropped, sliced away or scaled has no way back, which is an error where it is used.
+        Of repeated values it takes the first, and padding is cut off. Casts are made back. A leaf that is partly
+        dropped, sliced or scaled has no inverse, which is an error if it is used.
         """
         return of_steps([dataclasses.replace(step, inverted=not step.inverted) for step in reversed(self.steps)])
 
@@ -144,7 +144,8 @@ class TreeMap:
     def apply(self, tree: object, like: object = None) -> PyTree:
         """The target made of whole arrays, with NumPy, or with JAX if the arrays are JAX arrays or traced.
 
-        This is what all other ways agree with, bit by bit; for large sharded trees use [`shardfx.reshard`][].
+        All other ways to apply a map agree with this one, bit by bit; for large sharded trees use
+        [`shardfx.reshard`][].
 
         **Arguments:**
 
@@ -154,11 +155,11 @@ class TreeMap:
 
         **Returns:**
 
-        A tree as `like`, or a dict.
+        A tree with the structure of `like`, or a dict.
 
         **Raises:**
 
-        `MapError` that lists all that does not fit.
+        `MapError` with all problems.
         """
         return applied(self.steps, tree, like)
 
@@ -238,11 +239,11 @@ def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struc
 
     **Returns:**
 
-    What each leaf of the target is made of, in the target's order.
+    The pieces of each leaf of the target, in the target's order.
 
     **Raises:**
 
-    `MapError` that lists all that is not covered, covered twice, or of the wrong shape.
+    `MapError` with all leaves that are not covered, covered twice, or of the wrong shape.
     """
     return bound_steps(map.steps, source, target)
 

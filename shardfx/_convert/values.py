@@ -42,7 +42,7 @@ def _view(
 
 def strided(memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
     """A view of memory with other strides, in bytes."""
-    # NumPy's function makes the dtype anew from its text, and that of float8_e5m2 is "<f1", which it does not know.
+    # NumPy's function makes the dtype again from its text, and that of float8_e5m2 is "<f1", which it does not know.
     return np.lib.stride_tricks.as_strided(as_bits(memory), shape, strides).view(memory.dtype)
 
 
@@ -72,7 +72,7 @@ class Landing(NamedTuple):
 def landings(piece: Piece, box: Box) -> Iterator[Landing]:
     """A piece as boxes of its source. Each has one stride per dimension in memory that holds `box` of the target.
 
-    A piece that lies in the box. Of elements that are there several times each place is a landing.
+    The pieces inside of the box. For repeated elements, each position is a landing.
     """
     shape = tuple(stop - start for start, stop in box)
     strides = strides_of(shape)
@@ -80,13 +80,13 @@ def landings(piece: Piece, box: Box) -> Iterator[Landing]:
         other = swapped(part)
         offset = sum((at - low) * stride for at, (low, _), stride in zip(part.target, box, strides, strict=True))
         own = [along(other, dim) for dim in range(len(other.target))]
-        # The innermost digit's step is that of the dimension; the others follow from it.
+        # The step of the innermost digit is that of the dimension; the others follow from it.
         inner = [_step(factors[-1], strides) if factors else 0 for factors in own]
         yield Landing(hull(other), offset, tuple(inner))
 
 
 def _step(digit: Factor, strides: Sequence[int]) -> int:
-    # Seen from the other side, so that the source is the memory.
+    # The sides are exchanged, so that the source is the memory.
     return 0 if digit.source_dim == NOWHERE else strides[digit.source_dim] * digit.source_step
 
 
@@ -143,9 +143,9 @@ def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
     if there.dtype == values.dtype and is_only(piece.value.casts, there.dtype):
         copy(as_bits(there), as_bits(values))
         return
-    # As in JAX, what is too large for a smaller floating-point dtype becomes infinite without a word.
+    # As in JAX, a value too large for a smaller floating-point dtype becomes infinite without an error.
     with np.errstate(over="ignore", invalid="ignore"):
-        # What is cast last is cast while it is copied, unless NumPy would cast it in another way.
+        # A cast that is the last operation happens during the copy, unless NumPy would cast in another way.
         for at, to in enumerate(piece.value.casts, 1):
             is_last = at == len(piece.value.casts)
             if not is_last or isinstance(to, Arithmetic) or is_rounded(values.dtype, to):

@@ -131,8 +131,8 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
 
     **Returns:**
 
-    A `Diff`, false exactly if the digests are equal. Arrays whose rows are equal are in it where they
-    must move all the same, because the meshes differ.
+    A `Diff`, false exactly if the digests are equal. Arrays with equal rows are in it if they must move because the
+    meshes differ.
 
     !!! Example
 
@@ -205,7 +205,7 @@ def _planned(a: ShardPlan, b: ShardPlan, paths: Sequence[str]) -> dict[str, Leaf
     try:
         return {move.path: move for move in plan_reshard(_of_paths(a, paths), _of_paths(b, paths)).leaves}
     except (SpecError, MeshError, LeafTypeError):
-        # An array that JAX cannot move says nothing about the others.
+        # An array that JAX cannot move does not stop the others.
         alone = [_planned(a, b, [path]) for path in paths] if len(paths) > 1 else []
         return {path: move for one in alone for path, move in one.items()}
 
@@ -247,7 +247,7 @@ def _paragraph(row: LeafDiff) -> str:
     return "\n    ".join(told)
 
 
-# What the other columns show, or what follows from it.
+# These columns repeat others, or follow from them.
 _SHOWN = {"path", "shape", "dtype", "spec", "bytes", "bytes_per_device", "requested", "reasons"}
 
 

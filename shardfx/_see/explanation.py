@@ -113,8 +113,8 @@ def explain(plan: Callable[..., Any], path: str, *args: Any) -> StepShardings: .
 def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
     """Why one array of a plan is sharded as it is, and what would change that; or the arrays of one line of a step.
 
-    Nothing is kept for this while planning: the plan has its rules, reasons and requests, and the rules are read again
-    by the function that applied them.
+    Planning keeps nothing for this: the plan has its rules, reasons and requests, and the function that applied the
+    rules reads them again.
 
     **Arguments:**
 
@@ -125,12 +125,12 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
 
     **Returns:**
 
-    An `Explanation`; of a step a [`shardfx.cost.StepShardings`][], whose notes say what the line sends, and why.
+    An `Explanation`; for a step a [`shardfx.cost.StepShardings`][], whose notes say what the line sends, and why.
 
     **Raises:**
 
-    `UnknownPathError` with the nearest paths if the plan has no such array, or the step no such line; also for a regex
-    that finds others beside.
+    `UnknownPathError`, with the nearest paths, if the plan has no such array or the step no such line, or if a regex
+    also matches others.
 
     !!! Example
 

@@ -12,7 +12,7 @@ from .._ground.text import bytes_text, html_table, printable
 Severity: TypeAlias = Literal["error", "warning", "info"]
 SEVERITIES: Final = ("error", "warning", "info")
 
-# Every kind of finding, and what it is in one line: what the documentation shows, and a test goes through.
+# Every kind of finding with a description of one line: the documentation shows it, and a test goes through it.
 CODES: Final = MappingProxyType(
     {
         "unplannable": "a leaf that `plan` cannot plan: names or a spec of another rank, a rule that cannot be applied",
@@ -75,7 +75,7 @@ class Findings(tuple[Finding, ...]):
 
         **Returns:**
 
-        Findings, in the same order.
+        The findings of at least this severity, in the same order.
         """
         known = SEVERITIES[: SEVERITIES.index(severity) + 1]
         return Findings(found for found in self if found.severity in known)
@@ -89,11 +89,11 @@ class Findings(tuple[Finding, ...]):
 
         **Returns:**
 
-        Findings, in the same order.
+        The findings with other codes, in the same order.
 
         **Raises:**
 
-        `ValueError` for what is no code.
+        `ValueError` for an unknown code.
         """
         for code in codes:
             if code not in CODES:

@@ -16,7 +16,7 @@ from .finding import Finding
 from .page_data import report_data
 
 
-# One script, cut into files that a person can read; each may use those before it.
+# One script in several readable files; each may use those before it.
 _SCRIPTS = ("ground", "axes", "details", "treemap", "table", "mesh", "memory", "findings", "traffic", "step", "page")
 
 
@@ -31,7 +31,7 @@ def html_report(
 ) -> str:
     """The plan as one HTML page: a map of the bytes per device, the mesh, the memory, and a table to search.
 
-    The page needs no network and no other file, holds ASCII characters only, and is below 2 MB whatever the plan.
+    The page needs no network and no other file, contains only ASCII characters, and is below 2 MB for every plan.
 
     **Arguments:**
 
@@ -46,7 +46,7 @@ def html_report(
 
     **Returns:**
 
-    The page's text. The same plan gives the same text.
+    The text of the page. The same plan gives the same text.
 
     !!! Example
 
@@ -73,7 +73,7 @@ def page_of(data: Mapping[str, Any]) -> str:
     style, template = _read("report.css"), _read("report.html")
     script = "\n".join(["'use strict';", "(() => {", *[_read(f"{name}.js") for name in _SCRIPTS], "})();"])
     parts = {
-        # Nothing but this script and this style can run, and nothing can be fetched, whatever the names hold.
+        # Only this script and this style can run, and nothing can be fetched, whatever the names contain.
         "policy": f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'",
         "title": _text(data["title"] or "Sharding plan"),
         "summary": _text(_summary(data)),
@@ -83,7 +83,7 @@ def page_of(data: Mapping[str, Any]) -> str:
         "script": script,
         "data": embedded(packed(data)),
     }
-    # One pass over the template: what is filled in is not looked at again.
+    # One pass over the template: inserted text is not searched again.
     pieces = template.split("{{")
     filled = [parts[name] + rest for name, _, rest in (piece.partition("}}") for piece in pieces[1:])]
     return "".join([pieces[0], *filled])
@@ -109,7 +109,7 @@ def _summary(data: Mapping[str, Any]) -> str:
     )
 
 
-# A page stays below 2 MB: these leave over what its own text needs.
+# The page stays below 2 MB: these limits leave room for its own text.
 _ROW_CHARACTERS = 1_300_000
 _LIST_CHARACTERS = 150_000
 _MOST_GROUPS = 12
@@ -125,10 +125,10 @@ def embedded(value: object) -> str:
 def packed(data: Mapping[str, Any]) -> dict[str, Any]:
     """The data of `report_data` in a form of bounded size, with all text made printable.
 
-    Rows that are planned alike share a kind: what they have in common, with the bytes of one array. A row is four
-    values: how many characters its path shares with the path before it, the rest of its path, how many arrays it stands
-    for, and the number of its kind. Where there are too many rows, those with the fewest bytes per device are left out,
-    and `more` says what they are in all. Findings and traffic are cut at their end.
+    Rows with equal plans share a kind: their common values, with the bytes of one array. A row is four values: the
+    number of characters that its path shares with the path before it, the rest of its path, the number of arrays that
+    it represents, and the index of its kind. If there are too many rows, those with the fewest bytes per device are
+    left out, and `more` has their totals. Findings and traffic are cut at their end.
     """
     traffic = data["traffic"]
     rows, left = _within(_ROW_CHARACTERS, data["rows"], _shared, lambda row: row["bytes_per_device"])

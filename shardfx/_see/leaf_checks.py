@@ -21,7 +21,7 @@ from .subject import Subject, asked_by, code_of
 def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
     """A finding for each array of at least `limit` bytes that every device holds whole."""
     if not any(entries_of(row.requested) or row.strategies for row in subject.content.rows):
-        return  # rules that ask for nothing anywhere are those of data parallelism
+        return  # rules that shard nothing at all are those of data parallelism
     whole = [
         number
         for number, (size, share) in enumerate(subject.content.byte_counts)
@@ -29,7 +29,7 @@ def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
     ]
     for group in subject.groups_of(whole):
         size = subject.content.byte_counts[group.number][0]
-        if not _is_cut_short(group.row):  # that is said by `corrected`, with the reason
+        if not _is_cut_short(group.row):  # `corrected` says that, with the reason
             message = f"every device holds all {bytes_text(size)} of it, as {_asks(group)}"
             fix = _sharded(subject, group) or f"replicated_bytes = {size + 1}"
             yield Finding("replicated", "warning", group.where, subject.excess(group), message, fix)
@@ -53,12 +53,12 @@ def _sharded(subject: Subject, group: Group) -> str | None:
         return None if over is None else subject.ruled(group.paths, over)
     for dim, over in axes_to_cut(subject, row.shape, row.units):
         if row.names is not None and isinstance(name := row.names[dim], str):
-            rule = f"[({name!r}, {over.axes[0]!r})]"  # before all others: the array has no axis that could block it
+            rule = f"[({name!r}, {over.axes[0]!r})]"  # checked first: the array has no axis that could block it
             return f"axes = axes.prepend({rule if subject.mode is None else f'modes={{{subject.mode!r}: {rule}}}'})"
     return None
 
 
-# Why a leaf is cut less than its rule asks for, other than that somebody has said so.
+# The reasons why a leaf is sharded less than its rule asks, except for those that somebody has accepted.
 _CUT = (Code.indivisible, Code.unit, Code.duplicate)
 
 
@@ -80,7 +80,7 @@ def corrected(subject: Subject) -> Iterator[Finding]:
             yield _together(subject, cause[1][0], shorts, sizes)
 
 
-# So many arrays, or groups of alike ones, that are cut less than asked for one mesh axis are told as one finding.
+# If at least this many arrays, or groups of similar arrays, are sharded less over one mesh axis, they are one finding.
 _TOGETHER = 3
 _SHOWN = 3
 _Sizes: TypeAlias = Callable[[str], tuple[int, ...]]
@@ -108,7 +108,7 @@ def _together(subject: Subject, axis: str, shorts: Sequence[tuple[Group, Finding
     return Finding("corrected", severity, f"mesh axis {axis!r}", lost, message, fix)
 
 
-# From half to twice the size of an axis; so many of either, and of so many rows.
+# The number of other sizes, from half to twice that of the axis, and the number of rows to try them on.
 _MOST_TRIED, _MOST_ROWS = 16, 300
 
 
@@ -141,7 +141,7 @@ def _resized(mesh: MeshSpec, axis: str, size: int) -> MeshSpec:
 def _corrected(subject: Subject, group: Group, reasons: tuple[Reason, ...], sizes: _Sizes) -> Finding:
     """The finding about one group of arrays."""
     cost = _cost(subject, group)
-    # Units are declared for meshes that have more devices along an axis than there are units.
+    # Units may be declared for meshes that have more devices along an axis than there are units.
     foreseen = all(why.code is Code.unit for why in reasons)
     severity = "error" if subject.strict else "info" if foreseen else "warning"
     told = "; ".join(map(str, reasons))
@@ -154,7 +154,7 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
         return tuple(why for why in row.reasons if why.code is not Code.scalar)
     found = [why for why in row.reasons if why.code in _CUT]
     if subject.refine:
-        # The mesh has been split so that the dimension takes as much as divides it: there is no more to have.
+        # The mesh has been split so that the dimension takes all axes that divide it: no more is possible.
         whole = [dim for dim, entry in enumerate(entries_at(row.spec, len(row.shape))) if not entry_axes(entry)]
         found = [why for why in found if why.dim is None or why.dim in whole]
     return tuple(found)
@@ -178,11 +178,11 @@ def _as_it_is(subject: Subject, group: Group, reasons: tuple[Reason, ...], sizes
     if not subject.strict and _more_if_refined(subject, group):
         return "refine = True"
     if subject.is_named(group.paths[0]):
-        # Rules that ask for less leave room for others: only a new plan tells whether these fit.
+        # Rules that ask for less leave room for others; only a new plan shows whether these fit.
         fits = (code for code, made in _with_less(subject, group) if made is not None and not _shortfall(subject, made))
         return next(fits, "strict = False" if subject.strict else subject.renamed(group.paths, ()))
     is_small = any(why.code is Code.small for why in reasons)
-    # A leaf that got nothing may be cut over another axis.
+    # A leaf that got no axis may be sharded over another one.
     if not entries_of(row.spec) and not is_small and (over := cutting(subject, row.shape, row.units)) is not None:
         return subject.ruled(group.paths, over)
     if len(axes) == 1 and (others := sizes(axes[0])):
@@ -210,7 +210,7 @@ def _with_less(subject: Subject, group: Group) -> Iterator[tuple[str, Row | None
     keeps = any(entries[dim] is not None for dim in dims)
     renamed = (subject.renamed(group.paths, names), subject.row_with(path, names=names))
     if alone and not keeps:
-        # Others with these names are cut as asked: the rules are right for them.
+        # Other arrays with these names are sharded as asked: the rules are right for those.
         yield renamed
     changed, code = axes, []
     for one in attempts(row.names or (), axes, subject.mode):
@@ -237,7 +237,7 @@ _ROLES = {
     **dict.fromkeys(("o", "o_proj", "out", "wo", "to_out", "out_lin", "out_proj", "output_proj"), "o"),
 }
 _PARTS = re.compile(r"[/.]")
-# Most large models have heads of this many elements; narrower models tell nothing.
+# Most large models have heads of this width; narrower models tell nothing.
 _USUAL, _NARROW = 128, 1024
 
 
@@ -259,15 +259,15 @@ class _Width(NamedTuple):
 def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
     """Findings for dimensions that are sharded within an attention head.
 
-    The other leaves of a layer tell how wide a head is: a unit in the rules of one of them, or a norm of the queries.
-    Where none does, and keys are narrower than queries, heads of the usual width are taken as a hint.
+    The other leaves of a layer show the width of a head: a unit in the rules of one of them, or a norm of the queries.
+    Without these, if keys are narrower than queries, heads of the usual width are a hint.
     """
     projections, norms = _attentions(subject.content.groups)
     for (prefix, suffix), found in projections.items():
         first = {role: group for role, group in reversed(found)}
         if _has_inner_dimension(first):
             inner = [(group, -2 if role == "o" else -1) for role, group in found]
-            # Names that stand on it in one leaf only are in the wrong order: that is said elsewhere.
+            # If names are on this dimension in one leaf only, their order is wrong: another check reports that.
             if len({None if group.row.names is None else group.row.names[dim] for group, dim in inner}) == 1:
                 for group, dim in inner:
                     yield from _cut_within(subject, group, dim)
@@ -350,7 +350,7 @@ def _output_dimension(roles: Mapping[str, Group], group: Group, dim: int) -> int
     query, output = (roles["q"].row.shape if "q" in roles else ()), group.row.shape
     if len(query) != len(output) or len(query) < 2:
         return None
-    # A layer's output goes the other way: what comes first there comes last here.
+    # The output of a layer has the opposite order: its first dimension is last here.
     other = len(query) - 1 if dim == len(query) - 2 else len(query) - 2
     return other if output[other] == query[dim] else None
 
@@ -398,7 +398,7 @@ def _whole_heads(subject: Subject, group: Group, dim: int, unit: int) -> str:
     if subject.is_named(group.paths[0]) and isinstance(name, str) and subject.axes is not None:
         try:
             subject.axes.merge(AxisRules(units={name: unit}))
-        except ValueError:  # the name has a unit already, of another width
+        except ValueError:  # the name has a unit of another width already
             return subject.renamed(group.paths, _without(row.names or (), dim))
         return f"axes = axes.merge(AxisRules(units={{{name!r}: {unit}}}))"
     spec = trimmed(entries_of(subject.plain_row(group).requested)[:rank])

@@ -38,8 +38,9 @@ def lint(
 ) -> Findings:
     """All mistakes and likely mistakes in a tree's rules at once, as data.
 
-    It takes what [`shardfx.plan`][] takes. What `plan` would raise is a finding of severity "error", and there is one
-    exactly if `plan` raises. A ready plan can be checked too, with optimizer states in it or not.
+    It takes the arguments of [`shardfx.plan`][]. Errors that `plan` would raise are findings of severity "error", and
+    there is such a finding exactly if `plan` raises. A finished plan can be checked too, with or without optimizer
+    states.
 
     **Arguments:**
 
@@ -51,13 +52,13 @@ def lint(
 
     **Returns:**
 
-    `Findings`: a tuple of `Finding`s, most bytes first, which prints as a table. Each
-    has a `fix`: statements over the names of these arguments that take it away.
+    `Findings`: a tuple of `Finding`s, most bytes first, which prints as a table. Each has a `fix`: statements over the
+    names of these arguments that resolve it.
 
     **Raises:**
 
-    `RuleError` for `paths` and `axes` of other types, `LeafTypeError` for a tree of specs or without arrays: no mistake
-    in rules raises.
+    `RuleError` for `paths` and `axes` of other types, `LeafTypeError` for a tree of specs or without arrays. Mistakes
+    in rules do not raise.
 
     !!! Example
 

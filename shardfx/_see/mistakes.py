@@ -25,7 +25,8 @@ from .finding import Finding, Severity
 from .subject import Subject, code_of
 
 
-# How many leaves without a rule are told the nearest one, the largest first: looking for it takes longer than planning.
+# The number of leaves without a rule for which the nearest rule is searched, the largest first: the search takes longer
+# than planning.
 _HINTED = 40
 
 
@@ -69,7 +70,7 @@ def _is_planned(subject: Subject, path: str, target: object) -> bool:
     return subject.row_with(path, paths=rules) is not None
 
 
-# The first dimension of an array of so many may be that of stacked layers, whether that is declared or not.
+# The first dimension of this many arrays may be that of stacked layers, declared or not.
 _STACKED_RANK = 3
 
 
@@ -225,7 +226,7 @@ def _shadowed_optionals(subject: Subject, draft: Draft) -> Iterator[Finding]:
     """Findings for optional rules whose leaves all match earlier rules."""
     rules, used = draft.paths.rules, draft.paths.used
     spare = [n for n, (_, target) in enumerate(rules) if isinstance(target, Optional) and n not in used]
-    # One path of each group tells which of them match at all; a preset has many that do not.
+    # One path of each group shows which rules match at all; many rules of a preset do not.
     patterns = subject.patterns
     matching = [n for n in spare if any(patterns[n].search(group.paths[0]) for group in subject.content.groups)]
     if not matching:
@@ -235,7 +236,7 @@ def _shadowed_optionals(subject: Subject, draft: Draft) -> Iterator[Finding]:
     for why in unused_rules(plain, others, subject.flat, subject.given, NAMES):
         where = f"paths[{why.number}] {rules[why.number][0]!r}"
         if not any(wide for number, wide in subject.rules_for(why.arrays).items() if number is not None):
-            continue  # what takes these arrays is for them alone: rules of one's own, put before those of a preset
+            continue  # a rule that takes only these arrays is the user's own, before those of a preset
         yield Finding("shadowed-rule", "info", where, 0, f"the rule {unused_text(why)}", _used(subject, why))
 
 

@@ -31,8 +31,8 @@ def report_data(
 ) -> dict[str, Any]:
     """The content of a report as dicts, lists, strings and numbers that `json.dumps` takes.
 
-    It takes what [`shardfx.html_report`][] takes. The rows of `rows` are `ReportRow`s; `memory` has the bytes per
-    device of each part of the tree, or of each group of `fit`. Names are as they are: escape them where they are shown.
+    It takes the arguments of [`shardfx.html_report`][]. The rows of `rows` are `ReportRow`s; `memory` has the bytes per
+    device of each part of the tree, or of each group of `fit`. Names are unchanged: escape them where you show them.
 
     !!! Example
 
@@ -91,7 +91,7 @@ def _totals(plan: ShardPlan, rows: Sequence[ReportRow]) -> dict[str, object]:
     }
 
 
-# From how many times an even split on a plan looks doubtful, and bad.
+# A plan is shown as doubtful, or as bad, from this many times the bytes of an even split.
 _DOUBTFUL, _BAD = 1.5, 4.0
 
 
@@ -144,7 +144,7 @@ def _lost(leaf: LeafPlan) -> list[list[str]]:
     return [[axis for axis in wanted or [] if axis not in (got or [])] for wanted, got in pairs]
 
 
-# Why a strategy, which asks for no dimension, could not cut what it was to cut.
+# The reason why a strategy, which asks for no particular dimension, could not shard what it should.
 _CUT_SHORT = (Code.indivisible, Code.unit, Code.duplicate)
 
 
@@ -188,7 +188,7 @@ def _fit(fit: Fit) -> dict[str, object]:
     return {**told, "timeline": _timeline(fit.timeline)}
 
 
-# As many points as a page has room for.
+# The number of points that fit on a page.
 _MOST_POINTS = 300
 
 
@@ -220,7 +220,7 @@ def _traffic_row(row: TrafficRow) -> dict[str, object]:
     return {**told, "axes": list(row.axes), "source": place[0], "function": place[1]}
 
 
-# Lines around one that makes arrays, and layouts that are told of a line.
+# The lines around one that makes arrays, and the shardings that are shown for a line.
 _AROUND, _LAYOUTS = 2, 2
 
 

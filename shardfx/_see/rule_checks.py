@@ -19,9 +19,9 @@ from .subject import Subject
 def dead_rules(subject: Subject) -> Iterator[Finding]:
     """Findings for axis rules that can never apply.
 
-    A rule is read only where all earlier ones of its name were blocked, and axes that are taken stay taken. So it can
-    never apply exactly if all the axes of one of these are among its own: what blocks the earlier one blocks it too.
-    One that asks for no axis is never blocked.
+    A rule is read only where all earlier rules of its name were blocked, and used axes stay used. So it can never apply
+    if and only if all axes of one earlier rule are among its own: what blocks that rule blocks this one too. A rule
+    without axes is never blocked.
     """
     if subject.axes is None:
         return
@@ -50,7 +50,7 @@ def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
     path_rules = () if subject.paths is None else subject.paths.rules
     used = axes_used(subject.content.rows, path_rules, subject.axes)
     meant = misspelled_axes(subject.mesh, declared, used)
-    # Axis rules are for activations too; path rules alone do not say what cuts the batch.
+    # Axis rules are for activations too; path rules alone do not say which axis shards the batch.
     severity: Severity = "info" if subject.axes is None else "warning"
     share = subject.content.total_bytes[1]
     for axis, size in subject.mesh.shape.items():
@@ -71,8 +71,9 @@ def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
 def contradicted_names(subject: Subject) -> Iterator[Finding]:
     """Findings for names of dimensions whose sizes cannot belong to one logical axis, since neither divides the other.
 
-    A name may stand for axes that are alike, as the inner widths of dense layers and of experts are. So these are none:
-    a size on which leaves of one module agree, and on which no other name stands; and a name that no mesh axis cuts.
+    A name may stand for similar axes, such as the inner widths of dense layers and of experts. So two cases are not
+    reported: a size on which leaves of one module agree and which no other name has; and a name that no mesh axis
+    shards.
     """
     counts: _Counts = {}
     rows, uses = subject.content.rows, collections.Counter(subject.content.index)
@@ -80,7 +81,7 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
         for name, size in _pairs(row):
             counts.setdefault(name, collections.Counter())[size] += uses[number]
     swapped = {number: other for number, row in enumerate(rows) if (other := _swapped(row, counts)) is not None}
-    for number, other in swapped.items():  # what they say of sizes is no evidence
+    for number, other in swapped.items():  # their sizes are no evidence
         _recount(counts, rows[number], other, uses[number])
     usual = {name: _most(sizes) for name, sizes in counts.items()}
     odd = {
@@ -125,7 +126,7 @@ def _is_of_another(name: str, size: int, counts: Mapping[str, Mapping[int, int]]
     return any(size in sizes for other, sizes in counts.items() if other != name)
 
 
-# What ends the path of a projection: the leaf of a module that is one matrix.
+# The end of a projection's path: the leaf of a module with one matrix.
 _LAST = re.compile(r"[/.](kernel|weight|scale|bias|embedding|value)$")
 
 
@@ -183,7 +184,7 @@ def _swapped(row: Row, counts: _Counts) -> tuple[Any, ...] | None:
     return best if apart and _support(wanted, counts) > _CLEARLY * _support(given, counts) else None
 
 
-# How much more must speak for another order than for the given one.
+# How much stronger the evidence for another order must be than that for the given one.
 _CLEARLY = 1.5
 
 

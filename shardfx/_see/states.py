@@ -20,7 +20,7 @@ from .subject import Subject, asked_by
 class _State(NamedTuple):
     """Leaves of an optimizer's state, the row of their parameter, and the spec that follows the parameter's.
 
-    `is_whole` says that they have all its dimensions, and so could be sharded further as moments are.
+    `is_whole` means that they have all of its dimensions, so they could be sharded further, as moments are.
     """
 
     root: str
@@ -48,7 +48,7 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
             message = f"it lies as {_shown(row.spec)}, its parameter as {_shown(state.follows)}"
             message += ": each step moves one to the other. Was it planned from another model's plan?"
             yield _finding(subject, [state], message, {state.group.number: state.follows})
-    # Statistics of rows and columns are small: they follow their parameter, and that is all.
+    # Statistics of rows and columns are small: they only follow their parameter.
     states = [state for state in states if state.is_whole]
     beside = {
         axis: None for state in states for axis in _axes(state.group.row.spec) if axis not in _axes(state.param.spec)
@@ -65,7 +65,8 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
 def _states(subject: Subject, sizes: Mapping[str, int]) -> list[_State]:
     """The optimizer's states. The branch of the tree that explains most of them is taken for the parameters."""
     branches = together(subject.content.groups, lambda group: group.paths[0].partition("/")[0])
-    # One letter alone is a module as well as a moment (values beside queries, for one); a moment comes with the other.
+    # A single letter may be a module as well as a moment (values next to queries, for example); a moment never comes
+    # alone.
     likely = {root: groups for root, groups in branches.items() if root not in _MOMENTS or _MOMENTS <= {*branches}}
     first = [group.paths[0].split("/") for groups in likely.values() for group in groups]
     if len(branches) < 2 or not any(map(_names_a_state, first)):
@@ -81,7 +82,7 @@ def _states(subject: Subject, sizes: Mapping[str, int]) -> list[_State]:
 
 
 _MOMENTS = {"m", "v"}
-# What libraries call the states of an optimizer, and copies of parameters.
+# The names by which libraries call optimizer states and copies of parameters.
 _CALLED = re.compile(r"(opt|ema|mom|adam|exp_avg|accum|slots?$|trace$|veloc|param_states$|mu$|nu$|m$|v$)")
 
 
@@ -97,7 +98,7 @@ def _of(root: str, groups: list[Group], known: dict[str, Row], sizes: Mapping[st
         for at in range(1, len(parts)):
             state = _state(root, group, parts[at:], known, sizes) if _names_a_state(parts[:at]) else None
             if state is not None:
-                # A factored optimizer has matrices in one tree and vectors in another, side by side.
+                # A factored optimizer has matrices in one tree and vectors in another with the same paths.
                 by_owner.setdefault(tuple(parts[: max(at - 1, 1)]), []).append(state)
                 break
     rows = len(set(known.values()))
@@ -131,12 +132,12 @@ def _following(shape: tuple[int, ...], param: Row, sizes: Mapping[str, int]) -> 
         return None
     chosen = itertools.combinations(range(rank), len(shape))
     fitting = [dims for dims in chosen if tuple(param.shape[dim] for dim in dims) == shape]
-    # Of a square matrix, rows and columns look alike: less is asked of them then.
+    # The rows and columns of a square matrix look alike, so less is required of them then.
     specs = [trimmed([entries[dim] for dim in dims]) for dims in fitting]
     return min(specs, key=lambda spec: _pieces(spec, sizes), default=None)
 
 
-# Beyond it, there are too many ways to leave dimensions out.
+# Above this number of dimensions, there are too many ways to leave some out.
 _MOST_DIMENSIONS = 8
 
 
@@ -192,14 +193,14 @@ def uneven_layers(subject: Subject) -> Iterator[Finding]:
     """Findings for arrays of repeated layers with one shape and dtype, if a few of them are sharded differently."""
     stacks: dict[object, list[Group]] = {}
     for group in subject.content.groups:
-        # A number at the end of a path is no layer's: rows and columns of a square matrix are `w/0` and `w/1`.
+        # A number at the end of a path is no layer: the rows and columns of a square matrix are `w/0` and `w/1`.
         last = group.paths[0].rpartition("/")[2]
         key = (between_numbers(group.paths[0]), last if last.isdigit() else "", group.row.shape, group.row.dtype)
         stacks.setdefault(key, []).append(group)
     for groups in stacks.values():
         by_spec = together(groups, lambda group: group.row.spec)
         if len(by_spec) > 1:
-            # Most layers, or else those of which a device holds less, are taken to be what was meant.
+            # The spec of most layers is taken as intended; of equally many, the one with fewer bytes per device.
             most = max(by_spec.values(), key=lambda same: (_count(same), -_share(subject, same[0])))
             for group in (group for same in by_spec.values() if same is not most for group in same):
                 yield _uneven(subject, group, most)

@@ -63,7 +63,7 @@ def regex_of(paths: Sequence[str], alike: Mapping[tuple[str, ...], int]) -> str:
     r"""A regex that matches these paths and no others, with `\d+` for their numbers if every path of their form is
     among them.
 
-    `alike` says how many paths there are with the same text between their numbers.
+    `alike` is the number of paths with the same text between their numbers.
     """
     found = []
     for parts, own in together(paths, between_numbers).items():
@@ -78,7 +78,7 @@ def regex_of(paths: Sequence[str], alike: Mapping[tuple[str, ...], int]) -> str:
 class Subject:
     """The input of `lint`'s checks. `plain` is planned on the given `mesh`; `content` may be on a refined mesh.
 
-    A ready plan, `is_plan`, has no rules by path; `flat` and `given`, the names of each leaf, are empty then.
+    A finished plan, `is_plan`, has no rules by path; `flat` and `given`, the names of each leaf, are empty then.
     """
 
     content: Content
@@ -153,7 +153,8 @@ class Subject:
     def ruled(self, paths: Sequence[str], target: object, *, last: bool = False) -> str:
         """Code that gives leaves without names this target, by a rule before all others or after them.
 
-        A rule that is for these leaves alone gets the target itself: it would have nothing left to do.
+        If one rule decides about these leaves only, its target is replaced: beside a new rule it would decide about
+        nothing.
         """
         ((number, wide), *others) = self.rules_for(paths).items()
         if self.paths is not None and number is not None and not wide and not others:
@@ -170,7 +171,7 @@ class Subject:
         """The numbers of the rules that decide about these leaves, and whether each rule decides about other leaves
         too.
 
-        `None` stands for what decides about leaves that no rule is for.
+        `None` stands for the default of leaves without a rule.
         """
         own = collections.Counter(self._deciding.get(path) for path in dict.fromkeys(paths))
         return {number: self._decided[number] > count for number, count in own.items()}
