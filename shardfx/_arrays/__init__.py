@@ -1,7 +1,7 @@
 """Live arrays under a plan: placed, constrained, compiled for, gathered, and read back.
 
-It may import `_plan` and what is below it. It never decides how an array is sharded, beyond correcting what
-`constrain` is asked to the shape at hand; and it never moves an array from one plan to another, which `_reshard` does.
+It may import `_plan` and what is below it. It never chooses a sharding, except that `constrain` corrects the requested
+spec to the shape; and it never moves an array from one plan to another, which `_reshard` does.
 """
 
 from .constraint import constrain as constrain

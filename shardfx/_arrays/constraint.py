@@ -39,7 +39,7 @@ def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
         data = _placed_across(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     whole = np.asarray(leaf)
-    # Without a dtype, a process that owns no device of the sharding could not tell.
+    # Without a dtype, a process that owns no device of the sharding could not know it.
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
 
 
@@ -110,9 +110,9 @@ def constrain(
 
     **Returns:**
 
-    `x`, sharded so. `PartitionSpec()` replicates it; a dimension that is UNCONSTRAINED is left to the compiler. Inside
-    `jit`, Explicit axes cut a dimension before Auto ones. With `explain=True` a pair of it and the
-    [`shardfx.Decision`][]: the spec that it got, and why it got no more.
+    `x` with this sharding. `PartitionSpec()` replicates it; the compiler chooses for an UNCONSTRAINED dimension. Inside
+    `jit`, Explicit axes shard a dimension before Auto ones. With `explain=True`, a pair of the array and the
+    [`shardfx.Decision`][]: its spec, and the reasons for everything that was dropped.
 
     **Raises:**
 
@@ -151,7 +151,7 @@ def constrain(
     if names_or_spec is None:
         return (x, Decision(PartitionSpec())) if explain else x
     if not isinstance(x, Tracer) and is_tracing():
-        x = jax.device_put(x)  # a constant of the traced function, which it becomes a value of
+        x = jax.device_put(x)  # a constant of the traced function, which becomes a traced value
     mesh = _mesh_of(x, plan)
     free = {name: kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
     sizes = MeshSpec([(name, mesh.shape[name]) for name in free], axis_types=free)
@@ -159,8 +159,8 @@ def constrain(
     found = decision_for(names_or_spec, x.shape, plan.content, sizes, strict, unmatched)
     if isinstance(x, Tracer):
         found = _in_order(found, free, strict)
-        # The type of a value may name a mesh because the function closes over an array on it. The program may still be
-        # for one device.
+        # The type of a value may have a mesh because the function closes over an array on it. The program may still run
+        # on one device.
         if isinstance(mesh, AbstractMesh) and not mesh.manual_axes and jax.sharding.get_abstract_mesh().empty:
             x = meant_for(x, tuple(mesh.shape.items()))
     constrained = _constrained(x, found.spec, mesh, free)
@@ -185,7 +185,7 @@ def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Deci
 
     **Raises:**
 
-    `SpecError` under `strict` where an Auto axis was to cut a dimension before an Explicit one.
+    `SpecError` under `strict` if an Auto axis would shard a dimension before an Explicit one.
     """
     entries = []
     for dim, entry in enumerate(entries_of(found.spec)):
@@ -213,7 +213,7 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
             f"the array lies on a mesh {MeshSpec.of(sharding.mesh)}, but the plan is for {plan.mesh}; use the plan "
             "that its step was compiled with, or `reshard` it first."
         )
-    # Types within `jit` name no devices. With the plan's own mesh, JAX compares its devices with the program's.
+    # Types within `jit` have no devices. With the plan's own mesh, JAX compares its devices with the program's.
     is_typed_so = plan.jax_mesh is not None and sharding.mesh == plan.jax_mesh.abstract_mesh
     return planned if is_typed_so else sharding.mesh
 
@@ -259,7 +259,7 @@ def meant_for(x: jax.Array, sizes: tuple[tuple[str, int], ...]) -> jax.Array:
 
 def _lowered(ctx: Any, x: object, *, sizes: tuple[tuple[str, int], ...]) -> list[Any]:
     match ctx.module_context.axis_context:
-        # Without devices, as in an export, and inside `shard_map` there is nothing to compare with.
+        # Without devices, as in an export, and inside `shard_map`, there is nothing to compare.
         case object(num_devices=int(count)) if count != math.prod(size for _, size in sizes):
             _raise_for(ctx.avals_in[0], ",".join(f"{name}={size}" for name, size in sizes), count)
     return [x]

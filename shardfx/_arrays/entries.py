@@ -22,7 +22,7 @@ Donate = (
     bool | Literal["all", "all-except-first", "warn", "warn-except-first", "none"] | int | str | Sequence[int | str]
 )
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-# What is given in the place of a sharding by mistake. JAX knows further entries, layouts for one.
+# Values that are passed by mistake instead of a sharding. JAX accepts other entries too, such as layouts.
 _NO_ENTRIES = (str, int, float, MeshSpec, AxisRules, PathRules, LeafPlan, Decision)
 _NO_ENTRIES += (Mesh, AbstractMesh, jax.Device, jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
@@ -86,7 +86,7 @@ def spread(form: object, tree: object, what: str, *, shapes: bool = True, hint: 
 
     **Raises:**
 
-    `PlanMismatchError` that names the leaf that does not fit.
+    `PlanMismatchError`, with the leaf that does not fit.
     """
     entries, structure = jax.tree_util.tree_flatten_with_path(form, is_leaf=_is_entry)
     try:
@@ -249,7 +249,7 @@ def bound(fn: Any, name: str, signature: inspect.Signature, args: Any, kwargs: A
 
     **Raises:**
 
-    `TypeError` as Python words it where a call does not fit the signature.
+    `TypeError` in Python's own words if a call does not fit the signature.
     """
     try:
         found = signature.bind(*args, **kwargs)
@@ -257,7 +257,7 @@ def bound(fn: Any, name: str, signature: inspect.Signature, args: Any, kwargs: A
         inner = inspect.unwrap(fn)
         is_own = inspect.isfunction(inner) and "__signature__" not in vars(inner)
         if is_own and inspect.signature(inner) == signature:
-            # Its arguments do not fit, so that no line of it runs.
+            # The arguments do not fit, so that no line of the function runs.
             inner(*args, **kwargs)
         raise TypeError(f"{name}(): {error}") from None
     found.apply_defaults()

@@ -1,8 +1,8 @@
 """Checks of a call's arguments and results: arrays that were deleted, are donated twice or are on other devices, and
 static leaves.
 
-The runtime finds out about the arrays too, and where a program runs on several CPU devices it ends the process. What is
-not traced is compared by value and by type: 1, 1.0 and True are equal, and their programs differ.
+The runtime notices this too, but in a program on several CPU devices it ends the process. Static values are compared by
+value and by type: 1, 1.0 and True are equal, and their programs differ.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ def raise_apart(places: Iterable[tuple[str, object]], error: Exception | None) -
 def lies_apart(leaf: Any, wanted: Any) -> bool:
     """Whether an array is on other devices than those of a sharding for several devices.
 
-    For one that would be cut alike there, JAX moves it at the first call, and the next one ends in the runtime.
+    If its sharding there would be the same, JAX moves it at the first call, and the next call fails in the runtime.
     """
     if not isinstance(wanted, NamedSharding) or not is_placed(type(leaf)) or not leaf.committed:
         return False
@@ -193,7 +193,7 @@ def mark(value: object) -> Hashable:
     """The properties of a value that `==` ignores: its type and the sign of a zero, also inside containers and
     dataclasses.
 
-    NaN, which equals nothing, has a mark that says all of it.
+    NaN does not equal itself, so its mark is a text.
     """
     kind = type(value)
     if isinstance(value, float):
@@ -207,7 +207,7 @@ def mark(value: object) -> Hashable:
     if isinstance(value, dict):
         return kind, frozenset([(key, mark(key), mark(one)) for key, one in value.items()])
     fields = _compared_fields(kind)
-    # An attribute may not be set yet.
+    # An attribute may be unset.
     return kind if fields is None else (kind, *[mark(getattr(value, name, None)) for name in fields])
 
 

@@ -54,7 +54,7 @@ P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 
-# Structures of arguments that one function remembers. Its programs are in the cache of `jax.jit`.
+# The number of argument structures that one function remembers. Its programs are in the cache of `jax.jit`.
 _FORMS = 128
 _ARRAY = jax.ShapeDtypeStruct((), np.float32)
 _NOTHING = Donated(frozenset())
@@ -94,26 +94,24 @@ def filter_jit(
 
     **Returns:**
 
-    A function with the signature of `fn`. Keyword arguments are bound to their positions, so that they are sharded
-    as well. Its `.trace(...)` and `.lower(...)` take arguments, or ShapeDtypeStructs in their place, and give what
-    those of `jax.jit` give; `.compile()` of a lowered one gives a function with the signature of `fn` again, for the
-    same static arguments. For a module with functions, lower with `equinox.combine(plan.structs, model)`:
-    `plan.structs` alone has none.
+    A function with the signature of `fn`. Keyword arguments are bound to their positions, so that they are sharded too.
+    Its `.trace(...)` and `.lower(...)` take arguments or ShapeDtypeStructs, and return what those of `jax.jit` return;
+    `.compile()` of a lowered one returns a function with the signature of `fn` again, for the same static arguments.
+    For a module with functions, lower with `equinox.combine(plan.structs, model)`, since `plan.structs` alone has none.
 
-    Plans without devices can be traced and lowered: `.trace(plan.structs).lower(lowering_platforms=("tpu",))`. What
-    `.trace` returns lists the arrays that the function takes and returns, with their paths and shardings.
+    Plans without devices can be traced and lowered: `.trace(plan.structs).lower(lowering_platforms=("tpu",))`. The
+    result of `.trace` lists the arguments and results of the function, with their paths and shardings.
 
-    Static arguments are told apart by value and by type: 1, 1.0 and True are three programs. A tree may have `None`
-    in the place of the functions that were planned with it, as `equinox.partition` leaves it.
+    Static arguments are compared by value and by type: 1, 1.0 and True are three programs. A tree may have `None`
+    instead of the functions that were planned with it, as `equinox.partition` leaves it.
 
     **Raises:**
 
-    `PlanMismatchError` at once if a bare PartitionSpec is given, which says nothing of the mesh: `jax.set_mesh` is not
-    asked. When it is traced, if arguments or results are not the trees that their plans are for, in paths, shapes or
-    dtypes. When it is called, if a plan has no devices; if `*args` or `**kwargs` take what entries are about in
-    another way than the entries say; if an array is gone (of a function that donates all arrays are looked at, of
-    others the first of each entry); or if one that is donated is given twice. `LeafTypeError` for a static argument
-    that cannot be hashed.
+    `PlanMismatchError` at once for a bare PartitionSpec, which has no mesh: `jax.set_mesh` is not used. At tracing, if
+    arguments or results are not the trees of their plans, in paths, shapes or dtypes. At a call, if a plan has no
+    devices; if `*args` or `**kwargs` are bound in another way than the entries say; if an array was deleted (if the
+    function donates, all arrays are checked, otherwise the first of each entry); or if a donated array is given twice.
+    `LeafTypeError` for a static argument that cannot be hashed.
 
     !!! Example
 
@@ -198,9 +196,9 @@ class _Call(NamedTuple):
 class Jitted(Generic[P, R]):
     """The function that [`shardfx.filter_jit`][] returns, with the signature of the function that was given.
 
-    It is one `jax.jit`, whose static argument is all that is not traced. The arrays go in as lists, one for each
-    sharding that `in_shardings` has: those are known before any argument is. The results come out likewise, or as the
-    function returns them, if they are arrays alone and `out_shardings` says nothing.
+    It is one `jax.jit`. Its static argument is everything that is not traced. The arrays go in as lists, one for each
+    sharding in `in_shardings`, since these are known before any argument is. The results come out likewise, or as the
+    function returns them if they are only arrays and `out_shardings` is not given.
     """
 
     def __init__(self, fn: Callable[P, R], in_shardings: object, out_shardings: object, donate: Donate):
@@ -210,11 +208,11 @@ class Jitted(Generic[P, R]):
         self._out = checked(out_shardings, "out_shardings")
         self._donated = donated(donate, self._signature)
         self._counts = counts_as_given(self._signature)
-        # The function may be a module with arrays, which are traced as well.
+        # The function may be a module with arrays, which are traced too.
         self._fn_leaves, self._fn_treedef = jax.tree.flatten(fn)
         self._fn_arrays = [leaf for leaf in self._fn_leaves if is_traced(type(leaf))]
         wanted = shardings_in(self._in.forms)
-        # The key of a sharding, and whether it is for arrays that are donated: one list of arrays for each.
+        # The key of a sharding, and whether its arrays are donated: there is one list of arrays for each.
         self._slots = [*it.product(wanted, (False, True) if self._donated != _NOTHING else (False,))]
         self._wanted = [wanted[key] for key, _ in self._slots]
         self._results = shardings_in(self._out)
@@ -227,7 +225,7 @@ class Jitted(Generic[P, R]):
         def traced(static: Static, fn_arrays: list[Any], *lists: Sequence[object]) -> Any:
             return self._traced(static, fn_arrays, lists)
 
-        # What profiles and the names of programs show.
+        # The name that profiles show.
         traced.__name__ = traced.__qualname__ = name
         return jax.jit(
             traced,

@@ -44,7 +44,7 @@ class MisplacedArray:
 class Misplaced(tuple[MisplacedArray, ...]):
     """A tuple of [`shardfx._arrays.MisplacedArray`][]s. `print`, a console and a notebook show it as a table.
 
-    It is empty, and so false, where every array lies as the plan says.
+    It is empty, and so false, if every array has its planned sharding.
     """
 
     __slots__ = ()
@@ -82,8 +82,8 @@ class Misplaced(tuple[MisplacedArray, ...]):
 def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     """The arrays of a live tree whose shardings, shapes, dtypes or memory kinds are not those of their plan.
 
-    Two layouts are equal if every device holds the same part of the array, whatever the mesh axes are called and in
-    whatever order the devices are. For a plan without devices, the devices count in the order of their mesh. Inside
+    Two shardings are equal if every device holds the same part of the array, whatever the names of the mesh axes and
+    the order of the devices are. For a plan without devices, the devices count in the order of their mesh. Inside
     `jax.jit`, arrays on Explicit axes are checked by their types.
 
     **Arguments:**
@@ -93,12 +93,12 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
 
     **Returns:**
 
-    A [`shardfx._arrays.Misplaced`][], the most excess bytes first: arrays that lie elsewhere, have another shape, dtype
-    or memory kind, are missing, or are not in the plan. It is false where there are none.
+    A [`shardfx._arrays.Misplaced`][], the most excess bytes first: arrays with another sharding, shape, dtype or memory
+    kind, and arrays that are missing or not in the plan. It is false if there are none.
 
     **Raises:**
 
-    `LeafTypeError` for a traced array on Auto axes: the compiler has not chosen yet how it lies.
+    `LeafTypeError` for a traced array on Auto axes, since the compiler has not chosen its sharding yet.
 
     !!! Example
 

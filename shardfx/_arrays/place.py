@@ -36,7 +36,7 @@ def shard(tree: T, plan: ShardPlan) -> T: ...
 def shard(tree: object, plan: ShardPlan) -> PyTree:
     """Puts every array of a tree on its devices as the plan says, on one process or many.
 
-    Inside `jax.jit`, where nothing can be put anywhere, it constrains every array, as [`shardfx.constrain`][] does.
+    Inside `jax.jit`, where arrays cannot be moved, it constrains every array, as [`shardfx.constrain`][] does.
 
     **Arguments:**
 
@@ -48,7 +48,7 @@ def shard(tree: object, plan: ShardPlan) -> PyTree:
 
     **Returns:**
 
-    The tree with sharded arrays. Leaves that are no arrays come back as they are.
+    The tree with sharded arrays. Leaves that are no arrays are returned unchanged.
 
     **Raises:**
 
@@ -97,12 +97,12 @@ def gather(tree: object) -> PyTree:
 
     **Returns:**
 
-    The tree with NumPy arrays in the place of JAX arrays; PRNG keys, which NumPy cannot hold, as JAX arrays on one
-    device. Leaves that are no arrays come back as they are.
+    The tree with NumPy arrays instead of JAX arrays; PRNG keys, which NumPy cannot hold, are JAX arrays on one device.
+    Leaves that are no arrays are returned unchanged.
 
     **Raises:**
 
-    `LeafTypeError` inside `jax.jit`, where no array has values yet.
+    `LeafTypeError` inside `jax.jit`, where arrays have no values yet.
 
     !!! Example
 
@@ -155,9 +155,9 @@ _CACHED, _JITTED = type(ft.lru_cache(len)), type(jax.jit(len))
 def clear_caches() -> None:
     """Clears all caches of the package, and with them the references to devices, meshes and programs.
 
-    After devices were lost, or between tests, nothing of the package keeps them alive then; JAX keeps caches of its
-    own, which `jax.clear_caches()` clears. Results do not change: what is needed again is planned and compiled again.
-    The programs of [`shardfx.filter_jit`][] are in JAX's caches, and what else such a function remembers goes with it.
+    After devices were lost, or between tests, nothing in the package keeps them alive then; JAX has its own caches,
+    which `jax.clear_caches()` clears. Results do not change: plans and programs are made again if needed. The programs
+    of [`shardfx.filter_jit`][] are in JAX's caches, and the rest of such a function's memory goes with them.
 
     !!! Example
 
@@ -192,8 +192,8 @@ def specs_of(tree: object) -> Any:
 
     **Raises:**
 
-    `LeafTypeError` for a JAX array that lies on one device, or is sharded without a mesh: it has no PartitionSpec.
-    For a traced array on Auto axes, too: how they cut it is for the compiler to choose.
+    `LeafTypeError` for a JAX array on one device, or one that is sharded without a mesh, since it has no PartitionSpec;
+    and for a traced array on Auto axes, whose sharding the compiler chooses.
     """
 
     def spec(path: object, leaf: object) -> PartitionSpec | None:

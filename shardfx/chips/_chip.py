@@ -1,8 +1,8 @@
 """One accelerator's memory, arithmetic and network, and the links that each mesh axis has in a slice.
 
-There is one model of links. `axes_on` lays mesh axes over the dimensions of a slice, which gives each collective its
-links. `shared` is the same network as two numbers, for prices of thousands of meshes at once: an axis has links in
-proportion to the logarithm of its size.
+There is one model of links. `axes_on` lays mesh axes over the dimensions of a slice, which gives the links of each
+collective. `shared` describes the same network by two numbers, for prices of thousands of meshes at once: an axis has
+links in proportion to the logarithm of its size.
 """
 
 import dataclasses
@@ -91,7 +91,7 @@ class Chip:
 
         **Raises:**
 
-        `ChipError` for a dtype in which no peak is known.
+        `ChipError` for a dtype whose peak is unknown.
 
         !!! Example
 
@@ -159,7 +159,7 @@ class Shared(NamedTuple):
     """The network of one mesh axis among several: bytes per second along one dimension, dimensions, devices of an
     island.
 
-    An island is what a switch joins; a torus has none.
+    An island is a group of chips that a switch joins; a torus has none.
     """
 
     bytes_per_second: float
@@ -189,7 +189,7 @@ def shared(chip: Chip, extents: Sequence[int]) -> Shared:
 def axes_on(chip: Chip, extents: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[Ring, ...]]:
     """For each mesh axis, the dimensions of a slice that it covers.
 
-    From the last axis to the first, each takes what is left of the dimensions, whole ones first.
+    From the last axis to the first, each takes from the remaining dimensions, whole ones first.
     """
     ends, left, cores, found = closed(chip, extents), list(extents), chip.devices_per_chip, {}
     for name in reversed(tuple(sizes)):

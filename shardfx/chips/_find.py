@@ -14,7 +14,7 @@ from ._tpus import GPUS, TPUS
 CHIPS: tuple[Chip, ...] = TPUS + GPUS
 """All chips that are known, TPUs first, from the oldest."""
 
-# Names that people write, beside JAX's own.
+# Names that people write, in addition to JAX's own.
 _ALIASES = {
     "v5e": ("v5litepod", "v5lite", "v5 lite"),
     "v6e": ("v6lite", "trillium"),
@@ -22,12 +22,12 @@ _ALIASES = {
     "a100": ("a100-80", "a100-80gb"),
     "a100-40": ("a100-40gb",),
     "h100": ("h100-80", "h100-sxm"),
-    "h200": ("h200 141gb hbm3e", "h200-sxm"),  # as XLA's description of one says, for compiling without it
+    "h200": ("h200 141gb hbm3e", "h200-sxm"),  # the name in XLA's description of a chip, for compiling without it
     "mi300x": ("instinct mi300x",),
 }
 
 
-# Clouds count the cores of these in a slice's name, two in a chip; of others the chips.
+# For these chips a slice's name counts cores, two in a chip; for the others it counts chips.
 _NAMED_BY_CORES = ("v2", "v3", "v4", "v5p")
 _FORM = re.compile(r"((?:\w+:)?[\w ]+):([1-9]\d{0,8}(?:x[1-9]\d{0,8})*)")
 _CLOUD = re.compile(r"(?:tpu:)?(v\d\w*)-([1-9]\d{0,8})")
@@ -63,7 +63,7 @@ def _existing(made: Slice, text: str) -> Slice:
         raise MeshError(
             f"slice {text!r:.60}: {chip.name} has {kind}, as in {'x'.join('4' * dims)}, and this has {len(extents)}."
         )
-    # A pod of two dimensions is a square; larger ones have more room in one dimension than in another.
+    # A pod of two dimensions is a square; larger pods have more chips along one dimension than along another.
     longest = math.isqrt(chip.island_chips) if dims == 2 else chip.island_chips
     if chip.torus_dims and (made.chips > chip.island_chips or max(extents) > longest):
         pod = "x".join([str(longest)] * dims) if dims == 2 else f"{chip.island_chips:,} chips"
@@ -88,7 +88,7 @@ def find(name: str | Chip) -> Chip:
 
     **Raises:**
 
-    `ChipError` for a name that is not known, with near ones; `MeshError` for a slice that does not exist.
+    `ChipError` for an unknown name, with similar ones; `MeshError` for a slice that does not exist.
 
     !!! Example
 
@@ -132,8 +132,8 @@ def parse_slice(text: str) -> Slice:
 
     **Raises:**
 
-    `MeshError` for another form, and for a slice that does not exist: of more chips than a pod has, or of other
-    dimensions than the chip's network. `ChipError` for a chip that is not known.
+    `MeshError` for another form, and for a slice that does not exist, because it has more chips than a pod, or other
+    dimensions than the chip's network. `ChipError` for an unknown chip.
 
     !!! Example
 
@@ -171,7 +171,7 @@ def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) ->
 
     **Returns:**
 
-    A line per chip. Memory is usable and nominal, per chip; links count one way.
+    One line per chip. Memory is usable and nominal, per chip; links count in one direction.
 
     !!! Example
 

@@ -109,7 +109,7 @@ TPUS: tuple[Chip, ...] = (
 _SHEET = "NVIDIA's data sheet"
 _NVIDIA = f"{_SHEET}; scaling book, table of GPUs"
 _ENGINEERING = "secondary: ml-engineering"
-# What most of them have in common, and where that is from.
+# The values that most of them share, and their source.
 _SHARED = {"torus_dims": 0, "island_chips": 8, "dcn_bytes_per_second": 50e9}
 _SOURCES = {
     "usable_hbm_bytes": "secondary: what CUDA or HIP reports, in public logs of programs that ran out of memory",

@@ -1,7 +1,7 @@
 """The part of an array, a batch or a mesh that each process owns, as integers.
 
-It may import `_plan` and what is below it. It never moves an array between processes; `global_batch` puts together what
-each of them has.
+It may import `_plan` and what is below it. It never moves an array between processes; `global_batch` assembles what
+each process has.
 """
 
 from ._batch import global_batch as global_batch

@@ -25,9 +25,8 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float) -> tuple[P
 def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = None) -> PyTree:
     """The global arrays of a batch, from the part that each process loaded.
 
-    Every process calls it, with the rows that [`shardfx.hosts.data_layout`][] or
-    [`shardfx.hosts.local_chunk`][] say are its own (or with the whole of a dimension, of which its part is
-    then taken). No data goes over the network.
+    Every process calls it, with its rows by [`shardfx.hosts.data_layout`][] or [`shardfx.hosts.local_chunk`][], or with
+    a whole dimension, of which its part is then taken. No data goes over the network.
 
     **Arguments:**
 
@@ -39,12 +38,12 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
 
     **Returns:**
 
-    The tree of global arrays, sharded as planned; with `pad`, also a mask over the global batch's rows that
-    is `True` at rows that were loaded. The mask is sharded as the rows are.
+    The tree of global arrays, sharded as planned; with `pad`, also a mask over the rows of the global batch that is
+    `True` for loaded rows. The mask is sharded like the rows.
 
     **Raises:**
 
-    `PlanMismatchError` that names the leaf whose shape or dtype is not this process's part of the plan, or whose dtype
+    `PlanMismatchError`, with the leaf, if its shape or dtype is not this process's part of the plan, or if its dtype
     cannot hold `pad`.
 
     !!! Example

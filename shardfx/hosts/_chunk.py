@@ -78,12 +78,12 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
 
     **Returns:**
 
-    The chunk, and which of its copies this process has.
+    The chunk, and the index of this process's copy among all copies.
 
     **Raises:**
 
-    `SpecError` if the spec does not fit the shape or the mesh, or if a size does not divide; `MeshError` if
-    the process's part is no contiguous range, which [`shardfx.hosts.owned`][] lists instead.
+    `SpecError` if the spec does not fit the shape or the mesh, or if it does not divide a size; `MeshError` if the
+    process's part is no contiguous range ([`shardfx.hosts.owned`][] then lists its ranges).
 
     !!! Example
 
@@ -119,7 +119,7 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
 
     **Raises:**
 
-    `MeshError` for an unknown, repeated or unordered axis, or a process that is not there.
+    `MeshError` for an unknown, repeated or unordered axis, or a process that does not exist.
 
     !!! Example
 
@@ -146,11 +146,11 @@ def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) ->
 
     **Returns:**
 
-    A number from 0; other axes count in the mesh's order, the first slowest.
+    A number from 0; the other axes count in the mesh's order, the first slowest.
 
     **Raises:**
 
-    As [`shardfx.hosts.shard_id`][].
+    The errors of [`shardfx.hosts.shard_id`][].
 
     !!! Example
 
@@ -180,12 +180,12 @@ def data_layout(
 
     **Returns:**
 
-    The layout. Shards are numbered in the order of `axes`; where that order interleaves the rows of processes
-    ([`shardfx.hosts.local_chunk`][] raises then), a shard's rows are not next to each other in the global batch.
+    The layout. Shards are numbered in the order of `axes`. If that order interleaves the rows of processes
+    ([`shardfx.hosts.local_chunk`][] raises then), the rows of a shard are not adjacent in the global batch.
 
     **Raises:**
 
-    `MeshError` if the batch size is no positive multiple of the devices along `axes`, and as
+    `MeshError` if the batch size is no positive multiple of the devices along `axes`; the errors of
     [`shardfx.hosts.shard_id`][].
 
     !!! Example
@@ -225,7 +225,7 @@ def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple
 
     **Returns:**
 
-    One chunk per different shard, in order of their starts. Those with `replica_id` 0, over all processes,
+    One chunk per different shard, in the order of their starts. The chunks with `replica_id` 0, over all processes,
     hold every element once.
 
     !!! Example

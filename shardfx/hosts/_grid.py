@@ -15,7 +15,7 @@ from ..topology import MeshSpec
 class HostGrid(eqx.Module):
     """How the processes of a job divide a mesh: every process has a box of the mesh, and all boxes have one shape.
 
-    A value without devices, so that one process can tell what any other one owns.
+    It contains no devices, so each process can compute what any other one owns.
 
     !!! Example
 
@@ -102,12 +102,12 @@ def grid_of(mesh: Mesh) -> HostGrid:
 
     **Returns:**
 
-    Which box of the mesh each process has.
+    The box of the mesh that each process has.
 
     **Raises:**
 
-    `MeshError` if some process's devices form no box, or the boxes are not alike; [`shardfx.hosts.owned`][]
-    answers for such meshes.
+    `MeshError` if the devices of some process form no box, or if the boxes differ in shape; use
+    [`shardfx.hosts.owned`][] for such meshes.
 
     !!! Example
 
@@ -150,7 +150,7 @@ def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:
 
     **Returns:**
 
-    The HostGrid of as many processes as `num_chunks` makes.
+    The HostGrid with the number of processes that `num_chunks` gives.
 
     **Raises:**
 

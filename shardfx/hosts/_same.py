@@ -17,9 +17,9 @@ from .._plan import ShardPlan, differences
 def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) -> None:
     """Raises on every process unless all have the same plan on the same order of devices, or the same map.
 
-    Every process calls it, once, before it runs anything under the plan: processes with different plans
-    compile different programs, whose collectives wait for each other for ever. It exchanges 32 bytes; only if
-    they differ does it exchange the plans, to say where.
+    Every process calls it once, before it runs anything under the plan. Processes with different plans compile
+    different programs, whose collectives wait for each other for ever. The call exchanges 32 bytes; if they differ, it
+    exchanges the plans, to say where.
 
     **Arguments:**
 
@@ -29,7 +29,7 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
 
     **Raises:**
 
-    `PlanMismatchError` that names the first leaf or rule that differs, how, and between which processes; or the
+    `PlanMismatchError` with the first leaf or rule that differs, how, and between which processes; or with the
     processes that did not come.
 
     !!! Example
@@ -89,7 +89,7 @@ def _meet(wait_seconds: float) -> None:
     """Returns when all processes are here. A collective would wait for them without end."""
     client = coordination()
     if client is None:
-        return  # a runtime that has brought its processes together by itself
+        return  # a runtime that has connected its processes by itself
     fix = "call it once on every process, before the first step; or give a longer `wait_seconds`"
     try:
         who = absent(client, "shardfx.assert_same_plan", wait_seconds, jax.process_index())

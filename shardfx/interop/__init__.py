@@ -1,6 +1,5 @@
 """The conventions of other libraries, one file per library. Each is imported by its own name, such as
 `shardfx.interop.flax`.
 
-It may import the plans, the presets, and what is below them. It never imports the library that it stands for before a
-function that needs it is called.
+It may import plans, presets, and the rooms below them. It imports a library only in a function that needs it.
 """

@@ -42,8 +42,8 @@ def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str 
 
     **Raises:**
 
-    `CheckpointError` for a prefix that the checkpoint lacks, and where one array's path is another's branch;
-    `SpecError` that names the array that a Sharding does not fit; `LeafTypeError` for a default of another type.
+    `CheckpointError` for a prefix that the checkpoint lacks, or if one array's path is another's branch; `SpecError`,
+    with the array, if a Sharding does not fit it; `LeafTypeError` for a default of another type.
 
     !!! Example
 
@@ -141,8 +141,8 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
 
     **Raises:**
 
-    `PlanMismatchError` that lists how the structures differ; `SpecError` that names the leaf a sharding does not fit;
-    `LeafTypeError` for a leaf of `shardings` that is none of the above. Nothing has been moved then.
+    `PlanMismatchError` with all differences of the structures; `SpecError`, with the leaf, if a sharding does not fit
+    it; `LeafTypeError` for a leaf of `shardings` of another type. After an error nothing has been moved.
 
     !!! Example
 
@@ -220,7 +220,7 @@ class Difference:
 def structure_diff(a: PyTree, b: PyTree) -> tuple[Difference, ...]:
     """Every place in which the structures of two trees differ. Values do not count.
 
-    `None`, PartitionSpecs and Shardings are leaves: a tree of "no sharding here" has the structure of its arrays.
+    `None`, PartitionSpecs and Shardings are leaves, so a tree of "no sharding here" has the structure of its arrays.
 
     **Arguments:**
 
@@ -228,7 +228,7 @@ def structure_diff(a: PyTree, b: PyTree) -> tuple[Difference, ...]:
 
     **Returns:**
 
-    The differences, in the order of `a`, then what only `b` has; empty exactly if the structures are equal.
+    The differences, in the order of `a`, then the leaves that only `b` has; empty exactly if the structures are equal.
 
     !!! Example
 
@@ -326,7 +326,7 @@ def axis_names_of(specs: PyTree) -> tuple[str, ...]:
 
     **Raises:**
 
-    `SpecError` for any other leaf, and for an entry of a spec that is none.
+    `SpecError` for any other leaf, and for an invalid entry of a spec.
 
     !!! Example
 

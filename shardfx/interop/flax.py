@@ -112,8 +112,8 @@ def rules_of(tree: PyTree) -> AxisRules:
 
     **Raises:**
 
-    `RuleError` if two variables contradict each other: one plan reads a name one way. Plan them apart, and
-    join the plans.
+    `RuleError` if two variables contradict each other, since one plan reads a name in one way. Plan them separately,
+    and join the plans.
 
     !!! Example
 
@@ -145,7 +145,7 @@ def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRul
     **Returns:**
 
     AxisRules for `plan(..., axes=...)`. Axes that are named directly come first, so that no rule takes them away.
-    `resolve(names, AxisRules.last_wins(rules), unmatched="keep")` is the same without a mesh.
+    `resolve(names, AxisRules.last_wins(rules), unmatched="keep")` does the same without a mesh.
 
     !!! Example
 
@@ -173,7 +173,7 @@ def composite_rules(rule1: AnyRules, rule2: AnyRules) -> AxisRules:
 
     **Returns:**
 
-    AxisRules: those of `rule1`, then what only `rule2` has.
+    AxisRules: those of `rule1`, then the rules that only `rule2` has.
 
     **Raises:**
 
@@ -202,7 +202,7 @@ def add_axis(names: tuple[object, ...], index: int, name: object) -> tuple[objec
 
     **Returns:**
 
-    The names after.
+    The names afterwards.
 
     !!! Example
 
@@ -232,11 +232,12 @@ def remove_axis(names: tuple[object, ...], index: int, name: object) -> tuple[ob
 
     **Returns:**
 
-    The names after. Where the last name went, the `None`s before it go too, since `add_axis` may have put them there.
+    The names afterwards. If the last name is removed, so are the `None`s before it, since `add_axis` may have added
+    them.
 
     **Raises:**
 
-    `SpecError` if the dimension is not there or has another name; nothing is changed then.
+    `SpecError` if the dimension does not exist or has another name; nothing is changed then.
 
     !!! Example
 
@@ -280,7 +281,7 @@ def _own_rules(node: object) -> AnyRules:
 
 def _names(sharding: object) -> tuple[object, ...]:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    # As JAX has it, a PartitionSpec says nothing about the dimensions beyond its end.
+    # In JAX a PartitionSpec does not have to cover the last dimensions.
     entries = (*entries_of(spec), ...) if isinstance(spec, PartitionSpec) else spec
     if not isinstance(entries, tuple | list):
         raise SpecError(f"the sharding {sharding!r} of a flax variable has no names; give it a tuple of names.")

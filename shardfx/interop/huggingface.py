@@ -11,8 +11,8 @@ from .._ground.errors import RuleError
 from .._rules import Atomic, PathRules, near, optional, replicate
 
 
-# Which dimension of a weight each style cuts, counted from the end; `None` where every device has the whole one. That
-# is what transformers' `ALL_PARALLEL_STYLES` do with parameters; what they do with activations XLA finds by itself.
+# The dimension of a weight that each style shards, counted from the end; `None` if every device has the whole weight.
+# This is what transformers' `ALL_PARALLEL_STYLES` do with parameters; XLA finds the shardings of activations itself.
 _ROWS, _COLUMNS, _EXPERTS = "rows", "columns", "experts"
 STYLES: dict[str, str | None] = {
     **dict.fromkeys(["colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"], _ROWS),
@@ -25,10 +25,10 @@ STYLES: dict[str, str | None] = {
     "ep_dispatch_experts": None,
 }
 _PACKED = 2
-# The first two belong to the class of a configuration, the last one to that of a model.
+# The first two are attributes of a configuration's class, the last one of a model's.
 _ATTRIBUTES = ("base_model_tp_plan", "base_model_ep_plan", "_tp_plan")
-# What checkpoints call the parts of one expert, where the plan has all experts in one parameter; w1 and w3 are gate and
-# up. `transformers/conversion_mapping.py` of 5.23 has these names.
+# The names in checkpoints for the parts of one expert, if the plan has all experts in one parameter; w1 and w3 are gate
+# and up. They are from `transformers/conversion_mapping.py` of 5.23.
 _ON_DISK = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("down_proj", "w2")}
 
 
@@ -77,7 +77,7 @@ class Style:
         if dim is None:
             return PartitionSpec()
         spec = PartitionSpec(*[None] * dim, self.axis)
-        # Gate and up lie one behind the other: no shard may hold a part of each.
+        # Gate and up are concatenated: no shard may hold a part of each.
         parts = _PACKED if self.style.startswith("packed") and rank > 1 and not self.is_one_expert else 1
         size = leaf.shape[dim]
         unit = size // parts if parts > 1 and size % parts == 0 else self.unit
@@ -99,7 +99,7 @@ def plans_of(config: object) -> Plans:
 
     `RuleError` if it has no tensor parallel plan.
     """
-    # A model has merged all plans in its own `_tp_plan`; that of its class is for its head alone.
+    # A model has all plans merged in its own `_tp_plan`; that of its class is only for its head.
     head = getattr(config if isinstance(config, type) else type(config), "_tp_plan", None)
     config = getattr(config, "config_class", None) or config
     tensor, expert = (getattr(config, name, None) for name in _ATTRIBUTES[:2])
@@ -119,7 +119,7 @@ def rules_of(
 ) -> PathRules:
     """PathRules that shard a model's parameters as Hugging Face's plan does.
 
-    Weights are in torch's layout, `[out, in]`, as checkpoints have them; the names may be joined by "." or "/".
+    Weights have torch's layout, `[out, in]`, as in checkpoints; names may be joined by "." or "/".
 
     **Arguments:**
 
@@ -135,14 +135,14 @@ def rules_of(
 
     **Returns:**
 
-    [`shardfx.PathRules`][]; every rule may go unused, since plans serve several variants of a model. A packed weight
-    (gate and up in one) is cut between its parts only. Experts may be one array, as in the model, or an array each, as
+    [`shardfx.PathRules`][], all of them optional, since plans serve several variants of a model. A packed weight (gate
+    and up in one) is sharded between its parts only. Experts may be one array, as in the model, or one array each, as
     in checkpoints (`experts.0.gate_proj`, `experts.0.w1`).
 
     **Raises:**
 
-    `RuleError` for a style that transformers does not have; where a plan is made, for expert parallelism of experts
-    that are an array each.
+    `RuleError` for a style that transformers does not have; when a plan is made, also for expert parallelism of experts
+    with one array each.
 
     !!! Example
 
@@ -177,7 +177,7 @@ def rules_of(
                 f"{key!r} has the style {style!r}{near(style, tuple(STYLES))}, which is none of {[*STYLES]}."
             )
     rules: list[tuple[str, object]] = []
-    # A parameter's own name decides before that of its module.
+    # A parameter's own name has priority over that of its module.
     for key in sorted(merged, key=lambda key: -key.count(".")):
         style, axis = merged[key]
         module, _, name = key.rpartition(".")

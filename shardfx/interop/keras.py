@@ -43,8 +43,8 @@ class KerasLayout:
 def rules_of(layout_map: Mapping[str, object]) -> PathRules:
     """PathRules that give each variable the layout of `LayoutMap[variable.path]`.
 
-    A path that is a key takes its layout; else the one key that matches all of it (`re.fullmatch`). A path that two
-    keys match is an error, as in Keras, and what none matches is replicated.
+    A path that is a key has its layout; otherwise the only key that matches all of it (`re.fullmatch`) applies. As in
+    Keras, a path that two keys match is an error, and a path without a match is replicated.
 
     **Arguments:**
 
@@ -52,11 +52,12 @@ def rules_of(layout_map: Mapping[str, object]) -> PathRules:
 
     **Returns:**
 
-    [`shardfx.PathRules`][]; every rule may go unused.
+    [`shardfx.PathRules`][], all of them optional.
 
     **Raises:**
 
-    `RuleError` for axes that are no tuple of names and `None`; when a plan is made, for a path that two keys match.
+    `RuleError` for axes that are not a tuple of names and `None`; when a plan is made, also for a path that two keys
+    match.
 
     !!! Example
 
@@ -87,7 +88,7 @@ def _grouped(key: str) -> str:
     found = re.match(r"\(\?([aiLmsux]+)\)", key)
     if found is None:
         return f"(?:{key})"
-    # A comment in the verbose form goes on to the end of its line.
+    # In the verbose form, a comment ends with its line.
     return f"(?{found[1]}:{key[found.end() :]}{chr(10) if 'x' in found[1] else ''})"
 
 

@@ -29,8 +29,8 @@ def rules_of(mapping: Mapping[str, Target]) -> AxisRules:
 
     **Returns:**
 
-    [`shardfx.AxisRules`][]. haliax has no priorities: where two dimensions of an array want one mesh axis, it fails.
-    Here the first in the mapping gets it, with a reason for the other; under `strict=True` it is an error too.
+    [`shardfx.AxisRules`][]. haliax has no priorities: it fails if two dimensions of an array have the same mesh axis.
+    Here the first in the mapping gets it, with a reason for the other; with `strict=True` it is an error too.
 
     !!! Example
 
@@ -65,7 +65,7 @@ def mappings_of(
 
     **Returns:**
 
-    A `Mappings`: FSDP is that parameters are cut over `data` where the compute mapping does not cut them.
+    A `Mappings`. FSDP means that parameters are sharded over `data` where the compute mapping does not shard them.
 
     !!! Example
 

@@ -24,7 +24,7 @@ class MeshAndRules(NamedTuple):
 def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndRules:
     """The mesh axes and the rules of a configuration, with the meaning that MaxText gives them.
 
-    MaxText resolves names as Flax does: in the rules' order, a rule whose mesh axes are taken is passed over, and an
+    MaxText resolves names like Flax: in the order of the rules, a rule whose mesh axes are in use is skipped, and an
     empty list ends the search, as `None` does.
 
     **Arguments:**
@@ -39,7 +39,7 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
 
     **Raises:**
 
-    `RuleError` without `logical_axis_rules`, and for what is no rule.
+    `RuleError` without `logical_axis_rules`, and for an entry that is no rule.
 
     !!! Example
 

@@ -28,7 +28,7 @@ class Partitioning(NamedTuple):
 
 _STANDARD = "standard_logical_axis_rules"
 _PLAIN, _MOE = "PjitPartitioner", "MoePjitPartitioner"
-# What `t5x.contrib.moe.partitioning.standard_logical_axis_rules` adds to the standard rules.
+# The rules that `t5x.contrib.moe.partitioning.standard_logical_axis_rules` adds to the standard rules.
 _EXPERTS = (("expert", "expert"), ("expert_mlp", "model"), ("expert_replicas", "data"), ("unmodeled", None))
 # A binding begins a line, `a.B.c = value`, or is indented below `a.B:`.
 _BINDING = re.compile(r"^(?P<indent>[ \t]*)(?P<name>[\w./@]+)[ \t]*=[ \t]*", re.MULTILINE)
@@ -46,12 +46,12 @@ def partitioning_of(text: str) -> Partitioning:
 
     **Returns:**
 
-    A `Partitioning`. Where a parameter is bound twice, the last binding counts.
+    A `Partitioning`. If a parameter is bound twice, the last binding counts.
 
     **Raises:**
 
-    `RuleError` for a text that binds no partitioner, or one that T5X does not have; for rules that are neither a list
-    of pairs nor `@partitioning.standard_logical_axis_rules()`.
+    `RuleError` for a text that binds no partitioner, or one that T5X does not have; and for rules that are neither a
+    list of pairs nor `@partitioning.standard_logical_axis_rules()`.
 
     !!! Example
 
@@ -77,7 +77,7 @@ def partitioning_of(text: str) -> Partitioning:
         axes = ("data", "expert", "model") if kind == _MOE else ("data", "model")
         rules = AxisRules(_literal(bound, f"{kind}.logical_axis_rules", None) or (), axes=axes)
     else:
-        # Both modules have a function of this name; a file imports that of experts with its partitioner.
+        # Both modules have a function of this name; a file imports the one for experts with its partitioner.
         beside = standard is None or f"{standard['module']}{_MOE}" in text
         rules = _standard(bound, kind == _MOE and beside)
     submesh = _said(bound, f"{kind}.model_parallel_submesh")

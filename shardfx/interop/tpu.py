@@ -21,12 +21,12 @@ def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
 
     **Returns:**
 
-    The devices. They can be put into a mesh and compiled for; no array can be put on them.
+    The devices. A mesh can be made of them, and programs compiled for them, but they hold no arrays.
 
     **Raises:**
 
-    `MeshError` for a slice that does not exist, one that libtpu does not know, or where the wheel is not installed
-    (`pip install "shardfx[aot]"`; `TPU_SKIP_MDS_QUERY=1` and `JAX_PLATFORMS=cpu` keep it quiet).
+    `MeshError` for a slice that does not exist or that libtpu does not know, or if the wheel is not installed (`pip
+    install "shardfx[aot]"`; `TPU_SKIP_MDS_QUERY=1` and `JAX_PLATFORMS=cpu` keep it quiet).
 
     !!! Example
 
@@ -65,7 +65,7 @@ def mesh_of(target: str, mesh: MeshSpec) -> Mesh:
 
     **Raises:**
 
-    `MeshError` as `devices_of` and [`shardfx.MeshSpec.build`][] do.
+    The errors of `devices_of` and [`shardfx.MeshSpec.build`][].
 
     !!! Example
 

@@ -19,15 +19,15 @@ _MOST_DEVICES = 2**31 - 1  # JAX numbers devices in 32 bits
 _EMULATE = ' To emulate them on CPU: `jax.config.update("jax_num_cpu_devices", {})` before the first use of JAX.'
 
 
-# `name=size`, and how many slices the axis spans.
+# `name=size`, and the number of slices that the axis spans.
 _PART = re.compile(r"([^=]*[^=\s])\s*=\s*(-?[0-9]+)\s*(?:\(dcn=([0-9]+)\))?")
 
 
 class MeshSpec(eqx.Module):
     """A mesh as a value: named axes with sizes, and no devices.
 
-    Everything that plans takes one of these, so a laptop can plan for a pod of 65,536 chips. A mesh of real
-    devices is made from it by [`shardfx.MeshSpec.build`][].
+    All functions that plan take a MeshSpec, so a laptop can plan for a pod of 65,536 chips.
+    [`shardfx.MeshSpec.build`][] makes a mesh of real devices from it.
 
     !!! Example
 
@@ -126,7 +126,7 @@ class MeshSpec(eqx.Module):
 
         **Raises:**
 
-        `MeshError` that names the part that is no `name=size`.
+        `MeshError` that names the part which is not `name=size`.
 
         !!! Example
 
@@ -162,11 +162,11 @@ class MeshSpec(eqx.Module):
 
         **Returns:**
 
-        The mesh without its devices, every axis within one slice (`dcn` is not recorded in JAX meshes).
+        The mesh without its devices, with every axis within one slice (`dcn` is not recorded in JAX meshes).
 
         **Raises:**
 
-        `MeshError` for what is no mesh.
+        `MeshError` for an object that is no mesh.
 
         !!! Example
 
@@ -207,11 +207,12 @@ class MeshSpec(eqx.Module):
 
         **Returns:**
 
-        A MeshSpec without -1, of exactly `device_count` devices.
+        A MeshSpec without -1 that has exactly `device_count` devices.
 
         **Raises:**
 
-        `MeshError` if the known sizes do not divide `device_count`, or, without a -1, do not give it.
+        `MeshError` if the known sizes do not divide `device_count`, or if there is no -1 and they do not multiply to
+        it.
 
         !!! Example
 
@@ -248,11 +249,11 @@ class MeshSpec(eqx.Module):
 
         **Returns:**
 
-        How many pieces a dimension sharded over `names` is cut into.
+        The number of shards of a dimension that is sharded over `names`.
 
         **Raises:**
 
-        `MeshError` for a name that is no axis of the mesh, a name that occurs twice, or a mesh with a size of -1.
+        `MeshError` for an unknown axis, a repeated axis, or a mesh with a size of -1.
 
         !!! Example
 
@@ -280,7 +281,7 @@ class MeshSpec(eqx.Module):
 
         **Raises:**
 
-        `MeshError` while a size is -1.
+        `MeshError` if a size is -1.
 
         !!! Example
 
@@ -306,12 +307,12 @@ class MeshSpec(eqx.Module):
 
         **Returns:**
 
-        A [`shardfx.topology.DeviceOrder`][]: the array of devices, the method, the reasons for any fallback, and the
-        mean number of links between neighbours on each axis.
+        A [`shardfx.topology.DeviceOrder`][]: the array of devices, the method, the reasons for any fallback, and for
+        each axis the mean number of links between neighbours.
 
         **Raises:**
 
-        `MeshError` if the mesh would leave a device unused, or asks for slices that are not there.
+        `MeshError` if the mesh would leave a device unused, or asks for slices that do not exist.
 
         !!! Example
 
@@ -343,7 +344,7 @@ class MeshSpec(eqx.Module):
 
         **Raises:**
 
-        `MeshError` as [`shardfx.MeshSpec.order`][] does.
+        The errors of [`shardfx.MeshSpec.order`][].
 
         !!! Example
 
@@ -375,12 +376,13 @@ class MeshSpec(eqx.Module):
 
         **Returns:**
 
-        A MeshSpec in which sharding a dimension over all of `parts`, in order, is what `axis` was.
+        A MeshSpec with the axes `parts`: a dimension sharded over all of them, in order, has the shards that it had
+        over `axis`.
 
         **Raises:**
 
-        `MeshError` for an unknown axis, a name that is in use, sizes that do not multiply to the axis's, or
-        slices that the parts cannot take whole.
+        `MeshError` for an unknown axis, a name in use, sizes that do not multiply to the axis's, or slices that cannot
+        be divided among the parts.
 
         !!! Example
 
@@ -397,7 +399,7 @@ class MeshSpec(eqx.Module):
         spans, left = [], self.dcn_sizes[at]
         for size in fitted.axis_sizes:
             spans.append(math.gcd(size, left))
-            # A part can only be divided between slices if all that is left of them ends within it.
+            # A part can only be divided between slices if all remaining slices end within it.
             if spans[-1] != size and spans[-1] != left:
                 raise MeshError(
                     f"mesh axis `{axis}` spans {self.dcn_sizes[at]} slices, which {fitted} would cut; "

@@ -55,11 +55,11 @@ def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int
 
     **Returns:**
 
-    The order, with the reasons for whatever it is not.
+    The order, with the reasons if it is a fallback.
 
     **Raises:**
 
-    `MeshError` if the sizes do not use every device once, or the slices are not as many as `dcn_sizes` says.
+    `MeshError` if the sizes do not use every device once, or if the number of slices is not that of `dcn_sizes`.
 
     !!! Example
 
@@ -145,7 +145,7 @@ def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
 def _one_slice(devices: list[Device], sizes: tuple[int, ...], reasons: tuple[str, ...]) -> DeviceOrder:
     if devices[0].platform != "tpu":
         return DeviceOrder(mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", reasons, None)
-    # JAX's orders for small slices index the list as it comes, so it must not depend on the caller.
+    # JAX's orders for small slices depend on the order of the list, which must not depend on the caller.
     devices = sorted(devices, key=lambda device: device.id)
     array, method, reasons = _torus_mesh(devices, sizes, reasons)
     try:
@@ -166,7 +166,7 @@ def _torus_mesh(
             array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
             return array, "mesh_utils, physical axes split", (*reasons, reason)
         except TypeError:
-            # Where no split fits either (16x20x28 as 140 x 16 x 4), JAX 0.10 stumbles over its own `None`.
+            # If no split fits either (16x20x28 as 140 x 16 x 4), JAX 0.10 fails on its own `None`.
             cause = "no split of their physical axes fits"
     except AssertionError as failure:
         cause = str(failure).split(":")[0]

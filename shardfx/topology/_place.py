@@ -9,9 +9,9 @@ from jaxtyping import Int
 from .._ground.errors import MeshError
 
 
-# A device, or a description with its attributes.
+# A device, or an object with the attributes of one.
 Device: TypeAlias = Any
-# An array, as `mesh.devices` is one, counts as the list of its elements.
+# An array, such as `mesh.devices`, counts as the list of its elements.
 Devices: TypeAlias = Sequence[Device] | np.ndarray
 
 
@@ -95,11 +95,11 @@ def positions(devices: Devices) -> Int[np.ndarray, "..."]:
 
     **Returns:**
 
-    An integer array of shape `bounds(devices)`.
+    An integer array of shape `bounds(devices)`, with the index of the device at each place.
 
     **Raises:**
 
-    `MeshError` if two devices sit at one place, or if a place within the bounds has no device.
+    `MeshError` if two devices are at one place, or if a place within the bounds has no device.
 
     !!! Example
 
@@ -142,7 +142,7 @@ def slices(devices: Devices) -> tuple[tuple[int, ...], ...]:
 
     **Returns:**
 
-    One tuple of indices per slice.
+    A tuple of indices for each slice.
 
     !!! Example
 
@@ -200,7 +200,7 @@ def _places(devices: list[Device]) -> Int[np.ndarray, "devices dims"]:
 
 
 def _torus_coords(device: Device) -> tuple[int, ...] | None:
-    # JAX's own devices lack these attributes where they mean nothing, so absence is the way to tell.
+    # JAX's own devices lack these attributes if they have no meaning, so their absence is the test.
     place = getattr(device, "coords", None)
     if place is None:
         return None

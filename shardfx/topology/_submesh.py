@@ -17,8 +17,8 @@ _V2_V3 = {1: (1, 1, 1, 1), 2: (1, 1, 1, 2), 4: (2, 1, 1, 2), 8: (2, 2, 1, 2), 16
 def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]) -> tuple[int, ...]:
     """The box of the hardware for the `num_partitions` shards of a model.
 
-    TPU v2, v3 and v4 (one core per chip) take T5X's table wherever its entry divides the hardware. All else
-    follows one rule. Of the boxes whose sizes divide `bounds`, it takes the one with, in this order:
+    TPU v2, v3 and v4 (one core per chip) use T5X's table if its entry divides the hardware. In all other cases one rule
+    applies. Of the boxes whose sizes divide `bounds`, it takes the one with, in this order:
 
     1. the most cores of a chip (the last dimension);
     2. the most devices in dimensions that it spans wholly: a whole ring is closed by a link;
@@ -94,9 +94,9 @@ def submesh_order(
 ) -> Int[np.ndarray, "data model dims"]:
     """The device order of T5X's data x model mesh: each row is one copy of the model, in a box of shape `submesh`.
 
-    With host tiling, a host's devices are a contiguous part of the mesh, so that a host loads one range of
-    rows. Without, rows follow the hardware. As in T5X, a model that fills a line of X or Y, or a plane with Z,
-    takes no host tiling; then Z is slower than the other dimension beside it.
+    With host tiling, the devices of a host are a contiguous part of the mesh, so that a host loads one range of rows.
+    Without it, rows follow the hardware. As in T5X, a model that fills a line of X or Y, or a plane with Z, has no host
+    tiling; then Z is slower than the dimension beside it.
 
     **Arguments:**
 
@@ -107,11 +107,11 @@ def submesh_order(
 
     **Returns:**
 
-    An integer array (data, model, len(bounds)) of coordinates, each place once.
+    An integer array (data, model, len(bounds)) of coordinates, with each place once.
 
     **Raises:**
 
-    `MeshError` that names the dimension which does not fit, and the boxes of that size which do.
+    `MeshError` that names the dimension which does not fit, and the boxes of that size that fit.
 
     !!! Example
 
@@ -161,11 +161,11 @@ def hybrid_shape(num_partitions: int, local_devices: int, processes: int) -> tup
 
     **Returns:**
 
-    `(ici_shape, dcn_shape)`: within a node, and over nodes; each (data, model).
+    `(ici_shape, dcn_shape)`: the shape within a node, and the shape over nodes; each is (data, model).
 
     **Raises:**
 
-    `MeshError` where a device would be left over; it names the feasible numbers of partitions.
+    `MeshError` if a device would be unused; it names the feasible numbers of partitions.
 
     !!! Example
 

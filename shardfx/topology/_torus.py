@@ -33,7 +33,7 @@ def wraps(device_kind: str, bounds: Sequence[int]) -> tuple[bool, ...]:
 
     **Returns:**
 
-    One bool per dimension; all `False` for kinds that are not known. Cores of a chip are never a ring.
+    One bool per dimension; all `False` for unknown kinds. The cores of a chip are never a ring.
 
     !!! Example
 
@@ -60,8 +60,8 @@ def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[n
 
     **Returns:**
 
-    The places in the order of the walk. Successive places differ by one in one dimension. If some dimension
-    is even, and the box has two dimensions or one that is closed, the last place is a neighbour of the first.
+    The places in the order of the walk. Successive places differ by one in one dimension. If some dimension is even,
+    and the box has two dimensions or one that is a ring, the last place is a neighbour of the first.
 
     !!! Example
 
@@ -79,7 +79,7 @@ def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[n
     rest = _snake([1 if dim == slow else size for dim, size in enumerate(box)])
     if joined or not turning or len(used) < 2:
         return _rows(rest, slow, box[slow] if box else 1)
-    # No link joins the ends of the slow dimension: one column is kept free for the way back.
+    # No link joins the ends of the slow dimension, so one column is left for the way back.
     there = _rows(rest[1:], slow, box[slow])
     back = np.repeat(rest[:1], box[slow], axis=0)
     back[:, slow] = np.arange(box[slow])
@@ -91,8 +91,8 @@ def torus_order(
 ) -> Int[np.ndarray, "..."]:
     """Positions on a torus in the order of a mesh. If possible, every mesh axis walks through a box in single hops.
 
-    Axes are placed from the last, which is taken to communicate most, to the first. Each takes, of what is
-    left, the box that [`shardfx.topology.default_submesh`][]'s rule prefers.
+    Axes are placed from the last, which is assumed to communicate most, to the first. Each takes, of the remaining
+    places, the box that the rule of [`shardfx.topology.default_submesh`][] prefers.
 
     **Arguments:**
 
