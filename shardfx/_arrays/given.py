@@ -193,7 +193,7 @@ def mark(value: object) -> Hashable:
     """The properties of a value that `==` ignores: its type and the sign of a zero, also inside containers and
     dataclasses.
 
-    NaN does not equal itself, so its mark is a text.
+    NaN does not equal itself, but its mark does.
     """
     kind = type(value)
     if isinstance(value, float):

@@ -1,7 +1,7 @@
 """Rules from logical names and from paths to mesh axes, and the resolution of names.
 
-It may import the ground values: errors, reasons, specs and trees. It never looks at a device or at an array's values.
-Whether what is asked fits is for `_plan` to say.
+It may import the ground values: errors, reasons, specs and trees. It never uses devices or the values of arrays.
+`_plan` decides whether a requested spec fits.
 """
 
 from .axis_rules import AxisRules, Rule, RulesLike, Target, alias_chain, axes_in, check_axis_rules, near, nearest

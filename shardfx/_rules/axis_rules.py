@@ -19,8 +19,8 @@ RulesLike: TypeAlias = Mapping[str, Target] | Iterable[Any]
 class AxisRules(eqx.Module):
     """The mesh axes that each logical axis name may use, in order of priority.
 
-    A value: it hashes, compares with `==`, and can be closed over or passed to a jitted function. Nothing can
-    change it; every method returns another one.
+    It hashes, compares with `==`, and can be closed over or passed to a jitted function. It is immutable: every method
+    returns new AxisRules.
 
     !!! Example
 
@@ -76,8 +76,8 @@ class AxisRules(eqx.Module):
 
         **Raises:**
 
-        `RuleError` for a rule that is no pair; for a target that is none of the above, or repeats a mesh axis; for a
-        unit that is no positive integer; for an axis that is no name; for aliases that go in a circle.
+        `RuleError` for a rule that is no pair; for a target of another type, or one that repeats a mesh axis; for a
+        unit that is no positive integer; for an axis that is no name; for circular aliases.
         """
         self.rules = _rules(rules, "rules")
         by_mode = _pairs(modes or (), "modes")
@@ -119,7 +119,7 @@ class AxisRules(eqx.Module):
 
         **Returns:**
 
-        New AxisRules, in which no target of these is changed.
+        New AxisRules, in which the targets of these rules are unchanged.
 
         !!! Example
 
@@ -167,7 +167,7 @@ class AxisRules(eqx.Module):
 
         **Returns:**
 
-        New AxisRules that say nothing about `names`.
+        New AxisRules without anything about `names`.
 
         **Raises:**
 
@@ -207,7 +207,7 @@ class AxisRules(eqx.Module):
 
         **Raises:**
 
-        `RuleError` for a mode that the rules do not have, and a place where there is no rule.
+        `RuleError` for an unknown mode, or for a position without a rule.
 
         !!! Example
 
@@ -237,7 +237,7 @@ class AxisRules(eqx.Module):
 
         **Raises:**
 
-        `RuleError` for a mode that the rules do not have, a place where there is no rule, and an invalid target.
+        `RuleError` for an unknown mode, a position without a rule, or an invalid target.
 
         !!! Example
 
@@ -256,8 +256,8 @@ class AxisRules(eqx.Module):
     def with_alias(self, name: str, of: str) -> "AxisRules":
         """New AxisRules in which `name` has the rules and the unit of `of`, in every mode.
 
-        Where an array uses several names that share rules, `of` comes first, then its aliases in the order in
-        which they were made.
+        If an array uses several names that share rules, `of` comes first, then its aliases in the order in which they
+        were added.
 
         **Arguments:**
 
@@ -270,7 +270,7 @@ class AxisRules(eqx.Module):
 
         **Raises:**
 
-        `RuleError` if `name` is empty or taken, or if the aliases would go in a circle.
+        `RuleError` if `name` is empty or in use, or if the aliases would be circular.
 
         !!! Example
 
@@ -294,11 +294,11 @@ class AxisRules(eqx.Module):
 
         **Returns:**
 
-        New AxisRules: these rules in their order, then what only `other` has.
+        New AxisRules: these rules in their order, then the rules that only `other` has.
 
         **Raises:**
 
-        `RuleError` that names the contradiction, in rules, modes, units or aliases.
+        `RuleError` with the contradiction in rules, modes, units or aliases.
 
         !!! Example
 
@@ -466,7 +466,7 @@ def _merged(one: tuple[Rule, ...], two: tuple[Rule, ...], what: str) -> tuple[Ru
         known.setdefault(name, []).append(target)
     added = []
     for name, target in two:
-        # Each rule of `two` meets the next one of the same name in `one`, until that side has no more.
+        # Each rule of `two` is paired with the next rule of the same name in `one`, until `one` has no more.
         left = known.get(name)
         if not left:
             added.append((name, target))

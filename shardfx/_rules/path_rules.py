@@ -34,8 +34,8 @@ from .strategies import (
 class PathRules(eqx.Module):
     """Ordered rules from a leaf's path to how it is sharded; the first rule that matches decides.
 
-    A path joins dict keys, attribute names and indices by "/", as in `layers/0/attn/q_proj/weight`; a rule
-    matches if `re.search` finds its regex in it.
+    A path joins dict keys, attribute names and indices by "/", as in `layers/0/attn/q_proj/weight`. A rule matches if
+    `re.search` finds its regex in the path.
 
     !!! Example
 
@@ -72,7 +72,7 @@ class PathRules(eqx.Module):
 
         **Raises:**
 
-        `RuleError` that names the rule by its index, and the position in a regex that does not compile.
+        `RuleError` with the index of the rule, and the position in a regex that does not compile.
         """
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         self.rules = tuple(_checked(index, rule) for index, rule in enumerate(pairs))
@@ -135,7 +135,7 @@ class PathRules(eqx.Module):
 
         **Raises:**
 
-        `RuleError` for a place where there is no rule.
+        `RuleError` for a position without a rule.
 
         !!! Example
 
@@ -163,7 +163,7 @@ class PathRules(eqx.Module):
 
         **Raises:**
 
-        `RuleError` for a place where there is no rule, and for an invalid target.
+        `RuleError` for a position without a rule, and for an invalid target.
 
         !!! Example
 
@@ -183,9 +183,9 @@ class PathRules(eqx.Module):
     def parse(cls, text: str) -> "PathRules":
         """Reads the compact form, `"attention|mlp->data.model, .*->fsdp(data)"`.
 
-        Rules are separated by commas. Left of `->` is a regex; right of it mesh axes, one dimension from the
-        next by ".", several on one dimension by "+", `None` for a replicated one; or `replicate`, or
-        `fsdp(axis)`, alone or after `|`.
+        Rules are separated by commas. Left of `->` is a regex. Right of it are mesh axes: "." separates dimensions, "+"
+        joins several axes on one dimension, `None` is a replicated dimension. The right side may also be `replicate`,
+        or `fsdp(axis)`, alone or after `|`.
 
         **Arguments:**
 
@@ -197,7 +197,7 @@ class PathRules(eqx.Module):
 
         **Raises:**
 
-        `RuleError` that shows where the text is malformed.
+        `RuleError` that shows the position where the text is malformed.
 
         !!! Example
 
@@ -223,8 +223,8 @@ def match(tree: object, rules: PathRules) -> PyTree:
 
     **Returns:**
 
-    The tree with the index of the first rule that matches at each array, and `None` where none does and at
-    leaves that are no arrays.
+    The tree with the index of the first matching rule at each array, and `None` at arrays without a match and at leaves
+    that are no arrays.
 
     !!! Example
 
@@ -266,8 +266,8 @@ def first_match(path: str, patterns: tuple[re.Pattern[str], ...]) -> int | None:
     return None
 
 
-# What may tell one digit from another: a digit, a character by its name, and a group that must occur again. The ends of
-# a range are characters too: one without a digit at either end holds all ten of them or none.
+# Parts of a regex that may tell digits apart: a digit, a character by its name, and a group that must occur again. The
+# ends of a range are characters too: a range without a digit at either end contains all ten digits or none.
 _TELLS_DIGITS = re.compile(r"\d|\\N|\(\?P=")
 _ALL_DIGITS = re.compile(r"(?<!\\)\[0-9\]")
 

@@ -30,9 +30,9 @@ def resolve(
 ) -> Decision:
     """The PartitionSpec that `rules` give to an array whose dimensions have these logical names.
 
-    Rules are read in order. One applies if its name is among `names`, has no target yet, and none of its mesh
-    axes is taken. So the order of the rules decides who gets an axis, never the order of the dimensions. This
-    is the algorithm of `flax.linen.logical_to_mesh_axes`.
+    Rules are read in order. A rule applies if its name is among `names`, the name has no target yet, and none of the
+    rule's mesh axes is in use. So the order of the rules decides which dimension gets an axis, not the order of the
+    dimensions. This is the algorithm of `flax.linen.logical_to_mesh_axes`.
 
     **Arguments:**
 
@@ -46,12 +46,12 @@ def resolve(
 
     **Returns:**
 
-    A [`shardfx.Decision`][]: the spec, and a reason for each name that got no axis although it asked for one.
+    A [`shardfx.Decision`][]: the spec, and a reason for each name that got no axis although a rule asks for one.
 
     **Raises:**
 
-    `RuleError` for rules that are no AxisRules and for an unknown mode or policy, `SpecError` for a name that occurs
-    twice or an entry of another kind, `UnmatchedError` under "raise".
+    `RuleError` for rules of another type and for an unknown mode or policy, `SpecError` for a name that occurs twice or
+    an entry of another kind, `UnmatchedError` with "raise".
 
     !!! Example
 
@@ -80,7 +80,7 @@ def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple
 
     **Returns:**
 
-    One int per dimension, the least common multiple where several names lie on one; `None` if all are 1.
+    One int per dimension, the least common multiple if a dimension has several names; `None` if all are 1.
     """
     return None if _is_plain(names) and not rules.units else _units_of(_entries(names), rules)
 
@@ -88,11 +88,11 @@ def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple
 def one_per_dim(names: Sequence[object], shape: tuple[int, ...], fix: Callable[[], str]) -> tuple[Any, ...]:
     """The names of an array with one entry for each dimension of `shape`.
 
-    `...` in `names` stands for the dimensions that are not named, which are whole, and so does `()`.
+    `...` in `names` stands for the unnamed dimensions, which are replicated, and so does `()`.
 
     **Raises:**
 
-    `SpecError`, ending in what `fix` says, for names of another length: padding them would shift them unnoticed.
+    `SpecError`, ending in the text `fix`, for names of another length: padding them would shift them unnoticed.
     """
     entries, rank = tuple(names), len(shape)
     if not entries:
@@ -144,7 +144,8 @@ class _Slot:
     chain: tuple[str, ...]
 
 
-# Bounded, and over values alone: the plan of a model asks for the same few dozen kinds of leaf all the time.
+# The cache is bounded and has values as keys: planning a model asks for the same few dozen kinds of leaf again and
+# again.
 @ft.lru_cache(maxsize=4096)
 def _resolve(entries: tuple[object, ...], rules: AxisRules, mode: str | None, unmatched: str) -> Decision:
     if unmatched not in ("replicate", "keep", "unconstrained", "raise"):
@@ -158,7 +159,7 @@ def _resolve(entries: tuple[object, ...], rules: AxisRules, mode: str | None, un
     given: dict[str, Target] = {}
     user: dict[str, _Slot] = {}
     if unmatched == "keep":
-        # The last of two aliases of one axis comes first here, so that the first one overwrites it.
+        # The last of two aliases of one axis comes first here, so that the first alias overwrites it.
         user = {slot.chain[-1]: slot for slot in reversed(orphans)}
         given = {slot.name: axis for axis, slot in user.items()}
     elif unmatched == "unconstrained":
@@ -209,8 +210,8 @@ def _assign(
 ) -> list[tuple[int, _Slot, bool, list[tuple[str, _Slot]]]]:
     """Gives each name the target of the first rule whose axes are free.
 
-    Each rule that is read for a name is listed: its number, the name, whether that had a target already, and the axes
-    of the rule that other names use.
+    Each rule that is read for a name is listed: its number, the name, whether the name had a target already, and the
+    axes of the rule that other names use.
     """
     read = []
     for number, (name, target) in enumerate(active):
@@ -245,7 +246,7 @@ def _entry(entry: object, given: Mapping[str, Target]) -> Any:
         return entry
     targets = [given.get(name) for name in _members(entry)]
     axes = tuple(axis for target in targets for axis in entry_axes(target))
-    # An axis that a rule demands outweighs a member that leaves the choice to the compiler.
+    # An axis that a rule requests has priority over a name that leaves the choice to the compiler.
     return UNCONSTRAINED if not axes and UNCONSTRAINED in targets else axes
 
 
@@ -277,7 +278,7 @@ def _entries(names: Any) -> tuple[Any, ...]:
     try:
         hash(entries)
     except TypeError:
-        [_members(entry) for entry in entries]  # Raises: a list in a tuple, or a dict, is no entry.
+        [_members(entry) for entry in entries]  # It raises for a list in a tuple, or a dict, which are no entries.
     return entries
 
 

@@ -34,11 +34,11 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
 
     **Returns:**
 
-    A value to use in place of `target`.
+    A value to use instead of `target`.
 
     **Raises:**
 
-    `SpecError` for a unit smaller than 1, or one of the wrong kind for its target.
+    `SpecError` for a unit smaller than 1, or of the wrong kind for its target.
 
     !!! Example
 
@@ -110,7 +110,7 @@ class Fsdp(Strategy):
     """The strategy that shards the largest free dimension that divides; made by [`shardfx.fsdp`][]."""
 
 
-# By the name that text, JSON and code give it: that of the class, in small letters.
+# By the name in text, JSON and code: that of the class, in lower case.
 STRATEGIES: Final[dict[str, type[Strategy]]] = {"fsdp": Fsdp}
 
 
@@ -160,8 +160,8 @@ class Optional:
 def optional(target: object) -> Optional:
     """A target for a path rule that some trees have no use for.
 
-    A rule that decides about no array is an error of [`shardfx.plan`][], because it is mostly a mistake. In a set of
-    rules that serves several models, this says of a rule that it is none.
+    [`shardfx.plan`][] raises for a rule that decides about no array, since this is usually a mistake. In a set of rules
+    for several models, this marks a rule for which it is none.
 
     **Arguments:**
 
@@ -169,7 +169,7 @@ def optional(target: object) -> Optional:
 
     **Returns:**
 
-    A value to use in place of `target`.
+    A value to use instead of `target`.
 
     !!! Example
 
@@ -207,9 +207,9 @@ def axes_of_target(target: object) -> tuple[str, ...]:
 def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[int] = ()) -> Strategy:
     """The strategy of fully sharded data parallelism: shard the largest free dimension that divides.
 
-    A dimension is not free if a rule of `AxisRules` keeps its name whole, or if it is one of stacked layers: a
-    `lax.scan` over a dimension that is cut gathers the arrays of all layers at once. `field(stacked=...)` declares
-    those of a module, `skip` says them for all other trees.
+    A dimension is not free if a rule of `AxisRules` replicates its name, or if it is that of stacked layers: a
+    `lax.scan` over a sharded dimension gathers the arrays of all layers at once. `field(stacked=...)` declares these
+    dimensions in a module, `skip` names them for all other trees.
 
     **Arguments:**
 
@@ -219,13 +219,13 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[
 
     **Returns:**
 
-    A target for [`shardfx.PathRules`][]. After another target, `P(None, "tensor") | fsdp("data")`, it adds its
-    axes to a dimension that the other one left free.
+    A target for [`shardfx.PathRules`][]. After another target, `P(None, "tensor") | fsdp("data")`, it adds its axes to
+    a dimension that the other target leaves unsharded.
 
     **Raises:**
 
-    `RuleError` without an axis, for an axis that occurs twice, for a negative number of bytes, and for a dimension
-    that is negative.
+    `RuleError` without an axis, for an axis that occurs twice, for a negative number of bytes, and for a negative
+    dimension.
 
     !!! Example
 

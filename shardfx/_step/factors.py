@@ -1,7 +1,7 @@
 """The operations of a lowered step over numbered values, each with the factors of its dimensions.
 
-The factors are read off Shardy's sharding rule, or made for operations that have none. The rules come from
-`op_sharding_rule_registry.cc` of openxla/shardy, as the pass `sdy-populate-op-sharding-rules` of the jaxlib at hand
+The factors come from Shardy's sharding rule, or are made here for operations without a rule. The rules are those of
+`op_sharding_rule_registry.cc` of openxla/shardy, as the pass `sdy-populate-op-sharding-rules` of the installed jaxlib
 writes them.
 """
 
@@ -28,10 +28,10 @@ class Factors(NamedTuple):
     """The sharding rule of an operation, as Shardy defines it: the factors of each dimension of its operands and
     results.
 
-    Dimensions with one factor are walked together, so that they are sharded alike. A dimension of several factors is a
-    reshape of theirs. `sizes` are those of the factors; a dimension that a slice shortens has less than its factors.
-    `reduction` are factors that are summed over, or looked up in: a result of a part of one is unreduced.
-    `replicated` are those that the operation needs whole, or whose shards must be moved.
+    Dimensions with one common factor are walked together, so they have the same sharding. A dimension of several
+    factors is a reshape of them. `sizes` are the sizes of the factors; a dimension that a slice shortens has less than
+    its factors. `reduction` are factors that are summed over, or looked up in: a result of a part of one is unreduced.
+    `replicated` are factors that the operation needs whole, or whose shards must be moved.
     """
 
     sizes: tuple[int, ...]
@@ -45,7 +45,7 @@ class Factors(NamedTuple):
 class StepValue:
     """One array of the step. An array made of constants only is free: every device computes it in place.
 
-    `laid` is known in a module that was propagated.
+    `laid` is known if the module was propagated.
     """
 
     shape: tuple[int, ...]
@@ -75,12 +75,12 @@ class Operation:
     outs: tuple[int, ...]
     factors: Factors
     times: float
-    # In products and convolutions, of one run.
+    # For products and convolutions: in one execution.
     flops: float
-    # Where it stands in the program, and the calls around it, from the innermost: locations of MLIR.
+    # The source line of the operation, and the calls around it, from the innermost, as MLIR locations.
     location: tuple[ir.Location, ...]
     counted: tuple[tuple[int, int], ...] = ()
-    # Of a convolution: which dimensions of its operands are windows and channels.
+    # For a convolution: the window and channel dimensions of its operands.
     windows: Any = None
 
 
@@ -180,7 +180,7 @@ def _top_k(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
 def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
     """The factors of a `ragged_dot`: rows in groups, and one matrix for each group.
 
-    Groups are looked up: a device that has some of them makes some of the rows, and zeros.
+    Groups are looked up: a device with some of the groups makes some of the rows, and zeros.
     """
     text = str(operation.attributes["ragged_dot_dimension_numbers"])
     asked = {
@@ -221,7 +221,7 @@ def own(operation: Op, name: str, ins: Shapes, outs: Shapes) -> Factors | None:
     """The factors of an operation that Shardy has no rule for; `None` for an unknown operation."""
     if name in _OWN:
         return _OWN[name](operation, ins, outs)
-    # `chlo` is StableHLO's client dialect: beside what is above it has functions of elements.
+    # `chlo` is StableHLO's client dialect: in addition to the operations above, it has elementwise functions.
     return by_element(ins, outs) if name.startswith("chlo.") and ins else None
 
 
@@ -231,6 +231,6 @@ def flops_of(name: str, operation: Op, factors: Factors, ins: Shapes, outs: Shap
         numbers = stablehlo.ConvDimensionNumbers(operation.attributes["dimension_numbers"])
         return 2.0 * math.prod(outs[0]) * math.prod(ins[1]) / max(1, ins[1][numbers.kernel_output_feature_dimension])
     if name == "ragged_dot":
-        # Each row is of one group.
+        # Each row belongs to one group.
         return 2.0 * math.prod(factors.sizes) / max(1, ins[2][-1])
     return 2.0 * math.prod(factors.sizes) if name in ("dot_general", "dot") else 0.0

@@ -1,7 +1,7 @@
 """A StableHLO module as JAX lowers it, as one flat list of operations with factors.
 
-A function is read once, and entered at every call. The body of a loop is entered once, and counts as often as the loop
-runs. What a loop hands on unchanged is one value inside and outside.
+A function is read once, and inlined at every call. The body of a loop is inlined once, and counts as often as the loop
+runs. A value that a loop carries unchanged is one value inside and outside.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from .lowered import Laid, Module, Op, laid_arguments, laid_results
 
 
 PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
-# Operations that are programs of their own; regions of others say how two elements are combined.
+# Operations with programs of their own. The regions of other operations only combine two elements.
 _NESTED = ("while", "case", "if", "manual_computation")
 _CALLS = {"call": "callee", "composite": "decomposition"}
 
@@ -43,7 +43,7 @@ class BlockOp(NamedTuple):
     outs: tuple[int, ...]
     factors: Factors | None
     flops: float
-    # What it calls, or the literal integer that it is, or the text that it is to be known by.
+    # The function that it calls, or its literal integer, or the text that identifies it.
     detail: Any
     blocks: "tuple[Block, ...]"
     location: ir.Location
@@ -150,9 +150,9 @@ class _Walk:
         self.values: list[StepValue] = []
         self.operations: list[Operation] = []
         self.notes: dict[str, int] = {}
-        # The locations of the calls that are being entered.
+        # The locations of the calls around the operation that is being read.
         self.calls: list[ir.Location] = []
-        # Integers that are known, and integers that count the iterations of a loop, with its number.
+        # The known integers, and the integers that count the iterations of a loop, with the loop's number.
         self.literals: dict[int, int] = {}
         self.counters: dict[int, int] = {}
 
@@ -194,7 +194,7 @@ class _Walk:
         if made.name == "while":
             return self.loop(function, made, ins, known, times)
         if made.name == "optimization_barrier":
-            # Arrays that wait for each other, each for itself.
+            # A barrier returns each of its arrays unchanged.
             return [self.hand(made.name, (value,), times, self.at(made)) for value in ins]
         if made.name in ("case", "if"):
             return self.branches(function, made, known, times)
@@ -305,7 +305,7 @@ class _Walk:
     def branches(self, function: Function, made: BlockOp, known: dict[int, int], times: float) -> list[int]:
         outs = [self.add(function.values[number]) for number in made.outs]
         for block in made.blocks:
-            # Which one runs is not known: each counts for its share.
+            # It is not known which branch runs, so each counts for its share.
             share = times / len(made.blocks)
             ended = self.enter(function, block, dict(known), share)
             for value, out in zip(ended, outs, strict=True):
@@ -360,7 +360,7 @@ def _used(operations: list[Operation], results: Sequence[int]) -> list[Operation
         before = len(live)
         for number in range(len(operations) - 1, -1, -1):
             made = operations[number]
-            # The next iteration of a loop reads what this one made, where the body reads what it was given.
+            # The next iteration of a loop reads this iteration's results instead of the initial values.
             read = (*made.outs, made.ins[1]) if made.name == "return" else made.outs
             if not kept[number] and not live.isdisjoint(read):
                 kept[number] = True

@@ -15,9 +15,9 @@ from .._ground.errors import ProgramError
 from .._ground.text import printable
 
 
-# For each dimension of an array the mesh axes that cut it.
+# For each dimension of an array, the mesh axes that shard it.
 Dims = tuple[tuple[str, ...], ...]
-# What MLIR gives out as an operation: of its dialect's own class, or of none.
+# The two classes in which MLIR returns an operation: that of its dialect, or a general one.
 Op: TypeAlias = ir.Operation | ir.OpView
 Module: TypeAlias = ir.Module | Op
 _OF_LOOPS = "sdy.result_sharding_origins"
@@ -29,7 +29,7 @@ _LOCATION = re.compile(r'^loc\("(.*?)"\)?', re.DOTALL)
 class Laid(NamedTuple):
     """The sharding of an array as Shardy writes it: the mesh axes of each dimension, and the origin of each axis.
 
-    A part of an axis is written "fsdp:(1)2": here two shards of one that is larger.
+    A sub-axis is written "fsdp:(1)2": here two shards of a larger axis.
     """
 
     dims: tuple[tuple[str, ...], ...]
@@ -100,11 +100,12 @@ def resharded(
 
     **Raises:**
 
-    `ProgramError` where operations inside the step name a mesh of their own, and `mesh` is another one.
+    `ProgramError` if operations inside the step name a mesh of their own that is not `mesh`.
     """
-    # Typed keys are on an empty mesh, which is none.
+    # Typed keys have an empty mesh, which counts as none.
     known = {name: sizes for name, sizes in meshes(module).items() if sizes}
-    # Constraints name axes, so a mesh with these axes may have other sizes. The body of a `shard_map` has local shapes.
+    # Constraints name axes, so another mesh with the same axes may have other sizes. The body of a `shard_map` has
+    # local shapes.
     same = next((name for name, sizes in known.items() if [*sizes] == [*mesh]), None)
     inside = _sharded_inside(module)
     if inside and known and (same is None or len(known) > 1 or (known[same] != dict(mesh) and _MANUAL in inside)):
@@ -178,7 +179,7 @@ def laid_results(operation: Op) -> list[Laid | None]:
     shardings = list(sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings)
     if _OF_LOOPS in attributes:
         told = list(ir.ArrayAttr(attributes[_OF_LOOPS]))
-        if len(told) != len(shardings):  # before JAX 0.12 of those that are cut alone
+        if len(told) != len(shardings):  # before JAX 0.12, only those of sharded values
             left = iter(told)
             told = [next(left, None) if any(_dims(one)) else None for one in shardings]
         return [_laid(one, own) for one, own in zip(shardings, told, strict=True)]
@@ -253,9 +254,9 @@ class Frame(NamedTuple):
         return printable(f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}")
 
 
-# Frames of these are not the user's own program; the demo is a user's program like any other.
+# Frames of these packages are not the user's own program; the demo counts as a user's program.
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]shardfx[/\\](?!_cli[/\\]demo)|^<frozen")
-# As MLIR writes a location: `"function"("file":line:column)`, and the name stack before the calls.
+# The text of an MLIR location: `"function"("file":line:column)`, and the name stack before the calls.
 _FRAME = re.compile(r'"([^"]*)"\("([^"]+)":(\d+)')
 _STACK = re.compile(r'loc\("([^"]*)"')
 
@@ -312,7 +313,8 @@ def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> lis
 def carry_of(scan: Any) -> tuple[int, int]:
     """The index at which the carry of a scan begins among its operands, and the number of arrays in the carry.
 
-    The parameters that say so have other names with each JAX. What is taken or made by turns has a dimension more.
+    The names of the parameters for this differ between versions of JAX. Arrays that are scanned over have one more
+    dimension.
     """
     inner = opened(scan.params["jaxpr"])[0]
     taken = sum(a.aval.shape == b.aval.shape for a, b in zip(scan.invars, inner.invars, strict=True))

@@ -1,10 +1,10 @@
 """XLA's own partitioner: the program of one device from a module as JAX lowers it, without the devices.
 
-A second process runs it (`worker.py`). XLA can abort a process, and what it does after partitioning takes up to 100
-times as long. Measured on 126 scanned layers with their gradient, on 8, 256 and 2,048 devices: 0.09, 0.13 and 0.4 s
+It runs in a second process (`worker.py`), since XLA can abort a process, and its work after partitioning takes up to
+100 times as long. Measured on 126 scanned layers with their gradient, on 8, 256 and 2,048 devices: 0.09, 0.13 and 0.4 s
 for a program, against 0.8 to 1.2 s for XLA to finish. The process starts in 0.2 s. Two other ways to stop XLA early
-were tried. `xla_enable_hlo_passes_only` can abort in code generation. A custom call that nobody registered fails late,
-and changes what depends on it.
+were tried. `xla_enable_hlo_passes_only` can abort in code generation. An unregistered custom call fails late, and
+changes the operations that depend on it.
 """
 
 import functools as ft
@@ -24,9 +24,10 @@ from .._ground.errors import ProgramError
 from .lowered import Dims
 
 
-# A CPU client starts threads for each of its devices: 8,192 take 3 s, 65,536 more than a machine has.
+# A CPU client starts threads for each of its devices: 8,192 devices take 3 s, 65,536 need more threads than a machine
+# has.
 MOST_DEVICES = 8192
-# The places of XLA's pipeline whose text is asked for; at the last one a program for CPUs is as it runs.
+# The passes of XLA's pipeline after which the text can be requested; after the last, a program for CPUs is final.
 _PARTITIONED, _UNPROPAGATED, _FINISHED = "after_spmd-partitioning", "before_shardy-xla", "after_optimizations"
 _SECONDS = 600.0
 _WORKER = Path(__file__).with_name("worker.py")
@@ -52,7 +53,7 @@ def partitioned(
 
     **Raises:**
 
-    `ProgramError` with XLA's own words where it cannot partition the program.
+    `ProgramError` with XLA's own message if it cannot partition the program.
     """
     dumped = _FINISHED if finished else _PARTITIONED
     request = {"devices": devices, "options": dict(options), "seconds": seconds, "dumped": dumped}
@@ -72,7 +73,7 @@ def propagated(
 
     **Raises:**
 
-    `ProgramError` with Shardy's own words.
+    `ProgramError` with Shardy's own message.
     """
     asked = {"mesh": dict(mesh), "arguments": arguments, "results": results}
     request = {"devices": math.prod(mesh.values()), "options": {}, "seconds": _SECONDS, "dumped": _UNPROPAGATED}
@@ -95,7 +96,7 @@ class _Worker:
 
     def __init__(self):
         self._lock = threading.Lock()
-        # `-P`: its folder is no place to import from.
+        # `-P`: modules must not be imported from its folder.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -122,7 +123,7 @@ class _Worker:
             except (OSError, ValueError) as error:
                 return b"", f"the process that asks XLA ended ({error})"
             finally:
-                # An answer that was not read, as after Ctrl-C, would be taken for the answer to the next request.
+                # An unread answer, for example after Ctrl-C, would be taken for the answer to the next request.
                 if not is_answered:
                     self._end()
 

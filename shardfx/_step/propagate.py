@@ -1,9 +1,10 @@
 """Shardy's sharding of each array of a step, and the origin of each of its mesh axes; `worker.py` runs this file.
 
-XLA breaks ties on HLO turned back into StableHLO, not on the module that JAX lowers. So it is asked for its HLO right
-before its own Shardy pass (`xla/service/spmd/shardy/shardy_xla_pass.cc`), and the same propagation runs on that with
-`debug-sharding-origins`: it writes beside each sharding the argument, result or constraint that each axis is from.
-That option can abort a process, so a forked child runs it; then the layouts come without origins.
+XLA breaks ties on HLO that was converted back to StableHLO, not on the module that JAX lowers. So this module asks XLA
+for its HLO right before its own Shardy pass (`xla/service/spmd/shardy/shardy_xla_pass.cc`), and runs the same
+propagation on it with `debug-sharding-origins`. That option writes, beside each sharding, the argument, result or
+constraint from which each axis comes. It can abort a process, so a forked child runs it; after an abort, the shardings
+have no origins.
 
 This file imports jaxlib and not JAX. It never imports shardfx.
 """
@@ -27,19 +28,19 @@ _PASSES = (
     "func.func(sdy-sink-data-flow-edges{sink-debug-sharding-origins=%s})",
 )
 _CONSTRAINT, _INTO, _OUT = "Sharding", "xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape"
-# What XLA says of the arrays of a custom call: `<@mesh, [{"a"}, {}]>`, or from JAX 0.12 on `mesh['a'=2], [{'a'}, {}]`.
+# The shardings of a custom call: `<@mesh, [{"a"}, {}]>`, or from JAX 0.12 on `mesh['a'=2], [{'a'}, {}]`.
 _SAID = ("xla.sdy.sharding", "xla.sdy.in_shardings", "xla.sdy.out_shardings")
 _DIMS = re.compile(r"(?:<@\w+, |mesh\[[^\]]*\], )\[([^\]]*)\]")
 _MESH = "mesh"
 _CLIENT: Any = xla_client
-_READER = getattr(_CLIENT, "hlo", None) or _CLIENT._xla  # as JAX 0.9 has it
+_READER = getattr(_CLIENT, "hlo", None) or _CLIENT._xla  # the form in JAX 0.9
 
 
 def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
     """The bytecode of the StableHLO module with a sharding on each operation, and an error text.
 
-    `hlo` is the text right before XLA's Shardy pass. The request holds the sizes of the mesh's axes, and the axes of
-    each dimension of what the program takes and returns, or `None` where that is free.
+    `hlo` is the text right before XLA's Shardy pass. The request has the sizes of the mesh axes, and the axes of each
+    dimension of the program's arguments and results, or `None` for a free dimension.
     """
     error = ""
     for origins in ("true", "false"):
@@ -157,7 +158,7 @@ def _constrained(call: Any) -> None:
             op = _constraint(result, dims, after, call.location)
             result.replace_all_uses_except(op.results[0], op)
         return
-    # From JAX 0.12 on, what goes into a `shard_map` has constraints of its own.
+    # From JAX 0.12 on, the arguments of a `shard_map` have their own constraints.
     for at, dims in enumerate(said):
         call.operands[at] = _constraint(call.operands[at], dims, before, call.location).results[0]
     if target == _CONSTRAINT:

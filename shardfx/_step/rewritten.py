@@ -1,10 +1,10 @@
 """Rewrites of a module that libtpu makes before it propagates shardings and partitions.
 
-libtpu simplifies a program first, and XLA's partitioner on a host does not. It writes the largest values as a sort or a
-custom call (`topk_decomposer.cc`, `topk_rewriter.cc`), a Fourier transform as products, a product of complex numbers as
-three of real ones, a roll of an array of a stack as the larger of two padded parts, and equal operations once. Read off
-the programs behind each pass of libtpu 0.0.42 for v5e, as `XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_pass_re=.*"`
-writes them.
+libtpu simplifies a program first, and XLA's partitioner on a host does not. libtpu writes the largest values as a sort
+or a custom call (`topk_decomposer.cc`, `topk_rewriter.cc`), a Fourier transform as products, a product of complex
+numbers as three products of real ones, a roll of an array of a stack as the maximum of two padded parts, and equal
+operations once. This was found in the programs after each pass of libtpu 0.0.42 for v5e, as
+`XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_pass_re=.*"` writes them.
 """
 
 import itertools
@@ -19,8 +19,8 @@ from jax.extend.mlir.dialects import stablehlo
 from .lowered import Op, bytecode
 
 
-# The largest values of a matrix are a custom call where it has so many columns for each of them. By 34 programs the
-# border lies between 68 and 73.
+# From this many columns per value on, the largest values of a matrix are a custom call. In 34 programs the limit lies
+# between 68 and 73.
 _COLUMNS = 70
 
 
@@ -150,7 +150,7 @@ def _top_k(op: Op) -> list[ir.Value]:
             attributes={"call_target_name": ir.StringAttr.get("TopK")},
         )
         values, places = call.results
-        # XLA's partitioner drops places that only the step's result reads.
+        # XLA's partitioner drops locations that only the step's result reads.
         return [values, stablehlo.AddOp(places, places).result]
     numbers = ir.RankedTensorType.get(shape, indices.element_type)
     places = stablehlo.IotaOp(numbers, _integer(len(shape) - 1)).result
@@ -291,7 +291,7 @@ def _integer(value: int) -> ir.IntegerAttr:
     return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)
 
 
-# By the name of an operation: whether libtpu writes it otherwise, and what in its place.
+# By the name of an operation: a test whether libtpu rewrites it, and the function that does.
 _FORMS: dict[str, tuple[Callable[[Op], bool], Callable[[Op], list[ir.Value]]]] = {
     "chlo.top_k": (lambda op: True, _top_k),
     "stablehlo.fft": (lambda op: True, _fft),

@@ -20,9 +20,9 @@ from .rewritten import rewritten
 
 
 Platform = Literal["tpu", "gpu", "cpu"]
-# As JAX names them where it lowers.
+# The platforms, by JAX's names for lowering.
 _PLATFORMS: Mapping[Platform, str] = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
-# The TPU's compiler merges fewer gathers than the CPU's does behind the partitioner.
+# After the partitioner, the TPU's compiler merges fewer gathers than the CPU's does.
 _OPTIONS: Mapping[Platform, Mapping[str, str]] = {"tpu": {"xla_disable_hlo_passes": "cse"}, "gpu": {}, "cpu": {}}
 
 
@@ -115,7 +115,7 @@ class Step:
     def arguments(self) -> tuple[Parameter, ...]:
         """The arrays that the program takes, in the order of its parameters.
 
-        JAX drops what nothing reads from a function that the user jitted.
+        For a function that the user jitted, JAX drops the arguments that nothing reads.
         """
         return tuple(one._replace(path=self.path(one.name)) for one in self.parameters[0])
 
@@ -168,8 +168,8 @@ class Step:
 
         **Raises:**
 
-        `ProgramError` where XLA refuses the program, or where the step constrains its arrays over a mesh and `mesh`
-        is another one; `MeshError` for more than 8,192 devices.
+        `ProgramError` if XLA refuses the program, or if the step constrains its arrays over another mesh than `mesh`;
+        `MeshError` for more than 8,192 devices.
         """
         module = self.module(platform) if module is None else module
         mesh = self.mesh if mesh is None else mesh
@@ -210,8 +210,8 @@ def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | Abstra
 
     **Raises:**
 
-    `LeafTypeError` for a step that is no function; `PlanMismatchError` for a plan in the place of an argument; what
-    the step raises when it is traced.
+    `LeafTypeError` for a step that is no function; `PlanMismatchError` for a plan that is passed as an argument of the
+    step; the errors of `step` when it is traced.
     """
     for at, arg in enumerate(args):
         _refuse_plans(arg, at)

@@ -1,9 +1,9 @@
 """The program of the process that runs XLA's partitioner; `partitioner.py` starts it.
 
-It reads requests from standard input and writes answers to standard output, both as a line of JSON and then bytes. For
-each request a forked child makes a CPU client with as many devices as the mesh has and compiles the module. XLA dumps
-the module where it is asked to, behind its partitioner or before Shardy; then the child is killed, since nothing that
-XLA does later is of use here. A child that aborts leaves this process, and the user's, as they are.
+It reads requests from standard input and writes answers to standard output, both as a line of JSON followed by bytes.
+For each request a forked child makes a CPU client with the mesh's number of devices and compiles the module. XLA dumps
+the module at the requested pass, after its partitioner or before Shardy. Then the child is killed, since nothing that
+XLA does later is needed. A child that aborts affects neither this process nor the user's.
 
 This file imports jaxlib and not JAX, so that it starts in 0.2 s. It never imports shardfx.
 """
@@ -24,19 +24,19 @@ import numpy as np
 from jaxlib import xla_client
 
 
-# The passes that texts are asked before and behind: xla/service/spmd/shardy/shardy_xla_pass.cc and
-# spmd_partitioner.cc, run by xla/service/cpu/cpu_compiler.cc. For one device there is nothing to partition.
+# The passes before and after which texts are requested: xla/service/spmd/shardy/shardy_xla_pass.cc and
+# spmd_partitioner.cc, run by xla/service/cpu/cpu_compiler.cc. For one device nothing is partitioned.
 _WHOLE, _FINISHED = "*before_optimizations.txt", "after_optimizations"
 _OPTIONS = {"xla_backend_optimization_level": 0}
 _LOOK_EVERY_SECONDS = 0.003
-# XLA takes a client of more devices for one of several processes, which has to have something to send by. Nothing is
-# sent: see TfrtCpuClient::CompileInternal, xla/pjrt/cpu/cpu_client.cc.
+# XLA takes a client with more devices for one of several processes, which needs a transport. Nothing is sent: see
+# TfrtCpuClient::CompileInternal, xla/pjrt/cpu/cpu_client.cc.
 _ALONE = 2048
 
 
 def main() -> None:
     """Answers requests until standard input ends."""
-    # Ctrl-C in a terminal is meant for the process that asks.
+    # Ctrl-C in a terminal is for the parent process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while line := source.readline():
@@ -102,7 +102,7 @@ def _compile(module: bytes, devices: int, debug_options: dict[str, str | int], w
             setattr(build.debug_options, name, value)
         client.compile_and_load(module, xla_client.DeviceList(tuple(client.devices())), options)
         os.write(writing, b"XLA compiled the program without its partitioner")
-    except (RuntimeError, ValueError, TypeError) as error:  # those of XLA are RuntimeErrors
+    except (RuntimeError, ValueError, TypeError) as error:  # XLA's errors are RuntimeErrors
         os.write(writing, str(error).encode()[:60_000])
     finally:
         os._exit(0)
@@ -119,7 +119,7 @@ def _text_from(folder: str, dumped: str, reading: int, deadline: float) -> tuple
             return b"", said.decode(errors="replace") or _last_words(folder)
         if time.monotonic() > deadline:
             return b"", "the time is over"
-        # Who asked says nothing more until it is answered: standard input is ready when it ends.
+        # The parent sends nothing before it has the answer, so standard input becomes ready only when it ends.
         ready = select.select([reading, 0], [], [], _LOOK_EVERY_SECONDS)[0]
         if 0 in ready:
             return b"", "nobody waits for the answer"
@@ -132,7 +132,7 @@ def _whole(path: str) -> bytes:
     with a brace on a line.
     """
     with open(path, "rb") as file:
-        # A large file is looked at many times while it is written.
+        # A large file is checked many times while it is written.
         file.seek(max(0, file.seek(0, os.SEEK_END) - 8))
         if not file.read().rstrip().endswith(b"\n}"):
             return b""
