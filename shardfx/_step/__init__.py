@@ -1,8 +1,8 @@
 """A step: a function and its arguments, traced once, and the programs that compilers make of it without a device.
 
-This is the program of one device, made by XLA's own partitioner, and Shardy's factors for every operation. The room may
-import the ground values and meshes. It never runs a step, never needs the devices of a mesh, and never changes the
-user's process: XLA runs in a separate process.
+There are two: that of one device, made by XLA's own partitioner, and the graph with Shardy's factors for every
+operation. The room may import the ground values and meshes. It never runs a step, never needs the devices of a mesh,
+and never changes the user's process: XLA runs in a separate process.
 """
 
 from .factors import Operation, Program, StepValue
