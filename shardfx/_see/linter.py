@@ -106,6 +106,7 @@ def lint(
     found += absent(subject, draft, rules)
     found += unused_findings(subject, draft, kinds, "error" if unused == "raise" else "warning")
     found += unused_axes(subject, rules)
+    found += dead_rules(subject)
     found += _of_leaves(
         dataclasses.replace(subject, content=subject.refined) if refine else subject, replicated_bytes, head_dim
     )
@@ -121,7 +122,6 @@ def _of_plan(plan: ShardPlan) -> Subject:
 
 def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) -> Iterator[Finding]:
     """The findings that need no more than a plan."""
-    yield from dead_rules(subject)
     yield from corrected(subject)
     yield from replicated(subject, replicated_bytes)
     yield from cut_heads(subject, head_dim)

@@ -97,6 +97,14 @@ def test_a_state_that_follows_another_plan_is_told():
     assert sfx.lint(plan) == ()
 
 
+def test_a_dead_rule_is_told_where_it_can_be_dropped():
+    axes = sfx.AxisRules([("embed", "fsdp"), ("embed", "fsdp")])
+    tree, names = {"w": leaf(512, 512)}, {"w": ("embed", None)}
+    (found,) = sfx.lint(tree, MESH, axes=axes, names=names).without("unused-axis")
+    assert (found.code, found.fix) == ("dead-rule", "axes = axes.drop(1)")
+    assert sfx.lint(sfx.plan(tree, MESH, axes=axes, names=names)) == ()  # a plan is what the rules have made
+
+
 # A state of each optimizer that is not as its parameter, with a spec that is less than it could have.
 LESS = {
     "adafactor, rows": (optax.adafactor, "opt/0/v_row/layers/{}/w", jax.P(), "nothing", "`fsdp`"),
