@@ -102,12 +102,12 @@ def _read(word: str, value: Any) -> Any:
             sum_of(value)
             return value
         case "number":
-            number = value.item() if isinstance(value, np.generic) else value
-            return number if isinstance(number, int | float | bool) else None
+            return _number(value)
         case "finite" | "factor":
-            number = value.item() if isinstance(value, np.generic) else value
-            is_one = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
-            return float(number) if is_one and (number or word == "finite") else None
+            number = _number(value)
+            if number is None or isinstance(number, bool) or not math.isfinite(number):
+                return None
+            return float(number) if number or word == "finite" else None
         case "dtype":
             return _dtype(value)
         case "sizes":
@@ -116,6 +116,13 @@ def _read(word: str, value: Any) -> Any:
     number = _int(value)
     least = {"count": 0, "block": 1}.get(word)
     return None if number is not None and least is not None and number < least else number
+
+
+def _number(value: Any) -> int | float | None:
+    number = value.item() if isinstance(value, np.generic) else value
+    # Python raises for larger integers where a float is needed.
+    is_one = isinstance(number, float) or (isinstance(number, int) and abs(number) < 2**1023)
+    return number if is_one else None
 
 
 def _int(value: object) -> int | None:

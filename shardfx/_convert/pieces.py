@@ -15,11 +15,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from .._ground.boxes import Box
+from .._ground.errors import MapError
 from .._ground.spec import DType
 from .casts import cast_array
 
 
 NOWHERE = -1
+# NumPy's own bytes of an array wrap around beyond 64 bits. An element takes at most 16.
+_MOST_ELEMENTS = 2**59
 
 
 class Struct(NamedTuple):
@@ -148,6 +151,10 @@ class Made:
     shape: tuple[int, ...]
     dtype: DType
     pieces: tuple[Piece, ...]
+
+    def __post_init__(self) -> None:
+        if math.prod(size or 1 for size in self.shape) > _MOST_ELEMENTS:
+            raise MapError(f"an array of shape {str(self.shape):.200} has more elements than any memory holds.")
 
 
 def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
