@@ -5,6 +5,7 @@ import functools as ft
 import graphlib
 import importlib
 import importlib.metadata
+import inspect
 import json
 import pkgutil
 import re
@@ -266,6 +267,16 @@ def public() -> set[str]:
 
 def test_every_public_name_is_documented():
     assert sorted(public() - documented()) == []
+
+
+def test_type_checkers_read_a_use_of_every_public_function():
+    nodes = [*ast.walk(tree_of(ROOT / "tests/types/uses.py"))]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    for path in sorted((PACKAGE / "interop").glob("[!_]*.py")):
+        importlib.import_module(f"shardfx.interop.{path.stem}")
+    functions = [name for name in public() if inspect.isfunction(pkgutil.resolve_name(name))]
+    assert len(functions) > 90 and [name for name in functions if name.rpartition(".")[2] not in used] == []
 
 
 def test_every_documented_name_exists():

@@ -1,7 +1,7 @@
 """Runs basedpyright and mypy over the type tests, and over a copy in which every asserted type is wrong.
 
-`python tests/types/check.py` fails unless both find nothing in `signatures.py`, an error at every `assert_type` of the
-copy, and an error at exactly the lines of `mistakes.py` that say "refused".
+`python tests/types/check.py` fails unless both find nothing in `signatures.py` and `uses.py`, an error at every
+`assert_type` of the copy, and an error at exactly the lines of `mistakes.py` that say "refused".
 """
 
 import ast
@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SIGNATURES, MISTAKES = (HERE / name for name in ("signatures.py", "mistakes.py"))
+SIGNATURES, USES, MISTAKES = (HERE / name for name in ("signatures.py", "uses.py", "mistakes.py"))
 CHECKERS = {
     "basedpyright": ["basedpyright", "--pythonpath", sys.executable],
     "mypy": [
@@ -23,7 +23,7 @@ CHECKERS = {
         sys.executable,
         "--follow-imports=silent",
         "--no-error-summary",
-        "--disallow-untyped-decorators",
+        "--strict",
     ],
 }
 
@@ -58,7 +58,7 @@ def main() -> int:
         copy, mistakes = Path(directory) / "wrong.py", Path(directory) / MISTAKES.name
         copy.write_text(wrong)
         mistakes.write_text(MISTAKES.read_text())  # the file itself is left out of what basedpyright looks at
-        files = {SIGNATURES: set(), copy: asserted, mistakes: refused}
+        files = {SIGNATURES: set(), USES: set(), copy: asserted, mistakes: refused}
         for checker in CHECKERS:
             for (file, expected), found in zip(files.items(), lines_with_errors(checker, [*files]), strict=True):
                 as_expected = found == expected
