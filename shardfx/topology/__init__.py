@@ -8,8 +8,13 @@ from ._order import DeviceOrder as DeviceOrder, device_order as device_order
 from ._place import bounds as bounds, coords as coords, positions as positions, slices as slices
 from ._submesh import (
     default_submesh as default_submesh,
-    feasible_submeshes as feasible_submeshes,
     hybrid_shape as hybrid_shape,
     submesh_order as submesh_order,
 )
-from ._torus import mean_hops as mean_hops, ring_path as ring_path, torus_order as torus_order, wraps as wraps
+from ._torus import (
+    feasible_submeshes as feasible_submeshes,
+    mean_hops as mean_hops,
+    ring_path as ring_path,
+    torus_order as torus_order,
+    wraps as wraps,
+)

@@ -19,8 +19,8 @@ _MOST_DEVICES = 2**31 - 1  # JAX numbers devices in 32 bits
 _EMULATE = ' To emulate them on CPU: `jax.config.update("jax_num_cpu_devices", {})` before the first use of JAX.'
 
 
-# `name=size`, and the number of slices that the axis spans.
-_PART = re.compile(r"([^=]*[^=\s])\s*=\s*(-?[0-9]+)\s*(?:\(dcn=([0-9]+)\))?")
+# `name=size`, and the number of slices that the axis spans. No axis has a size of more than ten digits.
+_PART = re.compile(r"([^=]*[^=\s])\s*=\s*(-?[0-9]{1,10})\s*(?:\(dcn=([0-9]{1,10})\))?")
 
 
 class MeshSpec(eqx.Module):
@@ -49,11 +49,10 @@ class MeshSpec(eqx.Module):
 
     def __init__(
         self,
-        axes: Mapping[str, int] | Iterable[tuple[str, int]] | None = None,
+        axes: Mapping[str, int] | Iterable[tuple[str, int]],
         *,
         axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
         dcn: Mapping[str, int] | None = None,
-        **named: int,
     ):
         """**Arguments:**
 
@@ -61,19 +60,19 @@ class MeshSpec(eqx.Module):
             [`shardfx.MeshSpec.fit`][].
         - `axis_types`: one `jax.sharding.AxisType` for all axes, or a mapping; axes left out are Auto.
         - `dcn`: the number of slices (TPU) or nodes (GPU) that an axis spans over the slow network; 1 by default.
-        - `named`: taken for the error's text alone: axes are no keywords.
 
         **Raises:**
 
-        `MeshError` for axes given as keywords, a repeated axis, a size that is neither positive nor -1, two sizes of
-        -1, or a `dcn` entry that does not divide its axis.
+        `MeshError` for axes that are no names with sizes, a repeated axis, a size that is neither positive nor -1, two
+        sizes of -1, or a `dcn` entry that does not divide its axis.
         """
-        if axes is None or named:
-            given = ", ".join(f"{name}={size!r}" for name, size in named.items())
-            more = "" if axes is None else f"{axes!r}, "
-            meant = dict(axes) | named if isinstance(axes, Mapping) else named or {"data": 8}
-            raise MeshError(f"`MeshSpec({more}{given})`: axes are one mapping, slowest first: `MeshSpec({meant!r})`.")
-        pairs = _pairs(axes)
+        items = axes.items() if isinstance(axes, Mapping) else axes
+        pairs = list(items) if isinstance(items, Iterable) and not isinstance(items, str) else [axes]
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+            raise MeshError(
+                f"`MeshSpec({axes!r:.80})`: every mesh axis has a name and a size; write "
+                "`MeshSpec({'data': 4, 'tensor': 2})`, or `MeshSpec.parse('data=4,tensor=2')`."
+            )
         self.axis_names = tuple(name for name, _ in pairs)
         self.axis_sizes = tuple(size for _, size in pairs)
         kinds = axis_types if isinstance(axis_types, Mapping) else dict.fromkeys(self.axis_names, axis_types)
@@ -91,15 +90,13 @@ class MeshSpec(eqx.Module):
                 raise MeshError(f"a mesh axis must be named by a non-empty string, not {name!r}.")
             if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1):
                 raise MeshError(f"mesh axis `{name}` has size {size!r}; use a positive integer, or -1 for the rest.")
-            if size > _MOST_DEVICES:
-                raise MeshError(f"mesh axis `{name}` has more devices than JAX can number; use a smaller size.")
             if not isinstance(slices, int | np.integer) or slices < 1 or (size != -1 and size % slices):
                 raise MeshError(
                     f"mesh axis `{name}` of size {size} cannot span {slices!r} slices; `dcn` must divide the size."
                 )
         unknown = [name for name, size in zip(self.axis_names, self.axis_sizes, strict=True) if size == -1]
         if math.prod(int(size) for size in self.axis_sizes if size != -1) > _MOST_DEVICES:
-            raise MeshError(f"the mesh {self} has more devices than JAX can number; use smaller sizes.")
+            raise MeshError(f"mesh axes {self.axis_names} have more devices than JAX can number; use smaller sizes.")
         if len(unknown) > 1:
             raise MeshError(f"mesh axes {unknown} are both -1; at most one size can be filled from the device count.")
 
@@ -141,15 +138,12 @@ class MeshSpec(eqx.Module):
             found = _PART.fullmatch(part.strip())
             if found is None:
                 raise MeshError(
-                    f"mesh {text!r}: {part.strip()!r} is not of the form `name=size`; "
+                    f"mesh {text!r:.200}: {part.strip()!r:.80} is not of the form `name=size`; "
                     'write it as in "data=-1,fsdp=4,tensor=2", or "data=8(dcn=2)" for an axis over two slices.'
                 )
-            name, *numbers = found.groups(default="1")
-            digits = max(map(len, numbers))
-            if digits > len(str(_MOST_DEVICES)):
-                raise MeshError(f"mesh axis `{name}` has a size of {digits} digits; use one below 2**31.")
-            size, dcn[name] = map(int, numbers)
-            pairs.append((name, size))
+            name, size, slices = found.groups(default="1")
+            pairs.append((name, int(size)))
+            dcn[name] = int(slices)
         return cls(pairs, axis_types=axis_types, dcn=dcn)
 
     @classmethod
@@ -406,11 +400,10 @@ class MeshSpec(eqx.Module):
                     f"let the first part be a multiple of {self.dcn_sizes[at]}."
                 )
             left //= spans[-1]
-        names = (*self.axis_names[:at], *fitted.axis_names, *self.axis_names[at + 1 :])
-        sizes = (*self.axis_sizes[:at], *fitted.axis_sizes, *self.axis_sizes[at + 1 :])
-        kinds = (*self.axis_types[:at], *[self.axis_types[at]] * len(spans), *self.axis_types[at + 1 :])
-        slices = (*self.dcn_sizes[:at], *spans, *self.dcn_sizes[at + 1 :])
-        return _made(names, sizes, kinds, slices)
+        axes = [*zip(self.axis_names, self.axis_sizes, self.axis_types, self.dcn_sizes, strict=True)]
+        kinds = [self.axis_types[at]] * len(spans)
+        axes[at : at + 1] = zip(fitted.axis_names, fitted.axis_sizes, kinds, spans, strict=True)
+        return _made(*zip(*axes, strict=True))
 
     def filled(self) -> "MeshSpec":
         """The mesh itself if every size is known; raises `MeshError` if one is -1."""
@@ -429,19 +422,6 @@ def _made(
 ) -> MeshSpec:
     by_axis = ft.partial(zip, names, strict=True)
     return MeshSpec(by_axis(sizes), axis_types=dict(by_axis(kinds)), dcn=dict(by_axis(slices)))
-
-
-def _pairs(axes: object) -> tuple[tuple[str, int], ...]:
-    """The checked names and sizes of the axes."""
-    if isinstance(axes, str):
-        raise MeshError(f"`MeshSpec({axes!r})`: a text is read by `MeshSpec.parse({axes!r})`.")
-    items = tuple(axes.items()) if isinstance(axes, Mapping) else tuple(axes) if isinstance(axes, Iterable) else (axes,)
-    pairs = [tuple(item) for item in items if isinstance(item, tuple | list) and len(item) == 2]
-    if len(pairs) == len(items):
-        return tuple((name, size) for name, size in pairs)
-    usual = ("data", "fsdp", "tensor")[-len(items) :] if len(items) <= 3 else tuple("abcdefgh"[: len(items)])
-    named = dict(zip(usual, items, strict=False))
-    raise MeshError(f"`MeshSpec({axes!r})`: a mesh axis has a name and a size, as in `MeshSpec({named!r})`.")
 
 
 def _require_known(names: Iterable[str], axis_names: tuple[str, ...], what: str) -> None:

@@ -79,15 +79,16 @@ def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int
     if len({id(device) for device in devices}) < len(devices):
         raise MeshError("a device was given twice; pass each device once.")
     groups, dcn, reasons = _granules(devices, sizes, dcn)
-    if len(groups) == 1:
-        return _one_slice([devices[index] for index in groups[0]], sizes, reasons)
+    counts = [len(group) for group in groups]
+    if len(set(counts)) > 1:
+        raise MeshError(f"the {len(devices)} devices are {counts} per slice; pass the same number of each slice.")
     within = tuple(size // span for size, span in zip(sizes, dcn, strict=True))
-    orders = [_one_slice([devices[index] for index in group], within, ()) for group in groups]
-    out = np.empty([size for pair in zip(dcn, within, strict=True) for size in pair], object)
-    for place, order in zip(np.ndindex(*dcn), orders, strict=True):
-        out[tuple(index for span in place for index in (span, slice(None)))] = order.devices
-    first = orders[0]
-    return DeviceOrder(out.reshape(sizes), f"hybrid: {first.method}", (*reasons, *first.reasons), first.mean_hops)
+    first, *others = orders = [_one_slice([devices[index] for index in group], within) for group in groups]
+    # Each axis goes over slices first, then over the devices within a slice.
+    axes = np.arange(2 * len(sizes)).reshape(2, len(sizes)).T.ravel()
+    array = np.stack([order.devices for order in orders]).reshape((*dcn, *within)).transpose(axes).reshape(sizes)
+    method = f"hybrid: {first.method}" if others else first.method
+    return DeviceOrder(array, method, (*reasons, *first.reasons), first.mean_hops)
 
 
 def _granules(
@@ -105,30 +106,19 @@ def _granules(
                 f'say which do, as in `MeshSpec(..., dcn={{"data": {len(found)}}})`.'
             )
         reason = f"the devices are of {len(found)} slices and `dcn` is not given: axes span {spread} of them"
-        return _even(found, devices), spread, (reason,)
+        return found, spread, (reason,)
     if len(found) == 1 and len(nodes := processes(devices)) > 1:
         found = nodes
     if len(found) == 1 and devices[0].platform == "cpu":
         per_slice = len(devices) // wanted
         blocks = tuple(tuple(range(start, start + per_slice)) for start in range(0, len(devices), per_slice))
-        return (
-            blocks,
-            dcn,
-            (f"one process emulates {wanted} slices of {per_slice} devices, in the order given",),
-        )
+        return blocks, dcn, (f"one process emulates {wanted} slices of {per_slice} devices, in the order given",)
     if len(found) != wanted:
         raise MeshError(
             f"`dcn` spreads the mesh over {wanted} slices, but the devices are of {len(found)}; use `dcn` "
             f"sizes whose product is {len(found)}."
         )
-    return _even(found, devices), dcn, ()
-
-
-def _even(groups: tuple[tuple[int, ...], ...], devices: list[Device]) -> tuple[tuple[int, ...], ...]:
-    counts = [len(group) for group in groups]
-    if len(set(counts)) > 1:
-        raise MeshError(f"the {len(devices)} devices are {counts} per slice; pass the same number of each slice.")
-    return groups
+    return found, dcn, ()
 
 
 def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -142,29 +132,27 @@ def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
     return tuple(out) if count == 1 else None
 
 
-def _one_slice(devices: list[Device], sizes: tuple[int, ...], reasons: tuple[str, ...]) -> DeviceOrder:
+def _one_slice(devices: list[Device], sizes: tuple[int, ...]) -> DeviceOrder:
     if devices[0].platform != "tpu":
-        return DeviceOrder(mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", reasons, None)
+        return DeviceOrder(mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", (), None)
     # JAX's orders for small slices depend on the order of the list, which must not depend on the caller.
     devices = sorted(devices, key=lambda device: device.id)
-    array, method, reasons = _torus_mesh(devices, sizes, reasons)
     try:
         grid = positions(devices)
-    except MeshError:
-        return DeviceOrder(array, method, reasons, None)
-    return _walked(devices, grid, array, method, reasons)
+    except MeshError as failure:
+        return _torus_mesh(devices, sizes, str(failure))
+    return _walked(devices, grid, _torus_mesh(devices, sizes, grid))
 
 
-def _torus_mesh(
-    devices: list[Device], sizes: tuple[int, ...], reasons: tuple[str, ...]
-) -> tuple[np.ndarray, str, tuple[str, ...]]:
+def _torus_mesh(devices: list[Device], sizes: tuple[int, ...], grid: np.ndarray | str) -> DeviceOrder:
+    """The order of TPUs in one slice by JAX, else by `torus_order`. A text as `grid` says why there is no grid."""
     try:
-        return mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", reasons
+        return DeviceOrder(mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", (), None)
     except NotImplementedError:
         reason = f"axes of sizes {sizes} are no products of whole physical dimensions {bounds(devices)}"
         try:
             array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-            return array, "mesh_utils, physical axes split", (*reasons, reason)
+            return DeviceOrder(array, "mesh_utils, physical axes split", (reason,), None)
         except TypeError:
             # If no split fits either (16x20x28 as 140 x 16 x 4), JAX 0.10 fails on its own `None`.
             cause = "no split of their physical axes fits"
@@ -172,20 +160,16 @@ def _torus_mesh(
         cause = str(failure).split(":")[0]
     flat = np.empty(len(devices), object)
     flat[:] = devices
-    try:
-        grid, extents = positions(devices), bounds(devices)
-    except MeshError as failure:
-        return flat.reshape(sizes), "as given", (*reasons, f"ordered by id: {failure}")
-    places = torus_order(extents, sizes, wraps(devices[0].device_kind, extents))
+    if isinstance(grid, str):
+        return DeviceOrder(flat.reshape(sizes), "as given", (f"ordered by id: {grid}",), None)
+    places = torus_order(grid.shape, sizes, wraps(devices[0].device_kind, grid.shape))
     array = flat[grid[tuple(np.moveaxis(places, -1, 0))]]
-    return array, "torus", (*reasons, f"JAX has no order for these devices ({cause})")
+    return DeviceOrder(array, "torus", (f"JAX has no order for these devices ({cause})",), None)
 
 
-def _walked(
-    devices: list[Device], grid: np.ndarray, array: np.ndarray, method: str, reasons: tuple[str, ...]
-) -> DeviceOrder:
+def _walked(devices: list[Device], grid: np.ndarray, order: DeviceOrder) -> DeviceOrder:
     """The order with each axis that fills a box replaced by a walk of single hops through the box."""
-    extents = grid.shape
+    array, reasons, extents = order.devices, order.reasons, grid.shape
     closed = wraps(devices[0].device_kind, extents)
     where = {id(devices[index]): place for place, index in np.ndenumerate(grid)}
     places = np.array([where[id(device)] for device in array.flat]).reshape(*array.shape, len(extents))
@@ -202,7 +186,7 @@ def _walked(
     if changed:
         reasons = (*reasons, f"axes {tuple(changed)} walk their boxes in single hops instead of row by row")
     hops = tuple(mean_hops(places, axis, extents, closed) for axis in range(array.ndim))
-    return DeviceOrder(array, method, reasons, hops)
+    return DeviceOrder(array, order.method, reasons, hops)
 
 
 def _walk(line: np.ndarray, extents: tuple[int, ...], closed: tuple[bool, ...]) -> np.ndarray | None:

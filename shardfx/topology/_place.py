@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from .._ground.errors import MeshError
+from .._ground.text import together
 
 
 # A device, or an object with the attributes of one.
@@ -82,8 +83,7 @@ def bounds(devices: Devices) -> tuple[int, ...]:
         ```
     """
     places = _places(listed(devices))
-    extents = places.max(axis=0) - places.min(axis=0) + 1
-    return tuple(int(extent) for extent in extents)
+    return tuple((places.max(axis=0) - places.min(axis=0) + 1).tolist())
 
 
 def positions(devices: Devices) -> Int[np.ndarray, "..."]:
@@ -113,24 +113,26 @@ def positions(devices: Devices) -> Int[np.ndarray, "..."]:
     devices = listed(devices)
     places = _places(devices)
     origin = places.min(axis=0)
-    extents = tuple(int(extent) for extent in places.max(axis=0) - origin + 1)
-    flat = np.ravel_multi_index(tuple((places - origin).T), extents)
-    counts = np.bincount(flat, minlength=int(np.prod(extents)))
-    if counts.max() > 1:
-        twice = _place_at(int(counts.argmax()), extents, origin)
+    extents = tuple((places.max(axis=0) - origin + 1).tolist())
+    index = tuple((places - origin).T)
+    counts = np.zeros(extents, np.int64)
+    np.add.at(counts, index, 1)
+    most = counts.max()
+    if most > 1:
+        twice = (np.argwhere(counts == most)[0] + origin).tolist()
         raise MeshError(
-            f"{counts.max()} of the {len(devices)} devices sit at {twice}; slices are ordered one "
+            f"{most} of the {len(devices)} devices sit at {(*twice,)}; slices are ordered one "
             'by one (`MeshSpec(..., dcn={"data": 2}).build(devices)`), and a device is given once.'
         )
     if counts.min() < 1:
-        hole = _place_at(int(counts.argmin()), extents, origin)
+        hole = (np.argwhere(counts < 1)[0] + origin).tolist()
         raise MeshError(
-            f"the {len(devices)} devices span bounds {extents}, but none sits at {hole}; pass devices that "
+            f"the {len(devices)} devices span bounds {extents}, but none sits at {(*hole,)}; pass devices that "
             "fill a box without holes."
         )
-    out = np.empty(int(np.prod(extents)), np.int64)
-    out[flat] = np.arange(len(devices))
-    return out.reshape(extents)
+    out = np.empty(extents, np.int64)
+    out[index] = np.arange(len(devices))
+    return out
 
 
 def slices(devices: Devices) -> tuple[tuple[int, ...], ...]:
@@ -168,10 +170,8 @@ def listed(devices: Devices) -> list[Device]:
 
 
 def _grouped(keys: list[int]) -> tuple[tuple[int, ...], ...]:
-    groups: dict[int, list[int]] = {key: [] for key in sorted(set(keys))}
-    for index, key in enumerate(keys):
-        groups[key].append(index)
-    return tuple(tuple(group) for group in groups.values())
+    groups = together(range(len(keys)), keys.__getitem__)
+    return tuple(tuple(groups[key]) for key in sorted(groups))
 
 
 def _places(devices: list[Device]) -> Int[np.ndarray, "devices dims"]:
@@ -205,7 +205,3 @@ def _torus_coords(device: Device) -> tuple[int, ...] | None:
     if place is None:
         return None
     return (*(int(c) for c in place), int(getattr(device, "core_on_chip", None) or 0))
-
-
-def _place_at(flat: int, extents: tuple[int, ...], origin: Int[np.ndarray, " dims"]) -> tuple[int, ...]:
-    return tuple(int(c) for c in np.array(np.unravel_index(flat, extents)) + origin)

@@ -1,17 +1,27 @@
 """The data x model meshes of T5X, as functions of integers."""
 
 import math
+import operator
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
 
 from .._ground.errors import MeshError
-from ._torus import boxes, preferred
+from ._torus import feasible_submeshes, preferred
 
 
-# T5X's choices for TPU v2 and v3, by number of partitions: (x, y, z, cores).
-_V2_V3 = {1: (1, 1, 1, 1), 2: (1, 1, 1, 2), 4: (2, 1, 1, 2), 8: (2, 2, 1, 2), 16: (4, 2, 1, 2)}
+# T5X's boxes by the number of partitions: (x, y, z, cores). T5X takes the first box that is nowhere longer than the
+# hardware, else the last one.
+_V2_V3 = {1: [(1, 1, 1, 1)], 2: [(1, 1, 1, 2)], 4: [(2, 1, 1, 2)], 8: [(2, 2, 1, 2)], 16: [(4, 2, 1, 2)]}
+_V4 = {
+    1: [(1, 1, 1, 1)],
+    2: [(1, 2, 1, 1)],
+    4: [(4, 1, 1, 1), (2, 2, 1, 1)],
+    8: [(1, 1, 8, 1), (4, 2, 1, 1)],
+    16: [(1, 1, 16, 1), (8, 2, 1, 1), (4, 4, 1, 1), (2, 2, 4, 1)],
+}
+_TABLES = {"TPU v2": _V2_V3, "TPU v3": _V2_V3, "TPU v4": _V4, "TPU v4 lite": _V4}
 
 
 def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]) -> tuple[int, ...]:
@@ -50,7 +60,7 @@ def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]
         ```
     """
     bounds = _sizes("bounds", bounds)
-    listed = _table(device_kind, num_partitions, bounds)
+    listed = _listed(device_kind, num_partitions, bounds)
     candidates = feasible_submeshes(num_partitions, bounds)
     if listed in candidates:
         return listed
@@ -60,29 +70,6 @@ def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]
             f"{_feasible(num_partitions, bounds)}."
         )
     return preferred(candidates, bounds, (1,) * len(bounds))
-
-
-def feasible_submeshes(num_partitions: int, bounds: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Every box of `num_partitions` devices whose sizes divide `bounds`, in lexicographic order.
-
-    **Arguments:**
-
-    - `num_partitions`: the number of devices in a box.
-    - `bounds`: the extents of the hardware.
-
-    **Returns:**
-
-    The boxes; none if no box has that many devices.
-
-    !!! Example
-
-        ```python
-        from shardfx import topology
-
-        assert topology.feasible_submeshes(4, (2, 4)) == ((1, 4), (2, 2))
-        ```
-    """
-    return tuple(boxes(num_partitions, bounds)) if num_partitions > 0 else ()
 
 
 def submesh_order(
@@ -127,25 +114,19 @@ def submesh_order(
     host_bounds = _sizes("host_bounds", host_bounds)
     _check_divides(bounds, host_bounds, submesh)
     dims = list(range(len(bounds)))
-    swapped = _z_major(bounds, submesh)
-    if swapped is not None:
-        first, second = swapped
-        dims[first], dims[second] = dims[second], dims[first]
-        tile_by_host = False
-    parts = [
-        _tiles(bounds[dim], submesh[dim], host_bounds[dim])
-        if tile_by_host
-        else (bounds[dim] // submesh[dim], 1, 1, submesh[dim])
-        for dim in dims
-    ]
-    if any(math.prod(part) != bounds[dim] for part, dim in zip(parts, dims, strict=True)):
-        fitting = [box for box in boxes(math.prod(submesh), bounds) if _fits_hosts(bounds, box, host_bounds)]
+    if (beside_z := _beside_z(bounds, submesh)) is not None:
+        dims[beside_z], dims[2] = 2, beside_z
+    if not tile_by_host or beside_z is not None:
+        host_bounds = (1,) * len(bounds)
+    if not _fits_hosts(submesh, host_bounds):
+        boxes = feasible_submeshes(math.prod(submesh), bounds)
+        fitting = [box for box in boxes if _fits_hosts(box, host_bounds)]
         raise MeshError(
             f"submesh {submesh} neither divides nor is a multiple of the host bounds {host_bounds} in every "
             f"dimension; pass `tile_by_host=False`, or one of the submeshes {fitting}."
         )
     places = np.moveaxis(np.indices(tuple(bounds[dim] for dim in dims)), 0, -1)[..., np.argsort(dims)]
-    split = places.reshape(*[size for part in parts for size in part], len(bounds))
+    split = places.reshape(*[size for dim in dims for size in _tiles(bounds[dim], submesh[dim], host_bounds[dim])], -1)
     grouped = split.transpose(*[4 * dim + part for part in range(4) for dim in range(len(dims))], 4 * len(dims))
     return grouped.reshape(-1, math.prod(submesh), len(bounds))
 
@@ -191,28 +172,19 @@ def hybrid_shape(num_partitions: int, local_devices: int, processes: int) -> tup
     return (local_devices // model, model), (processes // nodes, nodes)
 
 
-def _table(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, ...] | None:
-    if kind in ("TPU v2", "TPU v3"):
-        return _V2_V3.get(partitions)
-    if kind not in ("TPU v4", "TPU v4 lite") or len(bounds) != 4 or bounds[3] != 1:
+def _listed(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, ...] | None:
+    """T5X's box, whether it fits the hardware or not; `None` if T5X has none."""
+    table = _TABLES.get(kind, {})
+    if len(bounds) != 4 or partitions not in table or (table is _V4 and bounds[3] != 1):
         return None
-    x, _, z, _ = bounds
-    match partitions:
-        case 1:
-            return (1, 1, 1, 1)
-        case 2:
-            return (1, 2, 1, 1)
-        case 4:
-            return (4, 1, 1, 1) if x >= 4 else (2, 2, 1, 1)
-        case 8:
-            return (1, 1, 8, 1) if z >= 8 else (4, 2, 1, 1)
-        case 16:
-            wide = (8, 2, 1, 1) if x >= 8 else (4, 4, 1, 1) if x >= 4 else (2, 2, 4, 1)
-            return (1, 1, 16, 1) if z >= 16 else wide
-    return None
+    *listed, other = table[partitions]
+    return next((box for box in listed if all(map(operator.le, box, bounds))), other)
 
 
-def _z_major(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> tuple[int, int] | None:
+def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
+    """The dimension, X or Y, that T5X makes faster than Z, as the box fills a line of X or Y or a plane with Z; `None`
+    for other boxes.
+    """
     if len(bounds) != 4:
         return None
     covered = [size == bound > 1 for size, bound in zip(submesh, bounds, strict=True)]
@@ -227,7 +199,7 @@ def _z_major(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> tuple[int, in
                 f"submesh {submesh} spans dim {dim if line else other} of {bounds} but {submesh[3]} of "
                 f"{bounds[3]} cores (dim 3); use {(*submesh[:3], bounds[3])}, or a box without a whole line."
             )
-        return (other, 2)
+        return other
     return None
 
 
@@ -235,14 +207,11 @@ def _tiles(size: int, model: int, host: int) -> tuple[int, ...]:
     """How a dimension splits into (data over hosts, data in a host, model over hosts, model in a host)."""
     if model % host == 0:
         return (size // model, 1, model // host, host)
-    if host % model == 0:
-        return (size // host, host // model, 1, model)
-    return (0,) * 4
+    return (size // host, host // model, 1, model)
 
 
-def _fits_hosts(bounds: tuple[int, ...], submesh: tuple[int, ...], host_bounds: tuple[int, ...]) -> bool:
-    sizes = zip(bounds, submesh, host_bounds, strict=True)
-    return all(math.prod(_tiles(*size)) == size[0] for size in sizes)
+def _fits_hosts(submesh: tuple[int, ...], host_bounds: tuple[int, ...]) -> bool:
+    return all(model % host == 0 or host % model == 0 for model, host in zip(submesh, host_bounds, strict=True))
 
 
 def _sizes(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -269,8 +238,7 @@ def _check_divides(bounds: tuple[int, ...], host_bounds: tuple[int, ...], submes
 
 
 def _feasible(count: int, bounds: tuple[int, ...]) -> str:
-    fitting = boxes(count, bounds)
-    if fitting:
-        return f"boxes of {count} devices that fit are {fitting}"
-    divisors = [n for n in range(1, math.prod(bounds) + 1) if math.prod(bounds) % n == 0]
-    return f"use `num_partitions` out of {[n for n in divisors if boxes(n, bounds)]}"
+    if fitting := feasible_submeshes(count, bounds):
+        return f"boxes of {count} devices that fit are {[*fitting]}"
+    counts = [n for n in range(1, math.prod(bounds) + 1) if math.prod(bounds) % n == 0]
+    return f"use `num_partitions` out of {[n for n in counts if feasible_submeshes(n, bounds)]}"

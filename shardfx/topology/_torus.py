@@ -1,5 +1,6 @@
 """Orders on a torus: the neighbours that are one hop apart, and walks that visit every position in single hops."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -123,7 +124,7 @@ def torus_order(
     left, stride = list(bounds), [1] * len(bounds)
     order = np.zeros((*[1] * len(sizes), len(bounds)), np.int64)
     for axis in reversed(range(len(sizes))):
-        box = preferred(boxes(sizes[axis], left), bounds, stride)
+        box = preferred(feasible_submeshes(sizes[axis], left), bounds, stride)
         whole = [closed[dim] and box[dim] == bounds[dim] for dim in range(len(bounds))]
         path = ring_path(box, whole) * np.array(stride)
         shape = [1] * (len(sizes) + 1)
@@ -171,16 +172,36 @@ def mean_hops(
     return float(ring.sum(axis=-1).mean())
 
 
-def boxes(count: int, bounds: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every box of `count` positions whose sizes divide `bounds`."""
-    if not bounds:
-        return [()] if count == 1 else []
-    first = (size for size in range(1, bounds[0] + 1) if bounds[0] % size == 0 and count % size == 0)
-    return [(size, *rest) for size in first for rest in boxes(count // size, bounds[1:])]
+def feasible_submeshes(num_partitions: int, bounds: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Every box of `num_partitions` devices whose sizes divide `bounds`, in lexicographic order.
+
+    **Arguments:**
+
+    - `num_partitions`: the number of devices in a box.
+    - `bounds`: the extents of the hardware.
+
+    **Returns:**
+
+    The boxes; none if no box has that many devices.
+
+    !!! Example
+
+        ```python
+        from shardfx import topology
+
+        assert topology.feasible_submeshes(4, (2, 4)) == ((1, 4), (2, 2))
+        ```
+    """
+    sizes = [[size for size in range(1, bound + 1) if bound % size == 0] for bound in bounds]
+    return tuple(box for box in itertools.product(*sizes) if math.prod(box) == num_partitions)
 
 
 def preferred(candidates: Sequence[tuple[int, ...]], bounds: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The box that keeps the most traffic on whole rings, by the rule in the docstring of `default_submesh`."""
+    """The box that keeps the most traffic on whole rings, by the rule in the docstring of `default_submesh`.
+
+    `stride` is the number of hops between neighbours along each dimension. Of boxes that are equal by the first item of
+    that rule, one with fewer devices in dimensions of larger strides comes first.
+    """
 
     def rank(box: tuple[int, ...]) -> tuple:
         whole = [box[dim] for dim in range(len(box)) if box[dim] == bounds[dim] > 1]

@@ -137,25 +137,15 @@ RuleError: `memory_kinds` maps 'embed' to 'host'; a memory kind is one of device
 MeshError: mesh 'data:2,tensor=4': 'data:2' is not of the form `name=size`; write it as in "data=-1,fsdp=4,tensor=2", \
 or "data=8(dcn=2)" for an axis over two slices.
 
->>> MeshSpec((2, 2, 2))
-MeshError: `MeshSpec((2, 2, 2))`: a mesh axis has a name and a size, as in `MeshSpec({'data': 2, 'fsdp': 2, 'tensor': \
-2})`.
+>>> MeshSpec((2, 2))
+MeshError: `MeshSpec((2, 2))`: every mesh axis has a name and a size; write `MeshSpec({'data': 4, 'tensor': 2})`, or \
+`MeshSpec.parse('data=4,tensor=2')`.
 
 >>> MeshSpec(8)
-MeshError: `MeshSpec(8)`: a mesh axis has a name and a size, as in `MeshSpec({'tensor': 8})`.
+MeshError: `MeshSpec(8)`: every mesh axis has a name and a size[...]
 
 >>> MeshSpec("data=2")
-MeshError: `MeshSpec('data=2')`: a text is read by `MeshSpec.parse('data=2')`.
-
->>> MeshSpec(data=2)
-MeshError: `MeshSpec(data=2)`: axes are one mapping, slowest first: `MeshSpec({'data': 2})`.
-
->>> MeshSpec({"data": 2}, tensor=4)
-MeshError: `MeshSpec({'data': 2}, tensor=4)`: axes are one mapping, slowest first: `MeshSpec({'data': 2, 'tensor': \
-4})`.
-
->>> MeshSpec()
-MeshError: `MeshSpec()`: axes are one mapping, slowest first: `MeshSpec({'data': 8})`.
+MeshError: `MeshSpec('data=2')`: every mesh axis has a name and a size[...]
 
 >>> planned(unmatched="drop")
 RuleError: `unmatched='drop'` is no policy of `plan`; use "raise" or "replicate".

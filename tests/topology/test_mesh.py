@@ -10,7 +10,7 @@ import pytest
 from _devices import chips
 from hypothesis import given
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import MeshSpec
 from shardfx.errors import MeshError
@@ -34,16 +34,14 @@ def test_a_mesh_is_a_value():
     mesh = MeshSpec({"data": 2, "tensor": 4}, axis_types={"tensor": EXPLICIT}, dcn={"data": 2})
     types = {"tensor": EXPLICIT, "data": AxisType.Auto}
     same = MeshSpec([("data", 2), ("tensor", 4)], axis_types=types, dcn={"data": 2})
-    assert mesh == same and hash(mesh) == hash(same)
-    assert not jax.tree.leaves(mesh)
-    assert (mesh.axis_names, mesh.axis_sizes) == (("data", "tensor"), (2, 4))
+    assert mesh == same and hash(mesh) == hash(same) and not jax.tree.leaves(mesh)
     assert mesh.axis_types == (AxisType.Auto, EXPLICIT) and mesh.dcn_sizes == (2, 1)
     assert dict(mesh.shape) == {"data": 2, "tensor": 4} and mesh.size == 8
-    assert str(mesh) == "data=2(dcn=2),tensor=4" and MeshSpec.parse(str(mesh)).shape == mesh.shape
     slices = MeshSpec({"data": 8, "fsdp": -1, "tensor": 2}, dcn={"data": 4, "tensor": 2})
     assert str(slices) == "data=8(dcn=4),fsdp=-1,tensor=2(dcn=2)" and MeshSpec.parse(str(slices)) == slices
-    for other in (MeshSpec({"tensor": 4, "data": 2}), MeshSpec({"data": 2, "tensor": 4})):
-        assert mesh != other
+    assert mesh not in (MeshSpec({"tensor": 4, "data": 2}), MeshSpec({"data": 2, "tensor": 4}))
+    for shown in (MeshSpec({"data": 2, "tensor": -1}), mesh):
+        assert eval(repr(shown)) == shown
 
 
 @pytest.mark.parametrize(
@@ -56,14 +54,12 @@ def test_a_mesh_is_a_value():
         (lambda: MeshSpec({"a": 4}, dcn={"a": 3}), "`a` of size 4 cannot span 3 slices; `dcn` must divide the size"),
         (lambda: MeshSpec({"a": 4}, dcn={"b": 2}), r"`dcn` names mesh axis `b`, but the mesh has \('a',\)"),
         (lambda: MeshSpec({"a": 4}, axis_types={"b": EXPLICIT}), "`axis_types` names mesh axis `b`"),
-        (lambda: MeshSpec({"a": 2**31}), "`a` has more devices than JAX can number; use a smaller size"),
-        (lambda: MeshSpec({"a": 10**5000}), "`a` has more devices than JAX can number; use a smaller size"),
-        (lambda: MeshSpec({"a": 2**16, "b": 2**16}), "a=65536,b=65536 has more devices than JAX can number"),
-        (lambda: MeshSpec.parse("a=" + "9" * 5000), "`a` has a size of 5000 digits; use one below"),
+        (lambda: MeshSpec({"a": 10**5000}), r"\('a',\) have more devices than JAX can number; use smaller sizes"),
+        (lambda: MeshSpec({"a": 2**16, "b": 2**16}), r"\('a', 'b'\) have more devices than JAX can number"),
+        (lambda: MeshSpec.parse("a=" + "9" * 5000), "9 is not of the form `name=size`"),
         (lambda: MeshSpec.parse("data=4,tensor"), "'tensor' is not of the form `name=size`"),
         (lambda: MeshSpec.parse("data=4.0"), "'data=4.0' is not of the form"),
         (lambda: MeshSpec.parse("data=4(dcn=2"), r"'data=4\(dcn=2' is not of the form"),
-        (lambda: MeshSpec.parse("data=4(dcn=" + "9" * 5000 + ")"), "`data` has a size of 5000 digits; use one below"),
         (lambda: MeshSpec({"a": 4}).fit(8), r"a=4 has 4 devices, but there are 8; give one axis the size -1"),
         (lambda: MeshSpec({"a": 4, "b": -1}).fit(6), "give 4, which does not divide 6 devices"),
         (lambda: MeshSpec({"a": -1}).abstract(), r"axis of unknown size; call `.fit\(device_count\)` first"),
@@ -95,10 +91,6 @@ def test_reading_filling_and_asking():
     mesh = MeshSpec({"data": 4, "tensor": 2})
     assert (mesh.axis_size("data"), mesh.axis_size(("tensor", "data")), mesh.axis_size(())) == (4, 8, 1)
     assert MeshSpec.of(mesh) is mesh and MeshSpec.of(mesh.abstract()) == mesh
-    assert mesh.abstract() == AbstractMesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-
-
-def test_building_keeps_types_and_uses_all_devices():
     spec = MeshSpec({"data": -1, "tensor": 2}, axis_types=EXPLICIT)
     mesh = spec.build(jax.devices())
     assert mesh == Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"), axis_types=(EXPLICIT, EXPLICIT))
@@ -144,7 +136,6 @@ def test_an_axis_that_spans_slices_is_slowest_over_them():
     order = MeshSpec({"data": 8, "tensor": 2}, dcn={"data": 2, "tensor": 2}).order(SLICES)
     piece = np.vectorize(lambda device: device.slice_index)(order.devices)
     assert piece.tolist() == [[0, 1]] * 4 + [[2, 3]] * 4
-    assert sorted(ids(order).ravel()) == list(range(16))
     without = MeshSpec({"data": 2, "fsdp": 8}).order(SLICES)
     assert without.reasons[0] == "the devices are of 4 slices and `dcn` is not given: axes span (2, 2) of them"
 
@@ -163,18 +154,23 @@ def test_one_cpu_process_emulates_slices():
     assert order.reasons == ("one process emulates 2 slices of 4 devices, in the order given",)
 
 
-def test_two_cores_per_chip_take_a_torus_order():
-    order = MeshSpec({"data": 4, "tensor": 4}).order(chips((2, 2, 2, 2), (2, 2, 1, 2)))
-    assert order.method == "torus" and "one device per chip" in order.reasons[0]
-    assert sorted(ids(order).ravel()) == list(range(16))
-    assert order.mean_hops == (1.0, 1.0)
-
-
-def test_no_box_is_ordered_by_id_with_a_reason():
-    devices = [device for device in chips((3, 3, 1, 1)) if device.id != 4]
-    order = MeshSpec({"data": 8}).order(devices[::-1])
-    assert order.method == "as given" and "none sits at (1, 1, 0, 0)" in order.reasons[0]
-    assert ids(order).tolist() == [0, 1, 2, 3, 5, 6, 7, 8] and order.mean_hops is None
+@pytest.mark.parametrize(
+    ("devices", "sizes", "method", "reason"),
+    [
+        (chips((2, 2, 2, 2), (2, 2, 1, 2)), (4, 4), "torus", "one device per chip"),
+        (chips((3, 3, 1, 1))[:4] + chips((3, 3, 1, 1))[5:], (8,), "as given", "none sits at (1, 1, 0, 0)"),
+        # `mesh_utils` loses the 2 in 14 when it factors it, and finds no place for an axis of 4; JAX 0.12 does.
+        (chips((2, 14, 1, 1), kind="TPU v5p"), (7, 4), "", "hysical"),
+    ],
+)
+def test_where_jax_has_no_order_a_torus_is_walked_and_a_torn_one_is_ordered_by_id(devices, sizes, method, reason):
+    order = MeshSpec((f"a{at}", size) for at, size in enumerate(sizes)).order(devices[::-1])
+    assert order.method.startswith(method) and reason in order.reasons[0]
+    assert sorted(ids(order).ravel()) == [device.id for device in devices]
+    if method == "as given":
+        assert ids(order).tolist() == [0, 1, 2, 3, 5, 6, 7, 8] and order.mean_hops is None
+    else:
+        assert order.mean_hops is not None and order.mean_hops[1] == 1.0
 
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
@@ -205,18 +201,3 @@ def test_a_split_mesh_has_every_device_in_place_so_that_arrays_mix_with_those_of
     torus = MeshSpec({"data": 4, "tensor": 16}).build(chips((4, 4, 4, 1), (2, 2, 1, 1), "TPU v5p"))
     split = MeshSpec.of(torus).split("tensor", {"kv": 8, "rep": 2}).build(torus)
     assert split.devices.shape == (4, 8, 2) and list(split.devices.flat) == list(torus.devices.flat)
-
-
-def test_a_slice_that_jax_cannot_split_takes_the_torus_order():
-    # `mesh_utils` loses the 2 in 14 when it factors it, and finds no place for an axis of 4; JAX 0.12 does.
-    order = MeshSpec({"data": 7, "tensor": 4}).order(chips((2, 14, 1, 1), kind="TPU v5p"))
-    cause = "no split of their physical axes fits" if order.method == "torus" else "no products of whole"
-    assert any(cause in reason for reason in order.reasons)
-    assert order.mean_hops is not None and order.mean_hops[1] == 1.0
-    assert sorted(ids(order).ravel()) == list(range(28))
-
-
-def test_a_mesh_shows_as_the_code_that_makes_it():
-    rich = "MeshSpec({'data': 4, 'x': 2}, axis_types={'x': AxisType.Explicit}, dcn={'data': 2})"
-    for text in ("MeshSpec({'data': 2, 'tensor': -1})", rich):
-        assert repr(eval(text)) == text
