@@ -21,7 +21,7 @@ from .content import Content, Group, aligned, rows_of
 from .correction import axes_of, correct
 from .decide import Draft, Request, further
 from .facts import ReportRow, report_rows_of
-from .following import follow
+from .following import corresponding, follow
 from .leaf import MEMORY_KINDS, LeafPlan, Row, Skeleton, canonical_dtype, memory_kind_pairs, named_sharding
 from .names import field, names_of_leaves, renamed
 from .plan_json import decode_dtype, encode_dtype

@@ -338,13 +338,13 @@ def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPla
         # Only an end may be empty: the path of a tree that is one array.
         for start in range(stop if stop < len(parts) else stop + 1):
             leaf = planned.get("/".join(parts[start:stop]))
-            kept = None if leaf is None else _dims(leaf.shape, shape)
+            kept = None if leaf is None else corresponding(leaf.shape, shape)
             if kept is not None:
                 return leaf, kept
     return None, ()
 
 
-def _dims(planned: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
+def corresponding(planned: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
     """Returns the dimension of a planned array that each dimension of `shape` corresponds to; `None` if ambiguous or
     impossible.
     """

@@ -1,6 +1,5 @@
 """All mistakes and likely mistakes in rules at once, as data, without devices."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -12,7 +11,8 @@ from .._plan import MEMORY_KINDS, Content, ShardPlan, Skeleton, drafted, memory_
 from .._rules import AxisRules, PathRules, check_axis_rules, check_path_rules, near, nearest
 from ..topology import MeshSpec
 from .finding import Finding, Findings, Severity, findings_of
-from .leaf_checks import corrected, cut_heads, replicated
+from .heads import cut_heads
+from .leaf_checks import corrected, replicated
 from .mistakes import absent, uncovered_leaves, unknown_names, unplannable, unused_findings
 from .rule_checks import contradicted_names, dead_rules, unused_axes
 from .states import optimizer_states, uneven_layers
@@ -77,28 +77,32 @@ def lint(
         ```
     """
     if isinstance(tree, ShardPlan):
-        return findings_of(_of_leaves(_of_plan(tree), replicated_bytes, head_dim))
+        content = tree.content
+        of_plan = (flatten(()), (), None, content.axes, content.mode, 0, content.strict, False, True)
+        return findings_of(_of_leaves(Subject(content, *of_plan), replicated_bytes, head_dim))
     if mesh is None:
         raise MeshError("`lint` needs the mesh: `lint(tree, MeshSpec({...}), ...)`; a plan alone has its own.")
     if paths is not None:
         check_path_rules("paths", paths)
     if axes is not None:
         check_axis_rules("axes", axes)
-    flat = flatten(tree)
+    flat, found = flatten(tree), list[Finding]()
     if unused == "raise":
         raise_empty(tree, flat, paths)
-    found: list[Finding] = []
     given = _names(names, tree, flat, axes, found)
     kinds = _kinds(memory_kinds, found)
     draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
     if axes is not None and mode is not None and mode not in dict(axes.modes):
         if draft.errors:
-            found.append(_unknown_mode(mode, axes))
+            known = tuple(dict(axes.modes))
+            message = f"the mode {mode!r} is unknown; the rules have {known}{near(mode, known)}"
+            fix = f"mode = {next(iter(nearest(mode, known)), None)!r}"
+            found.append(Finding("invalid", "error", f"mode {mode!r}", 0, message, fix))
         mode = None
         draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
-    index = [max(number, -1) for number in draft.numbers] if draft.errors else draft.numbers
+    index = [max(number, -1) for number in draft.numbers]
     content = Content(draft.mesh, None, axes, mode, draft.rows, index, Skeleton(flat.paths, flat.treedef))
-    subject = Subject(content, content, draft.mesh, flat, given, paths, axes, mode, min_bytes, strict, refine)
+    subject = Subject(content, flat, given, paths, axes, mode, min_bytes, strict, refine)
     rules: Severity = "error" if unmatched == "raise" else "warning"
     found += unplannable(subject, draft)
     found += uncovered_leaves(subject, draft, rules)
@@ -107,17 +111,7 @@ def lint(
     found += unused_findings(subject, draft, kinds, "error" if unused == "raise" else "warning")
     found += unused_axes(subject, rules)
     found += dead_rules(subject)
-    found += _of_leaves(
-        dataclasses.replace(subject, content=subject.refined) if refine else subject, replicated_bytes, head_dim
-    )
-    return findings_of(found)
-
-
-def _of_plan(plan: ShardPlan) -> Subject:
-    content = plan.content
-    return Subject(
-        content, content, plan.mesh, flatten(()), (), None, plan.axes, plan.mode, 0, plan.strict, False, True
-    )
+    return findings_of([*found, *_of_leaves(subject, replicated_bytes, head_dim)])
 
 
 def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) -> Iterator[Finding]:
@@ -139,23 +133,15 @@ def _names(names: object, tree: object, flat: Flat, axes: AxisRules | None, foun
         return [None] * len(flat.leaves)
 
 
-def _kinds(given: Iterable[tuple[str, str]] | None, found: list[Finding]) -> tuple[tuple[str, str], ...]:
+def _kinds(given: Iterable[tuple[str, str]] | None, found: list[Finding]) -> list[tuple[str, str]]:
     """The valid pairs of a regex and a memory kind. Each invalid pair becomes a finding."""
-    pairs = tuple(given or ())
-    used: list[tuple[str, str]] = []
+    pairs, valid = tuple(given or ()), list[tuple[str, str]]()
     for at, (regex, kind) in enumerate(pairs):
         try:
-            used += memory_kind_pairs([(regex, kind)])
+            valid += memory_kind_pairs([(regex, kind)])
             PathRules([(regex, ())])
         except RuleError as error:
             meant = [(regex, other) for other in nearest(kind, MEMORY_KINDS)[:1] if kind not in MEMORY_KINDS]
             fix = f"memory_kinds = {(*pairs[:at], *meant, *pairs[at + 1 :])!r}"
             found.append(Finding("invalid", "error", f"memory_kinds[{at}] {regex!r}", 0, str(error), fix))
-    return tuple(used)
-
-
-def _unknown_mode(mode: str, axes: AxisRules) -> Finding:
-    known = tuple(dict(axes.modes))
-    meant = next(iter(nearest(mode, known)), None)
-    message = f"the mode {mode!r} is unknown; the rules have {known}{near(mode, known)}"
-    return Finding("invalid", "error", f"mode {mode!r}", 0, message, f"mode = {meant!r}")
+    return valid

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from .._ground.reason import Code
 from .._ground.spec import entries_at, entries_of, entry_axes, trimmed
 from .._ground.text import between_numbers, bytes_text, spec_text, together
-from .._plan import Group, Request, Row, further
+from .._plan import Group, Request, Row, corresponding, further
 from .._rules import fsdp
 from .finding import Finding
 from .subject import Subject, asked_by
@@ -34,51 +34,34 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
     """Findings for states that are sharded less than their parameter or than other states, or that ZeRO-1
     would shard.
     """
-    sizes = subject.content.mesh.shape
-    states = _states(subject, sizes)
-    if not states:
-        return
+    sizes, states = subject.content.mesh.shape, _states(subject)
     for state in states:
-        row = state.group.row
-        if _pieces(row.spec, sizes) < _pieces(state.follows, sizes):
-            message = f"it is sharded over {_told(row.spec)}, its parameter over {_told(state.follows)}"
+        spec, follows = state.group.row.spec, state.follows
+        if math.prod(map(sizes.get, _axes(spec))) < math.prod(map(sizes.get, _axes(follows))):
+            message = f"it is sharded over {_told(spec)}, its parameter over {_told(follows)}"
             message += "" if state.is_whole else " in the dimensions that it has of it"
-            yield _finding(subject, [state], message, {state.group.number: state.follows})
-        elif state.is_whole and not _keeps(row.spec, state.follows):
-            message = f"it lies as {_shown(row.spec)}, its parameter as {_shown(state.follows)}"
-            message += ": each step moves one to the other. Was it planned from another model's plan?"
-            yield _finding(subject, [state], message, {state.group.number: state.follows})
+        elif state.is_whole and not _keeps(spec, follows):
+            shown = [f"P({', '.join(map(repr, entries_of(one)))})" for one in (spec, follows)]
+            message = f"it lies as {shown[0]}, its parameter as {shown[1]}: each step moves one to the other. "
+            message += "Was it planned from another model's plan?"
+        else:
+            continue
+        yield _finding(subject, state.group.where, message, [(state.group, follows)])
     # Statistics of rows and columns are small: they only follow their parameter.
     states = [state for state in states if state.is_whole]
-    beside = {
-        axis: None for state in states for axis in _axes(state.group.row.spec) if axis not in _axes(state.param.spec)
-    }
-    for axis in beside:
-        left = [state for state in states if axis not in _axes(state.group.row.spec) and not state.group.row.reasons]
-        yield from _over(subject, left, axis, f"other states are sharded over `{axis}`, these are not")
     for axis, size in sizes.items():
-        if size > 1 and not any(axis in _axes(row.spec) for state in states for row in (state.group.row, state.param)):
-            message = f"every device along `{axis}` holds the same states: nothing is sharded over it, as ZeRO-1 would"
-            yield from (one for one in _over(subject, states, axis, message) if one.bytes >= limit)
-
-
-def _states(subject: Subject, sizes: Mapping[str, int]) -> list[_State]:
-    """The optimizer's states. The branch of the tree that explains most of them is taken for the parameters."""
-    branches = together(subject.content.groups, lambda group: group.paths[0].partition("/")[0])
-    # A single letter may be a module as well as a moment (values next to queries, for example); a moment never comes
-    # alone.
-    likely = {root: groups for root, groups in branches.items() if root not in _MOMENTS or _MOMENTS <= {*branches}}
-    first = [group.paths[0].split("/") for groups in likely.values() for group in groups]
-    if len(branches) < 2 or not any(map(_names_a_state, first)):
-        return []
-    best: list[_State] = []
-    for root, params in branches.items():
-        known = {path.removeprefix(f"{root}/"): group.row for group in params for path in group.paths}
-        found = [
-            state for other, groups in likely.items() if other != root for state in _of(other, groups, known, sizes)
-        ]
-        best = max(best, found, key=len)
-    return best
+        left = [state for state in states if axis not in _axes(state.group.row.spec)]
+        message = f"every device along `{axis}` holds the same states: nothing is sharded over it, as ZeRO-1 would"
+        least = limit
+        if any(axis in _axes(state.group.row.spec) and axis not in _axes(state.param.spec) for state in states):
+            left = [state for state in left if not state.group.row.reasons]
+            message, least = f"other states are sharded over `{axis}`, these are not", 0
+        elif size == 1 or len(left) < len(states) or any(axis in _axes(state.param.spec) for state in states):
+            continue
+        found = list(_over(subject, left, axis))
+        if found:
+            finding = _finding(subject, found[0][0].where if len(found) == 1 else left[0].root, message, found)
+            yield from [finding] if finding.bytes >= least else []
 
 
 _MOMENTS = {"m", "v"}
@@ -86,67 +69,39 @@ _MOMENTS = {"m", "v"}
 _CALLED = re.compile(r"(opt|ema|mom|adam|exp_avg|accum|slots?$|trace$|veloc|param_states$|mu$|nu$|m$|v$)")
 
 
-def _names_a_state(parts: Sequence[str]) -> bool:
-    return any(map(_CALLED.match, parts))
+def _states(subject: Subject) -> list[_State]:
+    """The optimizer's states. The branch of the tree that explains most of them is taken for the parameters."""
+    branches = together(subject.content.groups, lambda group: group.paths[0].partition("/")[0])
+    # A single letter may be a module as well as a moment (values next to queries, for example); a moment never comes
+    # alone.
+    likely = {root: own for root, own in branches.items() if root not in _MOMENTS or _MOMENTS <= branches.keys()}
+    best: list[_State] = []
+    for root, params in branches.items() if len(branches) > 1 else ():
+        known = {path.removeprefix(f"{root}/"): group.row for group in params for path in group.paths}
+        found = [_state(other, group, known) for other in likely if other != root for group in likely[other]]
+        best = max(best, [state for state in found if state is not None], key=len)
+    return best
 
 
-def _of(root: str, groups: list[Group], known: dict[str, Row], sizes: Mapping[str, int]) -> list[_State]:
-    """The states in one branch of the tree, if they correspond to at least half of the parameters."""
-    by_owner: dict[tuple[str, ...], list[_State]] = {}
-    for group in groups:
-        parts = group.paths[0].split("/")
-        for at in range(1, len(parts)):
-            state = _state(root, group, parts[at:], known, sizes) if _names_a_state(parts[:at]) else None
-            if state is not None:
-                # A factored optimizer has matrices in one tree and vectors in another with the same paths.
-                by_owner.setdefault(tuple(parts[: max(at - 1, 1)]), []).append(state)
-                break
-    rows = len(set(known.values()))
-    return [state for states in by_owner.values() if 2 * len({one.param for one in states}) >= rows for state in states]
-
-
-def _state(
-    root: str, group: Group, parts: Sequence[str], known: Mapping[str, Row], sizes: Mapping[str, int]
-) -> _State | None:
+def _state(root: str, group: Group, known: dict[str, Row]) -> _State | None:
     """The state of a parameter, found by the end of its path, or by that without the last name as in `w/v_row`; `None`
     for other leaves.
     """
-    for path in ("/".join(parts), "/".join(parts[:-1])):
-        param = known.get(path)
-        if param is not None and param.shape:
-            spec = _following(group.row.shape, param, sizes)
-            if spec is not None:
-                return _State(root, group, param, spec, len(group.row.shape) >= len(param.shape))
+    parts, shape = group.paths[0].split("/"), group.row.shape
+    for at in range(1, len(parts)):
+        if not any(map(_CALLED.match, parts[:at])):
+            continue
+        for param in (known.get("/".join(parts[at:])), known.get("/".join(parts[at:-1]))):
+            dims = None if param is None or not shape else corresponding(param.shape, shape)
+            if param is not None and dims is not None:
+                entries = entries_at(param.spec, len(param.shape))
+                spec = trimmed([None if dim is None else entries[dim] for dim in dims])
+                return _State(root, group, param, spec, len(shape) >= len(param.shape))
     return None
-
-
-def _following(shape: tuple[int, ...], param: Row, sizes: Mapping[str, int]) -> PartitionSpec | None:
-    """The parameter's spec for a state with some of its dimensions, or with one more in front; `None` if shapes do not
-    match.
-    """
-    rank = len(param.shape)
-    entries = entries_at(param.spec, rank)
-    if shape[-rank:] == param.shape and len(shape) <= rank + 1:
-        return trimmed((None,) * (len(shape) - rank) + entries)
-    if not shape or len(shape) >= rank or shape == (1,) or rank > _MOST_DIMENSIONS:
-        return None
-    chosen = itertools.combinations(range(rank), len(shape))
-    fitting = [dims for dims in chosen if tuple(param.shape[dim] for dim in dims) == shape]
-    # The rows and columns of a square matrix look alike, so less is required of them then.
-    specs = [trimmed([entries[dim] for dim in dims]) for dims in fitting]
-    return min(specs, key=lambda spec: _pieces(spec, sizes), default=None)
-
-
-# Above this number of dimensions, there are too many ways to leave some out.
-_MOST_DIMENSIONS = 8
 
 
 def _axes(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(axis for entry in entries_of(spec) for axis in entry_axes(entry))
-
-
-def _pieces(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[axis] for axis in _axes(spec))
 
 
 def _keeps(spec: PartitionSpec, follows: PartitionSpec) -> bool:
@@ -155,71 +110,57 @@ def _keeps(spec: PartitionSpec, follows: PartitionSpec) -> bool:
     return all(set(entry_axes(theirs)) <= set(entry_axes(ours)) for ours, theirs in pairs)
 
 
-def _shown(spec: PartitionSpec) -> str:
-    return f"P({', '.join(map(repr, entries_of(spec)))})"
-
-
 def _told(spec: PartitionSpec) -> str:
     return " and ".join(f"`{axis}`" for axis in _axes(spec)) or "nothing"
 
 
-def _over(subject: Subject, states: list[_State], axis: str, message: str) -> Iterator[Finding]:
-    """One finding for all states that could be sharded over a mesh axis too."""
-    specs: dict[int, PartitionSpec] = {}
-    for state in states:
-        row = state.group.row
+def _over(subject: Subject, states: list[_State], axis: str) -> Iterator[tuple[Group, PartitionSpec]]:
+    """The states that could be sharded over a mesh axis too, each with its spec then."""
+    for group in [state.group for state in states]:
+        row = group.row
         request = Request(None, row.spec, None, row.units, (), ())
         spec = further(request, row.shape, row.dtype, subject.content.mesh, fsdp(axis)).spec
         if spec != row.spec and not any(why.code is Code.small for why in row.reasons):
-            specs[state.group.number] = spec
-    chosen = [state for state in states if state.group.number in specs]
-    if chosen:
-        yield _finding(subject, chosen, message, specs)
+            yield group, spec
 
 
-def _finding(subject: Subject, states: list[_State], message: str, specs: dict[int, PartitionSpec]) -> Finding:
-    sizes, lines, saved = subject.content.mesh.shape, [], 0
-    for state in states:
-        group = state.group
-        row = group.row._replace(spec=specs[group.number])
-        saved += (subject.content.byte_counts[group.number][1] - row.byte_counts(sizes)[1]) * len(group.paths)
-        lines.append(subject.ruled(group.paths, row.spec))
-    where = states[0].group.where if len(states) == 1 else states[0].root
-    text = f"{message}; it costs each device {bytes_text(saved)}" if saved > 0 else message
-    return Finding("optimizer-state", "warning", where, max(saved, 0), text, "\n".join(lines))
+def _finding(subject: Subject, where: str, message: str, specs: list[tuple[Group, PartitionSpec]]) -> Finding:
+    """One finding for all states that another spec would shard further."""
+    content, saved = subject.content, 0
+    for group, spec in specs:
+        shard = group.row._replace(spec=spec).byte_counts(content.mesh.shape)[1]
+        saved += (content.byte_counts[group.number][1] - shard) * len(group.paths)
+    message += f"; it costs each device {bytes_text(saved)}" if saved > 0 else ""
+    fix = "\n".join(subject.ruled(group.paths, spec) for group, spec in specs)
+    return Finding("optimizer-state", "warning", where, max(saved, 0), message, fix)
 
 
 def uneven_layers(subject: Subject) -> Iterator[Finding]:
     """Findings for arrays of repeated layers with one shape and dtype, if a few of them are sharded differently."""
-    stacks: dict[object, list[Group]] = {}
-    for group in subject.content.groups:
-        # A number at the end of a path is no layer: the rows and columns of a square matrix are `w/0` and `w/1`.
-        last = group.paths[0].rpartition("/")[2]
-        key = (between_numbers(group.paths[0]), last if last.isdigit() else "", group.row.shape, group.row.dtype)
-        stacks.setdefault(key, []).append(group)
+    sizes = subject.content.byte_counts
+    stacks = together(subject.content.groups, _stack)
     for groups in stacks.values():
         by_spec = together(groups, lambda group: group.row.spec)
-        if len(by_spec) > 1:
-            # The spec of most layers is taken as intended; of equally many, the one with fewer bytes per device.
-            most = max(by_spec.values(), key=lambda same: (_count(same), -_share(subject, same[0])))
-            for group in (group for same in by_spec.values() if same is not most for group in same):
-                yield _uneven(subject, group, most)
+        if len(by_spec) == 1:
+            continue
+        # The spec of most layers is taken as intended; of equally many, the one with fewer bytes per device.
+        most = max(by_spec.values(), key=lambda same: (_count(same), -sizes[same[0].number][1]))
+        like = most[0]
+        for group in (group for same in by_spec.values() if same is not most for group in same):
+            more = max(0, sizes[group.number][1] - sizes[like.number][1]) * len(group.paths)
+            message = (
+                f"sharded as {spec_text(entries_of(group.row.spec))} by {asked_by(group)}, while {_count(most)} of the "
+                f"same stack (`{like.where}`) are sharded as {spec_text(entries_of(like.row.spec))} by {asked_by(like)}"
+            )
+            fix = subject.mended(group, like.row.names, like.row.spec)
+            yield Finding("uneven-layers", "warning", group.where, more, message, fix)
+
+
+def _stack(group: Group) -> object:
+    # A number at the end of a path is no layer: the rows and columns of a square matrix are `w/0` and `w/1`.
+    last = group.paths[0].rpartition("/")[2]
+    return between_numbers(group.paths[0]), last if last.isdigit() else "", group.row.shape, group.row.dtype
 
 
 def _count(groups: list[Group]) -> int:
     return sum(len(group.paths) for group in groups)
-
-
-def _share(subject: Subject, group: Group) -> int:
-    return subject.content.byte_counts[group.number][1]
-
-
-def _uneven(subject: Subject, group: Group, most: list[Group]) -> Finding:
-    like = most[0]
-    more = max(0, _share(subject, group) - _share(subject, like)) * len(group.paths)
-    message = (
-        f"sharded as {spec_text(entries_of(group.row.spec))} by {asked_by(group)}, while {_count(most)} of the same "
-        f"stack (`{like.where}`) are sharded as {spec_text(entries_of(like.row.spec))} by {asked_by(like)}"
-    )
-    fix = subject.mended(group.paths, like.row.names, subject.plain_row(like).spec)
-    return Finding("uneven-layers", "warning", group.where, more, message, fix)

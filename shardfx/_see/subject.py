@@ -1,89 +1,61 @@
-"""The input of every check: leaves and their rows, the rules that made them, and a way to try other rules."""
+"""The input of every check: the rows of the leaves and the rules that made them. Also writes fixes as code."""
 
 import collections
 import dataclasses
 import functools as ft
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
 
 from .._ground.spec import UNCONSTRAINED, array_bytes, entries_of
 from .._ground.text import between_numbers, together
 from .._ground.tree import Flat
-from .._plan import Content, Group, Row, ShardPlan, drafted, refined
+from .._plan import Content, Group, ShardPlan, refined
 from .._rules import (
     Atomic,
     AxisRules,
     Optional,
     PathRules,
     Pipeline,
-    Replicate,
     Strategy,
     compiled,
     first_match,
+    fsdp,
     optional,
+    replicate,
 )
-from ..topology import MeshSpec
 
 
-def code_of(target: object) -> str | None:
-    """The target of a rule, or a value in one, as code; `None` for a callable, which has none."""
-    if isinstance(target, PartitionSpec):
-        return f"PartitionSpec({', '.join(map(_value, entries_of(target)))})"
-    if isinstance(target, Strategy):
-        return target.code
-    if isinstance(target, Replicate):
-        return "replicate"
-    if isinstance(target, Atomic | Optional):
-        inner = code_of(target.target)
-        last = f", {target.unit!r}" if isinstance(target, Atomic) else ""
-        return None if inner is None else f"{type(target).__name__.lower()}({inner}{last})"
-    if isinstance(target, Pipeline):
-        steps = [code_of(step) for step in target.steps]
-        return None if None in steps else " | ".join(map(str, steps))
-    return None if callable(target) and target is not UNCONSTRAINED else _value(target)
-
-
-def _value(value: object) -> str:
+def code_of(value: object) -> str:
+    """The target of a rule, or a value in one, as code; for a callable its `repr`."""
+    match value:
+        case PartitionSpec():
+            return f"PartitionSpec({', '.join(map(code_of, entries_of(value)))})"
+        case Strategy():
+            return value.code
+        case Atomic():
+            return f"atomic({code_of(value.target)}, {value.unit!r})"
+        case Optional():
+            return f"optional({code_of(value.target)})"
+        case Pipeline():
+            return " | ".join(map(code_of, value.steps))
+        case tuple():
+            return f"({', '.join(map(code_of, value))}{',' if len(value) == 1 else ''})"
     if value is UNCONSTRAINED:
         return "PartitionSpec.UNCONSTRAINED"
-    if value is ...:
-        return "..."
-    if isinstance(value, Atomic):
-        return f"atomic({_value(value.target)}, {value.unit!r})"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_value, value))}{',' if len(value) == 1 else ''})"
-    return repr(value)
-
-
-def regex_of(paths: Sequence[str], alike: Mapping[tuple[str, ...], int]) -> str:
-    r"""A regex that matches these paths and no others, with `\d+` for their numbers if every path of their form is
-    among them.
-
-    `alike` is the number of paths with the same text between their numbers.
-    """
-    found = []
-    for parts, own in together(paths, between_numbers).items():
-        if alike[parts] == len(own):
-            found.append(r"\d+".join(map(re.escape, parts)))
-        else:
-            found += map(re.escape, dict.fromkeys(own))
-    return f"^{found[0]}$" if len(found) == 1 else f"^(?:{'|'.join(found)})$"
+    return "..." if value is ... else repr(value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-    """The input of `lint`'s checks. `plain` is planned on the given `mesh`; `content` may be on a refined mesh.
+    """The input of `lint`'s checks: the rows of the leaves in `content`, and the arguments of `lint`.
 
     A finished plan, `is_plan`, has no rules by path; `flat` and `given`, the names of each leaf, are empty then.
     """
 
     content: Content
-    plain: Content
-    mesh: MeshSpec
     flat: Flat
     given: Sequence[Any]
     paths: PathRules | None
@@ -98,57 +70,64 @@ class Subject:
     def patterns(self) -> tuple[re.Pattern[str], ...]:
         return () if self.paths is None else compiled(self.paths)
 
-    def groups_of(self, numbers: Sequence[int]) -> Iterator[Group]:
-        """The groups whose row has one of these numbers."""
-        yield from (group for number in numbers for group in self._by_number[number])
-
-    @ft.cached_property
-    def _by_number(self) -> dict[int, list[Group]]:
-        return together(self.content.groups, lambda group: group.number)
-
-    def excess(self, group: Group) -> int:
-        """Bytes that each device holds of these leaves beyond an even distribution over all devices."""
-        whole, share = self.content.byte_counts[group.number]
-        return (share - -(-whole // self.mesh.size)) * len(group.paths)
-
-    def lost(self, shape: tuple[int, ...], dtype: object) -> int:
-        """Bytes of a replicated array that each device holds beyond an even distribution over all devices."""
-        whole = array_bytes(shape, dtype)
-        return whole - -(-whole // self.mesh.size)
-
-    def plain_row(self, group: Group) -> Row:
-        """The row of these leaves on the given mesh. Fixes are written in this mesh's axes."""
-        return self.plain.rows[self.plain.index[self._places[group.paths[0]]]]
-
-    @ft.cached_property
-    def _alike(self) -> collections.Counter[tuple[str, ...]]:
-        """For each form of path, that is the text between its numbers, the number of paths."""
-        return collections.Counter(map(between_numbers, self.content.skeleton.paths))
-
-    def regex(self, paths: Sequence[str]) -> str:
-        return regex_of(paths, self._alike)
-
-    def row_with(
-        self, path: str, *, paths: PathRules | None = None, axes: AxisRules | None = None, names: object = None
-    ) -> Row | None:
-        """The row of the leaf at `path` under other rules or names; `None` if the leaf could not be planned so."""
-        at = self._places[path]
-        leaf = self.flat.leaves[at]
-        columns = (self.flat.templates[at],), (None,), (self.flat.stacked[at],)
-        flat = Flat([leaf], jax.tree.structure(0), (path,), *columns, [True])
-        given = [self.given[at] if names is None else names]
-        rules = (paths or self.paths, axes or self.axes)
-        found = drafted(flat, given, self.mesh, *rules, self.mode, self.min_bytes, ())
-        return found.rows[0] if not found.errors else None
-
     @ft.cached_property
     def refined(self) -> Content:
         """The same leaves on a mesh whose axes are split as `plan(..., refine=True)` does."""
         return refined(ShardPlan(self.content), self.min_bytes).content
 
-    def is_named(self, path: str) -> bool:
-        """Whether the leaf at `path` has names of its own, which take precedence over path rules."""
-        return not self.is_plan and self.given[self._places[path]] is not None
+    def lost(self, shape: tuple[int, ...], dtype: object) -> int:
+        """Bytes of a replicated array that each device holds beyond an even distribution over all devices."""
+        whole = array_bytes(shape, dtype)
+        return whole - -(-whole // self.content.mesh.size)
+
+    def divisible(self, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> list[tuple[int, str]]:
+        """The pairs of a dimension and a mesh axis that divides it, the largest axis first.
+
+        The first of three or more dimensions may be that of stacked layers, so it is left out.
+        """
+        stacked = int(len(shape) > 2)
+        counts = [
+            size // unit if size % unit == 0 else 1 for size, unit in zip(shape, units or [1] * len(shape), strict=True)
+        ]
+        sizes = sorted(self.content.mesh.shape.items(), key=lambda item: -item[1])
+        dims = range(stacked, len(shape))
+        return [
+            (dim, axis) for axis, size in sizes for dim in dims if size > 1 and shape[dim] and not counts[dim] % size
+        ]
+
+    def cut(self, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> Any:
+        """A target that shards an array of this shape over one mesh axis; `replicate` if no axis divides it."""
+        skip = (0,) if len(shape) > 2 else ()
+        return next((fsdp(axis, skip=skip) for _, axis in self.divisible(shape, units)), replicate)
+
+    def regex(self, paths: Sequence[str]) -> str:
+        r"""A regex that matches these paths and no others, with `\d+` for their numbers if every path of their form is
+        among them.
+        """
+        found = []
+        for parts, own in together(paths, between_numbers).items():
+            if self._alike[parts] == len(own):
+                found.append(r"\d+".join(map(re.escape, parts)))
+            else:
+                found += map(re.escape, dict.fromkeys(own))
+        return f"^{found[0]}$" if len(found) == 1 else f"^(?:{'|'.join(found)})$"
+
+    @ft.cached_property
+    def _alike(self) -> collections.Counter[tuple[str, ...]]:
+        """The number of paths of each form, which is the text of a path between its numbers."""
+        return collections.Counter(map(between_numbers, self.content.skeleton.paths))
+
+    def is_named(self, group: Group) -> bool:
+        """Whether these leaves have names of their own, which take precedence over path rules."""
+        return group.row.rule == "names" and not self.is_plan
+
+    def mended(self, group: Group, names: object, target: object) -> str:
+        """Code that gives leaves with names these names, and leaves without names the target."""
+        return self.renamed(group.paths, names) if self.is_named(group) else self.ruled(group.paths, target)
+
+    def renamed(self, paths: Sequence[str], names: object) -> str:
+        """Code that gives leaves other names."""
+        return f"names = auto.renamed(tree, {{{self.regex(paths)!r}: {code_of(names)}}}, names=names)"
 
     def ruled(self, paths: Sequence[str], target: object, *, last: bool = False) -> str:
         """Code that gives leaves without names this target, by a rule before all others or after them.
@@ -173,30 +152,16 @@ class Subject:
 
         `None` stands for the default of leaves without a rule.
         """
-        own = collections.Counter(self._deciding.get(path) for path in dict.fromkeys(paths))
-        return {number: self._decided[number] > count for number, count in own.items()}
+        deciding, counts = self._deciding
+        own = collections.Counter(deciding.get(path) for path in dict.fromkeys(paths))
+        return {number: counts[number] > count for number, count in own.items()}
 
     @ft.cached_property
-    def _deciding(self) -> dict[str, int | None]:
-        """For the path of each leaf without names, the number of the rule that decides about it."""
+    def _deciding(self) -> tuple[dict[str, int | None], collections.Counter[int | None]]:
+        """For each leaf without names the number of the rule that decides about it, and the leaves of each rule."""
         columns = zip(self.flat.paths, self.given, self.flat.is_array, strict=True)
-        return {path: first_match(path, self.patterns) for path, names, shaped in columns if shaped and names is None}
-
-    @ft.cached_property
-    def _decided(self) -> collections.Counter[int | None]:
-        return collections.Counter(self._deciding.values())
-
-    @ft.cached_property
-    def _places(self) -> dict[str, int]:
-        return {path: at for at, path in enumerate(self.content.skeleton.paths)}
-
-    def mended(self, paths: Sequence[str], names: object, target: object) -> str:
-        """Code that gives leaves with names these names, and leaves without names the target."""
-        return self.renamed(paths, names) if self.is_named(paths[0]) else self.ruled(paths, target)
-
-    def renamed(self, paths: Sequence[str], names: object) -> str:
-        """Code that gives leaves other names."""
-        return f"names = auto.renamed(tree, {{{self.regex(paths)!r}: {code_of(names)}}}, names=names)"
+        found = {path: first_match(path, self.patterns) for path, names, shaped in columns if shaped and names is None}
+        return found, collections.Counter(found.values())
 
 
 def asked_by(group: Group) -> str:

@@ -1,0 +1,142 @@
+"""Checks of attention layers: dimensions that are sharded within an attention head."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from .._ground.spec import entries_at, entries_of, shard_counts, trimmed
+from .._plan import Group
+from .._rules import atomic
+from .finding import Finding, Severity
+from .subject import Subject
+
+
+_ROLES = {
+    **dict.fromkeys(("q", "q_proj", "query", "wq", "to_q", "q_lin", "query_proj"), "q"),
+    **dict.fromkeys(("k", "k_proj", "key", "wk", "to_k", "k_lin", "key_proj"), "k"),
+    **dict.fromkeys(("v", "v_proj", "value", "wv", "to_v", "v_lin", "value_proj"), "v"),
+    **dict.fromkeys(("o", "o_proj", "out", "wo", "to_out", "out_lin", "out_proj", "output_proj"), "o"),
+}
+_NORM = re.compile(r"(q|k|query|key)_(norm|layernorm)")
+# Most large models have heads of this width; narrower models tell nothing.
+_USUAL, _NARROW = 128, 1024
+
+
+class _Width(NamedTuple):
+    """The number of elements of an attention head, and how it is known."""
+
+    unit: int
+    severity: Severity
+    why: str
+
+
+def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
+    """Findings for dimensions that are sharded within an attention head.
+
+    The other leaves of a layer show the width of a head: a unit in the rules of one of them, or a norm of the queries.
+    Without these, if keys are narrower than queries, heads of the usual width are a hint.
+    """
+    layers: dict[tuple[str, ...], dict[str, list[tuple[str, Group]]]] = {}
+    norms: dict[tuple[str, ...], Group] = {}
+    for group in subject.content.groups:
+        parts = tuple("0" if part.isdigit() else part for part in re.split("[/.]", group.paths[0]))
+        for at, part in enumerate(parts):
+            if _NORM.fullmatch(part):
+                norms.setdefault(parts[:at], group)
+        at = max((at for at, part in enumerate(parts) if part in _ROLES), default=None)
+        if at is not None:
+            own = layers.setdefault(parts[:at], {}).setdefault("/".join(parts[at + 1 :]), [])
+            own.append((_ROLES[parts[at]], group))
+    for layer, suffixes in layers.items():
+        for suffix, found in suffixes.items():
+            first = dict(reversed(found))
+            shapes = {role: group.row.shape for role, group in first.items()}
+            query, output = shapes.get("q", ()), shapes.get("o", ())
+            if len(query) == len(output) >= 3 and query[-2:] == output[-3:-1]:
+                # The heads and the elements of a head are separate dimensions.
+                yield from _cut_elements(subject, found)
+                continue
+            dim = _head_dimension(suffix, [shapes[role] for role in "qkv" if role in shapes])
+            if dim is None:
+                continue
+            known = [group for _, group in (*found, *suffixes.get("bias", ()))]
+            sizes = [shapes[role][dim] for role in "qkv" if role in shapes]
+            width = _width(known, sizes, norms.get(layer), head_dim)
+            for role, group in found if width is not None else ():
+                at = dim
+                if role == "o":
+                    # The weights of the output have the opposite order.
+                    at = 2 * len(query) - 3 - dim
+                    if len(query) != len(output) or len(query) < 2 or output[at] != query[dim]:
+                        continue
+                yield from _cut(subject, group, at, width)
+
+
+def _cut_elements(subject: Subject, found: Sequence[tuple[str, Group]]) -> Iterator[Finding]:
+    """A finding for each array that shards the dimension of a head's elements although it could shard its heads."""
+    dims = [len(group.row.shape) - (2 if role == "o" else 1) for role, group in found]
+    pairs = [(group, dim) for (_, group), dim in zip(found, dims, strict=True)]
+    if len({group.row.names and group.row.names[dim - len(group.row.shape)] for group, dim in pairs}) > 1:
+        return  # names in the wrong order, which another check reports
+    for group, dim in pairs:
+        row, rank = group.row, len(group.row.shape)
+        counts, heads = shard_counts(row.spec, rank, subject.content.mesh.shape), row.shape[dim - 1]
+        if counts[dim] > 1 and counts[dim - 1] == 1 and heads % counts[dim] == 0:
+            message = (
+                f"dim {dim} of size {row.shape[dim]} is the elements of one head, and is cut into {counts[dim]} "
+                f"pieces; dim {dim - 1} of {heads} heads is whole, and could be cut so"
+            )
+            entries = [*entries_at(row.spec, rank)]
+            entries[dim - 1], entries[dim] = entries[dim], None
+            fix = subject.mended(group, _without(row.names or (None,) * rank, dim), trimmed(entries))
+            yield Finding("cut-head", "warning", group.where, 0, message, fix)
+
+
+def _head_dimension(suffix: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
+    """The dimension of the projections that holds the heads: the one in which their sizes differ, or the usual one."""
+    if len(shapes) < 2 or len({len(shape) for shape in shapes}) != 1 or not shapes[0]:
+        return None
+    differ = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
+    rank = len(shapes[0])
+    if differ or rank > 3:
+        return differ[0] if len(differ) == 1 else None
+    last = rank == 1 or suffix.endswith(("kernel", "bias"))
+    return rank - 1 if last else rank - 2 if suffix.endswith("weight") else None
+
+
+def _width(known: Sequence[Group], sizes: Sequence[int], norm: Group | None, head_dim: int | None) -> _Width | None:
+    if head_dim is not None:
+        return _Width(head_dim, "warning", "`head_dim` says so")
+    for group in known:
+        unit = max(group.row.units or (1,))
+        if unit > 1:
+            return _Width(unit, "warning", f"the rules of `{group.where}` keep so many together")
+    if norm is not None and len(norm.row.shape) == 1 and norm.row.shape[0] < max(sizes):
+        return _Width(norm.row.shape[0], "warning", f"as `{norm.where}` has")
+    if min(sizes) < max(sizes) and max(sizes) >= _NARROW and not any(size % _USUAL for size in sizes):
+        return _Width(_USUAL, "info", "as most models have them; pass `head_dim=` if these are narrower")
+    return None
+
+
+def _cut(subject: Subject, group: Group, dim: int, width: _Width) -> Iterator[Finding]:
+    row, unit = group.row, width.unit
+    size, rank = row.shape[dim], len(row.shape)
+    count = shard_counts(row.spec, rank, subject.content.mesh.shape)[dim]
+    if size % unit or count == 1 or (size // unit) % count == 0:
+        return
+    message = (
+        f"dim {dim} of size {size} is cut into {count} pieces of {size // count} elements, inside heads of {unit} "
+        f"({width.why})"
+    )
+    units = tuple(unit if at == dim else 1 for at in range(rank))
+    fix = subject.mended(
+        group, _without(row.names or (), dim), atomic(trimmed(entries_of(row.requested)[:rank]), units)
+    )
+    name = None if row.names is None or not subject.is_named(group) else row.names[dim]
+    if isinstance(name, str) and subject.axes is not None and name not in dict(subject.axes.units):
+        fix = f"axes = axes.merge(AxisRules(units={{{name!r}: {unit}}}))"
+    yield Finding("cut-head", width.severity, group.where, 0, message, fix)
+
+
+def _without(names: tuple[object, ...], dim: int) -> tuple[Any, ...]:
+    return tuple(None if at == dim else name for at, name in enumerate(names))
