@@ -62,7 +62,9 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
             known = [group for _, group in (*found, *suffixes.get("bias", ()))]
             sizes = [shapes[role][dim] for role in "qkv" if role in shapes]
             width = _width(known, sizes, norms.get(layer), head_dim)
-            for role, group in found if width is not None else ():
+            if width is None:
+                continue
+            for role, group in found:
                 at = dim
                 if role == "o":
                     # The weights of the output have the opposite order.

@@ -119,7 +119,8 @@ def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -
     content, sizes, lost = subject.content, subject.content.mesh.shape, 0
     for row, group in ((one.group.row, one.group) for one in shorts):
         wanted = [*entries_of(pinned(row.requested)), *[step.axes for step in row.strategies]]
-        asked = math.prod(sizes.get(axis, 1) for axis in dict.fromkeys(axis for entry in wanted for axis in entry_axes(entry)))
+        axes = dict.fromkeys(axis for entry in wanted for axis in entry_axes(entry))
+        asked = math.prod(sizes.get(axis, 1) for axis in axes)
         whole, shard = content.byte_counts[group.number]
         lost += max(0, shard - -(-whole // asked)) * len(group.paths)
     return Finding("corrected", shorts[0].severity, where, lost, message, _as_it_is(subject, shorts))
