@@ -136,7 +136,7 @@ def moves():
     dst = NamedSharding(made["last"], P(None, "a"))
     moved = reshard(many, dst)
     result["many"] = all(right(moved[str(i)], values((24, 8)) + i, dst) for i in range(100))
-    single = move_of((24, 48), jnp.dtype("float32"), many["0"].sharding, dst).work
+    single = move_of((24, 48), jnp.dtype("float32"), many["0"].sharding, dst).assembly
     result["way"] = None if single is None else single.way
     uneven = NamedSharding(made["three"], P("a"))
     try:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from jaxtyping import PyTree
 
@@ -46,11 +45,16 @@ def targets(form: PyTree, tree: PyTree, leaves: Sequence[Any], treedef: Any, wha
         entries = treedef.flatten_up_to(form)
     except ValueError:
         entries = _broadcast(form, tree, what)
-    known: dict[int, Sharding | None] = {}
-    return [
-        known[id(entry)] if id(entry) in known else _sharding(entry, at, treedef, what, known)
-        for at, entry in enumerate(entries)
-    ]
+    found = [entry.sharding if isinstance(entry, jax.ShapeDtypeStruct | jax.Array) else entry for entry in entries]
+    for at, one in enumerate(found):
+        if one is not None and not isinstance(one, Sharding):
+            path, kind = tree_paths(treedef)[at], type(one).__name__
+            where = f"`{what}` holds a {kind} at `{path}`" if path else f"`{what}` is a {kind}"
+            raise LeafTypeError(
+                f"{where}, {one!r:.80}, which is no sharding; use `NamedSharding(mesh, spec)`, the `.sharding` of a "
+                "`Format`, or a plan: `plan(tree, mesh, ...)`."
+            )
+    return found
 
 
 def _broadcast(form: object, tree: object, what: str) -> list[Any]:
@@ -62,26 +66,6 @@ def _broadcast(form: object, tree: object, what: str) -> list[Any]:
             "or a tree of shardings of its structure."
         ) from error
     return jax.tree.leaves(whole, is_leaf=lambda node: node is None)
-
-
-def _sharding(entry: object, at: int, treedef: object, what: str, known: dict[int, Sharding | None]) -> Sharding | None:
-    found = entry.sharding if isinstance(entry, jax.ShapeDtypeStruct | jax.Array) else entry
-    if found is not None and not isinstance(found, Sharding):
-        path = tree_paths(treedef)[at]
-        kind = type(found).__name__
-        where = f"`{what}` holds a {kind} at `{path}`" if path else f"`{what}` is a {kind}"
-        if isinstance(found, Format):
-            raise LeafTypeError(
-                f"{where}, which has a layout in memory beside its sharding, and moved arrays have JAX's default one; "
-                "give its sharding alone, `format.sharding`, and change the layout afterwards with `jax.device_put`."
-            )
-        text = repr(found) if len(repr(found)) < 80 else f"{repr(found)[:77]}..."
-        raise LeafTypeError(
-            f"{where}, {text}, which is no sharding; use `NamedSharding(mesh, spec)`, or a plan: "
-            "`plan(tree, mesh, ...)`."
-        )
-    known[id(entry)] = found
-    return found
 
 
 def is_array(leaf: object) -> bool:

@@ -5,13 +5,13 @@ error.
 import collections
 import contextlib
 import dataclasses
-import functools as ft
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from .._ground.errors import MoveError
@@ -19,7 +19,7 @@ from .destinations import leaf_name
 from .move import Move, move_of, program_of
 from .pieces.carry import Means, begun
 from .pieces.host import LocalShards, put_together
-from .pieces.work import Work
+from .pieces.work import Assembly
 from .steps.redistribute import labelled
 
 
@@ -29,10 +29,7 @@ _IN_FLIGHT_BYTES = 256 << 20
 # Each program in flight holds threads of the CPU's runtime, which gives up when too many wait for each other; programs
 # that wait for other processes can block all of them.
 _IN_FLIGHT_COUNT = 32
-_MOST_WORKS_ON_CPU = 2
-# The number of arrays that are copied while the next one starts. More take more memory, and the kernel gives fresh
-# pages slowly.
-_MOST_BEGUN = 1
+_MOST_ASSEMBLED_ON_CPU = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +39,11 @@ class Job:
     **Arguments:**
 
     - `path_of`: the path of an array of the target.
-    - `moves`: the arrays that change their sharding alone, by move: the number and the source's array of each.
-    - `placements`: NumPy arrays that have yet to be placed, and where.
-    - `works`: the arrays that are put together from parts of others.
-    - `arrays`: the arrays that works read, by path.
+    - `moves`: the arrays that only change their sharding, by move: the number and the source's array of each.
+    - `placements`: NumPy arrays that have yet to be placed, and their shardings.
+    - `assemblies`: the arrays that are assembled from parts of others: the number of each, the paths of its sources,
+        and its plan.
+    - `arrays`: the arrays that these read, by path.
     - `kept`: the `id` of each array of the source that stays.
     - `copies`: whether devices of the CPU may move their shards by copies in the memory that they share.
     """
@@ -53,7 +51,7 @@ class Job:
     path_of: Callable[[int], str]
     moves: dict[Move, list[tuple[int, jax.Array]]]
     placements: list[tuple[int, Any, Sharding]]
-    works: list[tuple[int, Work]]
+    assemblies: list[tuple[int, tuple[str, ...], Assembly]]
     arrays: Mapping[str, Any]
     kept: set[int]
     copies: bool
@@ -62,20 +60,16 @@ class Job:
 def require_room(job: Job, limit_bytes: int) -> None:
     """Raises before anything moves if some array cannot move within the limit."""
     needed = [(move, places[0][0], len(places)) for move, places in job.moves.items()]
-    needed += [(work, at, 1) for at, work in job.works]
-    short = [
-        (one.least_bytes, at, count, f"{one.dtype}{list(one.shape)}")
-        for one, at, count in needed
-        if one.least_bytes > limit_bytes
-    ]
+    needed += [(assembly, at, 1) for at, _, assembly in job.assemblies]
+    short = [(one.least_bytes, at, count, one) for one, at, count in needed if one.least_bytes > limit_bytes]
     if not short:
         return
-    need, at, _, array = max(short, key=lambda one: one[0])
+    need, at, _, one = max(short, key=lambda one: one[0])
     others = sum(count for _, _, count, _ in short) - 1
     raise MoveError(
-        f"{leaf_name(job.path_of(at))}, {array}, needs {need} bytes beside its source and target, even in the finest "
-        f"of parts; `memory_limit_bytes={limit_bytes}` is too little for it{f' and {others} more' if others else ''}. "
-        f"Nothing was moved; pass `memory_limit_bytes={need}` or more."
+        f"{leaf_name(job.path_of(at))}, {one.dtype}{list(one.shape)}, needs {need} bytes beside its source and target, "
+        f"even in the finest of parts; `memory_limit_bytes={limit_bytes}` is too little for it"
+        f"{f' and {others} more' if others else ''}. Nothing was moved; pass `memory_limit_bytes={need}` or more."
     )
 
 
@@ -98,8 +92,8 @@ def carried_out(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, ja
                     flight.made[at] = alike[id(leaf)]
                 if limit_bytes is not None:
                     flight.window.drain()
-            for at, work in job.works:
-                flight.begin(at, work)
+            for at, names, assembly in job.assemblies:
+                flight.assemble(at, names, assembly)
             flight.finish()
         except _FAILURES as error:
             raise _stopped(job, at, flight, error) from error
@@ -117,20 +111,19 @@ class _Flight:
         self._left = collections.Counter(
             one for places in job.moves.values() for one in {id(leaf): None for _, leaf in places}
         )
-        self._left.update(id(job.arrays[name]) for _, work in job.works for name in work.sources)
+        self._left.update(id(job.arrays[name]) for _, names, _ in job.assemblies for name in names)
         # An array that stays shares its buffers with the result, so no other leaf may donate it.
         idle = (id(leaf) for move, places in job.moves.items() if move.idle for _, leaf in places)
         self._kept = {*job.kept, *idle}
-        self._begun: collections.deque[tuple[int, Work, Callable[[], jax.Array]]] = collections.deque()
-        most_bytes = max([0, *[work.most_bytes for _, work in job.works]])
-        self._means = Means(
-            job.arrays, ft.partial(self._moved, job.copies), limit_bytes, most_bytes, pool, LocalShards(job.arrays)
-        )
+        # The array whose copies run in other threads.
+        self._coming: tuple[int, tuple[str, ...], Assembly, Callable[[], jax.Array]] | None = None
+        most_bytes = max([0, *[assembly.most_bytes for *_, assembly in job.assemblies]])
+        self._means = Means(job.arrays, self._moved, limit_bytes, most_bytes, pool, LocalShards(job.arrays))
 
-    def _moved(self, copies: bool, x: object, sharding: Sharding) -> jax.Array:
+    def _moved(self, x: object, sharding: Sharding) -> jax.Array:
         if not isinstance(x, jax.Array):
             return jax.device_put(x, sharding)
-        move = move_of(x.shape, x.dtype, x.sharding, sharding, (), copies)
+        move = move_of(x.shape, x.dtype, x.sharding, sharding, (), self._job.copies)
         return carry_out(move, x, limit_bytes=self._limit_bytes, pool=self._pool)
 
     def move(self, move: Move, leaf: jax.Array) -> jax.Array:
@@ -141,18 +134,22 @@ class _Flight:
         made = carry_out(move, leaf, donate=give_up, limit_bytes=self._limit_bytes, pool=self._pool)
         # A copy by the host is finished when it is returned, and so is no move at all. A copy between memories needs no
         # further memory, but too many at once would queue without bound.
-        if not move.idle and (move.work is None or move.work.way != "host"):
+        if not move.idle and (move.assembly is None or move.assembly.way != "host"):
             self.window.add(made, move.target_bytes if move.how == "memory kind" else move.extra_bytes)
             if move.how == "steps" and move.crosses_cpu:
                 self.window.drain()
         return made
 
-    def begin(self, at: int, work: Work) -> None:
-        """Starts another array. Waits for the oldest if too many are in flight, and for all if sources are donated."""
-        self._begun.append((at, work, begun(work, self._means)))
-        most = _MOST_BEGUN if work.way == "host" and _is_on_cpu(work) and not self.donate else 0
-        while len(self._begun) > most:
-            self._land()
+    def assemble(self, at: int, names: tuple[str, ...], assembly: Assembly) -> None:
+        """Starts to assemble an array, and waits for the one before. If sources are donated, it waits for this one too.
+
+        On CPUs two are copied at a time. More take more memory, and the kernel gives fresh pages slowly.
+        """
+        coming = at, names, assembly, begun(assembly, names, self._means)
+        self.land()
+        self._coming = coming
+        if self.donate or assembly.way != "host" or not _is_on_cpu(assembly):
+            self.land()
 
     def finish(self) -> None:
         """Waits for all arrays in flight, and deletes donated sources that nothing was made of."""
@@ -164,17 +161,18 @@ class _Flight:
 
     def land(self) -> None:
         """Waits for the copies in other threads."""
-        while self._begun:
-            self._land()
-
-    def _land(self) -> None:
-        at, work, there = self._begun.popleft()
-        self.made[at] = there()
-        if not self.donate:
-            self.window.add(self.made[at], 0, _MOST_WORKS_ON_CPU if _is_on_cpu(work) else _IN_FLIGHT_COUNT)
+        if self._coming is None:
             return
-        jax.block_until_ready(self.made[at])
-        for name in work.sources:
+        (at, names, assembly, there), self._coming = self._coming, None
+        made, like = there(), self._job.arrays[names[0]] if names else None
+        if like is not None and jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+            made = jax.random.wrap_key_data(made, impl=jax.random.key_impl(like))
+        self.made[at] = made
+        if not self.donate:
+            self.window.add(made, 0, _MOST_ASSEMBLED_ON_CPU if _is_on_cpu(assembly) else _IN_FLIGHT_COUNT)
+            return
+        jax.block_until_ready(made)
+        for name in names:
             leaf = self._job.arrays[name]
             self._left[id(leaf)] -= 1
             if not self._left[id(leaf)]:
@@ -186,8 +184,8 @@ class _Flight:
             leaf.delete()
 
 
-def _is_on_cpu(work: Work) -> bool:
-    return any(device.platform == "cpu" for device in work.devices)
+def _is_on_cpu(assembly: Assembly) -> bool:
+    return any(device.platform == "cpu" for device in assembly.devices)
 
 
 class Window:
@@ -224,8 +222,11 @@ class Window:
 def _stopped(job: Job, at: int, flight: _Flight, error: Exception) -> MoveError:
     with contextlib.suppress(*_FAILURES):  # moves in flight elsewhere may still arrive
         flight.land()
-    moved = {job.path_of(done): array for done, array in flight.made.items() if _is_there(array)}
-    total = len(job.placements) + sum(map(len, job.moves.values())) + len(job.works)
+    moved = {}
+    for done, array in flight.made.items():
+        with contextlib.suppress(RuntimeError):  # it was not computed
+            moved[job.path_of(done)] = jax.block_until_ready(array)
+    total = len(job.placements) + sum(map(len, job.moves.values())) + len(job.assemblies)
     listed = ", ".join(f"`{path}`" if path else leaf_name(path) for path in list(moved)[:8])
     listed += ", ..." if len(moved) > 8 else ""
     kept = "the sources of these were donated" if flight.donate else "the tree itself is untouched"
@@ -234,15 +235,6 @@ def _stopped(job: Job, at: int, flight: _Flight, error: Exception) -> MoveError:
         f"{len(moved)} of {total} leaves: {listed or 'none'}; {kept}, and they are in the error's `moved`.",
         moved,
     )
-
-
-def _is_there(array: jax.Array) -> bool:
-    """Whether an array was computed without an error."""
-    try:
-        jax.block_until_ready(array)
-    except RuntimeError:
-        return False
-    return True
 
 
 def carry_out(
@@ -273,36 +265,31 @@ def carry_out(
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if move.idle:
         return labelled(x, move.dst)
-    if move.how == "memory kind":
-        return _in_other_memory(x, move.dst, donate)
-    if move.work is not None:
-        return labelled(_in_pieces(move, x, donate, limit_bytes, pool), move.dst)
-    return labelled(program_of(move, donate, move.cut_within(limit_bytes))(x), move.dst)
+    if move.how == "steps":
+        return labelled(program_of(move, donate, move.cut_within(limit_bytes))(x), move.dst)
+    if move.assembly is not None:
+        return labelled(_assembled(move, move.assembly, x, donate, limit_bytes, pool), move.dst)
+    if not move.dst.addressable_devices:  # JAX's own device_put asserts that it has something to put
+        return labelled(x, move.dst)
+    result = jax.device_put(x, move.dst)
+    if donate:  # JAX itself cannot donate across memory kinds; the copy keeps what it reads until it is done
+        x.delete()
+    return result
 
 
-def _in_pieces(
-    move: Move, x: jax.Array, donate: bool, limit_bytes: int | None, pool: ThreadPoolExecutor | None
+def _assembled(
+    move: Move, assembly: Assembly, x: jax.Array, donate: bool, limit_bytes: int | None, pool: ThreadPoolExecutor | None
 ) -> jax.Array:
-    work, ends = move.work, (move.src, move.dst)
-    assert work is not None
-    if x.weak_type and not move.lost and all(end.is_fully_addressable for end in ends):  # which pieces would lose
-        return jax.device_put(x, move.dst, donate=donate)
-    shards = LocalShards({"": x}, one_by_one=work.way == "host" and (donate or bool(move.lost)))
-    if donate and work.way == "host" and not work.is_elsewhere:
-        return put_together(work.struct, work.targets, work.fillings, shards, pool)
-    if work.way == "programs" and limit_bytes is not None:
+    if x.weak_type and not move.lost and all(end.is_fully_addressable for end in (move.src, move.dst)):
+        return jax.device_put(x, move.dst, donate=donate)  # an array assembled from shards has no weak type
+    is_copied = assembly.way == "host"
+    shards = LocalShards({"": x}, one_by_one=is_copied and (donate or bool(move.lost)))
+    if donate and is_copied and not assembly.is_elsewhere:
+        return put_together(assembly.struct, assembly.targets, assembly.fillings, shards, pool)
+    if not is_copied and limit_bytes is not None:
         limit_bytes -= move.aside_bytes
-    made = begun(work, Means({"": x}, None, limit_bytes, work.most_bytes, pool, shards))()
+    made = begun(assembly, ("",), Means({"": x}, None, limit_bytes, assembly.most_bytes, pool, shards))()
     if donate:
         jax.block_until_ready(made)
         x.delete()
     return made
-
-
-def _in_other_memory(x: jax.Array, dst: Sharding, donate: bool) -> jax.Array:
-    if not dst.addressable_devices:  # JAX's own device_put asserts that it has something to put
-        return labelled(x, dst)
-    result = jax.device_put(x, dst)
-    if donate:  # JAX itself cannot donate across memory kinds; the copy keeps what it reads until it is done
-        x.delete()
-    return result

@@ -22,7 +22,7 @@ from .destinations import (
     require_reduced,
     sharers,
 )
-from .pieces.work import Work, work_between
+from .pieces.work import Assembly, assembly_between
 from .steps.in_parts import PartCut, cut_in
 from .steps.program import live_program
 from .steps.redistribute import Redistribution, layout, redistribute
@@ -45,7 +45,7 @@ class Move:
     - `lost`: devices whose shards are not to be read.
     - `copies`: whether devices of the CPU may move their shards by copies in the memory that they share.
     - `plan`: the steps, for "steps".
-    - `work`: the pieces and how they travel, for "tiles".
+    - `assembly`: the pieces and how they travel, for "tiles".
     """
 
     how: How
@@ -56,7 +56,7 @@ class Move:
     lost: tuple[Any, ...] = ()
     copies: bool = True
     plan: Redistribution | None = None
-    work: Work | None = None
+    assembly: Assembly | None = None
 
     @property
     def idle(self) -> bool:
@@ -76,7 +76,7 @@ class Move:
     @ft.cached_property
     def aside_bytes(self) -> int:
         """Bytes of the copies that programs need if an end is in another memory than they compute in."""
-        if self.plan is None and (self.work is None or self.work.way != "programs"):
+        if self.plan is None and (self.assembly is None or self.assembly.way != "programs"):
             return 0
         return copies_bytes(self.shape, self.dtype, self.src, self.dst)
 
@@ -87,7 +87,9 @@ class Move:
         """
         if self.plan is not None:
             return _program_bytes(self.plan, self.shape, self.dtype) * sharers(self.dst.device_set) + self.aside_bytes
-        return 0 if self.work is None else self.work.extra_bytes(self.work.exchanges()) + self.aside_bytes
+        if self.assembly is None:
+            return 0
+        return self.assembly.extra_bytes(self.assembly.exchanges()) + self.aside_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -123,8 +125,8 @@ class Move:
     @property
     def least_bytes(self) -> int:
         """The smallest memory limit under which the array can move, whole or in the smallest parts."""
-        if self.work is not None:
-            return min(self.extra_bytes, self.work.least_bytes + self.aside_bytes)
+        if self.assembly is not None:
+            return min(self.extra_bytes, self.assembly.least_bytes + self.aside_bytes)
         finest = self.cut_in(max(self.shape, default=1))
         return self.extra_bytes if finest is None else min(self.extra_bytes, self.bytes_in(finest))
 
@@ -152,7 +154,7 @@ def move_of(
 
     - `shape`, `dtype`: those of the array.
     - `src`, `dst`: shardings; a move between meshes without devices can be looked at, and not be made.
-    - `lost`: devices whose shards are not to be read. Elements that they alone hold are `work.cuts.missing`.
+    - `lost`: devices whose shards are not to be read. Elements that they alone hold are `assembly.cuts.missing`.
     - `copies`: whether devices of the CPU may move their shards by copies in the memory that they share.
     - `meshes`: the MeshSpecs of the two ends, which say how meshes span slices if their devices do not.
 
@@ -183,7 +185,7 @@ def move_of(
             return make("relabel")
         if steps is not None and 0 not in shape:
             return make("steps", plan=steps)
-    return make("tiles", work=work_between(shape, dtype, src, dst, lost, copies))
+    return make("tiles", assembly=assembly_between(shape, dtype, src, dst, lost, copies))
 
 
 def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
@@ -203,15 +205,15 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
     chosen = {}
     for move, count in moves.items():
         made = chosen[move] = move
-        if move.work is None:
+        if move.assembly is None:
             continue
-        places = {place: sent.get(device, 0) for place, device in enumerate(move.work.devices)}
-        before = move.work.cuts.sent_before(places)
+        places = {place: sent.get(device, 0) for place, device in enumerate(move.assembly.devices)}
+        before = move.assembly.cuts.sent_before(places)
         if before:
             made = chosen[move] = _after(move, before)
-        assert made.work is not None
-        for place, size in made.work.cuts.sent_bytes.items():
-            device = made.work.devices[place]
+        assert made.assembly is not None
+        for place, size in made.assembly.cuts.sent_bytes.items():
+            device = made.assembly.devices[place]
             sent[device] = sent.get(device, 0) + count * size
     return chosen
 
@@ -220,7 +222,7 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
 def _after(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
     """A move between device sets, planned again for senders that have sent more than other replicas."""
     ends = (move.shape, move.dtype, move.src, move.dst, move.lost, move.copies)
-    return dataclasses.replace(move, work=work_between(*ends, sent_before))
+    return dataclasses.replace(move, assembly=assembly_between(*ends, sent_before))
 
 
 def shares_memory(move: Move) -> bool:

@@ -6,7 +6,7 @@ import functools as ft
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex, TypedDict, TypeVar, Unpack, overload
+from typing import Any, NamedTuple, SupportsIndex, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -15,11 +15,21 @@ from jax.sharding import NamedSharding, Sharding
 from jaxtyping import PyTree
 
 from .._convert import TreeMap
-from .._ground.boxes import Box, volume
+from .._ground.boxes import volume
 from .._ground.errors import LeafTypeError, MapError, MeshError, MoveError, SpecError
+from .._ground.processes import absent, coordination
 from .._ground.tree import flatten, tree_paths
 from .._plan import Target, target_of
-from .destinations import has_devices, is_array, leaf_name, lost_devices, require_movable, require_reduced, targets
+from .destinations import (
+    has_devices,
+    is_array,
+    leaf_name,
+    lost_devices,
+    named,
+    require_movable,
+    require_reduced,
+    targets,
+)
 from .flight import Job, carried_out, require_room
 from .move import Move, balanced, move_of
 from .pieces.work import MovedLeaf, Work, works_of
@@ -142,25 +152,36 @@ def resharded(
     if map is not None:
         if lost or src is not None:
             raise LeafTypeError("`reshard` with a map takes neither `src` nor `lost`; move the tree as it is first.")
-        journey = journey_of(tree, dst, map, copies)
-        job = job_through(journey, copies)
-        leaves = [journey.arrays.get(work.sources[0]) if work.sources else None for work in journey.works]
-        return journey.target.filled(_moved(job, leaves, limit_bytes, donate), {})
+        arrays, target, works = journey_of(tree, dst, map, copies)
+        leaves = [arrays[work.sources[0]] if work.sources else None for work in works]
+        plain = [(at, leaves[at], work.leaf.sharding) for at, work in enumerate(works) if work.assembly is None]
+        others = [(at, work.sources, work.assembly) for at, work in enumerate(works) if work.assembly is not None]
+        job = job_of(plain, lambda at: works[at].leaf.path, copies=copies)
+        job = dataclasses.replace(job, arrays=arrays, assemblies=others)
+        return target.filled(_moved(job, leaves, limit_bytes, donate), {})
     leaves, treedef = jax.tree.flatten(tree)
+    path_of = lambda at: tree_paths(treedef)[at]
     wanted = targets(dst, tree, leaves, treedef, "dst")
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         sources = [None] * len(leaves) if src is None else targets(src, tree, leaves, treedef, "src")
-        return jax.tree.unflatten(treedef, _traced(leaves, sources, wanted, treedef))
-    rows = list(zip(range(len(leaves)), leaves, wanted, strict=True))
-    job = job_of(rows, lambda at: tree_paths(treedef)[at], lost, copies)
+        return jax.tree.unflatten(treedef, _traced(leaves, sources, wanted, path_of))
+    job = job_of(list(zip(range(len(leaves)), leaves, wanted, strict=True)), path_of, lost, copies)
     return jax.tree.unflatten(treedef, _moved(job, leaves, limit_bytes, donate))
 
 
 def _moved(job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: bool) -> list[Any]:
-    """The leaves, with the arrays that a job makes in their places."""
+    """The leaves, with the arrays that a job makes in their places.
+
+    The copies of a move count as explicit ones, as those of `jax.device_put` do. Its programs are compiled under
+    `jax.disable_jit` too, since they would not move if they ran one operation at a time.
+    """
     if limit_bytes is not None:
         require_room(job, limit_bytes)
-    with _asked_for():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.disable_jit(False))
+        for direction in ("host_to_device", "device_to_device", "device_to_host"):
+            if getattr(jax.config, f"jax_transfer_guard_{direction}") in ("disallow", "log"):
+                stack.enter_context(getattr(jax, f"transfer_guard_{direction}")("allow"))
         made = carried_out(job, limit_bytes, donate)
     return [made.get(at, leaf) for at, leaf in enumerate(leaves)]
 
@@ -181,32 +202,19 @@ def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:
     return limit_bytes
 
 
-@contextlib.contextmanager
-def _asked_for() -> Iterator[None]:
-    """A context in which a move's copies count as explicit ones, as those of `jax.device_put` do.
-
-    A move's programs are compiled under `jax.disable_jit` too, since they would not move if they ran one operation at a
-    time.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.disable_jit(False))
-        for direction in ("host_to_device", "device_to_device", "device_to_host"):
-            if getattr(jax.config, f"jax_transfer_guard_{direction}") in ("disallow", "log"):
-                stack.enter_context(getattr(jax, f"transfer_guard_{direction}")("allow"))
-        yield
-
-
-def _traced(leaves: Sequence[Any], sources: Sequence[Any], wanted: Sequence[Any], treedef: Any) -> list[Any]:
+def _traced(
+    leaves: Sequence[Any], sources: Sequence[Any], wanted: Sequence[Any], path_of: Callable[[int], str]
+) -> list[Any]:
     results = list(leaves)
     for at, (leaf, source, target) in enumerate(zip(leaves, sources, wanted, strict=True)):
         if target is None or not is_array(leaf):
             continue
-        if not isinstance(target, NamedSharding):
-            raise SpecError(
-                f"{leaf_name(tree_paths(treedef)[at])}: inside `jit` an array can only move to a NamedSharding, not to "
-                f"{target}; use `NamedSharding(mesh, spec)`."
-            )
-        with naming(lambda at=at: tree_paths(treedef)[at]):
+        with naming(path_of, at):
+            if not isinstance(target, NamedSharding):
+                raise SpecError(
+                    f"inside `jit` an array can only move to a NamedSharding, not to {target}; use "
+                    "`NamedSharding(mesh, spec)`."
+                )
             results[at] = traced(leaf, target, source)
         if target.memory_kind != NamedSharding(target.mesh, target.spec).memory_kind:
             results[at] = jax.device_put(results[at], target)
@@ -237,7 +245,7 @@ def job_of(
         if target is None or not is_array(leaf):
             job.kept.add(id(leaf))
             continue
-        with naming(lambda at=at: path_of(at)):
+        with naming(path_of, at):
             if not isinstance(leaf, jax.Array):
                 _require_devices(target)
                 require_movable(leaf.shape, leaf.dtype, target)
@@ -245,13 +253,12 @@ def job_of(
                 job.placements.append((at, leaf, target))
                 continue
             key = (leaf.sharding, target, leaf.shape, leaf.dtype)
-            move = known.get(key)
-            if move is None:
-                move = known[key] = _move(leaf, target, lost, copies)
-        if move.how == "in place" and leaf.committed:
+            if key not in known:
+                known[key] = _move(leaf, target, lost, copies)
+        if known[key].how == "in place" and leaf.committed:
             job.kept.add(id(leaf))
         else:
-            job.moves.setdefault(move, []).append((at, leaf))
+            job.moves.setdefault(known[key], []).append((at, leaf))
     chosen = balanced({move: len(places) for move, places in job.moves.items()})
     return dataclasses.replace(job, moves={chosen[move]: places for move, places in job.moves.items()})
 
@@ -259,37 +266,34 @@ def job_of(
 def _move(leaf: jax.Array, target: Sharding, lost: tuple[object, ...], copies: bool) -> Move:
     _require_devices(target)
     move = move_of(leaf.shape, leaf.dtype, leaf.sharding, target, lost, copies)
-    if move.work is not None and move.work.cuts.missing:
-        raise MeshError(f"{_lost_text(move, move.work.cuts.missing)}; load it from a checkpoint.")
+    if move.assembly is not None and move.assembly.cuts.missing:
+        missing = move.assembly.cuts.missing
+        first = ", ".join(f"{start}:{stop}" for start, stop in missing[0])
+        raise MeshError(
+            f"{sum(map(volume, missing))} of {math.prod(move.shape)} elements are on lost devices only, the first of "
+            f"them [{first}]; load it from a checkpoint."
+        )
     return move
 
 
 def _require_devices(target: Sharding) -> None:
-    if isinstance(target, NamedSharding) and not has_devices(target):
+    if not has_devices(target):
         raise MeshError(
-            f"the target {target.spec} lies on the mesh {dict(target.mesh.shape)} without devices; "
-            "use `plan.on(plan.mesh.build(jax.devices()))`, or a NamedSharding on a `jax.sharding.Mesh`."
+            f"the target {named(target).spec} lies on the mesh {dict(named(target).mesh.shape)} without devices; use "
+            "`plan.on(plan.mesh.build(jax.devices()))`, or a NamedSharding on a `jax.sharding.Mesh`."
         )
 
 
-def _lost_text(move: Move, missing: Sequence[Box]) -> str:
-    """A text that says which elements no remaining device holds."""
-    first = ", ".join(f"{start}:{stop}" for start, stop in missing[0])
-    count = sum(map(volume, missing))
-    return f"{count} of {math.prod(move.shape)} elements are on lost devices only, the first of them [{first}]"
-
-
 @contextlib.contextmanager
-def naming(path: Callable[[], str]) -> Iterator[None]:
-    """A context that puts the leaf's path in front of an error's message."""
+def naming(path_of: Callable[[int], str], at: int) -> Iterator[None]:
+    """A context that puts the path of a leaf in front of an error's message."""
     try:
         yield
     except (SpecError, MeshError, LeafTypeError) as error:
-        raise type(error)(f"{leaf_name(path())}: {error}") from error
+        raise type(error)(f"{leaf_name(path_of(at))}: {error}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class Journey:
+class Journey(NamedTuple):
     """The move of a tree into another tree through a map.
 
     **Arguments:**
@@ -318,30 +322,18 @@ def journey_of(tree: object, dst: object, map: TreeMap, copies: bool) -> Journey
         if not is_array(leaf):
             raise LeafTypeError(f"leaf `{path}` is a {type(leaf).__name__}, which holds no values to move.")
     target = target_of(dst, "reshard")
-    sources = tuple(MovedLeaf(path, tuple(leaf.shape), leaf.dtype, _sharding(leaf)) for path, leaf in arrays.items())
-    for path, leaf in target.arrays:
-        if not has_devices(leaf.sharding):
-            raise MeshError(
-                f"leaf `{path}`: the target's mesh has no devices; use `plan.on(plan.mesh.build(jax.devices()))`."
-            )
-    targets = tuple(MovedLeaf(path, tuple(leaf.shape), leaf.dtype, leaf.sharding) for path, leaf in target.arrays)
+    shardings = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in arrays.values()]
+    shardings += [leaf.sharding for _, leaf in target.arrays]
+    every = [*arrays.items(), *target.arrays]
+    leaves = [MovedLeaf(path, tuple(x.shape), x.dtype, end) for (path, x), end in zip(every, shardings, strict=True)]
+    sources, targets = tuple(leaves[: len(arrays)]), tuple(leaves[len(arrays) :])
+    for at, leaf in enumerate(targets):
+        with naming(lambda at: targets[at].path, at):
+            _require_devices(leaf.sharding)
     if jax.process_count() > 1:
-        ends = dict.fromkeys(leaf.sharding for leaf in (*sources, *targets) if leaf.sharding is not None)
+        ends = {end for end in shardings if end is not None}
         require_same_map(map, tuple(sorted({device.process_index for end in ends for device in end.device_set})))
     return Journey(arrays, target, works_of(map, sources, targets, copies))
-
-
-def _sharding(leaf: object) -> Any:
-    return leaf.sharding if isinstance(leaf, jax.Array) else None
-
-
-def job_through(journey: Journey, copies: bool) -> Job:
-    """The job of a move through a map: arrays that move unchanged, and arrays that are assembled from pieces."""
-    works = list(enumerate(journey.works))
-    plain = [(at, journey.arrays[work.sources[0]], work.leaf.sharding) for at, work in works if work.way == "plain"]
-    path_of = lambda at: journey.works[at].leaf.path
-    job = job_of(plain, path_of, copies=copies)
-    return dataclasses.replace(job, arrays=journey.arrays, works=[one for one in works if one[1].way != "plain"])
 
 
 @ft.lru_cache(maxsize=64)
@@ -351,24 +343,20 @@ def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
     The comparison goes through JAX's coordination service, so that no process waits for ever if another one does
     something else. In a job without this service nothing is compared.
     """
-    # JAX has no public way to its service; Orbax and others take this one, which is the same in JAX 0.9 to 0.12.
-    from jax._src import distributed
-
-    client, me = distributed.global_state.client, jax.process_index()
+    client, me = coordination(), jax.process_index()
     if client is None or len(processes) == 1 or me not in processes:
         return
     folder = f"{_ROOT}/{'-'.join(str(process) for process in processes)}"
-    try:
-        client.key_value_set(f"{folder}/{me}", map.digest, True)
-        client.wait_at_barrier(f"{folder}/set", 1000 * _WAIT_SECONDS, list(processes))
+    client.key_value_set(f"{folder}/{me}", map.digest, True)
+    late, found = absent(client, f"{folder}/set", _WAIT_SECONDS, me, processes), dict[int, str]()
+    if not late:
         found = {int(name.rpartition("/")[2]): digest for name, digest in client.key_value_dir_get(folder)}
-        client.wait_at_barrier(f"{folder}/read", 1000 * _WAIT_SECONDS, list(processes))
-    except jax.errors.JaxRuntimeError as error:
+        late = absent(client, f"{folder}/read", _WAIT_SECONDS, me, processes)
+    if late:
         raise MapError(
-            f"the processes {list(processes)} compare a map before they first move by it, and one of them did not come "
-            f"within {_WAIT_SECONDS} s ({str(error).splitlines()[0][:200]}); call `reshard` with this map on all of "
-            "them. Nothing was moved."
-        ) from error
+            f"the processes {list(processes)} compare a map before they first move by it, and {late} did not come "
+            f"within {_WAIT_SECONDS} s; call `reshard` with this map on all of them. Nothing was moved."
+        )
     other = next((process for process in processes if found.get(process) != map.digest), None)
     if other is not None:
         raise MapError(

@@ -16,10 +16,10 @@ from .._ground.spec import DType, array_bytes
 from .._ground.text import between_numbers, first_lines, html_text, joined, plural, table
 from .._ground.tree import flatten
 from .._plan import ShardPlan
-from .destinations import data_of, in_host_memory, leaf_name, lost_devices, targets
+from .destinations import in_host_memory, leaf_name, lost_devices, targets
 from .move import Move, balanced, move_of, shares_memory
 from .pieces.costs import costs_of, named_links
-from .pieces.work import MovedLeaf, Work, leaves_of_plan, works_of
+from .pieces.work import MovedLeaf, leaves_of_plan, shard_of, works_of
 from .steps.redistribute import MoveStep
 
 
@@ -57,16 +57,16 @@ class LeafMove:
     src: Sharding
     dst: Sharding
     how: str
-    steps: tuple[MoveStep, ...]
-    links: Mapping[tuple[int, int], int] = dataclasses.field(hash=False)
-    missing: tuple[Box, ...]
-    copied: bool
-    wire_bytes: int
-    dcn_bytes: int
-    lower_bound_bytes: int
     source_bytes: int
     target_bytes: int
     peak_bytes: int
+    steps: tuple[MoveStep, ...] = ()
+    links: Mapping[tuple[int, int], int] = dataclasses.field(hash=False, default_factory=dict)
+    missing: tuple[Box, ...] = ()
+    copied: bool = False
+    wire_bytes: int = 0
+    dcn_bytes: int = 0
+    lower_bound_bytes: int = 0
     made_of: tuple[str, ...] = ()
     rounds: int = 0
 
@@ -222,61 +222,42 @@ def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: 
         raise PlanMismatchError(f"`src` and `dst` are of different trees: {what}; plan one tree for both meshes.")
     moves = [_move(*pair, lost) for pair in zip(ours, theirs, strict=True)]
     chosen = balanced(collections.Counter(moves))
+    rows = zip(ours, moves, strict=True)
     return ReshardPlan(
-        tuple(
-            LeafMove(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype, **_costs(chosen[move]))
-            for leaf, move in zip(ours, moves, strict=True)
-        )
+        tuple(LeafMove(leaf.path, leaf.shape, leaf.dtype, **_costs(chosen[move])) for leaf, move in rows)
     )
 
 
 def _through(map: TreeMap, ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf]) -> Iterable[LeafMove]:
     """The moves of a tree that a map makes of another one, from the same plan that `reshard` carries out."""
-    source, target = {leaf.path: leaf for leaf in ours}, {leaf.path: leaf for leaf in theirs}
+    source = {leaf.path: leaf for leaf in ours}
     # As on devices with separate memories. The same function decides whether arrays are copied instead.
     works, live = (works_of(map, tuple(ours), tuple(theirs), copies) for copies in (False, True))
-    most_bytes = max([0, *[work.most_bytes for work in works if work.way != "plain"]])
-    known: dict[object, dict[str, Any]] = {}
-    copied = {one.leaf.path for one, two in zip(works, live, strict=True) if one.way != two.way}
-    order = sorted(works, key=lambda work: work.way != "plain")
+    most_bytes = max([0, *[work.assembly.most_bytes for work in works if work.assembly is not None]])
+    order = sorted(works, key=lambda work: work.assembly is not None)
     last = {name: work.leaf.path for work in order for name in work.sources}
     moves = {
-        work.leaf.path: _move(source[work.sources[0]], target[work.leaf.path]._replace(path=work.sources[0]), ())
+        work.leaf.path: _move(source[work.sources[0]], work.leaf._replace(path=work.sources[0]), ())
         for work in works
-        if work.way == "plain"
+        if work.assembly is None
     }
     chosen = balanced(collections.Counter(moves.values()))
-    for work in works:
+    for work, other in zip(works, live, strict=True):
         path = work.leaf.path
-        own = sum(_shard_bytes(source[name]) for name in work.sources if last[name] == path)
-        costs = _costs(chosen[moves[path]]) if path in moves else _made_costs(work, most_bytes, known, path in copied)
-        if path not in moves:
-            costs = {**costs, "src": source[work.sources[0]].sharding if work.sources else work.leaf.sharding}
-            costs |= {"source_bytes": own, "peak_bytes": own + costs["target_bytes"] + costs.pop("extra_bytes")}
-        yield LeafMove(path=path, shape=work.leaf.shape, dtype=work.leaf.dtype, made_of=work.sources, **costs)
-
-
-def _made_costs(work: Work, most_bytes: int, known: dict[object, dict[str, object]], copied: bool) -> dict[str, Any]:
-    sharding = work.leaf.sharding
-    assert sharding is not None
-    found = {
-        **costs_of(work, most_bytes, known),
-        "dst": sharding,
-        "how": "pieces",
-        "steps": (),
-        "missing": (),
-        "dcn_bytes": 0,
-    }
-    for name in ("wire_bytes", "lower_bound_bytes"):
-        found[name] = -(-found[name] // max(1, sharding.num_devices))
-    shard = (*sharding.shard_shape(work.leaf.shape), *work.shape[len(work.leaf.shape) :])
-    return {**found, "copied": copied, "target_bytes": array_bytes(shard, work.dtype)}
+        if work.assembly is None or other.assembly is None:
+            costs = _costs(chosen[moves[path]])
+        else:
+            costs = {"dst": work.assembly.sharding, "how": "pieces", "copied": work.assembly.way != other.assembly.way}
+            costs |= costs_of(work.assembly, most_bytes)
+            costs["src"] = source[work.sources[0]].sharding if work.sources else work.leaf.sharding
+            costs["source_bytes"] = sum(_shard_bytes(source[name]) for name in work.sources if last[name] == path)
+            costs["peak_bytes"] = costs["source_bytes"] + costs["target_bytes"] + costs.pop("extra_bytes")
+        yield LeafMove(path, work.leaf.shape, work.leaf.dtype, made_of=work.sources, **costs)
 
 
 def _shard_bytes(leaf: MovedLeaf) -> int:
-    shape, dtype = data_of(leaf.shape, leaf.dtype)
-    assert leaf.sharding is not None
-    return array_bytes((*leaf.sharding.shard_shape(leaf.shape), *shape[len(leaf.shape) :]), dtype)
+    shape, dtype = shard_of(leaf)
+    return array_bytes(shape, dtype)
 
 
 def _columns(form: object, what: str) -> list[MovedLeaf]:
@@ -329,24 +310,22 @@ def _move(ours: MovedLeaf, theirs: MovedLeaf, lost: tuple[object, ...]) -> Move:
 def _costs(move: Move) -> dict[str, Any]:
     """The fields of a LeafMove that all arrays of one move have in common."""
     ends = (move.source_bytes, move.target_bytes)
-    nothing = {"steps": (), "links": {}, "missing": (), "wire_bytes": 0, "dcn_bytes": 0, "lower_bound_bytes": 0}
-    nothing |= {"source_bytes": ends[0], "target_bytes": ends[1], "src": move.src, "dst": move.dst, "how": move.how}
-    nothing["copied"] = move.how == "steps" and shares_memory(move)
+    found: dict[str, Any] = {"src": move.src, "dst": move.dst, "how": move.how}
+    found |= {"source_bytes": ends[0], "target_bytes": ends[1]}
     if move.plan is not None:
+        plan = move.plan
+        wire = {"wire_bytes": plan.wire_bytes, "dcn_bytes": plan.dcn_bytes, "lower_bound_bytes": plan.lower_bound_bytes}
         # Programs compute on devices: an end in host memory is copied to them and from them.
-        found = move.plan
-        wire = {"wire_bytes": found.wire_bytes, "dcn_bytes": found.dcn_bytes}
-        wire["lower_bound_bytes"] = found.lower_bound_bytes
-        return {**nothing, **wire, "steps": found.steps, "peak_bytes": max(found.peak_bytes, *ends)}
-    if move.work is not None:
-        cuts = move.work.cuts
+        peak = max(plan.peak_bytes, *ends)
+        return {**found, **wire, "steps": plan.steps, "copied": shares_memory(move), "peak_bytes": peak}
+    if move.assembly is not None:
+        cuts = move.assembly.cuts
         wire = -(-cuts.wire_bytes // max(1, move.dst.num_devices))
-        wires = {"wire_bytes": wire, "lower_bound_bytes": wire, "missing": cuts.missing}
         # While pieces of an array are cut out and received, a device holds two copies of them beside its shards.
-        beside = 2 * max([0, *cuts.links.values()])
-        return {**nothing, **wires, "links": named_links(move.work), "peak_bytes": sum(ends) + beside}
+        found |= {"peak_bytes": sum(ends) + 2 * max([0, *cuts.links.values()]), "missing": cuts.missing}
+        return found | {"wire_bytes": wire, "lower_bound_bytes": wire, "links": named_links(move.assembly)}
     here = [size for end, size in zip((move.src, move.dst), ends, strict=True) if not in_host_memory(end)]
-    return {**nothing, "peak_bytes": max([0, *here])}
+    return {**found, "peak_bytes": max([0, *here])}
 
 
 _HEAD = ("array", "count", "shape", "move", "wire", "bound", "peak")

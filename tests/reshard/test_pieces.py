@@ -13,7 +13,7 @@ from shardfx._reshard.destinations import data_of
 from shardfx._reshard.flight import carry_out
 from shardfx._reshard.move import Move
 from shardfx._reshard.mover import reshard
-from shardfx._reshard.pieces.work import work_between
+from shardfx._reshard.pieces.work import assembly_between
 
 
 WAYS = ("host", "programs")
@@ -31,9 +31,9 @@ MESHES = [
 def transfer(x, dst, *, lost=(), donate=False, way="host"):
     """One array by one way, also where steps would lead there."""
     ends, copies = (*data_of(x.shape, x.dtype), x.sharding, dst, lost), way == "host"
-    work = work_between(*ends, copies)
+    work = assembly_between(*ends, copies)
     assert work.way == way or 0 in x.shape
-    return carry_out(Move("tiles", *ends, copies, work=work), x, donate=donate)
+    return carry_out(Move("tiles", *ends, copies, assembly=work), x, donate=donate)
 
 
 def mesh(order, sizes):
@@ -155,7 +155,7 @@ def test_lost_devices_are_not_read():
     dst = NamedSharding(mesh((0, 5), (2,)), P("a"))
     lost = (jax.devices()[1], jax.devices()[2])
     expected = values((4, 4))
-    made = work_between((4, 4), jnp.dtype("float32"), src, dst, lost, False)
+    made = assembly_between((4, 4), jnp.dtype("float32"), src, dst, lost, False)
     assert not {made.devices[cut.sender] for cut in made.cuts.made} & set(lost)
     for way in WAYS:
         assert_is(transfer(jax.device_put(expected, src), dst, lost=lost, way=way), expected, dst)

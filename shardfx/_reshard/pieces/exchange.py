@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._convert import PieceForm, changed, form_of, is_dense, ordered, put, taken
-from ..steps.program import on_bits
+from ..steps.program import is_small_float
 from .cuts import Cut, first_casts
 
 
@@ -46,25 +46,21 @@ class Exchange(NamedTuple):
 
     **Arguments:**
 
-    - `paths`: the paths of the arrays that are read.
+    - `keys`: the keys of the arrays that are read.
     - `rounds`: the rounds in order.
     - `places`: for each device and round, the position of the piece in the source (first) and in the target (last), and
         whether it is received.
     - `sizes`: for each round, the bytes of memory of its largest piece.
     """
 
-    paths: tuple[str, ...]
+    keys: tuple[str, ...]
     rounds: tuple[Round, ...]
     places: np.ndarray
     sizes: tuple[int, ...]
 
 
 def exchanges(
-    cuts: Sequence[Cut],
-    count: int,
-    receivers: int,
-    most_bytes: int | None = None,
-    homes: Mapping[str, object] | None = None,
+    cuts: Sequence[Cut], count: int, receivers: int, most_bytes: int | None, homes: Mapping[str, object]
 ) -> list[Exchange]:
     """The programs that carry out cuts. Devices are numbered from 0 to `count`.
 
@@ -72,59 +68,58 @@ def exchanges(
 
     - `cuts`: the cuts of one target, without those of constants.
     - `receivers`: the number of devices that hold the target.
-    - `most_bytes`: the most that the pieces of one program take together, as far as there is more than one round.
-    - `homes`: for each array that is read, a key that all arrays of one program must share, if there is such a
-        condition.
+    - `most_bytes`: the most that the pieces of one program take in total, if it has more than one round.
+    - `homes`: for each array that is read, a key that all arrays of one program have in common.
     """
-    classes: dict[str, dict[tuple[PieceForm, bool], list[Cut]]] = {}
+    alike: dict[tuple[str, PieceForm, bool], list[Cut]] = {}
     for cut in cuts:
-        forms = classes.setdefault(str(cut.piece.value.path), {})
-        forms.setdefault((form_of(cut.piece), cut.sender == cut.receiver), []).append(cut)
-    steps = [
-        (path, form, local, tiles)
-        for path, forms in classes.items()
-        for (form, local), own in forms.items()
-        for tiles in matchings(own)
-    ]
-    return [_exchange(group, count, receivers) for group in _groups(steps, most_bytes, homes)]
-
-
-Sending = tuple[str, PieceForm, bool, Sequence[Cut]]
-
-
-def _groups(
-    steps: Sequence[Sending], most_bytes: int | None, homes: Mapping[str, object] | None
-) -> list[list[Sending]]:
+        alike.setdefault((str(cut.piece.value.path), form_of(cut.piece), cut.sender == cut.receiver), []).append(cut)
     groups: list[list[Sending]] = []
-    filled, paths, kind = 0, set[str](), None
-    for step in steps:
-        size = max(cut.room_bytes for cut in step[3])
-        own = None if homes is None else (homes[step[0]], step[1].casts)
-        is_much = most_bytes is not None and filled + size > most_bytes
-        if not groups or is_much or own != kind or len(paths | {step[0]}) > _MOST_SOURCES:
-            groups.append([])
-            filled, paths = 0, set()
-        groups[-1].append(step)
-        filled, paths, kind = filled + size, paths | {step[0]}, own
-    return groups
+    filled, keys, kind = 0, set[str](), None
+    # The rounds of one array are neighbours, so that a program reads few arrays.
+    for (key, form, is_local), own in sorted(alike.items(), key=lambda item: [*homes].index(item[0][0])):
+        for tiles in matchings(own):
+            size, home = max(cut.room_bytes for cut in tiles), (homes[key], form.casts)
+            is_much = most_bytes is not None and filled + size > most_bytes
+            if not groups or is_much or home != kind or len(keys | {key}) > _MOST_SOURCES:
+                groups.append([])
+                filled, keys = 0, set()
+            groups[-1].append((key, form, is_local, size, tiles))
+            filled, keys, kind = filled + size, keys | {key}, home
+    return [_exchange(group, count, receivers) for group in groups]
+
+
+# The key of an array, the form of its pieces, whether each device takes its own, the bytes of the largest piece, and
+# the pieces.
+Sending = tuple[str, PieceForm, bool, int, Sequence[Cut]]
 
 
 def _exchange(group: Sequence[Sending], count: int, receivers: int) -> Exchange:
-    paths = tuple(dict.fromkeys(path for path, *_ in group))
+    keys = tuple(dict.fromkeys(key for key, *_ in group))
     rank = max(len(form.source) for _, form, *_ in group)
-    target_rank = len(group[0][1].target)
-    places = np.zeros((count, len(group), rank + target_rank + 1), np.int32)
+    places = np.zeros((count, len(group), rank + len(group[0][1].target) + 1), np.int32)
     rounds = []
-    for at, (path, form, local, tiles) in enumerate(group):
-        pairs = () if local else tuple(sorted((cut.sender, cut.receiver) for cut in tiles))
-        rounds.append(Round(paths.index(path), form, pairs, len(tiles) == receivers))
+    for at, (key, form, is_local, _, tiles) in enumerate(group):
+        pairs = () if is_local else tuple(sorted((cut.sender, cut.receiver) for cut in tiles))
+        rounds.append(Round(keys.index(key), form, pairs, len(tiles) == receivers))
         for cut in tiles:
             places[cut.sender, at, : len(cut.piece.source)] = cut.piece.source
             places[cut.receiver, at, rank:] = (*cut.piece.target, 1)
-    return Exchange(paths, tuple(rounds), places, tuple(max(cut.room_bytes for cut in tiles) for *_, tiles in group))
+    return Exchange(keys, tuple(rounds), places, tuple(size for *_, size, _ in group))
 
 
+# The shape and dtype of one device's shard.
 Block = tuple[tuple[int, ...], Any]
+
+
+def mapped(devices: tuple[object, ...], body: Any, count: int, *donated: int) -> Any:
+    """The jitted function in which each device applies `body` to its blocks of `count` arrays.
+
+    Each array has its devices' blocks along its first dimension. `donated` are the arrays whose memory it reuses.
+    """
+    mesh, spec = sharding_of(devices).mesh, PartitionSpec(AXIS)
+    run = jax.shard_map(body, mesh=mesh, in_specs=(spec,) * count, out_specs=spec, check_vma=False)
+    return jax.jit(run, donate_argnums=donated)
 
 
 @ft.lru_cache(maxsize=256)
@@ -138,37 +133,41 @@ def program(
     - `devices`: the devices of both sides, in the order of their numbers.
     - `rounds`: the rounds to carry out.
     - `sources`, `target`: shape and dtype of one shard of each.
-    - `begins`: whether it makes the shards. If not, it takes them as its first argument and returns them.
+    - `begins`: whether it makes the shards. If not, it takes them as its last argument and returns them.
     """
-    mesh, spec = sharding_of(devices).mesh, PartitionSpec(AXIS)
     is_moved = not any(step.form.casts for step in rounds) and all(dtype == target[1] for _, dtype in sources)
-
-    def dtype(given: Sequence[jax.Array]) -> Any:
-        return given[0].dtype if is_moved else target[1]
+    own = carried(target[1], devices) if is_moved else target[1]
 
     def run(places: jax.Array, *given: jax.Array) -> jax.Array:
         blocks = [one.reshape(shape) for one, (shape, _) in zip(given, sources, strict=False)]
-        out = jnp.zeros(target[0], dtype(given)) if begins else given[-1].reshape(target[0])
+        blocks = [bitcast(one, own) for one in blocks] if is_moved else blocks
+        out = jnp.zeros(target[0], own) if begins else bitcast(given[-1].reshape(target[0]), own)
         for at, step in enumerate(rounds):
             # Without the barrier XLA could cut out and keep all pieces before it sends the first.
             blocks, out = jax.lax.optimization_barrier((blocks, out))
-            out = _round(step, out, blocks[step.number], places[0, at])
-        return out.reshape(joined(target[0]))
+            block, place = blocks[step.number], places[0, at]
+            piece = cut_out(step.form, block, place)
+            piece = jax.lax.ppermute(piece, AXIS, step.pairs) if step.pairs else piece
+            out = put_in(step, out, piece, block.dtype, place)
+        return bitcast(out.reshape(joined(target[0])), target[1])
 
-    def run_on_bits(places: jax.Array, *given: jax.Array) -> jax.Array:
-        return on_bits(ft.partial(run, places))(*given)
-
-    count = len(sources) + 1 + (not begins)
-    body = run_on_bits if is_moved and devices[0].platform == "cpu" else run
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=(spec,) * count, out_specs=spec, check_vma=False)
-    return jax.jit(mapped, donate_argnums=() if begins else count - 1)
+    count = len(sources) + 1
+    return mapped(devices, run, count) if begins else mapped(devices, run, count + 1, count)
 
 
-def _round(step: Round, out: jax.Array, block: jax.Array, place: jax.Array) -> jax.Array:
-    piece = cut_out(step.form, block, place)
-    if step.pairs:
-        piece = jax.lax.ppermute(piece, AXIS, step.pairs)
-    return put_in(step, out, piece, block.dtype, place)
+def carried(dtype: Any, devices: Sequence[Any]) -> Any:
+    """The dtype in which devices send numbers and write them into new shards.
+
+    On CPUs small floats are integers of the same bits, for the reason that `on_bits` gives.
+    """
+    if devices[0].platform != "cpu" or not is_small_float(dtype):
+        return dtype
+    return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
+
+
+def bitcast(x: jax.Array, dtype: Any) -> jax.Array:
+    """The bits of an array as another dtype of the same width."""
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def sent_dtype(form: PieceForm, dtype: object) -> Any:
@@ -179,8 +178,7 @@ def sent_dtype(form: PieceForm, dtype: object) -> Any:
 def cut_out(form: PieceForm, block: jax.Array, place: jax.Array) -> jax.Array:
     """A piece of a shard as it is sent, with a dimension for each digit of the source."""
     piece = jax.lax.dynamic_slice(block, list(place[: len(form.source)]), [size for size, _ in form.source])
-    piece = taken(piece, form.source)
-    return _cast(piece, form.casts[: first_casts(form.casts, block.dtype)])
+    return _cast(taken(piece, form.source), form.casts[: first_casts(form.casts, block.dtype)])
 
 
 def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
@@ -191,12 +189,9 @@ def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
 
 
 def put_in(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: jax.Array) -> jax.Array:
-    """A shard with a received piece written into it."""
+    """A shard with a received piece written into it. `dtype` is that of the source."""
     form = step.form
-    piece = _cast(piece, form.casts[first_casts(form.casts, dtype) :])
-    if piece.dtype != out.dtype:
-        piece = jax.lax.bitcast_convert_type(piece, out.dtype)
-    piece = ordered(piece, form)
+    piece = ordered(bitcast(_cast(piece, form.casts[first_casts(form.casts, dtype) :]), out.dtype), form)
     starts, sizes = list(place[-1 - len(form.target) : -1]), [size for size, _ in form.target]
     if step.is_full and all(is_dense(size, digits) for size, digits in form.target):
         return jax.lax.dynamic_update_slice(out, piece.reshape(sizes), starts)
@@ -221,15 +216,10 @@ def blocks(devices: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, shards:
     block = joined(shape)
     own = [device for device in devices if device.process_index == jax.process_index()]
     found = [
-        jnp.zeros(block, dtype, device=device) if device not in shards else _as_block(shards[device], block)
-        for device in own
+        shards[device].reshape(block) if device in shards else jnp.zeros(block, dtype, device=device) for device in own
     ]
     whole = (len(devices) * block[0], *block[1:])
     return jax.make_array_from_single_device_arrays(whole, sharding_of(devices), found, dtype=dtype)
-
-
-def _as_block(shard: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    return shard if shard.shape == block else shard.reshape(block)
 
 
 Colours = dict[int, dict[int, Cut]]

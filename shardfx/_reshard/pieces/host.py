@@ -9,6 +9,7 @@ import contextlib
 import functools as ft
 import itertools as it
 import math
+import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -95,61 +96,45 @@ def filling(
     cuts: Sequence[Cut],
     dtype: Any,
     box: Box,
-    names: Mapping[str, int],
     shapes: Sequence[tuple[tuple[int, ...], object]],
-    orders: Mapping[str, Mapping[int, int]],
+    orders: Sequence[Mapping[int, int]],
 ) -> Filling:
     """The copies that fill a new shard.
 
     **Arguments:**
 
     - `cuts`: the cuts that it is made of.
-    - `dtype`, `box`: its dtype, and what it holds.
-    - `names`: the number of each array that is read.
-    - `shapes`: the shape and dtype of a shard of each array.
+    - `dtype`, `box`: its dtype, and the range of the array that it holds.
+    - `shapes`: the shape and dtype of a shard of each array that is read.
     - `orders`: for each array, the number of this process's shard that each device holds.
     """
-    copies, others = [], []
-    sizes = tuple(stop - start for start, stop in box)
+    copies, others, itemsize = list[Copy](), list[Cut](), np.dtype(dtype).itemsize
+    new = strides_of(_sizes(box), itemsize)
     for cut in cuts:
-        value = cut.piece.value
-        number = names.get(value.path, -1) if value.path is not None else -1
-        if value.path is not None and value.scale is None:
-            cut = cut._replace(sender=orders[value.path][cut.sender])
-        if number < 0 or value.scale is not None or value.casts or shapes[number][1] != dtype:
+        value, piece = cut.piece.value, cut.piece
+        if value.path is None or value.scale is not None:
             others.append(cut)
             continue
-        here = _places(cut.piece.source, shapes[number][0], dtype)
-        there = _places(cut.piece.target, sizes, dtype)
-        copies.append(_copy_of(number, cut.sender, cut.piece, here, there))
-    is_part = False
-    if len(copies) == 1 and not others:
-        in_row = strides_of(copies[0].shape, np.dtype(dtype).itemsize)
-        is_part = copies[0].here_strides == copies[0].there_strides == in_row
+        number = int(value.path)
+        cut = cut._replace(sender=orders[number][cut.sender])
+        if value.casts or shapes[number][1] != dtype:
+            others.append(cut)
+            continue
+        old, shape = strides_of(shapes[number][0], itemsize), tuple(f.size for f in piece.factors)
+        read = tuple(0 if f.source_dim == NOWHERE else old[f.source_dim] * f.source_step for f in piece.factors)
+        written = tuple(new[f.target_dim] * f.target_step for f in piece.factors)
+        here, there = (sum(map(operator.mul, at, by)) for at, by in ((piece.source, old), (piece.target, new)))
+        along, parts = blocked(shape, written, read), _slices(piece)
+        copies.append(Copy(number, cut.sender, shape, here, read, there, written, along, parts))
+    in_row = strides_of(copies[0].shape, itemsize) if len(copies) == 1 and not others else None
+    is_part = in_row is not None and copies[0].here_strides == copies[0].there_strides == in_row
     return Filling(tuple(copies), tuple(others), is_part)
-
-
-def _places(first: tuple[int, ...], shape: tuple[int, ...], dtype: Any) -> tuple[int, tuple[int, ...]]:
-    """The offset of an element in an array's memory, and the strides of the array, in bytes."""
-    steps = strides_of(shape, np.dtype(dtype).itemsize)
-    return sum(at * step for at, step in zip(first, steps, strict=True)), steps
-
-
-def _copy_of(
-    number: int, sender: int, piece: Piece, here: tuple[int, tuple[int, ...]], there: tuple[int, tuple[int, ...]]
-) -> Copy:
-    shape = tuple(f.size for f in piece.factors)
-    read = tuple(0 if f.source_dim == NOWHERE else here[1][f.source_dim] * f.source_step for f in piece.factors)
-    written = tuple(there[1][f.target_dim] * f.target_step for f in piece.factors)
-    return Copy(number, sender, shape, here[0], read, there[0], written, blocked(shape, written, read), _slices(piece))
 
 
 def _slices(piece: Piece) -> tuple[Any, Any] | None:
     dims = [f.target_dim for f in piece.factors if (f.source_dim, f.source_step, f.target_step) == (f.target_dim, 1, 1)]
-    if len({*dims}) < len(piece.factors):
-        return None
     ends = (hull(piece), hull(swapped(piece)))
-    if _sizes(ends[0]) != _sizes(ends[1]):
+    if len({*dims}) < len(piece.factors) or _sizes(ends[0]) != _sizes(ends[1]):
         return None
     # The ellipsis makes it a view at rank 0 too.
     there, here = [(*[slice(start, stop) for start, stop in box], ...) for box in ends]
@@ -286,7 +271,7 @@ def coming(
     tasks = _begun(views, sum(buffer.nbytes for buffer in built), pool)
     for buffer, one in pairs:
         for cut in one.others:
-            _fill_other(buffer, cut, shards)
+            _fill_other(buffer, cut, names, shards)
     return ft.partial(_there, wanted, targets, built, tasks)
 
 
@@ -431,11 +416,12 @@ def _copy_all(batch: Iterable[Views]) -> None:
             copy_along(target, source, dim)
 
 
-def _fill_other(buffer: np.ndarray, cut: Cut, shards: LocalShards) -> None:
-    piece = cut.piece
-    if piece.value.path is not None and piece.value.scale is None:
-        write(target_view(buffer, piece), source_view(shards.typed(piece.value.path, cut.sender), piece), piece)
+def _fill_other(buffer: np.ndarray, cut: Cut, names: Sequence[str], shards: LocalShards) -> None:
+    value, piece = cut.piece.value, cut.piece
+    if value.path is not None and value.scale is None:
+        shard = shards.typed(names[int(value.path)], cut.sender)
+        write(target_view(buffer, piece), source_view(shard, piece), piece)
         return
     whole = tuple((0, size) for size in buffer.shape)
     for part in chunks(piece, _CHUNK_ELEMENTS):
-        fill(buffer, whole, part, shards.read)
+        fill(buffer, whole, part, lambda key, box: shards.read(names[int(key)], box))

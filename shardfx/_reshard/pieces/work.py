@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from ..._ground.spec import array_bytes
 from ..._plan import ShardPlan
 from ...topology import MeshSpec
 from ..destinations import data_of, has_devices, require_movable, require_reduced, sharers
-from .cuts import Cut, Cuts, Held, cuts_of, least_room_bytes, smaller
+from .cuts import Cut, Cuts, cuts_of, least_room_bytes, smaller
 from .exchange import Exchange, exchanges
 from .host import Filling, filling
 
@@ -38,7 +38,6 @@ from .host import Filling, filling
 _LEAST_BYTES = 1 << 20
 # The holder of a NumPy array.
 _NOBODY = -1
-Way = Literal["plain", "programs", "host"]
 
 
 class MovedLeaf(NamedTuple):
@@ -63,52 +62,52 @@ def leaves_of_plan(plan: ShardPlan) -> list[MovedLeaf]:
 
 
 class ScaledArray(NamedTuple):
-    """An array multiplied by its scales, computed before it moves."""
+    """A source multiplied by its scales, which is computed before it moves."""
 
-    name: str
-    path: str
+    source: str
     scale: Scale
     dtype: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Work:
-    """The plan for assembling one array of the target.
+class Assembly:
+    """The plan for assembling one array from shards of its sources.
+
+    It names the sources by their numbers, "0", "1", ..., so that arrays whose sources differ only in their paths have
+    one assembly.
 
     **Arguments:**
 
-    - `leaf`: the array.
-    - `way`: "plain" (it is an array of the source, which moves as it is), "programs" (over all devices of both sides)
-        or "host" (NumPy copies in this process's memory, where CPU devices share it or no program spans the devices).
-    - `shape`, `dtype`: those of the array that moves; for PRNG keys those of their key data.
-    - `made`: the value of the array, as pieces of others.
-    - `sources`: the arrays that are read, in order.
-    - `scaled`: the scaled arrays that are made first.
-    - `targets`: for "host", its different boxes, those of this process.
-    - `fillings`: the copies that fill each box.
-    - `cuts`: the cuts. Their numbers are positions in `devices`.
+    - `sharding`: the sharding of the array.
+    - `shape`, `dtype`: those of the array; of PRNG keys those of their key data.
+    - `shard_shape`: the shape of one shard of it.
+    - `way`: "programs" (over all devices of both sides) or "host" (NumPy copies in this process's memory, if CPU
+        devices share it or no program spans the devices).
+    - `pieces`: the array as pieces of the sources.
+    - `scaled`: by key, the scaled sources that programs compute first.
+    - `cuts`: the cuts. Their devices are positions in `devices`.
     - `devices`: the devices of both sides. If an end has no devices, all are integers: a device's id, or its position
         in the abstract mesh.
-    - `target_devices`, `source_devices`: the devices of the array, and of each array that is read.
-    - `source_shapes`: shape and dtype of a shard of each array that is read.
-    - `kind`: a key shared by arrays whose cuts differ only in the names of their sources.
+    - `target_devices`: the devices of the array.
+    - `source_devices`, `source_shapes`: for each array that is read, its devices, and the shape and dtype of its shard.
+    - `targets`: for "host", the different boxes of the array in this process.
+    - `fillings`: the copies that fill each of these boxes.
     """
 
-    leaf: MovedLeaf
-    way: Way
+    sharding: Sharding
     shape: tuple[int, ...]
     dtype: Any
-    made: Made
-    sources: tuple[str, ...]
-    scaled: tuple[ScaledArray, ...] = ()
-    cuts: Cuts = Cuts(())
-    devices: tuple[Any, ...] = ()
-    target_devices: tuple[Any, ...] = ()
-    source_devices: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    source_shapes: Mapping[str, tuple[tuple[int, ...], Any]] = dataclasses.field(default_factory=dict)
+    shard_shape: tuple[int, ...]
+    way: Literal["programs", "host"]
+    pieces: tuple[Piece, ...]
+    scaled: Mapping[str, ScaledArray]
+    cuts: Cuts
+    devices: tuple[Any, ...]
+    target_devices: tuple[Any, ...]
+    source_devices: Mapping[str, tuple[Any, ...]]
+    source_shapes: Mapping[str, tuple[tuple[int, ...], Any]]
     targets: tuple[Box, ...] = ()
     fillings: tuple[Filling, ...] = ()
-    kind: Any = None
 
     @ft.cached_property
     def sharers(self) -> int:
@@ -117,10 +116,10 @@ class Work:
         """
         return sharers([device for device in self.devices if isinstance(device, jax.Device)])
 
-    @ft.cached_property
+    @property
     def struct(self) -> jax.ShapeDtypeStruct:
         """The array to assemble; for PRNG keys the array of their key data."""
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.leaf.sharding)
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
     @ft.cached_property
     def is_elsewhere(self) -> bool:
@@ -128,7 +127,7 @@ class Work:
         own = jax.process_index()
         if self.way == "programs":
             return all(device.process_index != own for device in self.devices)
-        return self.leaf.sharding is not None and not self.leaf.sharding.addressable_devices
+        return not self.sharding.addressable_devices
 
     @ft.cached_property
     def is_apart(self) -> bool:
@@ -142,33 +141,28 @@ class Work:
 
         For small arrays it is more, since each program takes time.
         """
-        end = self.leaf.sharding
-        return max(_LEAST_BYTES, 0 if end is None else array_bytes(end.shard_shape(self.shape), self.dtype))
+        return max(_LEAST_BYTES, array_bytes(self.shard_shape, self.dtype))
 
     def exchanges(self, limit_bytes: int | None = None, most_bytes: int | None = None) -> list[Exchange]:
         """The programs, in order, divided so that their pieces fit into the limits.
 
         **Arguments:**
 
-        - `limit_bytes`: within so many bytes of a memory.
-        - `most_bytes`: without a limit so many of a device, where the sides are apart: those hold what they send twice.
-            By default the array's own `most_bytes`.
+        - `limit_bytes`: the most bytes of a memory.
+        - `most_bytes`: without a limit, the most bytes of a device if the two sides have different devices, which hold
+            the pieces that they send twice. By default the array's own `most_bytes`.
         """
         if self.way != "programs":
             return []
-        pieces = [cut for cut in self.cuts.made if cut.piece.value.path is not None]
-        room = self._room(limit_bytes, most_bytes or self.most_bytes)
-        if room is not None:
-            pieces = [part for cut in pieces for part in smaller(cut, room)]
-        homes = {path: (here, self.source_shapes[path][1]) for path, here in self.source_devices.items()}
-        counts = (len(self.devices), len(self.target_devices))
-        return exchanges(pieces, *counts, room, homes if self.is_apart else None)
-
-    def _room(self, limit_bytes: int | None, most_bytes: int) -> int | None:
-        """The bytes that the pieces of one program may have in total."""
+        cuts, room = [cut for cut in self.cuts.made if cut.piece.value.path is not None], None
         if limit_bytes is not None:
-            return max(1, limit_bytes // (self._times * self.sharers))
-        return max(1, most_bytes // self._times) if self.is_apart else None
+            room = max(1, limit_bytes // (self._times * self.sharers))
+        elif self.is_apart:
+            room = max(1, (most_bytes or self.most_bytes) // self._times)
+        if room is not None:
+            cuts = [part for cut in cuts for part in smaller(cut, room)]
+        homes = {key: (here, self.source_shapes[key][1]) for key, here in self.source_devices.items()}
+        return exchanges(cuts, len(self.devices), len(self.target_devices), room, homes)
 
     @property
     def _times(self) -> int:
@@ -180,9 +174,7 @@ class Work:
         return 4 if self.is_apart else 3
 
     def extra_bytes(self, steps: Sequence[Exchange]) -> int:
-        """The most bytes that the programs take in one memory beside source and target. They run one after
-        the other.
-        """
+        """The most bytes that programs, one after the other, take in one memory beside source and target."""
         # The CPU's compiler drops the barriers between rounds, and may cut out all pieces before it sends the first.
         of_step = sum if self.is_apart or self.sharers > 1 else max
         return self._times * self.sharers * max([0, *[of_step(step.sizes) for step in steps]])
@@ -195,39 +187,73 @@ class Work:
         return self._times * self.sharers * max([1, *map(least_room_bytes, self.cuts.made)])
 
 
+class Work(NamedTuple):
+    """An array of the target, the paths of the arrays that it is made of, and its assembly.
+
+    The assembly is `None` if the array is one of the source's arrays, which moves unchanged.
+    """
+
+    leaf: MovedLeaf
+    sources: tuple[str, ...]
+    assembly: Assembly | None
+
+
 @ft.lru_cache(maxsize=16)
 def works_of(
     map: TreeMap, sources: tuple[MovedLeaf, ...], targets: tuple[MovedLeaf, ...], copies: bool
 ) -> tuple[Work, ...]:
     """The plan for moving one tree into another, from a bounded cache."""
-    here = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in sources}
-    there = {leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in targets}
-    made = bound(map, here, there)
-    by_path = {leaf.path: leaf for leaf in sources}
-    known: dict[object, tuple[tuple[str, ...], Any]] = {}
-    return tuple([_work(leaf, made[leaf.path], by_path, copies, known) for leaf in targets])
+    here, there = ({leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in side} for side in (sources, targets))
+    made, by_path = bound(map, here, there), {leaf.path: leaf for leaf in sources}
+    known: dict[object, Assembly] = {}
+    found = []
+    for leaf in targets:
+        names = tuple(dict.fromkeys(name for piece in made[leaf.path].pieces for name in names_of(piece)))
+        ends = [by_path[name] for name in names]
+        assert leaf.sharding is not None
+        try:
+            require_movable(leaf.shape, leaf.dtype, leaf.sharding)
+            require_reduced(leaf.sharding, *[end.sharding for end in ends if end.sharding is not None])
+            is_plain = len(names) == 1 and made[leaf.path] == _unchanged(ends[0])
+            assembly = None if is_plain else _known_assembly(leaf, made[leaf.path], ends, copies, known)
+        except (SpecError, MeshError, LeafTypeError) as error:
+            raise type(error)(f"leaf `{leaf.path}`: {error}") from error
+        found.append(Work(leaf, names, assembly))
+    return tuple(found)
 
 
-def _work(leaf: MovedLeaf, made: Made, sources: Mapping[str, MovedLeaf], copies: bool, known: dict[Any, Any]) -> Work:
-    names = tuple(dict.fromkeys(name for piece in made.pieces for name in names_of(piece)))
-    assert leaf.sharding is not None
-    try:
-        require_movable(leaf.shape, leaf.dtype, leaf.sharding)
-        require_reduced(leaf.sharding, *[end for name in names if (end := sources[name].sharding) is not None])
-    except (SpecError, MeshError, LeafTypeError) as error:
-        raise type(error)(f"leaf `{leaf.path}`: {error}") from error
-    if len(names) == 1 and made == _as_it_is(sources[names[0]]):
-        return Work(leaf, "plain", leaf.shape, leaf.dtype, made, names)
+def _unchanged(leaf: MovedLeaf) -> Made:
+    made = leaf_made(leaf.path, Struct(leaf.shape, leaf.dtype))
+    return dataclasses.replace(made, pieces=tuple(map(simplified, made.pieces)))
+
+
+def _known_assembly(
+    leaf: MovedLeaf, made: Made, sources: Sequence[MovedLeaf], copies: bool, known: dict[object, Assembly]
+) -> Assembly:
+    """The assembly of an array, from `known` if an array of the same kind has one."""
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     more = shape[len(leaf.shape) :]
-    pieces = tuple(extended(piece, more) for piece in made.pieces) if more else made.pieces
-    try:
-        return _planned(leaf, Made(shape, dtype, pieces), names, sources, known, copies)
-    except MeshError as error:
-        raise MeshError(f"leaf `{leaf.path}`: {error}") from error
+    pieces = numbered([extended(piece, more) if more else piece for piece in made.pieces], [x.path for x in sources])
+    # Their texts tell apart constants that are equal: 0.0 and -0.0.
+    key = leaf[1:], pieces, str([piece.value.number for piece in pieces]), tuple(one[1:] for one in sources)
+    if key not in known:
+        ends = [one._replace(path=str(at)) for at, one in enumerate(sources)]
+        known[key] = _assembly(leaf, Made(shape, dtype, pieces), ends, copies)
+    return known[key]
 
 
-def work_between(
+def numbered(pieces: Sequence[Piece], names: Sequence[str]) -> tuple[Piece, ...]:
+    """The pieces with the number of each source, as text, in the place of its path."""
+    numbers, found = {name: str(number) for number, name in enumerate(names)}, []
+    for piece in pieces:
+        value = piece.value
+        scale = None if value.scale is None else value.scale._replace(path=numbers[value.scale.path])
+        path = None if value.path is None else numbers[value.path]
+        found.append(piece._replace(value=value._replace(path=path, scale=scale)))
+    return tuple(found)
+
+
+def assembly_between(
     shape: tuple[int, ...],
     dtype: object,
     src: Sharding,
@@ -235,7 +261,7 @@ def work_between(
     lost: tuple[object, ...],
     copies: bool,
     sent_before: tuple[tuple[int, int], ...] = (),
-) -> Work:
+) -> Assembly:
     """The plan for moving an array between device sets without a map.
 
     **Arguments:**
@@ -249,95 +275,101 @@ def work_between(
 
     **Returns:**
 
-    The Work.
+    The Assembly.
 
     **Raises:**
 
-    `MeshError` if no way leads there.
+    `MeshError` if no program spans the devices and no host can reach the shards.
     """
-    leaf, source = MovedLeaf("", shape, dtype, dst), MovedLeaf("", shape, dtype, src)
-    made = leaf_made("", Struct(shape, dtype))
-    return _planned(leaf, made, ("",), {"": source}, {}, copies, lost, sent_before)
+    made, source = leaf_made("0", Struct(shape, dtype)), MovedLeaf("0", shape, dtype, src)
+    return _assembly(MovedLeaf("", shape, dtype, dst), made, [source], copies, lost, sent_before)
 
 
-def _as_it_is(leaf: MovedLeaf) -> Made:
-    made = leaf_made(leaf.path, Struct(leaf.shape, leaf.dtype))
-    return Made(made.shape, made.dtype, tuple(simplified(piece) for piece in made.pieces))
-
-
-class _Devices(NamedTuple):
-    """The devices of some shardings, and the position of each. If one sharding has no devices, ids identify them."""
-
-    every: tuple[Any, ...]
-    places: Mapping[Any, int]
-    are_named: bool
-
-    def place(self, device: object) -> int | None:
-        """The position of a device; `None` if it is not among them."""
-        return self.places.get(device if self.are_named else getattr(device, "id", device))
-
-    def places_of(self, sharding: Sharding) -> list[int]:
-        """The positions of a sharding's devices."""
-        return [at for device in _ordered(sharding) if (at := self.place(device)) is not None]
-
-
-def _devices_of(sources: Sequence[Sharding], target: Sharding, lost: Sequence[object]) -> _Devices:
-    are_named = all(map(has_devices, (*sources, target)))
-    key_of = (lambda device: device) if are_named else (lambda device: getattr(device, "id", device))
-    gone = {key_of(device) for device in lost}
-    left = [device for end in sources for device in _ordered(end) if key_of(device) not in gone]
-    every = {key_of(device): device for device in (*left, *_ordered(target))}
-    return _Devices(tuple(every.values()), {key: at for at, key in enumerate(every)}, are_named)
-
-
-def _planned(
+def _assembly(
     leaf: MovedLeaf,
     made: Made,
-    names: tuple[str, ...],
-    sources: Mapping[str, MovedLeaf],
-    known: dict[object, object],
+    sources: Sequence[MovedLeaf],
     copies: bool,
     lost: tuple[object, ...] = (),
     sent_before: tuple[tuple[int, int], ...] = (),
-) -> Work:
-    """The plan for one array. `known` caches the cuts of arrays of the same kind."""
-    plan = ft.partial(_cuts, leaf, known=known, lost=lost, sent_before=sent_before)
-    ends = [sources[name].sharding for name in names]
-    way = _way(leaf, made, ends, copies, lambda: plan(made, names, sources)[:2])
-    every, scaled, read = {**sources}, (), names
-    if way == "programs":
+) -> Assembly:
+    devices = _Devices(leaf, sources, lost)
+    cuts, scaled = _cuts(leaf, made, sources, devices, sent_before), dict[str, ScaledArray]()
+    way = _way(made, [one.sharding for one in sources], leaf.sharding, copies, cuts, devices)
+    if way == "programs" and any(piece.value.scale is not None for piece in made.pieces):
         made, scaled = _scaled_first(made)
-        for one in scaled:
-            every[one.name] = sources[one.path]._replace(path=one.name, dtype=one.dtype)
-        read = tuple(dict.fromkeys(name for piece in made.pieces for name in names_of(piece)))
-    cuts, devices, kind = plan(made, read, every)
-    shapes = {name: _shard_of(every[name]) for name in read}
-    all_of = lambda end: () if end is None else tuple(devices.every[at] for at in devices.places_of(end))
-    there, here = all_of(leaf.sharding), {name: all_of(every[name].sharding) for name in read}
-    work = Work(
-        leaf, way, made.shape, made.dtype, made, names, scaled, cuts, devices.every, there, here, shapes, kind=kind
-    )
-    return _filled(work, sources, devices, known) if way == "host" and devices.are_named else work
+        ends = {one.path: one for one in sources}
+        ends |= {key: ends[one.source]._replace(path=key, dtype=one.dtype) for key, one in scaled.items()}
+        sources = [ends[key] for key in dict.fromkeys(name for piece in made.pieces for name in names_of(piece))]
+        devices = _Devices(leaf, sources, lost)
+        cuts = _cuts(leaf, made, sources, devices, sent_before)
+    assert leaf.sharding is not None
+    here, shapes = {one.path: devices.left(one) for one in sources}, {one.path: shard_of(one) for one in sources}
+    ends = (devices.every, devices.left(leaf), here, shapes)
+    found = Assembly(leaf.sharding, made.shape, made.dtype, shard_of(leaf)[0], way, made.pieces, scaled, cuts, *ends)
+    return _filled(found, leaf, sources, devices) if way == "host" and devices.are_named else found
+
+
+class _Devices:
+    """The devices of an array and of its sources, without the lost ones, and the position of each.
+
+    If one sharding has no devices, ids identify the devices.
+    """
+
+    def __init__(self, leaf: MovedLeaf, sources: Sequence[MovedLeaf], lost: Sequence[object]):
+        self.are_named = all(has_devices(one.sharding) for one in (*sources, leaf) if one.sharding is not None)
+        self.lost = {*map(self._key, lost)}
+        left = [device for one in sources for device in self._ordered(one) if device not in self.lost]
+        self.every = tuple(dict.fromkeys((*left, *self._ordered(leaf))))
+        self.places = {device: at for at, device in enumerate(self.every)}
+
+    def _key(self, device: Any) -> Any:
+        return device if self.are_named else getattr(device, "id", device)
+
+    def _ordered(self, leaf: MovedLeaf) -> list[Any]:
+        return [] if leaf.sharding is None else [*map(self._key, _ordered(leaf.sharding))]
+
+    def left(self, leaf: MovedLeaf) -> tuple[Any, ...]:
+        """The devices of an array that are in `every`."""
+        return tuple(device for device in self._ordered(leaf) if device in self.places)
+
+    def boxes(self, leaf: MovedLeaf) -> list[tuple[int | None, Box]]:
+        """The position of the device, and the box, of each shard of an array or of its key data.
+
+        A NumPy array is held by no device; a lost device has no position.
+        """
+        found = device_boxes(leaf).items()
+        return [(_NOBODY if device is None else self.places.get(self._key(device)), box) for device, box in found]
+
+    def holders(self, leaf: MovedLeaf) -> dict[Box, list[int]]:
+        """The devices that hold each box of an array."""
+        lost, held = {self.places.get(device) for device in self.lost}, dict[Box, list[int]]()
+        for at, box in self.boxes(leaf):
+            held.setdefault(box, []).extend([] if at is None or at in lost else [at])
+        return held
 
 
 def _way(
-    leaf: MovedLeaf,
     made: Made,
     sources: Sequence[Sharding | None],
+    target: Sharding | None,
     copies: bool,
-    plan: Callable[[], tuple[Cuts, _Devices]],
-) -> Way:
-    """The way to assemble an array: "plain", "programs" or "host". It is the same on every process."""
-    ends = [end for end in (*sources, leaf.sharding) if end is not None]
-    if not all(map(has_devices, ends)):
+    cuts: Cuts,
+    devices: _Devices,
+) -> Literal["programs", "host"]:
+    """The way to assemble an array. It is the same on every process."""
+    if not devices.are_named:
         return "programs" if sources else "host"
-    devices = {device for end in ends for device in end.device_set}
-    platforms = {device.platform for device in devices}
+    every = {device for end in (*sources, target) if end is not None for device in end.device_set}
+    platforms = {device.platform for device in every}
     has_program = len(platforms) == 1 and bool(sources) and None not in sources and 0 not in made.shape
     if has_program and not (copies and platforms == {"cpu"}):
         return "programs"
-    is_in_one = len(ends) == 1 or len({device.process_index for device in devices}) == 1
-    if is_in_one or not _crosses(made, *plan()):
+    process = [device.process_index for device in devices.every]
+    is_in_one = {*sources} <= {None} or len({device.process_index for device in every}) == 1
+    # Whether a process needs elements that another process holds. Scaled arrays are needed whole.
+    travels = any(process[cut.sender] != process[cut.receiver] for cut in cuts.made if cut.sender != _NOBODY)
+    if is_in_one or not (travels or any(piece.value.scale is not None for piece in made.pieces)):
         return "host"
     if has_program:
         return "programs"
@@ -347,49 +379,17 @@ def _way(
     )
 
 
-def _crosses(made: Made, cuts: Cuts, devices: _Devices) -> bool:
-    """Whether a process needs elements that another process holds. Scaled arrays are needed whole."""
-    process = [device.process_index for device in devices.every]
-    travels = any(process[cut.sender] != process[cut.receiver] for cut in cuts.made if cut.sender != _NOBODY)
-    return travels or any(piece.value.scale is not None for piece in made.pieces)
-
-
 def _cuts(
     leaf: MovedLeaf,
     made: Made,
-    names: tuple[str, ...],
-    sources: Mapping[str, MovedLeaf],
-    *,
-    known: dict[Any, Any],
-    lost: tuple[object, ...],
+    sources: Sequence[MovedLeaf],
+    devices: _Devices,
     sent_before: tuple[tuple[int, int], ...],
-) -> tuple[Cuts, _Devices, Any]:
-    """The cuts of an array, their devices, and the key of arrays whose cuts differ only in the names of
-    their sources.
-    """
-    assert leaf.sharding is not None
-    ends = [end for name in names if (end := sources[name].sharding) is not None]
-    devices = _devices_of(ends, leaf.sharding, lost)
-    kind = (leaf[1:], *kind_of(made, names, sources))
-    if kind not in known:
-        gone, alike = {devices.place(device) for device in lost}, dict[Any, Held]()
-        targets = [(at, box) for at, box in _boxes(leaf, devices) if at is not None]
-        for name in names:
-            one = sources[name]
-            if one[1:] not in alike:
-                alike[one[1:]] = data_of(one.shape, one.dtype)[1], _holders(one, devices, gone)
-        process_of = {at: one.process_index for at, one in enumerate(devices.every) if isinstance(one, jax.Device)}
-        held = {name: alike[sources[name][1:]] for name in names}
-        known[kind] = names, cuts_of(made, targets, held, process_of, sent_before)
-    first, cuts = known[kind]
-    return _renamed(cuts, first, names), devices, kind
-
-
-def _boxes(leaf: MovedLeaf, devices: _Devices) -> list[tuple[int | None, Box]]:
-    """The device position and the box of each shard of an array, or of its key data. A NumPy array is held
-    by no device.
-    """
-    return [(_NOBODY if device is None else devices.place(device), box) for device, box in device_boxes(leaf).items()]
+) -> Cuts:
+    alike = {one[1:]: (data_of(one.shape, one.dtype)[1], devices.holders(one)) for one in sources}
+    targets = [(at, box) for at, box in devices.boxes(leaf) if at is not None]
+    process_of = {at: one.process_index for at, one in enumerate(devices.every) if devices.are_named}
+    return cuts_of(made, targets, {one.path: alike[one[1:]] for one in sources}, process_of, sent_before)
 
 
 def device_boxes(leaf: MovedLeaf) -> dict[Any, Box]:
@@ -401,78 +401,29 @@ def device_boxes(leaf: MovedLeaf) -> dict[Any, Box]:
     return {device: (*found[device], *more) for device in _ordered(leaf.sharding)}
 
 
-def _holders(leaf: MovedLeaf, devices: _Devices, lost: Container[int | None]) -> dict[Box, list[int]]:
-    held: dict[Box, list[int]] = {}
-    for at, box in _boxes(leaf, devices):
-        held.setdefault(box, []).extend([] if at is None or at in lost else [at])
-    return held
-
-
-def _filled(work: Work, sources: Mapping[str, MovedLeaf], devices: _Devices, known: dict[Any, Any]) -> Work:
+def _filled(found: Assembly, leaf: MovedLeaf, sources: Sequence[MovedLeaf], devices: _Devices) -> Assembly:
     """The plan with the NumPy copies of this process: one shard for each box, since replicas share it."""
-    if (work.kind, "filled") not in known:
-        first: dict[Box, int] = {}
-        for at, box in _boxes(work.leaf, devices):
-            if at is not None and devices.every[at].process_index == jax.process_index():
-                first.setdefault(box, at)
-        cuts: dict[int, list[Cut]] = {at: [] for at in first.values()}
-        for cut in work.cuts.made:
-            if cut.receiver in cuts:
-                cuts[cut.receiver].append(cut)
-        orders = {name: _order(sources[name], devices) for name in work.sources}
-        numbers = {name: number for number, name in enumerate(work.sources)}
-        shapes = [work.source_shapes[name] for name in work.sources]
-        fillings = [filling(cuts[at], work.dtype, box, numbers, shapes, orders) for box, at in first.items()]
-        known[work.kind, "filled"] = work.sources, tuple(first), tuple(fillings)
-    names, targets, fillings = known[work.kind, "filled"]
-    if names != work.sources:
-        fillings = tuple(
-            [one._replace(others=_renamed(Cuts(one.others), names, work.sources).made) for one in fillings]
-        )
-    return dataclasses.replace(work, targets=targets, fillings=fillings)
+    first: dict[Box, int] = {}
+    for at, box in devices.boxes(leaf):
+        if at is not None and devices.every[at].process_index == jax.process_index():
+            first.setdefault(box, at)
+    cuts: dict[int, list[Cut]] = {at: [] for at in first.values()}
+    for cut in found.cuts.made:
+        if cut.receiver in cuts:
+            cuts[cut.receiver].append(cut)
+    shapes, orders = [found.source_shapes[one.path] for one in sources], list[Mapping[int, int]]()
+    for one in sources:  # for each device, the number of its shard among those of this process
+        here = () if one.sharding is None else one.sharding.addressable_devices_indices_map(one.shape)
+        orders.append({devices.places.get(device, _NOBODY): at for at, device in enumerate(here)} or {_NOBODY: _NOBODY})
+    fillings = [filling(cuts[at], found.dtype, box, shapes, orders) for box, at in first.items()]
+    return dataclasses.replace(found, targets=tuple(first), fillings=tuple(fillings))
 
 
-def _order(leaf: MovedLeaf, devices: _Devices) -> dict[int, int]:
-    """For each device, the number of its shard of an array among the shards of this process."""
-    if leaf.sharding is None:
-        return {_NOBODY: _NOBODY}
-    here = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-    return {place: at for at, device in enumerate(here) if (place := devices.place(device)) is not None}
-
-
-def _shard_of(leaf: MovedLeaf) -> tuple[tuple[int, ...], Any]:
+def shard_of(leaf: MovedLeaf) -> tuple[tuple[int, ...], Any]:
     """The shape and dtype of a shard, or of its key data."""
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     own = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     return (*own, *shape[len(leaf.shape) :]), dtype
-
-
-def kind_of(made: Made, names: tuple[str, ...], sources: Mapping[str, MovedLeaf]) -> tuple[Any, ...]:
-    """A key that is equal for arrays whose cuts differ only in the names of their sources."""
-    numbers = {name: number for number, name in enumerate(names)}
-    pieces = tuple(_numbered(piece, numbers) for piece in made.pieces)
-    return made.shape, made.dtype, pieces, tuple(sources[name][1:] for name in names)
-
-
-def _numbered(piece: Piece, numbers: Mapping[str, int]) -> Any:
-    value = piece.value
-    scale = None if value.scale is None else (numbers[value.scale.path], value.scale.block)
-    path = None if value.path is None else numbers[value.path]
-    return path, value.number, scale, value.casts, piece.source, piece.target, piece.factors
-
-
-def _renamed(cuts: Cuts, first: tuple[str, ...], own: tuple[str, ...]) -> Cuts:
-    """Cuts of another array of the same kind."""
-    if first == own:
-        return cuts
-    names = dict(zip(first, own, strict=True))
-    made = []
-    for cut in cuts.made:
-        value = cut.piece.value
-        scale = None if value.scale is None else value.scale._replace(path=names[value.scale.path])
-        path = None if value.path is None else names[value.path]
-        made.append(cut._replace(piece=cut.piece._replace(value=value._replace(path=path, scale=scale))))
-    return Cuts(tuple(made))
 
 
 def _ordered(end: Sharding) -> list[Any]:
@@ -482,9 +433,9 @@ def _ordered(end: Sharding) -> list[Any]:
     return sorted(end.device_set, key=lambda device: device.id)
 
 
-def _scaled_first(made: Made) -> tuple[Made, tuple[ScaledArray, ...]]:
-    """A leaf whose scaled source is an array of its own, made before the leaf."""
-    scaled: dict[object, ScaledArray] = {}
+def _scaled_first(made: Made) -> tuple[Made, dict[str, ScaledArray]]:
+    """An array whose scaled sources are arrays of their own, and these."""
+    scaled: dict[str, ScaledArray] = {}
     pieces = []
     for piece in made.pieces:
         value = piece.value
@@ -493,8 +444,8 @@ def _scaled_first(made: Made) -> tuple[Made, tuple[ScaledArray, ...]]:
             to, casts = jnp.dtype("float32"), value.casts
             if casts and not isinstance(casts[0], Arithmetic):
                 to, casts = casts[0], casts[1:]
-            name = f"{value.path} * {value.scale.path} in {to}"
-            scaled[name] = ScaledArray(name, value.path, value.scale, to)
-            value = Value(name, None, None, casts)
+            key = f"{value.path} * {value.scale.path} in {to}"
+            scaled[key] = ScaledArray(value.path, value.scale, to)
+            value = Value(key, None, None, casts)
         pieces.append(piece._replace(value=value))
-    return Made(made.shape, made.dtype, tuple(pieces)), tuple(scaled.values())
+    return dataclasses.replace(made, pieces=tuple(pieces)), scaled

@@ -30,7 +30,7 @@ from ..._ground.spec import bits
 from ..._plan import ShardPlan
 from ..destinations import data_of
 from ..pieces.cuts import Cut, cuts_of, first_casts, sent_bits, smaller
-from ..pieces.work import MovedLeaf, device_boxes, kind_of, leaves_of_plan
+from ..pieces.work import MovedLeaf, device_boxes, leaves_of_plan, numbered
 from .transfer import BUFFER, PLACE, Buffer, SentLeaf, TransferKind, TransferPlan, WireForm, hash_of
 
 
@@ -83,7 +83,8 @@ def plan_transfer(
         own = dataclasses.replace(made[path], shape=shape, dtype=dtype)
         own = dataclasses.replace(own, pieces=tuple(extended(piece, more) for piece in own.pieces))
         names = tuple(dict.fromkeys(name for piece in own.pieces for name in names_of(piece)))
-        key = (target[1:], *kind_of(own, names, sources))
+        ends = tuple(sources[name][1:] for name in names)
+        key = target[1:], numbered(own.pieces, names), str([piece.value.number for piece in own.pieces]), ends
         if key not in numbers:
             numbers[key] = len(kinds)
             ends = {name: sources[name] for name in names}
