@@ -411,7 +411,7 @@ def _counts(options: Options) -> Mapping[str, Value]:
     layers = 2
     source, target = _trainer(layers, options.devices), _engine(layers, options.devices)
     works = journey_of(_filled(source), target, ENGINE, False).works
-    wire_bytes = sum(work.cuts.wire_bytes for work in works)
+    wire_bytes = sum(work.assembly.cuts.wire_bytes for work in works if work.assembly is not None)
     bound = _lower_bound(source, target, layers)
     return {"leaves": len(moved), "programs": programs, "wire_over_lower_bound": wire_bytes / bound}
 
@@ -473,13 +473,10 @@ def _room(mebibytes: int, options: Options) -> Mapping[str, Value]:
     works = journey_of(tree, target, ENGINE, False).works
     largest = max(leaf.bytes_per_device for leaf in target.leaves)
     most = 0
-    for work in works:
-        if work.way != "programs" or work.leaf.sharding is None:
-            continue
-        shape = work.leaf.sharding.shard_shape(work.shape)
+    for work in [work.assembly for work in works if work.assembly is not None and work.assembly.way == "programs"]:
         for step in work.exchanges(None):
-            sources = tuple(work.source_shapes[path] for path in step.paths)
-            run = program(work.devices, step.rounds, sources, (shape, work.dtype), True)
+            sources = tuple(work.source_shapes[key] for key in step.keys)
+            run = program(work.devices, step.rounds, sources, (work.shard_shape, work.dtype), True)
             where = NamedSharding(Mesh(np.array(work.devices), ("device",)), P("device"))
             count = len(work.devices)
             given = [jax.ShapeDtypeStruct(step.places.shape, step.places.dtype, sharding=where)] + [
