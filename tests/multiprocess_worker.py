@@ -1,4 +1,4 @@
-"""One process of a job that `_processes.run` starts, which also gives it its arguments."""
+"""The program of one process in a job. `_processes.run` starts the processes and gives them their arguments."""
 
 import functools as ft
 import os
@@ -122,25 +122,6 @@ def train(mesh):
     return gather(model), gather(moments[0].mu), losses, params_plan.digest, state_plan.digest, batch_plan.digest
 
 
-def listening():
-    """The local addresses on which this process accepts connections."""
-    inodes = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            target = os.readlink(entry)
-        except FileNotFoundError:
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    out = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                out.append(fields[1].split(":")[0])
-    return out
-
-
 def agreement(mesh):
     """What `assert_same_plan` says about equal plans and maps, then about pairs of which the last process has one."""
     mine, same, twice = planned(mesh), TreeMap({"out/w": "w"}), TreeMap({"out/w": From("w").times(2.0)})
@@ -187,7 +168,6 @@ def everything():
     result["constrained"] = (gather(doubled), str(doubled.sharding.spec))
     result["trained"] = train(mesh)
     result["agreement"] = agreement(mesh)
-    result["listening"] = listening()
     result["alone"] = alone(mesh)
     keep(result)
     dies(jax.process_count() - 1)

@@ -1,5 +1,6 @@
 """Global arrays made of the rows that each process loaded."""
 
+import operator
 from typing import overload
 
 import jax
@@ -8,8 +9,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, PyTree
 
+from .._ground.boxes import boxes_here
 from .._ground.errors import PlanMismatchError
-from .._ground.spec import entries_of
+from .._ground.spec import entries_at
 from .._ground.tree import flatten
 from .._plan import LeafPlan, ShardPlan, canonical_dtype
 
@@ -25,12 +27,12 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float) -> tuple[P
 def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = None) -> PyTree:
     """The global arrays of a batch, from the part that each process loaded.
 
-    Every process calls it, with its rows by [`shardfx.hosts.data_layout`][] or [`shardfx.hosts.local_chunk`][], or with
-    a whole dimension, of which its part is then taken. No data goes over the network.
+    Every process calls it, with the rows that [`shardfx.hosts.data_layout`][] or [`shardfx.hosts.local_chunk`][] gives
+    the process. A process may also pass a whole dimension, of which its part is taken. No data goes over the network.
 
     **Arguments:**
 
-    - `local`: a tree of NumPy arrays: what this process's devices will hold between them. On CPUs the result may share
+    - `local`: a tree of NumPy arrays: the part of the batch for this process's devices. On CPUs the result may share
         their memory, as with `jax.device_put`: pass copies if you fill the same buffers again.
     - `plan`: the plan of the global batch, on a mesh of devices.
     - `pad`: the value to fill missing rows (dimension 0) with. Without it, a batch that is too short is an
@@ -75,83 +77,61 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
         )
     leaves = [plan[path] for path in flat.paths]
     parts = [_part(leaf.shape, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-    arrays, loaded = [], []
-    for leaf, array, part in zip(leaves, flat.leaves, parts, strict=True):
-        checked = _checked(leaf.path, np.asarray(array), leaf.shape, leaf.dtype, part, pad is not None)
-        loaded.append(len(checked) if checked.ndim else 0)
-        arrays.append(checked)
+    given = zip(leaves, flat.leaves, parts, strict=True)
+    arrays = [_checked(leaf, np.asarray(array), part, pad) for leaf, array, part in given]
+    shapes = [leaf.shape for leaf in leaves]
     if pad is None:
-        return treedef.unflatten(map(_global, arrays, shardings, [leaf.shape for leaf in leaves]))
-    rows = _same_rows(leaves, loaded)
-    for leaf, array in zip(leaves, arrays, strict=True):
-        _check_pad(leaf.path, pad, array.dtype)
+        return treedef.unflatten(map(jax.make_array_from_process_local_data, shardings, arrays, shapes))
+    _require_same_rows(leaves, arrays)
     padded = [_padded(array, part, pad) for array, part in zip(arrays, parts, strict=True)]
-    batch = treedef.unflatten(map(_global, padded, shardings, [leaf.shape for leaf in leaves]))
-    size, entry = leaves[0].shape[0], (*entries_of(leaves[0].spec), None)[0]
-    mask = _padded(np.ones(rows, bool), parts[0][:1], False)
-    return batch, _global(mask, NamedSharding(plan.jax_mesh, PartitionSpec(entry)), (size,))
+    batch = treedef.unflatten(map(jax.make_array_from_process_local_data, shardings, padded, shapes))
+    rows = NamedSharding(plan.jax_mesh, PartitionSpec(*entries_at(leaves[0].spec, 1)))
+    mask = _padded(np.ones(len(arrays[0]), bool), parts[0], False)
+    return batch, jax.make_array_from_process_local_data(rows, mask, shapes[0][:1])
 
 
 def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
     """The number of elements along each dimension that this process's devices hold."""
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    out = []
-    for dim, size in enumerate(shape):
-        ranges = {index[dim].indices(size)[:2] for index in indices if index is not None}
-        out.append(sum(stop - start for start, stop in sorted(ranges)))
-    return tuple(out)
+    ranges = zip(*boxes_here(sharding, shape).values(), strict=True)
+    return tuple(sum(stop - start for start, stop in set(own)) for own in ranges)
 
 
-def _checked(
-    path: str, array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype, part: tuple[int, ...], short: bool
-) -> np.ndarray:
+def _checked(leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int | float | None) -> np.ndarray:
+    """An array that this process loaded, in the dtype of the plan; raises if it is not this process's `part`."""
+    shape, dtype = leaf.shape, leaf.dtype
     if array.dtype != dtype and canonical_dtype(array.dtype) != dtype:
         raise PlanMismatchError(
-            f"leaf `{path}` is {array.dtype}, but the plan is for {dtype}; load it as that, or plan the other."
+            f"leaf `{leaf.path}` is {array.dtype}, but the plan is for {dtype}; load it as that, or plan the other."
         )
-    fits = array.ndim == len(shape) and all(
-        size in (mine, whole) for size, mine, whole in zip(array.shape, part, shape, strict=True)
-    )
+    fits = array.ndim == len(shape) and all(map(operator.contains, zip(part, shape, strict=True), array.shape))
     missing = array.ndim == len(shape) > 0 and array.shape[1:] == part[1:] and len(array) < part[0]
-    if not fits and not (missing and short):
+    if not fits and (pad is None or not missing):
         hint = "; pass `pad=0` to fill the missing rows and get a mask" if missing else ""
         raise PlanMismatchError(
-            f"leaf `{path}` has shape {array.shape} here, but process {jax.process_index()} owns {part} of "
+            f"leaf `{leaf.path}` has shape {array.shape} here, but process {jax.process_index()} owns {part} of "
             f"{shape}; load the part that `hosts.local_chunk` names{hint}."
         )
+    is_bool = jnp.issubdtype(dtype, jnp.bool_)
+    if pad is not None and (is_bool or jnp.issubdtype(dtype, jnp.integer)):
+        low, high = (0, 1) if is_bool else (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
+        if not low <= pad <= high or pad != int(pad):
+            raise PlanMismatchError(
+                f"leaf `{leaf.path}` is {dtype}, which cannot hold `pad={pad}`; pad with an integer from {low} to "
+                f"{high}, or plan the leaf as floats."
+            )
     return array.astype(dtype, copy=False)
 
 
-def _same_rows(leaves: list[LeafPlan], loaded: list[int]) -> int:
-    first = leaves[0]
-    for leaf, rows in zip(leaves, loaded, strict=True):
-        entries = [(*entries_of(one.spec), None)[0] for one in (leaf, first)]
-        if not leaf.shape or leaf.shape[0] != first.shape[0] or rows != loaded[0] or entries[0] != entries[1]:
-            raise PlanMismatchError(
-                f"leaf `{leaf.path}` has {rows} rows here of shape {leaf.shape} sharded as {leaf.spec}, but "
-                f"leaf `{first.path}` has {loaded[0]} of {first.shape} as {first.spec}; one mask needs the "
-                "same rows in all."
-            )
-    return loaded[0]
-
-
-def _check_pad(path: str, pad: int | float, dtype: np.dtype) -> None:
-    """Raises for a padding value that an integer dtype cannot hold. Floats may round it."""
-    is_bool = jnp.issubdtype(dtype, jnp.bool_)
-    if not (is_bool or jnp.issubdtype(dtype, jnp.integer)):
-        return
-    low, high = (0, 1) if is_bool else (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
-    if not low <= pad <= high or pad != int(pad):
-        raise PlanMismatchError(
-            f"leaf `{path}` is {dtype}, which cannot hold `pad={pad}`; pad with an integer from {low} to {high}, or "
-            "plan the leaf as floats."
-        )
+def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None:
+    """Raises if one mask cannot stand for the rows of all leaves."""
+    found: dict[object, str] = {}
+    for leaf, array in zip(leaves, arrays, strict=True):
+        told = f"leaf `{leaf.path}` has shape {array.shape} here, of {leaf.shape} sharded as {leaf.spec}"
+        found.setdefault((array.shape[:1], leaf.shape[:1], entries_at(leaf.spec, 1)), told)
+    if len(found) > 1 or not leaves[0].shape:
+        raise PlanMismatchError(f"one mask needs the same rows in all leaves, but {' and '.join(found.values())}.")
 
 
 def _padded(array: np.ndarray, part: tuple[int, ...], value: int | float) -> np.ndarray:
     missing = max(part[0] - len(array), 0)
     return np.concatenate([array, np.full((missing, *array.shape[1:]), value, array.dtype)])
-
-
-def _global(array: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
-    return jax.make_array_from_process_local_data(sharding, array, shape)

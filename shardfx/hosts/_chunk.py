@@ -1,6 +1,7 @@
 """The part of an array or a batch that a process owns, from its position in the HostGrid alone."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +9,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from .._ground.boxes import Box, boxes
 from .._ground.errors import MeshError, SpecError
-from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
+from .._ground.spec import UNCONSTRAINED, entries_at, entries_of, entry_axes
 from ._grid import HostGrid
 
 
@@ -98,10 +99,19 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
         assert chunk == hosts.LocalChunk((slice(64, 96), slice(0, 16)), 0)
         ```
     """
-    entries = _entries(shape, spec, grid)
-    slices = tuple(_rows(dim, size, axes, grid, process_index) for dim, (size, axes) in enumerate(entries))
-    used = tuple(axis for _, axes in entries for axis in axes)
-    return LocalChunk(slices, replica_id(used, grid, process_index))
+    entries = entries_of(spec)
+    if any(entry is UNCONSTRAINED for entry in entries):
+        raise SpecError(
+            f"{spec} leaves a dimension unconstrained, so nobody knows who owns it; name its axes, or None."
+        )
+    if any(entry_axes(entry) for entry in entries[len(shape) :]):
+        raise SpecError(
+            f"{spec} has {len(entries)} entries, but the array has shape {tuple(shape)}; give one per dimension."
+        )
+    axes = [entry_axes(entry) for entry in entries_at(spec, len(shape))]
+    replica = replica_id(itertools.chain(*axes), grid, process_index)
+    rows = (_rows(dim, shape[dim], own, grid, process_index) for dim, own in enumerate(axes))
+    return LocalChunk(tuple(rows), replica)
 
 
 def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> int:
@@ -132,7 +142,13 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
         assert [hosts.shard_id(("data", "replica"), grid, p) for p in range(4)] == [0, 2, 1, 3]
         ```
     """
-    return _place(_axes(axes, grid), grid, process_index)
+    if not 0 <= process_index < grid.process_count:
+        raise MeshError(f"there is no process {process_index}; use one of 0 to {grid.process_count - 1}.")
+    chunks = dict(zip(grid.axis_names, grid.chunk_ids[process_index], strict=True))
+    number = 0
+    for axis in _axes(axes, grid):
+        number = number * grid.num_chunks[axis] + chunks[axis]
+    return number
 
 
 def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> int:
@@ -163,7 +179,7 @@ def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) ->
         ```
     """
     given = _axes(axes, grid)
-    return _place(tuple(name for name in grid.axis_names if name not in given), grid, process_index)
+    return shard_id([name for name in grid.axis_names if name not in given], grid, process_index)
 
 
 def data_layout(
@@ -208,7 +224,7 @@ def data_layout(
         )
     return DataLayout(
         batch_size=rows,
-        shard_id=_place(names, grid, process_index),
+        shard_id=shard_id(names, grid, process_index),
         num_shards=math.prod(grid.num_chunks[name] for name in names),
         is_first_host_in_replica_set=replica_id(names, grid, process_index) == 0,
     )
@@ -245,36 +261,18 @@ def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple
         ]
         ```
     """
-    owners: dict[Box, list[int]] = {}
+    owners: dict[Box, set[int]] = {}
     for device, part in boxes(sharding, tuple(shape)).items():
-        owners.setdefault(part, []).append(device.process_index)
-    chunks = []
-    for part in sorted(owners):
-        processes = sorted(set(owners[part]))
-        if process_index in processes:
-            slices = tuple(slice(start, stop) for start, stop in part)
-            chunks.append(LocalChunk(slices, processes.index(process_index)))
-    return tuple(chunks)
-
-
-def _entries(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid) -> list[tuple[int, tuple[str, ...]]]:
-    """Each dimension's size and mesh axes."""
-    partitions = tuple(entries_of(spec))
-    if any(entry is UNCONSTRAINED for entry in partitions):
-        raise SpecError(
-            f"{spec} leaves a dimension unconstrained, so nobody knows who owns it; name its axes, or None."
-        )
-    if any(entry_axes(entry) for entry in partitions[len(shape) :]):
-        raise SpecError(
-            f"{spec} has {len(partitions)} entries, but the array has shape {tuple(shape)}; give one per dimension."
-        )
-    axes = [entry_axes(entry) for entry in partitions[: len(shape)]]
-    axes += [()] * (len(shape) - len(axes))
-    _axes(tuple(axis for entry in axes for axis in entry), grid)
-    return list(zip(shape, axes, strict=True))
+        owners.setdefault(part, set()).add(device.process_index)
+    return tuple(
+        LocalChunk(tuple(slice(*ends) for ends in part), sorted(owners[part]).index(process_index))
+        for part in sorted(owners)
+        if process_index in owners[part]
+    )
 
 
 def _rows(dim: int, size: int, axes: tuple[str, ...], grid: HostGrid, process_index: int) -> slice:
+    """The range of one dimension that a process owns."""
     devices = math.prod(grid.axis_sizes[axis] for axis in axes)
     if size % devices:
         raise SpecError(
@@ -291,21 +289,12 @@ def _rows(dim: int, size: int, axes: tuple[str, ...], grid: HostGrid, process_in
             "sharding, process_index)`."
         )
     rows = size // math.prod(grid.num_chunks[axis] for axis in axes)
-    start = _place(axes, grid, process_index) * rows
+    start = shard_id(axes, grid, process_index) * rows
     return slice(start, start + rows)
 
 
-def _place(axes: tuple[str, ...], grid: HostGrid, process_index: int) -> int:
-    if not 0 <= process_index < grid.process_count:
-        raise MeshError(f"there is no process {process_index}; use one of 0 to {grid.process_count - 1}.")
-    chunks = dict(zip(grid.axis_names, grid.chunk_ids[process_index], strict=True))
-    place = 0
-    for axis in axes:
-        place = place * grid.num_chunks[axis] + chunks[axis]
-    return place
-
-
 def _axes(axes: str | Iterable[str], grid: HostGrid) -> tuple[str, ...]:
+    """The names of the axes, checked."""
     if isinstance(axes, set | frozenset):
         raise MeshError(f"mesh axes {sorted(axes)} came in a set, which has no order; pass a tuple.")
     names = (axes,) if isinstance(axes, str) else tuple(axes)

@@ -1,6 +1,7 @@
 """The box of a mesh that each process has, as integers."""
 
 import math
+import operator
 import types
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -44,8 +45,8 @@ class HostGrid(eqx.Module):
 
         - `axis_sizes`: devices along each mesh axis, in the mesh's order.
         - `num_chunks`: processes along each axis; 1 for axes left out.
-        - `chunk_ids`: for each process, in order of process index, which of the chunks of each axis it has,
-            in the order of `axis_sizes`.
+        - `chunk_ids`: for each process, in order of process index, the number of its chunk along each axis, in the
+            order of `axis_sizes`.
 
         **Raises:**
 
@@ -66,11 +67,12 @@ class HostGrid(eqx.Module):
                     f"{chunks} processes cannot share the {size} devices of mesh axis `{name}` evenly; use a "
                     f"divisor of {size}."
                 )
-        if any(len(ids) != len(self._chunks) for ids in self.chunk_ids):
-            raise MeshError(f"every entry of `chunk_ids` needs one index for each axis of {self.axis_names}.")
         for process, ids in enumerate(self.chunk_ids):
-            if not all(0 <= chunk < chunks for chunk, chunks in zip(ids, self._chunks, strict=True)):
-                raise MeshError(f"process {process} has chunk {ids}, but there are only {self._chunks} along the axes.")
+            if len(ids) != len(self._chunks) or not all(map(operator.contains, map(range, self._chunks), ids)):
+                raise MeshError(
+                    f"process {process} has chunk {ids}; it needs one index for each axis of {self.axis_names}, below "
+                    f"{self._chunks}."
+                )
         if len(set(self.chunk_ids)) < len(self.chunk_ids) or len(self.chunk_ids) != math.prod(self._chunks):
             raise MeshError(
                 f"{len(self.chunk_ids)} processes have {len(set(self.chunk_ids))} different chunks, but "
@@ -124,7 +126,10 @@ def grid_of(mesh: Mesh) -> HostGrid:
     sizes = np.bincount(owner.ravel(), minlength=count)
     if not sizes.all():
         _raise_no_box(mesh, f"process {int(sizes.argmin())} has no device in it")
-    first, last = _corners(owner, count)
+    # The places of the devices, process by process.
+    places = np.stack(np.unravel_index(np.argsort(owner.ravel(), kind="stable"), owner.shape), axis=-1)
+    starts = np.cumsum(sizes) - sizes
+    first, last = np.minimum.reduceat(places, starts), np.maximum.reduceat(places, starts)
     extents = last - first + 1
     ragged = np.flatnonzero((extents.prod(axis=1) != sizes) | (extents != extents[0]).any(axis=1))
     if len(ragged):
@@ -132,12 +137,10 @@ def grid_of(mesh: Mesh) -> HostGrid:
         _raise_no_box(
             mesh,
             f"the {sizes[process]} devices of process {process} lie within "
-            f"{tuple(int(n) for n in first[process])} to {tuple(int(n) for n in last[process])}",
+            f"{tuple(first[process].tolist())} to {tuple(last[process].tolist())}",
         )
-    names = mesh.axis_names
-    box = [int(extent) for extent in extents[0]]
-    chunks = {name: size // part for name, size, part in zip(names, owner.shape, box, strict=True)}
-    return HostGrid(dict(zip(names, owner.shape, strict=True)), chunks, (first // extents).tolist())
+    chunks = dict(zip(mesh.axis_names, owner.shape // extents[0], strict=True))
+    return HostGrid(mesh.shape, chunks, (first // extents).tolist())
 
 
 def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:
@@ -168,16 +171,6 @@ def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:
     """
     counts = [num_chunks.get(name, 1) for name in mesh.axis_names]
     return HostGrid(mesh.shape, num_chunks, np.ndindex(*counts))
-
-
-def _corners(owner: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    first = np.empty((count, owner.ndim), np.int64)
-    last = np.zeros((count, owner.ndim), np.int64)
-    first[:] = owner.shape
-    for axis, index in enumerate(np.indices(owner.shape)):
-        np.minimum.at(first[:, axis], owner.ravel(), index.ravel())
-        np.maximum.at(last[:, axis], owner.ravel(), index.ravel())
-    return first, last
 
 
 def _raise_no_box(mesh: Mesh, found: str) -> None:

@@ -45,42 +45,33 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
     if jax.process_count() == 1:
         return
     _meet(wait_seconds)
-    devices = _devices(plan)
+    devices = "" if isinstance(plan, TreeMap) or plan.jax_mesh is None else str([*plan.jax_mesh.device_ids.flat])
     prints = _exchange(hashlib.sha256(f"{type(plan).__name__} {plan.digest} {devices}".encode()).digest())
     if len(set(prints)) == 1:
         return
     me = jax.process_index()
     other = next(process for process, mark in enumerate(prints) if mark != prints[0]) if prints[me] == prints[0] else 0
-    texts, orders = _exchange(plan.to_json().encode("utf-8", "surrogatepass")), _exchange(devices.encode())
-    what = "maps" if isinstance(plan, TreeMap) else "plans"
-    theirs = texts[other].decode("utf-8", "surrogatepass")
-    try:
-        is_map = isinstance(plan, TreeMap)
-        lines = _map_lines(plan, theirs) if is_map else differences(plan, ShardPlan.from_json(theirs))
-    except (MapError, PlanFormatError):
-        lines = ["one has a plan, the other a map"]
-    first = (
-        lines[0] if lines else f"the devices of the mesh are {devices} in one, {orders[other].decode()} in the other"
-    )
+    texts = _exchange(f"{devices}\n{plan.to_json()}".encode("utf-8", "surrogatepass"))
+    their_devices, _, theirs = texts[other].decode("utf-8", "surrogatepass").partition("\n")
+    in_order = f"the devices of the mesh are {devices} in one, {their_devices} in the other"
+    first, *more = _differences(plan, theirs) or [in_order]
+    what = "map" if isinstance(plan, TreeMap) else "plan"
     raise PlanMismatchError(
-        f"the {what} of process {me} and process {other} differ: {first}"
-        + (f" (and {len(lines) - 1} more)" if len(lines) > 1 else "")
-        + f"; make {_FIX[what]} on every process."
+        f"the {what}s of process {me} and process {other} differ: {first}"
+        + (f" (and {len(more)} more)" if more else "")
+        + f"; make the {what} from the same values on every process."
     )
 
 
-_FIX = {"plans": "the plan from the same tree, rules and mesh", "maps": "the map from the same rules and numbers"}
-
-
-def _devices(plan: ShardPlan | TreeMap) -> str:
-    if isinstance(plan, TreeMap) or plan.jax_mesh is None:
-        return ""
-    return ",".join(str(device.id) for device in plan.jax_mesh.devices.flat)
-
-
-def _map_lines(map: TreeMap, theirs: str) -> Sequence[str]:
-    """The lines in which the texts of two maps differ."""
-    pairs = it.zip_longest(str(map).splitlines(), str(TreeMap.from_json(theirs)).splitlines(), fillvalue="nothing more")
+def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
+    """The leaves or rules in which a plan or map differs from the JSON of another one; none if the devices differ."""
+    try:
+        if isinstance(plan, ShardPlan):
+            return differences(plan, ShardPlan.from_json(theirs))
+        rules = (str(plan).splitlines(), str(TreeMap.from_json(theirs)).splitlines())
+    except (MapError, PlanFormatError):
+        return ["one has a plan, the other a map"]
+    pairs = it.zip_longest(*rules, fillvalue="nothing more")
     found = [f"`{one.strip()}` in one, `{two.strip()}` in the other" for one, two in pairs if one != two]
     return found or ["what they cast, or the order of their rules"]
 

@@ -1,4 +1,4 @@
-"""What each process owns: against brute force over the device list, and every message."""
+"""Each process's part of arrays, batches and meshes, compared with the list of devices; and every message."""
 
 import dataclasses
 import math
@@ -43,8 +43,8 @@ def test_a_grid_is_a_value():
     [
         (({"a": 4}, {"b": 2}, [(0,)]), r"`num_chunks` names `b`, but the mesh has \('a',\)"),
         (({"a": 4}, {"a": 3}, [(0,)]), "3 processes cannot share the 4 devices of mesh axis `a` evenly"),
-        (({"a": 4}, {"a": 2}, [(0, 0), (1, 0)]), r"needs one index for each axis of \('a',\)"),
-        (({"a": 4}, {"a": 2}, [(0,), (2,)]), r"process 1 has chunk \(2,\), but there are only \(2,\)"),
+        (({"a": 4}, {"a": 2}, [(0, 0), (1, 0)]), r"chunk \(0, 0\); it needs one index for each axis of \('a',\)"),
+        (({"a": 4}, {"a": 2}, [(0,), (2,)]), r"process 1 has chunk \(2,\); it needs .*, below \(2,\)"),
         (({"a": 4}, {"a": 2}, [(0,), (0,)]), "2 processes have 1 different chunks, but {'a': 2} makes 2"),
         (({"a": 4}, {"a": 2}, [(0,)]), "1 processes have 1 different chunks"),
     ],
@@ -103,12 +103,6 @@ def test_shard_and_replica_ids_number_the_processes(order, count):
     assert pairs == {(s, r) for s in range(shards) for r in range(GRID.process_count // shards)}
 
 
-def test_the_order_of_axes_counts():
-    assert [hosts.shard_id(("replica", "data"), GRID, p) for p in range(4)] == [0, 1, 2, 3]
-    assert [hosts.shard_id(("data", "replica"), GRID, p) for p in range(4)] == [0, 2, 1, 3]
-    assert [hosts.replica_id("data", GRID, p) for p in range(4)] == [0, 0, 1, 1]
-
-
 def test_answers_are_plain_python_values():
     for asked, layout in (
         ((8, None, GRID, 0), hosts.DataLayout(8, 0, 1, True)),
@@ -131,23 +125,11 @@ def test_answers_are_plain_python_values():
         (lambda: hosts.shard_id("zz", GRID, 0), r"no axis 'zz', but \('replica', 'data', 'model'\); use one of those"),
         (lambda: hosts.shard_id(("data", "data"), GRID, 0), "occurs twice"),
         (lambda: hosts.replica_id("data", GRID, 4), "there is no process 4; use one of 0 to 3"),
-        (
-            lambda: hosts.data_layout(6, "data", GRID, 0),
-            r"6 rows cannot be sharded over the 4 devices along \('data',\)",
-        ),
+        (lambda: hosts.data_layout(6, "data", GRID, 0), r"6 rows cannot be sharded over the 4 .* along \('data',\)"),
         (lambda: hosts.data_layout(0, "data", GRID, 0), "use a positive multiple of 4, or `None` for 4"),
-        (
-            lambda: hosts.local_chunk((6,), P("data"), GRID, 0),
-            "dim 0 of size 6 is not divisible by the 4 devices.*pad it to 8",
-        ),
-        (
-            lambda: hosts.local_chunk((8,), P("data", "model"), GRID, 0),
-            r"has 2 entries, but the array has shape \(8,\)",
-        ),
-        (
-            lambda: hosts.local_chunk((8,), P(P.UNCONSTRAINED), GRID, 0),
-            "nobody knows who owns it; name its axes, or None",
-        ),
+        (lambda: hosts.local_chunk((6,), P("data"), GRID, 0), "size 6 is not divisible by the 4 .*pad it to 8"),
+        (lambda: hosts.local_chunk((8,), P("data", "model"), GRID, 0), r"has 2 entries, but .* shape \(8,\)"),
+        (lambda: hosts.local_chunk((8,), P(P.UNCONSTRAINED), GRID, 0), "nobody knows who owns it; name its axes"),
         (lambda: hosts.local_chunk((8,), P(("data", "replica")), GRID, 0), "several devices along `data`.*hosts.owned"),
         (lambda: hosts.local_chunk((8, 8), P("data", "data"), GRID, 0), "occurs twice"),
     ],
@@ -188,16 +170,11 @@ def test_processes_without_equal_boxes(sizes, owner, message):
 
 def test_hosts_of_65536_devices_need_no_device():
     mesh = MeshSpec({"replica": 8, "data": 1024, "model": 8}, dcn={"replica": 8})
-    order = topology.submesh_order((32, 32, 64, 1), (2, 2, 2, 1), (2, 2, 2, 1))
     grid = hosts.regular_grid(mesh, {"replica": 8, "data": 1024})
-    layout = hosts.data_layout(65536, ("replica", "data"), grid, 8191)
     chunk = hosts.local_chunk((65536, 4096), P(("replica", "data"), "model"), grid, 8191)
-    tree = {f"layer{i}": jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16) for i in range(200)}
-    made = plan(tree, mesh, paths=PathRules([("layer", P(("replica", "data"), "model"))]))
-    assert made.bytes_per_device == 200 * 8192 * 8192 * 2 // 65536
-    assert grid.process_count == 8192 and order.shape == (8192, 8, 4)
-    assert (layout.shard_id, layout.num_shards) == (8191, 8192)
     assert chunk == hosts.LocalChunk((slice(65528, 65536), slice(0, 4096)), 0)
+    assert hosts.data_layout(65536, ("replica", "data"), grid, 8191) == hosts.DataLayout(65536, 8191, 8192, True)
+    assert topology.submesh_order((32, 32, 64, 1), (2, 2, 2, 1), (2, 2, 2, 1)).shape == (8192, 8, 4)
 
 
 def batch_plan(mesh=None, rows=8, rules=None):
@@ -236,11 +213,7 @@ def test_a_ragged_batch_is_padded_with_a_mask(rows):
         ({**batch(), "x": np.ones((8, 4), np.float32)}, {"pad": 0}, r"leaf `x` has shape \(8, 4\) here"),
         ({**batch(), "y": np.ones(8, np.float32)}, {}, "leaf `y` is float32, but the plan is for int32"),
         ({"x": batch()["x"]}, {}, r"the batch has the leaves \['x'\], the plan \['x', 'y'\]"),
-        (
-            {"x": batch(5)["x"], "y": batch(4)["y"]},
-            {"pad": 0},
-            "leaf `y` has 4 rows here.*one mask needs the same rows",
-        ),
+        ({"x": batch(5)["x"], "y": batch(4)["y"]}, {"pad": 0}, r"one mask needs the same .*`x` has .*`y` has .*\(4,\)"),
         (batch(5), {"pad": 0.5}, r"leaf `y` is int32, which cannot hold `pad=0.5`; pad with an integer from -2147"),
         (batch(5), {"pad": float("nan")}, "leaf `y` is int32, which cannot hold `pad=nan`"),
         (batch(5), {"pad": 2**31}, "leaf `y` is int32, which cannot hold `pad=2147483648`"),
@@ -249,9 +222,6 @@ def test_a_ragged_batch_is_padded_with_a_mask(rows):
 def test_global_batch_refuses(local, keywords, message):
     with pytest.raises(PlanMismatchError, match=message):
         hosts.global_batch(local, batch_plan(), **keywords)
-
-
-def test_global_batch_needs_devices():
     with pytest.raises(PlanMismatchError, match=r"no devices to put a batch on; use `plan.on\(plan.mesh.build"):
         hosts.global_batch(batch(), batch_plan(MeshSpec({"data": 4, "tensor": 2})))
 
