@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-import sys
+import itertools as it
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from .._ground.errors import PlanMismatchError
 from .._ground.reason import Decision
 from .._ground.tree import flatten
 from .._plan import LeafPlan, ShardPlan, aligned, rows_of
-from .._rules import AxisRules, PathRules, names_text
+from .._rules import AxisRules, PathRules
 from ..topology import MeshSpec
 
 
@@ -39,25 +39,20 @@ def checked(form: object, what: str) -> Any:
                 f"`{what}` holds the bare spec {entry}; say which mesh it is for: "
                 f"`NamedSharding(plan.jax_mesh, {entry})`."
             )
-        if isinstance(entry, str | tuple | list):
-            names = (entry,) if isinstance(entry, str) else tuple(entry)
+        if _is_mistaken(entry):
             raise PlanMismatchError(
-                f"`{what}` holds logical names, {entry!r}, which do not say of which mesh; a plan resolves them: "
-                f"`plan.sharding({names_text(names)})`."
-            )
-        if isinstance(entry, _NO_ENTRIES):
-            raise PlanMismatchError(
-                f"`{what}` holds a value of type {type(entry).__name__}, which is no sharding; give a plan, "
-                "`plan.sharding(names)`, a `Sharding`, a tree of these, or `None` to take an array as it comes."
+                f"`{what}` holds {' '.join(repr(entry).split()):.80}, of type {type(entry).__name__}, which is no "
+                "sharding; give a plan, `plan.sharding(names)`, a `Sharding`, a tree of these, or `None` to take an "
+                "array as it comes."
             )
     return form
 
 
 def _is_mistaken(node: object) -> bool:
-    if isinstance(node, tuple | list):
-        has_names = any(isinstance(one, str) for one in node)
-        return has_names and all(one is None or one is ... or isinstance(one, str) for one in node)
-    return isinstance(node, _NO_ENTRIES)
+    """Whether an entry is a value that is passed by mistake, such as a tuple of logical names."""
+    if not isinstance(node, tuple | list):
+        return isinstance(node, _NO_ENTRIES)
+    return {str} <= set(map(type, node)) <= {str, type(None), type(...)}
 
 
 def key_of(sharding: object) -> Any:
@@ -112,25 +107,18 @@ def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
         return [table[i] for i in index]
     if shapes and isinstance(entry, NamedSharding):
         flat = flatten(part)
-        for path, leaf, shaped in zip(flat.paths, flat.leaves, flat.is_array, strict=True):
-            if shaped and not _fits(entry, leaf.shape):
+        for path, leaf in it.compress(zip(flat.paths, flat.leaves, strict=True), flat.is_array):
+            try:
+                entry.check_compatible_aval(leaf.shape)
+                entry.shard_shape(leaf.shape)
+            except ValueError as error:
                 leaf_name = f"its leaf `{path}`" if path else "it"
                 raise PlanMismatchError(
                     f"the sharding of {what} does not fit {leaf_name}, {leaf.dtype}{list(leaf.shape)}: the spec "
                     f"is {entry.spec} on a mesh {dict(entry.mesh.shape)}; "
                     f"`correct({entry.spec}, {tuple(leaf.shape)}, mesh)` gives one that fits."
-                )
+                ) from error
     return [entry] * len(jax.tree.leaves(part))
-
-
-def _fits(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    if len(sharding.spec) > len(shape):
-        return False
-    try:
-        sharding.shard_shape(shape)
-    except ValueError:
-        return False
-    return True
 
 
 def lacks(form: object, tree: object) -> Iterator[str]:
@@ -205,12 +193,10 @@ def parameter_names(signature: inspect.Signature, args: Sequence[object], kwargs
     return [*names[: len(args)], *more, *sorted(kwargs)]
 
 
-def counts_as_given(signature: inspect.Signature) -> range:
-    """The numbers of positional arguments with which a call without keywords needs no binding and no default."""
-    kinds = [parameter.kind for parameter in signature.parameters.values()]
-    least = len(positional_names(signature))
-    most = sys.maxsize if inspect.Parameter.VAR_POSITIONAL in kinds else least + 1
-    return range(0) if inspect.Parameter.KEYWORD_ONLY in kinds else range(least, most)
+def arity(signature: inspect.Signature) -> int | None:
+    """The number of positional arguments of a call that needs no binding; `None` if all calls need it."""
+    count = len(positional_names(signature))
+    return count if count == len(signature.parameters) else None
 
 
 def _variadic(signature: inspect.Signature, kind: str) -> str | None:
@@ -244,21 +230,16 @@ def donated(donate: Any, signature: inspect.Signature) -> Donated:
     return Donated(frozenset(names.index(one) if isinstance(one, str) else one for one in chosen))
 
 
-def bound(fn: Any, name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+def bound(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """The arguments of a call as the function gets them: keyword arguments by position, defaults filled in.
 
     **Raises:**
 
-    `TypeError` in Python's own words if a call does not fit the signature.
+    `TypeError` if a call does not fit the signature.
     """
     try:
         found = signature.bind(*args, **kwargs)
     except TypeError as error:
-        inner = inspect.unwrap(fn)
-        is_own = inspect.isfunction(inner) and "__signature__" not in vars(inner)
-        if is_own and inspect.signature(inner) == signature:
-            # The arguments do not fit, so that no line of the function runs.
-            inner(*args, **kwargs)
-        raise TypeError(f"{name}(): {error}") from None
+        raise TypeError(f"{name}{signature}: {error}") from None
     found.apply_defaults()
     return found.args, found.kwargs

@@ -1,14 +1,10 @@
-"""Checks of a call's arguments and results: arrays that were deleted, are donated twice or are on other devices, and
-static leaves.
+"""Checks of a call's arrays: that none was deleted, is donated twice or is on other devices.
 
-The runtime notices this too, but in a program on several CPU devices it ends the process. Static values are compared by
-value and by type: 1, 1.0 and True are equal, and their programs differ.
+The runtime notices this too, but in a program on several CPU devices it ends the process.
 """
 
-import dataclasses
 import functools as ft
-import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +18,14 @@ from ..topology import MeshSpec
 
 
 class Given(NamedTuple):
-    """A leaf of the arguments: its name in messages, its path, its entry in `in_shardings`, and whether it
-    is donated.
+    """A leaf of the function or of its arguments.
+
+    **Arguments:**
+
+    - `name`, `path`: its name in messages, and its path: "params/layers/0/w".
+    - `wanted`: its sharding by `in_shardings`; `None` without one.
+    - `is_donated`: whether its argument is donated.
+    - `argument`: the position of its argument; `None` for a leaf of the function.
     """
 
     name: str
@@ -31,7 +33,7 @@ class Given(NamedTuple):
     leaf: Any
     wanted: Any
     is_donated: bool
-    argument: int
+    argument: int | None
 
     @property
     def text(self) -> str:
@@ -39,6 +41,7 @@ class Given(NamedTuple):
         return f"{self.name}, {self.leaf.dtype}{list(self.leaf.shape)},"
 
 
+@ft.lru_cache(maxsize=1024)
 def is_placed(kind: type) -> bool:
     """Whether leaves of this type are arrays with buffers."""
     return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
@@ -166,14 +169,11 @@ def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 def without_devices(leaf: Any) -> jax.ShapeDtypeStruct:
     """The struct of an array, on the abstract mesh if the array is on a mesh."""
     found = struct_of(leaf)
-    own, abstract = found.sharding, None
-    if is_abstract(own):
-        return found
-    if isinstance(own, NamedSharding) and not own.mesh.empty:
-        usual = next(iter(own.device_set)).default_memory().kind
-        kind = None if own.memory_kind == usual else own.memory_kind
-        abstract = NamedSharding(MeshSpec.of(own.mesh).abstract(), own.spec, memory_kind=kind)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=abstract, weak_type=found.weak_type)
+    own = found.sharding
+    if not isinstance(own, NamedSharding) or own.mesh.empty:
+        return found.update(sharding=None)
+    abstract = NamedSharding(MeshSpec.of(own.mesh).abstract(), own.spec, memory_kind=memory_kind(own))
+    return found if is_abstract(own) else found.update(sharding=abstract)
 
 
 @ft.lru_cache(maxsize=1024)
@@ -183,134 +183,6 @@ def is_traced(kind: type) -> bool:
 
 
 @ft.lru_cache(maxsize=1024)
-def _compared_fields(kind: type) -> tuple[str, ...] | None:
-    if not dataclasses.is_dataclass(kind):
-        return None
-    return tuple([field.name for field in dataclasses.fields(kind) if field.compare])
-
-
-def mark(value: object) -> Hashable:
-    """The properties of a value that `==` ignores: its type and the sign of a zero, also inside containers and
-    dataclasses.
-
-    NaN does not equal itself, but its mark does.
-    """
-    kind = type(value)
-    if isinstance(value, float):
-        return kind, float.__repr__(value)
-    if isinstance(value, complex):
-        return kind, complex.__repr__(value)
-    if isinstance(value, tuple | list):
-        return kind, tuple(map(mark, value))
-    if isinstance(value, set | frozenset):
-        return kind, frozenset([(one, mark(one)) for one in value])
-    if isinstance(value, dict):
-        return kind, frozenset([(key, mark(key), mark(one)) for key, one in value.items()])
-    fields = _compared_fields(kind)
-    # An attribute may be unset.
-    return kind if fields is None else (kind, *[mark(getattr(value, name, None)) for name in fields])
-
-
-def node_data(treedef: Any) -> list[Any]:
-    """The data that the nodes of a tree hold beside leaves: static fields of modules, and dict keys that are not
-    strings.
-    """
-    found: list[Any] = []
-    nodes = [treedef]
-    for node in nodes:
-        data = node.node_data()
-        if data is None:
-            continue
-        nodes += node.children()
-        kind, aux = data
-        if type(aux) is tuple:
-            found += aux
-        elif kind is not dict:
-            found.append(aux)
-        elif set(map(type, aux)) - {str}:
-            found += aux
-    return found
-
-
-def needs_marks(treedef: object) -> bool:
-    """Whether trees with equal structures may still differ in their nodes' data."""
-    return any(type(one).__eq__ is not object.__eq__ for one in node_data(treedef))
-
-
-class Static:
-    """The parts of a tree that are not traced, as one static argument of `jax.jit`: hashed and compared as a whole.
-
-    **Arguments:**
-
-    - `positions`: the positions, among all leaves, of the leaves that are no arrays, and of each list of arrays.
-    - `treedef`: the structure of this very tree: one that is equal may hold other data.
-    - `values`: the leaves that are no arrays.
-    - `data`: the data of the nodes beside their leaves.
-    """
-
-    __slots__ = ("positions", "treedef", "values", "_parts", "_key", "_hash")
-
-    def __init__(self, positions: list[list[int]], treedef: Any, values: Sequence[Any], data: Sequence[Any]):
-        self.positions, self.treedef, self.values, self._parts = positions, treedef, values, [*values, *data]
-        compared = tuple([None if isinstance(one, float | complex) and one != one else one for one in values])
-        self._key = (tuple(positions[0]), compared, mark(self._parts), treedef)
-        self._hash = hash(self._key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, Static) and self._hash == other._hash and self._key == other._key
-
-    def holds(self, parts: Sequence[object]) -> bool:
-        """Whether `parts` are the very objects that this value holds."""
-        return len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
-
-    def difference(self, given: "Static") -> str:
-        """The difference to the static parts of another call, in words."""
-        if self.treedef != given.treedef:
-            return f"{self.treedef.num_leaves} leaves then, {given.treedef.num_leaves} now"
-        pairs = zip(self._parts, given._parts, strict=False)
-        then, now = next((pair for pair in pairs if mark(pair[0]) != mark(pair[1]) or pair[0] != pair[1]), ("", ""))
-        return f"{then!r:.60} then, {now!r:.60} now"
-
-
-def joined(treedef: Any, positions: Sequence[Sequence[int]], lists: Sequence[Sequence[Any]]) -> Any:
-    """The tree whose leaves are in these lists, each at the positions of its list."""
-    leaves: list[Any] = [None] * treedef.num_leaves
-    for own, found in zip(positions, lists, strict=True):
-        for at, leaf in zip(own, found, strict=True):
-            leaves[at] = leaf
-    return treedef.unflatten(leaves)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class Rest:
-    """The results of a function that are not arrays, and the positions of these and of each list of arrays among all
-    leaves.
-    """
-
-    treedef: Any
-    positions: list[list[int]]
-    statics: list[Any]
-
-
-class Parted(NamedTuple):
-    """The results of a function if not all of them are arrays, or if `out_shardings` has entries for them."""
-
-    lists: Any
-    rest: Any
-
-    def joined(self) -> Any:
-        return joined(self.rest.treedef, self.rest.positions, (self.rest.statics, *self.lists))
-
-
-def taking(positions: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """A function that takes the items at these positions out of a list, in half the time of a loop."""
-    first = positions[0] if positions else 0
-    run = slice(first, first + len(positions))
-    is_run = positions == [*range(run.start, run.stop)]
-    return operator.itemgetter(run) if is_run else operator.itemgetter(*positions)
+def are_traced(kinds: tuple[type, ...]) -> tuple[bool, ...]:
+    """For leaves of these types, whether each is an array, a tracer or a struct."""
+    return tuple(map(is_traced, kinds))

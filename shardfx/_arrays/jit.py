@@ -1,9 +1,10 @@
-"""`filter_jit`: a function compiled under plans, as one `jax.jit` with one static argument."""
+"""`filter_jit`: a function compiled under plans, as one `jax.jit` for each structure of its arguments."""
 
 import dataclasses
 import functools as ft
 import inspect
 import itertools as it
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -16,11 +17,10 @@ from .._plan import ShardPlan
 from ..topology import MeshSpec
 from .entries import (
     Donate,
-    Donated,
+    arity,
     bound,
     by_parameter,
     checked,
-    counts_as_given,
     donated,
     key_of,
     lacks,
@@ -30,23 +30,18 @@ from .entries import (
 )
 from .given import (
     Given,
-    Parted,
-    Rest,
-    Static,
+    are_traced,
     is_abstract,
     is_placed,
     is_traced,
-    joined,
     lies_apart,
-    needs_marks,
-    node_data,
     raise_apart,
     raise_elsewhere,
     raise_gone_or_shared,
     struct_of,
-    taking,
     without_devices,
 )
+from .partition import Parted, Rest, Static, joined, node_data
 from .stages import Lowered, Traced, TracedArray
 
 
@@ -54,10 +49,9 @@ P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 
-# The number of argument structures that one function remembers. Its programs are in the cache of `jax.jit`.
+# The number of argument structures that one function remembers, each with its `jax.jit`. JAX caches the programs.
 _FORMS = 128
 _ARRAY = jax.ShapeDtypeStruct((), np.float32)
-_NOTHING = Donated(frozenset())
 
 
 @overload
@@ -69,7 +63,7 @@ def filter_jit(
 @overload
 def filter_jit(
     fn: None = None, *, in_shardings: Any = None, out_shardings: Any = None, donate: Donate = "none"
-) -> "Decorator": ...
+) -> "Callable[[Callable[P, R]], Jitted[P, R]]": ...
 
 
 def filter_jit(
@@ -140,41 +134,27 @@ def filter_jit(
         assert apply(model, jnp.ones((8, 16))).shape == (8, 16)
         ```
     """
-    given = Decorator(in_shardings, out_shardings, donate)
-    return given if fn is None else given(fn)
-
-
-@dataclasses.dataclass(frozen=True)
-class Decorator:
-    """A `filter_jit` that waits for its function, so that a type checker knows the function's signature."""
-
-    in_shardings: Any
-    out_shardings: Any
-    donate: Donate
-
-    def __call__(self, fn: Callable[P, R]) -> "Jitted[P, R]":
-        return Jitted(fn, self.in_shardings, self.out_shardings, self.donate)
+    made = ft.partial(Jitted, in_shardings=in_shardings, out_shardings=out_shardings, donate=donate)
+    return made if fn is None else made(fn)
 
 
 @dataclasses.dataclass(eq=False)
 class _Form:
-    """The positions of a call's arrays among all its leaves, for one structure of the arguments.
+    """One structure of the function and its arguments, and the `jax.jit` for it.
 
     **Arguments:**
 
-    - `groups`: the positions of the arrays of each list that the program takes.
-    - `takes`: for each of them what takes these arrays out of all leaves.
-    - `statics`: the positions of all other leaves.
-    - `has_data`: whether equal structures may differ in what their nodes hold.
-    - `watched`: the first array of each entry. JAX does not look at its devices where it was placed before.
-    - `alive`: the arrays whose buffers may be gone. Where none is donated these are the first of each list: what is
-        donated is gone as a whole.
+    - `run`: the jitted function. It takes the static parts and then every array.
+    - `statics`: the positions of the leaves that are no arrays.
+    - `has_data`: whether equal structures may differ in the data that their nodes hold.
+    - `watched`: the first array of each sharding in `in_shardings`. JAX does not look at its devices where it was
+        placed before.
+    - `alive`: the arrays whose buffers may be gone: all if an array is donated, else the watched ones.
     - `donates`: whether an array is donated.
-    - `static`, `shardings`: the static argument and the shardings of the last call.
+    - `static`, `shardings`: the static parts, and the shardings of the watched arrays, of the last call.
     """
 
-    groups: list[list[int]]
-    takes: list[Callable[[list[Any]], Sequence[Any]]]
+    run: Any
     statics: list[int]
     has_data: bool
     watched: list[int]
@@ -185,55 +165,33 @@ class _Form:
 
 
 class _Call(NamedTuple):
-    """The arguments of a call, and the program's arguments made of them."""
+    """The function and the arguments of a call, its form, its static parts, and its arrays."""
 
-    args: Any
-    kwargs: Any
+    tree: tuple[Any, Any, Any]
+    form: _Form
     static: Static
-    lists: list[Sequence[Any]]
+    arrays: Sequence[Any]
 
 
 class Jitted(Generic[P, R]):
     """The function that [`shardfx.filter_jit`][] returns, with the signature of the function that was given.
 
-    It is one `jax.jit`. Its static argument is everything that is not traced. The arrays go in as lists, one for each
-    sharding in `in_shardings`, since these are known before any argument is. The results come out likewise, or as the
-    function returns them if they are only arrays and `out_shardings` is not given.
+    The static argument of each `jax.jit` is everything that is not traced. The results come out as one list for each
+    sharding in `out_shardings`, since these are known before any result is; or as the function returns them if they are
+    only arrays and `out_shardings` is not given.
     """
 
     def __init__(self, fn: Callable[P, R], in_shardings: object, out_shardings: object, donate: Donate):
-        self._signature = inspect.signature(fn)
+        self._fn, self._signature = fn, inspect.signature(fn)
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._in = by_parameter(checked(in_shardings, "in_shardings"), self._signature, self._name)
         self._out = checked(out_shardings, "out_shardings")
         self._donated = donated(donate, self._signature)
-        self._counts = counts_as_given(self._signature)
-        # The function may be a module with arrays, which are traced too.
-        self._fn_leaves, self._fn_treedef = jax.tree.flatten(fn)
-        self._fn_arrays = [leaf for leaf in self._fn_leaves if is_traced(type(leaf))]
-        wanted = shardings_in(self._in.forms)
-        # The key of a sharding, and whether its arrays are donated: there is one list of arrays for each.
-        self._slots = [*it.product(wanted, (False, True) if self._donated != _NOTHING else (False,))]
-        self._wanted = [wanted[key] for key, _ in self._slots]
+        self._arity = arity(self._signature)
         self._results = shardings_in(self._out)
-        self._is_abstract = any(map(is_abstract, [*self._wanted, *self._results.values()]))
+        self._is_abstract = any(map(is_abstract, [*shardings_in(self._in.forms).values(), *self._results.values()]))
         self._form = ft.lru_cache(maxsize=_FORMS)(self._form_of)
-        self._run = self._jitted(getattr(fn, "__name__", type(fn).__name__))
         ft.update_wrapper(self, fn, updated=())
-
-    def _jitted(self, name: str) -> Any:
-        def traced(static: Static, fn_arrays: list[Any], *lists: Sequence[object]) -> Any:
-            return self._traced(static, fn_arrays, lists)
-
-        # The name that profiles show.
-        traced.__name__ = traced.__qualname__ = name
-        return jax.jit(
-            traced,
-            static_argnums=0,
-            in_shardings=(None, *self._wanted),
-            out_shardings=Parted([*self._results.values()], None) if len(self._results) > 1 else None,
-            donate_argnums=[2 + at for at, (_, is_donated) in enumerate(self._slots) if is_donated],
-        )
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> "Jitted[P, R]": ...
@@ -252,7 +210,7 @@ class Jitted(Generic[P, R]):
             )
         call = self._bound(args, kwargs, runs=True)
         try:
-            out = self._run(call.static, self._fn_arrays, *call.lists)
+            out = call.form.run(call.static, *call.arrays)
         except (TypeError, ValueError, AttributeError) as error:
             self._explain(error, call)
             raise
@@ -265,119 +223,134 @@ class Jitted(Generic[P, R]):
     def trace(self, *args: object, **kwargs: object) -> Traced[P, R]:
         """Traces the function for arguments, or structs, of these shapes. The plans need no devices."""
         call = self._bound(args, kwargs, runs=False)
-        lists = [[without_devices(leaf) for leaf in own] for own in call.lists] if self._is_abstract else call.lists
+        given = self._arrays(call)
+        arrays = [*map(without_devices, call.arrays)] if self._is_abstract else call.arrays
         try:
             if self._is_abstract:
-                raise_elsewhere(self._arrays(call), None)
-            traced = self._run.trace(call.static, self._fn_arrays, *lists)
+                raise_elsewhere(given, None)
+            traced = call.form.run.trace(call.static, *arrays)
         except (TypeError, ValueError, AttributeError) as error:
             self._explain(error, call)
             raise
-        arrays = (*self._own_arrays(), *self._taken(call, lists))
-        results = tuple(self._returned(traced.out_info))
-        return Traced(ft.partial(self._run_compiled, call.static), traced, arrays, results, self._mesh())
-
-    def _mesh(self) -> MeshSpec | None:
-        """The mesh of the first plan."""
+        taken = tuple(
+            TracedArray(one.path, struct_of(leaf, one.wanted), one.is_donated, one.argument, f"arrays[{at}]")
+            for at, (one, leaf) in enumerate(zip(given, arrays, strict=True))
+        )
+        # The mesh of the first plan.
         plans = jax.tree.leaves([self._in.forms, self._out], is_leaf=lambda node: isinstance(node, ShardPlan))
-        return next((one.mesh for one in plans if isinstance(one, ShardPlan)), None)
+        mesh: MeshSpec | None = next((one.mesh for one in plans if isinstance(one, ShardPlan)), None)
+        return Traced(ft.partial(self._run_compiled, call.static), traced, taken, self._returned(traced.out_info), mesh)
 
     def _run_compiled(self, static: Static, compiled: jax.stages.Compiled, args: object, kwargs: object) -> Any:
         call = self._bound(args, kwargs, runs=True)
         if call.static != static:
+            then, now = ([value for value in one.values if value is not self._fn] for one in (static, call.static))
             raise PlanMismatchError(
-                f"`{self._name}` was compiled for other arguments: they differ in their structure, or in what "
-                f"is no array ({static.difference(call.static)}); lower it with what you call it with."
+                f"`{self._name}` was compiled for other arguments: they differ in their structure, or in what is no "
+                f"array ({then!r:.60} then, {now!r:.60} now); lower it with what you call it with."
             )
-        out = compiled(self._fn_arrays, *call.lists)
+        out = compiled(*call.arrays)
         return out.joined() if type(out) is Parted else out
 
     def _bound(self, args: Any, kwargs: Any, *, runs: bool) -> _Call:
-        if kwargs or len(args) not in self._counts:
-            args, kwargs = bound(self, self._name, self._signature, args, kwargs)
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        form = self._form(treedef, tuple(map(type, leaves)))
-        call = _Call(args, kwargs, self._static(form, treedef, leaves), [take(leaves) for take in form.takes])
-        shardings = [leaves[at].sharding for at in form.watched]
+        if kwargs or len(args) != self._arity:
+            args, kwargs = bound(self._name, self._signature, args, kwargs)
+        tree = self._fn, args, kwargs
+        leaves, treedef = jax.tree.flatten(tree)
+        is_array = are_traced(tuple(map(type, leaves)))
+        form = self._form(treedef, is_array)
+        arrays = [*it.compress(leaves, is_array)]
+        call = _Call(tree, form, self._static(form, treedef, is_array, leaves), arrays)
+        shardings = [one.sharding for at in form.watched if is_placed(type(one := arrays[at]))]
         if shardings != form.shardings:
             if any(lies_apart(one.leaf, one.wanted) for one in self._arrays(call)):
                 raise_apart(self._places(call), None)
             form.shardings = shardings
-        alive = [leaves[at] for at in form.alive] if runs else []
-        if True in [leaf.is_deleted() for leaf in alive] or (form.donates and len({*map(id, alive)}) < len(alive)):
-            given = self._given(args, kwargs)
+        alive = [one for at in form.alive if is_placed(type(one := arrays[at]))] if runs else []
+        if True in [one.is_deleted() for one in alive] or (form.donates and len({*map(id, alive)}) < len(alive)):
+            given = self._arrays(call)
             raise_gone_or_shared(given[at] for at in form.alive)
         return call
 
-    def _form_of(self, treedef: object, kinds: tuple[type, ...]) -> _Form:
-        args, kwargs = jax.tree.unflatten(treedef, [_ARRAY if is_traced(kind) else object() for kind in kinds])
-        self._check_taken(args, kwargs)
-        groups = {slot: [] for slot in self._slots}
-        for at, one in enumerate(self._given(args, kwargs)):
-            if one.leaf is _ARRAY:
-                groups[key_of(one.wanted), one.is_donated].append(at)
-        placed = {slot: [at for at in group if is_placed(kinds[at])] for slot, group in groups.items()}
-        donates = any(group for (_, is_donated), group in placed.items() if is_donated)
+    def _form_of(self, treedef: Any, is_array: tuple[bool, ...]) -> _Form:
+        tree = jax.tree.unflatten(treedef, [_ARRAY if one else object() for one in is_array])
+        self._check_taken(*tree[1:])
+        given = [one for one in self._given(*tree) if one.leaf is _ARRAY]
+        gone = [at for at, one in enumerate(given) if one.is_donated]
+
+        def traced(static: Static, *arrays: object) -> Any:
+            return self._traced(static, arrays)
+
+        # The name that profiles show.
+        traced.__name__ = traced.__qualname__ = getattr(self._fn, "__name__", type(self._fn).__name__)
+        run = jax.jit(
+            traced,
+            static_argnums=0,
+            in_shardings=tuple(one.wanted for one in given),
+            out_shardings=Parted([*self._results.values()], None) if len(self._results) > 1 else None,
+            donate_argnums=[1 + at for at in gone],
+        )
+        firsts = [*{key_of(one.wanted): at for at, one in reversed([*enumerate(given)])}.values()]
         return _Form(
-            groups=[*groups.values()],
-            takes=[taking(group) for group in groups.values()],
-            statics=[at for at, kind in enumerate(kinds) if not is_traced(kind)],
-            has_data=needs_marks(treedef),
-            watched=[group[0] for (key, _), group in placed.items() if group and key is not None],
-            alive=[at for group in placed.values() for at in (group if donates else group[:1])],
-            donates=donates,
+            run,
+            statics=[at for at, one in enumerate(is_array) if not one],
+            has_data=any(type(one).__eq__ is not object.__eq__ for one in node_data(treedef)),
+            watched=firsts,
+            alive=[*range(len(given))] if gone else firsts,
+            donates=bool(gone),
         )
 
-    def _static(self, form: _Form, treedef: object, leaves: list[Any]) -> Static:
+    def _static(self, form: _Form, treedef: Any, is_array: tuple[bool, ...], leaves: list[Any]) -> Static:
         values = [leaves[at] for at in form.statics]
-        data = node_data(treedef) if form.has_data else []
+        parts = values + node_data(treedef) if form.has_data else values
         last = form.static
-        if last is not None and last.holds([*values, *data]):
+        if last is not None and len(parts) == len(last.parts) and all(map(operator.is_, parts, last.parts)):
             return last
         try:
-            static = form.static = Static([form.statics, *form.groups], treedef, values, data)
+            form.static = Static(treedef, is_array, values, parts)
         except TypeError as error:
             found = next((value for value in values if not _is_hashable(value)), None)
             raise LeafTypeError(
                 f"an argument of `{self._name}` holds {type(found).__name__} {found!r:.60}, which is no array and "
                 "cannot be hashed, so it can be neither traced nor static; make it an array or something hashable."
             ) from error
-        return static
+        return form.static
 
-    def _traced(self, static: Static, fn_arrays: list[Any], lists: tuple[Sequence[object], ...]) -> Any:
-        args, kwargs = joined(static.treedef, static.positions, (static.values, *lists))
-        self._given(args, kwargs, shapes=True)
-        arrays = iter(fn_arrays)
-        fn_leaves = [next(arrays) if is_traced(type(leaf)) else leaf for leaf in self._fn_leaves]
-        out = jax.tree.unflatten(self._fn_treedef, fn_leaves)(*args, **kwargs)
+    def _traced(self, static: Static, arrays: tuple[object, ...]) -> Any:
+        fn, args, kwargs = joined(static.treedef, static.is_array, (static.values, arrays))
+        self._given(fn, args, kwargs, shapes=True)
+        out = fn(*args, **kwargs)
         leaves, treedef = jax.tree.flatten(out)
-        groups: dict[object, list[int]] = {"statics": [], **{key: [] for key in self._results}}
-        for at, sharding in enumerate(spread(self._out, out, f"what `{self._name}` returns")):
-            groups[key_of(sharding) if is_traced(type(leaves[at])) else "statics"].append(at)
-        if len(self._results) == 1 and not groups["statics"]:
-            return out
-        statics, *found = [[leaves[at] for at in group] for group in groups.values()]
-        return Parted(found, Rest(treedef, [*groups.values()], statics))
+        lists: dict[object, list[Any]] = {"statics": [], **{key: [] for key in self._results}}
+        numbers, order = {key: at for at, key in enumerate(lists)}, []
+        for leaf, sharding in zip(leaves, spread(self._out, out, f"what `{self._name}` returns"), strict=True):
+            key = key_of(sharding) if is_traced(type(leaf)) else "statics"
+            lists[key].append(leaf)
+            order.append(numbers[key])
+        statics = lists.pop("statics")
+        return out if len(lists) == 1 and not statics else Parted([*lists.values()], Rest(treedef, order, statics))
 
-    def _given(self, args: Any, kwargs: Any, *, shapes: bool = False) -> list[Given]:
-        """All leaves of the arguments; raises if they do not match their plans, with `shapes` also in shape
-        and dtype.
+    def _given(self, fn: Any, args: Any, kwargs: Any, *, shapes: bool = False) -> list[Given]:
+        """All leaves of the function and of its arguments; raises if they do not match their plans, with `shapes` also
+        in shape and dtype.
         """
+        rows: list[tuple[int | None, str, str, Any, Any, bool]]
+        rows = [(None, self._name, f"`{self._name}`", fn, None, False)]
         names = parameter_names(self._signature, args, kwargs)
-        found: list[Given] = []
-        for at, (which, arg, entry) in enumerate(self._in.of(args, kwargs)):
-            what = f"argument {which} of `{self._name}`"
-            leaves, treedef = jax.tree.flatten(arg)
-            wanted = spread(entry, arg, what, shapes=shapes, hint=self._in.hint)
+        for at, (name, (which, arg, entry)) in enumerate(zip(names, self._in.of(args, kwargs), strict=True)):
             is_donated = (at if at < len(args) else None) in self._donated
+            rows.append((at, name, f"argument {which} of `{self._name}`", arg, entry, is_donated))
+        found: list[Given] = []
+        for argument, name, what, tree, entry, is_donated in rows:
+            leaves, treedef = jax.tree.flatten(tree)
+            wanted = spread(entry, tree, what, shapes=shapes, hint=self._in.hint)
             for path, leaf, sharding in zip(tree_paths(treedef), leaves, wanted, strict=True):
-                name = f"`{path}` of {what}" if path else what
-                found.append(Given(name, _under(names[at], path), leaf, sharding, is_donated, at))
+                text = f"`{path}` of {what}" if path else what
+                found.append(Given(text, f"{name}/{path}" if path else name, leaf, sharding, is_donated, argument))
         return found
 
     def _arrays(self, call: _Call, *, shapes: bool = False) -> list[Given]:
-        given = self._given(call.args, call.kwargs, shapes=shapes)
-        return [one for one in given if is_traced(type(one.leaf))]
+        return [one for one in self._given(*call.tree, shapes=shapes) if is_traced(type(one.leaf))]
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
         """Raises if the call lacks an argument that has an entry, and has another one that has none."""
@@ -406,7 +379,7 @@ class Jitted(Generic[P, R]):
                 f"on one mesh inside one function, and `reshard` between functions. JAX says: {error}"
             ) from error
         raise_elsewhere(arrays, error)
-        for which, arg, entry in self._in.of(call.args, call.kwargs):
+        for which, arg, entry in self._in.of(*call.tree[1:]):
             for path in it.islice(lacks(entry, arg), 1):
                 error.add_note(
                     f"argument {which} of `{self._name}` lacks `{path}`, which is no array and was there when its plan "
@@ -418,41 +391,22 @@ class Jitted(Generic[P, R]):
         for one in self._arrays(call):
             if is_placed(type(one.leaf)) and one.leaf.committed:
                 yield f"{one.text} lies on", one.leaf.sharding
-        for which, _, entry in self._in.of(call.args, call.kwargs):
+        for which, _, entry in self._in.of(*call.tree[1:]):
             for sharding in shardings_in(entry).values():
                 yield f"the entry of `in_shardings` for argument {which} of `{self._name}` is on", sharding
         for sharding in self._results.values():
             yield f"an entry of `out_shardings` of `{self._name}` is on", sharding
 
-    def _own_arrays(self) -> Iterator[TracedArray]:
-        """The arrays in the function itself, such as a module's parameters."""
-        pairs = zip(tree_paths(self._fn_treedef), self._fn_leaves, strict=True)
-        for at, (path, leaf) in enumerate([pair for pair in pairs if is_traced(type(pair[1]))]):
-            yield TracedArray(_under(self._name, path), struct_of(leaf), name=f"fn_arrays[{at}]")
-
-    def _taken(self, call: _Call, lists: Sequence[Sequence[object]]) -> Iterator[TracedArray]:
-        """The arrays of the arguments, in the order of the program's parameters."""
-        given = self._given(call.args, call.kwargs)
-        for n, (group, leaves) in enumerate(zip(call.static.positions[1:], lists, strict=True)):
-            for i, (at, leaf) in enumerate(zip(group, leaves, strict=True)):
-                one, name = given[at], f"lists[{n}][{i}]"
-                yield TracedArray(one.path, struct_of(leaf, one.wanted), one.is_donated, one.argument, name)
-
-    def _returned(self, out: object) -> list[TracedArray]:
+    def _returned(self, out: Any) -> tuple[TracedArray, ...]:
         """The arrays of the results, in the order of the program's results."""
         if type(out) is not Parted:
             pairs = zip(tree_paths(jax.tree.structure(out)), jax.tree.leaves(out), strict=True)
-            return [TracedArray(path, struct_of(leaf)) for path, leaf in pairs]
-        paths, found = tree_paths(out.rest.treedef), zip(out.rest.positions[1:], out.lists, strict=True)
-        return [
-            TracedArray(paths[at], struct_of(leaf, sharding))
-            for (group, leaves), sharding in zip(found, self._results.values(), strict=True)
-            for at, leaf in zip(group, leaves, strict=True)
-        ]
-
-
-def _under(name: str, path: str) -> str:
-    return f"{name}/{path}" if path else name
+            return tuple(TracedArray(path, struct_of(leaf)) for path, leaf in pairs)
+        found = []
+        for number, (leaves, sharding) in enumerate(zip(out.lists, self._results.values(), strict=True), 1):
+            paths = it.compress(tree_paths(out.rest.treedef), [at == number for at in out.rest.order])
+            found += [TracedArray(path, struct_of(leaf, sharding)) for path, leaf in zip(paths, leaves, strict=True)]
+        return tuple(found)
 
 
 def _is_hashable(value: object) -> bool:

@@ -1,4 +1,7 @@
-"""The stages of a `filter_jit` function: traced, lowered, compiled."""
+"""The stages of a `filter_jit` function: traced, lowered, compiled.
+
+Each also has the attributes of the stage that `jax.jit` returns, such as `as_text()` and `memory_analysis()`.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -57,15 +60,8 @@ class Traced(Generic[P, R]):
         """The closed jaxpr. Its inputs are `arrays`, and its outputs are `results`."""
         return self.traced.jaxpr
 
-    @property
-    def out_info(self) -> Any:
-        """The structs of the results, in the order of the jaxpr's outputs."""
-        return self.traced.out_info
-
-    @property
-    def fun_name(self) -> str:
-        """The name of the function."""
-        return self.traced.fun_name
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.traced, name)
 
     @property
     def argument_paths(self) -> dict[str, str]:
@@ -89,13 +85,8 @@ class Lowered(Generic[P, R]):
     lowered: jax.stages.Lowered
     argument_paths: dict[str, str]
 
-    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
-        """The text of the program before compilation."""
-        return self.lowered.as_text(dialect, debug_info=debug_info)
-
-    def compiler_ir(self, dialect: str | None = None) -> Any:
-        """The program before compilation, as an object of the dialect."""
-        return self.lowered.compiler_ir(dialect)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lowered, name)
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled[P, R]":
         """Compiles the function for its devices."""
@@ -122,10 +113,5 @@ class Compiled(Generic[P, R]):
         """The text of the compiled program."""
         return self.compiled.as_text() or ""
 
-    def memory_analysis(self) -> Any:
-        """The compiler's count of memory."""
-        return self.compiled.memory_analysis()
-
-    def cost_analysis(self) -> Any:
-        """The compiler's count of operations."""
-        return self.compiled.cost_analysis()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)

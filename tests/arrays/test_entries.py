@@ -25,19 +25,18 @@ def plans():
     return [sfx.plan(TREE, mesh, paths=RULES, axes=AXES) for mesh in meshes]
 
 
-NAMES = r"holds logical names, .*`plan.sharding\(\('batch',"
-NO_SHARDING = [(lambda _, names=names: names, NAMES) for names in (("batch", None), ["batch", ...], "batch")]
+NO_SHARDING = [lambda _, names=names: names for names in (("batch", None), ["batch", ...], "batch")]
 NO_SHARDING += [
-    (lambda plan, what=what: getattr(plan, what), "holds a value of type .*, which is no sharding; give")
-    for what in ("axes", "mesh", "jax_mesh", "leaves", "structs")
+    lambda plan, what=what: getattr(plan, what) for what in ("axes", "mesh", "jax_mesh", "leaves", "structs")
 ]
+TEXT = r"holds .*, of type \w+, which is no sharding; give a plan, `plan.sharding\(names\)`"
 
 
-@pytest.mark.parametrize("given, text", NO_SHARDING)
-def test_what_is_no_sharding_is_named(plans, given, text):
-    with pytest.raises(PlanMismatchError, match=f"`in_shardings` {text}"):
+@pytest.mark.parametrize("given", NO_SHARDING)
+def test_what_is_no_sharding_is_named(plans, given):
+    with pytest.raises(PlanMismatchError, match=f"`in_shardings` {TEXT}"):
         filter_jit(lambda tree, x: x, in_shardings=(plans[0], given(plans[0])))
-    with pytest.raises(PlanMismatchError, match=f"`out_shardings` {text}"):
+    with pytest.raises(PlanMismatchError, match=f"`out_shardings` {TEXT}"):
         filter_jit(lambda x: x, out_shardings={"y": given(plans[0])})
 
 
@@ -83,19 +82,20 @@ def step(params, batch, *, rate=0.1, key):
     return params, batch, rate, key
 
 
-MISFITS = [((1,), {"key": 2}), ((), {"key": 2}), ((1, 2), {}), ((1, 2, 3), {"key": 2})]
-MISFITS += [((1, 2), {"key": 2, "kye": 3}), ((1, 2), {"key": 2, "batch": 3})]
+MISFITS = [
+    ((1,), {"key": 2}, "missing a required argument: 'batch'"),
+    ((1, 2), {}, "missing a required .*argument: 'key'"),
+    ((1, 2, 3), {"key": 2}, "too many positional arguments"),
+    ((1, 2), {"key": 2, "kye": 3}, "got an unexpected keyword argument 'kye'"),
+    ((1, 2), {"key": 2, "batch": 3}, "multiple values for argument 'batch'"),
+]
 
 
-@pytest.mark.parametrize("args, kwargs", MISFITS, ids=str)
-def test_a_call_that_does_not_fit_the_signature_fails_as_in_python(args, kwargs):
-    with pytest.raises(TypeError) as plain:
-        step(*args, **kwargs)
-    with pytest.raises(TypeError) as ours:
-        filter_jit(step)(*args, **kwargs)
-    assert str(ours.value) == str(plain.value)
-    with pytest.raises(TypeError, match=r"step\(\)"):
-        filter_jit(step).lower(*args, **kwargs)
+@pytest.mark.parametrize("args, kwargs, text", MISFITS)
+def test_a_call_that_does_not_fit_the_signature_is_told_with_it(args, kwargs, text):
+    for call in (filter_jit(step), filter_jit(step).lower):
+        with pytest.raises(TypeError, match=rf"^step\(params, batch, \*, rate=0.1, key\): {text}"):
+            call(*args, **kwargs)
 
 
 def test_a_key_that_is_no_parameter_is_named(plans):

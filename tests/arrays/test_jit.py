@@ -99,7 +99,7 @@ def test_an_array_that_is_donated_twice():
     with pytest.raises(PlanMismatchError, match="`ema` of argument 0 of .* and `params` of .* one array.* both are"):
         both({"params": x, "ema": x})
     one = filter_jit(lambda a, *, c, b: (a + 1, b + 1, c), donate="a")
-    with pytest.raises(PlanMismatchError, match="argument `b` of .* and argument 0 of .* one of them is donated"):
+    with pytest.raises(PlanMismatchError, match="argument 0 of .* and argument `b` of .* one of them is donated"):
         one(x, c=jnp.ones(3), b=x)
     with pytest.raises(PlanMismatchError, match="are one array"):
         one.lower(x, c=jnp.ones(3), b=x).compile()(x, c=jnp.ones(3), b=x)
@@ -236,10 +236,10 @@ def test_what_is_compiled_keeps_its_static_arguments():
     compiled = filter_jit(lambda x, scale: x * scale).lower(X, 2).compile()
     assert np.array_equal(compiled(X, 2), 2 * X) and np.array_equal(compiled(x=X, scale=2), 2 * X)
     with pytest.raises(
-        PlanMismatchError, match=r"was compiled for other arguments.*\(2 then, 2.0 now\); lower it with"
+        PlanMismatchError, match=r"was compiled for other arguments.*\(\[2\] then, \[2.0\] now\); lower it with"
     ):
         compiled(X, 2.0)
-    with pytest.raises(PlanMismatchError, match=r"was compiled for other arguments.*\(2 leaves then, 3 now\)"):
+    with pytest.raises(PlanMismatchError, match=r"was compiled for other arguments.*\(\[2\] then, \[2, 2\] now\)"):
         compiled(X, (2, 2))
 
 

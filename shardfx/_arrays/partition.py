@@ -1,0 +1,101 @@
+"""The parts of a call that `filter_jit` does not trace, hashed and compared as one static argument of `jax.jit`.
+
+Static values are compared by value and by type: 1, 1.0 and True are equal, and their programs differ.
+"""
+
+import dataclasses
+import functools as ft
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+
+@ft.lru_cache(maxsize=1024)
+def _compared_fields(kind: type) -> tuple[str, ...]:
+    return tuple([field.name for field in dataclasses.fields(kind) if field.compare])
+
+
+def mark(value: object) -> Hashable:
+    """The properties of a value that `==` ignores: its type and the sign of a zero, also inside containers and
+    dataclasses. NaN does not equal itself, but its mark does.
+    """
+    kind = type(value)
+    if isinstance(value, float | complex):
+        return kind, repr(value)
+    if isinstance(value, tuple | list):
+        return kind, tuple(map(mark, value))
+    if isinstance(value, dict):
+        return kind, tuple(map(mark, value.items()))
+    if isinstance(value, set | frozenset):
+        return kind, frozenset([(one, mark(one)) for one in value])
+    if dataclasses.is_dataclass(kind):
+        # An attribute may be unset.
+        return kind, *[mark(getattr(value, name, None)) for name in _compared_fields(kind)]
+    return kind
+
+
+def node_data(treedef: Any) -> list[Any]:
+    """The data of a tree's nodes, beside leaves: static fields of modules, and dict keys that are no texts."""
+    found: list[Any] = []
+    nodes = [treedef]
+    for node in nodes:
+        kind, data = node.node_data() or (None, ())
+        if kind is dict:
+            found += [key for key in data if type(key) is not str]
+        else:
+            found += data if type(data) is tuple else (data,)
+        nodes += node.children()
+    return found
+
+
+class Static:
+    """The parts of a tree that are not traced.
+
+    **Arguments:**
+
+    - `treedef`: the structure of this very tree: one that is equal may hold other data.
+    - `is_array`: for each leaf whether it is traced.
+    - `values`: the leaves that are not traced.
+    - `parts`: the values, and the data of the nodes.
+    """
+
+    def __init__(self, treedef: Any, is_array: tuple[bool, ...], values: Sequence[Any], parts: Sequence[Any]):
+        self.treedef, self.is_array, self.values, self.parts = treedef, is_array, values, parts
+        # Marks say the rest of a number. NaN does not equal itself.
+        compared = tuple([None if isinstance(one, float | complex) else one for one in values])
+        self._key = is_array, compared, mark(parts), treedef
+        self._hash = hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Static) and self._key == other._key)
+
+
+def joined(treedef: Any, order: Sequence[int], lists: Sequence[Sequence[Any]]) -> Any:
+    """The tree whose leaves are in these lists, in order. `order` says in which list each leaf is."""
+    left = [*map(iter, lists)]
+    return treedef.unflatten([next(left[at]) for at in order])
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rest:
+    """The structure of a function's results, the list in which each of them is, and those that are no arrays."""
+
+    treedef: Any
+    order: list[int]
+    statics: list[Any]
+
+
+class Parted(NamedTuple):
+    """The results of a function, in lists: the arrays of each sharding in `out_shardings`, and the rest."""
+
+    lists: Any
+    rest: Any
+
+    def joined(self) -> Any:
+        """The results as the function returned them."""
+        return joined(self.rest.treedef, self.rest.order, (self.rest.statics, *self.lists))
