@@ -58,13 +58,9 @@ class Chip:
     sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
-        wrong = [
-            name
-            for name in ("hbm_bytes", "usable_hbm_bytes", "hbm_bytes_per_second", "island_chips", "devices_per_chip")
-            if not getattr(self, name) > 0
-        ]
-        if wrong:
-            raise ChipError(f"chip {self.name!r}: `{wrong[0]}` must be more than 0, not {getattr(self, wrong[0])}.")
+        for name in ("hbm_bytes", "usable_hbm_bytes", "hbm_bytes_per_second", "island_chips", "devices_per_chip"):
+            if not getattr(self, name) > 0:
+                raise ChipError(f"chip {self.name!r}: `{name}` must be more than 0, not {getattr(self, name)}.")
         if self.usable_hbm_bytes > self.hbm_bytes:
             raise ChipError(
                 f"chip {self.name!r}: {self.usable_hbm_bytes} usable bytes are more than it has ({self.hbm_bytes}); "
@@ -81,7 +77,7 @@ class Chip:
         """Bytes that a program may fill on one of JAX's devices."""
         return self.usable_hbm_bytes // self.devices_per_chip
 
-    def flops(self, dtype: object = "bfloat16") -> float | int:
+    def flops(self, dtype: DType = "bfloat16") -> float | int:
         """Floating-point operations of one chip per second, at its peak.
 
         **Arguments:**
@@ -101,7 +97,9 @@ class Chip:
             assert chips.find("v5p").flops("bfloat16") == 459e12
             ```
         """
-        name = _dtype_name(dtype)
+        is_group = isinstance(dtype, str) and dtype in ("float8", "float4")
+        name = dtype if is_group else re.sub(r"^float([48])_.*", r"float\1", jnp.dtype(dtype).name)
+        name = "bfloat16" if name == "float16" else name
         known = dict(self.flops_per_second)
         if name not in known:
             raise ChipError(
@@ -116,22 +114,6 @@ class Chip:
         """
         told = dict(self.sources)
         return told.get(field, told.get("*", ""))
-
-
-def _dtype_name(dtype: DType) -> str:
-    name = dtype if isinstance(dtype, str) and dtype in ("float8", "float4") else jnp.dtype(dtype).name
-    name = "bfloat16" if name == "float16" else name
-    return re.sub(r"^float([48])_.*", r"float\1", name)
-
-
-def gib(count: float | int) -> int:
-    """`count` GiB in bytes."""
-    return int(count * 2**30)
-
-
-def peaks(**teraflops: int) -> tuple[tuple[str, float | int], ...]:
-    """Peaks by the names of dtypes."""
-    return tuple((name, 1e12 * count) for name, count in teraflops.items())
 
 
 def near_cube(count: int, dims: int) -> tuple[int, ...]:
@@ -197,12 +179,10 @@ def axes_on(chip: Chip, extents: Sequence[int], sizes: Mapping[str, int]) -> dic
         size, cores = sizes[name] // within, cores // within
         parts: list[Ring] = []
         while size > 1:
-            whole = [dim for dim, free in enumerate(left) if free == size == extents[dim]]
-            some = [dim for dim, free in enumerate(left) if free > 1 and math.gcd(free, size) > 1]
-            if not whole and not some:
+            common = [(math.gcd(free, size), free == size == whole) for free, whole in zip(left, extents, strict=True)]
+            (taken, _), dim = max(common), common.index(max(common))
+            if taken < 2:
                 break
-            dim = whole[0] if whole else max(some, key=lambda dim: math.gcd(left[dim], size))
-            taken = math.gcd(left[dim], size)
             parts.append(Ring(taken, ends[dim] and taken == extents[dim]))
             left[dim] //= taken
             size //= taken

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from .._ground.errors import ChipError, MeshError
-from .._ground.text import bytes_text, table as _aligned
+from .._ground.text import bytes_text, plural, table as _aligned
 from ._chip import Chip, near_cube
 from ._tpus import GPUS, TPUS
 
@@ -59,9 +59,9 @@ def _existing(made: Slice, text: str) -> Slice:
     """The slice; raises if there are no slices of this form. `text` is the name that was given."""
     chip, dims, extents = made.chip, made.chip.torus_dims or 1, made.extents
     if len(extents) != dims:
-        kind = f"{dims} dimensions" if dims > 1 else "1 dimension"
         raise MeshError(
-            f"slice {text!r:.60}: {chip.name} has {kind}, as in {'x'.join('4' * dims)}, and this has {len(extents)}."
+            f"slice {text!r:.60}: {chip.name} has {plural(dims, 'dimension')}, as in {'x'.join('4' * dims)}, and this "
+            f"has {len(extents)}."
         )
     # A pod of two dimensions is a square; larger pods have more chips along one dimension than along another.
     longest = math.isqrt(chip.island_chips) if dims == 2 else chip.island_chips
@@ -102,7 +102,7 @@ def find(name: str | Chip) -> Chip:
     """
     if isinstance(name, Chip):
         return name
-    if _CLOUD.fullmatch(name):
+    if _CLOUD.fullmatch(name) or _FORM.fullmatch(name):
         return parse_slice(name).chip
     known = {_plain(alias): chip for chip in CHIPS for alias in (chip.name, *chip.kinds, *_ALIASES.get(chip.name, ()))}
     asked = _plain(name)
@@ -113,8 +113,6 @@ def find(name: str | Chip) -> Chip:
             f"there is no chip {name!r:.80}{f'; {meant}' if meant else '. '}There are "
             f"{', '.join(chip.name for chip in CHIPS)}. Make your own with `shardfx.chips.Chip(...)`."
         )
-    if found := _FORM.fullmatch(name):
-        _existing(Slice(known[asked], _extents(found[2])), name)
     return known[asked]
 
 
@@ -154,11 +152,7 @@ def parse_slice(text: str) -> Slice:
         raise MeshError(
             f"{text!r:.80} is no slice; write it as `tpu:v5p:4x4x4`, or as clouds do: `v5e-16` has 16 chips."
         )
-    return _existing(Slice(find(found[1]), _extents(found[2])), text)
-
-
-def _extents(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split("x")))
+    return _existing(Slice(find(found[1]), tuple(map(int, found[2].split("x")))), text)
 
 
 def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) -> str:

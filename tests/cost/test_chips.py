@@ -26,19 +26,20 @@ def test_a_chip_is_found_by_the_names_that_people_and_jax_use(name, asked):
     assert chips.find(chips.find(name)) is chips.find(name)
 
 
-def test_an_unknown_chip_names_near_ones():
-    with pytest.raises(ChipError) as caught:
-        chips.find("v5q")
-    assert str(caught.value).startswith("there is no chip 'v5q'; did you mean v5")
-    assert "There are v2, v3, v4, v5e, v5p, v6e, v7x, a100-40, a100, h100, h200, b200, gb200, mi300x." in str(
-        caught.value
-    )
-    assert "Make your own with `shardfx.chips.Chip(...)`." in str(caught.value)
-    with pytest.raises(ChipError, match="no chip 'abacus'. There are v2"):
-        chips.find("abacus")
-    # A card of another form factor has other numbers: it is not taken for the one that is known.
-    with pytest.raises(ChipError, match="did you mean"):
-        chips.find("NVIDIA H100 PCIe")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "v5q",
+            r"no chip 'v5q'; did you mean v5.*There are v2, .*mi300x. Make your own with `shardfx.chips.Chip",
+        ),
+        ("abacus", "no chip 'abacus'. There are v2"),
+        ("NVIDIA H100 PCIe", "did you mean"),  # a card of another form factor has other numbers
+    ],
+)
+def test_an_unknown_chip_names_near_ones(name, message):
+    with pytest.raises(ChipError, match=message):
+        chips.find(name)
 
 
 @pytest.mark.parametrize("chip", chips.CHIPS, ids=lambda chip: chip.name)
@@ -54,12 +55,9 @@ def test_every_number_has_a_source_and_a_size_that_can_be(chip):
     assert hash(chip) == hash(dataclasses.replace(chip))
 
 
-def test_names_are_of_one_chip_alone():
+def test_names_are_of_one_chip_alone_and_jaxs_names_are_those_that_say_which_tori_close():
     names = [name for chip in chips.CHIPS for name in (chip.name, *chip.kinds)]
     assert len(names) == len(set(names))
-
-
-def test_jaxs_names_are_those_that_say_which_tori_close():
     for chip in chips.CHIPS:
         if chip.torus_dims:
             assert any(any(topology.wraps(kind, (16, 16, 16))) or kind == "TPU v3" for kind in chip.kinds), chip.name
@@ -70,24 +68,19 @@ def test_peaks_by_dtype():
     assert v7x.flops(jnp.bfloat16) == v7x.flops("float16") == 2307e12
     assert v7x.flops(jnp.float8_e4m3fn) == v7x.flops("float8") == 4614e12
     assert chips.find("b200").flops(jnp.float4_e2m1fn) == 9000e12
-    with pytest.raises(ChipError) as caught:
+    with pytest.raises(
+        ChipError, match="'v4': no peak is known for float8; there are bfloat16, int8. Add one"
+    ):
         chips.find("v4").flops(jnp.float8_e5m2)
-    assert str(caught.value) == (
-        "chip 'v4': no peak is known for float8; there are bfloat16, int8. Add one with "
-        '`dataclasses.replace(chip, flops_per_second=(*chip.flops_per_second, ("float8", ...)))`.'
-    )
 
 
-def test_users_make_their_own():
+def test_users_make_their_own_and_the_table_has_a_line_for_each():
     mine = dataclasses.replace(chips.find("h100"), name="mine", usable_hbm_bytes=60 * 2**30)
     assert "60.0 of 80.0 GiB" in chips.table((mine,)) and "h100" not in chips.table((mine,))
     with pytest.raises(ChipError, match="are more than it has"):
         dataclasses.replace(mine, usable_hbm_bytes=81 * 2**30)
     with pytest.raises(ChipError, match="`devices_per_chip` must be more than 0, not 0"):
         dataclasses.replace(mine, devices_per_chip=0)
-
-
-def test_the_table_has_a_line_for_each():
     lines = chips.table().splitlines()
     assert len(lines) == 1 + len(chips.CHIPS)
     (line,) = [line for line in lines if line.startswith("v5p")]
