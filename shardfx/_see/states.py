@@ -37,7 +37,8 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
     sizes, states = subject.content.mesh.shape, _states(subject)
     for state in states:
         spec, follows = state.group.row.spec, state.follows
-        if math.prod(map(sizes.get, _axes(spec))) < math.prod(map(sizes.get, _axes(follows))):
+        shards, asked = (math.prod(sizes[axis] for axis in _axes(one)) for one in (spec, follows))
+        if shards < asked:
             message = f"it is sharded over {_told(spec)}, its parameter over {_told(follows)}"
             message += "" if state.is_whole else " in the dimensions that it has of it"
         elif state.is_whole and not _keeps(spec, follows):

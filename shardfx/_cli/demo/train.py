@@ -1,12 +1,10 @@
 """Trains the demo's model under a plan, then on one device without a plan, prints both losses and compares them."""
 
-import dataclasses
 import pathlib
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -31,26 +29,14 @@ def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
     **Returns:**
 
     The bytes; the same on every run of one Python installation.
-
-    **Raises:**
-
-    `FileNotFoundError` if this Python was installed without its source files.
     """
     root = pathlib.Path(sysconfig.get_path("stdlib"))
-    pieces, total = [], 0
+    others = ("test", "tests", "site-packages", "dist-packages")
+    text = b""
     for path in [*sorted(root.glob("*.py")), *sorted(root.glob("*/*.py"))]:
-        if path.parent.name in ("test", "tests", "site-packages", "dist-packages"):
-            continue
-        pieces.append(np.frombuffer(path.read_bytes(), np.uint8))
-        total += pieces[-1].size
-        if total >= max_bytes:
-            break
-    if not pieces:
-        raise FileNotFoundError(
-            f"no `*.py` files in {root}: this Python was installed without the sources of its standard library; "
-            "install them (on Debian and Ubuntu: the package `libpython3-stdlib`)."
-        )
-    return np.concatenate(pieces)[:max_bytes]
+        if len(text) < max_bytes and path.parent.name not in others:
+            text += path.read_bytes()
+    return np.frombuffer(text, np.uint8)[:max_bytes]
 
 
 def batch(
@@ -66,8 +52,7 @@ def batch(
 TOLERANCE = 1e-4
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """The settings of a training run: its length, its batches, its learning rate and its seed."""
 
     steps: int = 100
@@ -77,8 +62,7 @@ class Run:
     seed: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class DemoPlans:
+class DemoPlans(NamedTuple):
     """The plans of all arguments of a training step: model, optimizer state and batch."""
 
     model: ShardPlan
@@ -128,19 +112,13 @@ def make_step(optimizer: optax.GradientTransformation, model_plan: ShardPlan | N
 
 def start_sharded(plans: DemoPlans, run: Run) -> tuple[Any, Transformer, optax.OptState]:
     """Returns the jitted step, the model and the optimizer state, with each array created in the shards of its plan."""
-    optimizer = make_optimizer(run)
-    init = filter_jit(lambda key: Transformer(key=key), out_shardings=plans.model)
-    init_state = filter_jit(
-        lambda model: optimizer.init(model), in_shardings=(plans.model,), out_shardings=plans.optimizer
-    )
+    optimizer, (model, state, _) = make_optimizer(run), plans
     step = filter_jit(
-        make_step(optimizer, plans.model),
-        in_shardings=(plans.model, plans.optimizer, plans.batch),
-        out_shardings=(plans.model, plans.optimizer, None),
-        donate=(0, 1),
+        make_step(optimizer, model), in_shardings=tuple(plans), out_shardings=(model, state, None), donate=(0, 1)
     )
-    model = init(jax.random.key(run.seed))
-    return step, model, init_state(model)
+    made = filter_jit(lambda key: Transformer(key=key), out_shardings=model)(jax.random.key(run.seed))
+    init = filter_jit(lambda model: optimizer.init(model), in_shardings=(model,), out_shardings=state)
+    return step, made, init(made)
 
 
 def start_unsharded(run: Run) -> tuple[Callable, Transformer, optax.OptState]:
@@ -157,7 +135,7 @@ def train(
     run: Run,
     *,
     place: Callable[[np.ndarray], Array] = jnp.asarray,
-    show: Callable[[int, float, float], None] = lambda step, value, rate: None,
+    show: str = "",
 ) -> list[float]:
     """Runs the training steps and returns their losses.
 
@@ -167,8 +145,7 @@ def train(
     - `text`: the bytes to train on, from `stdlib_text`.
     - `run`: the settings.
     - `place`: puts a batch onto the devices of the step.
-    - `show`: called after every step with its number, its loss, and the tokens per second since the end of the first
-        step, which compiles.
+    - `show`: a name; with it, a line is printed for every tenth of the steps.
 
     **Returns:**
 
@@ -182,13 +159,18 @@ def train(
         # Waiting for each step keeps emulated devices from queueing more collectives than the runtime can hold.
         losses.append(float(value))
         if number == 1:
-            begin = time.perf_counter()
-        seconds = time.perf_counter() - begin
-        show(number, losses[-1], (number - 1) * run.batch_size * run.length / seconds if number > 1 else 0.0)
+            begin = time.perf_counter()  # the first step compiles
+        if show and number - 1 in _tenths(run.steps):
+            rate = (number - 1) * run.batch_size * run.length / (time.perf_counter() - begin)
+            speed = f"{rate:>9,.0f} tokens/s" if number > 1 else " compiled"
+            print(f"{show:>10}  step {number:>4}/{run.steps}  loss {value:.4f}  {speed}", flush=True)
     return losses
 
 
-_BAR = 30
+def _tenths(steps: int) -> list[int]:
+    """Returns the indices of the first step, of the last step, and of every tenth of the steps."""
+    every = max(steps // 10, 1)
+    return sorted({0, steps - 1, *range(every - 1, steps, every)})
 
 
 def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None) -> bool:
@@ -205,78 +187,36 @@ def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None 
 
     Whether both runs have the same losses, within `TOLERANCE`, and `check_step` finds no difference.
     """
-    begin = time.perf_counter()
-    text = stdlib_text()
+    begin, text = time.perf_counter(), stdlib_text()
     plans = make_plans(mesh.build(devices), run)
-    one = f"emulated {devices[0].device_kind}" if devices[0].platform == "cpu" else devices[0].device_kind
-    print(f"{len(devices)} x {one}, as the mesh {mesh}.\n")
-    print(f"The plan of the model:\n\n{report(plans.model, width=width)}\n")
-    print(f"{_others(plans)}\n")
-
+    model, optimizer, texts = plans
+    kind = f"{'emulated ' if devices[0].platform == 'cpu' else ''}{devices[0].device_kind}"
+    print(f"{len(devices)} x {kind}, as the mesh {mesh}.\n\nThe plan of the model:\n\n{report(model, width=width)}\n")
     started = start_sharded(plans, run)
-    print(_placed(plans, started))
+    wrong = [*misplaced(started[1], model), *misplaced(started[2], optimizer)]
     print(
+        f"The optimizer's state follows it: {len(optimizer.leaves)} arrays, {optimizer.bytes_per_device:,} bytes per "
+        f"device.\nA batch, {list(texts.leaves[0].shape)}, is sharded as {texts.leaves[0].spec}.\n\n"
+        "Parameters and optimizer state were made in shards: no device ever held a whole one.\n"
+        f"Each holds {model.bytes_per_device:,} and {optimizer.bytes_per_device:,} bytes of them, "
+        f"{f'NOT as planned: {wrong}' if wrong else 'as planned'}.\n"
         f"Training on {text.size:,} bytes of Python's standard library, batches of {run.batch_size} x {run.length}.\n"
     )
-    tokens = shard(batch(text, 0, size=run.batch_size, length=run.length + 1, seed=run.seed), plans.batch)
-    checked = testing.check_step(*started, tokens)
-    sharded = train(started, text, run, place=lambda tokens: shard(tokens, plans.batch), show=_progress("sharded", run))
+    tokens = batch(text, 0, size=run.batch_size, length=run.length + 1, seed=run.seed)
+    checked = testing.check_step(*started, shard(tokens, texts))
+    sharded = train(started, text, run, place=lambda tokens: shard(tokens, texts), show="sharded")
     del started
     print("\nThe same on one of the devices, without a plan, with Equinox alone:\n")
-    unsharded = train(start_unsharded(run), text, run, show=_progress("one device", run))
+    unsharded = train(start_unsharded(run), text, run, show="one device")
 
-    largest = max(abs(one - two) for one, two in zip(sharded, unsharded, strict=True))
-    print(f"\n{_curves(sharded, unsharded)}\n")
-    curves_agree = largest <= TOLERANCE
-    print(f"Largest difference over {run.steps} steps: {largest:.1e} nats (allowed: {TOLERANCE:.0e}).")
-    print("The curves are the same up to rounding." if curves_agree else "THE CURVES DIFFER.")
+    differences = [abs(one - two) for one, two in zip(sharded, unsharded, strict=True)]
+    print(f"\n{'step':>6}  {'sharded':>9}  {'one device':>10}  {'difference':>10}")
+    for at in _tenths(run.steps):
+        bar = "#" * round(30 * sharded[at] / max(sharded))
+        print(f"{at + 1:>6}  {sharded[at]:>9.5f}  {unsharded[at]:>10.5f}  {differences[at]:>10.1e}  {bar}")
+    agree = max(differences) <= TOLERANCE
+    print(f"\nLargest difference over {run.steps} steps: {max(differences):.1e} nats (allowed: {TOLERANCE:.0e}).")
+    print("The curves are the same up to rounding." if agree else "THE CURVES DIFFER.")
     print(f"One step under the plan, beside one device in float64 (`check_step`):\n{checked}")
     print(f"{time.perf_counter() - begin:.0f} s in all.")
-    return curves_agree and bool(checked)
-
-
-def _others(plans: DemoPlans) -> str:
-    share, batch = plans.optimizer.bytes_per_device, plans.batch.leaves[0]
-    return (
-        f"The optimizer's state follows it: {len(plans.optimizer.leaves)} arrays, {share:,} bytes per device.\n"
-        f"A batch, {list(batch.shape)}, is sharded as {batch.spec}."
-    )
-
-
-def _placed(plans: DemoPlans, started: tuple[object, ...]) -> str:
-    _, model, state = started
-    wrong = [*misplaced(model, plans.model), *misplaced(state, plans.optimizer)]
-    return (
-        "Parameters and optimizer state were made in shards: no device ever held a whole one.\n"
-        f"Each holds {plans.model.bytes_per_device:,} and {plans.optimizer.bytes_per_device:,} bytes of them, "
-        f"{f'NOT as planned: {wrong}' if wrong else 'as planned'}."
-    )
-
-
-def _progress(name: str, run: Run) -> Callable[[int, float, float], None]:
-    """Returns a function that prints a line for every tenth of the run; on a terminal, one line also changes in
-    between.
-    """
-    every, moving = max(run.steps // 10, 1), sys.stdout.isatty()
-
-    def progress(step: int, loss: float, rate: float) -> None:
-        kept = step == 1 or step % every == 0 or step == run.steps
-        if not kept and not moving:
-            return
-        speed = f"{rate:>9,.0f} tokens/s" if rate else " compiled"
-        line = f"{name:>10}  step {step:>4}/{run.steps}  loss {loss:.4f}  {speed}"
-        print(f"\r{line}  " if moving else line, end="\n" if kept else "", flush=True)
-
-    return progress
-
-
-def _curves(sharded: list[float], unsharded: list[float]) -> str:
-    """Returns both loss curves as text, with a line for every tenth of the steps; the length of a bar is the loss."""
-    count, top = len(sharded), max(sharded)
-    steps = sorted({0, count - 1, *range(max(count // 10, 1) - 1, count, max(count // 10, 1))})
-    lines = [f"{'step':>6}  {'sharded':>9}  {'one device':>10}  {'difference':>10}"]
-    for i in steps:
-        bar = "#" * round(_BAR * sharded[i] / top)
-        difference = abs(sharded[i] - unsharded[i])
-        lines.append(f"{i + 1:>6}  {sharded[i]:>9.5f}  {unsharded[i]:>10.5f}  {difference:>10.1e}  {bar}")
-    return "\n".join(lines)
+    return agree and bool(checked)
