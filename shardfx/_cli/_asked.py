@@ -13,10 +13,10 @@ from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, chips, follow, li
 from shardfx._see import Findings
 
 from ..cost import Traffic, compile_for, estimate
-from ._load import LoadedModel, attribute, check_arguments, load_model, load_optimizer, load_rules
+from ._load import LoadedModel, attribute, load_model, load_optimizer, load_rules
 from ._screen import working
 from ._usage import UsageError, calling
-from ._words import NamedSlice, Whole, literals, near, parse_slice
+from ._words import literals, near, parse_slice
 
 
 # JAX starts a thread for each emulated device.
@@ -71,9 +71,8 @@ def _made(name: str, kwargs: str | None, mesh: MeshSpec | None) -> tuple[Any, tu
     found = attribute(name)
     if not callable(found):
         raise UsageError(f"`{name}` is {found!r:.60}; name a function that returns a step and its arguments")
-    parameters = inspect.signature(found).parameters
+    parameters = calling(f"`{name}`", lambda: inspect.signature(found)).parameters
     given = literals(kwargs, "kwargs")
-    check_arguments(name, parameters.values(), given)
     if "mesh" in parameters and mesh is not None:
         given["mesh"] = mesh
     if "mesh" in parameters and "mesh" not in given and parameters["mesh"].default is inspect.Parameter.empty:
@@ -182,7 +181,7 @@ class Inputs:
     mesh: MeshSpec
     paths: PathRules | None
     axes: AxisRules | None
-    target: NamedSlice | None
+    target: chips.Slice | None
 
 
 _OPTIONS = (
@@ -199,8 +198,8 @@ _OPTIONS = (
     click.option("--optimizer", metavar="MODULE:NAME", help="Plan its state too, as in optax:adamw."),
     click.option("--mode", metavar="MODE", help="In which AxisRules are read, as in decode."),
     click.option("--target", metavar="tpu:KIND:AxBxC", help="A TPU slice, as in tpu:v5p:8x8x8; fills a size of -1."),
-    click.option("--devices", type=Whole(positive=True), help="How many devices fill a size of -1."),
-    click.option("--min-bytes", type=Whole(), default=0, help="Replicate arrays of fewer bytes."),
+    click.option("--devices", type=click.IntRange(1), help="How many devices fill a size of -1."),
+    click.option("--min-bytes", type=click.IntRange(0), default=0, help="Replicate arrays of fewer bytes."),
     click.option(
         "--unmatched", type=click.Choice(["raise", "replicate"]), default="raise", help="Arrays without a rule."
     ),
@@ -235,15 +234,9 @@ def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., 
     return decorated
 
 
-def inputs_or_plan(asked: PlanOptions) -> Inputs | None:
-    """Returns the parsed arguments; `None` if neither rules nor a mesh are given, so that MODEL must be a
-    stored plan.
-    """
-    return None if asked.rules is None and asked.mesh is None else inputs_of(asked)
-
-
 def inputs_of(asked: PlanOptions) -> Inputs:
-    """Parses the arguments and loads the model and rules; tracing a model takes most of the time.
+    """Parses the arguments and loads the model and rules; tracing a model takes most of the time. Without rules and
+    without a mesh, a MODEL that is a stored plan brings both.
 
     **Raises:**
 
@@ -251,12 +244,16 @@ def inputs_of(asked: PlanOptions) -> Inputs:
     """
     if asked.model is None:
         raise UsageError("Missing argument 'MODEL'; name one, as in llama3-8b or my_model:make")
+    if asked.mesh is None and asked.rules is None:
+        model = load_model(asked.model)
+        if model.plan is not None:
+            return Inputs(model, model.plan.mesh, None, None, None)
     if asked.mesh is None:
         raise UsageError("Missing option '--mesh'; give one, as in --mesh data=64,fsdp=16,tensor=8")
     if asked.rules is None:
         raise UsageError("Missing option '--rules'; give some, as in --rules '.*->fsdp(fsdp)'")
     target = None if asked.target is None else parse_slice(asked.target)
-    mesh = calling("reading --mesh", lambda: _mesh(asked, None if target is None else len(target.devices)))
+    mesh = calling("reading --mesh", lambda: _mesh(asked, None if target is None else target.devices))
     name = asked.model
     if asked.dtype is not None and name not in presets.models.names():
         raise UsageError(f"--dtype is for a published model, as llama3-8b, not for {name!r}; leave it out")
@@ -279,17 +276,15 @@ def rules_of(asked: PlanOptions, given: Inputs) -> dict[str, Any]:
 
 def plan_of(asked: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
     """Returns the plan that the arguments describe: a new plan, or the plan in a JSON file if no mesh and no rules are
-    given.
+    given. `inputs` are the parsed arguments, if they are there already.
 
     **Raises:**
 
     `UsageError` if an argument is missing or invalid, or planning fails.
     """
-    if inputs is None and asked.model is not None and asked.mesh is None and asked.rules is None:
-        written = load_model(asked.model).plan
-        if written is not None:
-            return written
     given = inputs or inputs_of(asked)
+    if given.model.plan is not None and asked.rules is None:
+        return given.model.plan
     _require_known(asked, given)
     made = calling("planning", lambda: plan(given.model.tree, given.mesh, **rules_of(asked, given)))
     if asked.optimizer is None:
@@ -299,17 +294,11 @@ def plan_of(asked: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
     return ShardPlan.join(model=made, optimizer=state)
 
 
-def findings_of(asked: PlanOptions, given: Inputs | None) -> Findings:
-    """Returns the findings of `lint` for the model, and for the state of its optimizer if one is given.
-
-    **Arguments:**
-
-    - `asked`: the arguments of the command line.
-    - `given`: the parsed arguments; `None` for a plan that was written as JSON.
-    """
+def findings_of(asked: PlanOptions, given: Inputs) -> Findings:
+    """Returns the findings of `lint` for the model, and for the state of its optimizer if one is given."""
     with working("checking the rules"):
-        if given is None:
-            return lint(plan_of(asked))
+        if given.model.plan is not None and asked.rules is None:
+            return lint(given.model.plan)
         found = lint(given.model.tree, given.mesh, **rules_of(asked, given))
         if asked.optimizer is None or found.worst("error"):
             return found

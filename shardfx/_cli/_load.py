@@ -1,12 +1,11 @@
 """Loads models, rules and optimizers by the names that a command line gives them."""
 
-import functools as ft
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,7 +16,7 @@ from shardfx import AxisRules, PathRules, ShardPlan, checkpoint, presets
 from shardfx.errors import PlanFormatError
 
 from ._usage import UsageError, calling, one_line
-from ._words import near, rule_set_names, whole_number
+from ._words import near, rule_set_names
 
 
 Rules = tuple[PathRules | None, AxisRules | None]
@@ -60,7 +59,7 @@ def load_model(name: str, arguments: Mapping[str, object] | None = None, *, stac
         return _file(name)
     made = attribute(name)
     if callable(made) and not isinstance(made, eqx.Module):
-        made = calling(f"`{name}`", lambda: _evaluated(name, made, arguments or {}))
+        made = calling(f"`{name}`", lambda: _evaluated(made, arguments or {}))
     elif arguments:
         raise UsageError(f"--kwargs are for a callable, but `{name}` is {made!r:.60}; leave them out")
     elif isinstance(made, ShardPlan):
@@ -76,42 +75,32 @@ def _struct(leaf: Any) -> Any:
 
 def _file(path: str) -> LoadedModel:
     if os.path.isfile(path):
-        text = calling(f"reading {path!r}", lambda: _text_of_plan(path))
-        if text is not None:
-            made = calling(f"reading {path!r}", lambda: _plan(path, text))
+        made = calling(f"reading {path!r}", lambda: _plan(path))
+        if made is not None:
             return LoadedModel(jax.tree.map(_struct, made.structs), made)
-    return LoadedModel(_checkpoint(path))
-
-
-def _text_of_plan(path: str) -> str | None:
-    """Returns the text of a file if it begins as a plan's JSON does, else `None`."""
-    with open(path, "rb") as opened:
-        if b'"shardfx.plan' not in opened.read(200):
-            return None
-    with open(path, encoding="utf-8") as opened:
-        return opened.read()
-
-
-def _plan(path: str, text: str) -> ShardPlan:
     try:
-        return ShardPlan.from_json(text)
-    except PlanFormatError as error:
-        raise UsageError(f"{path!r}: {one_line(error)}") from error
-
-
-def _checkpoint(path: str) -> PyTree:
-    try:
-        return calling(f"reading {path!r}", lambda: checkpoint.structs(checkpoint.read_index(path)))
+        return LoadedModel(calling(f"reading {path!r}", lambda: checkpoint.structs(checkpoint.read_index(path))))
     except UsageError as error:
         hint = _near_models(path)
         if hint and not os.path.exists(path):
             raise UsageError(f"there is no file and no published model {path!r}{hint}") from error
         module = path.removesuffix(".py").rstrip("/").replace("/", ".")
-        data = os.path.isfile(path) and not path.endswith(".py")
-        if data or path.endswith(".safetensors") or not all(part.isidentifier() for part in module.split(".")):
+        if (os.path.isfile(path) and not path.endswith(".py")) or not all(map(str.isidentifier, module.split("."))):
             raise
         told = str(error).rstrip(".")
         raise UsageError(f"{told}. A model is named as MODULE:CALLABLE, as in `{module}:make`") from error
+
+
+def _plan(path: str) -> ShardPlan | None:
+    """Returns the plan in a file; `None` if it does not begin as a plan's JSON does."""
+    with open(path, "rb") as opened:
+        begin = opened.read(200)
+        if b'"shardfx.plan' not in begin:
+            return None
+        try:
+            return ShardPlan.from_json((begin + opened.read()).decode())
+        except PlanFormatError as error:
+            raise UsageError(f"{path!r}: {one_line(error)}") from error
 
 
 def _near_models(name: str) -> str:
@@ -148,7 +137,8 @@ def load_rules(name: str, model: str) -> Rules:
         if first in presets.models.strategies():
             return _strategy(name, first, given, model), None
         if first in rule_set_names():
-            return _rule_set(name, first, given)
+            made = calling(f"--rules {name}", lambda: vars(presets)[first](**_arguments(name, given)))
+            return _sorted(made, f"rules {first!r}")
     if ":" not in name:
         hint = near(name, (*presets.models.strategies(), *rule_set_names()))
         raise UsageError(
@@ -187,6 +177,10 @@ def load_optimizer(name: str) -> Callable[..., Any]:
     return found.init
 
 
+def _optimizer(make: Callable[..., object]) -> Any:
+    return make(learning_rate=1e-3) if "learning_rate" in inspect.signature(make).parameters else make()
+
+
 def _strategy(text: str, how: str, given: str, model: str) -> PathRules:
     if model not in presets.models.names():
         if ":" not in model and not os.path.exists(model):
@@ -200,20 +194,16 @@ def _strategy(text: str, how: str, given: str, model: str) -> PathRules:
     return calling(f"--rules {text}", lambda: presets.models.rules_for(model, how, **arguments))
 
 
-def _rule_set(text: str, name: str, given: str) -> Rules:
-    """Returns the rules of a rule set, such as `llama`, called with its arguments, as in
-    `llama:head_dim=64,fsdp=data`.
-    """
-    arguments = _arguments(text, given)
-    return _sorted(calling(f"--rules {text}", lambda: vars(presets)[name](**arguments)), f"rules {name!r}")
-
-
 def _arguments(text: str, given: str) -> dict[str, Any]:
-    pairs = [part.partition("=") for part in given.split(",") if part]
-    numbers = {key: whole_number(value) for key, _, value in pairs}
-    if any(not value or (value.isdecimal() and numbers[key] is None) for key, _, value in pairs):
+    """Returns the arguments of a rule set, as in `llama:head_dim=64,fsdp=data`."""
+    found = dict(part.partition("=")[::2] for part in given.split(",") if part)
+    if not all(found.values()) or any(map(_is_long, found.values())):
         raise UsageError(f"--rules {text!r:.200} is not of the form NAME or NAME:key=value,..., as llama:head_dim=64")
-    return {key: value if numbers[key] is None else numbers[key] for key, _, value in pairs}
+    return {key: int(value) if value.isdecimal() else value for key, value in found.items()}
+
+
+def _is_long(text: str) -> bool:
+    return text.isdecimal() and len(text) > 18
 
 
 def _sorted(found: object, what: str) -> Rules:
@@ -250,39 +240,8 @@ def attribute(name: str) -> Any:
     return found
 
 
-def _optimizer(make: Callable[..., object]) -> Any:
-    return make(learning_rate=1e-3) if _needed(make) == ["learning_rate"] else make()
-
-
-def _needed(function: Any) -> list[str]:
-    # Classes without an `__init__` of their own and functions from C may have no signature.
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-def _evaluated(name: str, function: Any, arguments: Mapping[str, Any]) -> Any:
-    parameters, needed = inspect.signature(function).parameters.values(), _needed(function)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    check_arguments(name, parameters, arguments)
-    missing = [other for other in needed if other != "key" and other not in arguments]
-    if missing:
-        raise UsageError(
-            f"`{name}` needs the arguments {', '.join(missing)}; give numbers and strings as "
-            f"--kwargs '{missing[0]}=...', or name a callable that needs `key` alone, "
-            f"as in `def make(key): return {name.rpartition(':')[2]}(..., key=key)`"
-        )
-    make = ft.partial(function, **arguments)
-    if any(p.name == "key" and p.kind is p.POSITIONAL_ONLY for p in parameters):
-        return eqx.filter_eval_shape(make, key)
-    takes_key = "key" in {p.name for p in parameters} and "key" not in arguments
-    return eqx.filter_eval_shape(make, **({"key": key} if takes_key else {}))
-
-
-def check_arguments(name: str, parameters: Iterable[inspect.Parameter], arguments: Mapping[str, object]) -> None:
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)]
-    for given in arguments:
-        if given not in known:
-            hint = near(given, tuple(known)) or f"; it takes {', '.join(known) or 'none'}"
-            raise UsageError(f"`{name}` takes no argument `{given}` by name{hint}")
+def _evaluated(function: Callable[..., object], arguments: Mapping[str, Any]) -> Any:
+    """Returns the result of a function as structs; an argument `key` gets a key, unless `arguments` has it."""
+    if "key" in inspect.signature(function).parameters and "key" not in arguments:
+        arguments = {**arguments, "key": jax.eval_shape(lambda: jax.random.key(0))}
+    return eqx.filter_eval_shape(function, **arguments)

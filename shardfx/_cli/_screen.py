@@ -1,5 +1,6 @@
 """The output of a verb: coloured text, JSON, progress on a terminal, and exit codes."""
 
+import contextlib
 import dataclasses
 import enum
 import functools as ft
@@ -8,8 +9,7 @@ import os
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -54,12 +54,12 @@ def show(text: str) -> None:
     - `text`: a text without control characters except line breaks, such as a table or report of the library.
     """
     text = encodable(in_flags(text), sys.stdout.encoding)
-    if not sys.stdout.isatty():
+    if sys.stdout.isatty():
+        # Tables fit the terminal already. The terminal itself wraps a row that does not.
+        console = Console(highlight=False, markup=False, emoji=False)
+        console.print(coloured(wrapped(text, terminal_width())), soft_wrap=True)
+    else:
         print(text)
-        return
-    # Tables fit the terminal already. The terminal itself wraps a row that does not.
-    text = wrapped(text, terminal_width())
-    Console(highlight=False, markup=False, emoji=False).print(coloured(text), soft_wrap=True)
 
 
 def coloured(text: str) -> Text:
@@ -97,40 +97,29 @@ def require_writable(*files: str | None) -> None:
         raise UsageError('two results would be printed as one; give a file for all but one "-"')
     for file in files:
         if file is not None and file != "-":
-            calling(f"writing {file!r}", ft.partial(_try_to_write, file))
+            is_new = not os.path.lexists(file)
+            calling(f"writing {file!r}", ft.partial(pathlib.Path(file).open, "a")).close()
+            if is_new:
+                os.remove(file)
 
 
-def _try_to_write(file: str) -> None:
-    is_new = not os.path.lexists(file)
-    open(file, "a", encoding="utf-8").close()
-    if is_new:
-        os.remove(file)
-
-
-class working:
+@contextlib.contextmanager
+def working(what: str) -> Iterator[Callable[[str], None]]:
     """A context manager that shows a message on a terminal while work takes longer than a second, and removes it at the
-    end.
+    end. It gives a function that replaces the message.
     """
-
-    def __init__(self, what: str):
-        # `Text` keeps rich from reading names of files and modules as markup.
-        self.status = Console(stderr=True).status(Text(what))
-        self.timer = threading.Timer(1.0, self.status.start)
-
-    def __enter__(self) -> "working":
-        if sys.stderr.isatty():
-            self.timer.start()
-        return self
-
-    def tell(self, text: str) -> None:
-        """Replaces the message."""
-        self.status.update(Text(text))
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self.timer.cancel()
-        if self.timer.ident is not None:
-            self.timer.join()
-            self.status.stop()
+    # `Text` keeps rich from reading names of files and modules as markup.
+    status = Console(stderr=True).status(Text(what))
+    timer = threading.Timer(1.0, status.start)
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield lambda text: status.update(Text(text))
+    finally:
+        timer.cancel()
+        if timer.ident is not None:
+            timer.join()
+            status.stop()
 
 
 def as_json(value: object) -> str:

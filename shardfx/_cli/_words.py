@@ -1,13 +1,11 @@
-"""Parses arguments of a command line: numbers, keyword arguments, TPU slices. Also suggests similar known names."""
+"""Parses arguments of a command line: keyword arguments and TPU slices. Also suggests similar known names."""
 
 import ast
 import difflib
 import inspect
 import itertools
 import types
-from typing import Any, NamedTuple
-
-import click
+from typing import Any
 
 from shardfx import AxisRules, MeshSpec, PathRules, chips, presets
 from shardfx.errors import ChipError, MeshError
@@ -30,51 +28,20 @@ def literals(text: str | None, flag: str) -> dict[str, Any]:
 
     **Raises:**
 
-    `UsageError` with the part of the text that is not a keyword argument or not a literal.
+    `UsageError` with the text, if it has another form.
     """
-    if text is None:
-        return {}
-    form = f"--{flag} {text!r:.200} is not of the form NAME=VALUE, ..., as in --{flag} 'depth=4, name=\"small\"'"
     try:
-        call = ast.parse(f"call({text}\n)", mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UsageError(form) from error
-    # A closing bracket in the text could end the call early: then the expression is not a single call.
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-        raise UsageError(form)
-    found: dict[str, Any] = {}
-    for keyword in call.keywords:
-        if keyword.arg is None or keyword.arg in found:
-            raise UsageError(form)
-        try:
-            found[keyword.arg] = ast.literal_eval(keyword.value)
-        except (ValueError, TypeError, RecursionError) as error:
-            name, value = keyword.arg, keyword.value
-            what = "no literal (a number, a string in quotes, a bool, None, or a tuple of them)"
-            hint = f"; write a string as {name}={value.id!r}" if isinstance(value, ast.Name) else ""
-            raise UsageError(f"--{flag}: {name}={ast.unparse(value):.60} is {what}{hint}") from error
-    return found
-
-
-def whole_number(text: str) -> int | None:
-    """Returns the number in `text`; `None` if it is not decimal or has more than 18 digits."""
-    return int(text) if text.isdecimal() and len(text) <= 18 else None
-
-
-class Whole(click.ParamType):
-    """A click parameter type: a whole number of at most 18 digits, since Python refuses to convert very long texts."""
-
-    name = "N"
-
-    def __init__(self, *, positive: bool = False):
-        self.positive = positive
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        number = value if isinstance(value, int) else whole_number(value)
-        if number is None or (self.positive and not number):
-            what = "positive integer" if self.positive else "whole number"
-            self.fail(f"{value!r:.60} is no {what} of at most 18 digits", param, ctx)
-        return number
+        call = ast.parse(f"call({text or ''}\n)", mode="eval").body
+        # A closing bracket in the text could end the call early: then the expression is not a single call.
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
+            found = {one.arg: ast.literal_eval(one.value) for one in call.keywords if one.arg is not None}
+            if len(found) == len(call.keywords):
+                return found
+        cause = None
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        cause = error
+    form = f"NAME=VALUE, ..., with numbers, strings in quotes, bools or None, as in --{flag} 'depth=4, name=\"small\"'"
+    raise UsageError(f"--{flag} {text!r:.200} is not of the form {form}") from cause
 
 
 def near(name: str, known: tuple[str, ...], cutoff: float = 0.6) -> str:
@@ -92,27 +59,9 @@ def rule_set_names() -> tuple[str, ...]:
     return tuple(name for name in sorted(made) if made[name] in (PathRules, AxisRules))
 
 
-class NamedSlice(NamedTuple):
-    """A TPU slice: its name, and a stand-in for each of its devices with the attributes that JAX's devices have."""
-
-    name: str
-    devices: tuple[types.SimpleNamespace, ...]
-
-
-def parse_slice(text: str) -> NamedSlice:
-    """Returns the TPU slice that a text such as "tpu:v5p:8x8x8" describes.
-
-    **Arguments:**
-
-    - `text`: a slice in the form of [`shardfx.chips.parse_slice`][].
-
-    **Returns:**
-
-    The slice.
-
-    **Raises:**
-
-    `UsageError` that names the wrong part of the text and the valid values.
+def parse_slice(text: str) -> chips.Slice:
+    """Returns the TPU slice that a text such as "tpu:v5p:8x8x8" describes, in the form of
+    [`shardfx.chips.parse_slice`][]; raises a `UsageError` that names the wrong part of another text.
     """
     try:
         made = chips.parse_slice(text)
@@ -120,28 +69,29 @@ def parse_slice(text: str) -> NamedSlice:
         raise UsageError(f"--target: {error}") from error
     if not made.chip.torus_dims:
         raise UsageError(f"--target {text!r:.60}: a switch joins its chips, so there is no order to choose")
-    places = itertools.product(*[range(size) for size in reversed(made.extents)], range(made.chip.devices_per_chip))
-    devices = tuple(
+    return made
+
+
+def order_text(target: chips.Slice, mesh: MeshSpec) -> str:
+    """Returns lines about the order in which the mesh takes the slice's devices, and the mean hops between neighbours
+    on each axis.
+    """
+    places = itertools.product(*map(range, reversed(target.extents)), range(target.chip.devices_per_chip))
+    # Stand-ins with the attributes of JAX's devices, whose coordinates have three dimensions.
+    devices = [
         types.SimpleNamespace(
             id=number,
             process_index=0,
             platform="tpu",
-            device_kind=made.chip.kinds[0],
-            coords=(*reversed(place[:-1]), 0)[:3] if made.chip.torus_dims < 3 else (*reversed(place[:-1]),),
-            core_on_chip=place[-1],
+            device_kind=target.chip.kinds[0],
+            coords=(*reversed(place), 0)[:3],
+            core_on_chip=core,
             slice_index=0,
         )
-        for number, place in enumerate(places)
-    )
-    return NamedSlice(made.name, devices)
-
-
-def order_text(target: NamedSlice, mesh: MeshSpec) -> str:
-    """Returns lines about the order in which the mesh takes the slice's devices, and the mean hops between neighbours
-    on each axis.
-    """
-    order = mesh.order(target.devices)
+        for number, (*place, core) in enumerate(places)
+    ]
+    order = mesh.order(devices)
     hops = zip(mesh.axis_names, order.mean_hops or (), strict=False)
     told = ", ".join(f"{name} {mean:.2f}" for name, mean in hops)
-    first = f"On {target.name}: {len(target.devices):,} devices, ordered by {order.method}; mean hops: {told}."
+    first = f"On {target.name}: {target.devices:,} devices, ordered by {order.method}; mean hops: {told}."
     return "\n".join(map(printable, [first, *order.reasons]))

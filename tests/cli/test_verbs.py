@@ -255,7 +255,7 @@ has 1,024 devices; at most 512 can be emulated
 $ traffic my_model:train_step --mesh fsdp=16
 JAX has started with 8 devices
 $ traffic steps:own_mesh --kwargs depth=2
-takes no argument `depth` by name; it takes none
+unexpected keyword argument 'depth'
 $ traffic steps:VALUE
 is 3; name a function that returns a step
 $ traffic my_model:train_step --mesh fsdp=8 --how estimate --target tpu:v5e:2x4

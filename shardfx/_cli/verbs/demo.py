@@ -8,7 +8,6 @@ from shardfx import MeshSpec
 
 from .._screen import terminal_width, verb
 from .._usage import UsageError, calling
-from .._words import Whole
 
 
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -23,14 +22,14 @@ _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 )
 @click.option(
     "--cpu-devices",
-    type=Whole(positive=True),
+    type=click.IntRange(1),
     help="Emulate N CPU devices, even where there are accelerators; by default the accelerators that there are, else "
     "8 emulated CPU devices.",
 )
 @click.option("--mesh", metavar="MESH", help="Of all devices, as in data=2,fsdp=2,tensor=2; one size may be -1.")
 @click.option("--axis-types", type=click.Choice(list(_AXIS_TYPES)), default="auto", help="Of the mesh.")
-@click.option("--steps", type=Whole(positive=True), default=100, show_default=True, help="Training steps.")
-@click.option("--batch", type=Whole(positive=True), default=16, show_default=True, help="Texts in a batch.")
+@click.option("--steps", type=click.IntRange(1), default=100, show_default=True, help="Training steps.")
+@click.option("--batch", type=click.IntRange(1), default=16, show_default=True, help="Texts in a batch.")
 def demo(cpu_devices: int | None, mesh: str | None, axis_types: str, steps: int, batch: int) -> int:
     """Train a small transformer under a plan, and again without one.
 

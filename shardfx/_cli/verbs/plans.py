@@ -21,13 +21,13 @@ from .._asked import (
     compiled,
     estimated,
     findings_of,
-    inputs_or_plan,
+    inputs_of,
     load_step,
     plan_of,
 )
 from .._screen import JSON, answer, as_json, data_of, show, terminal_width, verb, working, write
 from .._usage import UsageError, calling
-from .._words import Whole, order_text
+from .._words import order_text
 
 
 # A range of layers in a path of a plan's table, `layers/{0..125}/up`; group 1 is the first layer.
@@ -43,7 +43,7 @@ _SEVERITIES = click.Choice(["error", "warning", "info"])
 )
 @asks_for_a_plan()
 @click.option("--only", metavar="REGEX", help="Show the arrays whose paths it finds, and their totals.")
-@click.option("--width", type=Whole(positive=True), help="Columns of text; the terminal's, else no limit.")
+@click.option("--width", type=click.IntRange(1), help="Columns of text; the terminal's, else no limit.")
 @JSON
 def plan(asked: PlanOptions, only: str | None, width: int | None, json_file: str | None) -> None:
     """Print how every array of a model is sharded on a mesh, and why.
@@ -52,14 +52,14 @@ def plan(asked: PlanOptions, only: str | None, width: int | None, json_file: str
 
     {MODEL}
     """
-    inputs = inputs_or_plan(asked)
+    inputs = inputs_of(asked)
     made = plan_of(asked, inputs)
     if json_file == "-":
         write(made.to_json(), json_file)
         return
     shown = made if only is None else calling("--only", lambda: made.select(only))
     show(sfx.report(shown, width=width or terminal_width()))
-    if inputs is not None and inputs.target is not None:
+    if inputs.target is not None:
         show(f"\n{order_text(inputs.target, made.mesh)}")
     if json_file is not None:
         write(made.to_json(), json_file)
@@ -106,7 +106,7 @@ def lint(asked: PlanOptions, fail_on: str, ignore: tuple[str, ...], json_file: s
 
     {MODEL}
     """
-    given = inputs_or_plan(asked)
+    given = inputs_of(asked)
     found = calling("checking", lambda: findings_of(asked, given).without(*ignore))
     answer(json_file, lambda: str(found), lambda: list(found))
     return 1 if found.worst(fail_on) else 0  # pyright: ignore[reportArgumentType]
@@ -186,7 +186,7 @@ def report(
     """
     if html_file is None and json_file is None:
         raise UsageError("Missing option '--html'; say where the page goes, as in --html plan.html")
-    hardware, inputs = None if chip is None else chip_of(chip), inputs_or_plan(asked)
+    hardware, inputs = None if chip is None else chip_of(chip), inputs_of(asked)
     made = plan_of(asked, inputs)
     with working("checking the plan"):
         found = calling("checking", lambda: findings_of(asked, inputs))

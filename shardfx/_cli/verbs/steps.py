@@ -31,7 +31,6 @@ from .._asked import (
 from .._load import attribute
 from .._screen import JSON, answer, data_of, require_writable, terminal_width, verb, working, write
 from .._usage import UsageError, calling
-from .._words import Whole
 
 
 _STEP_HELP = """MODULE:STEP is a function that returns a step and a tuple of its arguments: trees of
@@ -202,9 +201,9 @@ _FIELDS = tuple(
     metavar="tpu:KIND:AxBxC|cpu:N",
     help="A slice, as tpu:v5p:4x4x4 (two: tpu:v5p:4x4x4*2), or emulated CPU devices.",
 )
-@click.option("--devices", type=Whole(positive=True), help="How many devices of --chip, where they are no slice.")
+@click.option("--devices", type=click.IntRange(1), help="How many devices of --chip, where they are no slice.")
 @click.option("--chip", metavar="CHIP", help="What N devices are, as h100; see `shardfx chips`.")
-@click.option("--keep", type=Whole(positive=True), default=5, show_default=True, help="How many candidates to show.")
+@click.option("--keep", type=click.IntRange(1), default=5, show_default=True, help="How many candidates to show.")
 @click.option("--rules", "rules", metavar="MODULE:NAME", multiple=True, help="AxisRules to compile too, for --verify.")
 @click.option(
     "--verify",
@@ -214,9 +213,7 @@ _FIELDS = tuple(
     help="Compile the best and the usual ways by hand, order them by their programs, and drop what does not fit: with "
     "the TPU's compiler where libtpu is installed, else for emulated CPU devices. Or run them on the devices here.",
 )
-@click.option(
-    "--closely", type=Whole(positive=True), default=12, show_default=True, help="How many to compile, at most."
-)
+@click.option("--closely", type=click.IntRange(1), default=12, show_default=True, help="How many to compile, at most.")
 @click.option("--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'.")
 @click.option("--write", "code_file", metavar="FILE", help="Write the best mesh and rules as Python.")
 @JSON
@@ -245,9 +242,9 @@ def search(
     also = [_axis_rules(name) for name in rules]
     if verify is not None:
         emulate(calling("reading --target", lambda: device_count(hardware["devices"], hardware["chip"])))
-    with working(f"searching for {step}") as work:
+    with working(f"searching for {step}") as tell:
         more = {"verify": verify, "closely": closely}
-        given = {"keep": keep, "also": also, "progress": work.tell, **hardware, **more}
+        given = {"keep": keep, "also": also, "progress": tell, **hardware, **more}
         found = calling("searching", lambda: search_of(function, *args, **given))
     text = "\n\n".join([_table(found), *map(str, found)])
     answer(json_file, lambda: text, lambda: [_candidate_data(one) for one in found])
