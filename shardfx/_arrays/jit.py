@@ -62,7 +62,7 @@ def filter_jit(
 
 @overload
 def filter_jit(
-    fn: None = None, *, in_shardings: Any = None, out_shardings: Any = None, donate: Donate = "none"
+    *, in_shardings: Any = None, out_shardings: Any = None, donate: Donate = "none"
 ) -> "Callable[[Callable[P, R]], Jitted[P, R]]": ...
 
 
