@@ -28,6 +28,11 @@ def to_json(plan: TransferPlan) -> str:
 
     - `plan`: the plan, or one receiver's part.
     """
+    text = _text(plan)
+    return json.dumps({"version": _VERSION, "digest": plan.digest, "checksum": _checksum(text), "plan": text})
+
+
+def _text(plan: TransferPlan) -> str:
     body = {
         "settings": plan.settings,
         "senders": plan.senders,
@@ -47,8 +52,7 @@ def to_json(plan: TransferPlan) -> str:
             for kind in plan.kinds
         ],
     }
-    text = json.dumps(body, separators=(",", ":"))
-    return json.dumps({"version": _VERSION, "digest": plan.digest, "checksum": _checksum(text), "plan": text})
+    return json.dumps(body, separators=(",", ":"))
 
 
 def from_json(text: str) -> TransferPlan:
@@ -66,19 +70,24 @@ def from_json(text: str) -> TransferPlan:
         data = json.loads(text)
         if data["version"] != _VERSION:
             raise PlanFormatError(f"a TransferPlan of version {data['version']!r:.20}; this reads version {_VERSION}.")
-        if data["checksum"] != _checksum(data["plan"]):
-            raise ValueError("its checksum is another")
+        _require(data["checksum"] == _checksum(data["plan"]), "its checksum is another")
         plan = _read(json.loads(data["plan"]))
-        if plan.digest != data["digest"]:
-            raise ValueError("its digest is another")
+        _require(plan.digest == data["digest"], "its digest is another")
+        # Values are read by `int`, `str` and `tuple`. A value that these change is of another type.
+        _require(_text(plan) == data["plan"], "a value is not what it says, or of another type")
         _check(plan)
     except PlanFormatError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, ArithmeticError) as error:
         raise PlanFormatError(
             f"this is no TransferPlan's JSON ({type(error).__name__}: {error}); write it with `shardfx.sync.to_json`."
         ) from error
     return plan
+
+
+def _require(holds: object, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
 
 
 def _checksum(text: str) -> str:
@@ -93,151 +102,120 @@ def _form_data(form: WireForm) -> list[object]:
     return [own, form.factors, form.rank, form.casts, str(form.sent), scales]
 
 
-def _form(data: Any) -> WireForm:
-    value, factors, rank, casts, sent, scales = data
-    made = tuple([_factor(*one) for one in factors])
-    return WireForm(
-        _value(value), made, _int(rank), _int(casts), _dtype(sent), None if scales is None else _dtype(scales)
-    )
-
-
-def _value(data: Any) -> Value:
-    path, number, scale, casts = data
-    made = None if scale is None else Scale(_text(scale[0]), _ints(scale[1], 1))
-    if not isinstance(number, int | float | None) or (path is None) == (number is None):
-        raise ValueError(f"the value {data!r:.80}")
-    read = [_dtype(to) if isinstance(to, str) else _counted(*to) for to in casts]
-    return Value(None if path is None else _text(path), number, made, tuple(read))
-
-
-def _counted(sign: Any, number: Any) -> Arithmetic:
-    if sign not in ("*", "/", "+", "-") or not isinstance(number, int | float):
-        raise ValueError(f"arithmetic {sign!r:.20} {number!r:.20}")
-    return Arithmetic(sign, number)
+def _form(data: Any, dtypes: Mapping[str, np.dtype], dtype: np.dtype) -> WireForm:
+    """A form, found again from its value and its digits."""
+    (path, number, scale, casts), digits, rank, *_ = data
+    _require((path is None) == isinstance(number, int | float), f"the value {data[0]!r:.80}")
+    scale = None if scale is None else Scale(str(scale[0]), _ints(scale[1]))
+    read = [_dtype(to) if isinstance(to, str) else Arithmetic(*to) for to in casts]
+    signs = {to.sign for to in read if isinstance(to, Arithmetic)}
+    numbers = [to.number for to in read if isinstance(to, Arithmetic)]
+    _require(signs <= {*"*/+-"} and all(isinstance(one, int | float) for one in numbers), f"the casts {casts!r:.80}")
+    value = Value(None if path is None else str(path), number, scale, tuple(read))
+    factors = tuple([Factor(*map(int, one)) for one in digits])
+    for size, here, step, there, step_there in factors:
+        is_digit = size > 1 and here >= NOWHERE and step >= (here != NOWHERE) and there >= 0 and step_there > 0
+        _require(is_digit, "a digit that no piece has")
+    piece = Piece(value, (), (), factors)
+    return form_of(None if path is None else sent_of(value, dtypes), piece, int(rank), dtype)
 
 
 def _dtype(name: Any) -> np.dtype:
-    made = decode_dtype(_text(name))
+    made = decode_dtype(str(name))
     if not isinstance(made, np.dtype):
         raise ValueError(f"the dtype {name!r:.40}")
     return made
 
 
-def _text(given: Any) -> str:
-    if not isinstance(given, str):
-        raise TypeError(f"{given!r:.40} is no text")
-    return given
-
-
-def _int(given: Any, least: int = 0) -> int:
-    if type(given) is not int or not least <= given < _MOST:
-        raise ValueError(f"{given!r:.40} is no whole number from {least} on")
-    return given
-
-
-def _ints(given: Any, least: int = 0) -> tuple[int, ...]:
-    return tuple([_int(one, least) for one in given])
+def _ints(given: Any) -> tuple[int, ...]:
+    return tuple(map(int, given))
 
 
 def _read(data: Any) -> TransferPlan:
+    sources = {str(path): Struct(_ints(shape), _dtype(dtype)) for path, shape, dtype in data["sources"]}
     leaves = tuple(
-        SentLeaf(_text(path), _ints(shape), _dtype(dtype), _text(digest), _int(kind), tuple(map(_text, names)))
+        SentLeaf(str(path), _ints(shape), _dtype(dtype), str(digest), int(kind), tuple(map(str, names)))
         for path, shape, dtype, digest, kind, names in data["leaves"]
     )
-    shapes = {leaf.kind: leaf.shape for leaf in leaves}
-    kinds = tuple(_kind(kind, len(shapes[at])) for at, kind in enumerate(data["kinds"]))
-    sources = {_text(path): Struct(_ints(shape), _dtype(dtype)) for path, shape, dtype in data["sources"]}
+    firsts = {leaf.kind: leaf for leaf in reversed(leaves)}
+    dtypes = {path: one.dtype for path, one in sources.items()}
+    kinds = tuple(_kind(kind, firsts[at], dtypes) for at, kind in enumerate(data["kinds"]))
+    only = None if data["receiver"] is None else int(data["receiver"])
     ends = _ints(data["senders"]), _ints(data["receivers"])
-    only = None if data["receiver"] is None else _int(data["receiver"])
-    return TransferPlan(_text(data["settings"]), *ends, only, _int(data["limit_bytes"], 1), sources, kinds, leaves)
+    return TransferPlan(str(data["settings"]), *ends, only, int(data["limit_bytes"]), sources, kinds, leaves)
 
 
-def _kind(data: Any, dims: int) -> TransferKind:
+def _kind(data: Any, leaf: SentLeaf, dtypes: Mapping[str, np.dtype]) -> TransferKind:
     buffers = tuple(
-        Buffer(_int(process), _ints(devices), tuple((_int(a), _int(b)) for a, b in box))
+        Buffer(int(process), _ints(devices), tuple((int(low), int(high)) for low, high in box))
         for process, devices, box in data["buffers"]
     )
-    rank, columns = _int(data["rank"]), data["columns"]
-    if len(columns) != PLACE + rank + dims:
-        raise ValueError(f"{len(columns)} columns of pieces")
+    forms = tuple(_form(one, dtypes, leaf.dtype) for one in data["forms"])
+    rank, columns = int(data["rank"]), data["columns"]
+    _require(len(columns) == PLACE + rank + len(leaf.shape), f"{len(columns)} columns of pieces")
     rows = np.array(columns).T
-    if rows.size and (rows.dtype != np.int64 or rows.ndim != 2 or not -1 <= rows.min() <= rows.max() < _MOST):
-        raise ValueError("pieces that are no table of whole numbers")
+    is_table = not rows.size or (rows.dtype == np.int64 and rows.ndim == 2 and -1 <= rows.min() <= rows.max() < _MOST)
+    _require(is_table, "pieces that are no table of whole numbers")
     rows = rows.reshape(-1, len(columns)).astype(np.int64)
-    forms = tuple(map(_form, data["forms"]))
-    within = rows[:, BUFFER:] >= 0
-    if not within.all() or (rows[:, BUFFER] >= len(buffers)).any() or (rows[:, FORM] >= len(forms)).any():
-        raise ValueError("pieces of no buffer or no form")
-    return TransferKind(tuple(map(_text, data["names"])), rank, buffers, forms, rows)
-
-
-def _factor(size: Any, source_dim: Any, source_step: Any, target_dim: Any, target_step: Any) -> Factor:
-    dims = (_int(source_dim, NOWHERE), _int(target_dim))
-    steps = (_int(source_step, 0 if dims[0] == NOWHERE else 1), _int(target_step, 1))
-    return Factor(_int(size, 2), dims[0], steps[0], dims[1], steps[1])
+    is_known = (rows[:, BUFFER:] >= 0).all() and (rows[:, [BUFFER, FORM]] < (len(buffers), len(forms))).all()
+    _require(is_known, "pieces of no buffer or no form")
+    return TransferKind(tuple(map(str, data["names"])), rank, buffers, forms, rows)
 
 
 def _check(plan: TransferPlan) -> None:
     """Raises unless each leaf's pieces fit their arrays, and each device receives each element of its shard exactly
     once.
     """
-    checked: set[int] = set()
-    first: dict[int, SentLeaf] = {}
-    if len({leaf.path for leaf in plan.leaves}) < len(plan.leaves):
-        raise ValueError("a leaf is there twice")
+    shapes = [one.shape for one in (*plan.leaves, *plan.sources.values())]
+    numbers = [*plan.senders, *plan.receivers, plan.limit_bytes - 1, *[leaf.kind for leaf in plan.leaves]]
+    _require(all(0 <= one < _MOST for one in it.chain(numbers, *shapes)), "a number that no plan has")
+    _require(len({leaf.path for leaf in plan.leaves}) == len(plan.leaves), "a leaf is there twice")
+    firsts: dict[int, SentLeaf] = {}
     for leaf in plan.leaves:
-        kind, one = plan.kinds[leaf.kind], first.setdefault(leaf.kind, leaf)
-        alike = [plan.sources[name] for name in leaf.names] == [plan.sources[name] for name in one.names]
-        if one[1:3] != leaf[1:3] or len(leaf.names) != len(kind.names) or not alike:
-            raise ValueError(f"leaf `{leaf.path}` is not of its kind")
-        if leaf.kind not in checked:
-            checked.add(leaf.kind)
+        kind, first = plan.kinds[leaf.kind], firsts.setdefault(leaf.kind, leaf)
+        if first is leaf:
+            _require(kind.names == leaf.names, f"leaf `{leaf.path}` is not of its kind")
             _check_kind(plan, leaf, kind)
+        ends, wanted = ([plan.sources[name] for name in one.names] for one in (leaf, first))
+        _require(leaf[1:3] == first[1:3] and ends == wanted, f"leaf `{leaf.path}` is not of its kind")
 
 
 def _check_kind(plan: TransferPlan, leaf: SentLeaf, kind: TransferKind) -> None:
-    sources = {name: plan.sources[own] for name, own in zip(kind.names, leaf.names, strict=True)}
+    path, rank = f"leaf `{leaf.path}`", len(leaf.shape)
     wanted = sorted(process for process in plan.receivers if plan.receiver in (None, process))
     given = sorted((buffer.process, device) for buffer in kind.buffers for device in buffer.devices)
-    if [process for process, _ in given] != wanted or len({*given}) < len(given):
-        raise ValueError(f"leaf `{leaf.path}` is not for every device once")
-    for buffer in kind.buffers:
-        if len(buffer.box) != len(leaf.shape) or any(
-            not low <= high <= size for (low, high), size in zip(buffer.box, leaf.shape, strict=True)
-        ):
-            raise ValueError(f"leaf `{leaf.path}` has the box {buffer.box} in shape {leaf.shape}")
+    is_once = [process for process, _ in given] == wanted and len({*given}) == len(given)
+    _require(is_once, f"{path} is not for every device once")
+    for _, _, box in kind.buffers:
+        is_inside = len(box) == rank and all(0 <= a <= b <= size for (a, b), size in zip(box, leaf.shape, strict=True))
+        _require(is_inside, f"{path} has the box {box} in shape {leaf.shape}")
     for number, form in enumerate(kind.forms):
-        start = Piece(form.value, (0,) * form.rank, (0,) * len(leaf.shape), form.factors)
-        if any(factor.target_dim >= len(leaf.shape) for factor in form.factors) or not _fits(start, leaf.shape):
-            raise ValueError(f"leaf `{leaf.path}` has a piece that does not fit its shape {leaf.shape}")
+        start = Piece(form.value, (0,) * form.rank, (0,) * rank, form.factors)
+        is_inside = all(factor.target_dim < rank for factor in form.factors) and _fits(start, leaf.shape)
+        _require(is_inside, f"{path} has a piece that does not fit its shape {leaf.shape}")
         own, is_local = kind.rows[kind.rows[:, FORM] == number], form.value.path is None
-        if not np.isin(own[:, PROCESS], [-1] if is_local else plan.senders).all():
-            raise ValueError(f"leaf `{leaf.path}` has a piece from no process of the senders")
-        dtypes = {name: source.dtype for name, source in sources.items()}
-        if form != form_of(None if is_local else sent_of(form.value, dtypes), start, form.rank, leaf.dtype):
-            raise ValueError(f"leaf `{leaf.path}` is sent otherwise than its casts and scales say")
+        is_sent = np.isin(own[:, PROCESS], [-1] if is_local else plan.senders).all()
+        _require(is_sent, f"{path} has a piece from no process of the senders")
         if not is_local:
-            _check_source(leaf, form, sources, own[:, PLACE : PLACE + form.rank])
-    if not _is_covered(kind, len(leaf.shape)):
-        raise ValueError(f"leaf `{leaf.path}`: the elements of its shards are not each written once")
+            _check_source(leaf, form, plan.sources, own[:, PLACE : PLACE + form.rank])
+    _require(_is_covered(kind, rank), f"{path}: the elements of its shards are not each written once")
 
 
 def _check_source(leaf: SentLeaf, form: WireForm, sources: Mapping[str, Struct], places: np.ndarray) -> None:
-    value = form.value
-    source = sources[value.path or ""]
-    shape, dtype = source.shape, source.dtype
+    value, path = form.value, f"leaf `{leaf.path}`"
+    shape, dtype = sources[value.path or ""]
     if value.scale is not None:
         dtype, scales = np.dtype("float32"), sources[value.scale.path].shape
-        if scales != tuple(-(-size // each) for size, each in zip(shape, value.scale.block, strict=True)):
-            raise ValueError(f"leaf `{leaf.path}` has scales of another shape")
-    if form.rank != len(shape) or any(factor.source_dim >= len(shape) for factor in form.factors):
-        raise ValueError(f"leaf `{leaf.path}` has a piece of more dimensions than `{value.path}`")
+        wanted = tuple(-(-size // each) for size, each in zip(shape, value.scale.block, strict=True))
+        _require(min(value.scale.block, default=1) > 0 and scales == wanted, f"{path} has scales of another shape")
+    is_alike = form.rank == len(shape) and all(factor.source_dim < len(shape) for factor in form.factors)
+    _require(is_alike, f"{path} has a piece of more dimensions than `{value.path}`")
     start = swapped(Piece(value, (0,) * len(shape), (0,) * len(leaf.shape), form.factors))
     ends = [high for _, high in hull(start)]
-    if not _fits(start, shape) or (places + np.array(ends, np.int64) > np.array(shape, np.int64)).any():
-        raise ValueError(f"leaf `{leaf.path}` has a piece outside of `{value.path}`")
-    if np.dtype([dtype, *dtypes_of(value.casts)][-1]) != leaf.dtype:
-        raise ValueError(f"leaf `{leaf.path}` is {leaf.dtype}, which its casts do not give")
+    is_inside = _fits(start, shape) and (places + np.array(ends, np.int64) <= np.array(shape, np.int64)).all()
+    _require(is_inside, f"{path} has a piece outside of `{value.path}`")
+    is_cast = np.dtype([dtype, *dtypes_of(value.casts)][-1]) == leaf.dtype
+    _require(is_cast, f"{path} is {leaf.dtype}, which its casts do not give")
 
 
 def _fits(piece: Piece, shape: Sequence[int]) -> bool:

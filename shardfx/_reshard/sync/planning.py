@@ -99,14 +99,12 @@ def plan_transfer(
 
 
 def _processes(size: int, given: Processes) -> tuple[int, ...]:
-    if isinstance(given, int):
-        if given < 1 or size % given:
-            raise MeshError(
-                f"{size} devices are not those of {given} processes alike; give the process of each device."
-            )
+    if isinstance(given, int) and given > 0 and size % given == 0:
         return tuple(at * given // size for at in range(size))
-    if len(given) != size or min(given) < 0:
-        raise MeshError(f"{len(given)} processes are given for {size} devices; give the process of each device.")
+    if isinstance(given, int) or len(given) != size or min(given) < 0:
+        raise MeshError(
+            f"`processes` is {given!r:.80} for {size} devices; give a number that divides them, or the process of each."
+        )
     return tuple(given)
 
 

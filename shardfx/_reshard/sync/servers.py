@@ -29,21 +29,9 @@ class JaxChannel:
     - `timeout_seconds`: after which a round that was not pulled, or did not come, is lost.
     """
 
-    def __init__(
-        self,
-        server: Any,
-        address: str,
-        session: int,
-        *,
-        device: Any = None,
-        timeout_seconds: float = 30.0,
-    ):
-        self._server, self._peer, self._session, self._timeout = (
-            server,
-            server.connect(address),
-            session,
-            timeout_seconds,
-        )
+    def __init__(self, server: Any, address: str, session: int, *, device: Any = None, timeout_seconds: float = 30.0):
+        self._server, self._peer = server, server.connect(address)
+        self._session, self._timeout = session, timeout_seconds
         self._device = jax.local_devices()[0] if device is None else device
         self._count, self._is_taken = 0, True
 

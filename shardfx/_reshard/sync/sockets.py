@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import hmac
+import itertools as it
 import json
 import os
 import socket
@@ -11,7 +12,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -129,11 +129,6 @@ def _checksum(piece: np.ndarray) -> int:
     return zlib.crc32(piece[body:].data, zlib.crc32(np.add.reduce(words, axis=0).data))
 
 
-class _Published(NamedTuple):
-    revision: int
-    arrays: Mapping[str, jax.Array]
-
-
 class Sender:
     """Serves the newest published arrays of one process of a trainer. A receiver that dies is forgotten.
 
@@ -159,7 +154,8 @@ class Sender:
         timeout_seconds: float = 30.0,
     ):
         self._plan, self._secret, self._process, self._timeout = plan, _checked(secret), process, timeout_seconds
-        self._newest: _Published | None = None
+        # The newest revision, and its arrays.
+        self._newest: tuple[int, Mapping[str, jax.Array]] | None = None
         self._listening = socket.create_server((host, port))
         self.address: Address = self._listening.getsockname()[:2]
         self._is_closed = False
@@ -170,9 +166,9 @@ class Sender:
         """Makes arrays, by path, the newest revision. They are not copied, so do not donate them before the next
         revision.
         """
-        if self._newest is not None and revision <= self._newest.revision:
-            raise SyncError(f"revision {revision} is not above {self._newest.revision}, which is published already.")
-        self._newest = _Published(revision, arrays)
+        if self._newest is not None and revision <= self._newest[0]:
+            raise SyncError(f"revision {revision} is not above {self._newest[0]}, which is published already.")
+        self._newest = revision, arrays
 
     def close(self) -> None:
         """Stops listening."""
@@ -206,16 +202,16 @@ class Sender:
         receiver, have, digest = asked.get("receiver"), asked.get("have"), asked.get("digest")
         if not isinstance(receiver, int):
             raise SyncError(f"the receiver says that it is process {receiver!r:.40}.")
-        newest, leaves = self._newest, [(leaf.path, leaf.digest) for leaf in self._plan.leaves]
         if digest != self._plan.digest:
-            _put_text(line, {"leaves": leaves})
+            _put_text(line, {"leaves": [(leaf.path, leaf.digest) for leaf in self._plan.leaves]})
             return
-        revision = None if newest is None or newest.revision == have else newest.revision
+        revision, arrays = self._newest or (None, {})
+        revision = None if revision == have else revision
         _put_text(line, {"revision": revision})
-        if newest is None or revision is None or _get_text(line).get("take") != revision:
+        if revision is None or _get_text(line).get("take") != revision:
             return
         try:
-            send(self._plan, newest.arrays, line, revision, sender=self._process, receiver=receiver)
+            send(self._plan, arrays, line, revision, sender=self._process, receiver=receiver)
         except (RuntimeError, KeyError, TypeError, ValueError) as error:
             # A donated array is deleted: the receiver learns of it by the end of the connection.
             raise SyncError(f"revision {revision} cannot be read: {error}") from error
@@ -307,10 +303,7 @@ def _raise_mismatch(plan: TransferPlan, theirs: object) -> None:
     ours = [(leaf.path, leaf.digest) for leaf in plan.leaves]
     if rows == ours:
         raise PlanMismatchError("the two jobs planned for other meshes, processes or limits; plan with the same.")
-    at = next(
-        (at for at, pair in enumerate(zip(ours, rows, strict=False)) if pair[0] != pair[1]), min(len(ours), len(rows))
-    )
-    path = ours[at][0] if at < len(ours) else rows[at][0]
+    path = next((own or other)[0] for own, other in it.zip_longest(ours, rows) if own != other)
     raise PlanMismatchError(
         f"leaf `{path}` is planned otherwise by the sender; plan both sides from the same plans and map."
     )
@@ -347,12 +340,10 @@ def _put_text(line: _Line, data: Mapping[str, object]) -> None:
 
 def _get_text(line: _Line) -> dict[str, object]:
     (count,) = struct.unpack(">I", line.read(4))
-    if count > _MOST_TEXT_BYTES:
-        raise SyncError(f"a message of {count} bytes; the other side is no `Sender` or `Receiver`.")
     try:
-        found = json.loads(line.read(count))
-    except ValueError as error:
-        raise SyncError("a message that is no JSON; the other side is no `Sender` or `Receiver`.") from error
+        found = json.loads(line.read(count)) if count <= _MOST_TEXT_BYTES else None
+    except ValueError:
+        found = None
     if not isinstance(found, dict):
         raise SyncError("a message that is no JSON object; the other side is no `Sender` or `Receiver`.")
     return found
