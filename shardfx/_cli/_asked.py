@@ -3,7 +3,7 @@
 import dataclasses
 import functools as ft
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import click
@@ -52,18 +52,12 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
 
 
 def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Calls the function that a user names, and returns the training step and its arguments without shardings.
-
-    **Arguments:**
-
-    - `name`, `kwargs`: as in `load_step`; the function takes no mesh.
-
-    **Raises:**
-
-    The `UsageError`s of `load_step`.
+    """Calls the function that a user names, which takes no mesh, and returns its step and arguments without
+    shardings; the arguments and errors are those of `load_step`.
     """
     function, args = _made(name, kwargs, None)
-    return function, jax.tree.map(_bare, args)
+    bare = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    return function, jax.tree.map(bare, args)
 
 
 def _made(name: str, kwargs: str | None, mesh: MeshSpec | None) -> tuple[Any, tuple[Any, ...]]:
@@ -75,8 +69,6 @@ def _made(name: str, kwargs: str | None, mesh: MeshSpec | None) -> tuple[Any, tu
     given = literals(kwargs, "kwargs")
     if "mesh" in parameters and mesh is not None:
         given["mesh"] = mesh
-    if "mesh" in parameters and "mesh" not in given and parameters["mesh"].default is inspect.Parameter.empty:
-        raise UsageError(f"`{name}` takes a `mesh`; give one, as in --mesh data=2,fsdp=4")
     if "mesh" not in parameters and mesh is not None:
         raise UsageError(f"`{name}` takes no `mesh`, so its plans have their own; leave out --mesh")
     made = calling(f"`{name}`", lambda: found(**given))
@@ -84,10 +76,6 @@ def _made(name: str, kwargs: str | None, mesh: MeshSpec | None) -> tuple[Any, tu
         form = "a step and a tuple of its arguments, as in `return train_step, (params_plan.structs, batch)`"
         raise UsageError(f"`{name}` must return {form}, not {made!r:.60}")
     return made
-
-
-def _bare(leaf: object) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
 def chip_of(name: str) -> chips.Chip:
@@ -155,7 +143,9 @@ def _mesh_of(name: str, structs: object) -> MeshSpec:
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """The arguments of a command line that name a model, a mesh and rules, before they are parsed."""
+    """The arguments of a command line that name a model, a mesh and rules, before they are parsed; `how` has those that
+    `shardfx.plan` takes as they are.
+    """
 
     model: str | None
     kwargs: str | None
@@ -165,12 +155,7 @@ class PlanOptions:
     target: str | None
     rules: str | None
     optimizer: str | None
-    mode: str | None
-    min_bytes: int
-    unmatched: str
-    unused: str
-    strict: bool
-    refine: bool
+    how: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +192,7 @@ _OPTIONS = (
     click.option("--strict", is_flag=True, help="Fail where an array cannot be sharded as its rule asks."),
     click.option("--refine", is_flag=True, help="Split mesh axes of which a dimension can take a part."),
 )
+_HOW = ("mode", "min_bytes", "unmatched", "unused", "strict", "refine")
 # The text about the argument MODEL in the help of every verb that has one.
 MODEL_HELP = """MODEL is a published one by name (see `shardfx models`), as llama3-405b; MODULE:CALLABLE, which makes
     the model and is traced, not run, or MODULE:NAME of a tree; a checkpoint, of which only headers are read; or a plan
@@ -215,14 +201,15 @@ MODEL_HELP = """MODEL is a published one by name (see `shardfx models`), as llam
 
 def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator that gives a verb the arguments that name a model, a mesh and rules, as one `PlanOptions`."""
-    names = [field.name for field in dataclasses.fields(PlanOptions)]
+    names = [field.name for field in dataclasses.fields(PlanOptions)][:-1]
     shown = "MODEL" if model_is_needed else "[MODEL]"
     model = click.argument("model", type=click.Path(), required=model_is_needed, metavar=shown)
 
     def decorated(function: Callable[..., object]) -> Callable[..., Any]:
         @ft.wraps(function)
         def call(**words: Any) -> Any:
-            asked = PlanOptions(**{name: words.pop(name) for name in names})
+            how = {name: words.pop(name) for name in _HOW}
+            asked = PlanOptions(**{name: words.pop(name) for name in names}, how=how)
             return function(asked, **words)
 
         call.__doc__ = (function.__doc__ or "").replace("{MODEL}", MODEL_HELP)
@@ -264,16 +251,6 @@ def inputs_of(asked: PlanOptions) -> Inputs:
     return Inputs(model, mesh, paths, axes, target)
 
 
-_READ = ("mode", "min_bytes", "unmatched", "unused", "strict", "refine")
-
-
-def rules_of(asked: PlanOptions, given: Inputs) -> dict[str, Any]:
-    """Returns the keyword arguments of `shardfx.plan` and `shardfx.lint`: the rules, and the options such as
-    `strict`.
-    """
-    return {"paths": given.paths, "axes": given.axes, **{name: getattr(asked, name) for name in _READ}}
-
-
 def plan_of(asked: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
     """Returns the plan that the arguments describe: a new plan, or the plan in a JSON file if no mesh and no rules are
     given. `inputs` are the parsed arguments, if they are there already.
@@ -286,7 +263,9 @@ def plan_of(asked: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
     if given.model.plan is not None and asked.rules is None:
         return given.model.plan
     _require_known(asked, given)
-    made = calling("planning", lambda: plan(given.model.tree, given.mesh, **rules_of(asked, given)))
+    made = calling(
+        "planning", lambda: plan(given.model.tree, given.mesh, paths=given.paths, axes=given.axes, **asked.how)
+    )
     if asked.optimizer is None:
         return made
     init = load_optimizer(asked.optimizer)
@@ -299,7 +278,7 @@ def findings_of(asked: PlanOptions, given: Inputs) -> Findings:
     with working("checking the rules"):
         if given.model.plan is not None and asked.rules is None:
             return lint(given.model.plan)
-        found = lint(given.model.tree, given.mesh, **rules_of(asked, given))
+        found = lint(given.model.tree, given.mesh, paths=given.paths, axes=given.axes, **asked.how)
         if asked.optimizer is None or found.worst("error"):
             return found
         # `found` has the findings about the model already.

@@ -5,7 +5,7 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from .._ground import errors
 from .._ground.text import printable
@@ -80,31 +80,17 @@ def calling(what: str, function: Callable[[], _Result]) -> _Result:
     `UsageError` with the message of the error that the function raised; for an error that is not of this package, also
     with its type and the line of the user's code.
     """
-    with _Reported(what):
+    try:
         return function()
-
-
-class _Reported:
-    """A context manager that turns any exception into a UsageError, since a user's module may raise classes of
-    its own.
-    """
-
-    def __init__(self, what: str):
-        self.what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> Literal[False]:
-        # `exit()` at the top of a user's module raises SystemExit. KeyboardInterrupt must pass unchanged.
-        if isinstance(error, OURS):
-            raise UsageError(in_flags(one_line(error))) from error
-        if isinstance(error, Exception | SystemExit) and not isinstance(error, UsageError):
-            # JAX's C++ code turns an error that it meets while it flattens a tree into a SystemError.
-            error = error.__cause__ if isinstance(error, SystemError) and error.__cause__ else error
-            text = f"{self.what} failed{_place(error)}: {type(error).__name__}: {one_line(error)}"
-            raise UsageError(text) from error
-        return False
+    except UsageError:
+        raise
+    except OURS as error:
+        raise UsageError(in_flags(one_line(error))) from error
+    # Whatever a user's module raises: `exit()` at its top is a SystemExit.
+    except (Exception, SystemExit) as error:
+        # JAX's C++ code turns an error that it meets while it flattens a tree into a SystemError.
+        cause = error.__cause__ if isinstance(error, SystemError) and error.__cause__ else error
+        raise UsageError(f"{what} failed{_place(cause)}: {type(cause).__name__}: {one_line(cause)}") from cause
 
 
 def _place(error: BaseException) -> str:

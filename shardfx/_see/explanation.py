@@ -171,7 +171,11 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
         count = size // units[dim] if size % units[dim] == 0 else 1
         left = count // plan.mesh.axis_size(has) if has else count
         free = tuple(axis for axis, ways in unused.items() if size and left % ways == 0)
-        sizes = _nearest_sizes(reasons, wanted, size, units[dim], plan.mesh)
+        sizes: tuple[int, ...] = ()
+        if any(why.code in _OF_SIZE for why in reasons):
+            product = math.prod(plan.mesh.shape.get(axis, 1) for axis in wanted) * units[dim]
+            below = size // product * product
+            sizes = (below, below + product) if below else (product,)
         changes = [text for why in reasons for text in _changes(why, plan, tried, used, left, sizes)]
         if free and dropped:
             told = ", ".join(f"`{axis}` ({plan.mesh.shape[axis]})" for axis in free)
@@ -203,16 +207,7 @@ def _found(plan: ShardPlan, where: str) -> LeafPlan:
 
 
 _MOST_GROUPS = 4
-
-
-def _nearest_sizes(
-    reasons: tuple[Reason, ...], wanted: tuple[str, ...], size: int, unit: int, mesh: MeshSpec
-) -> tuple[int, ...]:
-    if not any(why.code in (Code.indivisible, Code.unit) for why in reasons):
-        return ()
-    product = math.prod(mesh.shape[axis] for axis in wanted if axis in mesh.shape) * unit
-    below = size // product * product
-    return tuple(near for near in (below, below + product) if near)
+_OF_SIZE = (Code.indivisible, Code.unit)
 
 
 def _changes(
@@ -225,7 +220,7 @@ def _changes(
 ) -> list[str]:
     """The changes that would remove one reason, with the values of this plan, one sentence each."""
     mesh = plan.mesh
-    if why.code in (Code.indivisible, Code.unit) and why.dim is not None:
+    if why.code in _OF_SIZE and why.dim is not None:
         shares = [(axis, math.gcd(left, mesh.shape[axis])) for axis in why.axes if axis in mesh.shape]
         parts = [f"`{axis}` of size {share} would" for axis, share in shares if 1 < share < mesh.shape[axis]]
         near_sizes = f"the nearest sizes that divide: {' and '.join(map(str, sizes))}"
@@ -284,19 +279,18 @@ def _cells(dim: DimExplanation) -> tuple[str, ...]:
 
 def _notes(found: Explanation) -> list[tuple[str, list[str]]]:
     """A title and lines for each dimension that has notes, then for the whole array."""
-    parts = [(f"dim {dim.dim}", _dim_notes(dim)) for dim in found.dims]
-    whole = [f"why: {why.message}" for why in found.reasons] + [f"change: {text}" for text in found.changes]
-    return [(title, notes) for title, notes in [*parts, ("the array", whole)] if notes]
+    parts = []
+    for title, one in [*((f"dim {dim.dim}", dim) for dim in found.dims), ("the array", found)]:
+        tried = one.tried if isinstance(one, DimExplanation) else ()
+        notes = [f"{_place(own)}: {own.rule[0]} -> {entry_text(own.rule[1])}: {_outcome(own, one)}" for own in tried]
+        notes += [f"why: {why.message}" for why in one.reasons] + [f"change: {text}" for text in one.changes]
+        parts += [(title, notes)] if notes else []
+    return parts
 
 
 def _wrapped(note: str) -> list[str]:
     first, *rest = textwrap.wrap(note, _WIDTH, break_on_hyphens=False, break_long_words=False) or [""]
     return [f"  {first}", *[f"      {line}" for line in rest]]
-
-
-def _dim_notes(dim: DimExplanation) -> list[str]:
-    tried = [f"{_place(one)}: {one.rule[0]} -> {entry_text(one.rule[1])}: {_outcome(one, dim)}" for one in dim.tried]
-    return [*tried, *[f"why: {why.message}" for why in dim.reasons], *[f"change: {text}" for text in dim.changes]]
 
 
 def _outcome(attempt: Attempt, dim: DimExplanation) -> str:

@@ -227,7 +227,7 @@ def test_what_a_verb_shows(words, shown, here, capsys):
 # A command, and the error that it prints.
 WRONG = transcript(r"""
 $ plan llama3-8b --kwargs layer=2 --mesh shard=8,model=2 --rules fsdp_tp:fsdp=shard,tensor=model
-`llama3-8b` has no number 'layer'; did you mean `layers`?
+`llama3-8b` has no number 'layer' (did you mean 'layers'?)
 $ plan llama3-8b --kwargs layers=2 --mesh shard=8 --rules fsdp_tp:date=shard
 unexpected keyword argument 'date'
 $ plan gpt2-xl --mesh fsdp=2 --rules gpt2
@@ -249,7 +249,7 @@ steps.py, line 3
 $ traffic steps:own_mesh --mesh fsdp=4
 takes no `mesh`, so its plans have their own
 $ traffic steps:needs_mesh
-takes a `mesh`; give one, as in --mesh data=2,fsdp=4
+missing 1 required positional argument: 'mesh'
 $ traffic steps:needs_mesh --mesh fsdp=1024
 has 1,024 devices; at most 512 can be emulated
 $ traffic my_model:train_step --mesh fsdp=16
@@ -275,7 +275,7 @@ add one, as --chip h100
 $ search my_model:plain_step --target v5e
 is no slice; write it as `tpu:v5p:4x4x4`
 $ search my_model:train_step --target tpu:v5e:2x4
-takes a `mesh`
+missing 1 required positional argument: 'mesh'
 $ search my_model:plain_step
 say what the devices are: --target tpu:v5e:4x4, or --devices
 $ search my_model:plain_step --target tpu:v5e:2x4 --rules my_model:loss.__doc__

@@ -202,7 +202,7 @@ def test_a_line_of_a_map_is_changed():
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 4}
 CONFIGS = {
-    "a family": (maps.hugging_face, {"model_type": "qwen3_mo"}, r"'qwen3_mo'; did you mean 'qwen3_moe'"),
+    "a family": (maps.hugging_face, {"model_type": "qwen3_mo"}, r"'qwen3_mo' \(did you mean 'qwen3_moe'"),
     "no family": (maps.hugging_face, {}, r"for the `model_type` 'None'; there are llama,"),
     "maxtext": (maps.maxtext, {"model_type": "gpt2"}, r"no table of MaxText's names for 'gpt2'; there are"),
     "heads": (maps.engine, {"model_type": "gpt2", "n_head": 6}, r"6 heads do not divide into 4 shards; use another"),
@@ -250,7 +250,7 @@ PAIRS = {
     "kinds": (
         {A: "query: a", B: "key: b"},
         {B: "querry: a"},
-        r"(?s)has no `querry`; near `query`.*no `query` \(layers.\{layers\}.q\); near `querry`.*no `key` \(q\)",
+        r"(?s)has no `querry` \(did you mean 'query'.*no `query` \(layers.\{layers\}.q\) \(did.*no `key` \(q\)",
     ),
     "axes": ({B: "q: a b"}, {B: "q: a c"}, r"`q` has other axes in both layouts: a b in `q`, a c in `q`"),
     "a size": ({B: "q: (a b)"}, {B: "q: a b"}, r"needs the size of the axis `b`; say it: `layout.with_sizes\(b=...\)`"),
@@ -280,7 +280,7 @@ LAYOUTS = {
     "without": (lambda: Q.without("k"), r"the layout has no kind 'k'; it has q"),
     "without a part": (lambda: FUSED.without("k"), r"'q' has other kinds beside; leave out all of them, or none"),
     "paths": (lambda: Q.with_paths({"x": "y"}), r"the layout has no 'x'; it has q"),
-    "drop": (lambda: Q.to(Q, drop=["qq"]), r"`drop` has `qq`, which the source has not; near `q`"),
+    "drop": (lambda: Q.to(Q, drop=["qq"]), r"`drop` has `qq`, which the source has not \(did you mean 'q'"),
     "a line": (lambda: maps.TreeLayout({A: "heads dim"}), r"'heads dim' cannot be read; write the kind and its axes"),
     "a brace": (lambda: maps.TreeLayout({A: "q: (heads dim"}), r"'q: \(heads dim' cannot be read"),
     "two ranges": (lambda: maps.TreeLayout({B: "q: a[:1] b[1:]"}), r"at most one axis has a range"),

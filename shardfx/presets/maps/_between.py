@@ -1,15 +1,14 @@
 """Makes the rules of a map from one layout to another, by comparing the names of their axes."""
 
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from ..._convert import From, sum_of
 from ..._ground.errors import MapError
 from ..._ground.text import together
+from ..._rules import near
 from ._places import Counted, Entry, Fused, Place, Range, Scaled, places_of
 
 
@@ -66,21 +65,16 @@ def _check_kinds(kinds: Mapping[str, list[Place]], wanted: Sequence[str], drop: 
     lines = []
     for kind in dict.fromkeys(wanted):
         if kind not in kinds and _ALSO.get(kind) not in kinds:
-            lines.append(f"the source has no `{kind}`{_near(kind, kinds)}")
+            lines.append(f"the source has no `{kind}`{near(kind, list(kinds))}")
     for kind, places in kinds.items():
         if kind not in wanted and kind not in drop:
-            near = _near(kind, wanted)
-            lines.append(f"the target has no `{kind}` ({places[0].path}){near}; without it: `drop=[{kind!r}]`")
+            hint = f"{near(kind, wanted)}; without it: `drop=[{kind!r}]`"
+            lines.append(f"the target has no `{kind}` ({places[0].path}){hint}")
     for kind in drop:
         if kind not in kinds:
-            lines.append(f"`drop` has `{kind}`, which the source has not{_near(kind, kinds)}")
+            lines.append(f"`drop` has `{kind}`, which the source has not{near(kind, list(kinds))}")
     if lines:
         raise MapError("the layouts have different kinds of weights:\n  " + "\n  ".join(lines))
-
-
-def _near(kind: str, kinds: Mapping[str, list[Place]] | Sequence[str]) -> str:
-    near = difflib.get_close_matches(kind, kinds, n=2)
-    return f"; near {' or '.join(f'`{one}`' for one in near)}" if near else ""
 
 
 def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
@@ -168,37 +162,55 @@ def _apart(place: Place, other: Place, apart: Mapping[str, Paths]) -> Place:
     return place._replace(dims=tuple(tuple(one for axis in group for one in parts(axis)) for group in place.dims))
 
 
-class _Change(NamedTuple):
-    """The steps that turn the axes of a source array into the axes of a target array.
+def _taken(source: Place, want: Place, sizes: Sizes) -> From:
+    """Returns the expression that turns the weight in one source array into the weight of a target array.
 
-    **Arguments:**
-
-    - `more`: the axes that only the target has: its entries are repeated along them.
-    - `taken`: the axes that are removed by indexing, in this order, each with its index: a number, or the axis's own
-        name if the target has an array for each entry.
-    - `stacked`: the axes in the source's path that become dimensions.
-    - `groups`: the axes of each dimension of the target, without `more`.
-    - `kept`: the groups that are one dimension in both arrays and are not split.
+    Along the way, each dimension holds one axis, or a group of axes that is one dimension in both arrays.
     """
-
-    more: list[str]
-    taken: dict[str, int | str]
-    stacked: list[str]
-    groups: list[Paths]
-    kept: list[Paths]
-
-    @property
-    def order(self) -> list[Paths]:
-        """The dimensions in the target's order, before the axes of a group are merged into one dimension."""
-        return [one for group in self.groups for one in ([group] if group in self.kept else [(n,) for n in group])]
-
-
-def _change(source: Place, want: Place, sizes: Sizes) -> _Change:
-    here, there = (*source.axes, *source.in_path), (*want.axes, *want.in_path)
+    source, want = _apart(source, want, sizes.apart), _apart(want, source, sizes.apart)
+    made, counts = _opened(source, want, sizes)
     entry = want.range if want.range is not None and not want.range.step else None
-    chosen = {entry.axis: entry.start} if entry is not None and entry.axis in here else {}
+    in_path = [axis for axis in source.in_path if entry is None or axis != entry.axis]
+    more, less = _only_in_one(source, want, (*source.axes, *in_path), entry)
+    groups = [tuple(axis for axis in group if axis not in more) for group in want.dims]
+    # A group that is one dimension in both arrays is not split, unless an axis in it changes its size.
+    whole = [group for group in groups if group in source.dims and not any(map(sizes.resized, group))]
+    order, dims = [one for group in groups for one in _axes_of(group, whole)], list[Paths]()
+    for group in source.dims:
+        if len(group) > 1 and group not in whole:
+            rest = [sizes.before(axis, f"`{made}`") for axis in group[1:]]
+            made = made.split(len(dims), -1, *rest)
+        dims += _axes_of(group, whole)
+    # An axis that is in the target's path has an array for each entry, so the index there is its own name.
+    taken: dict[str, int | str] = {axis: axis for axis in source.axes if axis in want.in_path}
+    taken |= {entry.axis: entry.start} if entry is not None and entry.axis in source.axes else {}
+    for axis, index in (taken | dict.fromkeys(less, 0)).items():
+        dim = dims.index((axis,))
+        made = (_resized(made, axis, dim, sizes) if index == axis else made).at(index, dim=dim)
+        dims.remove((axis,))
+    places = [dims.index(group) for group in order if group in dims]
+    if places != sorted(places):
+        made = made.T if len(places) > 1 and places == sorted(places, reverse=True) else made.transpose(*places)
+    for dim, group in enumerate(order):
+        if group not in dims:  # the arrays of all numbers of an axis in the path become one, with the axis here
+            dims.append(group)
+            made = made.stack(group[0], dim=dim, count=counts.get(group[0]))
+    for dim, group in enumerate(order):
+        made = made if group in whole else _resized(made, group[0], dim, sizes)
+    if want.range is not None and want.range.step and want.range.axis not in source.in_path:
+        made = _cut(made, want.range, order.index((want.range.axis,)))
+    for dim, group in enumerate([group for group in groups if group]):
+        made = made.merge(dim, len(group)) if len(group) > 1 and group not in whole else made
+    return _counted(_repeated(made, want, more, sizes), want.entry)
+
+
+def _only_in_one(source: Place, want: Place, here: Paths, entry: Range | None) -> tuple[list[str], list[str]]:
+    """Returns the axes that only the target has, along which its entries are repeated, and those that only the source
+    has.
+    """
+    there = (*want.axes, *want.in_path)
     more = [axis for axis in want.axes if axis not in here]
-    less = [axis for axis in here if axis not in there and axis not in chosen]
+    less = [axis for axis in here if axis not in there and (entry is None or axis != entry.axis)]
     if less and more or any(axis in want.in_path for axis in there if axis not in here):
         raise MapError(
             f"`{want.kind}` has other axes in both layouts: {' '.join(here)} in `{source.path}`, {' '.join(there)} in "
@@ -207,91 +219,22 @@ def _change(source: Place, want: Place, sizes: Sizes) -> _Change:
     absent = next((axis for axis in less if axis in source.in_path), None)
     if absent is not None:
         raise MapError(f"`{source.path}` has `{{{absent}}}`, an axis that the target does not have.")
-    groups = [tuple(axis for axis in group if axis not in more) for group in want.dims]
-    # A group that is one dimension in both arrays is not split, unless an axis in it changes its size.
-    joined = [group for group in groups if len(group) > 1 and group in source.dims]
-    into_path = {axis: axis for axis in source.axes if axis in want.in_path}
-    return _Change(
-        more=more,
-        taken={**into_path, **chosen, **dict.fromkeys(less, 0)},
-        stacked=[axis for axis in source.in_path if axis in want.axes],
-        groups=groups,
-        kept=[group for group in joined if all(sizes.resized(axis) is None for axis in group)],
-    )
+    return more, less
 
 
-class _Route:
-    """An expression under construction, and the axes of each of its dimensions."""
-
-    def __init__(self, made: From, dims: Sequence[Paths], sizes: Sizes):
-        self.made, self.dims, self.sizes = made, list(dims), sizes
-
-    def split(self, kept: Sequence[Paths]) -> None:
-        """Splits each dimension of several axes into one dimension per axis, except the groups in `kept`."""
-        for group in [group for group in self.dims if len(group) > 1 and group not in kept]:
-            dim = self.dims.index(group)
-            rest = [self.sizes.before(axis, f"`{self.made}`") for axis in group[1:]]
-            self.made = self.made.split(dim, -1, *rest)
-            self.dims[dim : dim + 1] = [(axis,) for axis in group]
-
-    def at(self, axis: str, index: int | str) -> None:
-        """Takes one entry along an axis. If `index` is the axis's own name, the target has an array for each entry."""
-        if index == axis:
-            self.resize(axis)
-        self.made = self.made.at(index, dim=self.dims.index((axis,)))
-        self.dims.remove((axis,))
-
-    def sort(self, order: Sequence[Paths]) -> None:
-        """Transposes the dimensions into this order, which may name further dimensions."""
-        self.dims, before = [group for group in order if group in self.dims], self.dims
-        places = [before.index(group) for group in self.dims]
-        if places != sorted(places):
-            turned = len(places) > 1 and places == sorted(places, reverse=True)
-            self.made = self.made.T if turned else self.made.transpose(*places)
-
-    def stack(self, axis: str, order: Sequence[Paths], count: int | None) -> None:
-        """Stacks the arrays for all numbers of an axis in the path into one array, with the axis at its position in
-        `order`.
-        """
-        dim = sum(group in self.dims for group in order[: order.index((axis,))])
-        self.made = self.made.stack(axis, dim=dim, count=count)
-        self.dims.insert(dim, (axis,))
-
-    def resize(self, axis: str) -> None:
-        """Pads an axis with zeros at its end, or truncates it, if the target has another size."""
-        before, size, dim = self.sizes.source.get(axis, 0), self.sizes.resized(axis), self.dims.index((axis,))
-        if size is not None:
-            self.made = self.made.pad_to(size, dim=dim) if size > before else self.made.slice(0, size, dim=dim)
-
-    def merge(self, groups: Sequence[Paths], kept: Sequence[Paths]) -> None:
-        """Merges the axes of each group into one dimension, except the groups in `kept`."""
-        dim = 0
-        for group in groups:
-            if len(group) > 1 and group not in kept:
-                self.made = self.made.merge(dim, len(group))
-            dim += bool(group)
+def _axes_of(group: Paths, whole: Sequence[Paths]) -> list[Paths]:
+    """Returns the group alone if it stays whole, else a group for each of its axes."""
+    return [group] if group in whole else [(axis,) for axis in group]
 
 
-def _taken(source: Place, want: Place, sizes: Sizes) -> From:
-    """Returns the expression that turns the weight in one source array into the weight of a target array."""
-    source, want = _apart(source, want, sizes.apart), _apart(want, source, sizes.apart)
-    made, counts = _opened(source, want, sizes)
-    if want.range is not None and not want.range.step:
-        source = source._replace(in_path=tuple(axis for axis in source.in_path if axis != want.range.axis))
-    change = _change(source, want, sizes)
-    way, order = _Route(made, source.dims, sizes), change.order
-    way.split(change.kept)
-    for axis, index in change.taken.items():
-        way.at(axis, index)
-    way.sort(order)
-    for axis in reversed(change.stacked):
-        way.stack(axis, order, counts.get(axis))
-    for (axis,) in [group for group in order if len(group) == 1]:
-        way.resize(axis)
-    if want.range is not None and want.range.step and want.range.axis not in source.in_path:
-        way.made = _cut(way.made, want.range, way.dims.index((want.range.axis,)))
-    way.merge(change.groups, change.kept)
-    return _counted(_repeated(way.made, want, change.more, sizes), want.entry)
+def _resized(made: From, axis: str, dim: int, sizes: Sizes) -> From:
+    """Returns an expression that pads an axis with zeros at its end, or truncates it, if the target has another
+    size.
+    """
+    size = sizes.resized(axis)
+    if size is None:
+        return made
+    return made.pad_to(size, dim=dim) if size > sizes.source[axis] else made.slice(0, size, dim=dim)
 
 
 def _counted(made: From, entry: Entry) -> From:

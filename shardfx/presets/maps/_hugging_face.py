@@ -1,11 +1,11 @@
 """The layout of a Hugging Face checkpoint, made from its `config.json`."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..._ground.errors import MapError
 from ..._ground.text import quoted
+from ..._rules import near
 from ._families import Form, Rows, prefix_of, rows_of
 from ._layout import TreeLayout
 from ._places import Scaled
@@ -54,11 +54,9 @@ def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["r
     """
     kind = config.get("model_type")
     if kind not in _MODEL_TYPES:
-        near = difflib.get_close_matches(str(kind), _MODEL_TYPES, n=2)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(_MODEL_TYPES)}."
         raise MapError(
-            f"there is no table for the `model_type` {quoted(str(kind))}; {hint} Write its `TreeLayout`, one line per "
-            "kind of weight."
+            f"there is no table for the `model_type` {quoted(str(kind))}{near(str(kind), _MODEL_TYPES)}; there are "
+            f"{', '.join(_MODEL_TYPES)}. Write its `TreeLayout`, one line per kind of weight."
         )
     text = text_config(config)
     count = text.get("num_nextn_predict_layers")

@@ -3,7 +3,6 @@ strategy.
 """
 
 import collections
-import difflib
 import itertools as it
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from jax.typing import DTypeLike
 from ..._convert import pattern
 from ..._ground.errors import RuleError
 from ..._ground.text import quoted
-from ..._rules import PathRules, optional, replicate
+from ..._rules import PathRules, near, optional, replicate
 from .._row_rules import rows_for_rules, rules_of
 from ..maps._families import Rows, rows_of, sight_of, with_experts_stacked
 from ..maps._places import Entry, Fused, Place, places_of
@@ -133,9 +132,8 @@ def tree(name: str, *, dtype: DTypeLike = jnp.bfloat16, stack_experts: bool = Fa
 def row_of(name: str) -> ModelRow:
     """Returns the row of a model in the table; raises an error with the nearest names if there is none."""
     if name not in TABLE:
-        near = difflib.get_close_matches(name.lower(), TABLE, n=3)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(TABLE)}."
-        raise RuleError(f"`presets.models` has no {quoted(name)}; {hint}")
+        hint = near(name.lower(), names()) or f"; there are {', '.join(TABLE)}"
+        raise RuleError(f"`presets.models` has no {quoted(name)}{hint}.")
     return TABLE[name]
 
 
@@ -143,9 +141,8 @@ def _check_changes(name: str, row: ModelRow, changes: Mapping[str, int]) -> None
     known = {**row.config, **_OPTIONS.get(row.family, {})}
     for given, value in changes.items():
         if given not in known:
-            near = difflib.get_close_matches(given, known, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(known)}."
-            raise RuleError(f"`{name}` has no number {quoted(given)}; {hint}")
+            hint = near(given, tuple(known)) or f"; it has {', '.join(known)}"
+            raise RuleError(f"`{name}` has no number {quoted(given)}{hint}.")
         kind = type(known[given])
         # In Python a bool is an int, but it is not a number of layers.
         if type(value) is not kind or value < 0:
