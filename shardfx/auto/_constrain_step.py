@@ -171,7 +171,7 @@ class _Constrainer(_Walker):
         super().__init__()
         self.layouts, self.chosen, self.axes, self.mesh = layouts, chosen, axes, mesh
         self.places = [
-            {number: place for place, number in enumerate(n for n in made.assignment.order if n in made.used)}
+            {number: place for place, number in enumerate(n for n in made.assignment if n in made.used)}
             for made in chosen
         ]
         self.operations: dict[int, list[Operation]] = {}

@@ -10,6 +10,7 @@ sharding of each array.
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -29,16 +30,10 @@ _LINEAR = frozenset("add subtract negate convert copy reduce_precision sharding_
 _FIRST = frozenset("dot_general convolution ragged_dot".split())
 
 
-@dataclasses.dataclass(frozen=True)
-class Assignment:
-    """The classes of dimensions that a mesh axis shards, by number, in its order of preference.
-
-    With `behind`, it may shard a part that follows others in a fused dimension, if other axes shard those parts
-    completely.
-    """
-
-    order: tuple[int, ...]
-    behind: bool = False
+# The classes of dimensions that a mesh axis shards, by number, in its order of preference.
+Assignment = tuple[int, ...]
+# Whether an assignment divides an operation, and the states of its operands and results.
+_Effect = tuple[bool, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +57,7 @@ class AssignedLayout:
     # For each value, the position of the sharded part among its parts, `WHOLE` or `PARTIAL`.
     cuts: tuple[int, ...]
     shared: tuple[bool, ...]
+    # The classes that it shards.
     used: frozenset[int]
     # Values that were partial sums when they were made.
     summed: frozenset[int]
@@ -83,58 +79,38 @@ class _Labelled(NamedTuple):
     bytes: tuple[float, ...]
 
 
-class _Effect(NamedTuple):
-    """The effect of an assignment on an operation: whether it is divided, and the states of its operands
-    and results.
-    """
-
-    shared: bool
-    taken: tuple[int, ...]
-    made: tuple[int, ...]
-
-
 class Layouts:
     """The program in terms of sub-dimensions, ready to be laid out under any assignment."""
 
     def __init__(self, classes: Classes, devices: int):
-        self.program = classes.program
-        self.tied = classes.tied
-        self.classes = classes
-        self.devices = devices
-        self.numbers = _numbers(classes, devices)
-        parts = self.tied.parts
-        self.parts = [[parts.leaves(part) for part in dims] for dims in self.tied.dims]
+        self.classes, self.tied, self.program = classes, classes.tied, classes.program
+        scanned, sizes = classes.marked["scanned"], self.tied.parts.sizes
+        # The group number of each sub-dimension that a mesh axis may shard.
+        self.numbers = {
+            root: number
+            for number, group in enumerate(classes.groups)
+            for root in group.roots
+            if root not in scanned and math.gcd(sizes[root], devices) > 1
+        }
+        # The classes that are a minor sub-dimension of a fused dimension of some argument. An assignment with one of
+        # them shards minor sub-dimensions, if other axes shard the major ones completely.
+        self.behind = {
+            number
+            for number, group in enumerate(classes.groups)
+            if any(0 < place.at < classes.kept(classes.dims[place.argument][place.dim]) for place in group.places)
+        }
+        self.parts = [[*map(self.tied.parts.leaves, dims)] for dims in self.tied.dims]
         self.flat = [
             [(self.numbers.get(leaf, -1), at) for dim in dims for at, leaf in enumerate(dim)] for dims in self.parts
         ]
-        self.kinds: dict[_Labelled, int] = {}
+        kinds: dict[_Labelled, int] = {}
         # The index of the kind of each operation.
-        self.kind = [self.kinds.setdefault(_labelled(self, made), len(self.kinds)) for made in self.program.operations]
-        self.labelled = list(self.kinds)
+        self.kind = [kinds.setdefault(_labelled(self, made), len(kinds)) for made in self.program.operations]
+        self.labelled = list(kinds)
 
     def under(self, assignment: Assignment) -> AssignedLayout:
         """The step under this assignment."""
         return _Run(self, assignment).layout()
-
-    def preferred(self, value: int, assignment: Assignment) -> int:
-        """The sub-dimension of a value that the assignment would shard, by position; `WHOLE` if there is none."""
-        for wanted in assignment.order:
-            for position, (number, at) in enumerate(self.flat[value]):
-                before = self.flat[value][position - at : position]
-                if number == wanted and (not at or (assignment.behind and all(known >= 0 for known, _ in before))):
-                    return position
-        return WHOLE
-
-
-def _numbers(classes: Classes, devices: int) -> dict[int, int]:
-    """The group number of each sub-dimension that a mesh axis may shard."""
-    scanned = classes.marked["scanned"]
-    return {
-        root: number
-        for number, group in enumerate(classes.groups)
-        for root in group.roots
-        if root not in scanned and math.gcd(classes.tied.parts.sizes[root], devices) > 1
-    }
 
 
 def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
@@ -165,22 +141,22 @@ def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
         found.append(tuple(labels))
     values = [layouts.program.values[value] for value in made.ins]
     counts = tuple(0.0 if value.free or not value.shape else value.bytes for value in values)
-    count = len(made.ins)
-    return _Labelled(
-        made.name, tuple(found[:count]), tuple(found[count:]), tuple(cuttable.items()), frozenset(behind), counts
-    )
+    ins, outs = tuple(found[: len(values)]), tuple(found[len(values) :])
+    return _Labelled(made.name, ins, outs, tuple(cuttable.items()), frozenset(behind), counts)
 
 
 class _Run:
+    """The program's operations in order, each divided and its operands moved as one assignment prefers."""
+
     def __init__(self, layouts: Layouts, assignment: Assignment):
         self.layouts, self.assignment = layouts, assignment
-        self.rank = {number: place for place, number in enumerate(assignment.order)}
+        self.behind = not layouts.behind.isdisjoint(assignment)
+        self.rank = {number: place for place, number in enumerate(assignment)}
         count = len(layouts.program.values)
         self.state = [WHOLE] * count
         self.cuts: list[int] = [WHOLE] * count
-        self.copies: dict[tuple[int, int], None] = {}
+        self.copies: set[tuple[int, int]] = set()
         self.events: list[Event] = []
-        self.shared: list[bool] = []
         self.used: set[int] = set()
         self.summed: set[int] = set()
         self.effects: dict[tuple[int, tuple[int, ...]], _Effect] = {}
@@ -188,66 +164,69 @@ class _Run:
     def layout(self) -> AssignedLayout:
         program = self.layouts.program
         for value in program.arguments:
-            self.set(value, self.layouts.preferred(value, self.assignment))
-        for number, made in enumerate(program.operations):
-            if made.name == "use" or all(self.layouts.program.values[value].free for value in made.outs):
-                self.shared.append(False)
-            elif made.name in ("carry", "return"):
-                self.hand_on(number, made)
-            else:
-                self.operate(number, made)
+            self.set(value, self.preferred(value))
+        shared = tuple([self.is_divided(number, made) for number, made in enumerate(program.operations)])
         # Results have the sharding of their arguments: an updated weight has that of the weight.
         for value in program.results:
             if self.state[value] == PARTIAL:
-                self.move(value, self.layouts.preferred(value, self.assignment), 1.0, len(program.operations) - 1)
-        made = tuple(self.events), tuple(self.cuts), tuple(self.shared)
-        return AssignedLayout(self.assignment, *made, frozenset(self.used), frozenset(self.summed))
+                self.move(value, self.preferred(value), 1.0, len(program.operations) - 1)
+        sets = frozenset(self.used), frozenset(self.summed)
+        return AssignedLayout(self.assignment, tuple(self.events), tuple(self.cuts), shared, *sets)
+
+    def preferred(self, value: int) -> int:
+        """The sub-dimension of a value that the assignment would shard, by position; `WHOLE` if there is none."""
+        flat = self.layouts.flat[value]
+        for wanted in self.assignment:
+            for position, (number, at) in enumerate(flat):
+                before = flat[position - at : position]
+                if number == wanted and (not at or (self.behind and all(known >= 0 for known, _ in before))):
+                    return position
+        return WHOLE
 
     def set(self, value: int, state: int) -> None:
         self.state[value] = state
         if state == PARTIAL:
             self.summed.add(value)
         # A partial sum gets the sharding that the assignment prefers once it is complete.
-        cut = self.layouts.preferred(value, self.assignment) if state == PARTIAL else state
-        self.cuts[value] = cut
+        cut = self.cuts[value] = self.preferred(value) if state == PARTIAL else state
         if cut >= 0:
             self.used.add(self.layouts.flat[value][cut][0])
 
+    def is_divided(self, number: int, made: Operation) -> bool:
+        """Moves the operands of an operation and sets its results; returns whether the axis divides the operation."""
+        if made.name == "use" or all(self.layouts.program.values[value].free for value in made.outs):
+            return False
+        if made.name in ("carry", "return"):
+            self.hand_on(number, made)
+            return False
+        kind, states = self.layouts.kind[number], tuple(self.state[value] for value in made.ins)
+        if (kind, states) not in self.effects:
+            self.effects[kind, states] = self.effect(self.layouts.labelled[kind], states)
+        is_divided, ins, outs = self.effects[kind, states]
+        for value, wanted in zip(made.ins, ins, strict=True):
+            self.move(value, wanted, made.times, number)
+        for value, state in zip(made.outs, outs, strict=True):
+            self.set(value, state)
+        return is_divided
+
     def hand_on(self, number: int, made: Operation) -> None:
         """Lays a loop's state out as the assignment prefers, for the first iteration and for every other one."""
-        wanted = self.layouts.preferred(made.outs[0], self.assignment)
+        wanted = self.state[made.ins[1]] if made.name == "return" else self.preferred(made.outs[0])
         # A reshaped dimension may have more parts inside than outside. A value that cannot be followed is whole.
-        if wanted >= len(self.layouts.flat[made.ins[0]]):
+        if made.name == "carry" and wanted >= len(self.layouts.flat[made.ins[0]]):
             wanted = WHOLE
-        if made.name == "return":
-            wanted = self.state[made.ins[1]]
         self.move(made.ins[0], wanted, made.times, number)
         self.set(made.outs[0], wanted)
-        self.shared.append(False)
-
-    def operate(self, number: int, made: Operation) -> None:
-        key = self.layouts.kind[number], tuple(self.state[value] for value in made.ins)
-        if key not in self.effects:
-            self.effects[key] = self.effect(self.layouts.labelled[key[0]], key[1])
-        effect = self.effects[key]
-        for value, wanted in zip(made.ins, effect.taken, strict=True):
-            self.move(value, wanted, made.times, number)
-        for value, state in zip(made.outs, effect.made, strict=True):
-            self.set(value, state)
-        self.shared.append(effect.shared)
 
     def effect(self, made: _Labelled, states: tuple[int, ...]) -> _Effect:
         """The effect of the assignment on an operation whose operands have these states."""
         if PARTIAL in states and _stays_partial(made, states):
-            return _Effect(False, states, (PARTIAL,) * len(made.outs))
+            return False, states, (PARTIAL,) * len(made.outs)
         label = self.label(made, states)
         summed = label is not None and any(label in labels for labels in made.ins)
         outs = [_position(labels, label) for labels in made.outs]
-        return _Effect(
-            label is not None,
-            tuple(_position(labels, label) for labels in made.ins),
-            tuple(PARTIAL if at == WHOLE and summed else at for at in outs),
-        )
+        made_of = tuple(PARTIAL if at == WHOLE and summed else at for at in outs)
+        return label is not None, tuple(_position(labels, label) for labels in made.ins), made_of
 
     def label(self, made: _Labelled, states: tuple[int, ...]) -> int | None:
         """The label along which the operation is divided: of the labels in the first preferred class, the one that
@@ -267,7 +246,7 @@ class _Run:
         places = {
             label: self.rank[number]
             for label, number in made.cuttable
-            if number in self.rank and (self.assignment.behind or label not in made.behind) and is_worth_it(label)
+            if number in self.rank and (self.behind or label not in made.behind) and is_worth_it(label)
         }
         first = min(places.values(), default=0)
         return min((label for label, place in places.items() if place == first), key=moved, default=None)
@@ -281,7 +260,7 @@ class _Run:
             self.set(value, wanted)
             return
         if (value, wanted) not in self.copies:
-            self.copies[value, wanted] = None
+            self.copies.add((value, wanted))
             self.events.append(Event(_GATHER if wanted == WHOLE else _EXCHANGE, value, times, operation))
 
 
@@ -318,7 +297,7 @@ def assignments_of_rules(
     for name, target in rules.rules:
         for axis in entry_axes(target) if name in known else ():
             orders.setdefault(axis, {})[known[name]] = None
-    return {axis: _assignment(tuple(order), classes) for axis, order in orders.items()}
+    return {axis: tuple(order) for axis, order in orders.items()}
 
 
 def seeds(
@@ -339,7 +318,7 @@ def seeds(
     def ways(*each: tuple[tuple[str, ...], ...]) -> list[tuple[Assignment, ...]]:
         """The ways of which the step has all assignments, each once."""
         orders = [[tuple(dict.fromkeys(known[n] for n in names if n in known)) for names in way] for way in each]
-        return list(dict.fromkeys(tuple(_assignment(order, classes) for order in way) for way in orders if all(way)))
+        return list(dict.fromkeys(tuple(way) for way in orders if all(way)))
 
     own = [name for name, n in known.items() if classes.in_model(classes.groups[n]) and name not in (*_TENSOR, *_NEVER)]
     batch, stored, sequence, experts = ("batch",), ("batch", "embed"), ("sequence",), ("experts",)
@@ -352,16 +331,14 @@ def seeds(
     return usual, [way for way in others if way not in usual]
 
 
-def _assignment(order: tuple[int, ...], classes: Classes) -> Assignment:
-    return Assignment(order, any(is_behind(classes, number) for number in order))
-
-
 def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Iterator[Assignment]:
     """The assignments to try, ordered by the number of sets of classes in them. The most usual come first."""
-    classes, weights = layouts.classes, _weights(layouts)
-    numbers = [number for number in sorted(weights, key=lambda n: -weights[n]) if number not in never]
-    sets = _sets(layouts, numbers)[:_SETS]
+    weights = Counter[int]()
+    for value, parts in zip(layouts.program.values, layouts.flat, strict=True):
+        weights.update(dict.fromkeys({number for number, _ in parts if number >= 0}, value.bytes))
+    sets = _sets(layouts, [number for number, _ in weights.most_common() if number not in never])[:_SETS]
     # In turn: two ways of sharding the data, then the dimensions of the parameters.
+    classes = layouts.classes
     data = [group for group in sets if not any(classes.in_model(classes.groups[number]) for number in group)]
     model = [group for group in sets if group not in data]
     triples = [(a, b, c) for a in model for b in data for c in model if a != c]
@@ -369,16 +346,7 @@ def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Ite
     for order in itertools.chain(((group,) for group in sets), itertools.permutations(sets, 2), triples):
         flat = tuple(itertools.chain(*order))
         if len(set(flat)) == len(flat):
-            yield _assignment(flat, classes)
-
-
-def _weights(layouts: Layouts) -> dict[int, float]:
-    """For each class, the bytes of all arrays that have it."""
-    found = dict[int, float]()
-    for value, parts in zip(layouts.program.values, layouts.flat, strict=True):
-        for number in {number for number, _ in parts if number >= 0}:
-            found[number] = found.get(number, 0.0) + value.bytes
-    return found
+            yield flat
 
 
 def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
@@ -387,38 +355,20 @@ def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
     The smallest power of two in a set limits how far it can be sharded, so sets without their least divisible classes
     follow.
     """
-    together: set[tuple[int, int]] = set()
+    beside: dict[int, set[int]] = {}
     for parts in layouts.flat:
-        known = sorted({number for number, _ in parts if number >= 0})
-        together.update(itertools.combinations(known, 2))
-
-    def fits(group: list[int], number: int) -> bool:
-        return all((min(a, number), max(a, number)) not in together for a in group)
-
+        known = {number for number, _ in parts}
+        for number in known:
+            beside.setdefault(number, set()).update(known)
     found: dict[tuple[int, ...], None] = {}
     for seed in numbers:
         group = [seed]
         for number in numbers:
-            if number not in group and fits(group, number):
+            if beside[number].isdisjoint(group):
                 group.append(number)
         found[tuple(sorted(group, key=numbers.index))] = None
+    sizes = [group.size & -group.size for group in layouts.classes.groups]
     for group in list(found):
-        by_size = sorted(group, key=lambda number: _twos(layouts.classes.groups[number].size))
-        for count in range(1, len(group)):
-            if _twos(layouts.classes.groups[by_size[count]].size) > _twos(
-                layouts.classes.groups[by_size[count - 1]].size
-            ):
-                found[tuple(number for number in group if number not in by_size[:count])] = None
+        for least in sorted({sizes[number] for number in group})[1:]:
+            found[tuple(number for number in group if sizes[number] >= least)] = None
     return list(found)
-
-
-def _twos(size: int) -> int:
-    return (size & -size).bit_length()
-
-
-def is_behind(classes: Classes, number: int) -> bool:
-    """Whether the class is a minor sub-dimension of a fused dimension of some argument, and may be sharded."""
-    return any(
-        place.at and place.at < classes.kept(classes.dims[place.argument][place.dim])
-        for place in classes.groups[number].places
-    )

@@ -102,7 +102,7 @@ class Space:
 
     def names_of(self, layout: AssignedLayout) -> tuple[str, ...]:
         """The names that an assignment shards, in its order of preference."""
-        return tuple(self.classes.groups[number].name for number in layout.assignment.order if number in layout.used)
+        return tuple(self.classes.groups[number].name for number in layout.assignment if number in layout.used)
 
 
 def fastest(space: Space, keep: int) -> list[Candidate]:

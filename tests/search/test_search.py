@@ -7,7 +7,7 @@ from models import MODELS, Struct, f32, mlp_step, space_of
 from shardfx import MeshSpec
 from shardfx.auto import Limits, search
 from shardfx.auto._asked import trace
-from shardfx.auto._layouts import Assignment, Layouts
+from shardfx.auto._layouts import Layouts
 from shardfx.auto._name_axes import named_classes
 from shardfx.auto._space import by_hand, fastest
 from shardfx.errors import ProgramError
@@ -18,7 +18,7 @@ def sent_under(names, *model):
     classes = named_classes(trace(*model))
     layouts = Layouts(classes, 8)
     known = {group.name: number for number, group in enumerate(classes.groups) if group.roots}
-    made = layouts.under(Assignment(tuple(known[name] for name in names)))
+    made = layouts.under(tuple(known[name] for name in names))
     return [(event.kind, layouts.program.values[event.value].shape) for event in made.events]
 
 
