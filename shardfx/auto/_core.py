@@ -19,7 +19,7 @@ binary number. Only the kind says by what a row is divided. So for each set the 
 
 and for each share every kind has one divisor, the product of the sizes of its assignments:
 
-    power[share, kind] = 1 / product of size[assignment] for those of the kind                  `_members`, exp2(-log2)
+    power[share, kind] = 1 / product of size[assignment] for those of the kind                  `has`, exp2(-log2)
     total[set, share, quantity] = sum over kinds of power[share, kind] * sums[set, kind, quantity]
 
 The second line is a product of matrices: a block of sets by 16 kinds, times 16 kinds by all shares. A candidate and
@@ -137,8 +137,10 @@ def costs(
 
     With NumPy arrays nothing is compiled, which is faster for few pairs.
     """
-    xp = _library(sets)
+    xp = jnp if isinstance(sets, jax.Array) else np
     axes = sets.shape[-1]
+    # For each kind, the assignments of a set that divide its rows.
+    has = (np.arange(2**axes)[:, None] // 2 ** np.arange(axes)) % 2 == 1
     # A row has one of 2**axes kinds, by the assignments of the set that divide it. For each set, rows are summed by
     # kind.
     rows = _kinds(xp.moveaxis(arrays["divides"][:, sets], 0, 1), axes)
@@ -146,62 +148,41 @@ def costs(
     # The rows of one assignment, by their kind.
     bits = xp.take_along_axis(arrays["divides_sent"][sets], sets[:, None, None, :], axis=3)
     sent = xp.einsum("bjrk,bjrt->bkjt", _kinds(bits, axes), arrays["sent"][sets])
-    has = _members(axes, xp)
     power = xp.exp2(-(xp.log2(sizes.astype(np.float32)) @ has.T.astype(np.float32)))
     flops, moved, memory = xp.einsum("sk,bkq->qbs", power, shared)
     compute = xp.maximum(flops / machine["flops"], moved / machine["hbm"])
-    per_byte = _seconds_per_byte(machine, sizes, slices)
+    per_byte = _seconds_per_byte(xp, machine, sizes, slices)
     exposed, hidden = (xp.einsum("sk,bkjt->tjbs", power, sent) * per_byte[:, None]).sum(1)
     called = machine["call_seconds"] * (arrays["calls"][sets] @ (sizes > 1).T.astype(np.float32))
     seconds = compute + exposed + called + xp.maximum(0.0, hidden - machine["overlap"] * compute)
-    return xp.where(_is_allowed(arrays, sets, sizes), seconds, np.inf), memory
-
-
-def _library(array: object) -> Any:
-    """NumPy for a NumPy array, else `jax.numpy`."""
-    return jnp if isinstance(array, jax.Array) else np
-
-
-def _members(axes: int, xp: Any) -> Bool[_Array, "kinds axes"]:
-    """For each kind, the assignments of a set that divide its rows."""
-    return (xp.arange(2**axes)[:, None] // 2 ** xp.arange(axes)) % 2 == 1
+    # All dimensions must divide into these shards, and none into fewer than the limits ask for.
+    cuts = xp.prod(xp.where(has, sizes[:, None, :], 1), axis=-1)
+    broken = (arrays["sizes"][:, None, None] % cuts != 0) | (cuts < arrays["least"][:, None, None])
+    limits = _kinds(xp.moveaxis(arrays["limits"][:, sets], 0, 1), axes)
+    is_allowed = xp.einsum("bck,csk->bs", limits, broken.astype(np.float32)) == 0
+    return xp.where(is_allowed, seconds, np.inf), memory
 
 
 def _kinds(divides: Bool[_Array, "*any axes"], axes: int) -> Float[_Array, "*any kinds"]:
     """The kind of each row, one-hot."""
-    xp = _library(divides)
-    codes = xp.where(divides, 2 ** xp.arange(axes), 0).sum(-1)
-    return (codes[..., None] == xp.arange(2**axes)).astype(np.float32)
+    codes = (divides.astype(np.int32) * 2 ** np.arange(axes, dtype=np.int32)).sum(-1)
+    return (codes[..., None] == np.arange(2**axes)).astype(np.float32)
 
 
 def _seconds_per_byte(
-    machine: Numbers, sizes: Int[_Array, "shares axes"], slices: Int[_Array, "shares axes"]
+    xp: Any, machine: Numbers, sizes: Int[_Array, "shares axes"], slices: Int[_Array, "shares axes"]
 ) -> Float[_Array, "axes shares"]:
     """Seconds per byte of a collective on each axis: in a ring of n devices, (n - 1) / n of each byte is sent.
 
     On a torus an axis has links in proportion to the logarithm of its size. With islands of switched chips, as many
     devices of each axis as possible are in one island. Bytes between slices go through the hosts' network.
     """
-    xp = _library(sizes)
     inner, whole = (sizes // slices).T.astype(np.float32), sizes.T.astype(np.float32)
     total = xp.prod(inner, axis=0)
     share = machine["dims"] * xp.log2(inner) / xp.maximum(xp.log2(total), 1.0)
     bandwidth = xp.where(machine["dims"] > 0, machine["link"] * xp.maximum(share, 0.5), machine["link"])
     near = xp.minimum(machine["island"], inner)
     return (1 - 1 / near) / bandwidth + (1 - near / whole) / near / machine["dcn"]
-
-
-def _is_allowed(
-    arrays: Numbers, sets: Int[_Array, "block axes"], sizes: Int[_Array, "shares axes"]
-) -> Bool[_Array, "block shares"]:
-    """Whether all dimensions divide into these shards, and none is divided into fewer than the limits ask for."""
-    xp = _library(sets)
-    axes = sets.shape[-1]
-    cuts = xp.prod(xp.where(_members(axes, xp), sizes[:, None, :], 1), axis=-1)
-    sides = arrays["sizes"][:, None, None]
-    broken = (sides % cuts != 0) | (cuts < arrays["least"][:, None, None])
-    kinds = _kinds(xp.moveaxis(arrays["limits"][:, sets], 0, 1), axes)
-    return xp.einsum("bck,csk->bs", kinds, broken.astype(np.float32)) == 0
 
 
 def machine_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, extents: Sequence[int] = ()) -> Numbers:
@@ -256,15 +237,9 @@ def find(terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, keep:
             priced = best_of_block(arrays, machine, made, sizes, between, np.int32(len(rows)), keep=keep)
             least = found[-1].seconds if len(found) == keep else math.inf
             better = [
-                Found(
-                    tuple(made[at, :number].tolist()),
-                    tuple(sizes[share, :number].tolist()),
-                    tuple(between[share, :number].tolist()),
-                    seconds,
-                    memory,
-                )
-                for at, share, (seconds, memory) in zip(*(np.asarray(one).tolist() for one in priced), strict=True)
-                if seconds < least
+                Found(*(tuple(part[:number].tolist()) for part in (made[at], sizes[share], between[share])), *cost)
+                for at, share, cost in zip(*(np.asarray(one).tolist() for one in priced), strict=True)
+                if cost[0] < least
             ]
             found = sorted([*found, *better], key=lambda one: one.seconds)[:keep]
     return found

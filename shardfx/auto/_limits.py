@@ -1,13 +1,10 @@
 """The limits that a user sets for a search."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
+from collections.abc import Callable, Iterator
 
 from .._ground.errors import RuleError
 from .._rules import AxisRules, near
-from ..topology import MeshSpec
 from ._classes import Classes
 
 
@@ -62,25 +59,6 @@ class Limits:
     def wanted_axes(self) -> tuple[tuple[str, int | None], ...]:
         """The mesh axes that must exist, each with its size, or `None` if any size will do."""
         return tuple((one, None) if isinstance(one, str) else one for one in self.axes)
-
-    def has_axes(self, mesh: MeshSpec) -> bool:
-        """Whether a mesh has the axes that must exist."""
-        sizes = mesh.shape
-        return all(name in sizes and size in (None, sizes[name]) for name, size in self.wanted_axes)
-
-
-def named_assignments(limits: Limits, called: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """For each axis that must exist, the assignments that have its name, and its size or 0."""
-    named = np.zeros((len(limits.axes), len(called)), bool)
-    for row, (name, _) in enumerate(limits.wanted_axes):
-        named[row] = [name == one for one in called]
-        if not named[row].any():
-            known = tuple(dict.fromkeys(called))
-            raise RuleError(
-                f"`limits` wants a mesh axis {name!r}, and no assignment of this step is called so{near(name, known)}; "
-                f"there are {', '.join(sorted(known))}."
-            )
-    return named, np.array([size or 0 for _, size in limits.wanted_axes], np.int64)
 
 
 def blocking(limits: Limits, can: Callable[[Limits], bool]) -> str:

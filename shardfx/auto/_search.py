@@ -4,8 +4,8 @@ import concurrent.futures
 import dataclasses
 import functools as ft
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeVar
 
 from jaxtyping import PyTree
 
@@ -30,7 +30,6 @@ _CONSTRAINED_SECONDS, _CONSTRAINED = 8.0, (2, 6)
 # The seconds of one program: a fixed part, then per byte of StableHLO for partitioning, for constraining, and per
 # device of XLA's client. They are measured once, since with a clock two hosts could look at different candidates.
 _EACH, _BYTE, _CONSTRAINED_BYTE, _DEVICE = 0.1, 1 / 42_000, 1 / 20_000, 1 / 2_700
-# XLA runs in another process: it partitions the next program while this one is read.
 _THREADS = 2
 # How many of the core's best candidates join those written by hand; how many programs are reserved for other sizes, and
 # for how many of the best candidates these are tried.
@@ -41,6 +40,7 @@ _LESS = "use more devices, a smaller batch, or remat"
 # The number of candidates that are compiled on request.
 COMPILED = 12
 _NO_LIMITS = Limits()
+_Result = TypeVar("_Result")
 
 
 def search(
@@ -161,71 +161,67 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
     """
     most, constrained = _counts(pricer.size, space.devices)
     drawn = fastest(space, max(keep, min(_DRAWN, most)))
-    ways = [*space.asked, *space.usual]
-    usual, others = [*by_hand(space, ways)], (by_hand(space, ways, 1), by_hand(space, space.known))
+    usual = [*by_hand(space, space.usual)]
+    others = itertools.chain(drawn, by_hand(space, space.usual, 1), by_hand(space, space.known))
     states = states_of(space.classes)
-    written = _Written(pricer, states, tell)
-    hold = ft.partial(filter, lambda one: _holds_arguments(one, states))
-    first = [*without_twins(hold(usual))]
-    more = without_twins(hold(itertools.chain(drawn, *others)), first)
+    # Each candidate as the core prices it, with the numbers of its program, or with XLA's refusal.
+    made: dict[Candidate, Candidate] = {}
+    refused: dict[Candidate, ProgramError] = {}
+
+    def has_room(one: Candidate) -> bool:
+        """Whether a device has room for its shards of the arguments. If not, there is no need to partition."""
+        return sum(plan.bytes_per_device for plan in (zero_1(one, states) or one).plans) <= one.limit_bytes
+
+    def priced(one: Candidate) -> Candidate | ProgramError:
+        """The candidate without constraints, with the optimizer's state sharded further if it does not fit
+        otherwise.
+        """
+        try:
+            found = pricer.priced(one)
+            less = None if found.fits else zero_1(found, states)
+            return found if less is None or not less.fits else min(found, pricer.priced(less), key=rank)
+        except ProgramError as error:
+            return error
+
+    def add(ones: Sequence[Candidate]) -> None:
+        for one, found in zip(ones, _in_threads(priced, ones), strict=True):
+            if isinstance(found, ProgramError):
+                refused[one] = found
+            else:
+                made[one] = found
+            tell(f"partitioned candidate {len(made) + len(refused)}: {one.title}")
+
+    def ranked() -> list[Candidate]:
+        return sorted(made, key=lambda one: rank(made[one]))
+
+    first = [*without_twins(filter(has_room, usual))]
+    more = without_twins(filter(has_room, others), first)
     first += itertools.islice(more, max(0, most - min(_NEAR, most // 3) - len(first)))
-    written.add(first or [*usual, *drawn][:most])
+    add(first or [*usual, *drawn][:most])
     # The core chose the sizes. Other sizes are tried around the best few, until these no longer change.
-    while (left := most - len(written.made)) > 0:
-        nearby = hold(other for one in written.ranked[:_BEST] for other in near(space, one))
-        count = len(written.tried)
-        written.add([*itertools.islice(without_twins(nearby, written.tried), left)])
-        if len(written.tried) == count:
+    while (left := most - len(made)) > 0:
+        nearby = (other for one in ranked()[:_BEST] for other in near(space, one))
+        new = [*itertools.islice(without_twins(filter(has_room, nearby), [*made, *refused]), left)]
+        if not new:
             break
-    made, ranked = written.made, written.ranked
+        add(new)
     if not made:
-        raise next(iter(written.refused.values()))
-    by_core = sorted(ranked, key=lambda one: one.seconds)
+        raise next(iter(refused.values()))
+    by_core = sorted(ranked(), key=lambda one: one.seconds)
     # Constraints reduce communication. Without sharded parameters there is little for the compiler to get wrong.
-    worth = [one for one in dict.fromkeys([*ranked[:2], *by_core, *ranked]) if not _is_data(one)][:constrained]
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        better = pool.map(ft.partial(_better, pricer), [made[one] for one in worth])
-        for number, (one, other) in enumerate(zip(worth, better, strict=True), start=1):
-            tell(f"constrained candidate {number} of {len(worth)}: {one.title}")
-            made[one] = other
+    worth = [one for one in dict.fromkeys([*ranked()[:2], *by_core, *ranked()]) if not _is_data(one)][:constrained]
+    better = _in_threads(ft.partial(_better, pricer), [made[one] for one in worth])
+    for number, (one, other) in enumerate(zip(worth, better, strict=True), start=1):
+        tell(f"constrained candidate {number} of {len(worth)}: {one.title}")
+        made[one] = other
     names = {one.title for one in usual}
     return sorted(made.values(), key=rank), {other.title for one, other in made.items() if one.title in names}
 
 
-class _Written:
-    """Partitioned candidates without constraints: each as the core prices it, and with the numbers of its program."""
-
-    def __init__(self, pricer: Pricer, states: tuple[int, ...], tell: Tell):
-        self.pricer, self.states, self.tell = pricer, states, tell
-        self.made: dict[Candidate, Candidate] = {}
-        self.refused: dict[Candidate, ProgramError] = {}
-
-    def add(self, ones: Sequence[Candidate]) -> None:
-        """Partitions these candidates. Candidates that XLA refuses are remembered as refused."""
-        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-            begun = [(one, pool.submit(_in_memory, self.pricer, one, self.states)) for one in ones]
-            for one, program in begun:
-                try:
-                    self.made[one] = program.result()
-                except ProgramError as error:
-                    self.refused[one] = error
-                self.tell(f"partitioned candidate {len(self.tried)}: {one.title}")
-
-    @property
-    def tried(self) -> list[Candidate]:
-        """The candidates that were partitioned or refused."""
-        return [*self.made, *self.refused]
-
-    @property
-    def ranked(self) -> list[Candidate]:
-        """The partitioned candidates, those that fit first and the fastest first."""
-        return sorted(self.made, key=lambda one: rank(self.made[one]))
-
-
-def _holds_arguments(one: Candidate, states: tuple[int, ...]) -> bool:
-    """Whether a device has room for its shards of the arguments. If not, there is no need to partition."""
-    less = zero_1(one, states) or one
-    return sum(plan.bytes_per_device for plan in less.plans) <= one.limit_bytes
+def _in_threads(call: Callable[[Candidate], _Result], ones: Sequence[Candidate]) -> Iterator[_Result]:
+    """The results of a call for each candidate. XLA partitions the next program while this one is read."""
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        yield from pool.map(call, ones)
 
 
 def _counts(size: int, devices: int) -> tuple[int, int]:
@@ -239,15 +235,6 @@ def _counts(size: int, devices: int) -> tuple[int, int]:
     )
     written, constrained = (min(most, max(least, int(room))) for room, (least, most) in pairs)
     return written, constrained
-
-
-def _in_memory(pricer: Pricer, one: Candidate, states: tuple[int, ...]) -> Candidate:
-    """The price of a candidate without constraints, with the optimizer's state sharded further if it does not fit
-    otherwise.
-    """
-    made = pricer.priced(one)
-    less = None if made.fits else zero_1(made, states)
-    return made if less is None or not less.fits else min(made, pricer.priced(less), key=rank)
 
 
 def _better(pricer: Pricer, one: Candidate) -> Candidate:

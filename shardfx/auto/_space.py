@@ -10,15 +10,15 @@ import numpy as np
 from .._ground.errors import RuleError, SpecError
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, plan
-from .._rules import AxisRules
+from .._rules import AxisRules, near as near_name
 from ._asked import SearchOptions
 from ._candidate import Candidate, axis_name, mesh_and_rules, without_twins
 from ._classes import Classes
 from ._core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
 from ._layouts import AssignedLayout, Assignment, Layouts, assignments_of, assignments_of_rules, seeds
-from ._limits import Limits, blocking, named_assignments, numbers_of
+from ._limits import Limits, blocking, numbers_of
 from ._name_axes import names_trees, notes_of
-from ._terms import Terms, cut_by, padded, terms_of
+from ._terms import Terms, cut_by, terms_of
 
 
 # With this many assignments all searches share one compiled core.
@@ -32,73 +32,53 @@ class Space:
     - `classes`: the step's dimensions by name.
     - `args`: its arguments as structs without shardings: how arrays lie now is another question.
     - `made`: the layout of each assignment.
-    - `asked`, `usual`, `known`: ways by hand as numbers of assignments: the caller's, those that most people write,
-        others.
+    - `usual`, `known`: strategies as numbers of assignments: the caller's and those that most people write; others.
     - `limit_bytes`: the memory that a device may use.
     """
 
-    def __init__(
-        self,
-        classes: Classes,
-        asked: SearchOptions,
-        limits: Limits,
-        also: Sequence[AxisRules] = (),
-        *,
-        explains: bool = True,
-    ):
+    def __init__(self, classes: Classes, asked: SearchOptions, limits: Limits, also: Sequence[AxisRules] = ()):
         self.classes, self.hardware, self.limits = classes, asked, limits
-        self.devices, self.slices, self.chip, self.extents = asked.total, asked.slices, asked.chip, asked.extents
-        self.limit_bytes = self.chip.usable_hbm_bytes // self.chip.devices_per_chip - limits.free_bytes
-        self.args = self.classes.traced.structs
-        self.layouts = Layouts(self.classes, self.devices)
-        never = frozenset(numbers_of(limits.never, self.classes).values())
+        self.devices, self.slices = asked.total, asked.slices
+        self.limit_bytes = asked.chip.usable_hbm_bytes // asked.chip.devices_per_chip - limits.free_bytes
+        self.args, self.names = classes.traced.structs, names_trees(classes)
+        self.layouts = Layouts(classes, self.devices)
         self.made: list[AssignedLayout] = []
-        self._keys: dict[object, int] = {}
-        self.asked = self._numbered(tuple(assignments_of_rules(rules, self.classes, never).values()) for rules in also)
+        keys: dict[object, int] = {}
+
+        @ft.lru_cache(maxsize=2 * _ASSIGNMENTS)
+        def number(assignment: Assignment) -> int | None:
+            """The number of an assignment, laid out on first use; `None` for one that shards nothing."""
+            made = self.layouts.under(assignment)
+            if not made.used:
+                return None
+            found = keys.setdefault((made.events, made.cuts, made.shared), len(self.made))
+            self.made += [made] if found == len(self.made) else []
+            return found
+
+        def numbered(ways: Iterable[Iterable[Assignment]]) -> list[tuple[int, ...]]:
+            """The numbers of each strategy's assignments, without assignments and strategies that shard nothing."""
+            found = [tuple(sorted(n for assignment in way if (n := number(assignment)) is not None)) for way in ways]
+            return list(dict.fromkeys(way for way in found if 0 < len(way) <= AXES and len(set(way)) == len(way)))
+
+        never = frozenset(numbers_of(limits.never, classes).values())
         # The words of a raw key, and the windows of convolutions, are never sharded.
-        called = [group.name for group in self.classes.groups]
+        called = [group.name for group in classes.groups]
         whole = never | {
             n for n, name in enumerate(called) if name == "key_words" or name.partition("_")[0] == "window"
         }
         usual, known = seeds(self.layouts, whole) if limits.rules is None else ([], [])
-        self.usual = self._numbered(usual)
-        self.known = [way for way in self._numbered(known) if way not in self.usual]
+        by_rules = [assignments_of_rules(rules, classes, never).values() for rules in also]
+        self.usual = numbered([*by_rules, *usual])
+        self.known = [way for way in numbered(known) if way not in self.usual]
         own = assignments_of(self.layouts, whole)
-        for assignment in (
-            own if limits.rules is None else assignments_of_rules(limits.rules, self.classes, never).values()
-        ):
+        for assignment in own if limits.rules is None else assignments_of_rules(limits.rules, classes, never).values():
             if len(self.made) < _ASSIGNMENTS:
-                self._number(assignment)
-        if not self.made:
-            what = f"no dimension of the step's arguments has a factor in common with {self.devices} devices"
-            raise SpecError(f"{what}{self._to_blame()}" if explains else what)
-        self.terms = _limited(self)
-        self.arrays = padded(self.terms)
-        self.names = names_trees(self.classes)
-
-    def _number(self, assignment: Assignment) -> int | None:
-        """The number of an assignment, laid out on first use; `None` for one that shards nothing."""
-        made = self.layouts.under(assignment)
-        if not made.used:
-            return None
-        number = self._keys.setdefault((made.events, made.cuts, made.shared), len(self.made))
-        self.made += [made] if number == len(self.made) else []
-        return number
-
-    def _numbered(self, ways: Iterable[tuple[Assignment, ...]]) -> list[tuple[int, ...]]:
-        """The numbers of the assignments of each strategy, without assignments and strategies that shard nothing."""
-        numbers = ft.lru_cache(maxsize=64)(self._number)
-        found = [tuple(sorted(n for assignment in way if (n := numbers(assignment)) is not None)) for way in ways]
-        return list(dict.fromkeys(way for way in found if 0 < len(way) <= AXES and len(set(way)) == len(way)))
-
-    def _to_blame(self) -> str:
-        """The limit that leaves no candidate, in words."""
-        within = " within the limits" if self.limits != Limits() and _has_any(self, Limits()) else ""
-        return f"{within}; {blocking(self.limits, lambda other: _has_any(self, other))}."
+                number(assignment)
+        self.terms = _limited(self) if self.made else {}
 
     def machine(self, limit: int | float = math.inf) -> Numbers:
         """The numbers of the chip for the core, with at most `limit` bytes of memory per device."""
-        return machine_of(self.chip, self.devices, MODEL, float(limit), self.extents)
+        return machine_of(self.hardware.chip, self.devices, MODEL, float(limit), self.hardware.extents)
 
     def names_of(self, layout: AssignedLayout) -> tuple[str, ...]:
         """The names that an assignment shards, in its order of preference."""
@@ -125,15 +105,14 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
 
 
 def _found(space: Space, limit: int | float = math.inf) -> list[Found]:
-    return find(space.terms, space.machine(limit), space.devices, space.slices)
+    return find(space.terms, space.machine(limit), space.devices, space.slices) if space.made else []
 
 
 def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> Iterator[Candidate]:
     """For each strategy, the candidate at position `place` of the core's order: those that fit in memory come first."""
     for way in ways:
-        each = [_priced(space, way, share) for share in shares(space.devices, len(way)).tolist()]
         ranked = sorted(
-            (one for one in each if one is not None),
+            _priced(space, way, shares(space.devices, len(way))),
             key=lambda one: (one.memory_bytes > space.limit_bytes, one.seconds),
         )
         yield from [*various(space, ranked, place + 1)][place:]
@@ -153,12 +132,12 @@ def near(space: Space, one: Candidate) -> Iterator[Candidate]:
         if sizes[source] % 2 == 0 and source != target:
             changed = {**sizes, source: sizes[source] // 2, target: sizes[target] * 2}
             way = tuple(assignment for assignment, size in changed.items() if size > 1)
-            priced = _priced(space, way, [changed[one] for one in way]) if len(way) <= AXES else None
-            found += [] if priced is None else [priced]
+            found += _priced(space, way, np.array([[changed[one] for one in way]])) if len(way) <= AXES else []
     yield from various(space, found, len(found))
 
 
 def _limited(space: Space) -> Terms:
+    """The terms of the step, with the limits that the user sets."""
     limits, terms = space.limits, terms_of(space.layouts, space.made)
     wanted = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
     used = cut_by(space.made)
@@ -175,32 +154,34 @@ def _limited(space: Space) -> Terms:
         terms["least"][used.index(number)] = wanted[name]
     # A mesh axis that is required is one more class: dimensions with its name are sharded over its size, 0 for any
     # size.
-    named, sizes = named_assignments(limits, [axis_name(space.names_of(layout)) for layout in space.made])
-    more = {"limits": named, "sizes": sizes, "least": np.maximum(sizes, 2)}
-    return {**terms, **{name: np.concatenate([terms[name], array]) for name, array in more.items()}}
+    called = [axis_name(space.names_of(layout)) for layout in space.made]
+    for name, size in limits.wanted_axes:
+        if name not in called:
+            raise RuleError(
+                f"`limits` wants a mesh axis {name!r}, and no assignment of this step is called "
+                f"so{near_name(name, tuple(dict.fromkeys(called)))}; there are {', '.join(sorted({*called}))}."
+            )
+        row = {"limits": [name == one for one in called], "sizes": size or 0, "least": size or 2}
+        terms |= {key: np.concatenate([terms[key], [value]]) for key, value in row.items()}
+    return terms
 
 
 def _has_any(space: Space, limits: Limits) -> bool:
     """Whether a mesh exists within other limits, whatever memory it takes."""
     try:
-        return bool(_found(Space(space.classes, space.hardware, limits, explains=False)))
+        return bool(_found(Space(space.classes, space.hardware, limits)))
     except (SpecError, RuleError):
         return False
 
 
-def _priced(space: Space, way: tuple[int, ...], sizes: Sequence[int]) -> Found | None:
-    """A strategy with these axis sizes; `None` if they do not divide. The first axis that can spans the slices."""
-    spans = [1] * len(way)
-    if space.slices > 1:
-        over = next((at for at, size in enumerate(sizes) if size % space.slices == 0), None)
-        if over is None:
-            return None
-        spans[over] = space.slices
-    machine, rest = space.machine(), AXES - len(way)
-    sets = np.array([[*way, *[len(space.made)] * rest]], np.int32)
-    share, between = (np.array([[*one, *[1] * rest]], np.int32) for one in (sizes, spans))
-    seconds, memory = (float(part[0, 0]) for part in costs(space.arrays, machine, sets, share, between))
-    return Found(way, tuple(sizes), tuple(spans), seconds, memory) if math.isfinite(seconds) else None
+def _priced(space: Space, way: tuple[int, ...], sizes: np.ndarray) -> list[Found]:
+    """A strategy with each of these axis sizes that divide. The first axis that can spans the slices."""
+    can = sizes % space.slices == 0
+    sizes, first = sizes[can.any(axis=1)], can[can.any(axis=1)].argmax(axis=1)
+    spans = np.where(np.arange(len(way)) == first[:, None], space.slices, 1)
+    seconds, memory = costs(space.terms, space.machine(), np.array([way]), sizes, spans)
+    rows = zip(*(part.tolist() for part in (sizes, spans, seconds[0], memory[0])), strict=True)
+    return [Found(way, tuple(size), tuple(span), *cost) for size, span, *cost in rows if math.isfinite(cost[0])]
 
 
 def various(space: Space, found: Iterable[Found], keep: int) -> Iterator[Candidate]:
@@ -230,9 +211,13 @@ def _candidate(space: Space, one: Found) -> Candidate | None:
     """A candidate of the core, to be partitioned; `None` if no rules shard the arguments as its assignments do."""
     orders = [space.names_of(space.made[number]) for number in one.assignments]
     built = mesh_and_rules(orders, one, (group.name for group in space.classes.live()))
-    if built is None or not space.limits.has_axes(built[0]):
+    if built is None:
         return None
     mesh, rules, axes = built
+    if any(
+        mesh.shape.get(name) not in ({size} if size else mesh.axis_sizes) for name, size in space.limits.wanted_axes
+    ):
+        return None
     pairs = zip(space.args, space.names, strict=True)
     plans = tuple(plan(arg, mesh, names=names, axes=rules, unused="allow") for arg, names in pairs)
     if not _agrees(space, one, plans, axes):

@@ -5,10 +5,11 @@ and a row is divided by the product of the numbers of its assignments.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from .._step import Operation, Program
+from .._step import Program
 from ._layouts import AssignedLayout, Layouts
 
 
@@ -19,26 +20,6 @@ _IN_PLACE = ("carry", "dynamic_update_slice")
 
 
 Terms = dict[str, np.ndarray]
-
-
-class _Rows:
-    """Quantities, grouped by the assignments that divide them."""
-
-    def __init__(self, assignments: int, columns: int):
-        self.assignments, self.columns = assignments, columns
-        self.found: dict[bytes, np.ndarray] = {}
-
-    def add(self, mask: np.ndarray, column: int, amount: float) -> None:
-        key = mask.tobytes()
-        if key not in self.found:
-            self.found[key] = np.zeros(self.columns)
-        self.found[key][column] += amount
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        masks = np.array(
-            [np.frombuffer(key, dtype=bool) for key in self.found] or np.zeros((0, self.assignments), bool)
-        )
-        return masks.reshape(-1, self.assignments), np.array(list(self.found.values())).reshape(-1, self.columns)
 
 
 def terms_of(layouts: Layouts, made: list[AssignedLayout]) -> Terms:
@@ -55,72 +36,72 @@ def terms_of(layouts: Layouts, made: list[AssignedLayout]) -> Terms:
         `cut_by`, the size of that class, and the least number of shards that it must have.
     """
     program, count = layouts.program, len(made)
+    values = program.values
     cut = np.array([[position >= 0 for position in layout.cuts] for layout in made]).T
     shared = np.array([layout.shared for layout in made]).T
-    rows, sent = _Rows(count, 3), [_Rows(count, 2) for _ in made]
-    for number, operation in enumerate(program.operations):
-        rows.add(shared[number], 0, operation.flops * operation.times)
-    for value in (*program.arguments, *program.results):
-        rows.add(cut[value], 1, program.values[value].bytes)
-    for value in (*program.arguments, *_temporaries(program)):
-        rows.add(cut[value], 2, program.values[value].bytes)
-    data = _has_data(layouts)
+    stored = [*program.arguments, *program.results], [*program.arguments, *_temporaries(program)]
+    rows = [(shared[number], 0, made.flops * made.times) for number, made in enumerate(program.operations)]
+    rows += [(cut[value], column, values[value].bytes) for column, own in enumerate(stored, 1) for value in own]
+    # A value has data if it has a dimension that no parameter has. Computation waits for collectives of such values.
+    own = layouts.classes.own
+    has_data = [any(leaf not in own for dim in dims for leaf in dim) for dims in layouts.parts]
     moving: dict[tuple[int, int], list[int]] = {}
     for number, layout in enumerate(made):
         for event in layout.events:
             moving.setdefault((event.value, event.operation), []).append(number)
+    sent: list[tuple[np.ndarray, np.ndarray]] = []
     for number, layout in enumerate(made):
+        events: list[tuple[np.ndarray, int, float]] = []
         for event in layout.events:
             mask = cut[event.value].copy()
             # If several axes gather or sum an array, the first moves only the share that the later ones leave.
-            for other in moving.get((event.value, event.operation), ()):
+            for other in moving[event.value, event.operation]:
                 mask[other] = other > number
             # An exchange moves one shard; the others move everything that the remaining assignments leave.
             mask[number] = event.kind == "all-to-all"
-            amount = program.values[event.value].bytes * event.times * (2 if event.kind == "all-reduce" else 1)
-            sent[number].add(mask, int(not data[event.value]), amount)
-    masks, columns = rows.arrays()
+            amount = values[event.value].bytes * event.times * (2 if event.kind == "all-reduce" else 1)
+            events.append((mask, int(not has_data[event.value]), amount))
+        sent.append(_added(events, count, 2))
+    masks, columns = _added(rows, count, 3)
     used = cut_by(made)
-    limits = np.array([[number in layout.used for layout in made] for number in used]).reshape(len(used), count)
     return {
         "divides": masks,
         "shared": columns,
-        "divides_sent": _stacked([rows.arrays()[0] for rows in sent]),
-        "sent": _stacked([rows.arrays()[1] for rows in sent]),
+        "divides_sent": _stacked([masks for masks, _ in sent]),
+        "sent": _stacked([amounts for _, amounts in sent]),
         "calls": np.array([sum(event.times for event in layout.events) for layout in made], float),
-        "limits": limits,
+        "limits": np.array([[number in layout.used for layout in made] for number in used]).reshape(-1, count),
         "sizes": np.array([layouts.classes.groups[number].size for number in used], dtype=np.int64),
         "least": np.ones(len(used), np.int64),
     }
 
 
-def _has_data(layouts: Layouts) -> list[bool]:
-    """For each value, whether it has a dimension that no parameter has. Computation waits for collectives of such
-    values.
-    """
-    own = layouts.classes.own
-    return [any(leaf not in own for dim in dims for leaf in dim) for dims in layouts.parts]
+def _added(rows: Sequence[tuple[np.ndarray, int, float]], count: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """The different masks of `count` assignments, and for each mask the sums of its amounts by column."""
+    found: dict[bytes, np.ndarray] = {}
+    for mask, column, amount in rows:
+        found.setdefault(mask.tobytes(), np.zeros(columns))[column] += amount
+    masks = np.frombuffer(b"".join(found), bool).reshape(-1, count)
+    return masks, np.array([*found.values()]).reshape(-1, columns)
 
 
 def _temporaries(program: Program) -> list[int]:
     """The temporaries in memory at the worst moment of the unsharded step."""
-    maker: dict[int, Operation] = {}
-    born, dies = dict[int, int](), dict.fromkeys(program.results, len(program.operations))
-    for number, operation in enumerate(program.operations):
-        for value in operation.outs:
-            maker.setdefault(value, operation)
-            born.setdefault(value, number)
-        for value in (*operation.outs, *operation.ins):
-            dies[value] = max(number, dies.get(value, 0))
+    operations = program.operations
+    born: dict[int, int] = {}
+    dies = dict.fromkeys(program.results, len(operations))
+    for number, operation in enumerate(operations):
+        born |= {value: number for value in operation.outs if value not in born}
+        dies |= {value: max(number, dies.get(value, 0)) for value in (*operation.outs, *operation.ins)}
     kept = [
         value
-        for value, made in maker.items()
-        if made.name not in _IN_PLACE
+        for value, number in born.items()
+        if (made := operations[number]).name not in _IN_PLACE
         and not program.values[value].free
         # The other operations are fused into their users.
-        and (made.flops or made.name == "return" or dies[value] - born[value] >= _LONG)
+        and (made.flops or made.name == "return" or dies[value] - number >= _LONG)
     ]
-    totals = np.zeros(len(program.operations) + 2)
+    totals = np.zeros(len(operations) + 2)
     for value in kept:
         totals[born[value]] += program.values[value].bytes
         totals[dies[value] + 1] -= program.values[value].bytes
@@ -137,11 +118,6 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
 def cut_by(made: list[AssignedLayout]) -> list[int]:
     """The numbers of the classes that some assignment shards."""
     return sorted(frozenset().union(*(layout.used for layout in made)))
-
-
-def _small(size: int) -> int:
-    """A size that int32 holds and that the same numbers of devices divide."""
-    return size if size < 2**31 else 11 * math.gcd(size, 2**16 * 3**3 * 5 * 7)
 
 
 def padded(terms: Terms) -> Terms:
@@ -163,9 +139,11 @@ def padded(terms: Terms) -> Terms:
         "sizes": (classes,),
         "least": (classes,),
     }
-    kinds = {np.dtype(float): np.float32, np.dtype(bool): np.bool_, np.dtype(np.int64): np.int32}
-    small = {**terms, "sizes": np.array([*map(_small, terms["sizes"].tolist())], np.int64)}
-    return {
-        name: np.pad(small[name], [(0, n) for n in wide]).astype(kinds[small[name].dtype])
-        for name, wide in widths.items()
+    # int32 does not hold some sizes: they become smaller ones that the same numbers of devices divide.
+    sizes = [size if size < 2**31 else 11 * math.gcd(size, 2**16 * 3**3 * 5 * 7) for size in terms["sizes"].tolist()]
+    kinds = {"f": np.float32, "b": np.bool_, "i": np.int32}
+    arrays = {
+        name: np.pad(array, [(0, n) for n in widths[name]])
+        for name, array in {**terms, "sizes": np.array(sizes)}.items()
     }
+    return {name: array.astype(kinds[array.dtype.kind]) for name, array in arrays.items()}

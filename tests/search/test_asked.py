@@ -44,11 +44,7 @@ def test_slices_in_the_text():
         ({**V5E, "verify": True}, RuleError, '`verify=True` is not "compile" or "run"; write'),
         ({**V5E, "verify": "quick"}, RuleError, '`verify=\'quick\'` is not "compile" or "run"'),
         ({**V5E, "devices": 64, "verify": "compile"}, MeshError, 'y="compile"` needs 64 devices, and there are 8; emu'),
-        (
-            {**V5E, "devices": 7},
-            SpecError,
-            "no dimension of the step's arguments has a factor in common with 7 devices",
-        ),
+        ({**V5E, "devices": 7}, SpecError, "no mesh of 7 devices divides the step's dimensions within the limits"),
     ],
 )
 def test_what_cannot_be_asked_for(options, kind, message):
