@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from .._ground.spec import entry_axes
@@ -101,17 +102,7 @@ class Candidate:
         The code defines `plans_of(step, *args)`, which makes the plans of this candidate, and `jitted(step, plans)`,
         the function to call, with constraints, donation and the shardings of the results.
         """
-        head = (
-            f"Chosen by shardfx.auto.search: {ms(self.seconds)} a step {_HOW[self.by]}, "
-            f"{bytes_text(self.memory_bytes)} a device.",
-            *(
-                f"{axis}={size} cuts {', '.join(dict(self.assignments)[axis])}."
-                for axis, size in self.mesh.shape.items()
-            ),
-            *([f"ZeRO-1: {' x '.join(self.state_over)} cuts the optimizer's state, too."] if self.state_over else []),
-            *(f"Not {reason}." for reason in self.reasons[:1] if self.fits),
-        )
-        return code_of(self, head)
+        return _code_of(self)
 
     def explain(self) -> str:
         """All traffic, by mesh axes and source lines. After `verify`, also the difference between the compiled program
@@ -264,65 +255,57 @@ def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
     return found
 
 
-def code_of(one: Candidate, head: Sequence[str]) -> str:
-    """A Python file with the mesh, the rules, and functions that make the plans and the jitted step.
-
-    **Arguments:**
-
-    - `one`: the candidate that is written.
-    - `head`: lines of a comment above them.
-    """
-    mesh, over = one.mesh, _text(tuple(one.state_over))
-    used = ["AxisRules", "MeshSpec", "filter_jit", *(["follow"] if one.state_over else []), "plan"]
-    chosen = [*(["constrain_step"] if one.constrained else []), "name_axes"]
+def _code_of(one: Candidate) -> str:
+    mesh, assignments, over = one.mesh, dict(one.assignments), " x ".join(one.state_over)
+    told = [
+        f"{ms(one.seconds)} a step {_HOW[one.by]}, {bytes_text(one.memory_bytes)} a device.",
+        *(f"{axis}={size} cuts {', '.join(assignments[axis])}." for axis, size in mesh.shape.items()),
+        *([f"ZeRO-1: {over} cuts the optimizer's state, too."] if over else []),
+        *(f"Not {reason}." for reason in one.reasons[:1] if one.fits),
+    ]
+    rules = [f"        ({_text(name)}, {_text(target)}),\n" for name, target in one.rules.rules]
+    follows = [
+        f"    plans[{which}] = follow(lambda state: state, plans[{which}], over={_text(one.state_over)})\n"
+        for which in (one.states if over else ())
+    ]
+    constrains = "    step = constrain_step(step, plans[0].jax_mesh or MESH, RULES)\n" if one.constrained else ""
     spans = {name: span for name, span in zip(mesh.axis_names, mesh.dcn_sizes, strict=True) if span > 1}
-    dcn = f", dcn={_dict(spans)}" if spans else ""
-    lines = [f"from shardfx import {', '.join(used)}", f"from shardfx.auto import {', '.join(chosen)}", "", ""]
-    lines += [f"# {line}" for line in head]
-    lines += [f"MESH = MeshSpec({_dict(mesh.shape)}{dcn})", "RULES = AxisRules(", "    ["]
-    lines += [f"        ({_text(name)}, {_text(target)})," for name, target in one.rules.rules]
-    lines += ["    ],", f"    axes={_text(tuple(mesh.axis_names))},", ")"]
-    lines += ["", "", *_PLANS]
-    lines += [
-        f"    plans[{which}] = follow(lambda state: state, plans[{which}], over={over})"
-        for which in (one.states if one.state_over else ())
-    ]
-    lines += ["    return tuple(plans)", "", "", *_jitted(one), ""]
-    return "\n".join(lines)
+    outs = ", ".join("None" if which is None else f"plans[{which}]" for which in one.results)
+    outs = f"({outs})" if len(one.results) > 1 else outs
+    outs = f", out_shardings={outs}" if any(which is not None for which in one.results) else ""
+    donate = f", donate={_text(one.donated)}" if one.donated else ""
+    head = "\n# ".join(told)
+    return f'''\
+from shardfx import AxisRules, MeshSpec, filter_jit, {"follow, " if over else ""}plan
+from shardfx.auto import {"constrain_step, " if constrains else ""}name_axes
 
 
-def _jitted(one: Candidate) -> list[str]:
-    """The lines of the function that makes the jitted step."""
-    given = ["in_shardings=tuple(plans)"]
-    outs = ["None" if which is None else f"plans[{which}]" for which in one.results]
-    if any(which is not None for which in one.results):
-        several = ", ".join(outs)
-        given.append(f"out_shardings={f'({several})' if len(outs) > 1 else several}")
-    if one.donated:
-        given.append(f"donate={_text(one.donated)}")
-    lines = [
-        "def jitted(step, plans):",
-        '    """The step as it was searched. To call it, put the plans of `plans_of` on devices: `plan.on(mesh)`."""',
-    ]
-    lines += ["    step = constrain_step(step, plans[0].jax_mesh or MESH, RULES)"] if one.constrained else []
-    return [*lines, f"    return filter_jit(step, {', '.join(given)})"]
-
-
-_PLANS = (
-    "def plans_of(step, *args):",
-    '    """A plan for each argument of the step: arrays, or structs of them."""',
-    "    names = name_axes(step, *args).names",
-    "    pairs = zip(args, names, strict=True)",
-    '    plans = [plan(arg, MESH, names=tree, axes=RULES, unused="allow") for arg, tree in pairs]',
+# Chosen by shardfx.auto.search: {head}
+MESH = MeshSpec({_text(dict(mesh.shape))}{f", dcn={_text(spans)}" if spans else ""})
+RULES = AxisRules(
+    [
+{"".join(rules)}    ],
+    axes={_text(mesh.axis_names)},
 )
 
 
-def _dict(sizes: Mapping[str, int]) -> str:
-    return "{" + ", ".join(f'"{name}": {size}' for name, size in sizes.items()) + "}"
+def plans_of(step, *args):
+    """A plan for each argument of the step: arrays, or structs of them."""
+    names = name_axes(step, *args).names
+    pairs = zip(args, names, strict=True)
+    plans = [plan(arg, MESH, names=tree, axes=RULES, unused="allow") for arg, tree in pairs]
+{"".join(follows)}    return tuple(plans)
+
+
+def jitted(step, plans):
+    """The step as it was searched. To call it, put the plans of `plans_of` on devices: `plan.on(mesh)`."""
+{constrains}    return filter_jit(step, in_shardings=tuple(plans){outs}{donate})
+'''
 
 
 def _text(value: object) -> str:
+    """A value as Python code with double quotes."""
     if isinstance(value, tuple):
         inner = ", ".join(map(_text, value))
         return f"({inner},)" if len(value) == 1 else f"({inner})"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | dict) else repr(value)
