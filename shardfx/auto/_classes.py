@@ -52,8 +52,18 @@ class Classes:
         ]
         self.groups: list[ClassGroup] = []
         self.of_root: dict[int, int] = {}
-        self._gather()
-        self._tie_layers()
+        placed = list(self._placed())
+        for place, leaf in placed:
+            if leaf not in self.of_root:
+                self.of_root[leaf] = len(self.groups)
+                self.groups.append(ClassGroup([leaf], parts.sizes[leaf], []))
+            self.of(leaf).places.append(place)
+        # Classes at the same position of layers that differ only in their number have one name.
+        keys: dict[object, int] = {}
+        alike = [between_numbers(traced.path(argument)) for argument in range(len(self.dims))]
+        for place, leaf in placed:
+            key = (alike[place.argument], place.dim, place.at, place.of, parts.sizes[leaf])
+            self.tie(self.of_root[keys.setdefault(key, leaf)], self.of_root[leaf])
         self.marked = {
             kind: {leaf for part in found for leaf in parts.leaves(part)} for kind, found in self.tied.marks.items()
         }
@@ -98,21 +108,6 @@ class Classes:
                 for at, leaf in enumerate(leaves):
                     yield ClassPlace(argument, dim, at, len(leaves)), leaf
 
-    def _gather(self) -> None:
-        for place, leaf in self._placed():
-            if leaf not in self.of_root:
-                self.of_root[leaf] = len(self.groups)
-                self.groups.append(ClassGroup([leaf], self.tied.parts.sizes[leaf], []))
-            self.of(leaf).places.append(place)
-
-    def _tie_layers(self) -> None:
-        """Gives one name to classes at the same position of layers that differ only in their number."""
-        keys: dict[object, int] = {}
-        alike = [between_numbers(self.traced.path(argument)) for argument in range(len(self.dims))]
-        for place, leaf in self._placed():
-            key = (alike[place.argument], place.dim, place.at, place.of, self.tied.parts.sizes[leaf])
-            self.tie(self.of_root[keys.setdefault(key, leaf)], self.of_root[leaf])
-
     def tie(self, first: int, second: int) -> bool:
         """Merges two groups, unless some array has both; returns whether they are one group now."""
         if first == second:
@@ -138,8 +133,7 @@ class Classes:
             for number in numbers:
                 if not any(self.tie(other, number) for other in kept):
                     kept.append(number)
-            for count, number in enumerate(kept):
-                self.groups[number].name = name if count == 0 else f"{name}_{count + 1}"
+                    self.groups[number].name = name if len(kept) == 1 else f"{name}_{len(kept)}"
 
     @property
     def own(self) -> set[int]:
@@ -163,9 +157,7 @@ def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
     dimensions are the model's: moments have the dimensions of the parameters, and a frozen base those of its adapters;
     a batch has a dimension of its own.
     """
-    counts = [0] * len(traced.flats)
-    for which, _ in traced.places:
-        counts[which] += 1
+    counts = [sum(flat.is_array) for flat in traced.flats]
     # An optimizer may hold several arrays for each array of the model.
     model = next((which for which, count in enumerate(counts) if _COPIES * count >= max(counts)), 0)
     leaves = traced.tied.parts.leaves

@@ -83,20 +83,19 @@ class _Namer:
                     continue
                 name = names[place.dim]
                 name = name.target if isinstance(name, Atomic) else name
-                if isinstance(name, str):
-                    group.name = name
-                    break
+                group.name = group.name or (name if isinstance(name, str) else "")
 
     def key_words(self) -> None:
         """Names the dimension of a raw PRNG key's words, which is no batch and is never sharded."""
+        values, arguments = self.tied.program.values, self.tied.program.arguments
         for group in self.unnamed():
-            last = all(place.dim == self.rank(place) - 1 for place in group.places)
-            if last and group.size in _KEY_WORDS and all(map(self.is_raw, group.places)):
+            if group.size in _KEY_WORDS and all(
+                place.dim == self.rank(place) - 1
+                and place.argument not in self.classes.model
+                and values[arguments[place.argument]].dtype == np.uint32
+                for place in group.places
+            ):
                 group.name = "key_words"
-
-    def is_raw(self, place: ClassPlace) -> bool:
-        value = self.tied.program.values[self.tied.program.arguments[place.argument]]
-        return value.dtype == np.dtype("uint32") and place.argument not in self.classes.model
 
     def data(self) -> None:
         """Names the dimensions of the data: the first is the batch, others are those of images, or the second is a
@@ -144,22 +143,18 @@ class _Namer:
         """Names dimensions that are looked up: a vocabulary if the tokens of a sequence index it, classes if a label
         does.
         """
-        found = {
-            group: self.is_vocabulary(group, paths)
-            for group in self.unnamed("looked_up")
-            if (paths := self.paths(self.classes.in_model(group)))
-        }
-        vocabs = {group.size for group, is_vocabulary in found.items() if is_vocabulary}
+        found, vocabs = list[ClassGroup](), set[int]()
+        for group in self.unnamed("looked_up"):
+            paths = self.paths(self.classes.in_model(group))
+            are_positions = any(map(_POSITIONS.search, paths))
+            is_named = any(map(_VOCAB.search, paths)) and not are_positions
+            if is_named or (paths and group.size >= _SMALL_VOCAB and self.is_marked(group, "tokens")):
+                vocabs.add(group.size)
+            group.name = "positions" if are_positions else ""
+            found += [group] if paths and not are_positions else []
         for group in found:
-            if any(map(_POSITIONS.search, self.paths(self.classes.in_model(group)))):
-                group.name = "positions"
-            else:
-                # Logits with as many classes as there are tokens are over tokens.
-                group.name = "vocab" if group.size in vocabs else "classes"
-
-    def is_vocabulary(self, group: ClassGroup, paths: list[str]) -> bool:
-        named = any(map(_VOCAB.search, paths)) and not any(map(_POSITIONS.search, paths))
-        return named or (group.size >= _SMALL_VOCAB and self.is_marked(group, "tokens"))
+            # Logits with as many classes as there are tokens are over tokens.
+            group.name = "vocab" if group.size in vocabs else "classes"
 
     def heads(self) -> None:
         """Names the batch dimensions of products: heads, or experts if one operand is made of weights only."""
@@ -225,8 +220,8 @@ class _Namer:
             for group in self.unnamed("contracted")
             if not sums.isdisjoint(group.roots) and len({place.argument for place in self.classes.in_model(group)}) > 1
         ]
-        tables = [flat for flat in map(self.classes.flat, range(len(self.classes.dims))) if len(flat) == 2]
-        tables = [flat for flat in tables if any(group.name == "vocab" for group in flat)]
+        flats = map(self.classes.flat, range(len(self.classes.dims)))
+        tables = [flat for flat in flats if len(flat) == 2 and "vocab" in [group.name for group in flat]]
         beside = {group for flat in tables for group in flat if not group.name}
         for group in [*found, *(beside if len(beside) == 1 else ())]:
             group.name = "embed"
@@ -238,14 +233,14 @@ class _Namer:
             paths = self.paths(places)
             if all(map(_POSITIONS.search, paths)):
                 group.name = "positions"
-            elif any(map(_MLP.search, paths)) or self.between_widths(group):
+            elif any(map(_MLP.search, paths)) or self.is_between_widths(group):
                 group.name = "mlp"
             elif any(map(_VOCAB.search, paths)):
                 group.name = "vocab"
             else:
                 group.name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
 
-    def between_widths(self, group: ClassGroup) -> bool:
+    def is_between_widths(self, group: ClassGroup) -> bool:
         """Whether matrices lead from the model's width into this dimension, and others lead from it back to
         the width.
         """
@@ -374,7 +369,7 @@ def names_trees(classes: Classes) -> tuple[PyTree, ...]:
 
 
 def _axis(group: ClassGroup, classes: Classes) -> NamedAxis:
-    traced = classes.traced
+    traced, tied, roots = classes.traced, classes.tied, set(group.roots)
     alike: dict[tuple[object, str], list[str]] = {}
     # The moments of an optimizer have the axes of the parameters; they are listed only if nothing else is.
     own = [place for place in group.places if traced.places[place.argument][0] == classes.main]
@@ -384,23 +379,15 @@ def _axis(group: ClassGroup, classes: Classes) -> NamedAxis:
         part = f".{place.at}" if place.of > 1 else ""
         alike.setdefault((between_numbers(path), f"[{place.dim}{part}]"), []).append(path)
     places = tuple(joined(sorted(paths)) + dim for (_, dim), paths in alike.items())
-    return NamedAxis(group.name, group.size, places, _joins(group, traced))
-
-
-def _joins(group: ClassGroup, traced: TracedStep) -> tuple[tuple[str, str], ...]:
-    """The operations in which two operands with the axis meet, products and lookups first."""
-    tied, roots = traced.tied, set(group.roots)
-    found: dict[tuple[str, str], None] = {}
+    # The operations in which two operands with the axis meet, products and lookups first.
+    joins: dict[tuple[str, str], None] = {}
     for made in sorted(tied.program.operations, key=lambda made: not made.factors.reduction):
-        having = [
-            value
-            for value in dict.fromkeys(made.ins)
-            if any(not roots.isdisjoint(tied.parts.leaves(part)) for part in tied.dims[value])
-        ]
-        if len(having) > 1 and made.name not in ("carry", "return", "use"):
+        leaves = ((leaf for part in tied.dims[value] for leaf in tied.parts.leaves(part)) for value in {*made.ins})
+        having = sum(not roots.isdisjoint(own) for own in leaves)
+        if having > 1 and made.name not in ("carry", "return", "use"):
             frame = own_line(lines_of(made.location))
-            found[made.name, "-" if frame is None else frame.place] = None
-    return tuple(found)
+            joins[made.name, "-" if frame is None else frame.place] = None
+    return NamedAxis(group.name, group.size, places, tuple(joins))
 
 
 def _some(texts: Sequence[str], most: int = 4) -> str:

@@ -41,12 +41,9 @@ class Parts:
             return [leaf for child in self._children[part] for leaf in self.leaves(child)]
         return [part] if self.sizes[part] > 1 else []
 
-    def align(self, left: Sequence[int], right: Sequence[int]) -> bool:
+    def align(self, left: Sequence[int], right: Sequence[int]) -> None:
         """Ties two sequences of parts that hold the same elements in the same order. A part is split where the sizes
-        differ.
-
-        Returns whether all sizes could be aligned. From the first pair of sizes of which neither divides the other,
-        nothing is tied.
+        differ. From the first pair of sizes of which neither divides the other, nothing is tied.
         """
         ours, theirs = list(reversed(left)), list(reversed(right))
         while ours and theirs:
@@ -58,32 +55,26 @@ class Parts:
             elif self.sizes[b] == 1:
                 theirs.pop()
             elif self.sizes[a] == self.sizes[b] and not (a in self._children and b in self._children):
-                self._unite(a, b)
+                # The class that is split represents both, so that its parts are found.
+                root, other = (b, a) if b in self._children else (a, b)
+                self._parent[other] = root
                 ours.pop()
                 theirs.pop()
             elif not self._opened(ours, a, b) and not self._opened(theirs, b, a):
-                return False
-        return True
+                return
 
     def _opened(self, stack: list[int], part: int, other: int) -> bool:
         """Replaces `part` by its children on the stack, if it is at least as large as `other`; returns
         whether it did.
         """
         size, least = self.sizes[part], self.sizes[other]
-        if size < least:
-            return False
-        if part not in self._children:
-            if size % least or size == least:
-                return False
+        if part not in self._children and size > least and size % least == 0:
             self._children[part] = self.new(least), self.new(size // least)
+        if size < least or part not in self._children:
+            return False
         stack.pop()
         stack.extend(reversed(self._children[part]))
         return True
-
-    def _unite(self, a: int, b: int) -> None:
-        # The class that is split represents both, so that its parts are found.
-        root, other = (b, a) if b in self._children else (a, b)
-        self._parent[other] = root
 
 
 # Operations that read neighbours: a stride does not split a dimension.
