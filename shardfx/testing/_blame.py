@@ -149,21 +149,24 @@ def aligned(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[int, int]:
     return {one.a + at: one.b + at for one in blocks for at in range(one.size)}
 
 
-def fault_of(records: Sequence[Record], found: Mapping[int, Compared], wrong: Sequence[int]) -> Fault | None:
-    """The first wrong equation with right operands, among the equations that wrong results depend on.
+class Blame:
+    """The search for the first wrong equation.
 
     **Arguments:**
 
     - `records`: the records of the step under the plan.
     - `found`: the comparison of each record with the reference, if there is one.
-    - `wrong`: the records that are wrong results.
     """
-    return _Search(records, found).fault([number for number in wrong if number >= 0])
 
-
-class _Search:
     def __init__(self, records: Sequence[Record], found: Mapping[int, Compared]):
-        self.records, self.found, self.turns = records, found, _turns(records, found)
+        self.records, self.found = records, found
+        # For each loop, the first iteration that ends with a wrong carry.
+        self.turns: dict[int | None, int] = {}
+        for number, record in enumerate(records):
+            by_turn = found[number].by_turn if number in found else ()
+            if record.primitive == CARRY and by_turn[:1] == (True,) and False in by_turn:
+                first = by_turn.index(False) - 1
+                self.turns[record.loop] = min(self.turns.get(record.loop, first), first)
 
     def is_same(self, number: int) -> bool:
         """Whether a value is right. Inside a loop the iteration counts in which the loop goes wrong."""
@@ -181,9 +184,10 @@ class _Search:
     def is_right(self, number: int, reader: Record | None = None) -> bool:
         return number < 0 or (self.is_same(number) and not self.is_loose(number, reader))
 
-    def fault(self, wrong: list[int]) -> Fault | None:
+    def fault(self, wrong: Sequence[int]) -> Fault | None:
+        """The first wrong equation with right operands, among the equations that the wrong results depend on."""
         region: set[int] = set()
-        waiting = [(number, None) for number in wrong]
+        waiting: list[tuple[int, Record | None]] = [(number, None) for number in wrong if number >= 0]
         leaving: list[int] = []
         while waiting:
             number, reader = waiting.pop()
@@ -195,12 +199,12 @@ class _Search:
         if leaving and min(leaving) < min(region, default=math.inf):
             return self.named(min(leaving), [])
         apart = self.without_counterpart(region)
-        starts = [
+        starts = (
             number
             for number in sorted(region - apart)
             if all(one in apart or self.is_right(one, self.records[number]) for one in self.records[number].reads)
-        ]
-        first = next(iter(starts), None) if starts else next(iter(sorted(region)), None)
+        )
+        first = next(starts, min(region, default=None))
         return None if first is None else self.named(first, self.behind(first, region))
 
     def without_counterpart(self, region: set[int]) -> set[int]:
@@ -235,16 +239,6 @@ class _Search:
         index = [one for one in behind if not jnp.issubdtype(self.records[one].dtype, np.inexact)]
         names = [*sent[-1:], *waits[-1:], *index[-1:], *index[:1]] or behind[-1:]
         return Fault(first, tuple(dict.fromkeys(names)), self.turns.get(self.records[first].loop))
-
-
-def _turns(records: Sequence[Record], found: Mapping[int, Compared]) -> dict[int | None, int]:
-    """For each loop, the first iteration that ends with a wrong carry."""
-    turns: dict[int | None, int] = {}
-    for number, record in enumerate(records):
-        by_turn = found[number].by_turn if number in found else ()
-        if record.primitive == CARRY and by_turn[:1] == (True,) and False in by_turn:
-            turns[record.loop] = min(turns.get(record.loop, len(by_turn)), by_turn.index(False) - 1)
-    return turns
 
 
 _SUMS = ("psum", "psum2", "psum_invariant")

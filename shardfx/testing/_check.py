@@ -18,7 +18,7 @@ from .._ground.tree import flatten
 from .._step import EquinoxJitted, Frame, JaxJitted, place_text
 from ..cost import traffic
 from ._args import made, shrunk
-from ._blame import MERGED, Compared, Fault, aligned, allowed, compared, differences, fault_of, suspects
+from ._blame import MERGED, Blame, Compared, Fault, aligned, allowed, compared, differences, suspects
 from ._tape import Record, Tape
 
 
@@ -147,20 +147,19 @@ def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None)
     ours = _traced(step, args)
     devices = {device for one in ours.arrays if isinstance(one, jax.Array) for device in one.devices()}
     device = mesh.devices.flat[0] if mesh is not None else min(devices or jax.devices(), key=lambda one: one.id)
-    alone = jax.tree.map(lambda leaf: _on_one(leaf, device) if isinstance(leaf, jax.Array) else leaf, args)
-    theirs = _traced(step if reference is None else reference, alone)
-    if reference is None:
-        theirs = theirs._replace(closed=ours.closed)
-    return _checked(ours, theirs)
 
+    def on_one(leaf: object) -> object:
+        """A copy of an array on one device, made through the host, since a direct copy would keep Explicit axes
+        in its type.
+        """
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        made = jax.device_put(np.asarray(_data(leaf)), device)
+        is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.wrap_key_data(made, impl=jax.random.key_impl(leaf)) if is_key else made
 
-def _on_one(leaf: jax.Array, device: object) -> jax.Array:
-    """A copy of an array on one device, made through the host, since a direct copy would keep Explicit axes
-    in its type.
-    """
-    made = jax.device_put(np.asarray(_data(leaf)), device)
-    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.wrap_key_data(made, impl=jax.random.key_impl(leaf)) if is_key else made
+    theirs = _traced(step if reference is None else reference, jax.tree.map(on_one, args))
+    return _checked(ours, theirs if reference is not None else theirs._replace(closed=ours.closed))
 
 
 class _Traced(NamedTuple):
@@ -247,9 +246,7 @@ def _checked(ours: _Traced, theirs: _Traced) -> CheckedStep:
         outputs = _outputs(ours, made, exact, [exactly(2, seed)[0] for seed in _SEEDS])
     is_finite = all(np.isfinite(one).all() for one in exact if one.dtype.kind in "fc")
     found = CheckedStep(tuple(outputs), is_finite)
-    if found:
-        return found
-    return _blamed(ours, theirs, found, wide)
+    return found if found else _blamed(ours, theirs, found, wide)
 
 
 def _outputs(
@@ -282,7 +279,7 @@ def _blamed(ours: _Traced, theirs: _Traced, found: CheckedStep, wide: object) ->
             most = allowed(whole, [run[other] for run in rounded], made.dtype)
             rows[one] = compared(records[one], made, others[other], whole, most)
     wrong = [number for number, one in zip(played.ids, found.outputs, strict=True) if not one.is_right]
-    fault = fault_of(records, rows, wrong)
+    fault = Blame(records, rows).fault(wrong)
     told = found if fault is None else dataclasses.replace(found, **_told(records, rows, fault, played, arrays))
     return dataclasses.replace(told, story=(*told.story, *suspects(played.tape)))
 

@@ -2,7 +2,6 @@
 
 import difflib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +55,18 @@ def plan_text(plan: ShardPlan) -> str:
     """
     check_plan("plan", plan)
     content = plan.content
-    total, share = content.total_bytes
+    total, each = content.total_bytes
     lines = [_FORMAT, f"mesh {_mesh_text(content)}", *([f"mode {plan.mode}"] if plan.mode is not None else [])]
-    lines += [f"{plural(len(plan), 'array')}, {total:,} bytes, {share:,} per device", ""]
-    return "\n".join([*lines, *_leaf_lines(content), ""])
+    lines += [f"{plural(len(plan), 'array')}, {total:,} bytes, {each:,} per device", ""]
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    texts = [_row_text(row) for row in content.rows]
+    for path, number in content.numbered:
+        if number >= 0:
+            groups.setdefault((between_numbers(path), texts[number]), []).append(path)
+    for (_, text), paths in groups.items():
+        for path, count in joined_exactly(paths):
+            lines.append(printable(f"{path}: {f'{count} x ' if count > 1 else ''}{text}"))
+    return "\n".join([*lines, ""])
 
 
 def assert_same_plan_text(plan: ShardPlan, expected: str | os.PathLike[str], *, update: bool = False) -> None:
@@ -106,28 +113,19 @@ def assert_same_text(kind: str, text: str, expected: str | os.PathLike[str], *, 
             raise ValueError("`update=True` writes a file, and `expected` is a text; give the path of the file.")
         Path(expected).write_text(text, encoding="utf-8")
         return
-    where, was = ("the expected text", expected) if is_text else (str(expected), _read(Path(expected)))
-    if was is None:
+    where = "the expected text" if is_text else str(expected)
+    writes = f"`assert_same_{kind}_text({kind}, {where!r}, update=True)`"
+    if not is_text and not Path(expected).exists():
         raise AssertionError(
-            f"there is no file {where} with the text of a {kind} yet; write it with "
-            f"`assert_same_{kind}_text({kind}, {where!r}, update=True)`, look at it, and commit it."
+            f"there is no file {where} with the text of a {kind} yet; write it with {writes}, look at it, "
+            "and commit it."
         )
+    was = str(expected) if is_text else Path(expected).read_text(encoding="utf-8")
     if was != text:
-        raise AssertionError(_failure(kind, str(was), text, where, is_text))
-
-
-def _read(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.exists() else None
-
-
-def _failure(kind: str, was: str, now: str, where: str, is_text: bool) -> str:
-    lines = difflib.unified_diff(was.splitlines(), now.splitlines(), where, f"the {kind} now", n=1, lineterm="")
-    accept = (
-        f"replace the text with `{kind}_text({kind})`"
-        if is_text
-        else f"run `assert_same_{kind}_text({kind}, {where!r}, update=True)`"
-    )
-    return "\n".join([f"the {kind} is not that of {where}.", f"To accept the new one, {accept}.", "", *lines])
+        lines = difflib.unified_diff(was.splitlines(), text.splitlines(), where, f"the {kind} now", n=1, lineterm="")
+        accept = f"replace the text with `{kind}_text({kind})`" if is_text else f"run {writes}"
+        head = f"the {kind} is not that of {where}.\nTo accept the new one, {accept}.\n"
+        raise AssertionError("\n".join([head, *lines]))
 
 
 def _mesh_text(content: Content) -> str:
@@ -139,29 +137,14 @@ def _mesh_text(content: Content) -> str:
     return printable(" ".join([sizes, *[f"slices {text}" for text in slices], *explicit]))
 
 
-def _leaf_lines(content: Content) -> list[str]:
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    texts = [_row_text(row) for row in content.rows]
-    for path, number in content.numbered:
-        if number >= 0:
-            groups.setdefault((between_numbers(path), texts[number]), []).append(path)
-    return [_line(path, count, text) for (_, text), paths in groups.items() for path, count in joined_exactly(paths)]
-
-
-def _line(path: str, count: int, text: str) -> str:
-    return printable(f"{path}: {f'{count} x ' if count > 1 else ''}{text}")
-
-
 def _row_text(row: Row) -> str:
     told = f"{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
     kind = "" if unreduced_kind(row.spec) == "sum" else f"{unreduced_kind(row.spec)} "
     told += f" unreduced {kind}{','.join(sorted(row.spec.unreduced))}" if row.spec.unreduced else ""
     told += f" reduced {','.join(sorted(row.spec.reduced))}" if row.spec.reduced else ""
     told += f" in {row.memory_kind}" if row.memory_kind is not None else ""
-    missing = [_missing(why.code.name, why.dim, why.axes) for why in row.reasons if why.code.name != "scalar"]
-    return told + "".join(f" ({text})" for text in missing)
-
-
-def _missing(code: str, dim: int | None, axes: Sequence[str]) -> str:
-    where = "" if dim is None else f"dim {dim} "
-    return f"{where}{code}{': ' if axes else ''}{', '.join(axes)}"
+    for why in row.reasons:
+        where = "" if why.dim is None else f"dim {why.dim} "
+        if why.code.name != "scalar":
+            told += f" ({where}{why.code.name}{': ' if why.axes else ''}{', '.join(why.axes)})"
+    return told

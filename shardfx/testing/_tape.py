@@ -112,7 +112,10 @@ class Tape:
         numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*self.unknown(consts), *ids), strict=True))
 
         def read(atom: jex.Var | jex.Literal) -> Any:
-            return self.literal(atom) if isinstance(atom, jex.Literal) else arrays[atom]
+            if not isinstance(atom, jex.Literal):
+                return arrays[atom]
+            is_own = self.wide is None
+            return atom.val if is_own else jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
 
         def number(atom: jex.Var | jex.Literal) -> int:
             return -1 if isinstance(atom, jex.Literal) else numbers[atom]
@@ -138,31 +141,26 @@ class Tape:
         """New record numbers for arrays that no equation makes."""
         return [next(self.count) for _ in arrays]
 
-    def kept(self, name: str, var: Any, out: Any, reads: Sequence[int]) -> int:
+    def kept(
+        self, name: str, var: Any, out: Any, reads: Sequence[int], axes: frozenset[str] = frozenset(), counted: int = 0
+    ) -> int:
         """The number of the new record for an equation's result."""
         if jnp.issubdtype(out.dtype, jax.dtypes.extended):
             return max(reads, default=-1)  # a key
         number = len(self.records)
-        self.records.append(Record(name, self.frames, (*reads,), (), var.aval.dtype))
+        self.records.append(Record(name, self.frames, (*reads,), (), var.aval.dtype, axes=axes, counted=counted))
         if self.alone or not jax.typeof(out).sharding.spec.unreduced:  # no device has the value of an incomplete sum
             noise = self.noise
             self.values[number] = out if noise is None or name in _EXACT else _rounded(out, var.aval.dtype, *noise)
         return number
 
     def all_kept(self, equation: jex.JaxprEqn, outs: _Arrays, reads: Sequence[int]) -> list[int]:
-        name, params, start = equation.primitive.name, equation.params, len(self.records)
-        made = [self.kept(name, var, out, reads) for var, out in zip(equation.outvars, outs, strict=True)]
+        name, params = equation.primitive.name, equation.params
         axes = params.get("axes", params.get("axis_name", ()))
         named = frozenset(one for one in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(one, str))
         counted = params["shape"][params["dimension"]] if name == "iota" else 0
-        self.records[start:] = [one._replace(axes=named, counted=counted) for one in self.records[start:]]
-        return made
-
-    def literal(self, atom: Any) -> Any:
-        """The value of a literal in the jaxpr."""
-        if self.wide is None:
-            return atom.val
-        return jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
+        pairs = zip(equation.outvars, outs, strict=True)
+        return [self.kept(name, var, out, reads, named, counted) for var, out in pairs]
 
     def widened(self, array: Any) -> Any:
         """The array with floats at least as wide as `wide`."""
@@ -172,26 +170,17 @@ class Tape:
 
     def applied(self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: _Arrays) -> _Arrays:
         """The results of one equation."""
-        if self.wide is None or equation.primitive.name in _BITS:
-            return self.at_its_own_dtypes(jaxpr, equation, ins)
-        try:
-            params = {key: self.param(one) for key, one in equation.params.items()}
-            invars = [
-                jex.Literal(one, atom.aval) if isinstance(atom, jex.Literal) else atom
-                for one, atom in zip(ins, equation.invars, strict=True)
-            ]
-            return self.bound(jaxpr, equation.replace(params=params, invars=invars), ins)
-        # Some equations have a fixed dtype and refuse a wider one. Other errors are raised again below.
-        except (TypeError, ValueError, NotImplementedError):
-            return self.at_its_own_dtypes(jaxpr, equation, ins)
-
-    def at_its_own_dtypes(self, jaxpr: jex.Jaxpr, equation: Any, ins: _Arrays) -> _Arrays:
-        if self.wide is not None:
-            ins = [
-                one.astype(var.aval.dtype) if jnp.issubdtype(one.dtype, np.inexact) else one
-                for one, var in zip(map(jnp.asarray, ins), equation.invars, strict=True)
-            ]
-        return [self.widened(out) for out in self.bound(jaxpr, equation, ins)]
+        if self.wide is None:
+            return self.bound(jaxpr, equation, ins)
+        pairs = [*zip(map(jnp.asarray, ins), equation.invars, strict=True)]
+        if equation.primitive.name not in _BITS:
+            # Some equations have a fixed dtype and refuse a wider one. Other errors are raised again below.
+            with contextlib.suppress(TypeError, ValueError, NotImplementedError):
+                params = {key: self.param(one) for key, one in equation.params.items()}
+                invars = [jex.Literal(one, var.aval) if isinstance(var, jex.Literal) else var for one, var in pairs]
+                return self.bound(jaxpr, equation.replace(params=params, invars=invars), ins)
+        own = [one.astype(var.aval.dtype) if jnp.issubdtype(one.dtype, np.inexact) else one for one, var in pairs]
+        return [self.widened(out) for out in self.bound(jaxpr, equation, own)]
 
     def param(self, param: Any) -> Any:
         """A parameter of an equation, with wider dtypes."""
@@ -226,8 +215,12 @@ class Tape:
         """The arrays with the shardings that a `jax.jit` inside the step asks for."""
         if self.alone:
             return arrays
-        pairs = it.zip_longest(arrays, asked)
-        return [jax.lax.with_sharding_constraint(one, own) if _is_auto(own) else one for one, own in pairs]
+        return [
+            jax.lax.with_sharding_constraint(one, own)
+            if isinstance(own, NamedSharding) and {*own.mesh.axis_types} == {AxisType.Auto}
+            else one
+            for one, own in it.zip_longest(arrays, asked)
+        ]
 
     def solved(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
         """The results of a linear solve, whose equation also holds jaxprs for its derivatives."""
@@ -331,10 +324,6 @@ class Tape:
         self.held(start, found, tuple((name, mesh.shape[name]) for name in names))
         self.bodies.append(ShardMapBody(equation, reads, ids, range(start, len(self.records))))
         return outs, ids
-
-
-def _is_auto(sharding: object) -> bool:
-    return isinstance(sharding, NamedSharding) and {*sharding.mesh.axis_types} == {AxisType.Auto}
 
 
 def _wider(dtype: DType, wide: DType) -> DType:

@@ -9,7 +9,7 @@ from typing import Any
 from .._ground.spec import entries_of
 from .._ground.text import array_text, between_numbers, bytes_text, joined_exactly, plural, printable, spec_text
 from .._step import place_text
-from ..cost import ArrayRow, Frame, StepShardings, Traffic, TrafficRow
+from ..cost import Frame, StepShardings, Traffic, TrafficRow
 from ..cost._collective import KINDS
 from ._plan_text import assert_same_text
 
@@ -65,8 +65,8 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
     for row in traffic.rows:
         groups.setdefault((_row_text(row), between_numbers(row.leaf or "")), []).append(row)
     lines = [_line(text, rows, sizes) for (text, _), rows in groups.items()]
-    total = [f", {bytes_text(traffic.wire_bytes)} enter each" if sizes else ""]
-    return "\n".join([_FORMAT, f"{plural(traffic.devices, 'device')}{total[0]}", "", *sorted(lines), ""])
+    total = f", {bytes_text(traffic.wire_bytes)} enter each" if sizes else ""
+    return "\n".join([_FORMAT, plural(traffic.devices, "device") + total, "", *sorted(lines), ""])
 
 
 def assert_same_traffic_text(
@@ -148,13 +148,8 @@ def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
 def _row_text(row: TrafficRow) -> str:
     """The text of a row without its numbers. Rows with equal texts are counted together."""
     kind = f"{row.kind}{' (windowed)' if row.windowed else ''} over {'+'.join(row.axes) or f'{row.group_size} devices'}"
-    phase = "" if _phase(row) == "forward" else f"{row.phase} "
+    phase = "" if row.phase in ("", "forward") else f"{row.phase} "
     return f"{kind}: {phase}{'+'.join(row.arrays)}"
-
-
-def _phase(row: TrafficRow) -> str:
-    """The pass of a row. A row without a gradient is forward."""
-    return row.phase or "forward"
 
 
 def place_by_words(frame: Frame | None) -> str:
@@ -183,7 +178,7 @@ def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
     places = {one for frame in row.stack for one in (frame.place, frame.place.partition(":")[0], frame.function)}
     return (
         pattern["kind"] in ("any", row.kind)
-        and pattern["phase"] in (None, _phase(row))
+        and pattern["phase"] in (None, row.phase or "forward")  # a row without a gradient is forward
         and {*(pattern["axes"] or "").split("+")} - {""} <= {*row.axes}
         and (pattern["leaf"] is None or re.search(pattern["leaf"], row.leaf or "") is not None)
         and (pattern["place"] is None or pattern["place"] in places)
@@ -193,19 +188,16 @@ def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
 def _over(rows: Sequence[TrafficRow], limit: int | str) -> str:
     """The collectives that exceed the limit, in words; "" if none does."""
     if isinstance(limit, str):
+        found = re.fullmatch(r"([\d.,]+) ?([KMGT]i)?B", limit)
+        if found is None:
+            raise ValueError(f"`{limit}` is no number of bytes; write it as '512 B' or '1.5 MiB'.")
+        most = float(found[1].replace(",", "")) * 1024 ** " KMGT".index((found[2] or " ")[0])
         sent = sum(row.wire_bytes for row in rows)
-        return f"{bytes_text(sent)}, more than {limit}" if sent > _bytes(limit) else ""
+        return f"{bytes_text(sent)}, more than {limit}" if sent > most else ""
     if any(row.calls is None for row in rows):
         return f"runs in a loop whose turns are not known, more than {limit} may be"
     calls = sum(row.calls or 0 for row in rows)
     return f"{plural(calls, 'call')}, more than {limit or 'none'}" if calls > limit else ""
-
-
-def _bytes(text: str) -> float:
-    found = re.fullmatch(r"([\d.,]+) ?([KMGT]i)?B", text)
-    if found is None:
-        raise ValueError(f"`{text}` is no number of bytes; write it as '512 B' or '1.5 MiB'.")
-    return float(found[1].replace(",", "")) * 1024 ** " KMGT".index((found[2] or " ")[0])
 
 
 _SHARDINGS_FORMAT = "# shardfx shardings text 1"
@@ -248,7 +240,11 @@ def shardings_text(shardings: StepShardings) -> str:
     """
     made: dict[str, set[str]] = {}
     for row in shardings.rows:
-        made.setdefault(printable(place_by_words(row.source)) or "no line", set()).add(_array_line(row))
+        axes = [f"{one.axis}: {re.sub(r':[0-9]+', '', one.by) or '?'}" for one in row.origins]
+        phase = "" if row.phase in ("", "forward") else f"{row.phase} "
+        told = f"{phase}{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
+        line = printable(f"    {told} ({', '.join(axes) or 'whole'})")
+        made.setdefault(printable(place_by_words(row.source)) or "no line", set()).add(line)
     lines = [line for place in sorted(made) for line in ("", place, *sorted(made[place]))]
     return "\n".join([_SHARDINGS_FORMAT, str(shardings.mesh), *lines, ""])
 
@@ -267,10 +263,3 @@ def assert_same_shardings_text(
     `AssertionError` with the lines that differ and how to accept the new ones; also if the file does not exist.
     """
     assert_same_text("shardings", shardings_text(shardings), expected, update=update)
-
-
-def _array_line(row: ArrayRow) -> str:
-    axes = [f"{one.axis}: {re.sub(r':[0-9]+', '', one.by) or '?'}" for one in row.origins]
-    phase = "" if row.phase in ("", "forward") else f"{row.phase} "
-    told = f"{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
-    return printable(f"    {phase}{told} ({', '.join(axes) or 'whole'})")
