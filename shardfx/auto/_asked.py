@@ -18,7 +18,7 @@ from .._ground.errors import LeafTypeError, MeshError, RuleError
 from .._ground.tree import Flat, flatten
 from .._step import JaxJitted, Platform, Step, argument_names, opened, program_of, step_of
 from ..chips._chip import extents_of
-from ._program import Tied, tied
+from ._program import Tied
 
 
 # The numbers of the CPU devices that JAX emulates on one machine.
@@ -144,6 +144,17 @@ class Tracing(contextlib.AbstractContextManager[None]):
 _PLATFORMS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 
 
+class StepArray(NamedTuple):
+    """An array that a step takes: the number of its argument, its path in messages, such as `model/layers/mlp/gate`,
+    the names that its field declares, and its number of dimensions.
+    """
+
+    which: int
+    path: str
+    names: Any
+    rank: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedStep:
     """A traced step, and the leaves of its arguments."""
@@ -151,8 +162,8 @@ class TracedStep:
     tied: Tied
     flats: tuple[Flat, ...]
     words: tuple[str, ...]
-    # For each argument of the program, the index of the step's argument that contains it, and of its leaf there.
-    places: tuple[tuple[int, int], ...]
+    # The arrays in the order of the program's arguments.
+    arrays: tuple[StepArray, ...]
     # The structs of all arguments, as the step received them.
     structs: tuple[PyTree, ...]
     step: Step
@@ -161,17 +172,6 @@ class TracedStep:
     def out(self) -> PyTree:
         """The step's result, with structs in the place of arrays and `None` in the place of other leaves."""
         return self.step.traced.out_info
-
-    def rank(self, argument: int) -> int:
-        """The number of dimensions of parameter number `argument`, as the step takes it."""
-        which, leaf = self.places[argument]
-        return len(np.shape(self.flats[which].leaves[leaf]))
-
-    def path(self, argument: int) -> str:
-        """The path of parameter number `argument` in messages, such as `model/layers/mlp/gate`."""
-        which, leaf = self.places[argument]
-        inner = self.flats[which].paths[leaf]
-        return f"{self.words[which]}/{inner}" if inner else self.words[which]
 
 
 def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
@@ -184,14 +184,17 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
     # of it.
     inner = inspect.unwrap(step, stop=lambda one: not isinstance(one, JaxJitted))
     made = step_of(lambda *args: inner(*args), structs)
-    places = tuple(
-        (which, leaf) for which, flat in enumerate(flats) for leaf, shaped in enumerate(flat.is_array) if shaped
-    )
     words = tuple(argument_names(step, len(args)))
+    arrays = tuple(
+        StepArray(which, f"{words[which]}/{path}" if path else words[which], names, np.ndim(leaf))
+        for which, flat in enumerate(flats)
+        for leaf, path, names, shaped in zip(flat.leaves, flat.paths, flat.names, flat.is_array, strict=True)
+        if shaped
+    )
     program = program_of(_module(made))
     if count := _count(made.traced.jaxpr, "custom_partitioning"):
         program.notes["a `custom_partitioning` shards as its own rule says, and is read as what it computes"] = count
-    return TracedStep(tied(program), flats, words, places, structs, made)
+    return TracedStep(Tied(program), flats, words, arrays, structs, made)
 
 
 def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:

@@ -41,32 +41,25 @@ class Classes:
     """
 
     def __init__(self, traced: TracedStep):
-        self.traced = traced
-        self.tied = traced.tied
-        self.program = self.tied.program
-        parts = self.tied.parts
+        self.traced, self.tied, self.program = traced, traced.tied, traced.tied.program
+        self.marked = self.tied.marked
         # The words of a random key are no dimensions of its array.
-        self.dims = [
-            [parts.leaves(part) for part in self.tied.dims[value][: traced.rank(argument)]]
-            for argument, value in enumerate(self.program.arguments)
-        ]
+        arrays = zip(self.program.arguments, traced.arrays, strict=True)
+        self.dims = [self.tied.leaves[value][: array.rank] for value, array in arrays]
         self.groups: list[ClassGroup] = []
         self.of_root: dict[int, int] = {}
         placed = list(self._placed())
         for place, leaf in placed:
             if leaf not in self.of_root:
                 self.of_root[leaf] = len(self.groups)
-                self.groups.append(ClassGroup([leaf], parts.sizes[leaf], []))
+                self.groups.append(ClassGroup([leaf], self.tied.sizes[leaf], []))
             self.of(leaf).places.append(place)
         # Classes at the same position of layers that differ only in their number have one name.
         keys: dict[object, int] = {}
-        alike = [between_numbers(traced.path(argument)) for argument in range(len(self.dims))]
+        alike = [between_numbers(array.path) for array in traced.arrays]
         for place, leaf in placed:
-            key = (alike[place.argument], place.dim, place.at, place.of, parts.sizes[leaf])
+            key = (alike[place.argument], place.dim, place.at, place.of, self.tied.sizes[leaf])
             self.tie(self.of_root[keys.setdefault(key, leaf)], self.of_root[leaf])
-        self.marked = {
-            kind: {leaf for part in found for leaf in parts.leaves(part)} for kind, found in self.tied.marks.items()
-        }
         self.main, self.model = _model_arguments(traced)
 
     def of(self, leaf: int) -> ClassGroup:
@@ -96,7 +89,7 @@ class Classes:
             count = self.kept(leaves)
             names = [name for name in dict.fromkeys(self.of(leaf).name for leaf in leaves[:count]) if name not in used]
             used.update(names)
-            unit = math.prod(self.tied.parts.sizes[leaf] for leaf in leaves[count:])
+            unit = math.prod(self.tied.sizes[leaf] for leaf in leaves[count:])
             entries = [*names[:-1], *(Atomic(name, unit) if unit > 1 else name for name in names[-1:])]
             found.append(tuple(entries) if len(entries) > 1 else next(iter(entries), None))
         return tuple(found)
@@ -160,17 +153,15 @@ def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
     counts = [sum(flat.is_array) for flat in traced.flats]
     # An optimizer may hold several arrays for each array of the model.
     model = next((which for which, count in enumerate(counts) if _COPIES * count >= max(counts)), 0)
-    leaves = traced.tied.parts.leaves
     owned: set[int] = set()
     of: dict[int, list[set[int]]] = {}
-    for argument, (which, _) in enumerate(traced.places):
-        parts = traced.tied.dims[traced.tied.program.arguments[argument]]
-        dims = {leaf for part in parts for leaf in leaves(part)}
-        of.setdefault(which, []).append(dims)
-        if which == model:
+    for value, array in zip(traced.tied.program.arguments, traced.arrays, strict=True):
+        dims = traced.tied.leaves_of(value)
+        of.setdefault(array.which, []).append(dims)
+        if array.which == model:
             owned |= dims
     members = {which for which, each in of.items() if 2 * sum(dims <= owned for dims in each) > len(each)}
-    return model, {argument for argument, (which, _) in enumerate(traced.places) if which in members}
+    return model, {argument for argument, array in enumerate(traced.arrays) if array.which in members}
 
 
 # The distance, in operations, at which the other operand of a sum is searched.
@@ -189,7 +180,7 @@ def residual(tied: Tied, own: set[int]) -> set[int]:
     for made in operations:
         if made.name != "add" or not spread.isdisjoint(made.ins):
             continue
-        leaves = {leaf for part in tied.dims[made.outs[0]] for leaf in tied.parts.leaves(part)}
+        leaves = tied.leaves_of(made.outs[0])
         if leaves <= found or leaves <= own:
             continue
         first, second = made.ins

@@ -215,7 +215,7 @@ class _Constrainer(_Walker):
 
     def entry(self, leaves: Sequence[int], cut: Sequence[_Cut]) -> object:
         """The mesh axes of a dimension, major-most first; UNCONSTRAINED if its sub-dimensions cannot be sharded so."""
-        sizes = [self.layouts.tied.parts.sizes[leaf] for leaf in leaves]
+        sizes = [self.layouts.tied.sizes[leaf] for leaf in leaves]
         counts = [math.prod(self.mesh.shape[self.axes[number]] for at, _, number in cut if at == part)
                   for part in range(len(leaves))]  # fmt: skip
         last = max((at for at, *_ in cut), default=0)

@@ -84,7 +84,7 @@ class Layouts:
 
     def __init__(self, classes: Classes, devices: int):
         self.classes, self.tied, self.program = classes, classes.tied, classes.program
-        scanned, sizes = classes.marked["scanned"], self.tied.parts.sizes
+        scanned, sizes = classes.marked["scanned"], self.tied.sizes
         # The group number of each sub-dimension that a mesh axis may shard.
         self.numbers = {
             root: number
@@ -99,7 +99,7 @@ class Layouts:
             for number, group in enumerate(classes.groups)
             if any(0 < place.at < classes.kept(classes.dims[place.argument][place.dim]) for place in group.places)
         }
-        self.parts = [[*map(self.tied.parts.leaves, dims)] for dims in self.tied.dims]
+        self.parts = self.tied.leaves
         self.flat = [
             [(self.numbers.get(leaf, -1), at) for dim in dims for at, leaf in enumerate(dim)] for dims in self.parts
         ]

@@ -68,7 +68,7 @@ class _Namer:
         return not self.classes.marked[mark].isdisjoint(group.roots)
 
     def paths(self, places: Iterable[ClassPlace]) -> list[str]:
-        return list(dict.fromkeys(self.traced.path(place.argument) for place in places))
+        return list(dict.fromkeys(self.traced.arrays[place.argument].path for place in places))
 
     def rank(self, place: ClassPlace) -> int:
         return len(self.classes.dims[place.argument])
@@ -77,8 +77,7 @@ class _Namer:
         """Uses the names that the model's fields declare, before any other."""
         for group in self.unnamed():
             for place in group.places:
-                which, leaf = self.traced.places[place.argument]
-                names = self.traced.flats[which].names[leaf]
+                names = self.traced.arrays[place.argument].names
                 if names is None or ... in names or len(names) != self.rank(place) or place.of > 1:
                     continue
                 name = names[place.dim]
@@ -133,10 +132,9 @@ class _Namer:
         """The names that convolutions give to dimensions of the data, from their own dimension numbers."""
         classes = self.classes
         found = {classes.of(leaf): "channels" for leaf in classes.marked["channels"] if leaf in classes.of_root}
-        for part, (at, count) in self.tied.spatial.items():
-            for leaf in self.tied.parts.leaves(part)[:1]:
-                if leaf in classes.of_root and count in _SPATIAL:
-                    found[classes.of(leaf)] = _SPATIAL[count][at]
+        for leaf, (at, count) in self.tied.spatial.items():
+            if leaf in classes.of_root and count in _SPATIAL:
+                found[classes.of(leaf)] = _SPATIAL[count][at]
         return found
 
     def looked_up(self) -> None:
@@ -190,10 +188,9 @@ class _Namer:
         for made in tied.program.operations:
             over = batched(made)
             for value, dims in zip(made.ins, made.factors.ins, strict=True) if over else ():
-                parts = [tied.parts.leaves(part) for part in tied.dims[value]]
-                leaves = {leaf for part in parts for leaf in part}
+                leaves = tied.leaves_of(value)
                 if len(leaves) > 1 and leaves <= own:
-                    wide = (part for part, dim in zip(parts, dims, strict=True) if dim[0] in over)
+                    wide = (part for part, dim in zip(tied.leaves[value], dims, strict=True) if dim[0] in over)
                     found.update(self.classes.of(leaf) for part in wide for leaf in part)
         return found
 
@@ -361,29 +358,28 @@ def notes_of(classes: Classes) -> tuple[str, ...]:
 
 def names_trees(classes: Classes) -> tuple[PyTree, ...]:
     """For each argument of the step, a tree of its structure with names at the arrays."""
-    traced = classes.traced
-    columns: list[list[object]] = [[None] * len(flat.leaves) for flat in traced.flats]
-    for argument, (which, leaf) in enumerate(traced.places):
-        columns[which][leaf] = classes.names_of(argument)
-    return tuple(jax.tree.unflatten(flat.treedef, column) for flat, column in zip(traced.flats, columns, strict=True))
+    found = iter(map(classes.names_of, range(len(classes.dims))))
+    return tuple(
+        jax.tree.unflatten(flat.treedef, [next(found) if shaped else None for shaped in flat.is_array])
+        for flat in classes.traced.flats
+    )
 
 
 def _axis(group: ClassGroup, classes: Classes) -> NamedAxis:
-    traced, tied, roots = classes.traced, classes.tied, set(group.roots)
+    arrays, tied, roots = classes.traced.arrays, classes.tied, set(group.roots)
     alike: dict[tuple[object, str], list[str]] = {}
     # The moments of an optimizer have the axes of the parameters; they are listed only if nothing else is.
-    own = [place for place in group.places if traced.places[place.argument][0] == classes.main]
+    own = [place for place in group.places if arrays[place.argument].which == classes.main]
     data = [place for place in group.places if place.argument not in classes.model]
     for place in own + data or group.places:
-        path = traced.path(place.argument)
+        path = arrays[place.argument].path
         part = f".{place.at}" if place.of > 1 else ""
         alike.setdefault((between_numbers(path), f"[{place.dim}{part}]"), []).append(path)
     places = tuple(joined(sorted(paths)) + dim for (_, dim), paths in alike.items())
     # The operations in which two operands with the axis meet, products and lookups first.
     joins: dict[tuple[str, str], None] = {}
     for made in sorted(tied.program.operations, key=lambda made: not made.factors.reduction):
-        leaves = ((leaf for part in tied.dims[value] for leaf in tied.parts.leaves(part)) for value in {*made.ins})
-        having = sum(not roots.isdisjoint(own) for own in leaves)
+        having = sum(not roots.isdisjoint(tied.leaves_of(value)) for value in {*made.ins})
         if having > 1 and made.name not in ("carry", "return", "use"):
             frame = own_line(lines_of(made.location))
             joins[made.name, "-" if frame is None else frame.place] = None

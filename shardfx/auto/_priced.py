@@ -242,7 +242,7 @@ def states_of(classes: Classes) -> tuple[int, ...]:
     new version.
     """
     traced = classes.traced
-    members = {traced.places[argument][0] for argument in classes.model} - {classes.main}
+    members = {traced.arrays[argument].which for argument in classes.model} - {classes.main}
     made = traced.out
     results = [kind_of(part) for part in (made if isinstance(made, tuple) else (made,))]
     return tuple(sorted(which for which in members if kind_of(traced.structs[which]) in results))

@@ -2,7 +2,6 @@
 alike.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
@@ -79,45 +78,44 @@ class Parts:
 
 # Operations that read neighbours: a stride does not split a dimension.
 _WINDOWED = ("convolution", "reduce_window", "select_and_scatter")
-_MARKS = (
-    "scanned", "looked_up", "tokens", "batched", "contracted", "sliced", "chosen", "channels", "windows"
-)  # fmt: skip
+_MARKS = "scanned looked_up tokens batched contracted sliced chosen channels windows".split()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Tied:
-    """A program, the part of each dimension of each value, and the classes that operations make of parts.
+    """A program whose dimensions are tied by every operation.
 
-    `marks` are parts by the operations on them: loops run over them, an index looks them up (one for each token of a
-    sequence), products run over them in batches or sum over them, slices take some of them, top-k chooses among them,
-    convolutions use them as channels or as windows. `spatial` are the dimensions of images that convolutions slide
-    along, with their position among these.
+    - `leaves`: for each dimension of each value the classes that it consists of, major-most first; `sizes` are the
+        sizes of classes by number.
+    - `marked`: classes by the operations on them: loops run over them, an index looks them up (one for each token of a
+        sequence), products run over them in batches or sum over them, slices take some of them, top-k chooses among
+        them, convolutions use them as channels or as windows.
+    - `spatial`: the classes that convolutions slide along, with their position among these and the number of these.
     """
 
-    program: Program
-    parts: Parts
-    dims: list[tuple[int, ...]]
-    marks: dict[str, list[int]]
-    spatial: dict[int, tuple[int, int]]
+    def __init__(self, program: Program):
+        self.program, self.parts = program, Parts()
+        self.sizes = self.parts.sizes
+        self.dims = [tuple(map(self.parts.new, value.shape)) for value in program.values]
+        self.marks: dict[str, list[int]] = {kind: [] for kind in _MARKS}
+        self.slid: dict[int, tuple[int, int]] = {}
+        loops: dict[tuple[int, int], int] = {}
+        for made in program.operations:
+            if made.name == "use":
+                continue
+            _mark(self, made, _tie(self, made))
+            for dim, loop in made.counted:
+                part = self.dims[made.ins[0]][dim]
+                # All that one loop iterates over has one length, and is one dimension.
+                self.parts.align([loops.setdefault((loop, self.sizes[part]), part)], [part])
+                self.marks["scanned"].append(part)
+        leaves = self.parts.leaves
+        self.leaves = [[*map(leaves, dims)] for dims in self.dims]
+        self.marked = {kind: {leaf for part in found for leaf in leaves(part)} for kind, found in self.marks.items()}
+        self.spatial = {leaf: place for part, place in self.slid.items() for leaf in leaves(part)[:1]}
 
-
-def tied(program: Program) -> Tied:
-    """The program with its dimensions tied by every operation."""
-    parts = Parts()
-    dims = [tuple(map(parts.new, value.shape)) for value in program.values]
-    found = Tied(program, parts, dims, {kind: [] for kind in _MARKS}, {})
-    loops: dict[tuple[int, int], int] = {}
-    for made in program.operations:
-        if made.name == "use":
-            continue
-        first = _tie(found, made)
-        _mark(found, made, first)
-        for dim, loop in made.counted:
-            part = found.dims[made.ins[0]][dim]
-            # All that one loop iterates over has one length, and is one dimension.
-            parts.align([loops.setdefault((loop, parts.sizes[part]), part)], [part])
-            found.marks["scanned"].append(part)
-    return found
+    def leaves_of(self, value: int) -> set[int]:
+        """The classes of all dimensions of a value."""
+        return {leaf for leaves in self.leaves[value] for leaf in leaves}
 
 
 def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
@@ -200,7 +198,7 @@ def _are_tokens(found: Tied, made: Operation, at: int) -> bool:
 def _mark_convolution(found: Tied, made: Operation) -> None:
     numbers = stablehlo.ConvDimensionNumbers(made.windows)
     image, kernel = (found.dims[value] for value in made.ins)
-    known = {leaf for part in found.spatial for leaf in found.parts.leaves(part)}
+    known = {leaf for part in found.slid for leaf in found.parts.leaves(part)}
     channels = image[numbers.input_feature_dimension]
     # The first convolution of an array shows its dimensions, since that of a gradient uses batches as channels.
     if known.isdisjoint(found.parts.leaves(channels)):
@@ -208,4 +206,4 @@ def _mark_convolution(found: Tied, made: Operation) -> None:
     found.marks["contracted"].append(kernel[numbers.kernel_input_feature_dimension])
     found.marks["windows"] += [kernel[dim] for dim in numbers.kernel_spatial_dimensions]
     for at, dim in enumerate(numbers.input_spatial_dimensions):
-        found.spatial.setdefault(image[dim], (at, len(numbers.input_spatial_dimensions)))
+        found.slid.setdefault(image[dim], (at, len(numbers.input_spatial_dimensions)))

@@ -192,10 +192,8 @@ def various(space: Space, found: Iterable[Found], keep: int) -> Iterator[Candida
 
 def _agrees(space: Space, one: Found, plans: Sequence[ShardPlan], axes: tuple[str, ...]) -> bool:
     """Whether the rules shard the arguments as the assignments do."""
-    program, traced = space.layouts.program, space.classes.traced
-    for argument, (which, leaf) in enumerate(traced.places):
-        spec = plans[which][traced.flats[which].paths[leaf]].spec
-        value = program.arguments[argument]
+    specs = [leaf.spec for made in plans for leaf in made.leaves]
+    for value, spec in zip(space.layouts.program.arguments, specs, strict=True):
         dims = [dim for dim, leaves in enumerate(space.layouts.parts[value]) for _ in leaves]
         wanted: dict[int, set[str]] = {}
         for assignment, axis in zip(one.assignments, axes, strict=True):
