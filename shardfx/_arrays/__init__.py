@@ -14,4 +14,4 @@ from .place import (
     shardings_of as shardings_of,
     specs_of as specs_of,
 )
-from .stages import TracedArray as TracedArray
+from .stages import Compiled as Compiled, Lowered as Lowered, TracedArray as TracedArray

@@ -4,13 +4,14 @@ it.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 from .._ground.errors import ProgramError
+from .._ground.text import together
 from ._hlo_text import Array, Instruction, arrays_in, parts_of
 
 
@@ -205,10 +206,11 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
     `ProgramError`, with the line, for groups that cannot be read, that name a device twice, or that name a device which
     does not exist.
     """
-    rows = (_pairs(instruction),) if kind == "collective-permute" else _rows(instruction)
-    for members in [] if rows is None or kind == "collective-permute" else [np.concatenate([*map(np.ravel, rows)])]:
-        if len(set(members.tolist())) < members.size:
-            raise ProgramError(f"a collective names a device twice: {instruction.text:.300}")
+    is_permute = kind == "collective-permute"
+    rows = (_pairs(instruction),) if is_permute else _rows(instruction)
+    members = [] if rows is None or is_permute else np.concatenate([*map(np.ravel, rows)]).tolist()
+    if len(set(members)) < len(members):
+        raise ProgramError(f"a collective names a device twice: {instruction.text:.300}")
     has_channel = "channel_id=" in instruction.structure
     is_of_devices = "use_global_device_ids=true" in instruction.structure
     if is_of_devices or (has_channel and kind not in _SAYS_WHOSE):
@@ -216,6 +218,11 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
     # Otherwise the numbers are replica numbers. A program has one replica: all its devices, or each device alone.
     _known(rows or (), instruction, 1)
     return (np.arange(devices).reshape((1, -1) if has_channel else (-1, 1)),)
+
+
+def groups_by_size(rows: Sequence[Sequence[int]]) -> Groups:
+    """Replica groups as arrays, one for each size that the groups have."""
+    return tuple(np.array(own) for own in together(rows, len).values())
 
 
 def _known(rows: Groups, instruction: Instruction, count: int) -> Groups:
@@ -240,9 +247,7 @@ def _pairs(instruction: Instruction) -> np.ndarray:
 def _rows(instruction: Instruction) -> Groups | None:
     text = instruction.structure
     if listed := _LISTED.search(text):
-        rows = [list(map(int, group.split(","))) for group in listed[1][1:-1].split("},{") if group]
-        sizes = dict.fromkeys(map(len, rows))
-        return tuple(np.array([row for row in rows if len(row) == size]) for size in sizes)
+        return groups_by_size([[*map(int, group.split(","))] for group in listed[1][1:-1].split("},{") if group])
     if iota := _IOTA.search(text):
         return (_iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2])),)
     if mesh := _MESH.search(text):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,8 @@ _OLD_SOURCE = re.compile(r'source_file="([^"]*)"(?:.*?source_line=(\d+))?')
 # Between hosts an exchange has a name; between GPUs it is identified by its pairs.
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"|_xla_send_recv_source_target_pairs="?(\{\{.*?\}\})')
 _OPENING, _CLOSING = "([{", ")]}"
+# The brackets and commas of a line. A quoted text is one match, so that none in it counts.
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]', re.DOTALL)
 
 
 Phase = Literal["", "forward", "backward", "recomputed"]
@@ -190,15 +193,10 @@ def parse_hlo(text: str) -> HloModule:
 
 def _instruction(line: str) -> Instruction:
     found = _NAME.match(line)
-    if found is None:
-        raise ProgramError(f"an instruction of the HLO module cannot be read: {line.strip():.300}")
-    start = found.end()
-    if line[start] == "(":
-        stop = _closed(line, start)
-    else:
-        stop = line.find(" ", start)
+    start = found.end() if found else 0
+    stop = _closed(line, start) if line[start] == "(" else line.find(" ", start)
     opening = line.find("(", stop + 1)
-    if stop < 0 or opening < 0:
+    if found is None or stop < 0 or opening < 0:
         raise ProgramError(f"an instruction of the HLO module cannot be read: {line.strip():.300}")
     closing = _closed(line, opening)
     inside = line[opening + 1 : closing - 1]
@@ -221,14 +219,14 @@ def _take_out(own: dict[str, Instruction], operand: str) -> None:
 
 def parts_of(result: str) -> list[str]:
     """The types inside a tuple's type; a list of one for an array's type."""
-    depth, parts = 0, [""]
-    for letter in result[1:-1] if result.startswith("(") else result:
-        depth += (letter in _OPENING) - (letter in _CLOSING)
-        if letter == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts]
+    inside = result[1:-1] if result.startswith("(") else result
+    depth, start, parts = 0, 0, []
+    for found in _BRACKET.finditer(inside):
+        depth += (found[0] in _OPENING) - (found[0] in _CLOSING)
+        if found[0] == "," and not depth:
+            parts.append(inside[start : found.start()].strip())
+            start = found.end()
+    return [*parts, inside[start:].strip()]
 
 
 def _is_whole(line: str) -> bool:
@@ -238,18 +236,11 @@ def _is_whole(line: str) -> bool:
 
 def _closed(line: str, opening: int) -> int:
     """The position after the bracket that closes the one at `opening`."""
-    depth, position, quoted = 0, opening, False
-    while position < len(line):
-        letter = line[position]
-        if letter == '"' and line[position - 1] != "\\":
-            quoted = not quoted
-        elif not quoted and letter in _OPENING:
-            depth += 1
-        elif not quoted and letter in _CLOSING:
-            depth -= 1
-            if not depth:
-                return position + 1
-        position += 1
+    depth = 0
+    for found in _BRACKET.finditer(line, opening):
+        depth += (found[0] in _OPENING) - (found[0] in _CLOSING)
+        if not depth:
+            return found.end()
     raise ProgramError(f"an instruction of the HLO module is cut off: {line.strip():.300}")
 
 
@@ -277,8 +268,6 @@ _BITS = re.compile(r"^(?:[suf](\d+)\w*|bf(16)|c(64|128))$")
 _SIZES = re.compile(r"^(?:<=)?\d+(?:,(?:<=)?\d+)*$|^$")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _NO_MEMORY = ("token", "opaque")
-_LAYOUT = re.compile(r"\{[^}]*\}")
-_TUPLE = re.compile(r"\(|\)|[a-z]\w*\[[^\]]*\]|token")
 
 
 class Array(NamedTuple):
@@ -348,20 +337,9 @@ Result: TypeAlias = "Array | tuple[Result, ...]"
 
 def result_of(text: str) -> Result:
     """The arrays of a result type, nested as its tuples are."""
-    if not text.startswith("(") and (alone := arrays_in(text)):
-        return alone[0]
-    open_: list[list[Result]] = [[]]
-    for part in _TUPLE.findall(_LAYOUT.sub("", text)):
-        if part == "(":
-            open_.append([])
-        elif part == ")":
-            closed = tuple(open_.pop())
-            open_[-1].append(closed)
-        else:
-            open_[-1].append(next(iter(arrays_in(part)), Array("token", ())))
-    if len(open_[0]) != 1:
-        raise ProgramError(f"the type `{text:.200}` of an HLO instruction cannot be read.")
-    return open_[0][0]
+    if text.startswith("("):
+        return tuple(result_of(part) for part in parts_of(text) if part)
+    return next(iter(arrays_in(text)), Array("token", ()))
 
 
 @ft.lru_cache(maxsize=65536)
@@ -380,22 +358,13 @@ def padded(shape: tuple[int, ...], tile: tuple[int, int] | None) -> tuple[int, .
     rows, columns = tile
     if len(shape) == 1:
         return (_up(shape[0], columns),)
-    return min(
-        (
-            _tiled(shape, last, second, rows, columns)
-            for last in range(len(shape))
-            for second in range(len(shape))
-            if last != second
-        ),
-        key=math.prod,
-    )
-
-
-def _tiled(shape: tuple[int, ...], last: int, second: int, rows: int, columns: int) -> tuple[int, ...]:
-    sizes = list(shape)
-    sizes[last] = _up(sizes[last], columns)
-    sizes[second] = _up(sizes[second], min(rows, 1 << max(0, sizes[second] - 1).bit_length()))
-    return tuple(sizes)
+    found = []
+    for last, second in itertools.permutations(range(len(shape)), 2):
+        sizes = list(shape)
+        sizes[last] = _up(sizes[last], columns)
+        sizes[second] = _up(sizes[second], min(rows, 1 << (sizes[second] - 1).bit_length()))
+        found.append(tuple(sizes))
+    return min(found, key=math.prod)
 
 
 def _up(size: int, multiple: int) -> int:

@@ -92,24 +92,24 @@ class Origins:
         users = reached([op], lambda one: (user for value in one.makes for user, _, _ in uses.get(value, ())))
         return itertools.islice(users, _FAR)
 
-    def gathered(self, instruction: Instruction, element: int | None) -> str | None:
+    def gathered(self, instruction: Instruction, element: int) -> str | None:
         """The argument that an instruction moves a part of, by the name that JAX gave it; `None` if it moves a computed
         value.
 
-        `element` is the index of the array if several are moved.
+        `element` is the index of the array, of those that the instruction moves.
         """
         op = self._ops.get(id(instruction))
-        moved = () if op is None else self._senders.get(op, op).reads[element or 0 :]
+        moved = () if op is None else self._senders.get(op, op).reads[element:]
         return self._argument(moved[0]) if moved else None
 
-    def updated(self, instruction: Instruction, element: int | None) -> str | None:
+    def updated(self, instruction: Instruction, element: int) -> str | None:
         """The argument that a reduction's result is added to in the end, which is the argument whose gradient it is;
         `None` without one.
 
-        `element` is the index of the array in the result if the result is a tuple.
+        `element` is the index of the array, of those in the result.
         """
         op = self._ops.get(id(instruction))
-        for begun in () if op is None else _of_one(op, element or 0):
+        for begun in () if op is None else _of_one(op, element):
             for value in self._later(begun):
                 for user, at, _ in self._uses.users.get(value, ()):
                     if user.opcode in ("add", "subtract") and len(user.reads) == 2:

@@ -3,17 +3,21 @@
 import dataclasses
 import functools as ft
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from .._arrays import Compiled, Lowered
 from .._ground.errors import LeafTypeError, ProgramError
+from .._ground.text import together
 from .._step import own_line
 from ..topology import MeshSpec
 from ._collective import Collective, channel_of, collective_of
+from ._compile_for import CompiledFor
 from ._hlo_text import HloModule, Instruction, parse_hlo
 from ._origin import Origins, path_of
 from ._runs import Runs, runs_of
@@ -30,36 +34,6 @@ _SCATTERS = "all-reduce-scatter"
 # The fusion in which a TPU's collective begins; other fusions name the collective again.
 _BEGINS = "async-collective-start"
 _PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")
-
-
-@runtime_checkable
-class _Lowered(Protocol):
-    """A lowered step of `jax.jit` or `filter_jit`."""
-
-    def compile(self) -> object: ...
-
-
-@runtime_checkable
-class _Compiled(Protocol):
-    """A compiled step of `jax.jit` or `filter_jit`."""
-
-    input_shardings: Any
-
-    def as_text(self) -> str | None: ...
-
-
-@runtime_checkable
-class _NamedArrays(Protocol):
-    """A program of `filter_jit`, which knows the path of each array with its argument's name in front."""
-
-    argument_paths: dict[str, str]
-
-
-@runtime_checkable
-class _OnDevices(Protocol):
-    """A program of `compile_for`, which knows the ids of the devices that it is compiled for."""
-
-    device_ids: tuple[int, ...]
 
 
 def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Traffic:
@@ -101,9 +75,25 @@ def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None
         assert (row.kind, row.axes, row.wire_bytes) == ("all-gather", ("data",), 7 * 8 * 16 * 4)
         ```
     """
-    program = _program(compiled)
-    mesh = program.mesh if mesh is None else mesh
-    return largest_first(read(parse_hlo(program.text), mesh, program.paths, program.ids))
+    if isinstance(compiled, Lowered | jax.stages.Lowered):
+        compiled = compiled.compile()
+    if isinstance(compiled, str):
+        return largest_first(read(parse_hlo(compiled), mesh, {}))
+    if not isinstance(compiled, Compiled | CompiledFor | jax.stages.Compiled):
+        raise LeafTypeError(
+            f"`traffic` takes a compiled program, not {type(compiled).__name__}; pass "
+            "`filter_jit(step, ...).lower(...).compile()`."
+        )
+    if not (text := compiled.as_text()):
+        raise ProgramError("the compiler of this platform does not give the text of its programs.")
+    if mesh is None:
+        shardings = jax.tree.leaves(compiled.input_shardings)
+        mesh = next((one.mesh for one in shardings if isinstance(one, NamedSharding) and not one.mesh.empty), None)
+    named = {} if isinstance(compiled, jax.stages.Compiled) else compiled.argument_paths
+    # The path within an argument, without the name of the argument.
+    paths = {name: path.partition("/")[2] or path for name, path in named.items()}
+    ids = compiled.device_ids if isinstance(compiled, CompiledFor) else ()
+    return largest_first(read(parse_hlo(text), mesh, paths, ids))
 
 
 def read(
@@ -122,126 +112,74 @@ def read(
     - `ids`: the ids of the devices, in the order of the mesh, if they are known.
     """
     runs = runs_of(module)
-    slices = max(
-        [slices_of(module), *[own.slice + 1 for ways in runs.values() for own in ways if own.slice is not None]]
-    )
-    spec = None if mesh is None else MeshSpec.of(mesh)
-    # In some texts the first line does not say it.
-    devices = spec.size if spec is not None and module.partitions == 1 else module.partitions
-    where = Where(spec, mesh, devices, slices, ids)
-    found = _ModuleReader(module, runs, where, devices, paths).rows()
+    numbers = [own.slice + 1 for ways in runs.values() for own in ways if own.slice is not None]
+    where = Where(mesh, module.partitions, max([slices_of(module), *numbers]), ids)
+    found = _of_costly_branches(_ModuleReader(module, where, paths).collectives(runs))
     return Traffic(tuple(one.row for one in found), where.devices, where.names)
 
 
-class _ProgramText(NamedTuple):
-    """A program's text, the mesh of its arguments, the arguments' paths by their names in the text, and its devices'
-    ids.
+class _Found(NamedTuple):
+    """The row of an instruction, and how often the instruction's computation runs.
+
+    `key` is equal for the instructions that name one collective, and `begins` says that the collective begins here.
     """
-
-    text: str
-    mesh: Mesh | AbstractMesh | None = None
-    paths: Mapping[str, str] = {}
-    ids: tuple[int, ...] = ()
-
-
-def _program(compiled: object) -> _ProgramText:
-    if isinstance(compiled, str):
-        return _ProgramText(compiled)
-    if isinstance(compiled, _Lowered):
-        return _program(compiled.compile())
-    if not isinstance(compiled, _Compiled):
-        raise LeafTypeError(
-            f"`traffic` takes a compiled program, not {type(compiled).__name__}; pass "
-            "`filter_jit(step, ...).lower(...).compile()`."
-        )
-    text = compiled.as_text()
-    if not text:
-        raise ProgramError("the compiler of this platform does not give the text of its programs.")
-    shardings = jax.tree.leaves(compiled.input_shardings)
-    meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty]
-    named = compiled.argument_paths if isinstance(compiled, _NamedArrays) else {}
-    paths = {name: path.partition("/")[2] or path for name, path in named.items()}
-    ids = compiled.device_ids if isinstance(compiled, _OnDevices) else ()
-    return _ProgramText(text, next(iter(meshes), None), paths, ids)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """A row, with how often its computation runs."""
 
     row: TrafficRow
     runs: Runs
+    key: object
+    begins: bool
 
 
+@dataclasses.dataclass
 class _ModuleReader:
     """Reads the collectives of one module into rows."""
 
-    def __init__(
-        self,
-        module: HloModule,
-        runs: Mapping[str, tuple[Runs, ...]],
-        where: Where,
-        devices: int,
-        paths: Mapping[str, str],
-    ):
-        self.module, self.runs, self.where, self.devices, self.paths = module, runs, where, devices, paths
+    module: HloModule
+    where: Where
+    paths: Mapping[str, str]
 
     @ft.cached_property
     def origins(self) -> Origins:
         """The walks from values to arguments and updates."""
         return Origins(self.module)
 
-    def rows(self) -> list[_Found]:
-        """A row for each collective."""
-        fusions = {
-            target: instruction.name
-            for name in self.runs
-            for instruction in self.module.computations[name].values()
-            if instruction.opcode == "fusion"
-            for _, target in instruction.called
-        }
-        groups: dict[object, list[_Found]] = {}
-        begun: set[object] = set()
-        for name, instruction, runs in self.instructions():
-            row = self.row(name, instruction, runs)
-            if row is None:
-                continue
-            fusion, channel = fusions.get(name), channel_of(instruction)
-            # A TPU's program names a collective again in each fusion that runs beside it. On other platforms each name
-            # is one collective, whatever its channel, since all collectives of a `shard_map` may share one.
-            key = (id(instruction), runs) if fusion is None or channel is None else (row.kind, channel)
-            is_first = fusion is not None and fusion.startswith(_BEGINS)
-            if is_first and key not in begun:
-                groups[key] = []
-            begun |= {key} if is_first else set()
-            if is_first or key not in begun:
-                groups.setdefault(key, []).append(_Found(row, runs))
-        found = [one for key, group in groups.items() for one in (group if key in begun else _outermost(group))]
-        return _of_costly_branches(found)
-
-    def instructions(self) -> Iterator[tuple[str, Instruction, Runs]]:
-        """The instructions that run, each with its computation's name, once for every way in which the
-        computation runs.
-        """
-        for name, ways in self.runs.items():
-            for instruction in self.module.computations[name].values():
-                for runs in ways:
-                    yield name, instruction, runs
+    def collectives(self, runs: Mapping[str, tuple[Runs, ...]]) -> list[_Found]:
+        """Each collective once for every way in which its computation runs."""
+        instructions = [(name, one) for name in runs for one in self.module.computations[name].values()]
+        fusions = {target: one.name for _, one in instructions if one.opcode == "fusion" for _, target in one.called}
+        found: list[_Found] = []
+        for name, one in instructions:
+            fusion, channel = fusions.get(name), channel_of(one)
+            for own in runs[name]:
+                if (row := self.row(name, one, own)) is not None:
+                    # A TPU's program names a collective again in each fusion that runs beside it. On other platforms
+                    # each name is one collective, whatever its channel, since all collectives of a `shard_map` may
+                    # share one.
+                    key = (id(one), own) if fusion is None or channel is None else (row.kind, channel)
+                    found.append(_Found(row, own, key, fusion is not None and fusion.startswith(_BEGINS)))
+        kept: list[_Found] = []
+        for alike in together(found, lambda one: one.key).values():
+            # Where no fusion begins the collective, it is in the fusion that runs least often: the others are in loops
+            # beside it.
+            begun = [one for one in alike if one.begins]
+            kept += begun or [min(alike, key=lambda one: one.runs.count)]
+        return kept
 
     def row(self, name: str, instruction: Instruction, runs: Runs) -> TrafficRow | None:
+        """The row of an instruction in the computation `name`; `None` if the instruction sends nothing."""
         if is_transfer(instruction):
-            return self.counted(instruction, transfer_of(instruction, self.where), runs)
-        collective = collective_of(instruction, self.devices)
-        if collective is None:
+            collective = transfer_of(instruction, self.where)
+        elif (collective := collective_of(instruction, self.where.own)) is None:
             return None
-        collective = collective._replace(groups=self.where.lifted(collective.groups, runs.slice))
-        if name.startswith(_SCATTERS):
-            parts = tuple(part / collective.group_size for part in collective.parts)
-            collective = collective._replace(kind="reduce-scatter", parts=parts)
-        return self.counted(instruction, collective, runs)
-
-    def counted(self, instruction: Instruction, collective: Collective, runs: Runs) -> TrafficRow:
+        else:
+            collective = collective._replace(groups=self.where.lifted(collective.groups, runs.slice))
+            if name.startswith(_SCATTERS):
+                parts = tuple(part / collective.group_size for part in collective.parts)
+                collective = collective._replace(kind="reduce-scatter", parts=parts)
         kind = self.replaced(instruction, collective)
+        note = RAGGED if kind == "ragged-all-to-all" else instruction.note
+        if runs.unknown:
+            note = f"the trips of a loop are not known and count once: {runs.unknown[0]:.160}"
         wire = runs.count * collective.wire_bytes(self.where.apart)
         shares = self.shares(instruction, collective, round(wire))
         stack = self.origins.frames(instruction)
@@ -255,10 +193,10 @@ class _ModuleReader:
             axes=self.where.axes(collective),
             source=own_line(stack),
             stack=stack,
-            leaf=", ".join(dict.fromkeys(leaf for leaf, _ in shares if leaf)) or None,
-            shares=shares,
+            leaf=", ".join(filter(None, shares)) or None,
+            shares=tuple(shares.items()),
             windowed=kind != collective.kind,
-            note=_note(kind, runs) or instruction.note,
+            note=note,
             passes=instruction.passes,
             unsure_bytes=round(wire * Fraction(instruction.unsure)),
             arrays=tuple(map(str, collective.arrays)),
@@ -277,58 +215,34 @@ class _ModuleReader:
             return collective.kind  # a permute that leaves out a device only changes the order of devices
         return "reduce-scatter" if self.origins.is_sum_of_products(instruction) else "all-gather"
 
-    def shares(
-        self, instruction: Instruction, collective: Collective, wire_bytes: int
-    ) -> tuple[tuple[str | None, int], ...]:
+    def shares(self, instruction: Instruction, collective: Collective, wire_bytes: int) -> dict[str | None, int]:
         """The bytes of each leaf: the weight that a collective gathers, or the weights whose gradients it reduces."""
         find = self.origins.updated if collective.kind in ("all-reduce", "reduce-scatter") else self.origins.gathered
-        parts = collective.parts
-        is_whole = len(parts) == 1 and instruction.opcode != "recv"
-        leaves = [find(instruction, None if is_whole else at) for at in range(len(parts))]
-        sums: dict[str | None, int] = {}
-        whole = collective.bytes
-        for leaf, part in zip(leaves, parts, strict=True):
-            path = self.path(leaf)
-            sums[path] = sums.get(path, 0) + round(wire_bytes * part / whole if whole else 0)
-        return tuple(sums.items())
-
-    def path(self, argument: str | None) -> str | None:
-        """The path of an argument, from its name in the program."""
-        return None if argument is None else self.paths.get(argument) or path_of(argument)
-
-
-def _note(kind: str, runs: Runs) -> str:
-    if runs.unknown:
-        return f"the trips of a loop are not known and count once: {runs.unknown[0]:.160}"
-    return RAGGED if kind == "ragged-all-to-all" else ""
-
-
-def _outermost(group: list[_Found]) -> list[_Found]:
-    """The fusion that runs least often, among those that name one collective. The others are in loops beside it."""
-    return [min(group, key=lambda one: one.runs.count)]
+        shares: dict[str | None, int] = {}
+        for at, part in enumerate(collective.parts):
+            argument = find(instruction, at)
+            path = argument and (self.paths.get(argument) or path_of(argument))
+            bytes_ = round(wire_bytes * part / collective.bytes) if part else 0
+            shares[path] = shares.get(path, 0) + bytes_
+        return shares
 
 
 def _of_costly_branches(found: list[_Found]) -> list[_Found]:
     """The rows, with only the branch of each conditional that sends most, since one branch runs and it is not known
     which.
     """
-    labels = dict.fromkeys(label for one in found for label, _ in one.runs.branch)
     # Inner conditionals come first, so that the counted branches of an outer one are complete.
-    for label in sorted(labels, key=lambda label: -_depth(found, label)):
-        sums: dict[int, int] = {}
+    for depth in reversed(range(max((len(one.runs.branch) for one in found), default=0))):
+        sums: dict[str, Counter[int]] = {}
         for one in found:
-            if (number := dict(one.runs.branch).get(label)) is not None:
-                sums[number] = sums.get(number, 0) + one.row.wire_bytes
-        chosen = max(sums, key=lambda number: sums[number])
+            for label, number in one.runs.branch[depth : depth + 1]:
+                sums.setdefault(label, Counter())[number] += one.row.wire_bytes
+        costly = {(label, max(own, key=lambda number: own[number])) for label, own in sums.items()}  # noqa: B023
         found = [
-            one if dict(one.runs.branch).get(label, chosen) == chosen else dataclasses.replace(one, row=_idle(one.row))
+            one if costly.issuperset(one.runs.branch[depth : depth + 1]) else one._replace(row=_idle(one.row))
             for one in found
         ]
     return found
-
-
-def _depth(found: list[_Found], label: str) -> int:
-    return max(at for one in found for at, (name, _) in enumerate(one.runs.branch) if name == label)
 
 
 def _idle(row: TrafficRow) -> TrafficRow:

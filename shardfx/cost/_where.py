@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from .. import topology
 from .._ground.errors import MeshError, ProgramError
 from ..topology import MeshSpec
-from ._collective import Collective, Groups, sent_by
+from ._collective import Collective, Groups, groups_by_size, sent_by
 from ._hlo_text import HloModule, Instruction
 
 
@@ -40,35 +40,35 @@ class Where:
 
     **Arguments:**
 
-    - `spec`, `mesh`: the mesh, if it is known.
-    - `own`: the number of devices that the program counts.
+    - `mesh`: the mesh, if it is known.
+    - `own`: the number of devices in the first line of the program. Some texts do not say it; then it is 1.
     - `slices`: the number of slices that the program runs on, as far as it says.
     - `ids`: the ids of the mesh's devices, in its order, if they are known.
     """
 
-    def __init__(
-        self,
-        spec: MeshSpec | None,
-        mesh: MeshSpec | Mesh | AbstractMesh | None,
-        own: int,
-        slices: int = 1,
-        ids: Sequence[int] = (),
-    ):
-        self.devices = own * slices if spec is None else spec.size
-        self.names = () if spec is None else spec.axis_names
-        sizes = () if spec is None else spec.axis_sizes
-        count = np.arange(self.devices)
-        self.coordinates = np.stack(np.unravel_index(count, sizes)) if sizes else np.zeros((0, self.devices))
-        self.apart, self.slices = count, _slice_numbers(spec, mesh, self.devices)
+    def __init__(self, mesh: MeshSpec | Mesh | AbstractMesh | None, own: int, slices: int = 1, ids: Sequence[int] = ()):
+        spec = MeshSpec({}) if mesh is None else MeshSpec.of(mesh)
+        self.own = own = spec.size if mesh is not None and own == 1 else own
+        self.devices = own * slices if mesh is None else spec.size
+        self.names, self.apart = spec.axis_names, np.arange(self.devices)
+        self.slices = np.zeros(self.devices, int)
+        self.coordinates = np.zeros((0, self.devices))
+        if self.names:
+            self.coordinates = np.stack(np.unravel_index(self.apart, spec.axis_sizes))
+            parts = np.array(spec.axis_sizes) // np.array(spec.dcn_sizes)
+            self.slices = np.ravel_multi_index(tuple(self.coordinates // parts[:, None]), spec.dcn_sizes)
+        if isinstance(mesh, Mesh):
+            ids = [device.id for device in mesh.devices.ravel()]
+            for number, members in enumerate(topology.slices(mesh.devices)):
+                self.slices[[*members]] = number
         if not self.slices.any() and self.devices == own * slices:
-            self.slices = count // own
-        programs: list[np.ndarray] = [np.flatnonzero(self.slices == number) for number in range(self.slices.max() + 1)]
+            self.slices = self.apart // own
+        programs = [np.flatnonzero(self.slices == number) for number in range(self.slices.max() + 1)]
         if self.devices == own:
-            programs = [count]
+            programs = [self.apart]
         if {len(one) for one in programs} != {own}:
             raise MeshError(f"the program runs on {own * slices} devices, and the mesh {spec} has {self.devices}.")
         self.programs = np.stack(programs)
-        ids = [device.id for device in mesh.devices.ravel()] if isinstance(mesh, Mesh) else ids
         self.ids = {id_: at for at, id_ in enumerate(ids)}
 
     def lifted(self, groups: Groups, number: int | None) -> Groups:
@@ -90,18 +90,6 @@ class Where:
             where = self.coordinates[:, own]
             found |= (where != where[:, :, :1]).any(axis=(1, 2))
         return tuple(name for name, differs in zip(self.names, found.tolist(), strict=True) if differs)
-
-
-def _slice_numbers(spec: MeshSpec | None, mesh: MeshSpec | Mesh | AbstractMesh | None, devices: int) -> np.ndarray:
-    if isinstance(mesh, Mesh):
-        found = topology.slices(mesh.devices.ravel().tolist())
-        number = {id_: at for at, ids in enumerate(found) for id_ in ids}
-        return np.array([number[device] for device in range(devices)])
-    if spec is None or max(spec.dcn_sizes, default=1) == 1:
-        return np.zeros(devices, dtype=int)
-    parts = [size // slices for size, slices in zip(spec.axis_sizes, spec.dcn_sizes, strict=True)]
-    where = np.stack(np.unravel_index(np.arange(devices), spec.axis_sizes))
-    return np.asarray(np.ravel_multi_index(tuple(where // np.array(parts)[:, None]), spec.dcn_sizes))
 
 
 def is_transfer(instruction: Instruction) -> bool:
@@ -126,9 +114,7 @@ def transfer_of(instruction: Instruction, where: Where) -> Collective:
     target, kind = _target(instruction)
     sent = sent_by(instruction, instruction.result)[0]
     numbers = where.numbers(sorted({name for row in target for name in row}))
-    rows = [[numbers[name] for name in row] for row in target]
-    counts = dict.fromkeys(map(len, rows))
-    groups = tuple(np.array([row for row in rows if len(row) == count]) for count in counts)
+    groups = groups_by_size([[numbers[name] for name in row] for row in target])
     return Collective(kind, (sent,), (sent.bytes,), groups)
 
 
