@@ -23,7 +23,7 @@ from .._ground.spec import (
     with_reductions,
 )
 from .._ground.text import plural
-from .._rules import Strategy
+from .._rules import Fsdp
 from ..topology import MeshSpec
 
 
@@ -263,7 +263,7 @@ def _reductions(spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[Partitio
     return like, [reason(Code.absent, None, absent, what=f"axis {_names(absent)}")] if absent else []
 
 
-def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> Decision:
+def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decision:
     """Shards an unsharded dimension over the axes of `strategy`: the dimension that the largest product of these axes
     divides.
 
@@ -275,7 +275,7 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> D
         return Decision(spec, found)
     used = {axis for entry in entries for axis in entry_axes(entry)}
     free, reasons = _free(strategy.axes, None, sizes, used)
-    open_dims = strategy.open_dims(leaf.shape)
+    open_dims = [dim for dim in range(len(leaf.shape)) if dim not in strategy.skip]
     if not free or (entries and not open_dims):
         return Decision(spec, tuple(reasons))
     dims = [dim for dim in open_dims if entries[dim] is None]
@@ -293,7 +293,7 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> D
     return Decision(trimmed(entries, spec), tuple(reasons))
 
 
-def widened(spec: PartitionSpec, leaf: Leaf, mesh: Axes, over: Strategy) -> tuple[Decision, tuple[str, ...]]:
+def widened(spec: PartitionSpec, leaf: Leaf, mesh: Axes, over: Fsdp) -> tuple[Decision, tuple[str, ...]]:
     """Shards dimensions over the axes of `over` that `spec` does not use, the dimension with most room first; also
     returns the added axes.
 
@@ -310,7 +310,7 @@ def widened(spec: PartitionSpec, leaf: Leaf, mesh: Axes, over: Strategy) -> tupl
     free = tuple(axis for axis in over.axes if sizes.get(axis, 1) > 1 and axis not in used)
     if free and (small := _too_small(leaf, free, over.min_bytes)):
         return Decision(spec, small), ()
-    dims, added = over.open_dims(shape), ()
+    dims, added = [dim for dim in range(len(shape)) if dim not in over.skip], ()
     while free and (found := _roomiest(free, entries, leaf, sizes, dims)):
         dim, more = found
         entries[dim] = (*entry_axes(entries[dim]), *more)

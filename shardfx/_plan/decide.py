@@ -18,10 +18,10 @@ from .._ground.tree import Flat
 from .._rules import (
     Atomic,
     AxisRules,
+    Fsdp,
     PathRules,
     Pipeline,
     Replicate,
-    Strategy,
     are_digit_blind,
     bare,
     check_once,
@@ -116,7 +116,7 @@ def asked_by_target(
     return asked._replace(strategies=skipping(asked.strategies, whole)) if asked.strategies and stacked else asked
 
 
-def skipping(strategies: tuple[Strategy, ...], dims: Iterable[int]) -> tuple[Strategy, ...]:
+def skipping(strategies: tuple[Fsdp, ...], dims: Iterable[int]) -> tuple[Fsdp, ...]:
     """Returns the strategies with `dims` added to the dimensions that each leaves unsharded."""
     return tuple(dataclasses.replace(step, skip=tuple(sorted({*step.skip, *dims}))) for step in strategies)
 
@@ -206,7 +206,7 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
     return result
 
 
-def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Strategy) -> Request:
+def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Fsdp) -> Request:
     """Returns `request` with its unused mesh axes of `over` added on the dimensions with most room, as ZeRO does."""
     found, added = widened(request.spec, Leaf(shape, dtype, request.units), axes_of(mesh), over)
     request = request._replace(reasons=(*request.reasons, *found.reasons))

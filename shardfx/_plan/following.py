@@ -20,7 +20,7 @@ from .._ground.reason import Code, reason
 from .._ground.spec import canonical, entries_of, pinned, trimmed
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
-from .._rules import AxisRules, PathRules, Strategy, check_axis_rules, check_path_rules, fsdp, near
+from .._rules import AxisRules, Fsdp, PathRules, check_axis_rules, check_path_rules, fsdp, near
 from .complaints import raise_absent, raise_errors, raise_loose, raise_repeated, raise_unknown, raise_unused
 from .correction import Axes, axes_of
 from .decide import Draft, Matcher, Request, further, matcher_of_kinds, row_of
@@ -32,7 +32,7 @@ def follow(
     init: Callable[..., Any],
     plan: ShardPlan,
     *args: Any,
-    over: str | Iterable[str] | Strategy | None = None,
+    over: str | Iterable[str] | Fsdp | None = None,
     paths: PathRules | None = None,
     axes: AxisRules | None = None,
     memory_kinds: Iterable[tuple[str, str]] | None = None,
@@ -138,10 +138,10 @@ def follow(
     return ShardPlan(content.replaced(axes=resolving, rows=rows, index=index, skeleton=skeleton))
 
 
-def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
+def _axes_over(over: Any, plan: ShardPlan) -> Fsdp | None:
     if over is None:
         return None
-    given = over if isinstance(over, Strategy) else fsdp(over)
+    given = over if isinstance(over, Fsdp) else fsdp(over)
     known = (*plan.mesh.axis_names, *(() if plan.axes is None else plan.axes.axes))
     for axis in given.axes:
         if axis not in known:
@@ -255,7 +255,7 @@ class _Follower:
     mesh: Axes
     paths: Matcher
     axes: AxisRules | None
-    over: Strategy | None
+    over: Fsdp | None
     refused: str
     pairs: Sequence[_Beside]
     used_pairs: dict[_Beside, None] = dataclasses.field(default_factory=dict)

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 from .._ground.errors import LeafTypeError, MeshError, PlanFormatError
 from .._ground.reason import Code, Reason
 from .._ground.spec import UNCONSTRAINED, DType, dtype_named, entries_of, unreduced_kind, with_reductions
-from .._rules import STRATEGIES, Atomic, AxisRules, Fsdp, Strategy, strategy_of
+from .._rules import Atomic, AxisRules, Fsdp, fsdp
 from ..topology import MeshSpec
 from .correction import correct
 from .leaf import MEMORY_KINDS, Row, Skeleton, decode_structure
@@ -193,17 +193,16 @@ def decode_reason(data: Any) -> Reason:
     return Reason(Code[code], dim, tuple(axes), message)
 
 
-def encode_strategy(strategy: Strategy) -> object:
-    name = [] if isinstance(strategy, Fsdp) else [type(strategy).__name__.lower()]
-    return [*name, list(strategy.axes), strategy.min_bytes, *([list(strategy.skip)] if strategy.skip else [])]
+def encode_strategy(strategy: Fsdp) -> object:
+    return [list(strategy.axes), strategy.min_bytes, *([list(strategy.skip)] if strategy.skip else [])]
 
 
-def decode_strategy(data: Any) -> Strategy:
-    name, axes, min_bytes, *rest = data if str(data[0]) in STRATEGIES else ["fsdp", *data]
+def decode_strategy(data: Any) -> Fsdp:
+    axes, min_bytes, *rest = data
     skip = rest[0] if rest else []
     if not _are_names(axes) or not _is_count(min_bytes) or not isinstance(skip, list) or not all(map(_is_count, skip)):
         raise PlanFormatError(f"{data!r} is no strategy; it must be [list of axes, bytes, list of whole dimensions].")
-    return strategy_of(name, axes, min_bytes, skip)
+    return fsdp(axes, min_bytes, skip=skip)
 
 
 def _is_count(value: object) -> bool:

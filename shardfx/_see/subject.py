@@ -19,7 +19,7 @@ from .._rules import (
     Optional,
     PathRules,
     Pipeline,
-    Strategy,
+    Fsdp,
     compiled,
     first_match,
     fsdp,
@@ -33,7 +33,7 @@ def code_of(value: object) -> str:
     match value:
         case PartitionSpec():
             return f"PartitionSpec({', '.join(map(code_of, entries_of(value)))})"
-        case Strategy():
+        case Fsdp():
             return value.code
         case Atomic():
             return f"atomic({code_of(value.target)}, {value.unit!r})"
