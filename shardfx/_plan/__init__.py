@@ -6,6 +6,7 @@ the values of an array and never asks for a device, so it can plan for a mesh of
 
 from .compared import OTHER_TREES, Pair, differences, pairs, plan_lines, report
 from .complaints import (
+    Draft,
     Unused,
     absent_axes,
     axes_used,
@@ -15,14 +16,11 @@ from .complaints import (
     unknown_of_rows,
     unknown_units,
     unused_rules,
-    unused_text,
 )
 from .content import Content, Group, aligned, rows_of
-from .correction import axes_of, correct
-from .decide import Draft, Request, further
-from .facts import ReportRow, report_rows_of
+from .decide import Request, axes_of, correct, further
 from .following import corresponding, follow
-from .leaf import MEMORY_KINDS, LeafPlan, Row, Skeleton, canonical_dtype, memory_kind_pairs, named_sharding
+from .leaf import MEMORY_KINDS, LeafPlan, Row, Skeleton, canonical_dtype, kinds_matcher, named_sharding
 from .names import field, names_of_leaves, renamed
 from .plan_json import decode_dtype, encode_dtype
 from .planner import NAMES, drafted, plan

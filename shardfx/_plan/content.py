@@ -28,14 +28,20 @@ _IN_A_NAME = re.compile(r"[A-Za-z]0|0[A-Za-z]")
 
 
 class Group(NamedTuple):
-    """Arrays that are planned alike and whose paths differ only in numbers, with their common row and its number."""
+    """Arrays that are planned alike and whose paths differ only in numbers, with their common row and its number.
+
+    `bytes` and `bytes_per_device` are those of all these arrays together, in total and on each device.
+    """
 
     paths: tuple[str, ...]
     number: int
     row: Row
+    bytes: int
+    bytes_per_device: int
 
     @property
     def where(self) -> str:
+        """The path of the array, or one text with ranges for all paths: `layers/{0..31}/attn/q_proj/weight`."""
         return joined(self.paths)
 
 
@@ -107,14 +113,10 @@ class Content:
 
     @ft.cached_property
     def leaves(self) -> tuple[LeafPlan, ...]:
-        return tuple(self.leaf(path, i) for path, i in self.numbered if i >= 0)
-
-    def leaf(self, path: str, number: int) -> LeafPlan:
-        """Returns the LeafPlan of the array at `path`, whose row has this number."""
-        return LeafPlan(path, *self.rows[number], *self.byte_counts[number])
+        return tuple(LeafPlan(path, *self.rows[i], *self.byte_counts[i]) for path, i in self.numbered if i >= 0)
 
     @ft.cached_property
-    def groups(self) -> "tuple[Group, ...]":
+    def groups(self) -> tuple[Group, ...]:
         """The arrays in the tree's order, grouped where repeated layers are planned alike. Every view of a plan lists
         these groups.
         """
@@ -128,7 +130,11 @@ class Content:
                 if parts is None:
                     parts = between[template] = () if _IN_A_NAME.search(template) else between_numbers(template)
                 found.setdefault((parts or between_numbers(path), number), []).append(path)
-        return tuple(Group(tuple(paths), number, self.rows[number]) for (_, number), paths in found.items())
+        sizes = self.byte_counts
+        return tuple(
+            Group(tuple(paths), i, self.rows[i], sizes[i][0] * len(paths), sizes[i][1] * len(paths))
+            for (_, i), paths in found.items()
+        )
 
     @ft.cached_property
     def byte_counts(self) -> tuple[tuple[int, int], ...]:
@@ -249,16 +255,13 @@ def rows_of(content: Content, flat: Flat) -> Sequence[int]:
         if i < 0:
             continue
         row = content.rows[i]
-        if not shaped:
-            raise PlanMismatchError(
-                f"leaf `{path}` is {type(leaf).__name__} {leaf!r:.60}, but the plan has an array of shape {row.shape} "
-                "there; plan the tree that you use."
-            )
-        if tuple(leaf.shape) != row.shape or not _same_dtype(leaf.dtype, row.dtype):
-            raise PlanMismatchError(
-                f"leaf `{path}` is {leaf.dtype}{list(leaf.shape)}, but the plan is for {row.dtype}{list(row.shape)}; "
-                "plan the tree that you use."
-            )
+        if shaped and tuple(leaf.shape) == row.shape:
+            if leaf.dtype == row.dtype or canonical_dtype(leaf.dtype) == row.dtype:
+                continue
+        given = f"{leaf.dtype}{list(leaf.shape)}" if shaped else f"{type(leaf).__name__} {leaf!r:.60}"
+        raise PlanMismatchError(
+            f"leaf `{path}` is {given}, but the plan is for {row.dtype}{list(row.shape)}; plan the tree that you use."
+        )
     return index
 
 
@@ -266,61 +269,34 @@ def aligned(content: Content, flat: Flat) -> Sequence[int]:
     """Returns the row number of each leaf, as `rows_of` does, but compares only paths, not shapes and dtypes."""
     if flat.paths == content.skeleton.paths:
         return content.index
-    planned = list(content.numbered)
-    kept = {path for path, i in planned if i >= 0}
-    index: list[int] = []
-    at = 0
-    for path, shaped in zip(flat.paths, flat.is_array, strict=True):
-        if not shaped and path not in kept:
-            index.append(-1)
-            continue
-        while at < len(planned) and planned[at][1] < 0 and planned[at][0] != path:
-            at += 1
-        if at == len(planned) or planned[at][0] != path:
-            _raise_other_tree(content, flat)
-        index.append(planned[at][1])
-        at += 1
-    if any(i >= 0 for _, i in planned[at:]):
+    planned = {path: i for path, i in content.numbered if i >= 0}
+    given = [shaped or path in planned for path, shaped in zip(flat.paths, flat.is_array, strict=True)]
+    wanted = [pair for pair in content.numbered if pair[1] >= 0]
+    if [path for path, kept in zip(flat.paths, given, strict=True) if kept] != [path for path, _ in wanted]:
         _raise_other_tree(content, flat)
-    return index
-
-
-def _same_dtype(leaf: object, planned: object) -> bool:
-    return leaf == planned or canonical_dtype(leaf) == planned
+    numbers = iter([i for _, i in wanted])
+    return [next(numbers) if kept else -1 for kept in given]
 
 
 def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
     planned = [path for path, i in content.numbered if i >= 0]
     given = [path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped]
     known, present = set(content.skeleton.paths), set(flat.paths)
-    extra = [path for path in given if path not in known]
-    missing = [path for path in planned if path not in present]
+    extra, missing = [path for path in given if path not in known], [path for path in planned if path not in present]
     # The path of a tree that is a single array is empty.
-    alone = f"this is one array, and the plan is for {'no array' if not planned else f'a tree, as of `{planned[0]}`'}"
-    found = [f"the plan has no `{path}`{_tied_to(path, flat)}" if path else alone for path in extra[:1]]
-    found += [f"the tree has no `{path}`" if path else "the plan is for one array" for path in missing[:1]]
+    found = [f"the plan has no {f'`{path}`' if path else 'array alone'}" for path in extra[:1]]
+    found += [f"the tree has no {f'`{path}`' if path else 'array alone'}" for path in missing[:1]]
     raise PlanMismatchError(
         f"this tree is not the one that was planned ({plural(len(extra), 'array')} more, {len(missing)} missing): "
         f"{'; '.join(found) or 'the arrays are in another order'}. Plan the tree that you use."
     )
 
 
-def _tied_to(path: str, flat: Flat) -> str:
-    """Returns a clause that names the other path under which the tree holds the same array; "" if there is none."""
-    leaf = flat.leaves[flat.paths.index(path)]
-    pairs = zip(flat.paths, flat.leaves, strict=True)
-    other = next((name for name, one in pairs if one is leaf and name != path), None)
-    # The same struct at two paths does not mean tied arrays.
-    if other is None or not isinstance(leaf, jax.Array):
-        return ""
-    return f", which is the same array as `{other}`: give a tree that holds it once, as `nnx.state(module)` does"
-
-
 def joined_contents(contents: dict[str, Content]) -> Content:
     """Returns the content of the plan of a dict of trees, from the contents by key; see `shardfx.ShardPlan.join`."""
     first = next(iter(contents.values()))
-    for what in ("mesh", "jax_mesh", "mode"):
-        _require_same(what, {name: vars(content)[what] for name, content in contents.items()})
+    for what, field in (("mesh", "mesh"), ("devices", "jax_mesh"), ("mode", "mode")):
+        _require_same(what, {name: vars(content)[field] for name, content in contents.items()})
     axes = {name: content.axes for name, content in contents.items() if content.axes is not None}
     _require_same("axes", axes)
     rows, index, paths = [], [], []
@@ -340,32 +316,8 @@ def _require_same(what: str, values: dict[str, Any]) -> None:
     (first, expected), *rest = values.items() or [("", None)]
     for name, value in rest:
         if value != expected:
-            one, two = _told_apart(expected, value)
+            one, two = (str(it.device_ids.tolist()) if isinstance(it, Mesh) else repr(it) for it in (expected, value))
             raise PlanMismatchError(
-                f"`join`: the plans `{first}` and `{name}` differ in their {_WORDS[what]} ({one} and {two}); "
-                "make both for the same mesh, rules and mode, on the same devices or both without (`plan.off()`)."
+                f"`join`: the plans `{first}` and `{name}` differ in their {what} ({one:.200} and {two:.200}); make "
+                "both for the same mesh, rules and mode, on the same devices or both without (`plan.off()`)."
             )
-
-
-_WORDS = {"mesh": "mesh", "jax_mesh": "devices", "mode": "mode", "axes": "axes"}
-
-
-def _told_apart(one: object, two: object) -> tuple[str, str]:
-    """Returns texts of two unequal values, with enough detail that the texts differ."""
-    if isinstance(one, MeshSpec) and isinstance(two, MeshSpec):
-        if one.axis_types != two.axis_types:
-            return f"{one} of axis types {type_names(one)}", f"{two} of {type_names(two)}"
-        return (str(one), str(two)) if str(one) != str(two) else (repr(one), repr(two))
-    if isinstance(one, Mesh | None) and isinstance(two, Mesh | None):
-        return _devices_text(one), _devices_text(two)
-    return repr(one), repr(two)
-
-
-def _devices_text(mesh: Mesh | None) -> str:
-    ids = [] if mesh is None else [device.id for device in mesh.devices.flat]
-    return "none" if mesh is None else str(ids) if len(ids) <= 16 else f"{str(ids[:16])[:-1]}, ...]"
-
-
-def type_names(mesh: MeshSpec) -> str:
-    """Returns the axis types of a mesh as text, such as "(Auto, Explicit)"."""
-    return "(" + ", ".join(kind.name for kind in mesh.axis_types) + ")"

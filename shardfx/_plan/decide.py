@@ -1,32 +1,38 @@
-"""Decides how one array is sharded: a request from its names or its rule's target, then a row corrected to mesh and
-shape.
+"""Decides how one array is sharded: a request from its names or its rule's target, corrected to mesh and shape, and
+then refined by strategies.
 """
 
 import dataclasses
 import functools as ft
-import operator
-import traceback
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._ground.errors import RuleError, SpecError
-from .._ground.reason import Code, Decision, Reason
-from .._ground.spec import entries_at, shard_counts
-from .._ground.tree import Flat
+from .._ground.reason import Code, Decision, Reason, reason
+from .._ground.spec import (
+    UNCONSTRAINED,
+    DType,
+    array_bytes,
+    canonical_entry,
+    entries_at,
+    entries_of,
+    entry_axes,
+    trimmed,
+    unreduced_kind,
+    with_reductions,
+)
+from .._ground.text import plural
 from .._rules import (
     Atomic,
     AxisRules,
     Fsdp,
-    PathRules,
     Pipeline,
     Replicate,
-    are_digit_blind,
     bare,
     check_once,
-    compiled,
-    first_match,
     is_callable,
     names_text,
     one_per_dim,
@@ -34,7 +40,6 @@ from .._rules import (
     units_of,
 )
 from ..topology import MeshSpec
-from .correction import Axes, Leaf, axes_of, corrected, spread, widened
 from .leaf import Row
 
 
@@ -45,97 +50,80 @@ class Request(NamedTuple):
     spec: PartitionSpec
     rule: str | None
     units: tuple[int, ...] | None
-    strategies: tuple[Any, ...]
+    strategies: tuple[Fsdp, ...]
     reasons: tuple[Reason, ...]
 
 
-class Matcher:
-    """Compiled path rules, and a record of which of them have matched a path."""
-
-    def __init__(self, rules: PathRules):
-        self.rules, self.declared, self.patterns = rules.rules, rules.axes, compiled(rules)
-        self.called = [is_callable(target) for _, target in rules.rules]
-        # Paths that differ only in digits may share a row where no regex can tell the digits apart.
-        self.needs_paths = any(self.called) or not are_digit_blind(tuple([regex for regex, _ in rules.rules]))
-        self.used: dict[int, None] = {}
-
-    def first(self, path: str) -> int | None:
-        """Returns the number of the first rule that matches `path` and records it as used; `None` if none matches."""
-        number = first_match(path, self.patterns)
-        if number is not None:
-            self.used[number] = None
-        return number
-
-    def text(self, number: int) -> str:
-        """Returns the text by which a plan names a rule, such as "paths[0] embed"."""
-        return f"paths[{number}] {self.rules[number][0]}"
-
-    def request(
-        self, number: int, path: str, leaf: object, axes: AxisRules | None, mode: str | None, stacked: int = 0
-    ) -> Request:
-        """Returns the request that rule `number` makes for the array at `path`."""
-        return asked_by_target(self.rules[number][1], path, leaf, self.text(number), axes, mode, stacked)
+# What an array is planned by that no rule and no names shard.
+NOTHING = Request(None, PartitionSpec(), None, None, (), ())
 
 
-def matcher_of_kinds(pairs: Sequence[tuple[str, str]]) -> Matcher:
-    """Returns a Matcher for pairs of a regex and a memory kind; the target of each rule is a tuple of the kind."""
-    return Matcher(PathRules((regex, (kind,)) for regex, kind in pairs))
+class Axes(NamedTuple):
+    """The sizes of the mesh axes, whether one is Auto, and the bytes below which arrays stay replicated."""
+
+    sizes: Mapping[str, int]
+    has_auto: bool
+    min_bytes: int = 0
 
 
-class Draft(NamedTuple):
-    """The decisions about a tree before its mistakes are reported: `plan` raises them, `lint` lists them.
+def axes_of(mesh: MeshSpec, min_bytes: int = 0) -> Axes:
+    return Axes(mesh.shape, AxisType.Auto in mesh.axis_types, min_bytes)
 
-    `numbers` holds the row number of each leaf, -1 for leaves that are not arrays, and `-2 - n` for a leaf whose error
-    is `errors[n]`. `declared` holds the mesh axes that the mesh may lack.
+
+class Leaf(NamedTuple):
+    """The shape, dtype and units of an array. A unit is the number of elements that no shard may split in a dimension,
+    such as the width of a head; it is 1 where a dimension may be sharded between any two elements.
     """
 
-    flat: Flat
-    mesh: MeshSpec
-    paths: Matcher
-    kinds: Matcher
-    declared: tuple[str, ...]
-    numbers: Sequence[int]
-    rows: Sequence[Row]
-    errors: list[tuple[str, Any]]
+    shape: tuple[int, ...]
+    dtype: DType
+    units: tuple[int, ...]
 
-    def arrays(self, chosen: Container[int]) -> Iterator[tuple[str, int, Row]]:
-        """Yields the path, the row number and the row of each array whose row number is in `chosen`."""
-        return ((path, i, self.rows[i]) for i, path in zip(self.numbers, self.flat.paths, strict=True) if i in chosen)
+
+def leaf_of(shape: tuple[int, ...], dtype: DType, units: tuple[int, ...] | None) -> Leaf:
+    return Leaf(shape, dtype, (1,) * len(shape) if units is None else units)
 
 
 def asked_by_target(
-    target: object, path: str, leaf: object, rule: str, axes: AxisRules | None, mode: str | None, stacked: int = 0
+    target: object, path: str, leaf: Any, rule: str, axes: AxisRules | None, mode: str | None, stacked: int = 0
 ) -> Request:
     """Returns the request that the target of a path rule makes for the array at `path`; `rule` is the rule's name in a
     plan.
 
     The first `stacked` dimensions index stacked layers, and no strategy may shard them.
     """
-    asked = _asked(bare(target), path, leaf, rule, axes, mode)
-    whole = range(stacked)
-    return asked._replace(strategies=skipping(asked.strategies, whole)) if asked.strategies and stacked else asked
-
-
-def skipping(strategies: tuple[Fsdp, ...], dims: Iterable[int]) -> tuple[Fsdp, ...]:
-    """Returns the strategies with `dims` added to the dimensions that each leaves unsharded."""
-    return tuple(dataclasses.replace(step, skip=tuple(sorted({*step.skip, *dims}))) for step in strategies)
-
-
-def _asked(target: Any, path: str, leaf: Any, rule: str, axes: AxisRules | None, mode: str | None) -> Request:
-    first, *strategies = target.steps if isinstance(target, Pipeline) else (target,)
+    target = bare(target)
+    first, *steps = target.steps if isinstance(target, Pipeline) else (target,)
     if is_callable(target):
         first = _called(first, path, leaf, rule)
-        check_once(first.target if isinstance(first, Atomic) else first, f"{rule}, a callable,")
     units = None
     if isinstance(first, Atomic):
         first, units = first.target, first.units
+    if isinstance(first, Fsdp):
+        first, steps = PartitionSpec(), [first, *steps]
+    strategies = skipping(steps, range(stacked))
     if isinstance(first, tuple):
-        return asked_by_names(first, tuple(leaf.shape), rule, axes, mode, units, tuple(strategies))
-    if isinstance(first, Replicate):
-        first = PartitionSpec()
-    elif not isinstance(first, PartitionSpec):
-        strategies, first = [first, *strategies], PartitionSpec()
-    return Request(None, first, rule, padded_units(units, len(leaf.shape)), tuple(strategies), ())
+        return asked_by_names(first, tuple(leaf.shape), rule, axes, mode, units, strategies)
+    spec = PartitionSpec() if isinstance(first, Replicate) else first
+    return Request(None, spec, rule, padded_units(units, len(leaf.shape)), strategies, ())
+
+
+def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
+    """Returns the target that a user's function gives the array at `path`; raises unless it is a spec."""
+    try:
+        found = function(path, leaf)
+    except (SpecError, RuleError):
+        raise
+    except Exception as error:  # whatever a user's function raises, it is about this rule and this leaf
+        raise RuleError(
+            f"{rule} is a callable that failed for the path {path!r} and shape {tuple(leaf.shape)}: "
+            f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
+    spec = found.target if isinstance(found, Atomic) else found
+    if not isinstance(spec, PartitionSpec):
+        raise RuleError(f"{rule} is a callable that returned {found!r}; it must return a PartitionSpec.")
+    check_once(spec, f"{rule}, a callable,")
+    return found
 
 
 def asked_by_names(
@@ -145,7 +133,7 @@ def asked_by_names(
     axes: AxisRules | None,
     mode: str | None,
     units: tuple[int, ...] | None = None,
-    strategies: tuple[Any, ...] = (),
+    strategies: tuple[Fsdp, ...] = (),
     declared: bool = False,
 ) -> Request:
     """Returns the request that the logical names of an array make. The request holds one name entry per dimension.
@@ -153,124 +141,35 @@ def asked_by_names(
     `declared` says that a module's field declares the names. An error about their number then suggests
     `field(stacked=...)`.
     """
-    rank = len(shape)
-    named = one_per_dim(names, shape, lambda: _length_fix(tuple(names), rank, declared))
+    named = one_per_dim(names, shape, lambda: _length_fix(tuple(names), declared))
     if axes is None and all(name is None for name in named):
-        return Request(None, PartitionSpec(), rule, padded_units(units, rank), strategies, ())
+        return Request(None, PartitionSpec(), rule, padded_units(units, len(shape)), strategies, ())
     if axes is None:
         raise RuleError(
             f"the names {names_text(names)} need rules that say which mesh axes they use; pass "
             "`axes=AxisRules([...])`. For mesh axes give PartitionSpecs by path: `paths=PathRules([(regex, spec)])`."
         )
     found = resolve(named, axes, mode=mode)
-    units = padded_units(units_of(named, axes) if units is None else units, rank)
     if strategies:
-        strategies = skipping(strategies, _whole(named, found))
+        # A dimension whose name has the target `None` stays whole.
+        told, entries = {why.dim for why in found.reasons}, entries_at(found.spec, len(named))
+        open_dims = [dim for dim, name in enumerate(named) if name is None or entries[dim] is not None or dim in told]
+        strategies = skipping(strategies, set(range(len(named))).difference(open_dims))
+    units = padded_units(units_of(named, axes) if units is None else units, len(shape))
     return Request(named, found.spec, rule, units, strategies, found.reasons)
 
 
-def _whole(names: tuple[object, ...], found: Decision) -> list[int]:
-    """Returns the dimensions that rules keep unsharded because their names have the target `None`."""
-    told = {why.dim for why in found.reasons}
-    entries = entries_at(found.spec, len(names))
-    return [dim for dim, name in enumerate(names) if name is not None and entries[dim] is None and dim not in told]
-
-
-def _length_fix(names: tuple[object, ...], rank: int, declared: bool) -> str:
-    if len(names) > rank:
-        return "Take out those of dimensions that the array lacks."
+def _length_fix(names: tuple[object, ...], declared: bool) -> str:
     listed = names_text(names).strip("()").rstrip(",")
     fix = f"Write `(..., {listed})` if the dimensions before are whole, `({listed}, ...)` if those after are."
     if not declared:
         return fix
-    return (
-        f"{fix} Where `vmap` stacks layers, name the dimension that it adds on the field above: "
-        '`field(stacked=("layers",))`.'
-    )
+    return f'{fix} Name a dimension that `vmap` adds on the field above: `field(stacked=("layers",))`.'
 
 
-def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
-    try:
-        result = function(path, leaf)
-    except (SpecError, RuleError):
-        raise
-    except Exception as error:  # whatever a user's function raises, it is about this rule and this leaf
-        why = f"{type(error).__name__}: {error}"[:300].removesuffix(".")
-        inside = traceback.extract_tb(error.__traceback__)[1:2]
-        where = "".join(f" in {frame.filename}, line {frame.lineno}" for frame in inside)
-        raise RuleError(
-            f"{rule} is a callable that failed for the path {path!r} and shape {tuple(leaf.shape)}{where}: {why}."
-        ) from error
-    if not isinstance(result.target if isinstance(result, Atomic) else result, PartitionSpec):
-        raise RuleError(f"{rule} is a callable that returned {result!r}; it must return a PartitionSpec.")
-    return result
-
-
-def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Fsdp) -> Request:
-    """Returns `request` with its unused mesh axes of `over` added on the dimensions with most room, as ZeRO does."""
-    found, added = widened(request.spec, Leaf(shape, dtype, request.units), axes_of(mesh), over)
-    request = request._replace(reasons=(*request.reasons, *found.reasons))
-    if not added:
-        return request
-    rule = f"{request.rule + ', ' if request.rule else ''}over {', '.join(added)}"
-    return request._replace(spec=found.spec, rule=rule)
-
-
-def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, memory_kind: str | None) -> Row:
-    """Returns the row of an array: the request, corrected to the mesh and the shape and then refined by its
-    strategies.
-    """
-    names, units = request.names, request.units
-    units = units if units is None or names is None else units_at(names, shape, units)
-    leaf = Leaf(shape, dtype, units)
-    found = corrected(request.spec, leaf, mesh)
-    reasons = (*request.reasons, *[_with_doubt(why, shape, request, units) for why in found.reasons])
-    least, asked = mesh.min_bytes, request.strategies
-    strategies = tuple(dataclasses.replace(step, min_bytes=max(step.min_bytes, least)) for step in asked)
-    for step in strategies:
-        found = spread(found.spec, leaf, mesh, step)
-        reasons += found.reasons
-    columns = (request.rule, reasons, memory_kind, units, strategies)
-    return Row(shape, dtype, request.names, request.spec, found.spec, *columns)
-
-
-def units_at(
-    names: tuple[object, ...],
-    shape: tuple[int, ...],
-    units: tuple[int, ...],
-    sizes_of: Callable[[str], Collection[int]] = lambda name: (),
-) -> tuple[int, ...]:
-    """Returns the unit of each dimension of an array, but 1 at a dimension that counts units (heads) rather than their
-    elements.
-    """
-
-    def unit_of(name: Any, size: int, unit: int) -> int:
-        is_named = unit > 1 and isinstance(name, str)
-        return 1 if is_named and counts_units(size, unit, sizes_of(name)) else unit
-
-    return tuple(map(unit_of, names, shape, units))
-
-
-def counts_units(size: int, unit: int, fused: Collection[int] = ()) -> bool:
-    """Whether a dimension counts units, such as 8 heads, rather than the elements of all units, such as 8 x 128.
-
-    **Arguments:**
-
-    - `size`, `unit`: the size of the dimension, and the unit of its logical name.
-    - `fused`: the sizes that dimensions of this name have in other arrays. They decide where the size alone fits both.
-    """
-    if unit == 1 or size in fused:
-        return False
-    if size % unit:
-        return size < unit or any(other % unit == 0 for other in fused)
-    return size * unit in fused
-
-
-def looks_apart(dim: int, shape: Sequence[int], unit: int) -> bool:
-    """Whether a later dimension has the size of the unit, as in `(heads, head_dim)` where heads have their own
-    dimension.
-    """
-    return unit in shape[dim + 1 :]
+def skipping(strategies: Iterable[Fsdp], dims: Iterable[int]) -> tuple[Fsdp, ...]:
+    """Returns the strategies with `dims` added to the dimensions that each leaves unsharded."""
+    return tuple(dataclasses.replace(step, skip=tuple(sorted({*step.skip, *dims}))) for step in strategies)
 
 
 def padded_units(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
@@ -282,44 +181,331 @@ def padded_units(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | 
     return (*units[:rank], *[1] * (rank - len(units)))
 
 
-def _with_doubt(why: Reason, shape: tuple[int, ...], request: Request, units: tuple[int, ...] | None) -> Reason:
-    """Returns the reason, with advice added where a unit prevents sharding but the dimension may count heads
-    already.
+def units_at(
+    names: tuple[object, ...],
+    shape: tuple[int, ...],
+    units: tuple[int, ...],
+    sizes_of: Callable[[str], Collection[int]] = lambda name: (),
+) -> tuple[int, ...]:
+    """Returns the unit of each dimension of an array, but 1 at a dimension that counts units, such as 8 heads, rather
+    than the elements of all units, such as 8 x 128.
+
+    `sizes_of` gives the sizes that dimensions of a name have in other arrays. They decide where the size alone fits
+    both.
     """
-    if why.code is not Code.unit or why.dim is None or not request.names or not units:
+
+    def counts(name: Any, size: int, unit: int) -> bool:
+        others = sizes_of(name) if unit > 1 and isinstance(name, str) else None
+        if others is None or size in others:
+            return False
+        if size % unit:
+            return size < unit or any(other % unit == 0 for other in others)
+        return size * unit in others
+
+    columns = zip(names, shape, units, strict=True)
+    return tuple(1 if counts(name, size, unit) else unit for name, size, unit in columns)
+
+
+def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, memory_kind: str | None) -> Row:
+    """Returns the row of an array: the request, corrected to the mesh and the shape and then refined by its
+    strategies.
+    """
+    names, units = request.names, request.units
+    units = units if units is None or names is None else units_at(names, shape, units)
+    leaf = leaf_of(shape, dtype, units)
+    found = corrected(request.spec, leaf, mesh)
+    reasons = [*request.reasons, *[_with_doubt(why, leaf) if names and units else why for why in found.reasons]]
+    least, steps = mesh.min_bytes, request.strategies
+    strategies = tuple(dataclasses.replace(step, min_bytes=max(step.min_bytes, least)) for step in steps)
+    for step in strategies:
+        found = spread(found.spec, leaf, mesh, step)
+        reasons += found.reasons
+    columns = (request.rule, tuple(reasons), memory_kind, units, strategies)
+    return Row(shape, dtype, names, request.spec, found.spec, *columns)
+
+
+def _with_doubt(why: Reason, leaf: Leaf) -> Reason:
+    """Returns the reason, with advice added where a unit prevents sharding but the dimension may count units."""
+    if why.code is not Code.unit or why.dim is None:
         return why
-    if shape[why.dim] % units[why.dim] or not looks_apart(why.dim, shape, units[why.dim]):
+    size, unit = leaf.shape[why.dim], leaf.units[why.dim]
+    # A later dimension of the unit's size, as in `(heads, head_dim)`, hints at heads with a dimension of their own.
+    if size % unit or unit not in leaf.shape[why.dim + 1 :]:
         return why
-    doubt = f", or, if these are {shape[why.dim]} units already, a name without a unit"
+    doubt = f", or, if these are {size} units already, a name without a unit"
     return dataclasses.replace(why, message=why.message + doubt)
 
 
-class Asked:
-    """A request for arrays of one rank. It corrects the request once for all shapes that divide evenly.
+def correct(
+    spec: object,
+    shape: Sequence[int],
+    mesh: MeshSpec | Mesh | AbstractMesh,
+    *,
+    units: Sequence[int] | None = None,
+    min_bytes: int = 0,
+    dtype: object = None,
+    strict: bool = False,
+) -> Decision:
+    """Makes a PartitionSpec valid for an array on a mesh, and drops as few mesh axes as possible.
 
-    Most arrays divide evenly. For these the request is corrected once, and the result holds for every shape whose sizes
-    are multiples of `even[1]`. Without this, a tree of 10,000 shapes takes 1.7 times as long to plan.
+    For each dimension in order, it drops the axes that the mesh lacks and the axes that an earlier dimension uses.
+    Axes of size 1 stay. Of the other axes it keeps the subset with the largest product that divides the dimension; of
+    several such subsets, the one whose axes come first. The function is idempotent.
+
+    **Arguments:**
+
+    - `spec`: the requested PartitionSpec. With fewer entries than dimensions, the other dimensions are not sharded.
+        More entries are an error, unless the extra ones are `None`.
+    - `shape`: the shape of the array.
+    - `mesh`: any mesh; only its axis names, sizes and types are read.
+    - `units`: one int per dimension: a dimension of `n * unit` elements is sharded only between units, such as the
+        heads of an attention layer. `None` allows any split.
+    - `min_bytes`: arrays of fewer bytes are replicated. Needs `dtype`.
+    - `dtype`: the dtype of the array; `None` is enough without `min_bytes`.
+    - `strict`: raise if any axis would be dropped.
+
+    **Returns:**
+
+    A [`shardfx.Decision`][]: a spec that JAX accepts for this shape on this mesh, and the reasons why axes were
+    dropped. UNCONSTRAINED dimensions stay if the mesh has an Auto axis; only [`shardfx.constrain`][] accepts such a
+    spec.
+
+    **Raises:**
+
+    `SpecError` if the spec does not fit the rank, and under `strict` if anything would be dropped.
+
+    !!! Example
+
+        ```python
+        from jax.sharding import PartitionSpec as P
+        from shardfx import MeshSpec, correct
+
+        mesh = MeshSpec({"data": 2, "tensor": 4})
+        decision = correct(P(("data", "tensor"), "pipe"), (4, 16), mesh)
+        assert decision.spec == P("tensor")
+        # dim 0: size 4 is not divisible by `data` (2) x `tensor` (4); ...
+        print(decision.reasons[0])
+        ```
     """
+    if not isinstance(spec, PartitionSpec):
+        raise SpecError(f"expected a PartitionSpec, not {spec!r}; write `PartitionSpec({spec!r})`, or use `resolve`.")
+    if min_bytes and dtype is None:
+        raise SpecError("`min_bytes` needs the array's dtype: pass `dtype=`.")
+    leaf = leaf_of(tuple(map(int, shape)), dtype, None if units is None else tuple(units))
+    if len(leaf.units) != len(leaf.shape) or min(leaf.units, default=1) < 1:
+        raise SpecError(
+            f"`units` must hold one positive int for each dimension of shape {leaf.shape}, not {leaf.units}; use 1 "
+            "where any cut will do."
+        )
+    decision = _cached(spec, leaf, MeshSpec.of(mesh), min_bytes)
+    if strict and decision.reasons:
+        raise SpecError(
+            f"{spec} for shape {leaf.shape} on mesh {MeshSpec.of(mesh)}: {'; '.join(map(str, decision.reasons))}"
+        )
+    return decision
 
-    def __init__(self, request: Request, rank: int, mesh: Axes):
-        self.request, self.rank, self.mesh = request, rank, mesh
-        self.by_size_alone = not (mesh.min_bytes or request.strategies)
 
-    @ft.cached_property
-    def even(self) -> tuple[Decision, tuple[int, ...]]:
-        """The decision for shapes that divide evenly, and the number of which each dimension's size must be a
-        multiple.
-        """
-        # Every number divides a size of 0, so correction drops no axis as indivisible.
-        found = corrected(self.request.spec, Leaf((0,) * self.rank, None, self.request.units), self.mesh)
-        counts = shard_counts(found.spec, self.rank, self.mesh.sizes)
-        pairs = zip(counts, self.request.units or (1,) * self.rank, strict=True)
-        return found, tuple(count * unit for count, unit in pairs)
+@ft.lru_cache(maxsize=4096)
+def _cached(spec: PartitionSpec, leaf: Leaf, mesh: MeshSpec, min_bytes: int) -> Decision:
+    return corrected(spec, leaf, axes_of(mesh, min_bytes))
 
-    def row(self, shape: tuple[int, ...], dtype: object, memory_kind: str | None) -> Row:
-        asked = self.request
-        if not self.by_size_alone or any(map(operator.mod, shape, self.even[1])):
-            return row_of(asked, shape, dtype, self.mesh, memory_kind)
-        found = self.even[0]
-        reasons = asked.reasons + found.reasons
-        return Row(shape, dtype, asked.names, asked.spec, found.spec, asked.rule, reasons, memory_kind, asked.units, ())
+
+def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
+    """Returns the decision of [`shardfx.correct`][] for arguments that are already checked."""
+    entries, sizes = _fitted(spec, leaf.shape), axes.sizes
+    if axes.min_bytes and (asked := tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))):
+        if found := _too_small(leaf, asked, axes.min_bytes):
+            return Decision(PartitionSpec(), found)
+    used: dict[str, int] = dict.fromkeys((*spec.unreduced, *spec.reduced), -1)
+    kept, reasons = [], []
+    for dim, (entry, size, unit) in enumerate(zip(entries, leaf.shape, leaf.units, strict=True)):
+        if entry is None or (entry is UNCONSTRAINED and axes.has_auto):
+            pass
+        elif entry in sizes and entry not in used and size % (unit * sizes[entry]) == 0:
+            used[entry] = dim  # by far the most frequent case: a single axis that is unused and divides
+        elif entry is UNCONSTRAINED:
+            what, entry = "Auto axis that the compiler could choose for UNCONSTRAINED", None
+            reasons.append(reason(Code.absent, dim, (), what=what))
+        else:
+            free, found = _free(entry_axes(entry), dim, sizes, used)
+            axes_kept = _divisors(free, size, unit, sizes)
+            used.update(dict.fromkeys(axes_kept, dim))
+            reasons += found if axes_kept == free else [*found, _indivisible(free, axes_kept, dim, size, unit, sizes)]
+            entry = canonical_entry(axes_kept)
+        kept.append(entry)
+    if not (spec.unreduced or spec.reduced):
+        return Decision(trimmed(kept), tuple(reasons))
+    absent = tuple(sorted(axis for axis in (*spec.unreduced, *spec.reduced) if axis not in sizes))
+    if absent:
+        reasons.append(reason(Code.absent, None, absent, what=f"axis {_names(absent)}"))
+    unreduced, reduced = ([axis for axis in axes if axis in sizes] for axes in (spec.unreduced, spec.reduced))
+    return Decision(trimmed(kept, with_reductions((), unreduced, reduced, unreduced_kind(spec))), tuple(reasons))
+
+
+def _fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Returns the entries of a spec, one for each dimension; raises if it has more that are not `None`."""
+    entries = entries_of(spec)
+    if any(entry is not None for entry in entries[len(shape) :]):
+        few = "the first is" if len(shape) == 1 else f"the first {len(shape)} are"
+        raise SpecError(
+            f"{spec} has {plural(len(entries), 'entry', 'entries')}, but shape {shape} has "
+            f"{plural(len(shape), 'dimension')}; write `{trimmed(entries[: len(shape)])}` if {few} meant."
+        )
+    return entries if len(entries) == len(shape) else entries_at(spec, len(shape))
+
+
+def _too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reason, ...]:
+    size = array_bytes(leaf.shape, leaf.dtype) if min_bytes else 0
+    return (reason(Code.small, None, axes, size=size, limit=min_bytes),) if size < min_bytes else ()
+
+
+def _free(
+    axes: tuple[str, ...], dim: int | None, sizes: Mapping[str, int], used: Container[str]
+) -> tuple[tuple[str, ...], list[Reason]]:
+    """Returns the axes in `axes` that the mesh has and that are unused, without duplicates, and reasons for the
+    others.
+    """
+    absent, taken = tuple(axis for axis in axes if axis not in sizes), [axis for axis in axes if axis in sizes]
+    free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
+    for axis in free:
+        taken.remove(axis)
+    reasons = [reason(Code.absent, dim, absent, what=f"axis {_names(absent)}")] if absent else []
+    if taken:
+        reasons.append(reason(Code.duplicate, dim, tuple(taken), what=_names(dict.fromkeys(taken))))
+    return free, reasons
+
+
+def _divisors(axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the axes of size 1, and of the others the subset with the largest product that divides `size` between
+    units.
+    """
+    whole = 1 if size % unit else size // unit
+    # All sizes are above 1, so a subset's product exceeds that of each of its prefixes. Of two subsets with equal
+    # products, the first stays first whichever axes are added to both: one candidate per product is enough.
+    best: dict[int, tuple[int, ...]] = {1: ()}
+    for position, axis in enumerate(axes):
+        if sizes[axis] == 1:
+            continue
+        for product, positions in list(best.items()):
+            larger = product * sizes[axis]
+            candidate = (*positions, position)
+            if whole % larger == 0 and candidate < best.get(larger, (len(axes),)):
+                best[larger] = candidate
+    chosen = best[max(best)]
+    return tuple(axis for position, axis in enumerate(axes) if sizes[axis] == 1 or position in chosen)
+
+
+def _indivisible(
+    axes: tuple[str, ...], kept: tuple[str, ...], dim: int | None, size: int, unit: int, sizes: Mapping[str, int]
+) -> Reason:
+    """Returns the reason why only the axes `kept` of `axes` shard a dimension of this size and unit."""
+    dropped = tuple(axis for axis in axes if axis not in kept)
+    what = _product([axis for axis in axes if sizes[axis] > 1], sizes)
+    if unit > 1 and size % unit:
+        fix = f"use a name without a unit, else correct the unit to one that divides {size}"
+        text = f"size {size} is no whole number of units of {unit}, so nothing may cut it; if it counts units already, "
+        return Reason(Code.unit, dim, dropped, text + fix)
+    count, told = size // unit, plural(size // unit, "unit")
+    if unit > 1 and _divisors(axes, size, 1, sizes) != kept:
+        return reason(Code.unit, dim, dropped, size=size, units=told, count=count, unit=unit, what=what)
+    pad = _advice_to_pad(size, math.prod(sizes[axis] for axis in axes) * unit)
+    text = f"{size} ({told} of {unit})" if unit > 1 else size
+    return reason(Code.indivisible, dim, dropped, size=text, what=what, pad=pad, whole=count)
+
+
+# Padding is suggested only if it adds at most 1/64 of the size: a vocabulary can be padded, a width of 64 cannot.
+_PADDED_PARTS = 64
+
+
+def _advice_to_pad(size: int, product: int) -> str:
+    """Returns the beginning of an advice to pad a dimension to a multiple of `product`; "" if that adds too much."""
+    padded = -(-size // product) * product
+    return f"pad it to {padded}, or " if (padded - size) * _PADDED_PARTS <= size else ""
+
+
+def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decision:
+    """Shards an unsharded dimension over the axes of `strategy`: the dimension that the largest product of these axes
+    divides.
+
+    Of several such dimensions it takes the largest. `spec` must be corrected already. Axes that `spec` uses, and axes
+    that the mesh lacks, are left out with a reason.
+    """
+    if found := _too_small(leaf, strategy.axes, strategy.min_bytes):
+        return Decision(spec, found)
+    sizes, entries = mesh.sizes, [*_fitted(spec, leaf.shape)]
+    free, reasons = _free(strategy.axes, None, sizes, {axis for entry in entries for axis in entry_axes(entry)})
+    open_dims = [dim for dim in range(len(entries)) if dim not in strategy.skip]
+    if not free or (entries and not open_dims):
+        return Decision(spec, tuple(reasons))
+    dims = [dim for dim in open_dims if entries[dim] is None]
+    dim, kept = _roomiest(free, entries, leaf, sizes, dims)
+    if entries and not dims:
+        text = f"no dimension is free for {_product(free, sizes)}: all that may be cut are sharded already"
+        reasons.append(Reason(Code.indivisible, None, free, f"{text}; put the axes into the rule's spec"))
+    elif len(kept) < len(free):
+        told = max(dims, key=leaf.shape.__getitem__, default=None) if dim is None else dim
+        size, unit = (1, 1) if told is None else (leaf.shape[told], leaf.units[told])
+        reasons.append(_indivisible(free, kept, dim, size, unit, sizes))
+    if dim is not None:
+        entries[dim] = canonical_entry(kept)
+    return Decision(trimmed(entries, spec), tuple(reasons))
+
+
+def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Fsdp) -> Request:
+    """Returns `request` with the axes of `over` added that it does not use, on the dimension with most room first, as
+    ZeRO does.
+
+    Axes that do not fit on that dimension go to the next. On a dimension that is sharded already, the axes split each
+    shard, so that a device then holds a part of its earlier shard. Axes that fit no dimension are dropped with a
+    reason.
+    """
+    leaf, axes, sizes = leaf_of(shape, dtype, request.units), axes_of(mesh), mesh.shape
+    if not math.prod(shape):
+        return request
+    kept = corrected(request.spec, leaf, axes).spec
+    entries = [*_fitted(kept, shape)]
+    used = {axis for entry in entries for axis in entry_axes(entry)}
+    free = tuple(axis for axis in over.axes if sizes.get(axis, 1) > 1 and axis not in used)
+    if free and (small := _too_small(leaf, free, over.min_bytes)):
+        return request._replace(reasons=request.reasons + small)
+    dims, added = [dim for dim in range(len(shape)) if dim not in over.skip], ()
+    while free:
+        dim, more = _roomiest(free, entries, leaf, sizes, dims)
+        if dim is None:
+            size, product = max(shape), math.prod(sizes[axis] for axis in free)
+            what = f"{_product(free, sizes)} beside the axes that shard it already, and no other dimension is"
+            values = {"size": size, "what": what, "pad": _advice_to_pad(size, math.lcm(size, product)), "whole": size}
+            request = request._replace(reasons=(*request.reasons, reason(Code.indivisible, None, free, **values)))
+            break
+        entries[dim] = (*entry_axes(entries[dim]), *more)
+        free, added = tuple(axis for axis in free if axis not in more), (*added, *more)
+    if not added:
+        return request
+    rule = f"{request.rule + ', ' if request.rule else ''}over {', '.join(added)}"
+    return request._replace(spec=trimmed(entries, kept), rule=rule)
+
+
+def _roomiest(
+    axes: tuple[str, ...], entries: Sequence[object], leaf: Leaf, sizes: Mapping[str, int], dims: Iterable[int]
+) -> tuple[int | None, tuple[str, ...]]:
+    """Returns the dimension in `dims` that the largest product of `axes` divides, and those axes; `None` and no axes
+    if none fits.
+
+    Ties go to a dimension that is not sharded, then to the one with the largest shards, then to the first. On a sharded
+    dimension the axes must divide its shards.
+    """
+    choices: list[tuple[Any, ...]] = [(0, None, ())]
+    for dim in dims:
+        left = leaf.shape[dim] // math.prod(sizes[axis] for axis in entry_axes(entries[dim]))
+        if kept := _divisors(axes, left, leaf.units[dim], sizes):
+            rank = (math.prod(sizes[axis] for axis in kept), entries[dim] is None, left, -dim)
+            choices.append((rank, dim, kept))
+    return max(choices[1:], default=choices[0])[1:]
+
+
+def _product(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"`{axis}` ({sizes[axis]})" for axis in axes)
+
+
+def _names(axes: Iterable[str]) -> str:
+    return ", ".join(f"`{axis}`" for axis in axes)

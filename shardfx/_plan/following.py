@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -20,11 +19,10 @@ from .._ground.reason import Code, reason
 from .._ground.spec import canonical, entries_of, pinned, trimmed
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
-from .._rules import AxisRules, Fsdp, PathRules, check_axis_rules, check_path_rules, fsdp, near
-from .complaints import raise_absent, raise_errors, raise_loose, raise_repeated, raise_unknown, raise_unused
-from .correction import Axes, axes_of
-from .decide import Draft, Matcher, Request, further, matcher_of_kinds, row_of
-from .leaf import LeafPlan, Row, Skeleton, memory_kind_pairs
+from .._rules import AxisRules, Fsdp, Matcher, PathRules, check_axis_rules, check_path_rules, fsdp, near
+from .complaints import Draft, raise_absent, raise_cut, raise_errors, raise_repeated, raise_unknown, raise_unused
+from .decide import NOTHING, Axes, Request, asked_by_target, axes_of, further, row_of
+from .leaf import LeafPlan, Row, Skeleton, kinds_matcher
 from .shard_plan import ShardPlan, check_plan
 
 
@@ -105,13 +103,14 @@ def follow(
         check_path_rules("paths", paths)
     if axes is not None:
         check_axis_rules("axes", axes)
-    kinds = matcher_of_kinds(memory_kind_pairs(memory_kinds))
+    kinds, known = kinds_matcher(memory_kinds), plan.axes if axes is None else axes
+    by_path = Matcher(PathRules(()) if paths is None else paths)
+    pairs = {"adapters": adapters, "scales": scales}
+    bases = {what: Matcher(PathRules((regex, (base,)) for regex, base in given)) for what, given in pairs.items()}
     made, refused = _evaluated(init, plan, args)
     flat = flatten(made)
     raise_repeated(flat)
-    pairs = [*_besides("adapters", adapters), *_besides("scales", scales)]
-    by_path, known = Matcher(PathRules(()) if paths is None else paths), plan.axes if axes is None else axes
-    follower = _Follower(plan, axes_of(plan.mesh), by_path, known, _axes_over(over, plan), refused, pairs)
+    follower = _Follower(plan, axes_of(plan.mesh), by_path, bases, known, _axes_over(over, plan), refused)
     rows, index = [], []
     for leaf, path, shaped in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
         index.append(len(rows) if shaped else -1)
@@ -120,18 +119,17 @@ def follow(
             rows.append(follower.row(path, leaf, None if kind is None else kinds.rules[kind][1][0]))
     raise_errors(follower.errors)
     declared = by_path.declared + (() if known is None else known.axes)
-    found = Draft(flat, plan.mesh, by_path, kinds, declared, index, rows, [])
-    raise_unknown(found, known)
-    raise_absent(found, axes)
+    found = Draft(flat, plan.mesh, by_path, kinds, known, declared, index, rows, [])
+    raise_unknown(found)
+    raise_absent(found._replace(axes=axes))  # the plan's own rules were checked for its mesh
     if unused == "raise":
         followed = [None if path in follower.open else path for path in flat.paths]
         raise_unused("rule", by_path, flat, followed, "what they follow")
-        for one in pairs:
-            if one not in follower.used_pairs:
-                raise RuleError(f"`{one.kind}[{one.number}]`: {one.pattern.pattern!r} matches no path of what is made.")
-        raise_unused("`memory_kinds` entry", kinds, flat)
+        for what, matcher in {**bases, "memory_kinds": kinds}.items():
+            raise_unused(f"`{what}` entry", matcher, flat)
     if plan.strict:
-        raise_loose(follower.loose)
+        fix = "Give rules for them, `follow(..., paths=PathRules([(regex, target)]))`; "
+        raise_cut(follower.strict, f'. {fix}`(".*", replicate)` may be the last')
     content = plan.content
     resolving = axes if content.axes is None else content.axes
     skeleton = Skeleton(flat.paths, flat.treedef)
@@ -162,7 +160,7 @@ def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object,
     # an optimizer's `init` accepts only arrays. So `init` is tried with placeholders for these leaves, then with
     # `None`.
     has_others = any(isinstance(arg, ShardPlan) and -1 in arg.content.index for arg in given)
-    others = (_NoArray(), None) if has_others else (None,)
+    others = (object(), None) if has_others else (None,)
     # JAX cannot give shardings to every `init` on an Explicit mesh (an ambiguous contraction, a foreign callback). Then
     # only paths and shapes decide.
     *attempts, last = itertools.product((explicit, None), others)
@@ -171,24 +169,23 @@ def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object,
         try:
             return _shapes(init, given, abstract, other), "" if abstract is explicit else refused
         except Exception as error:  # JAX's sharding error is not public; the last attempt raises any other error again.
-            refused = f"{type(error).__name__}: {_first_sentence(str(error))}" if abstract is explicit else refused
+            if abstract is explicit:
+                sentence = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")[:160]
+                refused = f"{type(error).__name__}: {sentence}"
     return _shapes(init, given, *last), refused
 
 
-def _first_sentence(text: str) -> str:
-    """Returns the first sentence of a message, on one line and without its full stop."""
-    return text.strip().split("\n")[0].split(". ")[0].rstrip(".")[:160]
-
-
-class _NoArray:
-    """A placeholder for a leaf of the planned tree that is not an array, since a plan does not hold its value."""
-
-    def __repr__(self) -> str:
-        return "a leaf that is no array"
-
-
 def _shapes(init: Callable[..., object], given: tuple[object, ...], mesh: AbstractMesh | None, other: object) -> PyTree:
-    structs = [_structs(arg, mesh, other) for arg in given]
+    """Returns the result of `init` as structs; `other` stands for leaves of planned trees that are not arrays."""
+
+    def struct(row: Row) -> jax.ShapeDtypeStruct:
+        sharding = None if mesh is None else NamedSharding(mesh, pinned(row.spec))
+        return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
+
+    structs = [
+        arg.content.tree(list(map(struct, arg.content.rows)), other) if isinstance(arg, ShardPlan) else arg
+        for arg in given
+    ]
     # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
     with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
         if all(isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) for leaf in jax.tree.leaves(structs)):
@@ -201,128 +198,102 @@ def _shapes(init: Callable[..., object], given: tuple[object, ...], mesh: Abstra
         return eqx.filter_eval_shape(init, *structs)
 
 
-def _structs(arg: object, mesh: AbstractMesh | None, other: object) -> PyTree:
-    if not isinstance(arg, ShardPlan):
-        return arg
-    return arg.content.tree([_struct(row, mesh) for row in arg.content.rows], other)
-
-
-def _struct(row: Row, mesh: AbstractMesh | None) -> jax.ShapeDtypeStruct:
-    sharding = None if mesh is None else NamedSharding(mesh, pinned(row.spec))
-    return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
-
-
-class _Beside(NamedTuple):
-    """A pair of regex and replacement that turns the path of an adapter or a scale into the path of its base array.
-
-    **Arguments:**
-
-    - `kind`: "adapters" share some dimensions with their base, "scales" hold a number per block of its elements.
-    - `number`: the index of the pair among the pairs of its kind.
-    - `pattern`, `base`: the regex and the replacement of `re.sub`, applied to the path.
-    """
-
-    kind: Literal["adapters", "scales"]
-    number: int
-    pattern: re.Pattern[str]
-    base: str
-
-
-def _besides(kind: Literal["adapters", "scales"], pairs: Iterable[tuple[str, str]]) -> list[_Beside]:
-    """Returns the pairs of regex and replacement in the argument `kind` of `follow`; raises for an invalid one."""
-    found = []
-    for number, pair in enumerate(pairs):
-        if isinstance(pair, str) or len(pair) != 2:
-            raise RuleError(f'`{kind}[{number}]` is {pair!r}; give pairs, as in `{kind}=[("lora_[ab]$", "weight")]`.')
-        try:
-            found.append(_Beside(kind, number, re.compile(pair[0]), pair[1]))
-        except re.error as error:
-            raise RuleError(f"`{kind}[{number}]`: {pair[0]!r} is no regex: {error}.") from error
-    return found
-
-
 @dataclasses.dataclass
 class _Follower:
-    """The arguments of one call of `follow`, and the errors and arrays without a rule that it has found so far.
+    """The arguments of one call of `follow`, and its findings so far.
 
     **Arguments:**
 
+    - `bases`: for "adapters" and "scales", the regexes and replacements that make the path of the base array.
     - `open`: the paths of arrays that follow no planned array.
-    - `loose`: the path, the shape and the reason of each array that a strict plan refuses.
+    - `strict`: the path and the row, without the axes of `over`, of each array that a strict plan checks.
     """
 
     plan: ShardPlan
     mesh: Axes
     paths: Matcher
+    bases: dict[str, Matcher]
     axes: AxisRules | None
     over: Fsdp | None
     refused: str
-    pairs: Sequence[_Beside]
-    used_pairs: dict[_Beside, None] = dataclasses.field(default_factory=dict)
     open: dict[str, None] = dataclasses.field(default_factory=dict)
     errors: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
-    loose: list[tuple[str, tuple[int, ...], str]] = dataclasses.field(default_factory=list)
+    strict: list[tuple[str, Row]] = dataclasses.field(default_factory=list)
 
     def row(self, path: str, leaf: Any, memory_kind: str | None) -> Row:
         shape = tuple(leaf.shape)
         try:
             request = self.request(path, leaf)
             if self.plan.strict and math.prod(shape) > 1:
-                asked = row_of(request, shape, leaf.dtype, self.mesh, memory_kind)
-                self.loose += [(path, shape, str(why)) for why in asked.reasons]
+                self.strict.append((path, row_of(request, shape, leaf.dtype, self.mesh, memory_kind)))
             if shape and self.over is not None:
                 request = further(request, shape, leaf.dtype, self.plan.mesh, self.over)
             return row_of(request, shape, leaf.dtype, self.mesh, memory_kind)
         except (SpecError, RuleError) as error:
             self.errors.append((path, error))
-            return row_of(_NOTHING, shape, leaf.dtype, self.mesh, memory_kind)
+            return row_of(NOTHING, shape, leaf.dtype, self.mesh, memory_kind)
 
     def request(self, path: str, leaf: Any) -> Request:
         shape = tuple(leaf.shape)
         if not shape:
-            return _NOTHING._replace(reasons=(reason(Code.scalar, None),))
-        based = _base_of(path, shape, self.plan, self.pairs)
-        if based is not None:
-            pair, base, dims = based
-            self.used_pairs[pair] = None
-            rule = f"{pair.kind}[{pair.number}] of `{'*'.join(between_numbers(base.path))}`"
-            spec = trimmed(_kept(entries_of(pinned(base.spec)), dims, None) or ())
-            return Request(None, spec, rule, None, (), ())
+            return NOTHING._replace(reasons=(reason(Code.scalar, None),))
+        for what, matcher in self.bases.items():
+            number = matcher.first(path)
+            if number is not None:
+                name = matcher.patterns[number].sub(matcher.rules[number][1][0], path)
+                return _beside(f"{what}[{number}]", name, shape, self.plan, what == "scales")
         found = _followed(path, leaf, self.plan)
         if found is not None:
             return found
         self.open[path] = None
         number = self.paths.first(path)
         if number is not None:
-            return self.paths.request(number, path, leaf, self.axes, self.plan.mode)
+            target, rule = self.paths.rules[number][1], self.paths.text(number)
+            return asked_by_target(target, path, leaf, rule, self.axes, self.plan.mode)
         if self.over is not None:
-            return _NOTHING
+            return NOTHING
         why = f" by its path, and JAX cannot follow shardings through `init`: {self.refused}" if self.refused else ""
         what = f"the array (it follows no planned one{why}; rules for such arrays go into `follow(..., paths=...)`)"
-        return _NOTHING._replace(reasons=(reason(Code.unmatched, None, what=what),))
+        return NOTHING._replace(reasons=(reason(Code.unmatched, None, what=what),))
 
 
-_NOTHING = Request(None, PartitionSpec(), None, None, (), ())
+def _beside(pair: str, name: str, shape: tuple[int, ...], plan: ShardPlan, in_blocks: bool) -> Request:
+    """Returns the request of an adapter or a scale: each of its dimensions is sharded as the dimension of the base
+    array `name` with the same index from the front or the back, if the sizes fit.
+
+    `in_blocks` says that a dimension may count blocks of the base's elements.
+    """
+    planned = plan.content.by_path
+    base = planned.get(name)
+    if base is None:
+        raise RuleError(
+            f"`{pair}` makes `{name}` of this path, and the plan has no such array{near(name, list(planned))}; give "
+            "the path of the base array."
+        )
+    taken: list[int | None] = []
+    for dim, size in enumerate(shape):
+        places = [at for at in (dim, dim - len(shape) + len(base.shape)) if 0 <= at < len(base.shape)]
+        pairs = [(at, base.shape[at]) for at in places if at not in taken]
+        fits = [at for at, whole in pairs if whole == size or (in_blocks and size > 1 and whole % size == 0)]
+        taken.append(fits[0] if fits else None)
+    return Request(None, _spec_at(base, tuple(taken)), f"{pair} of `{_starred(base.path)}`", None, (), ())
 
 
 def _followed(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
     """Returns the request of an array from JAX's propagated sharding or from the planned array in its path; `None` if
     it has neither.
     """
-    source, kept = _source(path, tuple(leaf.shape), plan)
-    names, units = (None, None) if source is None else (_kept(source.names, kept, None), _kept(source.units, kept, 1))
-    namesake = None if source is None else trimmed(_kept(entries_of(pinned(source.spec)), kept, None) or ())
+    names = units = namesake = rule = None
+    source, dims = _source(path, tuple(leaf.shape), plan)
+    if source is not None:
+        names, units, namesake = _kept(source.names, dims), _kept(source.units, dims, 1), _spec_at(source, dims)
+        rule = f"path and shape of `{_starred(source.path)}`"
     if isinstance(leaf.sharding, NamedSharding) and entries_of(canonical(leaf.sharding.spec)):
-        spec = canonical(leaf.sharding.spec)
+        spec, rule = canonical(leaf.sharding.spec), "the sharding that `init` gives it"
         if spec != namesake:
             # The array may be transposed: then its dimensions do not correspond to those of the array in its path.
-            names, units = None, None
-        return Request(names, spec, "the sharding that `init` gives it", units, (), ())
-    if source is None or namesake is None:
-        return None
-    # Numbers in the path are replaced by `*`, so that repeated layers share one row.
-    rule = f"path and shape of `{'*'.join(between_numbers(source.path))}`"
-    return Request(names, namesake, rule, units, (), ())
+            return Request(None, spec, rule, None, (), ())
+    return None if namesake is None else Request(names, namesake, rule, units, (), ())
 
 
 def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, tuple[int | None, ...]]:
@@ -351,51 +322,23 @@ def corresponding(planned: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int
     more = len(shape) - len(planned)
     if more > 0:
         return (*[None] * more, *range(len(planned))) if planned and shape[more:] == planned else None
-    kept = [dims for dims in itertools.combinations(range(len(planned)), len(shape)) if _at(planned, dims) == shape]
+    choices = itertools.combinations(range(len(planned)), len(shape))
+    kept = [dims for dims in choices if all(planned[dim] == size for dim, size in zip(dims, shape, strict=True))]
     return kept[0] if len(kept) == 1 else None
 
 
-def _at(values: tuple[object, ...], dims: tuple[int, ...]) -> tuple[Any, ...]:
-    return tuple(values[dim] for dim in dims)
-
-
-def _kept(values: tuple[object, ...] | None, dims: tuple[int | None, ...], other: object) -> tuple[Any, ...] | None:
+def _kept(values: tuple[object, ...] | None, dims: tuple[int | None, ...], other: object = None) -> Any:
     """Returns `values[dim]` for each of `dims`, with `other` where `dim` is `None` or beyond the end of `values`."""
     if values is None:
         return None
     return tuple(other if dim is None or dim >= len(values) else values[dim] for dim in dims)
 
 
-def _base_of(
-    path: str, shape: tuple[int, ...], plan: ShardPlan, pairs: Sequence[_Beside]
-) -> tuple[_Beside, LeafPlan, tuple[int | None, ...]] | None:
-    """Returns the base array of the adapter or scale at `path`, with the base's dimension for each dimension of the
-    array, or `None` there.
-    """
-    one = next((one for one in pairs if one.pattern.search(path)), None)
-    if one is None:
-        return None
-    name, planned = one.pattern.sub(one.base, path), plan.content.by_path
-    base = planned.get(name)
-    if base is None:
-        raise RuleError(
-            f"`{one.kind}[{one.number}]` makes `{name}` of this path, and the plan has no such array"
-            f"{near(name, list(planned))}; give the path of the base array."
-        )
-    return one, base, _base_dims(base.shape, shape, one.kind == "scales")
+def _spec_at(leaf: LeafPlan, dims: tuple[int | None, ...]) -> PartitionSpec:
+    """Returns the spec of an array whose dimensions correspond to these of a planned array."""
+    return trimmed(_kept(entries_of(pinned(leaf.spec)), dims))
 
 
-def _base_dims(base: tuple[int, ...], shape: tuple[int, ...], in_blocks: bool) -> tuple[int | None, ...]:
-    """Returns, for each dimension of an adapter or scale, the base's dimension with the same index from the front or
-    the back, if the sizes fit.
-    """
-    taken: list[int | None] = []
-    for dim, size in enumerate(shape):
-        places = (dim, dim - len(shape) + len(base))
-        fits = [at for at in places if 0 <= at < len(base) and at not in taken and _fits(base[at], size, in_blocks)]
-        taken.append(fits[0] if fits else None)
-    return tuple(taken)
-
-
-def _fits(base: int, size: int, in_blocks: bool) -> bool:
-    return base == size or (in_blocks and size > 1 and base % size == 0)
+def _starred(path: str) -> str:
+    """Returns a path with `*` for its numbers, so that repeated layers share one row."""
+    return "*".join(between_numbers(path))

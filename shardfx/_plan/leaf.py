@@ -15,6 +15,7 @@ from .._ground.errors import RuleError
 from .._ground.reason import Reason
 from .._ground.spec import DType, array_bytes, pinned, shard_shape
 from .._ground.text import array_text, printable
+from .._rules import Matcher, PathRules
 
 
 # The memory kinds of XLA. Only the device itself knows which of them it has.
@@ -85,15 +86,17 @@ class Row(NamedTuple):
         return array_bytes(self.shape, self.dtype), array_bytes(shard, self.dtype)
 
 
-def memory_kind_pairs(given: Iterable[tuple[str, str]] | None) -> tuple[tuple[str, str], ...]:
-    """Returns the pairs of a regex and a memory kind as a tuple; raises for a memory kind that XLA lacks."""
+def kinds_matcher(given: Iterable[tuple[str, str]] | None) -> Matcher:
+    """Returns a Matcher for pairs of a regex and a memory kind; the target of each rule is a tuple of the kind. It
+    raises for a memory kind that XLA lacks.
+    """
     pairs = tuple(given or ())
     for regex, kind in pairs:
         if kind not in MEMORY_KINDS:
             raise RuleError(
                 f"`memory_kinds` maps {regex!r} to {kind!r}; a memory kind is one of {', '.join(MEMORY_KINDS)}."
             )
-    return pairs
+    return Matcher(PathRules((regex, (kind,)) for regex, kind in pairs))
 
 
 @ft.lru_cache(maxsize=4096)

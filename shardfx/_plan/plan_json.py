@@ -20,7 +20,7 @@ from .._ground.reason import Code, Reason
 from .._ground.spec import UNCONSTRAINED, DType, dtype_named, entries_of, unreduced_kind, with_reductions
 from .._rules import Atomic, AxisRules, Fsdp, fsdp
 from ..topology import MeshSpec
-from .correction import correct
+from .decide import correct
 from .leaf import MEMORY_KINDS, Row, Skeleton, decode_structure
 
 

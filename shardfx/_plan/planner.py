@@ -3,21 +3,24 @@ shape.
 """
 
 import dataclasses
+import functools as ft
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError
-from .._ground.reason import Code, reason, refined_reasons
-from .._ground.spec import DType
+from .._ground.reason import Code, Decision, reason, refined_reasons
+from .._ground.spec import DType, shard_counts
 from .._ground.tree import Flat, flatten
-from .._rules import AxisRules, PathRules, check_axis_rules, check_path_rules
+from .._rules import AxisRules, Matcher, PathRules, check_axis_rules, check_path_rules
 from ..topology import MeshSpec
 from .complaints import (
+    Draft,
     raise_absent,
     raise_cut,
     raise_empty,
@@ -29,9 +32,8 @@ from .complaints import (
     raise_unused,
 )
 from .content import Content
-from .correction import Axes, axes_of
-from .decide import Asked, Draft, Matcher, Request, asked_by_names, matcher_of_kinds, row_of
-from .leaf import Row, Skeleton, canonical_dtype, memory_kind_pairs
+from .decide import NOTHING, Axes, Request, asked_by_names, asked_by_target, axes_of, corrected, leaf_of, row_of
+from .leaf import Row, Skeleton, canonical_dtype, kinds_matcher
 from .names import names_of_leaves, raise_tied
 from .replanning import refined
 from .shard_plan import ShardPlan
@@ -116,10 +118,9 @@ def plan(
         print(made["embed"].reasons[0])
         ```
     """
-    if unmatched not in ("raise", "replicate"):
-        raise RuleError(f'`unmatched={unmatched!r}` is no policy of `plan`; use "raise" or "replicate".')
-    if unused not in ("raise", "allow"):
-        raise RuleError(f'`unused={unused!r}` is no policy of `plan`; use "raise" or "allow".')
+    for what, policy, known in (("unmatched", unmatched, "replicate"), ("unused", unused, "allow")):
+        if policy not in ("raise", known):
+            raise RuleError(f'`{what}={policy!r}` is no policy of `plan`; use "raise" or "{known}".')
     if paths is not None:
         check_path_rules("paths", paths)
     if axes is not None:
@@ -130,26 +131,31 @@ def plan(
     raise_repeated(flat)
     raise_tied(tree, flat)
     given = names_of_leaves(names, tree, flat, axes)
-    found = drafted(flat, given, mesh, paths, axes, mode, min_bytes, memory_kind_pairs(memory_kinds))
+    found = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds_matcher(memory_kinds))
     raise_errors(found.errors)
     if unmatched == "raise":
-        raise_unmatched(found, axes)
-        raise_unknown(found, axes)
-        raise_absent(found, axes)
-        raise_misspelled(found, axes)
+        raise_unmatched(found)
+        raise_unknown(found)
+        raise_absent(found)
+        raise_misspelled(found)
     if unused == "raise":
         raise_unused("rule", found.paths, flat, given, NAMES)
         raise_unused("`memory_kinds` entry", found.kinds, flat)
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
     skeleton = Skeleton(flat.paths, flat.treedef)
-    made = ShardPlan(Content(found.mesh, jax_mesh, axes, mode, found.rows, found.numbers, skeleton, strict))
+    content = Content(found.mesh, jax_mesh, axes, mode, found.rows, found.numbers, skeleton, strict)
     if refine:
-        content = refined(made, min_bytes).content
+        content = refined(content, min_bytes)
         rows = [row._replace(reasons=refined_reasons(row.reasons)) for row in content.rows]
-        made = ShardPlan(content.replaced(rows=rows))
+        content = content.replaced(rows=rows)
     if strict:
-        raise_cut(found._replace(numbers=made.content.index, rows=made.content.rows), made.mesh)
-    return made
+        split = (
+            f". `refine=True` has split the mesh into {content.mesh}. If they may be replicated over the rest, plan on "
+            "that mesh, made with `MeshSpec.split`, by rules that name the parts; or leave `strict` out"
+        )
+        advice = "" if content.mesh == found.mesh else split
+        raise_cut([(path, content.rows[i]) for path, i in content.numbered if i >= 0], advice)
+    return ShardPlan(content)
 
 
 # The text of error messages for logical names, which have priority over path rules.
@@ -164,14 +170,61 @@ def drafted(
     axes: AxisRules | None,
     mode: str | None,
     min_bytes: int,
-    kinds: Sequence[tuple[str, str]],
+    kinds: Matcher,
 ) -> Draft:
-    """Decides a row for each leaf that can be planned and records an error for each of the others, raising none."""
+    """Decides a row for each leaf that can be planned and records an error for each of the others, raising none.
+
+    Alike leaves share a row.
+    """
     mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
-    by_path, by_kind = Matcher(PathRules(()) if paths is None else paths), matcher_of_kinds(kinds)
-    planner = _Planner(axes_of(mesh_spec, min_bytes), axes, mode, by_path, by_kind, given is flat.names)
-    index, errors = planner.columns(flat, given)
-    return Draft(flat, mesh_spec, by_path, by_kind, by_path.declared, index, planner.rows, errors)
+    by_path = Matcher(PathRules(()) if paths is None else paths)
+    planner = _Planner(axes_of(mesh_spec, min_bytes), axes, mode, by_path, kinds, given is flat.names)
+    numbers: dict[object, int] = {None: -1}
+    index, errors = [], []
+    for key in _keys(flat.paths if by_path.needs_paths or kinds.needs_paths else flat.templates, flat, given):
+        number = numbers.get(key)
+        if number is None:
+            at = len(index)
+            try:
+                number = planner.number(flat.paths[at], flat.leaves[at], given[at], flat.stacked[at])
+            except (SpecError, RuleError, LeafTypeError) as error:
+                number = -2 - len(errors)
+                errors.append((flat.paths[at], error))
+            numbers[key] = number
+        index.append(number)
+    declared = (*by_path.declared, *(() if axes is None else axes.axes))
+    return Draft(flat, mesh_spec, by_path, kinds, axes, declared, index, planner.rows, errors)
+
+
+class _Asked:
+    """A request for arrays of one rank. It corrects the request once for all shapes that divide evenly.
+
+    Most arrays divide evenly. For these the request is corrected once, and the result holds for every shape whose sizes
+    are multiples of `even[1]`. Without this, a tree of 10,000 shapes takes 1.7 times as long to plan.
+    """
+
+    def __init__(self, request: Request, rank: int, mesh: Axes):
+        self.request, self.rank, self.mesh = request, rank, mesh
+        self.by_size_alone = not (mesh.min_bytes or request.strategies)
+
+    @ft.cached_property
+    def even(self) -> tuple[Decision, tuple[int, ...]]:
+        """The decision for shapes that divide evenly, and the number of which each dimension's size must be a
+        multiple.
+        """
+        # Every number divides a size of 0, so correction drops no axis as indivisible.
+        leaf = leaf_of((0,) * self.rank, None, self.request.units)
+        found = corrected(self.request.spec, leaf, self.mesh)
+        counts = shard_counts(found.spec, self.rank, self.mesh.sizes)
+        return found, tuple(map(operator.mul, counts, leaf.units))
+
+    def row(self, shape: tuple[int, ...], dtype: object, memory_kind: str | None) -> Row:
+        asked = self.request
+        if not self.by_size_alone or any(map(operator.mod, shape, self.even[1])):
+            return row_of(asked, shape, dtype, self.mesh, memory_kind)
+        found = self.even[0]
+        reasons = asked.reasons + found.reasons
+        return Row(shape, dtype, asked.names, asked.spec, found.spec, asked.rule, reasons, memory_kind, asked.units, ())
 
 
 @dataclasses.dataclass
@@ -184,27 +237,9 @@ class _Planner:
     paths: Matcher
     kinds: Matcher
     declared: bool
-    asked: dict[Any, Asked] = dataclasses.field(default_factory=dict)
+    asked: dict[Any, _Asked] = dataclasses.field(default_factory=dict)
     numbers: dict[Any, int] = dataclasses.field(default_factory=dict)
     rows: list[Row] = dataclasses.field(default_factory=list)
-
-    def columns(self, flat: Flat, given: Sequence[object]) -> tuple[list[int], list[tuple[str, Exception]]]:
-        """Returns each leaf's row number, and the errors of leaves that cannot be planned. Alike leaves share a row."""
-        keys = flat.paths if self.paths.needs_paths or self.kinds.needs_paths else flat.templates
-        numbers: dict[object, int] = {None: -1}
-        index, errors = [], []
-        for key in _keys(keys, flat, given):
-            number = numbers.get(key)
-            if number is None:
-                at = len(index)
-                try:
-                    number = self.number(flat.paths[at], flat.leaves[at], given[at], flat.stacked[at])
-                except (SpecError, RuleError, LeafTypeError) as error:
-                    number = -2 - len(errors)
-                    errors.append((flat.paths[at], error))
-                numbers[key] = number
-            index.append(number)
-        return index, errors
 
     def number(self, path: str, leaf: Any, names: object, stacked: int) -> int:
         """Returns the number of an array's row. It decides a new row where no earlier array has the same rule, shape
@@ -221,7 +256,7 @@ class _Planner:
             if asked is None:
                 request = self.request(path, leaf, names, rule, stacked)
                 row = row_of(request, shape, dtype, self.mesh, memory_kind)
-                self.asked[asks] = Asked(request, len(shape), self.mesh)
+                self.asked[asks] = _Asked(request, len(shape), self.mesh)
             else:
                 row = asked.row(shape, dtype, memory_kind)
             found = self.numbers[asks, kind, shape, dtype] = len(self.rows)
@@ -232,12 +267,12 @@ class _Planner:
         if names is not None:
             shape = tuple(leaf.shape)
             return asked_by_names(names, shape, "names", self.axes, self.mode, declared=self.declared)
+        rule = None if number is None else self.paths.text(number)
         if not leaf.shape:
-            rule = None if number is None else self.paths.text(number)
-            return Request(None, PartitionSpec(), rule, None, (), (reason(Code.scalar, None),))
-        if number is None:
-            return Request(None, PartitionSpec(), None, None, (), (reason(Code.unmatched, None, what="the array"),))
-        return self.paths.request(number, path, leaf, self.axes, self.mode, stacked)
+            return NOTHING._replace(rule=rule, reasons=(reason(Code.scalar, None),))
+        if number is None or rule is None:
+            return NOTHING._replace(reasons=(reason(Code.unmatched, None, what="the array"),))
+        return asked_by_target(self.paths.rules[number][1], path, leaf, rule, self.axes, self.mode, stacked)
 
 
 def _keys(keys: Sequence[str], flat: Flat, given: Sequence[object]) -> Iterable[Any]:

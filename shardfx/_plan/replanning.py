@@ -2,19 +2,19 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .._ground.reason import Code, Reason
+from .._ground.reason import Code
 from .._ground.spec import canonical_entry, entries_at, entries_of, entry_axes, trimmed, unreduced_kind, with_reductions
 from .._rules import AxisRules, resolve
 from ..topology import MeshSpec
 from .content import Content
-from .correction import Axes, axes_of
-from .decide import Request, row_of
+from .decide import Axes, Request, axes_of, row_of
 from .leaf import Row
 from .shard_plan import ShardPlan
 
@@ -53,6 +53,7 @@ def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
     spec = MeshSpec.of(mesh).filled()
     rows, axes = [], axes_of(spec)
     for row in plan.content.rows:
+        # An array that is replicated because it is small is so on every mesh.
         kept = _is_small(row) and row.requested != row.spec == PartitionSpec()
         rows.append(row if kept else row_on(row, plan.content, axes))
     jax_mesh = mesh if isinstance(mesh, Mesh) else None
@@ -60,102 +61,73 @@ def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
 
 
 def _is_small(row: Row) -> bool:
-    """Whether an array is replicated because it has fewer bytes than `min_bytes`, which holds on every mesh."""
     return any(why.code is Code.small for why in row.reasons)
 
 
 def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
     """Returns the row of an array on other mesh axes, from its old request with some fields changed."""
-    request = Request(row.names, row.requested, row.rule, row.units, row.strategies, _first_reasons(row, content))
+    # Of the old reasons, those of the rule stay, and those of the correction to the old mesh go.
+    reasons = tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
+    if row.names is not None and content.axes is not None:
+        reasons = resolve(row.names, content.axes, mode=content.mode).reasons
+    request = Request(row.names, row.requested, row.rule, row.units, row.strategies, reasons)
     return row_of(request._replace(**changes), row.shape, row.dtype, axes, row.memory_kind)
 
 
-def refined(made: ShardPlan, min_bytes: int) -> ShardPlan:
+def refined(content: Content, min_bytes: int) -> Content:
     """Returns the plan on a mesh whose axes are split where an array can use a sub-axis but not the whole axis."""
-    counts = collections.Counter(made.content.index)
-    asked: dict[Wish, int] = {}
-    wishing = []
-    for number, row in enumerate(made.content.rows):
-        found = () if _is_small(row) else _wishes(row, made.mesh.shape)
-        wishing.append(bool(found))
-        for wish in found:
-            saved = made.content.byte_counts[number][1] * (wish.part - 1) // wish.part * counts[number]
-            asked[wish] = asked.get(wish, 0) + saved
-    mesh, parts = _refined_mesh(made.mesh, asked)
+    counts = collections.Counter(content.index)
+    wishes = [{} if _is_small(row) else _wishes(row, content.mesh.shape) for row in content.rows]
+    # For each mesh axis and size of a sub-axis of it, the bytes that the sub-axis saves on each device.
+    saved: dict[str, collections.Counter[int]] = collections.defaultdict(collections.Counter)
+    for number, found in enumerate(wishes):
+        for axis, part in found.items():
+            saved[axis][part] += content.byte_counts[number][1] * (part - 1) // part * counts[number]
+    mesh, parts = _refined_mesh(content.mesh, saved)
     if not parts:
-        return made
-    pairs, sizes = zip(made.content.rows, wishing, strict=True), axes_of(mesh, min_bytes)
-    rows = [_refined_row(row, made.content, sizes, parts, wished) for row, wished in pairs]
-    jax_mesh = None if made.jax_mesh is None else mesh.build(made.jax_mesh)
-    axes = None if made.axes is None else _renamed_rules(made.axes, parts)
-    return ShardPlan(made.content.replaced(mesh=mesh, jax_mesh=jax_mesh, axes=axes, rows=rows))
+        return content
+    sizes, rows = axes_of(mesh, min_bytes), []
+    for row, wished in zip(content.rows, wishes, strict=True):
+        steps = tuple(dataclasses.replace(step, axes=_renamed_axes(step.axes, parts)) for step in row.strategies)
+        requested, same = _renamed(row.requested, parts), _renamed(row.spec, parts)
+        again = row_on(row, content, sizes, spec=requested, strategies=steps)
+        # Only an array that wishes for a sub-axis may change its layout.
+        stays = not wished and again.spec != same
+        rows.append(row._replace(spec=same, requested=requested, strategies=steps) if stays else again)
+    jax_mesh = None if content.jax_mesh is None else mesh.build(content.jax_mesh)
+    axes = None if content.axes is None else _renamed_rules(content.axes, parts)
+    return content.replaced(mesh=mesh, jax_mesh=jax_mesh, axes=axes, rows=rows)
 
 
-def _refined_row(row: Row, content: Content, axes: Axes, parts: dict[str, tuple[str, ...]], wished: bool) -> Row:
-    steps = tuple(dataclasses.replace(step, axes=_renamed_axes(step.axes, parts)) for step in row.strategies)
-    requested, same = _renamed(row.requested, parts), _renamed(row.spec, parts)
-    again = row_on(row, content, axes, spec=requested, strategies=steps)
-    # Only an array that wishes for a sub-axis may change its layout.
-    if wished or again.spec == same:
-        return again
-    return row._replace(spec=same, requested=requested, strategies=steps)
-
-
-def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRules:
-    def by_part(rules: Iterable[tuple[str, object]]) -> list[tuple[str, Any]]:
-        return [(name, _renamed_entry(target, parts)) for name, target in rules]
-
-    modes = {mode: by_part(rules) for mode, rules in axes.modes}
-    return AxisRules(
-        by_part(axes.rules), modes=modes, units=axes.units, aliases=axes.aliases, axes=_renamed_axes(axes.axes, parts)
-    )
-
-
-def _first_reasons(row: Row, content: Content) -> tuple[Reason, ...]:
-    """Returns the reasons of a row that its rule gave, without those from correction to a mesh."""
-    if row.names is not None and content.axes is not None:
-        return resolve(row.names, content.axes, mode=content.mode).reasons
-    return tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
-
-
-class Wish(NamedTuple):
-    """A mesh axis that an array requested and does not use, and the size of a sub-axis of it that would divide a
-    dimension.
-    """
-
-    axis: str
-    part: int
-
-
-def _wishes(row: Row, sizes: Mapping[str, int]) -> tuple[Wish, ...]:
-    """Returns the sub-axes that an array could use, of the mesh axes that it requested and did not get.
-
-    There is one wish per mesh axis, for the first dimension that could use a sub-axis. `sizes` are the axis sizes.
+def _wishes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns, for mesh axes that an array requested and did not get, the size of a sub-axis that would divide a
+    dimension: the first dimension that could use a sub-axis.
     """
     used = {axis for entry in entries_of(row.spec) for axis in entry_axes(entry)}
     kept = entries_at(row.spec, len(row.shape))
     units = row.units or (1,) * len(row.shape)
     counts = [
         (1 if size % unit else size // unit) // math.prod(sizes[axis] for axis in entry_axes(entry))
-        for size, unit, entry in zip(row.shape, units, kept, strict=False)
+        for size, unit, entry in zip(row.shape, units, kept, strict=True)
     ]
     found: dict[str, int] = {}
-    for count, entry in zip(counts, entries_of(row.requested), strict=False):
-        for axis in entry_axes(entry) if isinstance(entry, str | tuple) else ():
+    for count, entry in zip(counts, entries_at(row.requested, len(row.shape)), strict=True):
+        for axis in entry_axes(entry):
             part = math.gcd(count, sizes.get(axis, 1))
             if axis not in used and axis not in found and part > 1:
                 found[axis] = part
                 count //= part
-    free = [count for count, entry in zip(counts, kept, strict=False) if entry is None]
-    for step in row.strategies:
-        for axis in step.axes:
-            part = max((math.gcd(count, sizes.get(axis, 1)) for count in free), default=1)
-            if axis not in used and axis not in found and part > 1:
-                found[axis] = part
-    return tuple(Wish(axis, part) for axis, part in found.items())
+    free = [count for count, entry in zip(counts, kept, strict=True) if entry is None]
+    for axis in (axis for step in row.strategies for axis in step.axes):
+        part = max((math.gcd(count, sizes.get(axis, 1)) for count in free), default=1)
+        if axis not in used and axis not in found and part > 1:
+            found[axis] = part
+    return found
 
 
-def _refined_mesh(mesh: MeshSpec, asked: Mapping[Wish, int]) -> tuple[MeshSpec, dict[str, tuple[str, ...]]]:
+def _refined_mesh(
+    mesh: MeshSpec, saved: Mapping[str, Mapping[int, int]]
+) -> tuple[MeshSpec, dict[str, tuple[str, ...]]]:
     """Returns the mesh with axes split into the wished sub-axes; the wish that saves most bytes per device comes first.
 
     The second value holds, for each split axis, the names of its sub-axes, major to minor: sub-axis `i` of `tensor` is
@@ -163,14 +135,35 @@ def _refined_mesh(mesh: MeshSpec, asked: Mapping[Wish, int]) -> tuple[MeshSpec, 
     """
     parts: dict[str, tuple[str, ...]] = {}
     for axis, size, slices in zip(mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, strict=True):
-        wanted = {wish.part: saved for wish, saved in asked.items() if wish.axis == axis}
-        chain = _chain(size, slices, sorted(wanted, key=lambda part: (-wanted[part], part)))
-        if len(chain) < 3:
-            continue
-        parts[axis] = _names(axis, len(chain) - 1, mesh.axis_names)
-        factors = [large // small for small, large in zip(chain, chain[1:], strict=False)]
-        mesh = mesh.split(axis, dict(zip(parts[axis], factors, strict=True)))
+        wanted = saved.get(axis, {})
+        # Divisors of `size`, each dividing the next; the ratio of two neighbours is the size of a sub-axis.
+        chain = [1, size]
+        for part in sorted(wanted, key=lambda part: (-wanted[part], part)):
+            # A wished size that is incompatible with the chain is reduced to its largest divisor that fits. A sub-axis
+            # must lie within one slice or consist of whole slices.
+            fitting = [n for n in range(1, part + 1) if part % n == 0 and (n % slices == 0 or slices % n == 0)]
+            best = max(n for n in fitting if all(n % other == 0 or other % n == 0 for other in chain))
+            chain = sorted({*chain, best})
+        if len(chain) > 2:
+            stem, factors = axis, [large // small for small, large in itertools.pairwise(chain)]
+            while any(f"{stem}_{i}" in mesh.axis_names for i in range(len(factors))):
+                stem += "_"
+            parts[axis] = tuple(f"{stem}_{i}" for i in range(len(factors)))
+            mesh = mesh.split(axis, dict(zip(parts[axis], factors, strict=True)))
     return mesh, parts
+
+
+def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRules:
+    def by_part(rules: Iterable[tuple[str, object]]) -> list[tuple[str, Any]]:
+        return [(name, _renamed_entry(target, parts)) for name, target in rules]
+
+    return AxisRules(
+        by_part(axes.rules),
+        modes={mode: by_part(rules) for mode, rules in axes.modes},
+        units=axes.units,
+        aliases=axes.aliases,
+        axes=_renamed_axes(axes.axes, parts),
+    )
 
 
 def _renamed(spec: PartitionSpec, parts: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
@@ -183,33 +176,9 @@ def _renamed(spec: PartitionSpec, parts: Mapping[str, tuple[str, ...]]) -> Parti
 
 
 def _renamed_entry(entry: object, parts: Mapping[str, tuple[str, ...]]) -> Any:
-    """Returns one entry of a spec, or one target of a rule, with split axes replaced by their sub-axes."""
-    if not isinstance(entry, str | tuple):
-        return entry
-    return canonical_entry(_renamed_axes(entry_axes(entry), parts))
+    return canonical_entry(_renamed_axes(entry, parts)) if isinstance(entry, str | tuple) else entry
 
 
-def _renamed_axes(axes: Iterable[str], parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns the mesh axes, each split axis replaced by its sub-axes."""
-    return tuple(part for axis in axes for part in parts.get(axis, (axis,)))
-
-
-def _chain(size: int, slices: int, wanted: Iterable[int]) -> list[int]:
-    """Returns divisors of `size` from 1 to `size`, each dividing the next; the ratio of two neighbours is the size of a
-    sub-axis.
-    """
-    chain = [1, size]
-    for part in wanted:
-        # A wished size that is incompatible with the chain is reduced to its largest divisor that fits. A sub-axis must
-        # lie within one slice or consist of whole slices.
-        fitting = [n for n in range(1, part + 1) if part % n == 0 and (n % slices == 0 or slices % n == 0)]
-        best = max(n for n in fitting if all(n % other == 0 or other % n == 0 for other in chain))
-        chain = sorted({*chain, best})
-    return chain
-
-
-def _names(axis: str, count: int, taken: tuple[str, ...]) -> tuple[str, ...]:
-    stem = axis
-    while any(f"{stem}_{i}" in taken for i in range(count)):
-        stem += "_"
-    return tuple(f"{stem}_{i}" for i in range(count))
+def _renamed_axes(entry: object, parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Returns the mesh axes of an entry of a spec, each split axis replaced by its sub-axes."""
+    return tuple(part for axis in entry_axes(entry) for part in parts.get(axis, (axis,)))

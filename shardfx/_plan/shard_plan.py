@@ -4,7 +4,6 @@ fills.
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -17,9 +16,9 @@ from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, RuleEr
 from .._ground.reason import Decision
 from .._ground.text import plural, printable
 from .._ground.tree import Flat, flatten
-from .._rules import AxisRules
+from .._rules import AxisRules, PathRules, compiled
 from ..topology import MeshSpec
-from .content import Content, joined_contents, read_json, rows_of, shaped_like, type_names
+from .content import Content, joined_contents, read_json, rows_of, shaped_like
 from .facts import html_of
 from .leaf import LeafPlan, named_sharding
 from .single import decision_for, replaced, require_pinned
@@ -121,17 +120,13 @@ class ShardPlan(eqx.Module):
         return True  # also for a tree without arrays, where `len` is 0: `if plan:` asks for `None`
 
     def __getitem__(self, path: str) -> LeafPlan:
-        if not isinstance(path, str):
-            raise UnknownPathError(
-                f"`plan[{path!r}]`: a plan is read by the path of an array, as in `plan['layers/0/w']`; "
-                "`plan.leaves` has the arrays in order."
-            )
-        found = self.content.by_path.get(path)
+        known = self.content.by_path
+        found = known.get(path) if isinstance(path, str) else None
         if found is None:
-            known = self.content.by_path
-            near = difflib.get_close_matches(path, known, n=3, cutoff=0.5) or [one for one in known if path in one][:3]
+            text = str(path)
+            near = difflib.get_close_matches(text, known, n=3, cutoff=0.5) or [one for one in known if text in one][:3]
             raise UnknownPathError(
-                f"the plan has no leaf `{path}`"
+                f"the plan has no leaf at the path {path!r}"
                 + (f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ".")
             )
         if self.content.skeleton.paths.count(path) > 1:
@@ -156,16 +151,12 @@ class ShardPlan(eqx.Module):
         fix = "make one of devices with `plan.on(plan.mesh.build(devices))`"
         check_type("jax_mesh", jax_mesh, Mesh, MeshError, fix)
         mesh = MeshSpec.of(jax_mesh)
-        if mesh.axis_names != self.mesh.axis_names or mesh.axis_sizes != self.mesh.axis_sizes:
+        same = mesh.shape == self.mesh.shape and mesh.axis_names == self.mesh.axis_names
+        if not same or mesh.axis_types != self.mesh.axis_types:
             raise PlanMismatchError(
-                f"the plan is for the mesh {self.mesh}, not for {mesh}; make the mesh with `plan.mesh.build(devices)`, "
-                "or plan again for this one."
-            )
-        if mesh.axis_types != self.mesh.axis_types:
-            raise PlanMismatchError(
-                f"the plan's mesh has the axis types {type_names(self.mesh)}, this one {type_names(mesh)} "
-                "(`jax.make_mesh` makes Explicit axes, `jax.sharding.Mesh` Auto ones); make the mesh with "
-                "`plan.mesh.build(devices)`, or plan with `MeshSpec(..., axis_types=...)`."
+                f"the plan is for the mesh {self.mesh!r}, not for {mesh!r}; make the mesh with "
+                "`plan.mesh.build(devices)`, or plan again for this one. (`jax.make_mesh` makes Explicit axes, "
+                "`jax.sharding.Mesh` Auto ones.)"
             )
         return ShardPlan(self.content.replaced(jax_mesh=jax_mesh))
 
@@ -341,7 +332,7 @@ class ShardPlan(eqx.Module):
 
         `RuleError` if the regex does not compile, or matches no path.
         """
-        pattern = _compile(regex)
+        (pattern,) = compiled(PathRules([(regex, None)]))
         index = [i if pattern.search(path) else -1 for path, i in self.content.numbered]
         if max(index, default=-1) < 0:
             raise RuleError(
@@ -392,13 +383,6 @@ class ShardPlan(eqx.Module):
 def check_plan(what: str, given: object) -> None:
     """Raises unless the argument named `what` is a plan."""
     check_type(what, given, ShardPlan, LeafTypeError, "pass what `shardfx.plan(tree, mesh, ...)` returns")
-
-
-def _compile(regex: str) -> re.Pattern[str]:
-    try:
-        return re.compile(regex)
-    except re.error as error:
-        raise RuleError(f"the regex {regex!r} does not compile: {error}") from error
 
 
 def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:

@@ -18,8 +18,7 @@ from .._rules import AxisRules, PathRules, check_known, near, one_per_dim, resol
 from ..topology import MeshSpec
 from .complaints import raise_errors
 from .content import Content
-from .correction import axes_of, correct
-from .decide import asked_by_target, looks_apart, padded_units, row_of, skipping, units_at
+from .decide import asked_by_target, axes_of, correct, padded_units, row_of, skipping, units_at
 from .leaf import Row
 
 
@@ -108,7 +107,7 @@ def _refuse_doubt(
         name, size, unit = names[dim], shape[dim], units[dim]
         if not isinstance(name, str) or size in _sizes_of(name, plan):
             continue
-        if size % unit or looks_apart(dim, shape, unit):
+        if size % unit or unit in shape[dim + 1 :]:
             what = "no whole number of them" if size % unit else f"{size // unit} of them, or {size} that are apart"
             raise SpecError(
                 f"dim {dim} of shape {shape} has {size} elements by the name {name!r}, which is made of units of "

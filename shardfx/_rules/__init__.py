@@ -6,8 +6,8 @@ It may import the ground values: errors, reasons, specs and trees. It never uses
 
 from .axis_rules import AxisRules, Rule, RulesLike, Target, alias_chain, axes_in, check_axis_rules, near, nearest
 from .path_rules import (
+    Matcher,
     PathRules,
-    are_digit_blind,
     check_once,
     check_path_rules,
     compiled,

@@ -283,6 +283,28 @@ def are_digit_blind(regexes: tuple[str, ...]) -> bool:
     return all(map(is_digit_blind, regexes))
 
 
+class Matcher:
+    """Compiled path rules, and a record of which of them have matched a path."""
+
+    def __init__(self, rules: PathRules):
+        self.rules, self.declared, self.patterns = rules.rules, rules.axes, compiled(rules)
+        self.called = [is_callable(target) for _, target in rules.rules]
+        # Paths that differ only in digits may share a row where no regex can tell the digits apart.
+        self.needs_paths = any(self.called) or not are_digit_blind(tuple([regex for regex, _ in rules.rules]))
+        self.used: dict[int, None] = {}
+
+    def first(self, path: str) -> int | None:
+        """The number of the first rule that matches `path`, which counts as used then; `None` if none matches."""
+        number = first_match(path, self.patterns)
+        if number is not None:
+            self.used[number] = None
+        return number
+
+    def text(self, number: int) -> str:
+        """The text by which a plan names a rule, such as "paths[0] embed"."""
+        return f"paths[{number}] {self.rules[number][0]}"
+
+
 def is_callable(target: object) -> bool:
     """Whether a rule's target must be called for each path."""
     target = bare(target)

@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .._ground.errors import MeshError, RuleError, SpecError
 from .._ground.tree import Flat, flatten
-from .._plan import MEMORY_KINDS, Content, ShardPlan, Skeleton, drafted, memory_kind_pairs, names_of_leaves, raise_empty
+from .._plan import MEMORY_KINDS, Content, ShardPlan, Skeleton, drafted, kinds_matcher, names_of_leaves, raise_empty
 from .._rules import AxisRules, PathRules, check_axis_rules, check_path_rules, near, nearest
 from ..topology import MeshSpec
 from .finding import Finding, Findings, Severity, findings_of
@@ -91,7 +91,7 @@ def lint(
         raise_empty(tree, flat, paths)
     given = _names(names, tree, flat, axes, found)
     kinds = _kinds(memory_kinds, found)
-    draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
+    draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds_matcher(kinds))
     if axes is not None and mode is not None and mode not in dict(axes.modes):
         if draft.errors:
             known = tuple(dict(axes.modes))
@@ -99,7 +99,7 @@ def lint(
             fix = f"mode = {next(iter(nearest(mode, known)), None)!r}"
             found.append(Finding("invalid", "error", f"mode {mode!r}", 0, message, fix))
         mode = None
-        draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds)
+        draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds_matcher(kinds))
     index = [max(number, -1) for number in draft.numbers]
     content = Content(draft.mesh, None, axes, mode, draft.rows, index, Skeleton(flat.paths, flat.treedef))
     subject = Subject(content, flat, given, paths, axes, mode, min_bytes, strict, refine)
@@ -138,8 +138,8 @@ def _kinds(given: Iterable[tuple[str, str]] | None, found: list[Finding]) -> lis
     pairs, valid = tuple(given or ()), list[tuple[str, str]]()
     for at, (regex, kind) in enumerate(pairs):
         try:
-            valid += memory_kind_pairs([(regex, kind)])
-            PathRules([(regex, ())])
+            kinds_matcher([(regex, kind)])
+            valid.append((regex, kind))
         except RuleError as error:
             meant = [(regex, other) for other in nearest(kind, MEMORY_KINDS)[:1] if kind not in MEMORY_KINDS]
             fix = f"memory_kinds = {(*pairs[:at], *meant, *pairs[at + 1 :])!r}"

@@ -12,7 +12,6 @@ from .._plan import (
     unknown_of_rows,
     unknown_units,
     unused_rules,
-    unused_text,
 )
 from .._rules import Optional, members_of, near, nearest
 from .finding import Finding, Severity
@@ -57,10 +56,10 @@ def _fitting(names: tuple[object, ...], rank: int) -> tuple[object, ...]:
 
 def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
     """Findings for leaves that no rule covers."""
-    groups = together(uncovered(draft), lambda leaf: (between_numbers(leaf.path), leaf.row))
+    groups = together(uncovered(draft), lambda leaf: (between_numbers(leaf[0]), leaf[1]))
     patterns = () if subject.paths is None else tuple(regex for regex, _ in subject.paths.rules)
     for number, leaves in enumerate(groups.values()):
-        paths, row = [leaf.path for leaf in leaves], leaves[0].row
+        paths, row = [path for path, _ in leaves], leaves[0][1]
         like = near(paths[0], patterns) if number < _HINTED else ""
         told = "an array" if len(paths) == 1 else f"{len(paths)} arrays"
         message = f"no rule covers {told} of shape {row.shape}{like}, so every device holds all of it"
@@ -93,7 +92,7 @@ def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterato
 def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
     """Findings for mesh axes of rules that the mesh lacks and that the rules do not declare."""
     known = draft.mesh.axis_names
-    for axis, who in absent_axes(draft, subject.axes).items():
+    for axis, who in absent_axes(draft).items():
         message = f"{who} uses the mesh axis {axis!r}{near(axis, known)}; the mesh has {known}"
         what = "axes" if subject.axes is not None else "paths"
         meant = nearest(axis, known)
@@ -140,7 +139,7 @@ def unused_findings(
 
 def _unused(where: str, what: str, severity: Severity, why: Unused, fix: str) -> Finding:
     code = "unused-rule" if why.nearest is not None else "shadowed-rule"
-    return Finding(code, severity, where, 0, f"the {what} {unused_text(why)}", fix)
+    return Finding(code, severity, where, 0, f"the {what} {why.text}", fix)
 
 
 def _used(subject: Subject, why: Unused) -> str:

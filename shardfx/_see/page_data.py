@@ -10,7 +10,7 @@ from typing import Any
 from .._ground.reason import Code, Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, pinned, shard_shape
 from .._ground.text import array_text, entry_text, plural, spec_text
-from .._plan import LeafPlan, ReportRow, ShardPlan, check_plan, report_rows_of
+from .._plan import Group, Row, ShardPlan, check_plan
 from ..chips import Chip, find
 from ..cost import ArrayRow, Fit, Offender, Traffic, TrafficRow
 from ..topology import MeshSpec
@@ -31,8 +31,9 @@ def report_data(
 ) -> dict[str, Any]:
     """The content of a report as dicts, lists, strings and numbers that `json.dumps` takes.
 
-    It takes the arguments of [`shardfx.html_report`][]. The rows of `rows` are `ReportRow`s; `memory` has the bytes per
-    device of each part of the tree, or of each group of `fit`. Names are unchanged: escape them where you show them.
+    It takes the arguments of [`shardfx.html_report`][]. The rows of `rows` are groups of arrays; `memory` has the bytes
+    per device of each part of the tree, or of each group of `fit`. Names are unchanged: escape them where you show
+    them.
 
     !!! Example
 
@@ -50,7 +51,7 @@ def report_data(
         ```
     """
     check_plan("plan", plan)
-    rows = report_rows_of(plan.content)
+    rows = plan.content.groups
     known = fit.chip if chip is None and fit is not None else chip
     found, hardware, totals = tuple(findings), None if known is None else _chip(find(known)), _totals(plan, rows)
     return {
@@ -79,15 +80,15 @@ def _mesh(mesh: MeshSpec) -> dict[str, object]:
     return {"text": str(mesh), "devices": int(mesh.size), "slices": math.prod(mesh.dcn_sizes), "axes": axes}
 
 
-def _totals(plan: ShardPlan, rows: Sequence[ReportRow]) -> dict[str, object]:
+def _totals(plan: ShardPlan, rows: Sequence[Group]) -> dict[str, object]:
     whole = [row for row in rows if row.bytes_per_device == row.bytes] if plan.mesh.size > 1 else []
     return {
-        "arrays": sum(row.count for row in rows),
+        "arrays": sum(len(row.paths) for row in rows),
         "bytes": plan.bytes_total,
         "bytes_per_device": plan.bytes_per_device,
         "even_bytes_per_device": -(-plan.bytes_total // plan.mesh.size),
         "replicated_bytes": sum(row.bytes for row in whole),
-        "corrected_arrays": sum(row.count for row in rows if _is_less(row.leaf)),
+        "corrected_arrays": sum(len(row.paths) for row in rows if _is_less(row.row)),
     }
 
 
@@ -115,11 +116,11 @@ def _verdict(
     return {"level": "bad" if errors or is_full or ratio >= _BAD else level, "text": ", ".join(filter(None, told))}
 
 
-def _row(row: ReportRow, mesh: MeshSpec) -> dict[str, object]:
-    leaf = row.leaf
+def _row(row: Group, mesh: MeshSpec) -> dict[str, object]:
+    leaf = row.row
     return {
-        "path": row.path,
-        "arrays": row.count,
+        "path": row.where,
+        "arrays": len(row.paths),
         "array": array_text(leaf.dtype, leaf.shape),
         "shape": list(leaf.shape),
         "shard_shape": list(shard_shape(leaf.shape, pinned(leaf.spec), mesh.shape)),
@@ -137,7 +138,7 @@ def _row(row: ReportRow, mesh: MeshSpec) -> dict[str, object]:
     }
 
 
-def _lost(leaf: LeafPlan) -> list[list[str]]:
+def _lost(leaf: Row) -> list[list[str]]:
     """For each dimension, the mesh axes that a rule asked for and that do not shard it."""
     asked, given = _axes(leaf, leaf.requested), _axes(leaf, leaf.spec)
     pairs = zip(asked[: len(given)], given, strict=True)
@@ -148,11 +149,11 @@ def _lost(leaf: LeafPlan) -> list[list[str]]:
 _CUT_SHORT = (Code.indivisible, Code.unit, Code.duplicate)
 
 
-def _is_less(leaf: LeafPlan) -> bool:
+def _is_less(leaf: Row) -> bool:
     return any(_lost(leaf)) or any(reason.code in _CUT_SHORT for reason in leaf.reasons)
 
 
-def _axes(leaf: LeafPlan, spec: Any) -> list[list[str] | None]:
+def _axes(leaf: Row, spec: Any) -> list[list[str] | None]:
     """For each dimension, the mesh axes that shard it; `None` if the compiler may choose."""
     entries = [None if entry is UNCONSTRAINED else list(entry_axes(entry)) for entry in entries_of(spec)]
     return [*entries, *[[] for _ in range(len(leaf.shape) - len(entries))]]
@@ -162,11 +163,11 @@ def _reason(reason: Reason) -> dict[str, object]:
     return {"code": reason.code.name, "dim": reason.dim, "axes": list(reason.axes), "message": reason.message}
 
 
-def _memory(rows: Sequence[ReportRow]) -> list[dict[str, object]]:
+def _memory(rows: Sequence[Group]) -> list[dict[str, object]]:
     """Bytes per device of each part of the tree, by the first name of the path; host memory separately."""
     sums: dict[tuple[str, str | None], int] = {}
     for row in rows:
-        key = (row.path.partition("/")[0], row.leaf.memory_kind)
+        key = (row.where.partition("/")[0], row.row.memory_kind)
         sums[key] = sums.get(key, 0) + row.bytes_per_device
     return [
         {"group": group, "memory_kind": kind, "bytes_per_device": count}

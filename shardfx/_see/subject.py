@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from .._ground.spec import UNCONSTRAINED, array_bytes, entries_of
 from .._ground.text import between_numbers, together
 from .._ground.tree import Flat
-from .._plan import Content, Group, ShardPlan, refined
+from .._plan import Content, Group, refined
 from .._rules import (
     Atomic,
     AxisRules,
@@ -73,7 +73,7 @@ class Subject:
     @ft.cached_property
     def refined(self) -> Content:
         """The same leaves on a mesh whose axes are split as `plan(..., refine=True)` does."""
-        return refined(ShardPlan(self.content), self.min_bytes).content
+        return refined(self.content, self.min_bytes)
 
     def lost(self, shape: tuple[int, ...], dtype: object) -> int:
         """Bytes of a replicated array that each device holds beyond an even distribution over all devices."""

@@ -109,7 +109,9 @@ RuleError: rule 1: the regex does not compile: missing ), unterminated subpatter
         ^
 
 >>> planned().select("a[")
-RuleError: the regex 'a[' does not compile: unterminated character set at position 1
+RuleError: rule 0: the regex does not compile: unterminated character set at position 1:
+    a[
+     ^
 
 >>> PathRules.parse("norm->replicate, mlp=>data")
 RuleError: a rule has no `->`; write `regex->axes`, at position 16:

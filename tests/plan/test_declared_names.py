@@ -75,7 +75,7 @@ def test_declared_names_cannot_be_renamed_to_none_and_need_rules():
     with pytest.raises(RuleError, match=r"gets None, which leaves `base/w` the names \('embed', 'mlp'\)"):
         renamed(LORA, {"base": None})
     assert renamed(LORA, {"a": None, "base": ()}) == Lora(Linear(()), None)  # pyright: ignore
-    with pytest.raises(UnmatchedError, match=r"`w`: .* declares the names \('embed', 'mlp'\), which need `axes="):
+    with pytest.raises(UnmatchedError, match="(?s)names that fields of the tree declare need `axes=.*`w`: float32"):
         plan(LORA.base, MESH)
 
 
@@ -109,7 +109,7 @@ def test_a_variable_that_is_tied_is_no_tree():
         plan(module, MESH, paths=REST)
     mesh = MESH.build(jax.devices())
     made = plan(nnx.state(module), mesh, paths=REST)
-    with pytest.raises(PlanMismatchError, match="no `head/value`, which is the same array as `embed/embedding/value`"):
+    with pytest.raises(PlanMismatchError, match="the plan has no `head/value`"):
         sfx.shard(module, made)
     step = sfx.filter_jit(lambda tree: tree, in_shardings=(plan({"a": jnp.ones(8)}, mesh, paths=REST),))
     with pytest.raises(PlanMismatchError, match="the plan has no `b`. Plan"):

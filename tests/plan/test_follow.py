@@ -437,8 +437,8 @@ def test_each_leaf_follows_the_array_that_it_belongs_to(state, path, spec, says)
         (SMALL_PLAN, {"paths": {"/v$": P("fdsp")}}, r"uses the mesh axis 'fdsp' \(did you mean 'fsdp'\?\)"),
         (SMALL_PLAN, {"memory_kinds": [("mu", "device")]}, "`memory_kinds` entry 0, the regex 'mu', matches no path"),
         (BASES, {"adapters": [(".*q.*m$", "q/weigth")]}, r"`adapters\[0\]` makes `q/weigth` of .*did you mean"),
-        (BASES, {"scales": [("scale", "weight")]}, r"`scales\[0\]`: 'scale' matches no path of what is made"),
-        (BASES, {"adapters": [("(", "weight")]}, "is no regex"),
+        (BASES, {"scales": [("scale", "weight")]}, "`scales` entry 0, the regex 'scale', matches no path"),
+        (BASES, {"adapters": [("(", "weight")]}, "the regex does not compile"),
     ],
 )
 def test_what_follow_refuses(planned, keywords, message):

@@ -250,9 +250,9 @@ LIKE = {"act": jnp.tanh, "b": jnp.ones(16), "none": None, "w": jnp.ones((8, 16))
     [
         (LIKE, {**LIKE, "w": jnp.ones((8, 15))}, r"leaf `w` is float32\[8, 15\], but the plan is for float32\[8, 16\]"),
         (LIKE, {**LIKE, "extra": jnp.ones(2)}, "1 array more, 0 missing.*the plan has no `extra`"),
-        (LIKE, {**LIKE, "w": "x"}, "leaf `w` is str 'x', but the plan has an array"),
-        (LIKE, jnp.ones(8), "this is one array, and the plan is for a tree, as of `b`; the tree"),
-        (jnp.ones(8), LIKE, "the plan has no `b`; the plan is for one array"),
+        (LIKE, {**LIKE, "w": "x"}, "leaf `w` is str 'x', but the plan is for float32"),
+        (LIKE, jnp.ones(8), "the plan has no array alone; the tree has no `b`"),
+        (jnp.ones(8), LIKE, "the plan has no `b`; the tree has no array alone"),
         (LIKE, {**LIKE, "b": None}, r"\(0 arrays more, 1 missing\): the tree has no `b`"),
         ({"b": jnp.ones(8), "a": jnp.ones(8)}, Reversed(jnp.ones(8), jnp.ones(8)), "the arrays are in another order"),
     ],

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from shardfx import AxisRules, Code, MeshSpec, PathRules, follow, fsdp, plan, replicate, report
 from shardfx._ground.text import bytes_text
-from shardfx._plan.facts import report_rows_of
 from shardfx.presets import models
 
 
@@ -41,13 +40,13 @@ def planned(tree, target: Any = replicate, mesh=MESH, **keywords):
     ],
 )
 def test_rows_are_of_arrays_that_differ_in_numbers_alone(tree, paths):
-    rows = report_rows_of(planned(jax.tree.map(struct, tree), P("tensor")).content)
-    assert [row.path for row in rows] == paths
+    rows = planned(jax.tree.map(struct, tree), P("tensor")).content.groups
+    assert [row.where for row in rows] == paths
 
 
 def test_arrays_that_are_planned_differently_are_not_joined():
     made = plan([struct(8)] * 2 + [struct(6), struct(8)], MESH, paths=PathRules([("1", P()), (".*", P("tensor"))]))
-    assert [(row.path, row.count) for row in report_rows_of(made.content)] == [("{0,3}", 2), ("1", 1), ("2", 1)]
+    assert [(row.where, len(row.paths)) for row in made.content.groups] == [("{0,3}", 2), ("1", 1), ("2", 1)]
 
 
 @given(
@@ -56,8 +55,8 @@ def test_arrays_that_are_planned_differently_are_not_joined():
 def test_rows_cover_every_array_once(leaves):
     tree = {f"{name}/{number}": struct(size) for name, number, size in leaves}
     made = planned(tree, P("tensor"))
-    rows = report_rows_of(made.content)
-    assert sum(row.count for row in rows) == len(made.leaves)
+    rows = made.content.groups
+    assert sum(len(row.paths) for row in rows) == len(made.leaves)
     assert sum(row.bytes for row in rows) == made.bytes_total
     assert sum(row.bytes_per_device for row in rows) == made.bytes_per_device
 
@@ -93,7 +92,7 @@ def test_the_state_of_repeated_layers_is_grouped_as_they_are():
     layer = {"w": struct(8, 16), "norm": struct(16)}
     rules = PathRules([("w", P("data", "tensor")), ("norm", P())])
     made = follow(optax.adamw(1e-3).init, plan({"layers": [layer] * 12}, MESH, paths=rules))
-    assert [(row.path, row.count, row.leaf.rule) for row in report_rows_of(made.content)] == [
+    assert [(row.where, len(row.paths), row.row.rule) for row in made.content.groups] == [
         ("0/count", 1, None),
         ("0/mu/layers/{0..11}/norm", 12, "path and shape of `layers/*/norm`"),
         ("0/mu/layers/{0..11}/w", 12, "the sharding that `init` gives it"),

@@ -16,7 +16,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, fsdp, html_report, plan
-from shardfx._plan.facts import report_rows_of
 from shardfx._see import Finding, report_data
 from shardfx._see.html import packed
 from shardfx.cost import Fit, Traffic, fit
@@ -73,8 +72,8 @@ def test_the_rows_are_those_of_the_report():
     layer = {"w": struct(8, 6), "b": struct(6)}
     made = planned("w->data.tensor, .*->replicate", {"layers": [layer] * 3, "n": struct()})
     data = report_data(made, title="three layers")
-    rows = report_rows_of(made.content)
-    assert [row["path"] for row in data["rows"]] == [row.path for row in rows]
+    rows = made.content.groups
+    assert [row["path"] for row in data["rows"]] == [row.where for row in rows]
     assert [row["bytes_per_device"] for row in data["rows"]] == [row.bytes_per_device for row in rows]
     assert data["totals"] == {
         "arrays": 7,
@@ -206,9 +205,9 @@ def test_every_file_of_the_page_is_in_it_and_the_same_plan_gives_the_same_page()
 
 def test_the_picture_in_the_readme_shows_what_is_said_of_it():
     made = draw_report.planned()
-    rows = {row.path.rpartition("layers/")[2]: row for row in report_rows_of(made.content)}
+    rows = {row.where.rpartition("layers/")[2]: row for row in made.content.groups}
     key, query, out = (rows[f"{{0..47}}/self_attn/{name}_proj/weight"] for name in ("k", "q", "o"))
-    assert key.leaf.spec == P(None, "fsdp") and key.leaf.reasons[0].code.name == "unit"
+    assert key.row.spec == P(None, "fsdp") and key.row.reasons[0].code.name == "unit"
     assert key.bytes_per_device > query.bytes_per_device + out.bytes_per_device
     assert draw_report.PICTURE.read_bytes().startswith(b"\x89PNG") and draw_report.PICTURE.stat().st_size < 200_000
 
