@@ -106,7 +106,7 @@ def follow(
     kinds, known = kinds_matcher(memory_kinds), plan.axes if axes is None else axes
     by_path = Matcher(PathRules(()) if paths is None else paths)
     pairs = {"adapters": adapters, "scales": scales}
-    bases = {what: Matcher(PathRules((regex, (base,)) for regex, base in given)) for what, given in pairs.items()}
+    bases = {what: _matcher_of_bases(given) for what, given in pairs.items()}
     made, refused = _evaluated(init, plan, args)
     flat = flatten(made)
     raise_repeated(flat)
@@ -134,6 +134,11 @@ def follow(
     resolving = axes if content.axes is None else content.axes
     skeleton = Skeleton(flat.paths, flat.treedef)
     return ShardPlan(content.replaced(axes=resolving, rows=rows, index=index, skeleton=skeleton))
+
+
+def _matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
+    """Returns a Matcher for pairs of a regex and a replacement; the target of each rule is a tuple of the latter."""
+    return Matcher(PathRules(pair if isinstance(pair, str) else (pair[0], tuple(pair[1:])) for pair in pairs))
 
 
 def _axes_over(over: Any, plan: ShardPlan) -> Fsdp | None:

@@ -126,7 +126,7 @@ class ShardPlan(eqx.Module):
             text = str(path)
             near = difflib.get_close_matches(text, known, n=3, cutoff=0.5) or [one for one in known if text in one][:3]
             raise UnknownPathError(
-                f"the plan has no leaf at the path {path!r}"
+                f"the plan has no leaf `{path}`"
                 + (f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ".")
             )
         if self.content.skeleton.paths.count(path) > 1:

@@ -16,10 +16,10 @@ from .._plan import Content, Group, refined
 from .._rules import (
     Atomic,
     AxisRules,
+    Fsdp,
     Optional,
     PathRules,
     Pipeline,
-    Fsdp,
     compiled,
     first_match,
     fsdp,

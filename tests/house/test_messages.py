@@ -213,7 +213,7 @@ ValueError: `without('replicate')`: the codes of findings are unplannable, inval
 LeafTypeError: `init` must be a function, not GradientTransformationExtraArgs; pass `optimizer.init`.
 
 >>> follow(lambda x: x, planned(), adapters=["lora"])
-RuleError: `adapters[0]` is 'lora'; give pairs, as in `adapters=[("lora_[ab]$", "weight")]`.
+RuleError: rule 0 is 'lora'; a path rule is a pair of a regex and a target.
 
 >>> plan({"a": {"w": P("data")}}, MESH, paths=EVERYTHING)
 LeafTypeError: leaf `a/w` is P('data',), but a plan is made from arrays or ShapeDtypeStructs; pass the model's own \
@@ -223,7 +223,7 @@ tree, and the specs as `paths=PathRules([...])`.
 LeafTypeError: [...]leaf `a/w`: a NumPy array of dtype <U4 cannot be put on a device; take it out of the tree.[...]
 
 >>> shard({**TREE, "step": 3}, built())
-PlanMismatchError: leaf `step` is int 3, but the plan has an array of shape () there; plan the tree that you use.
+PlanMismatchError: leaf `step` is int 3, but the plan is for float32[]; plan the tree that you use.
 
 >>> shard({**TREE, "extra": jnp.ones(2)}, built())
 PlanMismatchError: this tree is not the one that was planned (1 array more, 0 missing): the plan has no `extra`. Plan \
@@ -256,8 +256,7 @@ PlanMismatchError: [...]use `plan.on(plan.mesh.build(jax.devices()))`.
 PlanMismatchError: [...]use `plan.on(plan.mesh.build(jax.devices()))`.
 
 >>> planned()[0]
-UnknownPathError: `plan[0]`: a plan is read by the path of an array, as in `plan['layers/0/w']`; `plan.leaves` has \
-the arrays in order.
+UnknownPathError: the plan has no leaf `0`.
 
 >>> ShardPlan.join(planned(), planned())
 PlanMismatchError: `join` needs at least one plan, each with the key of its tree: `ShardPlan.join(params=params_plan, \

@@ -421,7 +421,7 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
             PlanMismatchError,
             "not for .*AxisType.Explicit.* plan again",
         ),
-        (lambda: MADE["ww"], UnknownPathError, r"no leaf at the path 'ww'; did you mean `w`\?"),
+        (lambda: MADE["ww"], UnknownPathError, r"no leaf `ww`; did you mean `w`\?"),
         (lambda: JOINED["a/b/c"], UnknownPathError, "several leaves have the path `a/b/c`"),
         (lambda: sfx.shard(TREE, MADE), PlanMismatchError, r"has no devices; use `plan.on\(plan.mesh.build"),
         (lambda: ShardPlan.join(a=ON, b=MADE), PlanMismatchError, r"\(\[\[0, 1, .*, 7\]\] and None\).*`plan.off\(\)`"),
