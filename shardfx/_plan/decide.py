@@ -3,7 +3,6 @@ then refined by strategies.
 """
 
 import dataclasses
-import functools as ft
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -297,17 +296,11 @@ def correct(
             f"`units` must hold one positive int for each dimension of shape {leaf.shape}, not {leaf.units}; use 1 "
             "where any cut will do."
         )
-    decision = _cached(spec, leaf, MeshSpec.of(mesh), min_bytes)
+    mesh = MeshSpec.of(mesh)
+    decision = corrected(spec, leaf, axes_of(mesh, min_bytes))
     if strict and decision.reasons:
-        raise SpecError(
-            f"{spec} for shape {leaf.shape} on mesh {MeshSpec.of(mesh)}: {'; '.join(map(str, decision.reasons))}"
-        )
+        raise SpecError(f"{spec} for shape {leaf.shape} on mesh {mesh}: {'; '.join(map(str, decision.reasons))}")
     return decision
-
-
-@ft.lru_cache(maxsize=4096)
-def _cached(spec: PartitionSpec, leaf: Leaf, mesh: MeshSpec, min_bytes: int) -> Decision:
-    return corrected(spec, leaf, axes_of(mesh, min_bytes))
 
 
 def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
@@ -337,7 +330,7 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
         return Decision(trimmed(kept), tuple(reasons))
     absent = tuple(sorted(axis for axis in (*spec.unreduced, *spec.reduced) if axis not in sizes))
     if absent:
-        reasons.append(reason(Code.absent, None, absent, what=f"axis {_names(absent)}"))
+        reasons.append(reason(Code.absent, None, absent, what=f"axis `{'`, `'.join(absent)}`"))
     unreduced, reduced = ([axis for axis in axes if axis in sizes] for axes in (spec.unreduced, spec.reduced))
     return Decision(trimmed(kept, with_reductions((), unreduced, reduced, unreduced_kind(spec))), tuple(reasons))
 
@@ -369,9 +362,9 @@ def _free(
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
     for axis in free:
         taken.remove(axis)
-    reasons = [reason(Code.absent, dim, absent, what=f"axis {_names(absent)}")] if absent else []
+    reasons = [reason(Code.absent, dim, absent, what=f"axis `{'`, `'.join(absent)}`")] if absent else []
     if taken:
-        reasons.append(reason(Code.duplicate, dim, tuple(taken), what=_names(dict.fromkeys(taken))))
+        reasons.append(reason(Code.duplicate, dim, tuple(taken), what=f"`{'`, `'.join(dict.fromkeys(taken))}`"))
     return free, reasons
 
 
@@ -413,14 +406,11 @@ def _indivisible(
     return reason(Code.indivisible, dim, dropped, size=text, what=what, pad=pad, whole=count)
 
 
-# Padding is suggested only if it adds at most 1/64 of the size: a vocabulary can be padded, a width of 64 cannot.
-_PADDED_PARTS = 64
-
-
 def _advice_to_pad(size: int, product: int) -> str:
     """Returns the beginning of an advice to pad a dimension to a multiple of `product`; "" if that adds too much."""
     padded = -(-size // product) * product
-    return f"pad it to {padded}, or " if (padded - size) * _PADDED_PARTS <= size else ""
+    # At most 1/64 of the size: a vocabulary can be padded, a width of 64 cannot.
+    return f"pad it to {padded}, or " if (padded - size) * 64 <= size else ""
 
 
 def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decision:
@@ -505,7 +495,3 @@ def _roomiest(
 
 def _product(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
     return " x ".join(f"`{axis}` ({sizes[axis]})" for axis in axes)
-
-
-def _names(axes: Iterable[str]) -> str:
-    return ", ".join(f"`{axis}`" for axis in axes)
