@@ -1,7 +1,9 @@
 """A map applied to whole arrays in memory, by its operations or, for an inverted map, by pieces."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+import functools as ft
+import itertools as it
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,86 +14,49 @@ from .._ground.spec import DType
 from .._ground.tree import flatten
 from .binding import bound_steps, places, structs_of, tree_structs
 from .casts import cast_array
-from .evaluate import ON_SHAPES, check_counted, dim_of, evaluated, leaf_made
+from .evaluate import ON_SHAPES, evaluated, leaf_made
 from .expression import Rules
-from .pieces import NOWHERE, Arithmetic, Factor, Made, Piece, Struct, along, changed, extended, hull, swapped
+from .pieces import NOWHERE, Arithmetic, Factor, Made, Piece, along, changed, extended, hull, swapped
 from .values import constant, fill
 
 
-def on_arrays(xp: Any, leaves: Mapping[str, Any]) -> Mapping[str, Callable[..., Any]]:
-    """The functions that carry out each operation on arrays of `xp`, which is `numpy` or `jax.numpy`."""
-
-    def constant(_: Sequence[Any], value: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        return xp.full(shape, value, jnp.dtype(dtype))
-
-    def transpose(parts: Sequence[Any], *order: int) -> Any:
-        return xp.transpose(parts[0], order or None)
-
-    def reshaped(op: str) -> Callable[..., Any]:
-        def run(parts: Sequence[Any], *args: int) -> Any:
-            made = ON_SHAPES[op]([leaf_made("", Struct(parts[0].shape, parts[0].dtype))], *args)
-            return parts[0].reshape(made.shape)
-
-        return run
-
-    def stacked(parts: Sequence[Any], dim: int) -> Any:
-        return xp.stack(list(parts), axis=dim)
-
-    def concat(parts: Sequence[Any], dim: int, shards: int) -> Any:
-        pieces = [xp.split(part, shards, axis=dim) for part in parts]
-        return xp.concatenate([pieces[at][shard] for shard in range(shards) for at in range(len(parts))], axis=dim)
-
-    def at(parts: Sequence[Any], index: int, dim: int) -> Any:
-        return parts[0][(slice(None),) * dim_of(dim, parts[0].ndim, "at") + (index,)]
-
-    def cut(parts: Sequence[Any], start: int, stop: int | None, dim: int) -> Any:
-        return parts[0][(slice(None),) * dim_of(dim, parts[0].ndim, "slice") + (slice(start, stop),)]
-
-    def repeat(parts: Sequence[Any], count: int, dim: int, unit: int) -> Any:
-        (x,) = parts
-        dim = dim_of(dim, x.ndim, "repeat")
-        units = x.reshape(*x.shape[:dim], x.shape[dim] // unit, unit, *x.shape[dim + 1 :])
-        return xp.repeat(units, count, axis=dim).reshape(*x.shape[:dim], x.shape[dim] * count, *x.shape[dim + 1 :])
-
-    def pad_to(parts: Sequence[Any], size: int, dim: int, value: Any) -> Any:
-        (x,) = parts
-        dim = dim_of(dim, x.ndim, "pad_to")
-        more = xp.full((*x.shape[:dim], size - x.shape[dim], *x.shape[dim + 1 :]), value, x.dtype)
-        return xp.concatenate([x, more], axis=dim)
-
-    def cast(parts: Sequence[object], dtype: str) -> Any:
-        return cast_array(parts[0], jnp.dtype(dtype))
-
-    def scale(parts: Sequence[Any], *block: int) -> Any:
-        x, by = (part.astype(jnp.float32) for part in parts)
-        for dim, size in enumerate(block):
-            by = xp.repeat(by, size, axis=dim)
-        return x * by[tuple(slice(size) for size in x.shape)]
-
-    def counted(sign: Literal["*", "+"]) -> Callable[..., Any]:
-        def run(parts: Sequence[Any], number: float) -> Any:
-            return changed(parts[0], Arithmetic(sign, check_counted(number, parts[0].dtype)))
-
-        return run
-
-    return {
-        "leaf": leaves.__getitem__,
-        "constant": constant,
-        "transpose": transpose,
-        "reshape": reshaped("reshape"),
-        "split": reshaped("split"),
-        "merge": reshaped("merge"),
-        "stacked": stacked,
-        "concat": concat,
-        "at": at,
-        "slice": cut,
-        "repeat": repeat,
-        "pad_to": pad_to,
-        "cast": cast,
-        "scale": scale,
-        "times": counted("*"),
-        "plus": counted("+"),
-    }
+def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
+    """The result of an operation on arrays of `xp`, which is `numpy` or `jax.numpy`; the shapes were checked before."""
+    x: Any = parts[0] if parts else None
+    match op, *args:
+        case "constant", value, shape, dtype:
+            return xp.full(shape, value, jnp.dtype(dtype))
+        case "transpose", *order:
+            return xp.transpose(x, order or None)
+        case "reshape" | "split" | "merge", *_:
+            return x.reshape(ON_SHAPES[op]([leaf_made("", x)], *args).shape)
+        case "stacked", dim:
+            return xp.stack(parts, axis=dim)
+        case "concat", dim, shards:
+            pieces = zip(*[xp.split(part, shards, axis=dim) for part in parts], strict=True)
+            return xp.concatenate([*it.chain.from_iterable(pieces)], axis=dim)
+        case "at", index, dim:
+            return x[(slice(None),) * (dim % x.ndim) + (index,)]
+        case "slice", start, stop, dim:
+            return x[(slice(None),) * (dim % x.ndim) + (slice(start, stop),)]
+        case "repeat", count, dim, unit:
+            dim %= x.ndim
+            units = x.reshape(*x.shape[:dim], x.shape[dim] // unit, unit, *x.shape[dim + 1 :])
+            return xp.repeat(units, count, axis=dim).reshape(*x.shape[:dim], x.shape[dim] * count, *x.shape[dim + 1 :])
+        case "pad_to", size, dim, value:
+            dim %= x.ndim
+            more = xp.full((*x.shape[:dim], size - x.shape[dim], *x.shape[dim + 1 :]), value, x.dtype)
+            return xp.concatenate([x, more], axis=dim)
+        case "cast", dtype:
+            return cast_array(x, jnp.dtype(dtype))
+        case "scale", *block:
+            x, by = (part.astype(jnp.float32) for part in parts)
+            for dim, size in enumerate(block):
+                by = xp.repeat(by, size, axis=dim)
+            return x * by[tuple(slice(size) for size in x.shape)]
+        case "times" | "plus", number:
+            return changed(x, Arithmetic("*" if op == "times" else "+", number))
+    raise NotImplementedError(op)
 
 
 def applied(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
@@ -127,9 +92,9 @@ def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, object], made: Mappin
     for number, step in enumerate(steps):
         last = number == len(steps) - 1
         target = made if last else bound_steps([step], structs)
-        found, ops = {}, on_arrays(xp, leaves)
+        found, run = {}, ft.partial(on_arrays, xp)
         for path, rule, binding in places(step, structs, target, []):
-            value = evaluated(rule, binding, leaves, ops)
+            value = evaluated(rule, binding, leaves, leaves.__getitem__, run)
             found[path] = cast_array(value, target[path].dtype) if value.dtype != target[path].dtype else value
         leaves, structs = {path: found[path] for path in target}, structs_of(target, target.values())
     return leaves
@@ -160,9 +125,12 @@ def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: DType, array
     for piece in pieces:
         form = form_of(piece)
         here, there = (tuple(slice(*ends) for ends in hull(one)) for one in (swapped(piece), piece))
-        values = jnp.asarray(constant(piece) if piece.value.path is None else arrays[piece.value.path])
-        values = taken(values[here], form.source)
-        for to in () if piece.value.path is None else piece.value.casts:
+        path, scale = piece.value.path, piece.value.scale
+        values = constant(piece) if path is None else arrays[path]
+        if scale is not None:
+            values = on_arrays(jnp, "scale", [values, arrays[scale.path]], *scale.block)
+        values = taken(jnp.asarray(values)[here], form.source)
+        for to in () if path is None else piece.value.casts:
             values = changed(values, to)
         made = put(out[there], form.target, ordered(values, form).astype(dtype), 0)
         out = made if len(pieces) == 1 and made.shape == shape else out.at[there].set(made)

@@ -10,7 +10,7 @@ from .._ground.boxes import Box
 from .._ground.errors import MapError
 from .._ground.text import between_numbers, joined, plural, printable
 from .._ground.tree import flatten
-from .evaluate import Absent, cast, dim_of, evaluated, on_shapes
+from .evaluate import Absent, cast, dim_of, evaluated, leaf_made, on_shapes
 from .expression import From, Rules, counted_leaf, leaves_of
 from .patterns import Binding, Pattern, pattern, sum_of
 from .pieces import Arithmetic, Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
@@ -66,10 +66,14 @@ def _forward(step: Rules, source: Mapping[str, TreeLeaf], target: Mapping[str, T
     found: dict[str, Made] = {}
     used: dict[str, None] = {}
     failed: list[Pattern] = []
-    ops = on_shapes(source, used)
+
+    def leaf(name: str) -> Made:
+        used[name] = None
+        return leaf_made(name, source[name])
+
     for path, rule, binding in places(step, source, target, problems):
         try:
-            made = evaluated(rule, binding, source, ops)
+            made = evaluated(rule, binding, source, leaf, on_shapes)
         except MapError as error:
             near = _near(error.path, source) if isinstance(error, Absent) else ""
             problems.append((path, f"{str(error).removesuffix('.')}{near}. It is made by {rule}"))
@@ -94,8 +98,7 @@ def _fitting(path: str, rule: From, made: Made, wanted: TreeLeaf, casts: bool, p
         if made.shape[::-1] == shape:
             hint = f"; torch keeps weights as [out, in]: {rule}.T"
         elif sorted(made.shape) == sorted(shape):
-            order = _order(made.shape, shape)
-            hint = f"; the same sizes in another order: {rule}.transpose({', '.join(map(str, order))})"
+            hint = f"; the same sizes in another order: {rule}.transpose(...)"
         problems.append((path, f"{rule} has shape {made.shape}, and the target {shape}{hint}"))
     elif wanted.dtype is not None and made.dtype != wanted.dtype and not casts:
         text = f"{rule} is {made.dtype}, and the target {wanted.dtype}; write {rule}.cast('{wanted.dtype}'), or "
@@ -106,16 +109,6 @@ def _fitting(path: str, rule: From, made: Made, wanted: TreeLeaf, casts: bool, p
         except MapError as error:
             problems.append((path, str(error).removesuffix(".")))
     return made
-
-
-def _order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    left = list(range(len(shape)))
-    order = []
-    for size in wanted:
-        at = next(dim for dim in left if shape[dim] == size)
-        left.remove(at)
-        order.append(at)
-    return tuple(order)
 
 
 def places(
@@ -198,7 +191,7 @@ def _counted(
     place = found[name]
     if place is None:
         raise MapError(f"nothing in {rule} says what `{{{name}}}` stands for; give the target, `like=...`")
-    made = evaluated(place.of[0], binding, source, on_shapes(source, {}))
+    made = evaluated(place.of[0], binding, source, lambda path: leaf_made(path, source[path]), on_shapes)
     size = made.shape[dim_of(place.args[1], len(made.shape), "at")]
     one = sum_of(str(place.args[0]))
     for number in range(size):
@@ -233,22 +226,12 @@ def _unused(
 
 def _behind_gaps(step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str, None]) -> Iterator[tuple[str, str]]:
     """Leaves after a gap in a stack's numbers. The stack stops at the first number that the source lacks."""
-    for _, rule in step.made:
-        for over, text in _endless(rule):
-            one = pattern(text)
-            for path in source:
-                binding = None if path in used else one.matched(path)
-                if binding is None or one.filled({**binding, over: 0}) not in used:
-                    continue
-                number = next(n for n in it.count() if one.filled({**binding, over: n}) not in used)
-                gap = one.filled({**binding, over: number})
-                if gap in source:
-                    continue
-                yield (
-                    path,
-                    f"`.stack({over!r})` stops before it: the source has no `{gap}`. Add that leaf, or say how many: "
-                    f"`.stack({over!r}, count={number})`",
-                )
+    for over, text in dict.fromkeys(one for _, rule in step.made for one in _endless(rule)):
+        for path in source:
+            binding = None if path in used else pattern(text).matched(path)
+            if binding is not None and pattern(text).filled({**binding, over: 0}) in used:
+                more = f"`.stack({over!r}, count=...)`"
+                yield path, f"`.stack({over!r})` stops before it, at a number that is missing; say how many: {more}"
                 break
 
 

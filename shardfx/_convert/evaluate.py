@@ -1,5 +1,6 @@
 """The value of an expression: as pieces, from the shapes of its leaves, or as an array, from the arrays."""
 
+import functools as ft
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -26,7 +27,6 @@ from .pieces import (
     renumbered,
     shifted,
     split,
-    stacked,
     whole,
 )
 
@@ -40,27 +40,30 @@ class Absent(MapError):
 
 
 def evaluated(
-    made: From, binding: Binding, leaves: Mapping[str, object], ops: Mapping[str, Callable[..., object]]
+    made: From,
+    binding: Binding,
+    leaves: Mapping[str, object],
+    leaf: Callable[[str], Any],
+    run: Callable[..., Any],
 ) -> Any:
     """The value of an expression with these values for the names in braces.
 
     **Arguments:**
 
     - `leaves`: the leaves that there are, by path.
-    - `ops`: `on_shapes(...)` or `on_arrays(...)`: what each leaf is worth, and what each operation does with what its
-        parts are worth.
+    - `leaf`: gives the value of a leaf by its path.
+    - `run`: gives the value of an operation by its name, the values of its parts and its arguments: `on_shapes`, or
+        `on_arrays` of a module of arrays.
     """
     if made.op == "leaf":
-        return ops["leaf"](resolved(made.args[0], binding, leaves))
+        return leaf(resolved(made.args[0], binding, leaves))
     if made.op == "stack":
         over, dim = made.args[:2]
-        parts = [evaluated(made.of[0], {**binding, over: i}, leaves, ops) for i in count_of(made, binding, leaves)]
-        return ops["stacked"](parts, dim)
-    parts = [evaluated(part, binding, leaves, ops) for part in made.of]
-    if made.op == "at":
-        index, dim = made.args
-        return ops["at"](parts, _index(index, binding), dim)
-    return ops[made.op](parts, *made.args)
+        bindings = [{**binding, over: number} for number in count_of(made, binding, leaves)]
+        return run("stacked", [evaluated(made.of[0], one, leaves, leaf, run) for one in bindings], dim)
+    parts = [evaluated(part, binding, leaves, leaf, run) for part in made.of]
+    args = (_index(made.args[0], binding), made.args[1]) if made.op == "at" else made.args
+    return run(made.op, parts, *args)
 
 
 def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
@@ -124,8 +127,7 @@ def sizes_of(sizes: Sequence[int], count: int, what: str) -> tuple[int, ...]:
     if len(free) == 1 and known and count % known == 0:
         found[free[0]] = count // known
     if any(size < 0 for size in found) or math.prod(found) != count:
-        turns = f"; {count} is no multiple of {known}" if len(free) == 1 and known > 1 else ""
-        raise MapError(f"{what} of {count} elements into {tuple(sizes)}, which are not as many{turns}.")
+        raise MapError(f"{what} of {count} elements into {tuple(sizes)}, which are not as many.")
     return tuple(found)
 
 
@@ -202,7 +204,10 @@ def _stacked(parts: Sequence[Made], dim: int) -> Made:
     rank = len(first.shape) + 1
     dim = dim_of(dim, rank, "stack")
     order, shape = (*range(dim), None, *range(dim, rank - 1)), (*first.shape[:dim], len(parts), *first.shape[dim:])
-    pieces = [stacked(piece, order, dim, number) for number, part in enumerate(parts) for piece in part.pieces]
+    pieces: list[Piece] = []
+    for number, part in enumerate(parts):
+        by = (0,) * dim + (number,) + (0,) * (rank - dim - 1)
+        pieces += [shifted(renumbered(piece, order), by) for piece in part.pieces]
     return Made(shape, first.dtype, tuple(pieces))
 
 
@@ -237,19 +242,10 @@ def _alike(parts: Sequence[Made], op: str, dim: int | None) -> Made:
         shapes = {(len(part.shape), *part.shape[:at], *part.shape[at + 1 :]) for part in parts}
     dtypes = list(dict.fromkeys(str(part.dtype) for part in parts))
     if len(shapes) > 1:
-        raise MapError(f"`{op}` of different shapes, {sorted({part.shape for part in parts})}{_uneven(parts)}.")
+        raise MapError(f"`{op}` of different shapes, {sorted({part.shape for part in parts})}.")
     if len(dtypes) > 1:
         raise MapError(f"`{op}` of different dtypes, {' and '.join(dtypes)}; cast them first.")
     return parts[0]
-
-
-def _uneven(parts: Sequence[Made]) -> str:
-    """A hint for parts with different sizes that are interleaved, such as `layers[0::2]` and `layers[1::2]`."""
-    rows = {part.shape[1:] for part in parts if part.shape}
-    counts = [part.shape[0] for part in parts if part.shape]
-    if len(rows) > 1 or len(counts) < len(parts) or max(counts) - min(counts) > 1:
-        return ""
-    return f": {sum(counts)} entries in {len(counts)} turns, and {sum(counts)} is no multiple of {len(counts)}"
 
 
 def _at(parts: Sequence[Made], index: int, dim: int) -> Made:
@@ -321,21 +317,11 @@ def _then(made: Made, step: Any, dtype: Any) -> Made:
     return Made(made.shape, dtype, tuple(pieces))
 
 
-def _counted(sign: Literal["*", "+"]) -> Callable[..., Made]:
-    def run(parts: Sequence[Made], number: float) -> Made:
-        (made,) = parts
-        return _then(made, Arithmetic(sign, check_counted(number, made.dtype)), made.dtype)
-
-    return run
-
-
-def check_counted(number: float, dtype: DType) -> float:
-    """The number, checked for arithmetic with arrays of a dtype; raises if the dtype or the number does not
-    allow it.
-    """
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise MapError(f"{dtype} is not counted with {number!r}: cast it to floating-point numbers first.")
-    return float(number)
+def _counted(sign: Literal["*", "+"], parts: Sequence[Made], number: float) -> Made:
+    (made,) = parts
+    if not jnp.issubdtype(made.dtype, jnp.floating):
+        raise MapError(f"{made.dtype} is not counted with {number!r}: cast it to floating-point numbers first.")
+    return _then(made, Arithmetic(sign, number), made.dtype)
 
 
 def _scale(parts: Sequence[Made], *block: int) -> Made:
@@ -355,14 +341,9 @@ def _scale(parts: Sequence[Made], *block: int) -> Made:
     return Made(made.shape, jnp.dtype("float32"), tuple(pieces))
 
 
-def on_shapes(leaves: Mapping[str, Struct | Made], used: dict[str, None]) -> Mapping[str, Callable[..., Made]]:
-    """The functions that carry out each operation on pieces. `used` collects the path of each leaf that is read."""
-
-    def leaf(path: str) -> Made:
-        used[path] = None
-        return leaf_made(path, leaves[path])
-
-    return {**ON_SHAPES, "leaf": leaf}
+def on_shapes(op: str, parts: Sequence[Made], *args: Any) -> Made:
+    """The result of an operation on pieces."""
+    return ON_SHAPES[op](parts, *args)
 
 
 ON_SHAPES: Mapping[str, Callable[..., Made]] = {
@@ -379,6 +360,6 @@ ON_SHAPES: Mapping[str, Callable[..., Made]] = {
     "pad_to": _pad_to,
     "cast": _cast,
     "scale": _scale,
-    "times": _counted("*"),
-    "plus": _counted("+"),
+    "times": ft.partial(_counted, "*"),
+    "plus": ft.partial(_counted, "+"),
 }

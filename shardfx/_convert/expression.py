@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -40,22 +40,6 @@ FORMS: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
         "plus": (1, "finite"),
     }
 )
-_WORDS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "path": "the path of a leaf",
-        "number": "a number",
-        "finite": "a finite number",
-        "factor": "a finite number that is not 0",
-        "sizes": "the sizes of an array",
-        "dtype": "a dtype",
-        "int": "a whole number",
-        "count": "a whole number that is not negative",
-        "block": "the size of a block, 1 or more",
-        "end": "a whole number or None",
-        "name": "the name of what stands in braces",
-        "index": "a whole number, or what stands in braces, as in '6*i+2'",
-    }
-)
 
 
 def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
@@ -81,41 +65,13 @@ def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
         raise MapError(f"`{op}` takes {count} expressions, not {parts}.")
     if len(words) != len(args):
         raise MapError(f"`{op}` takes {len(words)} arguments, not {len(args)}: {tuple(args)!r:.80}.")
-    return tuple(_checked_as(op, word, value) for (_, word), value in zip(words, args, strict=True))
-
-
-def _checked_as(op: str, word: str, value: object) -> Any:
-    found = _read(word, value)
-    if found is None and not (word == "end" and value is None):
-        raise MapError(f"`{op}` takes {_WORDS[word]}, not {value!r:.80}.")
-    return found
-
-
-def _read(word: str, value: Any) -> Any:
-    """The value as this kind of argument, or `None` if it is not of this kind."""
-    match word:
-        case "path":
-            return value if isinstance(value, str) else None
-        case "name":
-            return value if isinstance(value, str) and value.isidentifier() else None
-        case "index" if isinstance(value, str):
-            sum_of(value)
-            return value
-        case "number":
-            return _number(value)
-        case "finite" | "factor":
-            number = _number(value)
-            if number is None or isinstance(number, bool) or not math.isfinite(number):
-                return None
-            return float(number) if number or word == "finite" else None
-        case "dtype":
-            return _dtype(value)
-        case "sizes":
-            sizes = [_int(size) for size in value] if isinstance(value, tuple | list) else [None]
-            return None if any(size is None or size < 0 for size in sizes) else tuple(sizes)
-    number = _int(value)
-    least = {"count": 0, "block": 1}.get(word)
-    return None if number is not None and least is not None and number < least else number
+    found = []
+    for (_, word), value in zip(words, args, strict=True):
+        text, read = _KINDS[word]
+        found.append(read(value))
+        if found[-1] is None and not (word == "end" and value is None):
+            raise MapError(f"`{op}` takes {text}, not {value!r:.80}.")
+    return tuple(found)
 
 
 def _number(value: Any) -> int | float | None:
@@ -125,11 +81,25 @@ def _number(value: Any) -> int | float | None:
     return number if is_one else None
 
 
-def _int(value: object) -> int | None:
+def _finite(value: object) -> float | None:
+    number = _number(value)
+    return None if number is None or isinstance(number, bool) or not math.isfinite(number) else float(number)
+
+
+def _int(value: object, least: float = -math.inf) -> int | None:
     # This includes NumPy's integers, which JSON cannot hold. A bool is an int in Python, but no size.
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < least:
         return None
     return operator.index(value)
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _sizes(value: object) -> tuple[Any, ...] | None:
+    sizes = [_int(size, 0) for size in value] if isinstance(value, tuple | list) else [None]
+    return None if None in sizes else tuple(sizes)
 
 
 def _dtype(value: Any) -> str | None:
@@ -141,18 +111,40 @@ def _dtype(value: Any) -> str | None:
     return None if value is None or dtype_named(name) is None else name
 
 
+# For each kind of argument a description of valid values, and a function that reads one; it returns `None` for others.
+_KINDS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = MappingProxyType(
+    {
+        "path": ("the path of a leaf", _text),
+        "name": (
+            "the name of what stands in braces",
+            lambda value: _text(value) if str(value).isidentifier() else None,
+        ),
+        "index": (
+            "a whole number, or what stands in braces, as in '6*i+2'",
+            lambda value: value if isinstance(value, str) and sum_of(value) else _int(value),
+        ),
+        "number": ("a number", _number),
+        "finite": ("a finite number", _finite),
+        "factor": ("a finite number that is not 0", lambda value: _finite(value) or None),
+        "sizes": ("the sizes of an array", _sizes),
+        "dtype": ("a dtype", _dtype),
+        "int": ("a whole number", _int),
+        "count": ("a whole number that is not negative", lambda value: _int(value, 0)),
+        "block": ("the size of a block, 1 or more", lambda value: _int(value, 1)),
+        "end": ("a whole number or None", _int),
+    }
+)
+
+
 def check_number(value: Any, dtype: DType, what: str) -> None:
     """Raises if an array of a dtype cannot hold a number."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         raise MapError(f"{what}: PRNG keys cannot be made of a number; stack or concat keys instead.")
-    if jnp.issubdtype(dtype, jnp.bool_) and value not in (0, 1):
-        raise MapError(f"{what}: {value!r} is neither 0 nor 1, as an array of {dtype} holds.")
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        if value != value or value in (float("inf"), float("-inf")) or int(value) != value:
-            raise MapError(f"{what}: {value!r} is no whole number, as an array of {dtype} holds.")
-        if not int(info.min) <= value <= int(info.max):
-            raise MapError(f"{what}: {value!r} does not fit into {dtype}, from {info.min} to {info.max}.")
+    is_bool = jnp.issubdtype(dtype, jnp.bool_)
+    if is_bool or jnp.issubdtype(dtype, jnp.integer):
+        low, high = (0, 1) if is_bool else (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
+        if not (low <= value <= high and int(value) == value):
+            raise MapError(f"{what}: {value!r} is no whole number from {low} to {high}, as an array of {dtype} holds.")
 
 
 # The default of an argument that is passed by name.
@@ -305,7 +297,7 @@ class From:
         return _new("scale", (self, by), tuple(block))
 
     def __str__(self) -> str:
-        return _text(self)
+        return _written(self)
 
     __repr__ = __str__
 
@@ -324,7 +316,7 @@ def _new(op: str, of: tuple[From, ...], args: tuple[object, ...]) -> From:
     return made
 
 
-def _text(made: From) -> str:
+def _written(made: From) -> str:
     if made.op in ("leaf", "constant"):
         inner = ", ".join(map(repr, made.args))
         return f"From({inner})" if made.op == "leaf" else f"From.constant({inner})"
@@ -335,12 +327,12 @@ def _text(made: From) -> str:
         if not name or value != _DEFAULTS[name]
     ]
     if made.op in ("concat", "stacked"):
-        return f"From.{made.op}([{', '.join(map(_text, made.of))}]{''.join(f', {arg}' for arg in args)})"
+        return f"From.{made.op}([{', '.join(map(_written, made.of))}]{''.join(f', {arg}' for arg in args)})"
     if made.op == "scale":
-        return f"{_text(made.of[0])}.scale({_text(made.of[1])}, block={made.args!r})"
+        return f"{_written(made.of[0])}.scale({_written(made.of[1])}, block={made.args!r})"
     if made.op == "transpose" and not made.args:
-        return f"{_text(made.of[0])}.T"
-    return f"{_text(made.of[0])}.{made.op}({', '.join(args)})"
+        return f"{_written(made.of[0])}.T"
+    return f"{_written(made.of[0])}.{made.op}({', '.join(args)})"
 
 
 def to_data(made: From) -> list[Any]:

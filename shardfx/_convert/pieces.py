@@ -267,12 +267,6 @@ def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
     return Piece(piece.value, piece.source, target, _renumbered(piece.factors, tuple(order)))
 
 
-def stacked(piece: Piece, order: tuple[int | None, ...], dim: int, number: int) -> Piece:
-    """The piece in a target with a further dimension `dim`, at index `number` of it."""
-    target = (*piece.target[:dim], number, *piece.target[dim:])
-    return Piece(piece.value, piece.source, target, _renumbered(piece.factors, order))
-
-
 @ft.lru_cache(maxsize=4096)
 def _renumbered(factors: tuple[Factor, ...], order: tuple[int | None, ...]) -> tuple[Factor, ...]:
     new = {dim: number for number, dim in enumerate(order) if dim is not None}

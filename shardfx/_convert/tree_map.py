@@ -210,22 +210,14 @@ class TreeMap:
 
 def _step_of(data: Any) -> Rules:
     """A step of a map from its JSON value."""
-    rules, drop, casts, inverted = (data[name] for name in ("rules", "drop", "casts", "inverted"))
-    rest = data.get("rest", [])
-    for name, value, kind in (
-        ("rules", rules, list),
-        ("drop", drop, list),
-        ("rest", rest, list),
-        ("casts", casts, bool),
-    ):
-        if not isinstance(value, kind):
-            raise TypeError(f"`{name}` is {value!r:.80}")
-    if not isinstance(inverted, bool):
-        raise TypeError(f"`inverted` is {inverted!r:.80}")
+    for name, kind in (("rules", list), ("drop", list), ("rest", list), ("casts", bool), ("inverted", bool)):
+        if not isinstance(data.get(name, []), kind):
+            raise TypeError(f"`{name}` is {data.get(name)!r:.80}")
+    rules, options = data["rules"], {name: data[name] for name in ("drop", "rest", "casts") if name in data}
     made = {path: from_data(one) for path, one in rules}
     if len(made) != len(rules):
         raise ValueError("two rules make the same leaf")
-    return dataclasses.replace(TreeMap(made, drop=drop, rest=rest, casts=casts).steps[0], inverted=inverted)
+    return dataclasses.replace(TreeMap(made, **options).steps[0], inverted=data["inverted"])
 
 
 def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None) -> Mapping[str, Made]:

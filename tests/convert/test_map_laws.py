@@ -114,6 +114,10 @@ def test_scaled_blocks_are_what_numpy_makes_of_them():
             by_hand[row, column] = np.float32(weight[row, column]) * scales[row // 128, column // 128]
     whole = made.apply(arrays)["w"]
     same(whole, by_hand.astype(whole.dtype).T)
+    # Also ahead of a map that goes backwards, which is applied by pieces.
+    turned = TreeMap({"w": From("w").T}).inverse()
+    for tree in (arrays, {path: jnp.asarray(one) for path, one in arrays.items()}):
+        same(made.then(turned).apply(tree, like={"w": whole.T})["w"], whole.T)
     (one,) = pieces_of(made, arrays).values()
     box = ((100, 130), (5, 190))
     memory = np.zeros((30, 185), one.dtype)

@@ -68,9 +68,7 @@ def test_peaks_by_dtype():
     assert v7x.flops(jnp.bfloat16) == v7x.flops("float16") == 2307e12
     assert v7x.flops(jnp.float8_e4m3fn) == v7x.flops("float8") == 4614e12
     assert chips.find("b200").flops(jnp.float4_e2m1fn) == 9000e12
-    with pytest.raises(
-        ChipError, match="'v4': no peak is known for float8; there are bfloat16, int8. Add one"
-    ):
+    with pytest.raises(ChipError, match="'v4': no peak is known for float8; there are bfloat16, int8. Add one"):
         chips.find("v4").flops(jnp.float8_e5m2)
 
 

@@ -309,5 +309,5 @@ def test_an_odd_number_of_layers_in_pairs_is_named():
     config, files = config_of("gemma2"), files_of("gemma2")
     mine = maps.maxtext(config)
     tree = maps.hugging_face(config).to(mine).apply(files)
-    with pytest.raises(MapError, match=r"\d entries in 2 turns, and \d is no multiple of 2"):
+    with pytest.raises(MapError, match=r"`stack` of different shapes, \[\(\d, "):
         maps.TreeLayout(dict(mine.weights), sizes=dict(mine.sizes)).to(maps.stacked(config)).apply(tree)
