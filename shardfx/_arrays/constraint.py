@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +43,9 @@ def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
 
 
-T = TypeVar("T")
-
-
 @overload
 def constrain(
-    x: np.ndarray,
+    x: jax.Array | np.ndarray,
     names_or_spec: Any,
     plan: ShardPlan,
     *,
@@ -60,26 +57,14 @@ def constrain(
 
 @overload
 def constrain(
-    x: T,
-    names_or_spec: Any,
-    plan: ShardPlan,
-    *,
-    strict: bool | None = None,
-    unmatched: Policy = "raise",
-    explain: Literal[False] = False,
-) -> T: ...
-
-
-@overload
-def constrain(
-    x: T,
+    x: jax.Array | np.ndarray,
     names_or_spec: Any,
     plan: ShardPlan,
     *,
     strict: bool | None = None,
     unmatched: Policy = "raise",
     explain: Literal[True],
-) -> tuple[T, Decision]: ...
+) -> tuple[jax.Array, Decision]: ...
 
 
 def constrain(
@@ -163,21 +148,16 @@ def constrain(
         # on one device.
         if isinstance(mesh, AbstractMesh) and not mesh.manual_axes and jax.sharding.get_abstract_mesh().empty:
             x = meant_for(x, tuple(mesh.shape.items()))
-    constrained = _constrained(x, found.spec, mesh, free)
-    return (constrained, found) if explain else constrained
-
-
-def _constrained(x: object, spec: PartitionSpec, mesh: Mesh | AbstractMesh, free: dict[str, AxisType]) -> Any:
-    if not isinstance(x, Tracer):
-        return _constrained_outside(x, spec, mesh)
-    for kind, constraint in (
-        (AxisType.Explicit, jax.sharding.reshard),
-        (AxisType.Auto, jax.lax.with_sharding_constraint),
-    ):
-        axes = [name for name in free if free[name] == kind]
-        if axes:
-            x = constraint(x, NamedSharding(mesh, _only(spec, axes, kind)))
-    return x
+        for kind, constraint in (
+            (AxisType.Explicit, jax.sharding.reshard),
+            (AxisType.Auto, jax.lax.with_sharding_constraint),
+        ):
+            axes = [name for name in free if free[name] == kind]
+            if axes:
+                x = constraint(x, NamedSharding(mesh, _only(found.spec, axes, kind)))
+    else:
+        x = _constrained_outside(x, found.spec, mesh)
+    return (x, found) if explain else x
 
 
 def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Decision:

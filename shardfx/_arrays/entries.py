@@ -1,9 +1,8 @@
 """The arguments `in_shardings`, `out_shardings` and `donate`: the entry of each parameter and of each leaf."""
 
-import difflib
 import inspect
 import itertools as it
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -69,7 +68,7 @@ def shardings_in(form: object) -> dict[Any, Any]:
     return found
 
 
-def spread(form: object, tree: object, what: str, *, shapes: bool = True, hint: str = "") -> list[Any]:
+def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> list[Any]:
     """The sharding of each leaf of a tree; `None` for a leaf that keeps its own.
 
     **Arguments:**
@@ -77,7 +76,6 @@ def spread(form: object, tree: object, what: str, *, shapes: bool = True, hint: 
     - `form`: a plan, a sharding, or a tree of them that is a prefix of `tree`.
     - `what`: the tree's name in messages.
     - `shapes`: whether shapes and dtypes are compared; if not, only where the arrays are in the tree.
-    - `hint`: begins the message about a form that is no prefix.
 
     **Raises:**
 
@@ -88,7 +86,7 @@ def spread(form: object, tree: object, what: str, *, shapes: bool = True, hint: 
         parts = structure.flatten_up_to(tree)
     except ValueError as error:
         raise PlanMismatchError(
-            f"{hint}the entry of `in_shardings` or `out_shardings` for {what} is no prefix of it: {error}"
+            f"the entry of `in_shardings` or `out_shardings` for {what} is no prefix of it: {error}"
         ) from error
     found: list[Any] = []
     for (path, entry), part in zip(entries, parts, strict=True):
@@ -121,22 +119,12 @@ def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
     return [entry] * len(jax.tree.leaves(part))
 
 
-def lacks(form: object, tree: object) -> Iterator[str]:
-    """Paths at which a plan has leaves that are not arrays and the tree has `None`."""
-    entries, structure = jax.tree.flatten(form, is_leaf=_is_entry)
-    for entry, part in zip(entries, structure.flatten_up_to(tree), strict=True):
-        if isinstance(entry, ShardPlan):
-            present = set(flatten(part).paths)
-            yield from (path for path, i in entry.content.numbered if i < 0 and path not in present)
-
-
 class Entries(NamedTuple):
-    """The entries of `in_shardings`: by position or name, for `*args` and for `**kwargs`, and a hint for messages."""
+    """The entries of `in_shardings`: by position or name, for `*args` and for `**kwargs`."""
 
     known: dict[int | str, Any]
     more: Any = None
     others: Any = None
-    hint: str = ""
 
     @property
     def forms(self) -> list[Any]:
@@ -162,13 +150,14 @@ def by_parameter(in_shardings: object, signature: inspect.Signature, name: str =
     more, others = _variadic(signature, "VAR_POSITIONAL"), _variadic(signature, "VAR_KEYWORD")
     if isinstance(in_shardings, dict):
         unknown = [key for key in in_shardings if key not in known and others is None]
-        near = difflib.get_close_matches(str(unknown[0]), known, n=1) if unknown else []
-        hint = f"`{unknown[0]}` is no parameter of {name}({', '.join(known)})" if unknown else ""
         if len(unknown) == len(in_shardings) > 0:
-            return Entries({}, in_shardings, in_shardings, f"`in_shardings` is a dict, and {hint}; ")
+            # One entry for all arguments, which is a dict.
+            return Entries({}, in_shardings, in_shardings)
         if unknown:
-            fix = f"did you mean `{near[0]}`?" if near else "name parameters, or give a tuple, one entry for each."
-            raise PlanMismatchError(f"{hint}, which `in_shardings` names; {fix}")
+            raise PlanMismatchError(
+                f"`{unknown[0]}` is no parameter of {name}({', '.join(known)}), which `in_shardings` names; name "
+                "parameters, or give a tuple, one entry for each."
+            )
         keys = [key for key in dict.fromkeys([*known, *in_shardings]) if key not in (more, others)]
         table = {names.index(key) if key in names else key: in_shardings.get(key) for key in keys}
         return Entries(table, in_shardings.get(more), in_shardings.get(others))

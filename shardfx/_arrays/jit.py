@@ -23,7 +23,6 @@ from .entries import (
     checked,
     donated,
     key_of,
-    lacks,
     parameter_names,
     shardings_in,
     spread,
@@ -343,7 +342,7 @@ class Jitted(Generic[P, R]):
         found: list[Given] = []
         for argument, name, what, tree, entry, is_donated in rows:
             leaves, treedef = jax.tree.flatten(tree)
-            wanted = spread(entry, tree, what, shapes=shapes, hint=self._in.hint)
+            wanted = spread(entry, tree, what, shapes=shapes)
             for path, leaf, sharding in zip(tree_paths(treedef), leaves, wanted, strict=True):
                 text = f"`{path}` of {what}" if path else what
                 found.append(Given(text, f"{name}/{path}" if path else name, leaf, sharding, is_donated, argument))
@@ -365,7 +364,7 @@ class Jitted(Generic[P, R]):
             )
 
     def _explain(self, error: Exception, call: _Call) -> None:
-        """Raises an error about the arguments if they explain the given error; else adds a note about missing ones."""
+        """Raises an error about the arguments if they explain the given error."""
         if isinstance(error, PlanMismatchError):
             return
         try:
@@ -379,12 +378,6 @@ class Jitted(Generic[P, R]):
                 f"on one mesh inside one function, and `reshard` between functions. JAX says: {error}"
             ) from error
         raise_elsewhere(arrays, error)
-        for which, arg, entry in self._in.of(*call.tree[1:]):
-            for path in it.islice(lacks(entry, arg), 1):
-                error.add_note(
-                    f"argument {which} of `{self._name}` lacks `{path}`, which is no array and was there when its plan "
-                    "was made; `equinox.combine(arrays, model)` puts what is no array back."
-                )
 
     def _places(self, call: _Call) -> Iterator[tuple[str, Any]]:
         """The shardings of a call's arrays, of its entries, and of its results, each with a text for messages."""

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from .._ground.errors import LeafTypeError, PlanMismatchError
 from .._ground.spec import canonical
 from .._ground.tree import Flat, flatten
-from .._plan import Row, ShardPlan, check_plan, named_sharding, rows_of, shardings_of_leaves
+from .._plan import ShardPlan, check_plan, named_sharding, rows_of, shardings_of_leaves
 from .constraint import constrain, is_tracing, placed
 from .given import sharding_of
 
@@ -118,16 +118,15 @@ def gather(tree: object) -> PyTree:
 
 def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
     """The leaves of a traced tree, each constrained to the sharding of its row."""
-    rows = plan.content.rows
-    pairs = zip(flat.leaves, rows_of(plan.content, flat), strict=True)
-    return [leaf if i < 0 else _constrained_leaf(leaf, rows[i], plan) for leaf, i in pairs]
-
-
-def _constrained_leaf(leaf: object, row: Row, plan: ShardPlan) -> PyTree:
-    x = constrain(leaf, row.spec, plan, strict=True)
-    if row.memory_kind is None:
-        return x
-    return jax.device_put(x, named_sharding(plan.content.any_mesh, row.spec, row.memory_kind))
+    leaves = list(flat.leaves)
+    for at, number in enumerate(rows_of(plan.content, flat)):
+        if number >= 0:
+            row = plan.content.rows[number]
+            leaves[at] = constrain(leaves[at], row.spec, plan, strict=True)
+            if row.memory_kind is not None:
+                sharding = named_sharding(plan.content.any_mesh, row.spec, row.memory_kind)
+                leaves[at] = jax.device_put(leaves[at], sharding)
+    return leaves
 
 
 def _gathered_leaf(path: Any, leaf: object) -> Any:

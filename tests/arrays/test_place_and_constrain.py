@@ -100,7 +100,7 @@ def test_constrain_leaves_out_manual_axes_in_silence(mesh, manual, rest):
 def test_errors_of_constrain():
     made = plan_on(AUTO)
     with pytest.raises(LeafTypeError, match="takes one array, not dict; map it over a tree"):
-        constrain({"a": X}, P(), made)
+        constrain({"a": X}, P(), made)  # pyright: ignore[reportArgumentType]
     with pytest.raises(RuleError, match="the plan has no `axes`"):
         constrain(X, ("batch", None), plan({"w": X}, AUTO, unmatched="replicate"))
     with pytest.raises(SpecError, match="has 3 entries"):
