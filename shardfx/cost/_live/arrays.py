@@ -3,127 +3,43 @@ at a time.
 """
 
 import heapq
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from .._hlo_text import CONSTANTS, ELEMENTWISE, PIECES, PRODUCTS, VIEWS
-from .program import Body, LiveOp, OpenedProgram, Uses
+from .program import OpenedProgram, Uses
 
 
-class Arrays:
-    """Which values of a program XLA writes to memory as arrays, after fusion.
+# The operation that reads these computes them in its own fusion, also where it is in a loop.
+_FREE = CONSTANTS | {"broadcast"}
+_FUSED = VIEWS | PIECES | ELEMENTWISE
 
-    On TPUs, products are fusions too. On GPUs and CPUs, libraries compute them, and these read arrays.
+
+def sources_of(program: OpenedProgram, uses: Uses, *, tpu: bool) -> dict[int, frozenset[int]]:
+    """For each value, the arrays in memory from which it is computed; for a value that is such an array, itself.
+
+    XLA fuses elementwise operations, views and slices with the operations that read them, so they make no arrays. A
+    loop reads arrays only. So do products on GPUs and CPUs, where libraries compute them.
     """
-
-    def __init__(self, program: OpenedProgram, *, tpu: bool):
-        self.program, self.uses, self.tpu = program, Uses(program), tpu
-        self.maker, self.home = self.uses.maker, self.uses.home
-        self.known: dict[int, bool] = {}
-        self.sources: dict[int, frozenset[int]] = {}
-
-    def is_array(self, value: int) -> bool:
-        """Whether a value is an array in memory. Parameters and loop-carried values always are."""
-        if value not in self.known:
-            self.known[value] = self._is_array(value)
-        return self.known[value]
-
-    def _is_array(self, value: int) -> bool:
-        op = self.maker.get(value)
-        if op is None or value in self.uses.results:
-            return True
-        if op.opcode in CONSTANTS or (op.opcode == "broadcast" and not self.program.buffers[op.reads[0]].shape):
-            return any(self.needs_memory(user, at) for user, at, _ in self.uses.users.get(value, ()))
-        if not self.program.buffers[value].shape:
-            return True  # a scalar is computed once before the array that reads it
-        if self.is_one_hot(op):
-            return any(not self.fuses(user, at) for user, at, _ in self.readers(value))
-        if op.opcode in VIEWS or op.opcode in PIECES or op.opcode in ELEMENTWISE:
-            home = self.home[value]
-            return any(
-                body is not home
-                or self.needs_memory(user, at)
-                or (op.opcode in ELEMENTWISE and not self.fuses(user, at))
-                for user, at, body in self.readers(value)
-            )
-        return True
-
-    def is_one_hot(self, op: LiveOp) -> bool:
-        """Whether a scatter writes one element into each row of a constant. XLA turns such a scatter into a comparison
-        with an iota.
-        """
-        if op.opcode != "scatter":
-            return False
-        operand, *_, updates = (self.program.buffers[value].shape for value in op.reads)
-        into = self.maker.get(op.reads[0])
-        is_constant = into is not None and into.opcode == "broadcast"
-        return is_constant and math.prod(updates) * max(operand, default=1) <= math.prod(operand)
-
-    def readers(self, value: int) -> Iterator[tuple[LiveOp, int, Body]]:
-        """The operations that read a value, directly or through views that are not arrays themselves."""
-        for user, at, body in self.uses.users.get(value, ()):
-            if user.opcode in VIEWS and not self.is_array(user.makes[0]):
-                yield from self.readers(user.makes[0])
-            else:
-                yield user, at, body
-
-    def read_for(self, value: int) -> frozenset[int]:
-        """The arrays that are read to compute a value. For a value that is an array this is the value itself."""
-        if self.is_array(value):
-            return frozenset([value])
-        if value not in self.sources:
-            self.sources[value] = frozenset().union(*map(self.read_for, self.maker[value].reads))
-        return self.sources[value]
-
-    def reads(self, op: LiveOp) -> set[int]:
-        """The arrays that an operation and its bodies read."""
-        found = {source for value in op.reads for source in self.read_for(value)}
-        for body in op.bodies:
-            for value in body.results:
-                found |= self.read_for(value)
-            for inner in body.ops:
-                if inner.bodies or any(map(self.is_array, inner.makes)):
-                    found |= self.reads(inner)
-        return found
-
-    def fuses(self, op: LiveOp, at: int) -> bool:
-        """Whether an operation computes its operand number `at` in its own fusion, so that the operand
-        needs no memory.
-        """
-        if op.opcode == "dynamic-update-slice":
-            return at > 0
-        return (
-            op.opcode in ELEMENTWISE
-            or op.opcode in VIEWS
-            or op.opcode in PIECES
-            or op.opcode == "reduce"
-            or (self.tpu and op.opcode in PRODUCTS)
-            or self.is_one_hot(op)
-        )
-
-    def needs_memory(self, op: LiveOp, at: int) -> bool:
-        """Whether operand number `at` must be an array even if it is a view, a slice or a constant."""
-        if op.opcode == "dynamic-update-slice":
-            return at == 0
-        if op.opcode == "scatter":
-            return not self.is_one_hot(op)
-        return op.opcode in ("while", "conditional", "sort", "custom-call") or op.opcode.startswith(
-            ("all-", "reduce-scatter", "collective-", "ragged-all")
-        )
-
-
-# An operation whose result is this many times its operands waits until its first reader.
-_SMALL = 16
+    found = {value: frozenset([value]) for value in range(len(program.buffers))}
+    for op in uses.ops:
+        for value in op.makes if op.opcode in _FUSED | _FREE else ():
+            readers = uses.users.get(value, ())
+            by_library = PRODUCTS if op.opcode in ELEMENTWISE and not tpu else ()
+            is_read = any(body is not uses.home[value] or user.opcode in by_library for user, _, body in readers)
+            is_scalar = not program.buffers[value].shape
+            if op.opcode in _FREE or not (is_read or is_scalar or value in uses.results):
+                found[value] = frozenset().union(*(found[read] for read in op.reads))
+    return found
 
 
 def listed(
-    reads: Sequence[frozenset[int]], makes: Sequence[tuple[int, ...]], bytes_of: Callable[[int], int]
+    reads: Sequence[frozenset[int]], makes: Sequence[Collection[int]], bytes_of: Callable[[int], int]
 ) -> list[int]:
     """The order of XLA's list scheduler, which picks the ready operation that frees the most bytes.
 
     The order of `ListMemoryScheduler` in `xla/hlo/transforms/hlo_memory_scheduler.cc`, November 2026: the priority is
     the bytes freed minus the bytes made, then the number of readers. An operation that reads nothing made in the body,
-    such as the zeros that a loop starts from, runs right before its first reader.
+    such as the gather of a weight, runs right before its first reader.
 
     **Arguments:**
 
@@ -136,14 +52,11 @@ def listed(
     for at, values in enumerate(reads):
         for value in values:
             users.setdefault(value, []).append(at)
-    before, is_first = _firsts(reads, makes, bytes_of)
-    waits = _waits(before, is_first)
-    waiters: dict[int, list[int]] = {}
-    for at, own in enumerate(waits):
-        for one in own:
-            waiters.setdefault(one, []).append(at)
-    left = {value: len(ops) for value, ops in users.items()}
+    before = [{maker[value] for value in values if value in maker} for values in reads]
     followers = [sum(len(users.get(value, ())) for value in values) for values in makes]
+    is_first = [not own and count > 0 for own, count in zip(before, followers, strict=True)]
+    waits = [{one for one in own if not is_first[one]} for own in before]
+    left = {value: len(ops) for value, ops in users.items()}
     done: set[int] = set()
 
     def priority(at: int) -> tuple[int, int, int]:
@@ -158,54 +71,16 @@ def listed(
         at = heapq.heappop(ready)[-1]
         if at in done:
             continue
-        firsts = _needed(at, before, is_first, done)
+        firsts = sorted(one for one in before[at] if is_first[one] and one not in done)
         done.update((*firsts, at))
         order += [*firsts, at]
         for value in reads[at]:
             left[value] -= 1
-            if left[value] == 1:
-                for user in users[value]:
-                    if user not in done and not waits[user] and not is_first[user]:
-                        heapq.heappush(ready, priority(user))
-        for user in waiters.get(at, ()):
+        changed = [user for value in makes[at] for user in users.get(value, ())]
+        for user in changed:
             waits[user].discard(at)
-            if not waits[user] and not is_first[user]:
+        changed += [user for value in reads[at] if left[value] == 1 for user in users[value]]
+        for user in changed:
+            if user not in done and not waits[user] and not is_first[user]:
                 heapq.heappush(ready, priority(user))
     return order
-
-
-def _firsts(
-    reads: Sequence[frozenset[int]], makes: Sequence[tuple[int, ...]], bytes_of: Callable[[int], int]
-) -> tuple[list[list[int]], list[bool]]:
-    """For each operation, the operations that must run before it, and whether it reads almost nothing that the body
-    makes.
-    """
-    maker = {value: at for at, values in enumerate(makes) for value in values}
-    read = {value for values in reads for value in values}
-    before = [sorted({maker[value] for value in values if value in maker}) for values in reads]
-    is_first: list[bool] = []
-    for at, values in enumerate(reads):
-        taken = _SMALL * sum(bytes_of(value) for value in values if value in maker)
-        is_first.append(taken <= sum(map(bytes_of, makes[at])) and not read.isdisjoint(makes[at]))
-    return before, is_first
-
-
-def _waits(before: Sequence[Sequence[int]], is_first: Sequence[bool]) -> list[set[int]]:
-    """For each operation, the operations that must run before it, without those that run only for their
-    first reader.
-    """
-    found: list[set[int]] = []
-    for own in before:
-        found.append({one for one in own if not is_first[one]}.union(*(found[one] for one in own if is_first[one])))
-    return found
-
-
-def _needed(at: int, before: Sequence[Sequence[int]], is_first: Sequence[bool], done: Collection[int]) -> list[int]:
-    """The operations that must run immediately before operation `at`, since they were postponed until their first
-    reader.
-    """
-    found: list[int] = []
-    for one in before[at]:
-        if is_first[one] and one not in done and one not in found:
-            found += [other for other in (*_needed(one, before, is_first, done), one) if other not in found]
-    return found

@@ -2,64 +2,53 @@
 rematerialized.
 """
 
-import bisect
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from ..._step import Frame, own_line
-from .._hlo_text import ELEMENTWISE, IN_PLACE, PRODUCTS, VIEWS, Array, HloModule, Phase, bytes_of, phase_of
-from .arrays import Arrays, listed
+from .._hlo_text import IN_PLACE, PRODUCTS, Array, HloModule, Phase, bytes_of, phase_of
+from .arrays import listed, sources_of
 from .narrow import narrowed
-from .program import Body, LiveOp, OpenedProgram, Uses, program_of, reached
+from .program import Body, LiveOp, OpenedProgram, Uses, program_of
 
 
-@dataclasses.dataclass(frozen=True)
-class Recomputed:
+class Recomputed(NamedTuple):
     """The effect of rematerializing each layer in the backward pass, for a step that does not do so.
 
     **Arguments:**
 
     - `values`: the arrays that are then not kept.
     - `kept_bytes`: bytes that are kept in their place: the loop-carried values, for each layer.
-    - `inside_bytes`: for each body of a backward loop, by its identity, the bytes of one layer while it is recomputed.
     """
 
     values: frozenset[int] = frozenset()
     kept_bytes: int = 0
-    inside_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
-def recomputed(program: OpenedProgram, bytes_of: Callable[[int], int]) -> Recomputed:
-    """The effect of rematerializing each layer; an empty one if that saves nothing."""
-    uses = Uses(program)
-    loops = {id(body): op for op in uses.ops if op.opcode == "while" for body in op.bodies}
+def recomputed(program: OpenedProgram, uses: Uses, bytes_of: Callable[[int], int]) -> Recomputed:
+    """The effect of rematerializing each layer; an empty one if that saves nothing.
+
+    The arrays that a loop of the forward pass stacks for another loop are not kept. The values that the forward loop
+    carries from layer to layer are.
+    """
+    loops = {id(body) for op in uses.ops if op.opcode == "while" for body in op.bodies}
     gone: set[int] = set()
-    stacks: list[int] = []
-    kept, inside = 0, {}
+    stacked = kept = 0
     for op in [one for one in program.entry.ops if one.opcode == "while"]:
-        own = [at for at, value in enumerate(op.makes) if _is_stack(op, at, uses) and _reader(value, uses, loops)]
-        if not own:
-            continue
-        length = program.buffers[op.makes[own[0]]].shape[0]
-        carried = [op.makes[at] for at in range(len(op.makes)) if not _is_stack(op, at, uses)]
-        carried = [value for value in carried if program.buffers[value].shape]
+        stacks = [at for at in range(len(op.makes)) if _is_stack(op, at, uses)]
+        own = [at for at in stacks if {id(body) for _, _, body in uses.users.get(op.makes[at], ())} <= loops]
         for at in own:
-            value, shape = op.makes[at], program.buffers[op.makes[at]].shape[1:]
-            stacks.append(value)
-            gone.update((value, op.reads[at], op.bodies[0].carried[at], op.bodies[0].results[at]))
-            # Values that a loop carries are kept for each layer, and none of them is computed again.
-            same = next((one for one in carried if program.buffers[one].shape == shape), None)
-            if same is not None:
-                carried.remove(same)
-                kept += bytes_of(value)
-            elif not _is_of_others(op, at, own, uses):
-                body = id(_reader(value, uses, loops))
-                inside[body] = inside.get(body, 0) + bytes_of(value) // length
-        kept += sum(length * bytes_of(one) for one in carried)
-    if sum(map(bytes_of, stacks)) <= 1.1 * kept:
-        return Recomputed()
-    return Recomputed(frozenset(gone), kept, inside)
+            stacked += bytes_of(op.makes[at])
+            gone.update((op.makes[at], op.reads[at], op.bodies[0].carried[at], op.bodies[0].results[at]))
+        carried = [value for at, value in enumerate(op.makes) if at not in stacks and program.buffers[value].shape]
+        # A stack of the carried values themselves stays as it is, on TPUs in bfloat16.
+        sizes = {program.buffers[op.makes[at]].shape: bytes_of(op.makes[at]) for at in own}
+        for value in carried if own else ():
+            length, shape = program.buffers[op.makes[own[0]]].shape[0], program.buffers[value].shape
+            kept += sizes.get((length, *shape), length * bytes_of(value))
+    return Recomputed(frozenset(gone), kept) if stacked > 1.1 * kept else Recomputed()
 
 
 def _is_stack(loop: LiveOp, at: int, uses: Uses) -> bool:
@@ -70,34 +59,6 @@ def _is_stack(loop: LiveOp, at: int, uses: Uses) -> bool:
     op = uses.maker.get(body.results[at])
     readers = [one for one, _, _ in uses.users.get(body.carried[at], ())]
     return op is not None and op.opcode == "dynamic-update-slice" and readers == [op]
-
-
-def _reader(value: int, uses: Uses, loops: dict[int, LiveOp]) -> Body | None:
-    """The body of the loop that reads a value; `None` unless exactly one loop does."""
-    bodies = {id(body): body for _, _, body in uses.users.get(value, ())}
-    return next(iter(bodies.values())) if len(bodies) == 1 and next(iter(bodies)) in loops else None
-
-
-def _is_of_others(loop: LiveOp, at: int, stacks: list[int], uses: Uses) -> bool:
-    """Whether a stacked value is an elementwise function of another stacked value, so that a fusion can
-    recompute it.
-    """
-    written = {_written(loop, one, uses) for one in stacks if one != at}
-
-    def before(value: int) -> tuple[int, ...]:
-        op = uses.maker.get(value)
-        return op.reads if op is not None and (op.opcode in ELEMENTWISE or op.opcode in VIEWS) else ()
-
-    begun = _written(loop, at, uses)
-    return any(value != begun and value in written for value in reached([begun], before))
-
-
-def _written(loop: LiveOp, at: int, uses: Uses) -> int:
-    """The slice that one iteration of a loop writes to a stacked array."""
-    value = uses.maker[loop.bodies[0].results[at]].reads[1]
-    while (op := uses.maker.get(value)) is not None and op.opcode == "reshape":
-        value = op.reads[0]
-    return value
 
 
 # The part of the 128 MiB on chip that a TPU's compiler fills. These bytes count too: where there is room, the compiler
@@ -180,23 +141,23 @@ def held(
     - `recomputes`: counts as if the backward pass computed each layer of a loop again.
     """
     program = program_of(module)
-    arrays = Arrays(narrowed(program) if tpu else program, tpu=tpu)
-    return _Memory(module, arrays, tile, tpu).held(donated, on_host, results_on_host, recomputes)
+    memory = _Memory(module, narrowed(program) if tpu else program, tile, tpu)
+    return memory.held(donated, on_host, results_on_host, recomputes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Peak:
-    bytes: int
+class _Peak(NamedTuple):
+    """The bytes of a body's temporaries at its worst moment, and their values."""
+
+    bytes: int = 0
     values: tuple[int, ...] = ()
 
 
 class _Memory:
-    def __init__(self, module: HloModule, arrays: Arrays, tile: tuple[int, int] | None, tpu: bool):
-        self.module, self.arrays, self.program, self.tile, self.tpu = module, arrays, arrays.program, tile, tpu
-        self.peaks: dict[int, _Peak] = {}
+    def __init__(self, module: HloModule, program: OpenedProgram, tile: tuple[int, int] | None, tpu: bool):
+        self.module, self.program, self.tile, self.tpu = module, program, tile, tpu
+        self.uses = Uses(program)
+        self.sources = sources_of(program, self.uses, tpu=tpu)
         self.changed = Recomputed()
-        # Results that reuse the memory of donated arguments.
-        self.aliased: set[int] = set()
 
     def bytes_of(self, value: int) -> int:
         """Bytes of a value in the device's memory, tile padding included; 0 for a rematerialized value."""
@@ -209,20 +170,20 @@ class _Memory:
     ) -> Held:
         """The memory of the program, with these arguments donated or in host memory."""
         if recomputes:
-            self.changed = recomputed(self.program, self.bytes_of)
+            self.changed = recomputed(self.program, self.uses, self.bytes_of)
         entry = self.program.entry
         spare = [self.program.buffers[value] for value, yes in zip(entry.carried, donated, strict=False) if yes]
         results: list[int] = []
         for value, is_away in itertools.zip_longest(entry.results, results_on_host, fillvalue=False):
             buffer = self.program.buffers[value]
-            if buffer in spare and not is_away:
+            is_alias = buffer in spare and not is_away
+            if is_alias:
                 spare.remove(buffer)
-                self.aliased.add(value)
-            results.append(0 if value in self.aliased or is_away else self.bytes_of(value))
+            results.append(0 if is_alias or is_away else self.bytes_of(value))
         away = {value for value, yes in zip(entry.carried, on_host, strict=False) if yes}
         arguments = tuple(0 if value in away else self.bytes_of(value) for value in entry.carried)
         timeline: list[int] = []
-        peak = self.peak(entry, timeline)
+        peak = self.peak(entry, timeline, dict(zip(entry.results, results, strict=True)))
         temporary = peak.bytes + self.changed.kept_bytes
         ahead = min(sum(arguments), max(0, _ON_CHIP - temporary)) if self.tpu else 0
         found = tuple(sorted(map(self.described, peak.values), key=lambda one: -one.bytes))
@@ -231,150 +192,75 @@ class _Memory:
 
     def described(self, value: int) -> HeldArray:
         """A temporary with the operation that made it. For a loop's result this is the operation in the loop's body."""
-        op = made = self.arrays.maker.get(value)
+        op = made = self.uses.maker.get(value)
         while made is not None and made.opcode == "while":
             op, value = made, made.bodies[0].results[made.makes.index(value)]
-            made = self.arrays.maker.get(value)
+            made = self.uses.maker.get(value)
         size, buffer = self.bytes_of(value), self.program.buffers[value]
         op = made or op
         assert op is not None
         line = own_line(self.module.frames(op.instruction))
         return HeldArray(buffer, size, op.opcode, op.instruction.op_name, line)
 
-    def peak(self, body: Body, timeline: list[int] | None = None) -> _Peak:
-        """The worst moment of a body, without the values that the body carries."""
-        if id(body) not in self.peaks:
-            found = _Schedule(self, body).peak([] if timeline is None else timeline)
-            more = self.changed.inside_bytes.get(id(body), 0)
-            self.peaks[id(body)] = dataclasses.replace(found, bytes=found.bytes + more)
-        return self.peaks[id(body)]
+    def peak(self, body: Body, timeline: list[int], rooms: Mapping[int, int]) -> _Peak:
+        """The worst moment of a body, without the values that the body carries and returns.
 
+        **Arguments:**
 
-class _Schedule:
-    """The operations of a body in the order in which they run, and the live range of each array."""
-
-    def __init__(self, memory: _Memory, body: Body):
-        self.memory, self.body, self.is_entry = memory, body, body is memory.program.entry
-        arrays = memory.arrays
-        ops = [op for op in body.ops if op.bodies or any(map(arrays.is_array, op.makes))]
-        makes = [tuple(value for value in op.makes if arrays.is_array(value)) for op in ops]
-        reads = [frozenset(arrays.reads(op)) for op in ops]
-        order = listed(reads, makes, memory.bytes_of)
-        self.ops = [ops[at] for at in order]
-        self.makes = [makes[at] for at in order]
-        self.reads = [reads[at] for at in order]
-        self.born = {value: at for at, values in enumerate(self.makes) for value in values}
-        self.last = {value: at for at, values in enumerate(self.reads) for value in values}
-
-    def peak(self, timeline: list[int]) -> _Peak:
-        """The bytes at the worst moment. The bytes at every moment are appended to `timeline`."""
-        at_home, ends = self.at_home(), {**self.last, **dict.fromkeys(self.body.results, len(self.ops))}
-        starts = self.started() if self.memory.tpu else {}
-        spans = {
-            value: (starts.get(value, at), max(ends.get(value, at), at))
-            for value, at in self.born.items()
-            if value not in at_home
-        }
+        - `body`: the body.
+        - `timeline`: the bytes of each moment are appended to it.
+        - `rooms`: the bytes of each result that has memory of its own. Temporaries lie there until the result is made.
+        """
+        ops = [op for op in body.ops if op.bodies or any(map(self.is_array, op.makes))]
+        makes = [tuple(filter(self.is_array, op.makes)) for op in ops]
+        reads = [frozenset(self.reads(op)) for op in ops]
+        order = listed(reads, makes, self.bytes_of)
+        ops, makes, reads = ([those[at] for at in order] for those in (ops, makes, reads))
+        born = {value: at for at, values in enumerate(makes) for value in values}
+        last = born | {value: at for at, values in enumerate(reads) for value in values}
+        # Results are written to the buffers that the body carries, or to those of its caller.
+        kept = {*body.results}
         begins: dict[int, list[int]] = {}
-        dies: dict[int, list[int]] = {}
-        for value, (begin, end) in spans.items():
-            begins.setdefault(begin, []).append(value)
-            dies.setdefault(end, []).append(value)
+        for value, at in (born | (_started(ops, reads, born) if self.tpu else {})).items():
+            if value not in kept:
+                begins.setdefault(at, []).append(value)
         live: dict[int, int] = {}
-        inside: list[tuple[int, ...]] = []
-        for at, op in enumerate(self.ops):
-            spare = self.taken_over(op, begins.get(at, ()), dies.get(at, ()), live)
-            live |= {value: self.memory.bytes_of(value) for value in begins.get(at, ())}
-            inner = max(map(self.memory.peak, op.bodies), key=lambda one: one.bytes, default=_Peak(0))
-            timeline.append(sum(live.values()) + inner.bytes - spare)
-            inside.append(inner.values)
-            for value in dies.get(at, ()):
-                del live[value]
-        self.host(timeline, spans)
-        worst = max(range(len(timeline)), key=timeline.__getitem__, default=None)
-        if worst is None:
-            return _Peak(0)
-        there = (value for value, (begin, end) in spans.items() if begin <= worst <= end)
-        return _Peak(timeline[worst], (*there, *inside[worst]))
-
-    def host(self, timeline: list[int], spans: Mapping[int, tuple[int, int]]) -> None:
-        """Subtracts temporaries that share memory with results, for each moment that could still be the worst one."""
-        rooms, best = self.rooms(), 0
-        for at in sorted(range(len(timeline)), key=lambda at: -timeline[at]) if rooms else ():
-            if timeline[at] <= best:
-                return
-            there = [(self.memory.bytes_of(value), end) for value, (begin, end) in spans.items() if begin <= at <= end]
+        worst = _Peak()
+        for at, op in enumerate(ops):
+            # A TPU's compiler reuses few operands for the result of the operation that reads them last.
+            is_in_place = not self.tpu and op.opcode in IN_PLACE
+            live = {value: size for value, size in live.items() if last[value] >= at + is_in_place}
+            live |= {value: self.bytes_of(value) for value in begins.get(at, ())}
+            inner = max((self.peak(one, [], {}) for one in op.bodies), key=lambda one: one.bytes, default=_Peak())
+            whole = sum(live.values()) + inner.bytes
+            free = [size for value, size in rooms.items() if born.get(value, -1) > at]
+            largest = max(free, default=0)
+            hosted = min(sum(free), sum(size for size in live.values() if size <= largest))
             # An array that fits on chip stays there.
-            least = min(timeline[at], _ON_CHIP if self.memory.tpu else 0)
-            timeline[at] = max(least, timeline[at] - _hosted(there, rooms, at))
-            best = max(best, timeline[at])
+            timeline.append(max(whole - hosted, min(whole, _ON_CHIP if self.tpu else 0)))
+            if timeline[-1] > worst.bytes:
+                worst = _Peak(timeline[-1], (*live, *inner.values))
+        return worst
 
-    def at_home(self) -> set[int]:
-        """The results that are written directly to the loop-carried buffer, or to the caller's result buffer."""
-        if self.is_entry:
-            return {value for value in self.body.results if value in self.born}
-        found: set[int] = set()
-        for result, carried in zip(self.body.results, self.body.carried, strict=False):
-            at, read = self.born.get(result), self.last.get(carried, -1)
-            if at is not None and (read < at or (read == at and self.ops[at].opcode in IN_PLACE)):
-                found.add(result)
-        return found
+    def is_array(self, value: int) -> bool:
+        """Whether a value occupies memory of its own."""
+        return value in self.sources[value]
 
-    def rooms(self) -> list[tuple[int, int]]:
-        """The memory of each result that reuses no argument's memory: its size, and the moment from which the result
-        needs it.
-        """
-        if not self.is_entry:
-            return []
-        own = [value for value in self.body.results if value in self.born and value not in self.memory.aliased]
-        return sorted((self.memory.bytes_of(value), self.born[value]) for value in own)
-
-    def started(self) -> Mapping[int, int]:
-        """The moment from which each collective's result occupies memory: that of the product that the collective
-        overlaps with.
-        """
-        found: dict[int, int] = {}
-        for at, op in enumerate(self.ops):
-            if op.opcode in _ASYNC:
-                ready = max((self.born.get(value, -1) for value in self.reads[at]), default=-1)
-                before = (one for one in range(at - 1, ready, -1) if self.ops[one].opcode in PRODUCTS)
-                found.update(dict.fromkeys(self.makes[at], next(before, at)))
-        return found
-
-    def taken_over(self, op: LiveOp, begins: Sequence[int], dies: Sequence[int], live: Mapping[int, int]) -> int:
-        """Bytes of operands that are read here for the last time and whose memory the results reuse."""
-        if op.opcode != "while" and op.opcode not in IN_PLACE:
-            return 0
-        room = [live[value] for value in dies if value in live and (op.opcode != "while" or value in op.reads)]
-        spare = 0
-        for value in begins:
-            size = self.memory.bytes_of(value)
-            if size in room:
-                room.remove(size)
-                spare += size
-        return spare
+    def reads(self, op: LiveOp) -> set[int]:
+        """The arrays that an operation and its bodies read."""
+        read = [*op.reads, *(value for body in op.bodies for value in body.results)]
+        found = set().union(*(self.sources[value] for value in read))
+        return found.union(*(self.reads(inner) for body in op.bodies for inner in body.ops))
 
 
-def _hosted(arrays: list[tuple[int, int]], rooms: list[tuple[int, int]], at: int) -> int:
-    """Bytes of temporaries that fit into the memory of later results, one temporary per result, as compilers place
-    them.
-
-    **Arguments:**
-
-    - `arrays`: the size of each temporary, and the moment at which it is read last.
-    - `rooms`: the results, by size, smallest first, and by the moment from which they need their memory.
-    - `at`: the moment.
+def _started(ops: Sequence[LiveOp], reads: Sequence[frozenset[int]], born: Mapping[int, int]) -> dict[int, int]:
+    """The moment from which each collective's result occupies memory: that of the product that the collective overlaps
+    with.
     """
-    free: dict[int, list[int]] = {}
-    for size, needed in rooms:
-        if needed > at:
-            free.setdefault(size, []).append(needed)
-    sizes, hosted = list(free), 0
-    for size, until in sorted(arrays, reverse=True):
-        for room in sizes[bisect.bisect_left(sizes, size) :] if size else ():
-            first = bisect.bisect_right(free[room], until)
-            if first < len(free[room]):
-                del free[room][first]
-                hosted += size
-                break
-    return hosted
+    found: dict[int, int] = {}
+    for at, op in enumerate(ops):
+        if op.opcode in _ASYNC:
+            ready = max((born.get(value, -1) for value in reads[at]), default=-1)
+            before = (one for one in range(at - 1, ready, -1) if ops[one].opcode in PRODUCTS)
+            found.update(dict.fromkeys(op.makes, next(before, at)))
+    return found

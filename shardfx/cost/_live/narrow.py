@@ -8,9 +8,10 @@ the last such loop ends. This was read off programs that libtpu 0.0.42 compiles 
 
 import math
 import re
+from collections.abc import Iterator
 
 from .._collective import MOVING
-from .._hlo_text import PIECES, VIEWS, Instruction
+from .._hlo_text import PIECES, VIEWS
 from .program import Body, LiveOp, OpenedProgram, Uses
 
 
@@ -111,38 +112,29 @@ class _Narrowing:
         copies: dict[int, int] = {}
         ops: list[LiveOp] = []
         for op in body.ops:
-            for inner in op.bodies if op.opcode == "while" else ():
-                for value in self.outside(inner):
+            reads: dict[int, list[tuple[LiveOp, int]]] = {}
+            for one in _inside(op) if op.opcode == "while" else ():
+                for at, value in enumerate(one.reads):
+                    if self.uses.home[value] is body and self.program.buffers[value].dtype == "f32":
+                        reads.setdefault(value, []).append((one, at))
+            for value, readers in reads.items():
+                if self.known.get(value) or not self.program.buffers[value].shape:
+                    continue
+                if all(self.reads_narrow(one, at) for one, at in readers):
                     if value not in copies:
                         self.program.buffers.append(self.program.buffers[value]._replace(dtype="bf16"))
                         copies[value] = len(self.program.buffers) - 1
-                        ops.append(LiveOp(_conversion(op.instruction), (value,), (copies[value],)))
-                _replace(inner, copies)
+                        convert = op.instruction._replace(opcode="convert", operands=())
+                        ops.append(LiveOp(convert, (value,), (copies[value],)))
+                    for one, at in readers:
+                        if one.opcode != "while":
+                            one.reads = (*one.reads[:at], copies[value], *one.reads[at + 1 :])
             ops.append(op)
         body.ops[:] = ops
 
-    def outside(self, body: Body) -> list[int]:
-        """The float32 values that are made outside of a body and that the body reads only as bfloat16."""
-        inside = {value for value, home in self.uses.home.items() if home in _within(body)}
-        found: dict[int, list[bool | None]] = {}
-        for one in _within(body):
-            for op in one.ops:
-                for at, value in enumerate(op.reads):
-                    if value not in inside and self.program.buffers[value].dtype == "f32" and not self.known.get(value):
-                        found.setdefault(value, []).append(self.reads_narrow(op, at))
-        return [value for value, reads in found.items() if self.program.buffers[value].shape and all(reads)]
 
-
-def _within(body: Body) -> list[Body]:
-    return [body, *(one for op in body.ops for inner in op.bodies for one in _within(inner))]
-
-
-def _replace(body: Body, copies: dict[int, int]) -> None:
-    for one in _within(body):
-        for op in one.ops:
-            if op.opcode != "while" and any(value in copies for value in op.reads):
-                op.reads = tuple(copies.get(value, value) for value in op.reads)
-
-
-def _conversion(loop: Instruction) -> Instruction:
-    return loop._replace(opcode="convert", name=f"{loop.name}.convert", operands=(), attributes=loop.attributes)
+def _inside(op: LiveOp) -> Iterator[LiveOp]:
+    """The operations in the bodies of a loop or conditional, nested ones included."""
+    for body in op.bodies:
+        for inner in body.ops:
+            yield from (inner, *_inside(inner))
