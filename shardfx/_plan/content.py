@@ -269,8 +269,9 @@ def aligned(content: Content, flat: Flat) -> Sequence[int]:
     """Returns the row number of each leaf, as `rows_of` does, but compares only paths, not shapes and dtypes."""
     if flat.paths == content.skeleton.paths:
         return content.index
-    planned = {path: i for path, i in content.numbered if i >= 0}
-    given = [shaped or path in planned for path, shaped in zip(flat.paths, flat.is_array, strict=True)]
+    known, pairs = dict(content.numbered), zip(flat.paths, flat.is_array, strict=True)
+    # An array that the plan knows and has no row for was not selected.
+    given = [known.get(path, 0 if shaped else -1) >= 0 for path, shaped in pairs]
     wanted = [pair for pair in content.numbered if pair[1] >= 0]
     if [path for path, kept in zip(flat.paths, given, strict=True) if kept] != [path for path, _ in wanted]:
         _raise_other_tree(content, flat)

@@ -99,9 +99,7 @@ def test_a_call_that_does_not_fit_the_signature_is_told_with_it(args, kwargs, te
 
 
 def test_a_key_that_is_no_parameter_is_named(plans):
-    with pytest.raises(
-        PlanMismatchError, match=r"the entry .* for argument 0 of .* is no prefix of it: .*'c'"
-    ):
+    with pytest.raises(PlanMismatchError, match=r"the entry .* for argument 0 of .* is no prefix of it: .*'c'"):
         filter_jit(lambda a, b: a, in_shardings={"c": plans[0]})(TREE, TREE)
     with pytest.raises(PlanMismatchError, match=r"`bb` is no parameter of .*<lambda>\(a, b\), .*; name parameters"):
         filter_jit(lambda a, b: a, in_shardings={"a": plans[0], "bb": plans[0]})
