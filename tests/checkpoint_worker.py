@@ -71,7 +71,7 @@ def right(arrays):
 
 
 def saves_and_loads():
-    plans, read, wrote, result = planned(), counting("preadv"), counting("pwrite"), {}
+    plans, read, wrote, result = planned(), counting("preadv"), counting("pwritev"), {}
     for name, made in plans.items():
         wrote.clear()
         checkpoint.save(FOLDER / name, shardfx.shard(tree(), made), made)
@@ -137,18 +137,18 @@ def through_a_map(plans):
 
 def errors(made):
     """What each process gets where one of them fails, or saves elsewhere."""
-    arrays, pwrite = shardfx.shard(tree(), made), os.pwrite
+    arrays, pwrite = shardfx.shard(tree(), made), os.pwritev
 
     def full(*args):
         if jax.process_index() == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         return pwrite(*args)
 
-    os.pwrite = full
+    os.pwritev = full
     found = []
     for path in (FOLDER / "failed", FOLDER / f"elsewhere-{jax.process_index() % 2}"):
         found.append(saved(path, arrays, made)[0])
-        os.pwrite = pwrite
+        os.pwritev = pwrite
     return found
 
 
@@ -170,13 +170,13 @@ def interrupted(after_seconds):
 
 def slowed(seconds):
     """Makes each write last as long as it does on a slow disk."""
-    pwrite = os.pwrite
+    pwrite = os.pwritev
 
     def slow(*args):
         time.sleep(seconds)
         return pwrite(*args)
 
-    os.pwrite = slow
+    os.pwritev = slow
     return pwrite
 
 
@@ -202,7 +202,7 @@ def disagreements():
         if me == late:
             time.sleep(1.2)
         result[name] = saved(FOLDER / "never", arrays, made)
-        os.pwrite = pwrite
+        os.pwritev = pwrite
 
     tried("overwrite", 2, arrays, made, path=file, overwrite=True)
     tried("file_bytes", 0, arrays, made, file_bytes=1000)

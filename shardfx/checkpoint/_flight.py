@@ -1,13 +1,13 @@
 """Reads in flight from files into arrays: the boxes that are read at once, and a limit for their bytes."""
 
+import collections
 import concurrent.futures
 import dataclasses
-import functools as ft
 import itertools as it
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,8 +18,7 @@ from .._ground.copying import buffers
 from .._ground.errors import CheckpointError
 from .._ground.text import printable
 from ._entry import FileArray
-from ._reader import FilePiece, memory_to_fill, spans_of
-from ._spans import Span
+from ._reader import memory_to_fill
 from ._wanted import WantedLeaf, box_bytes
 
 
@@ -37,7 +36,7 @@ def moved(filled: np.ndarray, devices: Sequence[object], sharding: Sharding) -> 
     return [jax.device_put(filled, SingleDeviceSharding(device, memory_kind=kind)) for device in devices]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
     """The common properties of leaves of one shape, dtype and sharding. A model has many leaves and few kinds.
 
@@ -55,98 +54,73 @@ class Kind:
     sizes: tuple[int, ...]
     is_final: bool
 
-    @property
-    def staging_bytes(self) -> int:
-        """The bytes in transfer to devices at once, if all boxes are read at once."""
-        return 0 if self.is_final else sum(self.sizes)
-
     def alone(self, number: int) -> "Kind":
         """The same kind with one of the boxes only."""
         part = slice(number, number + 1)
         return Kind(self.boxes[part], self.devices[part], self.shapes[part], self.sizes[part], self.is_final)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Unit:
-    """Some boxes of one leaf, which are read at once.
+class Unit(NamedTuple):
+    """Boxes of one leaf that are read at once.
 
     **Arguments:**
 
     - `number`: the number of the leaf.
     - `leaf`, `kind`: the leaf, and the boxes of it that are read.
     - `nbytes`: bytes of the boxes.
-    - `direct`: an array in a file, and the reads that fill the boxes as they are there; `None` where none do.
     """
 
     number: int
     leaf: WantedLeaf
     kind: Kind
     nbytes: int
-    direct: tuple[FileArray, tuple[Span, ...]] | None = None
+
+    @property
+    def staging_bytes(self) -> int:
+        """The bytes that are on their way to devices after the read."""
+        return 0 if self.kind.is_final else self.nbytes
 
 
 def units_of(leaves: Sequence[WantedLeaf], asked_limit: int | None) -> tuple[list[Unit], int]:
     """The units of leaves in the order of the files, and the limit for bytes in transfer at once."""
     known: dict[object, Kind] = {}
-    kinds = [_kind(leaf, known) for leaf in leaves]
-    limit = _limit(leaves, kinds, asked_limit)
-    numbers = sorted(range(len(leaves)), key=lambda number: _position(leaves[number]))
-    return [unit for number in numbers for unit in _units(number, leaves[number], kinds[number], limit)], limit
+    whole = [_unit(number, leaf, known) for number, leaf in enumerate(leaves)]
+    staged = [(max(unit.kind.sizes, default=0), unit.leaf.path) for unit in whole if not unit.kind.is_final]
+    largest, path = max(staged, default=(0, ""))
+    if asked_limit is not None and asked_limit < largest:
+        raise CheckpointError(
+            f"`memory_limit_bytes={asked_limit}` is less than one shard of leaf `{path}`, {largest} bytes; allow at "
+            "least that, or cut the leaf over more devices."
+        )
+    limit = max(_STAGING_BYTES, largest) if asked_limit is None else asked_limit
+    units = []
+    for unit in sorted(whole, key=_position):
+        if unit.staging_bytes <= limit:
+            units.append(unit)
+            continue
+        for at, nbytes in enumerate(unit.kind.sizes):
+            units.append(unit._replace(kind=unit.kind.alone(at), nbytes=nbytes))
+    return units, limit
 
 
-def _position(leaf: WantedLeaf) -> tuple[str, int]:
-    if not leaf.entries:  # the value consists of constants only
+def _position(unit: Unit) -> tuple[str, int]:
+    if not unit.leaf.entries:  # the value consists of constants only
         return "", 0
-    entry = leaf.entries[0]
+    entry = unit.leaf.entries[0]
     return entry.file, entry.offset if isinstance(entry, FileArray) else 0
 
 
-def _kind(leaf: WantedLeaf, known: dict[object, Kind]) -> Kind:
+def _unit(number: int, leaf: WantedLeaf, known: dict[object, Kind]) -> Unit:
     key = (leaf.shape, leaf.dtype, leaf.sharding)
-    found = known.get(key)
-    if found is None:
+    kind = known.get(key)
+    if kind is None:
         holders: dict[Box, tuple[Any, ...]] = {}
         for device, box in boxes_here(leaf.sharding, leaf.shape).items():
             holders[box] = (*holders.get(box, ()), device)
         shapes = tuple(tuple(stop - start for start, stop in box) for box in holders)
         sizes = tuple(box_bytes(box, leaf.dtype) for box in holders)
-        found = known[key] = Kind(tuple(holders), tuple(holders.values()), shapes, sizes, is_final(leaf.sharding))
-    return found
-
-
-def _limit(leaves: Sequence[WantedLeaf], kinds: Sequence[Kind], asked: int | None) -> int:
-    largest, path = 0, ""
-    for leaf, kind in zip(leaves, kinds, strict=True):
-        if not kind.is_final and max(kind.sizes, default=0) > largest:
-            largest, path = max(kind.sizes), leaf.path
-    if asked is None:
-        return max(_STAGING_BYTES, largest)
-    if asked < largest:
-        raise CheckpointError(
-            f"`memory_limit_bytes={asked}` is less than one shard of leaf `{path}`, {largest} bytes; allow at least "
-            "that, or cut the leaf over more devices."
-        )
-    return asked
-
-
-@ft.lru_cache(maxsize=256)
-def _direct(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...]) -> tuple[Span, ...] | None:
-    spans = spans_of(shape, itemsize, boxes, True)
-    is_direct = all(span.is_direct and span.runs == 1 for span in spans)
-    is_whole = all(part.where == boxes[part.number] for span in spans for part in span.parts)
-    return spans if is_direct and is_whole else None
-
-
-def _units(number: int, leaf: WantedLeaf, kind: Kind, limit: int) -> Iterator[Unit]:
-    if kind.staging_bytes > limit:
-        for one in map(kind.alone, range(len(kind.boxes))):
-            yield Unit(number, leaf, one, sum(one.sizes))
-        return
-    entry, direct = leaf.entries[0] if leaf.entries else None, None
-    if leaf.pieces is None and isinstance(entry, FileArray) and entry.dtype == leaf.dtype:
-        spans = _direct(leaf.shape, leaf.dtype.itemsize, kind.boxes)
-        direct = None if spans is None else (entry, spans)
-    yield Unit(number, leaf, kind, sum(kind.sizes), direct)
+        kind = known[key] = Kind(tuple(holders), tuple(holders.values()), shapes, sizes, is_final(leaf.sharding))
+    return Unit(number, leaf, kind, sum(kind.sizes))
 
 
 class Progress:
@@ -182,111 +156,59 @@ class Progress:
 
 
 Task = Callable[[], int]
-# For one leaf: the boxes of this process, and the memory of each.
-Filled = tuple[tuple[Box, ...], list[np.ndarray]]
-_MOST_OPEN = 256
-
-
-@dataclasses.dataclass
-class _Group:
-    """Units in flight, the memory of each, and the number of their unfinished tasks."""
-
-    units: list[tuple[Unit, list[np.ndarray]]]
-    staging_bytes: int
-    left: int
+# Units that are read at once, and the memory of the boxes of each.
+Group = list[tuple[Unit, list[np.ndarray]]]
 
 
 class Flight:
-    """The groups that are being read. They start in order while the limit allows, and end as their reads finish.
+    """The groups of units that are being read. They start and end in order, and the limit bounds their bytes.
 
     Values that have arrived are, by leaf, in `filled` if their memory becomes the array's, otherwise in `placed`, on
     devices.
     """
 
-    def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress, leaf_count: int):
+    def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress):
         self._pool, self._limit, self._bar = pool, limit, bar
-        self._open: dict[concurrent.futures.Future[int], _Group] = {}
+        self._open = collections.deque[tuple[Group, int, list[concurrent.futures.Future[int]]]]()
         self._staging_bytes = 0
-        self.filled: list[Filled] = [((), [])] * leaf_count
+        self.filled: dict[int, tuple[tuple[Box, ...], list[np.ndarray]]] = {}
         self.placed: dict[int, list[jax.Array]] = {}
 
-    def admit(
-        self,
-        units: list[Unit],
-        tasks_of: Callable[[Unit, list[np.ndarray]], Iterator[Task]],
-        read_pieces: Callable[[Iterable[FilePiece]], int],
-    ) -> None:
+    def admit(self, units: Sequence[Unit], tasks_of: Callable[[Group], Sequence[Task]]) -> None:
         """Starts to read units, after waiting until they fit into the limit."""
-        coming = sum(unit.kind.staging_bytes for unit in units)
-        while self._open and (self._staging_bytes + coming > self._limit or len(self._open) > _MOST_OPEN):
-            self._land_one()
+        coming = sum(unit.staging_bytes for unit in units)
+        while self._open and self._staging_bytes + coming > self._limit:
+            self._land_first()
         wanted = [(shape, unit.leaf.dtype) for unit in units for shape in unit.kind.shapes]
         # Large values get separate blocks: `malloc` serves blocks below 32 MiB from memory that was touched before.
         together = [wanted] if len(units) > 1 else [[one] for one in wanted]
         memory = iter([one for some in together for one in buffers(some, memory_to_fill)])
-        pairs = [(unit, list(it.islice(memory, len(unit.kind.boxes)))) for unit in units]
-        tasks: list[Task] = []
-        for unit, filled in pairs:
-            if unit.direct is None:
-                tasks += tasks_of(unit, filled)
-        if any(unit.direct is not None for unit in units):
-            tasks.append(lambda: read_pieces(_pieces(pairs)))
-        if len(units) > 1:
-            tasks = [_in_turn(tasks)]
-        group = _Group(pairs, coming, len(tasks))
+        group = [(unit, list(it.islice(memory, len(unit.kind.boxes)))) for unit in units]
         self._staging_bytes += coming
-        self._open.update((self._pool.submit(task), group) for task in tasks)
-        if not tasks:
-            self._finish(group)
+        self._open.append((group, coming, [self._pool.submit(task) for task in tasks_of(group)]))
 
     def land(self) -> None:
         """Waits until every read that started has finished."""
         while self._open:
-            self._land_one()
+            self._land_first()
 
-    def _land_one(self) -> None:
-        done, _ = concurrent.futures.wait(self._open, return_when=concurrent.futures.FIRST_COMPLETED)
-        for future in done:
-            group = self._open.pop(future)
-            self._bar.advance(future.result())
-            group.left -= 1
-            if not group.left:
-                self._finish(group)
-
-    def _finish(self, group: _Group) -> None:
+    def _land_first(self) -> None:
+        group, staging_bytes, tasks = self._open.popleft()
+        for task in tasks:
+            self._bar.advance(task.result())
         on_devices = []
-        for unit, memory in group.units:
-            if unit.leaf.dtype.kind == "b":
-                _check_bools(unit, memory)
+        for unit, memory in group:
+            if unit.leaf.dtype.kind == "b" and any(filled.view(np.uint8).max(initial=0) > 1 for filled in memory):
+                raise CheckpointError(
+                    f"leaf `{printable(unit.leaf.path)}`: a boolean in the checkpoint is neither 0 nor 1; the file is "
+                    "damaged."
+                )
             if unit.kind.is_final:
                 self.filled[unit.number] = (unit.kind.boxes, memory)
                 continue
             # This memory is temporary: it must be free before more is admitted.
             for filled, devices in zip(memory, unit.kind.devices, strict=True):
-                placed = moved(filled, devices, unit.leaf.sharding)
+                on_devices += (placed := moved(filled, devices, unit.leaf.sharding))
                 self.placed.setdefault(unit.number, []).extend(placed)
-                on_devices += placed
         jax.block_until_ready(on_devices)
-        self._staging_bytes -= group.staging_bytes
-        group.units.clear()
-
-
-def _pieces(pairs: Sequence[tuple[Unit, list[np.ndarray]]]) -> Iterator[FilePiece]:
-    """The reads of units whose bytes have the same order in the file as in memory."""
-    for unit, memory in pairs:
-        if unit.direct is not None:
-            entry, spans = unit.direct
-            for span in spans:
-                into = [memory[part.number] for part in span.parts]
-                yield FilePiece(entry.file, entry.path, entry.offset + span.offset, span.nbytes, into)
-
-
-def _in_turn(tasks: list[Task]) -> Task:
-    return lambda: sum(task() for task in tasks)
-
-
-def _check_bools(unit: Unit, memory: list[np.ndarray]) -> None:
-    if any(filled.view(np.uint8).max(initial=0) > 1 for filled in memory):
-        raise CheckpointError(
-            f"leaf `{printable(unit.leaf.path)}`: a boolean in the checkpoint is neither 0 nor 1; the file is damaged."
-        )
+        self._staging_bytes -= staging_bytes

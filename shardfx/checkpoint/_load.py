@@ -3,70 +3,32 @@
 import concurrent.futures
 import functools as ft
 import os
-from collections.abc import Iterator, Sequence
-from typing import TypedDict, TypeVar, Unpack, overload
+from collections.abc import Sequence
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from .._convert import TreeMap
 from .._ground.boxes import array_of
 from .._ground.errors import CheckpointError
-from .._ground.spec import DType
-from .._plan import ShardPlan
 from . import _stores as stores
-from ._bundles import bundled, read_bundle
 from ._entry import FileArray, StoreArray
-from ._fetches import fetches, gather
+from ._fetches import fetches, gather, spans_into
 from ._files import ChangedError, require_seen_unchanged
-from ._flight import Filled, Flight, Progress, Task, Unit, units_of
+from ._flight import Flight, Group, Progress, Task, units_of
 from ._index import Index, read_index
 from ._metadata import implementation
-from ._reader import GAP_BYTES, RUN_BYTES, Files
+from ._reader import GAP_BYTES, RUN_BYTES, Files, Read, open_files
 from ._spans import grouped
 from ._stores import MissingChunks
 from ._wanted import Unread, WantedLeaf, require_devices, wanted
 
 
-T = TypeVar("T")
 Source = str | os.PathLike[str] | Index
 
 _WORKERS = 8
 _CALL_BYTES = 8192
 _TRIES = 16
-
-
-class LoadOptions(TypedDict, total=False):
-    """The keyword arguments of `load`."""
-
-    dtype: DType
-    memory_limit_bytes: int | None
-    gap_bytes: int
-    missing_chunks: MissingChunks
-    unread: Unread
-    root: str | os.PathLike[str] | None
-    progress: bool | None
-
-
-@overload
-def load(path: Source, plan: ShardPlan, map: TreeMap | None = None, **options: Unpack[LoadOptions]) -> PyTree: ...
-
-
-@overload
-def load(
-    path: Source, plan: jax.ShapeDtypeStruct, map: TreeMap | None = None, **options: Unpack[LoadOptions]
-) -> jax.Array: ...
-
-
-@overload
-def load(
-    path: Source, plan: dict[str, jax.ShapeDtypeStruct], map: TreeMap | None = None, **options: Unpack[LoadOptions]
-) -> dict[str, jax.Array]: ...
-
-
-@overload
-def load(path: Source, plan: T, map: TreeMap | None = None, **options: Unpack[LoadOptions]) -> T: ...
 
 
 def load(
@@ -155,8 +117,7 @@ def load(
             leaves, rebuild = wanted(index, plan, dtype, map, unread)
             require_devices(leaf.sharding for leaf in leaves)
             landed = _read(index, leaves, memory_limit_bytes, gap_bytes, missing_chunks, progress)
-            placed = [landed.placed.get(number) for number in range(len(leaves))]
-            return rebuild([_assembled(*one) for one in zip(leaves, landed.filled, placed, strict=True)])
+            return rebuild([_assembled(landed, number, leaf) for number, leaf in enumerate(leaves)])
         except ChangedError as error:
             if not left:
                 # The name of the private class would not say more than the sentence.
@@ -172,22 +133,22 @@ def _read(
     missing_chunks: MissingChunks,
     progress: bool | None,
 ) -> Flight:
-    """Reads what this process holds of the leaves, in parallel; they have landed."""
+    """Reads the shards of this process, in parallel; they have landed."""
     units, limit = units_of(leaves, memory_limit_bytes)
     bar = Progress("loading", sum(unit.nbytes for unit in units), progress)
     workers = max(2, min(_WORKERS, os.cpu_count() or 1))
     entries = [entry for leaf in leaves for entry in leaf.entries]
     stores.require_possible([entry for entry in entries if isinstance(entry, StoreArray)], index.place)
-    names = list(dict.fromkeys([entry.file for entry in entries if isinstance(entry, FileArray)]))
-    with Files(index.place, names, workers) as files:
+    names = dict.fromkeys(entry.file for entry in entries if isinstance(entry, FileArray))
+    with open_files(index.place, names, workers) as files:
         tasks = ft.partial(_tasks, files, gap_bytes, missing_chunks)
         require_seen_unchanged(index.place)
         with concurrent.futures.ThreadPoolExecutor(workers, "shardfx-load") as pool:
-            flight = Flight(pool, limit, bar, len(leaves))
+            flight = Flight(pool, limit, bar)
             try:
                 # Small units that follow each other in the file: one thread task for each would cost more.
-                for group in grouped(units, lambda unit: unit.nbytes, min(limit, RUN_BYTES)):
-                    flight.admit(group, tasks, files.read_pieces)
+                for units_of_group in grouped(units, lambda unit: unit.nbytes, min(limit, RUN_BYTES)):
+                    flight.admit(units_of_group, tasks)
                 flight.land()
             finally:
                 # After an error, no further read may begin.
@@ -198,31 +159,35 @@ def _read(
     return flight
 
 
-def _tasks(
-    files: Files, gap_bytes: int, missing_chunks: MissingChunks, unit: Unit, memory: list[np.ndarray]
-) -> Iterator[Task]:
-    bundles, leaf = bundled(unit.leaf, unit.kind.boxes)
-    for bundle in bundles:
-        yield ft.partial(read_bundle, files, bundle, memory)
-    found, gathered = fetches(leaf, unit.kind.boxes)
-    for fetch in found:
-        targets = fetch.targets(memory)
-        entry = fetch.entry
-        if isinstance(entry, StoreArray):
-            yield ft.partial(stores.read_into, entry, fetch.boxes, targets, missing_chunks=missing_chunks)
-            continue
-        # A read has a fixed cost beside its bytes.
-        spans = fetch.spans(entry, unit.leaf.dtype, gap_bytes)
-        for batch in grouped(spans, lambda span: span.nbytes + _CALL_BYTES * span.runs, RUN_BYTES):
-            yield ft.partial(files.read, entry, batch, fetch.boxes, targets)
-    for one in gathered:
-        yield ft.partial(gather, files, unit, one, memory[one.number], gap_bytes, missing_chunks)
+def _tasks(files: Files, gap_bytes: int, missing_chunks: MissingChunks, group: Group) -> list[Task]:
+    """The reads of a group as tasks for threads; one task if the group has several units."""
+    reads: list[Read] = []
+    others: list[Task] = []
+    for unit, memory in group:
+        leaf, boxes = unit.leaf, unit.kind.boxes
+        found, gathered = fetches(leaf, boxes)
+        for fetch in found:
+            entry, targets = fetch.entry, fetch.targets(memory)
+            if isinstance(entry, StoreArray):
+                read = ft.partial(stores.read_into, entry, fetch.boxes, targets)
+                others.append(ft.partial(read, missing_chunks=missing_chunks))
+            else:
+                reads += [Read(entry, span, targets) for span in spans_into(entry, fetch, leaf.dtype, gap_bytes)]
+        for number, piece in gathered:
+            given = (files, leaf, piece, boxes[number], memory[number], gap_bytes, missing_chunks)
+            others.append(ft.partial(gather, *given))
+    if len(group) > 1:
+        return [lambda: files.read(reads) + sum(task() for task in others)]
+    reads.sort(key=lambda read: (read.entry.file, read.entry.offset))
+    # A read has a fixed cost beside its bytes.
+    batches = grouped(reads, lambda read: read.span.nbytes + _CALL_BYTES * read.span.runs, RUN_BYTES)
+    return [*[ft.partial(files.read, batch) for batch in batches], *others]
 
 
-def _assembled(leaf: WantedLeaf, filled: Filled, placed: list[jax.Array] | None) -> jax.Array:
+def _assembled(landed: Flight, number: int, leaf: WantedLeaf) -> jax.Array:
     """The leaf as an array; keys as keys."""
-    if placed is None:
-        array = array_of(leaf.shape, leaf.dtype, leaf.sharding, *filled)
+    if number in landed.placed:
+        array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, landed.placed[number])
     else:
-        array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
+        array = array_of(leaf.shape, leaf.dtype, leaf.sharding, *landed.filled[number])
     return array if leaf.keys is None else jax.random.wrap_key_data(array, impl=implementation(leaf.keys))

@@ -2,16 +2,16 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import functools as ft
-import math
 import os
 import queue
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from .._ground.boxes import Box, slices
+from .._ground.boxes import Box
 from .._ground.errors import CheckpointError
 from .._ground.spec import DType
 from .._ground.text import quoted
@@ -42,101 +42,77 @@ def memory_to_fill(nbytes: int) -> np.ndarray:
     return np.frombuffer(_uninitialised(None, nbytes), np.uint8)
 
 
-class FilePiece(NamedTuple):
-    """Bytes of an array that have the same order in the file as in memory.
+class Bytes(NamedTuple):
+    """Consecutive bytes of a file, and the memory that they are read into or written from.
 
     **Arguments:**
 
-    - `file`, `path`: those of the array.
-    - `offset`, `nbytes`: the position in the file and the number of the bytes.
-    - `into`: the memory that they fill, one after the other.
+    - `descriptor`, `offset`, `nbytes`: the open file, and the position in it.
+    - `memory`: buffers of bytes, one after the other.
+    - `entry`: the array that is read.
     """
 
-    file: str
-    path: str
+    descriptor: int
     offset: int
     nbytes: int
-    into: list[np.ndarray]
+    memory: Sequence[np.ndarray]
+    entry: FileArray | None = None
 
 
+class Read(NamedTuple):
+    """A span of an array to read, and the memory of the boxes that it has parts of."""
+
+    entry: FileArray
+    span: Span
+    targets: Sequence[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
 class Files:
-    """The open files of one load, and the scratch memory of its tasks."""
+    """The open files of one load by their names, and scratch memory for each thread."""
 
-    def __init__(self, where: FilePlace, names: Sequence[str], tasks: int):
-        self._where, self._names, self._tasks = where, names, tasks
-        self._descriptors: dict[str, int] = {}
-        self._scratch: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
-        self._stack = contextlib.ExitStack()
+    descriptors: dict[str, int]
+    scratch: queue.SimpleQueue[np.ndarray]
 
-    def __enter__(self) -> "Files":
-        with contextlib.ExitStack() as stack:
-            for name in self._names:
-                self._descriptors[name] = stack.enter_context(opened(self._where, name))
-            self._stack = stack.pop_all()
-        for _ in range(self._tasks):
-            self._scratch.put(np.empty(COPY_BYTES, np.uint8))
-        return self
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        # After an error no further file is read, and the first error is raised.
-        self._stack.__exit__(kind, error, traceback)
-
-    def read(self, entry: FileArray, todo: Sequence[Span], boxes: Sequence[Box], targets: Sequence[np.ndarray]) -> int:
-        """Reads spans of an array into `targets`, which have the shapes of `boxes`, and returns the number of bytes
-        read.
-        """
-        descriptor = self._descriptors[entry.file]
-        scratch = self._scratch.get()
+    def read(self, reads: Sequence[Read]) -> int:
+        """Reads spans into the boxes that they have parts of, and returns the number of bytes read."""
+        scratch = self.scratch.get()
         try:
-            for span in todo:
-                views = [targets[part.number][slices(part.where, boxes[part.number])] for part in span.parts]
-                if span.is_direct and all(view.dtype == entry.dtype and view.flags.c_contiguous for view in views):
-                    _read(descriptor, [view.reshape(-1).view(np.uint8) for view in views], span, entry)
-                    continue
-                memory = scratch if span.nbytes <= len(scratch) else np.empty(span.nbytes, np.uint8)
-                _read(descriptor, [memory[: span.nbytes]], span, entry)
-                for view, part in zip(views, span.parts, strict=True):
-                    fill(view, _part_in(memory, entry.dtype, part, span.strides), entry.path)
+            for run in runs_of(self._in_place(reads, scratch)):
+                _read(run)
         finally:
-            self._scratch.put(scratch)
-        return sum(span.nbytes for span in todo)
+            self.scratch.put(scratch)
+        return sum([read.span.nbytes for read in reads])
 
-    def read_alike(self, entries: Sequence[FileArray]) -> np.ndarray:
-        """Arrays of one shape and dtype, stacked along a new first dimension."""
-        first = entries[0]
-        size = first.dtype.itemsize * math.prod(first.shape)
-        stacked = np.empty((len(entries), size), np.uint8)
-        order = sorted(range(len(entries)), key=lambda at: (entries[at].file, entries[at].offset))
-        rows = [(entries[at], stacked[at]) for at in order]
-        self.read_pieces([FilePiece(one.file, one.path, one.offset, size, [row]) for one, row in rows])
-        return stacked.reshape(-1).view(first.dtype).reshape(len(entries), *first.shape)
+    def _in_place(self, reads: Sequence[Read], scratch: np.ndarray) -> Iterator[Bytes]:
+        """The spans that are one run and are read into place. The other spans are read before the next one is given."""
+        for entry, span, targets in reads:
+            views = [targets[part.number][part.index] for part in span.parts]
+            descriptor, offset = self.descriptors[entry.file], entry.offset + span.offset
+            if not span.is_direct or not all([v.dtype == entry.dtype and v.flags.c_contiguous for v in views]):
+                memory = scratch if span.nbytes <= len(scratch) else np.empty(span.nbytes, np.uint8)
+                _read_runs(descriptor, offset, memory, span, entry)
+                for view, part in zip(views, span.parts, strict=True):
+                    fill(view, part_in(memory, entry.dtype, part, span.strides), entry.path)
+            elif span.runs == 1:
+                yield Bytes(descriptor, offset, span.run_bytes, [flat(view) for view in views], entry)
+            else:
+                # A direct span of several runs has one part.
+                _read_runs(descriptor, offset, flat(views[0]), span, entry)
 
-    def read_pieces(self, pieces: Iterable[FilePiece]) -> int:
-        """Reads pieces directly into place, with one call for pieces that follow each other in a file."""
-        run: list[FilePiece] = []
-        buffers_in_run = nbytes = 0
-        for piece in pieces:
-            goes_on = run and piece.file == run[-1].file and piece.offset == run[-1].offset + run[-1].nbytes
-            if run and (not goes_on or buffers_in_run + len(piece.into) > _MOST_BUFFERS):
-                nbytes += self._read_run(run)
-                run, buffers_in_run = [], 0
-            run.append(piece)
-            buffers_in_run += len(piece.into)
-        return nbytes + (self._read_run(run) if run else 0)
 
-    def _read_run(self, run: Sequence[FilePiece]) -> int:
-        into = [memory.reshape(-1).view(np.uint8) for piece in run for memory in piece.into if memory.size]
-        first, nbytes = run[0], sum(piece.nbytes for piece in run)
-        reached = _fill(self._descriptors[first.file], into, first.offset, nbytes)
-        if reached < nbytes:
-            end = first.offset + reached
-            cut = next(piece for piece in run if piece.offset + piece.nbytes > end)
-            raise _cut_off(first.file, end, cut.path)
-        return nbytes
+@contextlib.contextmanager
+def open_files(where: FilePlace, names: Iterable[str], threads: int) -> Iterator[Files]:
+    """A context with the files of these names opened, for reads in as many threads."""
+    scratch = queue.SimpleQueue[np.ndarray]()
+    for _ in range(threads):
+        scratch.put(np.empty(COPY_BYTES, np.uint8))
+    with contextlib.ExitStack() as stack:
+        yield Files({name: stack.enter_context(opened(where, name)) for name in names}, scratch)
 
 
 # A model has many layers of the same shapes.
-@ft.lru_cache(maxsize=32)
+@ft.lru_cache(maxsize=256)
 def spans_of(
     shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES
 ) -> tuple[Span, ...]:
@@ -145,62 +121,62 @@ def spans_of(
     return tuple(spans(shape, itemsize, boxes, gap_bytes=gap_bytes, **limits))
 
 
-def copied_out(views: Sequence[np.ndarray], span: Span, dtype: object, path: str) -> np.ndarray:
-    """The bytes of a span, copied from arrays that hold its parts, and cast if these have another dtype."""
-    memory = np.empty(span.nbytes, np.uint8)
-    for view, part in zip(views, span.parts, strict=True):
-        fill(_part_in(memory, dtype, part, span.strides), view, path)
-    return memory
-
-
-def _part_in(memory: np.ndarray, dtype: DType, part: Part, strides: tuple[int, ...]) -> np.ndarray:
+def part_in(memory: np.ndarray, dtype: DType, part: Part, strides: tuple[int, ...]) -> np.ndarray:
     """A part as a view of its span's bytes."""
-    shape = tuple([stop - start for start, stop in part.where])
-    return np.ndarray(shape, dtype, memory.data, part.offset, strides)
+    return np.ndarray(part.shape, dtype, memory.data, part.offset, strides)
 
 
-def _read(descriptor: int, into: list[Any], span: Span, entry: FileArray) -> None:
-    offset = entry.offset + span.offset
-    if span.runs == 1:
-        _read_run(descriptor, into, offset, span.nbytes, entry)
-        return
-    # Runs with several parts are never read into place, so there is one block of memory.
-    memory, size, preadv = memoryview(into[0]), span.run_bytes, os.preadv
-    for number in range(span.runs):
-        piece = memory[number * size : (number + 1) * size]
-        if preadv(descriptor, [piece], offset) != size:
-            _read_run(descriptor, [piece], offset, size, entry)
-        offset += span.step
+def flat(view: np.ndarray) -> np.ndarray:
+    """The bytes of a contiguous array."""
+    return view.reshape(-1).view(np.uint8)
 
 
-def _read_run(descriptor: int, into: list[Any], offset: int, nbytes: int, entry: FileArray) -> None:
-    done = _fill(descriptor, into, offset, nbytes)
-    if done < nbytes:
-        raise _cut_off(entry.file, offset + done, entry.path)
+def runs_of(pieces: Iterable[Bytes]) -> Iterator[list[Bytes]]:
+    """Pieces that follow each other in a file, as many as one call reads or writes."""
+    run: list[Bytes] = []
+    buffers = nbytes = 0
+    for piece in pieces:
+        if run:
+            end = run[-1].offset + run[-1].nbytes
+            is_full = buffers + len(piece.memory) > _MOST_BUFFERS or nbytes + piece.nbytes > RUN_BYTES
+            if is_full or piece.offset != end or piece.descriptor != run[-1].descriptor:
+                yield run
+                run, buffers, nbytes = [], 0, 0
+        run.append(piece)
+        buffers, nbytes = buffers + len(piece.memory), nbytes + piece.nbytes
+    if run:
+        yield run
 
 
-def _fill(descriptor: int, into: list[Any], offset: int, nbytes: int) -> int:
-    """Reads `nbytes` bytes from `offset` on into memory, and returns how many bytes there were."""
-    done = os.preadv(descriptor, into, offset) if nbytes else 0
-    while 0 < done < nbytes:
-        more = os.preadv(descriptor, _rest(into, done), offset + done)
-        if not more:
-            break
-        done += more
+def transfer(call: Callable[..., int], run: Sequence[Bytes]) -> int:
+    """Reads or writes a run by `os.preadv` or `os.pwritev`, and returns the number of bytes until the file's end."""
+    left = [memory for piece in run for memory in piece.memory if memory.size]
+    nbytes = sum([piece.nbytes for piece in run])
+    moved = done = call(run[0].descriptor, left, run[0].offset) if nbytes else 0
+    while moved and done < nbytes:
+        while moved >= left[0].size:
+            moved -= left.pop(0).size
+        left[0] = left[0][moved:]
+        moved = call(run[0].descriptor, left, run[0].offset + done)
+        done += moved
     return done
 
 
-def _cut_off(file: str, end: int, path: str) -> CheckpointError:
-    return CheckpointError(
-        f"{file!r} ends at byte {end}, within array {quoted(path)}; it was cut off since its header was read. Copy the "
-        "whole file."
-    )
+def _read(run: Sequence[Bytes]) -> None:
+    end = run[0].offset + transfer(os.preadv, run)
+    for piece in run:
+        if piece.offset + piece.nbytes > end and piece.entry is not None:
+            raise CheckpointError(
+                f"{piece.entry.file!r} ends at byte {end}, within array {quoted(piece.entry.path)}; it was cut off "
+                "since its header was read. Copy the whole file."
+            )
 
 
-def _rest(into: list[Any], done: int) -> list[Any]:
-    left = []
-    for piece in into:
-        if done < len(piece):
-            left.append(piece[done:])
-        done = max(0, done - len(piece))
-    return left
+def _read_runs(descriptor: int, offset: int, memory: np.ndarray, span: Span, entry: FileArray) -> None:
+    """Reads the runs of a span one after the other into memory."""
+    for number in range(span.runs):
+        row = memory[number * span.run_bytes : (number + 1) * span.run_bytes]
+        # The general case takes longer than a short read.
+        if os.preadv(descriptor, [row], offset) != span.run_bytes:
+            _read([Bytes(descriptor, offset, span.run_bytes, [row], entry)])
+        offset += span.step

@@ -10,9 +10,8 @@ from .._ground.boxes import Box, boxes as all_boxes
 from .._ground.errors import PlanMismatchError
 from .._ground.text import first_lines, html_text, table
 from . import _stores as stores
-from ._bundles import bundled
 from ._entry import StoreArray
-from ._fetches import fetches, gathered_fetches
+from ._fetches import fetches, gathered_fetches, spans_into
 from ._index import Index
 from ._reader import GAP_BYTES
 from ._wanted import Unread, WantedLeaf, box_bytes, wanted
@@ -136,17 +135,15 @@ def _reads_of(leaf: WantedLeaf, processes: int | None, gap_bytes: int) -> Mappin
     """For each process, the bytes needed, the bytes read, and the number of reads."""
     found = {}
     for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
-        bundles, rest = bundled(leaf, boxes)
-        needed = read = sum(bundle.nbytes for bundle in bundles)
-        count = sum(len(bundle.entries) for bundle in bundles)
-        plain, gathered = fetches(rest, boxes)
+        needed = read = count = 0
+        plain, gathered = fetches(leaf, boxes)
         for fetch in [*plain, *gathered_fetches(leaf, gathered)]:
             entry = fetch.entry
             needed += sum(box_bytes(box, entry.dtype) for box in dict.fromkeys(fetch.boxes))
             if isinstance(entry, StoreArray):
                 sizes = [(stores.chunk_bytes(entry, box), 1) for box in fetch.boxes]
             else:
-                sizes = [(span.nbytes, span.runs) for span in fetch.spans(entry, leaf.dtype, gap_bytes)]
+                sizes = [(span.nbytes, span.runs) for span in spans_into(entry, fetch, leaf.dtype, gap_bytes)]
             read, count = read + sum(nbytes for nbytes, _ in sizes), count + sum(reads for _, reads in sizes)
         found[process] = (needed, read, count)
     return found

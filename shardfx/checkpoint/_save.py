@@ -11,14 +11,15 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._convert import TreeMap
-from .._ground.boxes import Box, slices
 from .._ground.errors import CheckpointError, LeafTypeError, check_type
+from .._ground.processes import coordination
 from .._plan import ShardPlan
 from . import _safetensors as safetensors
 from ._entry import fill
@@ -27,18 +28,16 @@ from ._flight import Progress
 from ._index import read_index, require_local
 from ._leaves import Leaves, exported, leaves_to_save, plan_of_arrays, plan_of_nothing, shards_of
 from ._metadata import NUMBERS_KEY, to_text
-from ._reader import COPY_BYTES, RUN_BYTES, copied_out
-from ._spans import grouped, spans
+from ._reader import COPY_BYTES, Bytes, flat, part_in, runs_of, spans_of, transfer
+from ._spans import grouped
 from ._staging import PLAN, Headers, begin, commit, remove_partial, require_free, require_space
-from ._together import Together, digest_of, holders_of, lines_of, meeting
+from ._together import digest_of, holders_of, lines_of, meeting
 
 
 PLAN_KEY = "shardfx.plan"
 _NO_PLAN = "holds no plan: `checkpoint.save` writes one, unless by a map, or of arrays on no mesh or on several."
 _FILE_BYTES = 5 * 10**9
 _WORKERS = 4
-# The number of bytes after which a save checks whether another process has failed.
-_STEP_BYTES = 16 << 20
 _WAIT_SECONDS = 25.0
 
 
@@ -161,7 +160,7 @@ def content_of(tree: object, plan: ShardPlan | None, map: TreeMap | None, like: 
         lines += lines_of(leaves.arrays)
     numbers = to_text(leaves.numbers)
     lines.append(f"the numbers are {numbers}")
-    digests = ["None" if one is None else one.digest for one in (map, own)]
+    digests = ["nothing" if one is None else one.digest[:12] for one in (map, own)]
     given = {"map": digests[0], "leaves": digest_of(lines), "plan": digests[1]}
     if map is not None:
         return SavedContent(leaves, lines, given, None, {"format": "pt"})
@@ -180,8 +179,8 @@ def write(
 ) -> bool:
     """Writes the given content with the other processes, and returns whether this process is the first of them."""
     what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
-    with contextlib.ExitStack() as afterwards, meeting(what, holders, wait_seconds) as together:
-        together.join()
+    me, client = jax.process_index(), coordination()
+    with contextlib.ExitStack() as afterwards, meeting(what, me, holders, client, wait_seconds) as together:
         path = os.path.abspath(require_local(os.fspath(path)))
         found, is_file = content(), path.endswith(".safetensors")
         given = {"path": repr(path), "overwrite": repr(bool(overwrite)), "file_bytes": repr(file_bytes)}
@@ -201,8 +200,10 @@ def write(
 
         together.alone(prepare)
         total = sum(tensor.nbytes for tensor in tensors)
-        wrote = _write_all(tensors, Progress("saving", total, progress), together, afterwards)
-        together.finish(wrote, total, lambda: commit(staging, path, is_file, overwrite))
+        bar = Progress("saving", total, progress)
+        writes = _writes(tensors, together.is_first, afterwards)
+        together.finish(writes, bar.advance, total, lambda: commit(staging, path, is_file, overwrite))
+        bar.end()
         return together.is_first
 
 
@@ -262,8 +263,10 @@ def _file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
-def _write_all(tensors: list[_Tensor], bar: Progress, together: Together, afterwards: contextlib.ExitStack) -> int:
-    """Writes this process's shards, and returns the number of bytes that all processes wrote.
+def _writes(
+    tensors: Sequence[_Tensor], is_first: bool, afterwards: contextlib.ExitStack
+) -> list[concurrent.futures.Future[int]]:
+    """Starts to write this process's shards; each result is a number of bytes, and the last ones flush the files.
 
     After an error, the caller waits `afterwards` for the writes that have begun, so that the other processes learn of
     it first.
@@ -275,69 +278,44 @@ def _write_all(tensors: list[_Tensor], bar: Progress, together: Together, afterw
     pool, stop = concurrent.futures.ThreadPoolExecutor(_WORKERS, "shardfx-save"), threading.Event()
     afterwards.callback(pool.shutdown, wait=True, cancel_futures=True)
     afterwards.callback(stop.set)
-    # Tensors that are small together: one thread task for each would cost more.
-    by_file = it.groupby(tensors, lambda one: one.file)
-    groups = [group for _, own in by_file for group in grouped(own, lambda one: one.nbytes, COPY_BYTES)]
-    writes = [pool.submit(_write, files[group[0].file], group, together.is_first, stop) for group in groups]
-    wrote = together.attend(writes, bar.advance)
-    together.attend([pool.submit(os.fsync, file) for file in files.values()])
-    bar.end()
-    return wrote
+    writes: list[concurrent.futures.Future[int]] = []
+    for file, own in it.groupby(tensors, lambda one: one.file):
+        # Tensors that are small together: one thread task for each would cost more.
+        groups = grouped(own, lambda one: one.nbytes, COPY_BYTES)
+        writes += [pool.submit(_write, files[file], group, is_first, stop) for group in groups]
+    return [*writes, *[pool.submit(_flush, file, tuple(writes)) for file in files.values()]]
+
+
+def _flush(descriptor: int, writes: Sequence[concurrent.futures.Future[int]]) -> int:
+    # The writes started earlier, so this task blocks none of them.
+    concurrent.futures.wait(writes)
+    os.fsync(descriptor)
+    return 0
 
 
 def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: threading.Event) -> int:
-    """Writes this process's shards of consecutive tensors, with one call for those of which it holds everything."""
-    if len(tensors) == 1:
-        return _write_parts(descriptor, tensors[0], list(shards_of(tensors[0].value, is_first)), stop)
-    begin, runs, written = tensors[0].offset, list[slice](), 0
-    memory = np.empty(tensors[-1].offset + tensors[-1].nbytes - begin, np.uint8)
-    for tensor in tensors:
-        pieces = list(shards_of(tensor.value, is_first))
-        if sum([values.size for _, values in pieces]) < math.prod(tensor.value.shape):
-            # Another process writes the rest of the tensor.
-            written += _write_parts(descriptor, tensor, pieces, stop)
+    """Writes this process's shards of tensors, and returns the number of bytes."""
+    written = 0
+    for run in runs_of(piece for tensor in tensors for piece in _pieces(descriptor, tensor, is_first)):
+        if not stop.is_set():
+            written += transfer(os.pwritev, run)
+    return written
+
+
+def _pieces(descriptor: int, tensor: _Tensor, is_first: bool) -> Iterator[Bytes]:
+    """The bytes of this process's shards of a tensor, cast to its dtype."""
+    dtype, parts = tensor.value.dtype, list(shards_of(tensor.value, is_first))
+    boxes, values = tuple([box for box, _ in parts]), [value for _, value in parts]
+    # The gaps between the boxes are never written, since another process may have written them already.
+    for span in spans_of(tuple(tensor.value.shape), dtype.itemsize, boxes, True, 1):
+        views = [values[part.number][part.index] for part in span.parts]
+        start = tensor.offset + span.offset
+        if span.is_direct and span.runs == 1 and all([v.flags.c_contiguous and v.dtype == dtype for v in views]):
+            yield Bytes(descriptor, start, span.nbytes, [flat(view) for view in views])
             continue
-        at = tensor.offset - begin
-        _put_together(np.ndarray(tensor.value.shape, tensor.value.dtype, memory.data, at), pieces, tensor.name)
-        start = runs.pop().start if runs and runs[-1].stop == at else at
-        runs.append(slice(start, at + tensor.nbytes))
-    for run in runs:
-        _write_at(descriptor, memory[run], begin + run.start, stop)
-        written += run.stop - run.start
-    return written
-
-
-def _put_together(whole: np.ndarray, pieces: Sequence[tuple[Box, np.ndarray]], name: str) -> None:
-    for box, values in pieces:
-        part = whole[(*[slice(low, high) for low, high in box], ...)]
-        if values.dtype == whole.dtype:
-            part[...] = values
-        else:
-            fill(part, values, name)
-
-
-def _write_parts(
-    descriptor: int, tensor: _Tensor, pieces: Sequence[tuple[Box, np.ndarray]], stop: threading.Event
-) -> int:
-    boxes, values = [box for box, _ in pieces], [value for _, value in pieces]
-    shape, dtype, written = tensor.value.shape, tensor.value.dtype, 0
-    # The gaps between the pieces are never written, since another process may have written them already.
-    limits = {"gap_bytes": 1, "run_bytes": RUN_BYTES, "copy_bytes": COPY_BYTES}
-    for span in spans(shape, dtype.itemsize, boxes, **limits):
-        views = [values[part.number][slices(part.where, boxes[part.number])] for part in span.parts]
-        if span.is_direct and len(views) == 1 and views[0].flags.c_contiguous and views[0].dtype == dtype:
-            out = views[0].reshape(-1).view(np.uint8)
-        else:
-            out = copied_out(views, span, dtype, tensor.name)
+        memory = np.empty(span.nbytes, np.uint8)
+        for view, part in zip(views, span.parts, strict=True):
+            fill(part_in(memory, dtype, part, span.strides), view, tensor.name)
         for run in range(span.runs):
-            piece = out[run * span.run_bytes : (run + 1) * span.run_bytes]
-            _write_at(descriptor, piece, tensor.offset + span.offset + run * span.step, stop)
-        written += span.nbytes
-    return written
-
-
-def _write_at(descriptor: int, data: np.ndarray, offset: int, stop: threading.Event) -> None:
-    left = memoryview(data.data)
-    while len(left) and not stop.is_set():
-        done = os.pwrite(descriptor, left[:_STEP_BYTES], offset)
-        left, offset = left[done:], offset + done
+            row = memory[run * span.run_bytes : (run + 1) * span.run_bytes]
+            yield Bytes(descriptor, start + run * span.step, span.run_bytes, [row])

@@ -3,10 +3,10 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .._convert import strides_of
-from .._ground.boxes import Box, common, volume
+from .._ground.boxes import Box, common, slices, volume
 
 
 T = TypeVar("T")
@@ -22,12 +22,14 @@ class Part:
     **Arguments:**
 
     - `number`: the number of the box.
-    - `where`: the part of the array, inside the box.
+    - `index`: the index of the part in an array that holds the box.
+    - `shape`: the sizes of the part.
     - `offset`: its position in the span's bytes.
     """
 
     number: int
-    where: Box
+    index: tuple[Any, ...]
+    shape: tuple[int, ...]
     offset: int
 
 
@@ -154,18 +156,18 @@ def _span(
             _reach(piece, rows + 1, strides, itemsize),
         )
         strides = strides_of(tuple(stop - start for start, stop in piece), itemsize)
-    first = _first(piece, strides)
-    parts = []
+    first, parts, is_direct, reached = _first(piece, strides), list[Part](), True, 0
     for number, box in members:
-        if (where := common(piece, box)) is not None:
-            parts.append(Part(number, where, _first(where, strides) - first))
-    lengths = [volume(part.where) * itemsize for part in parts]
-    starts = list(itertools.accumulate(lengths, initial=0))
-    is_direct = starts[-1] == run_bytes * runs and all(
-        part.offset == start and _reach(part.where, 0, strides, itemsize) == length
-        for part, start, length in zip(parts, starts[:-1], lengths, strict=True)
-    )
-    return Span(offset, run_bytes, runs, step, strides, tuple(parts), is_direct)
+        where = common(piece, box)
+        if where is None:
+            continue
+        shape = tuple([stop - start for start, stop in where])
+        part = Part(number, slices(where, box), shape, _first(where, strides) - first)
+        parts.append(part)
+        nbytes = volume(where) * itemsize
+        is_direct &= part.offset == reached and _reach(where, 0, strides, itemsize) == nbytes
+        reached += nbytes
+    return Span(offset, run_bytes, runs, step, strides, tuple(parts), is_direct and reached == run_bytes * runs)
 
 
 def _first(box: Box, strides: tuple[int, ...]) -> int:

@@ -1,28 +1,27 @@
 """The coordination of several processes that make one save, through JAX's coordination service and without any program
 on devices.
 
-They go through rounds. In each round, every process leaves a note with its arguments, its progress or its error. Then
-all wait for each other at a barrier, at most 20 seconds, so that a dead process is noticed. After it, the first process
-reads the notes and sends one answer to all.
+The processes go through rounds. In each round, every process leaves a note with its arguments, its progress or its
+error, and waits at a barrier, at most 20 seconds, so that a dead process is noticed. After the barrier, each process
+reads the notes of all, and so all of them come to the same decision. Once everything is written, the first process
+alone commits the save, and the others wait for its result.
 """
 
 import concurrent.futures
 import contextlib
-import functools as ft
 import hashlib
 import itertools as it
 import json
 import secrets
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .._ground.errors import CheckpointError
-from .._ground.processes import absent, coordination, named
+from .._ground.processes import absent, named
 
 
 _LOOK_SECONDS = 1.0
@@ -30,9 +29,7 @@ _SILENT_SECONDS = 20.0
 # How long a failed process waits for the others, to tell them its error.
 _LINGER_SECONDS = 20.0
 
-Note = Mapping[str, Any]
-Facts = Mapping[str, str]
-Answers = Callable[[Mapping[int, Any]], Note]
+Notes = Mapping[int, Mapping[str, Any]]
 
 
 def holders_of(tree: object) -> tuple[int, ...]:
@@ -45,79 +42,98 @@ def holders_of(tree: object) -> tuple[int, ...]:
     return tuple(sorted(holders)) or everyone
 
 
-def meeting(what: str, holders: tuple[int, ...], wait_seconds: float) -> "Together":
-    """The object through which this process coordinates a save with the others.
+@contextlib.contextmanager
+def meeting(what: str, me: int, members: tuple[int, ...], client: Any, wait_seconds: float) -> Iterator["Together"]:
+    """A context in which the processes of one save coordinate it, and at whose end the others learn of an error.
 
     **Arguments:**
 
     - `what`: the target of the save, for messages.
-    - `holders`: the processes that `holders_of` returned.
-    - `wait_seconds`: seconds that this process waits for others.
+    - `me`, `members`: the number of this process, and of all that save.
+    - `client`: JAX's client of its coordination service; `None` if the service does not run.
+    - `wait_seconds`: seconds that this process waits for the others.
 
     **Raises:**
 
-    `CheckpointError` if all arrays are on devices of other processes, or if JAX's coordination service does not run.
+    `CheckpointError` if this process is no member, if the service does not run, or for processes that do not come.
     """
-    me, client = jax.process_index(), coordination()
-    if me not in holders:
+    if me not in members:
         raise CheckpointError(
-            f"process {me} owns no device of the arrays that it is to save to {what}; they lie on {named(holders)}: "
+            f"process {me} owns no device of the arrays that it is to save to {what}; they lie on {named(members)}: "
             "call `save` there alone."
         )
-    if len(holders) > 1 and client is None:
+    if len(members) > 1 and client is None:
         raise CheckpointError(
             f"the arrays lie on several of {jax.process_count()} processes, which agree on a save through JAX's "
             "coordination service, and it does not run; call `jax.distributed.initialize()` when the program starts."
         )
-    return Together(what, me, holders, client, wait_seconds)
+    together = Together(what, me, members, client)
+    try:
+        together.join(wait_seconds)
+        yield together
+    finally:
+        together.leave(sys.exception())
 
 
 class Together:
-    """The processes of one save, as a context at whose end the others learn of an error.
+    """The processes of one save. All of them call the same methods in the same order."""
 
-    All processes call the same methods in the same order.
-    """
-
-    def __init__(self, what: str, me: int, members: tuple[int, ...], client: object, wait_seconds: float):
-        self.what, self.me, self.members, self.wait_seconds = what, me, members, wait_seconds
-        self.is_first = me == members[0]
-        self._client = client
-        self._name = f"shardfx.save/{digest_of(map(str, members))}"
+    def __init__(self, what: str, me: int, members: tuple[int, ...], client: Any):
+        self.what, self.me, self.members, self.is_first = what, me, members, me == members[0]
+        self._client, self._rounds = client, 0
+        self._name = self._barrier = f"shardfx.save/{digest_of(map(str, members))}"
         # Ctrl-C interrupts a wait for this thread, and the thread's exchange still completes.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "shardfx-save-notes")
-        # The number of this save and of its round: a process that hung may meet the others in a later one.
-        self._at: list[Any] = ["", 0]
         # Whether the others know the end of the save, or cannot be told.
         self._is_over = len(members) == 1
-        # From here on only the first process decides: errors elsewhere come too late.
-        self._is_written = self._is_committed = False
 
-    def __enter__(self) -> "Together":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if error is not None:
-                why = type(error).__name__ + (f": {error}"[:1000] if str(error) else "")
-                told = self._thread.submit(self._leave, why.removesuffix("."))
-                # If the service has failed too, the earlier error says more.
-                with contextlib.suppress(CheckpointError, TimeoutError):
-                    told.result(_LINGER_SECONDS)
-        finally:
-            self._thread.shutdown(wait=False)
-
-    def join(self) -> None:
+    def join(self, wait_seconds: float) -> None:
         """Waits until all processes have called it."""
+        silence = (
+            f"did not come within {wait_seconds:g} s to save {self.what}, though the arrays lie there too; call "
+            "`save` on every process that holds some of them, or give a longer `wait_seconds`. Nothing was written."
+        )
         if len(self.members) > 1:
-            self._thread.submit(self._come).result()
+            self._run(self._wait, wait_seconds, silence)
 
-    def agree(self, facts: Facts, lines: Sequence[str]) -> str:
+    def leave(self, error: BaseException | None) -> None:
+        """Tells the other processes the error of this one, unless they know the end of the save."""
+        if error is not None and not self._is_over:
+            told = self._thread.submit(self._round, {"error": _text(error)})
+            # If the service has failed too, the earlier error says more.
+            with contextlib.suppress(CheckpointError, TimeoutError, jax.errors.JaxRuntimeError):
+                told.result(_LINGER_SECONDS)
+        self._thread.shutdown(wait=False)
+
+    def agree(self, facts: Mapping[str, str], lines: Sequence[str]) -> str:
         """Compares the arguments of all processes, and returns a name that only this save has."""
-        answer = self._share({"facts": dict(facts)}, _compared)
-        if "pair" in answer:
-            first = ft.partial(_first_difference, answer["who"], answer["pair"])
-            self._share({"lines": list(lines) if self.me in answer["pair"] else []}, first)
-        return answer["token"]
+        if self.is_first and len(self.members) > 1:
+            # All processes have joined this save, so none still needs the result of an earlier one.
+            self._run(self._client.key_value_delete, f"{self._name}/result")
+        notes = self._share({"facts": dict(facts), "token": secrets.token_hex(8)})
+        for name in dict.fromkeys(it.chain.from_iterable(note["facts"] for note in notes.values())):
+            groups: dict[str, list[int]] = {}
+            for process, note in notes.items():
+                groups.setdefault(note["facts"].get(name, "nothing"), []).append(process)
+            if len(groups) > 1:
+                raise self._differing(name, groups, lines)
+        token = notes[self.members[0]]["token"]
+        # A process that hung and is at this barrier later meets none of a later save.
+        self._barrier = f"{self._name}/{token}"
+        return token
+
+    def _differing(self, name: str, groups: Mapping[str, Sequence[int]], lines: Sequence[str]) -> CheckpointError:
+        values, fix = tuple(groups), "give all of them the same"
+        if name in ("plan", "map"):
+            fix = f"`hosts.assert_same_plan({name})` says where they differ"
+        if name == "leaves":
+            # The first lines that differ say more than the digests of all.
+            firsts = [processes[0] for processes in groups.values()]
+            notes = self._share({"lines": lines if self.me in firsts else []})
+            rows = it.zip_longest(*[notes[process]["lines"] for process in firsts], fillvalue="nothing more")
+            values = next(row for row in rows if len(set(row)) > 1)
+        listed = ", ".join(f"{one} on {named(where)}" for one, where in zip(values, groups.values(), strict=True))
+        return self._over(f"the processes save with different `{name}`: {listed}; {fix}. Nothing was written.")
 
     def attend(
         self, futures: Iterable[concurrent.futures.Future[Any]], advance: Callable[[int], None] = lambda _: None
@@ -133,159 +149,116 @@ class Together:
 
         The bytes that all processes wrote.
         """
-        left, wrote, looked_at = set(futures), 0, time.monotonic()
+        left, wrote = set(futures), 0
         while True:
-            done, left = concurrent.futures.wait(left, _LOOK_SECONDS, concurrent.futures.FIRST_COMPLETED)
+            done, left = concurrent.futures.wait(left, _LOOK_SECONDS, concurrent.futures.FIRST_EXCEPTION)
             for future in done:
                 nbytes = future.result() or 0
                 advance(nbytes)
                 wrote += nbytes
-            if not left or time.monotonic() - looked_at >= _LOOK_SECONDS:
-                answer = self._share({"is_busy": bool(left), "wrote": wrote}, _progress)
-                looked_at = time.monotonic()
-                if not answer["is_busy"]:
-                    return answer["wrote"]
+            notes = self._share({"is_busy": bool(left), "wrote": wrote}).values()
+            if not any(note["is_busy"] for note in notes):
+                return sum(note["wrote"] for note in notes)
 
     def alone(self, work: Callable[[], None]) -> None:
         """Runs `work` on the first process while the others wait."""
         with concurrent.futures.ThreadPoolExecutor(1, "shardfx-save") as pool:
             self.attend([pool.submit(work)] if self.is_first else [])
 
-    def finish(self, wrote_bytes: int, total_bytes: int, commit: Callable[[], None]) -> None:
-        """Commits the save if the processes have written all of its bytes."""
+    def finish(
+        self,
+        futures: Iterable[concurrent.futures.Future[Any]],
+        advance: Callable[[int], None],
+        total_bytes: int,
+        commit: Callable[[], None],
+    ) -> None:
+        """Waits as `attend` does, and commits the save on the first process if all of its bytes are written."""
+        wrote_bytes = self.attend(futures, advance)
         if wrote_bytes < total_bytes:
-            self._is_over = True
-            raise CheckpointError(
+            raise self._over(
                 f"the processes wrote {wrote_bytes} of {total_bytes} bytes to {self.what}, as nobody holds the first "
                 "replica of some array; place the arrays alike on all of them. Nothing was changed there."
             )
-
-        def committing() -> None:
-            commit()
-            self._is_committed = True
-            if len(self.members) > 1:
-                self._asked("key_value_set", "/committed", self._at[0], True)
-
-        self._is_written = True
-        try:
-            self.alone(committing)
-        except CheckpointError:
-            # A process that dies from here on causes no loss to the others.
-            if not self._is_committed and (self.is_first or self._committed() != self._at[0]):
-                raise
-
-    def _committed(self) -> Any:
-        """The name of the last save that the first process committed."""
-        with contextlib.suppress(CheckpointError):
-            return self._asked("key_value_try_get", "/committed")
-
-    def _share(self, note: Note, answers: Answers) -> Any:
-        if len(self.members) == 1:
-            return answers({self.me: note})
-        return self._thread.submit(self._round, note, answers).result()
-
-    def _come(self) -> None:
-        self._wait(
-            self.wait_seconds,
-            f"did not come within {self.wait_seconds:g} s to save {self.what}, though the arrays lie there too; call "
-            "`save` on every process that holds some of them, or give a longer `wait_seconds`. Nothing was written.",
-        )
-
-    def _round(self, note: Note, answers: Answers) -> Any:
-        """Leaves a note, and returns the first process's answer to the notes of all."""
-        silence = (
-            f"gave no sign of life for {_SILENT_SECONDS:g} s while saving to {self.what}: it has died, or hangs. "
-            "Nothing was changed there; save again with processes that live."
-        )
-        self._at[1] += 1
-        self._asked("key_value_set", f"/notes/{self.me}", json.dumps({"at": self._at, **note}), True)
-        self._wait(_SILENT_SECONDS, silence)
+        # From here on, only the first process decides: an error or a death elsewhere causes no loss.
+        self._is_over = True
         if self.is_first:
-            found = self._asked("key_value_dir_get", "/notes")
-            notes = {int(name.rpartition("/")[2]): json.loads(text) for name, text in found}
-            answer = self._answer(dict(sorted(notes.items())), answers)
-            self._asked("key_value_set", "/answer", json.dumps({"at": self._at, **answer}), True)
-        self._wait(_SILENT_SECONDS, silence)
-        answer = json.loads(self._asked("key_value_try_get", "/answer"))
-        is_ours = answer["at"] == self._at
-        self._is_over = not is_ours or "error" in answer or answer["is_over"]
-        if not is_ours or "error" in answer:
-            raise CheckpointError(answer["error"] if is_ours else f"{named(self.members[:1])} {silence}")
-        self._at[0] = answer.get("token", self._at[0])
-        return answer
+            done = self._thread.submit(self._commit, commit)
+            try:
+                done.result()
+            finally:
+                concurrent.futures.wait([done])
+        elif error := self._run(self._result):
+            raise CheckpointError(error)
 
-    def _answer(self, notes: Mapping[int, Any], answers: Answers) -> Note:
-        apart = [process for process, note in notes.items() if note["at"] != self._at]
-        if apart:
-            return {"error": f"{named(apart)} hung while saving to {self.what}. Nothing was changed there; save again."}
-        for process, note in notes.items():
-            if "error" in note and (process == self.me or not self._is_written):
-                what = f"saving to {self.what} failed on process {process}"
-                return {"error": f"{what}, with {note['error']}; nothing was changed there."}
-        answer = answers(notes)
-        return {**answer, "is_over": self._is_written and not answer["is_busy"]}
+    def _commit(self, commit: Callable[[], None]) -> None:
+        try:
+            commit()
+        finally:
+            if len(self.members) > 1:
+                error = sys.exception()
+                failed = "" if error is None else self._failed(self.me, _text(error))
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    self._client.key_value_set(f"{self._name}/result", failed, True)
 
-    def _leave(self, why: str) -> None:
-        """Tells the other processes why this process leaves."""
-        while not self._is_over:
-            self._round({} if self._is_committed else {"error": why}, _progress)
+    def _result(self) -> str:
+        """The error of the first process's commit; an empty string for a commit that succeeded."""
+        try:
+            return self._client.blocking_key_value_get(f"{self._name}/result", round(1000 * _SILENT_SECONDS))
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("DEADLINE_EXCEEDED"):
+                raise
+            return (
+                f"{named(self.members[:1])} gave no sign of life for {_SILENT_SECONDS:g} s after everything was "
+                f"written to {self.what}: it has died, or hangs. If the new checkpoint is there, it is complete."
+            )
+
+    def _share(self, note: Mapping[str, Any]) -> Notes:
+        """Leaves a note, and returns the notes of all processes."""
+        return {self.me: note} if len(self.members) == 1 else self._run(self._round, note)
+
+    def _round(self, note: Mapping[str, Any]) -> Notes:
+        # A process can be at most one round ahead of the others, so two folders suffice.
+        self._rounds += 1
+        folder = f"{self._name}/notes/{self._rounds % 2}"
+        self._client.key_value_set(f"{folder}/{self.me}", json.dumps(note), True)
+        self._wait(
+            _SILENT_SECONDS,
+            f"gave no sign of life for {_SILENT_SECONDS:g} s while saving to {self.what}: it has died, or hangs. "
+            "Nothing was changed there; save again with processes that live.",
+        )
+        found = self._client.key_value_dir_get(folder)
+        notes = dict(sorted((int(name.rpartition("/")[2]), json.loads(text)) for name, text in found))
+        for process, one in notes.items():
+            if "error" in one:
+                raise self._over(self._failed(process, one["error"]))
+        return notes
 
     def _wait(self, seconds: float, silence: str) -> None:
         """Waits at the save's barrier; raises for processes that do not reach it."""
-        try:
-            who = absent(self._client, self._name, seconds, self.me, self.members)
-        except jax.errors.JaxRuntimeError as error:
-            raise self._gone(error) from error
+        who = absent(self._client, self._barrier, seconds, self.me, self.members)
         if who:
-            self._is_over = True
-            raise CheckpointError(f"{who} {silence}")
+            raise self._over(f"{who} {silence}")
 
-    def _asked(self, call: str, name: str, *given: object) -> Any:
+    def _run(self, call: Callable[..., Any], *given: object) -> Any:
         try:
-            return getattr(self._client, call)(self._name + name, *given)
+            return self._thread.submit(call, *given).result()
         except jax.errors.JaxRuntimeError as error:
-            raise self._gone(error) from error
+            first = str(error).partition("\n")[0]
+            raise self._over(
+                f"JAX's coordination service does not answer ({first:.200}): its process, the one with number 0, has "
+                "ended, or the network fails; start the job again."
+            ) from error
 
-    def _gone(self, error: Exception) -> CheckpointError:
-        self._is_over, first = True, str(error).partition("\n")[0]
-        return CheckpointError(
-            f"JAX's coordination service does not answer ({first:.200}): its process, the one with number 0, has "
-            "ended, or the network fails; start the job again."
-        )
+    def _failed(self, process: int, why: str) -> str:
+        return f"saving to {self.what} failed on process {process}, with {why}; nothing was changed there."
 
-
-def _progress(notes: Mapping[int, Any]) -> Note:
-    busy, wrote = ([note.get(name, 0) for note in notes.values()] for name in ("is_busy", "wrote"))
-    return {"is_busy": any(busy), "wrote": sum(wrote)}
-
-
-def _compared(notes: Mapping[int, Any]) -> Note:
-    """A name for the save, or the first argument in which processes differ."""
-    facts = {process: note["facts"] for process, note in notes.items()}
-    for name in dict.fromkeys(it.chain.from_iterable(facts.values())):
-        groups: dict[str, list[int]] = {}
-        for process, given in facts.items():
-            groups.setdefault(given.get(name, "nothing"), []).append(process)
-        who = " and ".join(f"one on {named(processes)}" for processes in groups.values())
-        if len(groups) > 1 and name == "leaves":
-            return {"pair": [group[0] for group in groups.values()][:2], "who": who}
-        if len(groups) > 1 and name in ("plan", "map"):
-            fix = f"`hosts.assert_same_plan({name})` says where they differ. Nothing was written."
-            return {"error": f"the processes save by different {name}s, {who}; {fix}"}
-        if len(groups) > 1:
-            given = ", ".join(f"{value} on {named(processes)}" for value, processes in groups.items())
-            text = f"the processes save with different `{name}`: {given}; give all of them the same"
-            return {"error": f"{text}. Nothing was written."}
-    return {"token": secrets.token_hex(8)}
+    def _over(self, text: str) -> CheckpointError:
+        self._is_over = True
+        return CheckpointError(text)
 
 
-def _first_difference(who: str, pair: Sequence[int], notes: Mapping[int, Any]) -> Note:
-    lines = it.zip_longest(*[notes[process]["lines"] for process in pair], fillvalue="nothing more")
-    one, two = next((one, two) for one, two in lines if one != two)
-    return {
-        "error": f"the processes save different trees, {who}: {one} on process {pair[0]}, {two} on process {pair[1]}; "
-        "give all of them the same arrays. Nothing was written."
-    }
+def _text(error: BaseException) -> str:
+    return (type(error).__name__ + (f": {error}"[:1000] if str(error) else "")).removesuffix(".")
 
 
 def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:

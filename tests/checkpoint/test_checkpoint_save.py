@@ -177,9 +177,9 @@ def failing(name, number, error):
 
 @pytest.fixture
 def writes(monkeypatch):
-    """How many bytes each write has."""
-    seen, pwrite = [], os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: seen.append(len(data)) or pwrite(fd, data, at))
+    """The number of bytes of each write."""
+    seen, pwritev = [], os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *given: seen.append(pwritev(*given)) or seen[-1])
     return seen
 
 
@@ -189,7 +189,7 @@ def test_small_arrays_are_written_together_and_by_replica_zero_alone(tmp_path, w
         arrays, made = planned(tree, mesh_of(sizes), rules)
         writes.clear()
         checkpoint.save(tmp_path / f"{len(sizes)}", arrays, made)
-        assert len(writes) == 1 and writes[0] == 500 * 8 * 8 * 4
+        assert len(writes) <= 4 and sum(writes) == 500 * 8 * 8 * 4
         assert same(checkpoint.load(tmp_path / f"{len(sizes)}", made), tree)
     arrays, made = planned({"w": np.ones((1024, 1024), np.float32)}, mesh_of((2, 4)), "w->b")
     writes.clear()
@@ -197,7 +197,7 @@ def test_small_arrays_are_written_together_and_by_replica_zero_alone(tmp_path, w
     assert sum(writes) == 2**22
 
 
-CALLS = [("pwrite", 1), ("pwrite", 3), ("fsync", 1), ("fsync", 2)]
+CALLS = [("pwritev", 1), ("pwritev", 3), ("fsync", 1), ("fsync", 2)]
 
 
 # Only what is a folder needs one.
@@ -254,7 +254,7 @@ def saved_by_a_child(path, limit_bytes=resource.RLIM_INFINITY):
 
 print("limited", saved_by_a_child(sys.argv[1] + "/step", 1000), *os.listdir(sys.argv[1]), flush=True)
 left = 0
-for name in ("pwrite", "fsync", "rename", "replace", "link", "mkdir"):
+for name in ("pwritev", "fsync", "rename", "replace", "link", "mkdir"):
     def dying(*args, original=getattr(os, name), **kwargs):
         global left
         left -= 1

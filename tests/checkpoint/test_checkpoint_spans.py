@@ -6,7 +6,6 @@ import hypothesis as hyp
 import hypothesis.strategies as st
 import numpy as np
 
-from shardfx._ground.boxes import volume
 from shardfx.checkpoint._spans import spans
 
 
@@ -53,14 +52,12 @@ def check(grid, itemsize, gap_bytes, run_bytes, copy_bytes):
         assert span.nbytes <= max(run_bytes, copy_bytes, itemsize)
         total, position = total + span.nbytes, 0
         for part in span.parts:
-            extent = [stop - start for start, stop in part.where]
             strides = [8 * stride for stride in span.strides]
-            values = np.ndarray(extent, np.int64, data.data, 8 * part.offset, strides)
-            pairs = zip(part.where, boxes[part.number], strict=True)
-            home = out[part.number][(*(slice(a - c, b - c) for (a, b), (c, _) in pairs), ...)]
+            values = np.ndarray(part.shape, np.int64, data.data, 8 * part.offset, strides)
+            home = out[part.number][part.index]
             assert (home == -1).all(), "a byte of a box is read twice"
             if span.is_direct:
-                nbytes = volume(part.where) * itemsize
+                nbytes = values.size * itemsize
                 assert (data[position : position + nbytes : itemsize] == values.ravel()).all()
                 position += nbytes
             home[...] = values

@@ -41,13 +41,13 @@ def test_steps_are_kept_while_training_donates(tmp_path, state):
 
 
 def test_training_goes_on_while_a_step_is_written(tmp_path, state, monkeypatch):
-    may_write, pwrite = threading.Event(), saving.os.pwrite
+    may_write, pwrite = threading.Event(), saving.os.pwritev
 
     def slow(*args):
         assert may_write.wait(60)
         return pwrite(*args)
 
-    monkeypatch.setattr(saving.os, "pwrite", slow)
+    monkeypatch.setattr(saving.os, "pwritev", slow)
     with checkpoint.Manager(tmp_path, keep=None) as manager:
         manager.save(1, state)
         state["w"].delete()

@@ -1,4 +1,4 @@
-"""The rounds of processes that save together, played by threads over a service in memory."""
+"""The rounds of processes that save together, played by threads over a coordination service in memory."""
 
 import concurrent.futures
 import inspect
@@ -11,7 +11,7 @@ import pytest
 
 from shardfx import checkpoint
 from shardfx.checkpoint import _together
-from shardfx.checkpoint._together import Together, meeting
+from shardfx.checkpoint._together import meeting
 from shardfx.errors import CheckpointError
 
 
@@ -19,11 +19,11 @@ MEMBERS = (3, 5, 8)
 
 
 class Service:
-    """What JAX's client of its coordination service does, in memory; `is_gone` makes it fail as where it has ended."""
+    """JAX's client of its coordination service, in memory. With `is_gone`, its calls fail."""
 
     def __init__(self):
-        self.notes, self.is_gone = {}, False
-        self.barrier = threading.Barrier(len(MEMBERS))
+        self.notes, self.is_gone, self.barriers = {}, False, {}
+        self.lock = threading.Condition()
 
     def _reachable(self):
         if self.is_gone:
@@ -32,8 +32,10 @@ class Service:
     def wait_at_barrier(self, name, timeout_in_ms, processes):
         self._reachable()
         assert processes == MEMBERS
+        with self.lock:
+            barrier = self.barriers.setdefault(name, threading.Barrier(len(MEMBERS)))
         try:
-            self.barrier.wait(timeout_in_ms / 1000)
+            barrier.wait(timeout_in_ms / 1000)
         except threading.BrokenBarrierError:
             text = "DEADLINE_EXCEEDED: Barrier timed out. Some timed out task names:\n8\n"
             raise jax.errors.JaxRuntimeError(text) from None
@@ -41,13 +43,19 @@ class Service:
     def key_value_set(self, name, text, allow_overwrite=False):
         self._reachable()
         assert allow_overwrite
-        self.notes[name] = text
+        with self.lock:
+            self.notes[name] = text
+            self.lock.notify_all()
 
-    def key_value_try_get(self, name):
+    def key_value_delete(self, name):
         self._reachable()
-        if name not in self.notes:
-            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: Config key {name} not found.")
-        return self.notes[name]
+        self.notes.pop(name, None)
+
+    def blocking_key_value_get(self, name, timeout_in_ms):
+        with self.lock:
+            if not self.lock.wait_for(lambda: name in self.notes, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {name}")
+            return self.notes[name]
 
     def key_value_dir_get(self, folder):
         self._reachable()
@@ -56,17 +64,16 @@ class Service:
 
 @pytest.fixture(autouse=True)
 def rounds_are_short(monkeypatch):
-    """What takes seconds in a job takes tenths of them here."""
+    """The waits of seconds in a job take tenths of seconds here."""
     monkeypatch.setattr(_together, "_LOOK_SECONDS", 0.1)
 
 
 def played(service, *acts):
-    """What each of the processes got: what its act returns, or its error."""
+    """The result of each process: the value that its act returns, or its error."""
 
     def play(me, act):
         try:
-            with Together("'it'", me, MEMBERS, service, 20.0) as together:
-                together.join()
+            with meeting("'it'", me, MEMBERS, service, 20.0) as together:
                 return act(together)
         except (CheckpointError, OSError, KeyboardInterrupt) as error:
             return error
@@ -76,17 +83,15 @@ def played(service, *acts):
         return [future.result() for future in futures]
 
 
-def saving(did, begin=None, write=None, wrote=10, commit=None, waits=None):
-    """One process's whole save; `did` lists what the first one did alone."""
+def saving(did, begin=None, wrote=10, commit=None):
+    """The whole save of one process; `did` lists the work of the first process alone."""
 
     def act(together):
         token = together.agree({"path": "'it'"}, ())
         together.alone(begin or (lambda: did.append("began")))
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            total = together.attend([pool.submit(write or (lambda: wrote))])
-        if waits is not None:
-            waits()
-        together.finish(total, 30, commit or (lambda: did.append("committed")))
+            writes = [pool.submit(lambda: wrote)]
+            together.finish(writes, lambda _: None, 30, commit or (lambda: did.append("committed")))
         return token
 
     return act
@@ -100,50 +105,50 @@ def raising(error):
 
 
 @pytest.mark.parametrize("work", ["begin", "commit"])
-def test_what_the_first_cannot_do_alone_all_are_told(work):
-    full = raising(OSError("disk full"))
-    act = saving([], begin=full) if work == "begin" else saving([], commit=full)
-    first, *others = played(Service(), *it.repeat(act, 3))
+def test_an_error_of_the_first_process_alone_is_told_to_all(work):
+    first, *others = played(Service(), *it.repeat(saving([], **{work: raising(OSError("disk full"))}), 3))
     assert isinstance(first, OSError)
     assert all("failed on process 3, with OSError: disk full" in str(other) for other in others)
 
 
-def test_once_all_is_written_the_save_is_the_first_ones_alone():
-    """Ctrl-C on another process comes too late to undo it, and that process waits for its end."""
-    did = []
+@pytest.mark.parametrize("end", ["interrupted", "dead before"])
+def test_after_all_is_written_the_first_process_alone_decides(end):
+    """A process that dies or is interrupted then changes nothing; one that died before ends the save."""
+    service, did = Service(), []
 
     def commit():
         time.sleep(0.2)
         did.append("committed")
 
-    acts = [saving(did, commit=commit), saving(did), saving(did, waits=raising(KeyboardInterrupt()))]
-    one, two, three = played(Service(), *acts)
-    assert one == two and isinstance(three, KeyboardInterrupt) and did == ["began", "committed"]
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_one_that_dies_before_the_commit_ends_it_and_after_it_does_not(is_late):
-    service, did = Service(), []
-
-    def commit():
-        did.append("committed")
-        threading.Timer(0.2, service.barrier.abort).start()
-
-    def dies(together):
+    def odd(together):
         together.agree({"path": "'it'"}, ())
         together.alone(lambda: None)
-        if is_late:
-            return together.attend([])
-        time.sleep(0.1)
-        service.barrier.abort()
+        if end == "dead before":
+            # A broken barrier is one at which a process is missing.
+            return [barrier.abort() for barrier in service.barriers.values()]
+        together.attend([])
+        together._is_over = True  # as `finish` says at this moment
+        raise KeyboardInterrupt
 
     act = saving(did, wrote=15, commit=commit)
-    for got in played(service, act, act, dies)[:2]:
+    for got in played(service, act, act, odd)[:2]:
         text = (
             "process 8 gave no sign of life for 20 s while saving to 'it': it has died, or hangs. Nothing was changed"
         )
-        assert isinstance(got, str) if is_late else str(got).startswith(text)
-    assert did == ["began", "committed"][: 1 + is_late]
+        assert str(got).startswith(text) if end == "dead before" else isinstance(got, str)
+    assert did == ["began", "committed"][: 1 + (end != "dead before")]
+
+
+def test_a_first_process_that_dies_before_it_answers_is_named(monkeypatch):
+    def dies(together):
+        together.agree({"path": "'it'"}, ())
+        together.alone(lambda: None)
+        together.attend([])
+        together._is_over = True
+
+    monkeypatch.setattr(_together, "_SILENT_SECONDS", 0.5)
+    for got in played(Service(), dies, *it.repeat(saving([], wrote=15), 2))[1:]:
+        assert "process 3 gave no sign of life for 0.5 s after everything was written to 'it'" in str(got)
 
 
 def test_bytes_that_nobody_writes_are_missed():
@@ -153,19 +158,18 @@ def test_bytes_that_nobody_writes_are_missed():
     assert did == ["began"]
 
 
-def test_one_that_hung_is_not_taken_for_one_of_a_later_save():
+def test_a_process_that_hung_meets_none_of_a_later_save(monkeypatch):
     def late(together):
-        together._at = ["another", 7]  # as it was when the others gave it up
+        together._barrier += "/of an earlier save"
         return saving([])(together)
 
-    *others, last = played(Service(), saving([]), saving([]), late)
-    for got in others:
-        assert str(got) == "process 8 hung while saving to 'it'. Nothing was changed there; save again."
-    assert "process 3 gave no sign of life for 20 s while saving to 'it': it has died, or hangs." in str(last)
+    monkeypatch.setattr(_together, "_SILENT_SECONDS", 0.5)
+    for got in played(Service(), saving([]), saving([]), late):
+        assert "process 8 gave no sign of life for 0.5 s while saving to 'it': it has died, or hangs." in str(got)
 
 
-def test_one_that_never_comes_is_missed_soon():
-    # What all say, they say within 30 seconds.
+def test_a_process_that_never_comes_is_missed_soon():
+    # The documentation says 30 seconds.
     assert _together._SILENT_SECONDS < 29
     assert inspect.signature(checkpoint.save).parameters["wait_seconds"].default < 29
 
@@ -173,12 +177,11 @@ def test_one_that_never_comes_is_missed_soon():
 def test_a_service_that_has_gone_is_named():
     service = Service()
     service.is_gone = True
-    for got in played(service, *it.repeat(saving([]), 3)):
-        assert "service does not answer (UNAVAILABLE: failed to connect)" in str(got) and "start the job again" in str(
-            got
-        )
+    for got in map(str, played(service, *it.repeat(saving([]), 3))):
+        assert "service does not answer (UNAVAILABLE: failed to connect)" in got and "start the job again" in got
 
 
 def test_processes_need_the_service():
     with pytest.raises(CheckpointError, match=r"call `jax.distributed.initialize\(\)` when the program starts"):
-        meeting("'it'", (0, 1), 1.0)
+        with meeting("'it'", 0, (0, 1), None, 1.0):
+            pass
