@@ -20,14 +20,11 @@ import numpy as np
 
 from ..._convert import (
     NOWHERE,
-    Piece,
     as_bits,
     chunks,
     fill,
-    hull,
     source_view,
     strides_of,
-    swapped,
     target_view,
     write,
 )
@@ -40,8 +37,6 @@ from .cuts import Cut
 # Below this size, starting another thread costs more than the copy.
 _TASK_BYTES = 1 << 20
 _CHUNK_ELEMENTS = 1 << 20
-# The shards of a smaller array are in one block.
-_BLOCK_BYTES = 1 << 20
 # The kernel backs large buffers with huge pages, so that a smaller piece touches a whole page.
 _PAGE_BYTES = 2 << 20
 
@@ -57,8 +52,6 @@ class Copy(NamedTuple):
         digit there.
     - `there`, `there_strides`: the same in the new shard.
     - `along`: the dimension along which it goes in blocks, if it does.
-    - `slices`: the slices that index the new shard and the sender's, if the elements are a box of both; NumPy copies
-        slices faster than strides.
     """
 
     number: int
@@ -69,7 +62,6 @@ class Copy(NamedTuple):
     there: int
     there_strides: tuple[int, ...]
     along: int | None
-    slices: tuple[Any, Any] | None
 
     @property
     def elements(self) -> int:
@@ -124,21 +116,10 @@ def filling(
         read = tuple(0 if f.source_dim == NOWHERE else old[f.source_dim] * f.source_step for f in piece.factors)
         written = tuple(new[f.target_dim] * f.target_step for f in piece.factors)
         here, there = (sum(map(operator.mul, at, by)) for at, by in ((piece.source, old), (piece.target, new)))
-        along, parts = blocked(shape, written, read), _slices(piece)
-        copies.append(Copy(number, cut.sender, shape, here, read, there, written, along, parts))
+        copies.append(Copy(number, cut.sender, shape, here, read, there, written, blocked(shape, written, read)))
     in_row = strides_of(copies[0].shape, itemsize) if len(copies) == 1 and not others else None
     is_part = in_row is not None and copies[0].here_strides == copies[0].there_strides == in_row
     return Filling(tuple(copies), tuple(others), is_part)
-
-
-def _slices(piece: Piece) -> tuple[Any, Any] | None:
-    dims = [f.target_dim for f in piece.factors if (f.source_dim, f.source_step, f.target_step) == (f.target_dim, 1, 1)]
-    ends = (hull(piece), hull(swapped(piece)))
-    if len({*dims}) < len(piece.factors) or _sizes(ends[0]) != _sizes(ends[1]):
-        return None
-    # The ellipsis makes it a view at rank 0 too.
-    there, here = [(*[slice(start, stop) for start, stop in box], ...) for box in ends]
-    return there, here
 
 
 class LocalShards:
@@ -155,7 +136,6 @@ class LocalShards:
         self._bits: dict[str, Any] = {}
         self._boxes: dict[str, list[Box]] = {}
         self._known: dict[tuple[str, int], np.ndarray] = {}
-        self._shards: dict[str, Callable[[int], Any]] = {}
         own = arrays if one_by_one else {}
         self._owned = {path: [shard.data for shard in leaf.addressable_shards] for path, leaf in own.items()}
 
@@ -163,15 +143,15 @@ class LocalShards:
         """A shard as a NumPy array."""
         found = self._known.get((path, number))
         if found is None:
-            shard = self._shards.get(path) or self._shards.setdefault(path, self._shards_of(path))
-            given = np.asarray(shard(number))
+            given = np.asarray(self._shard(path, number))
             found = self._known[path, number] = given if given.flags.c_contiguous else given.copy()
         return found
 
     def leaf(self, path: str) -> Any:
         """An array; of PRNG keys their key data."""
         if path not in self._bits:
-            self._bits[path] = data_of_keys(self._arrays[path])
+            leaf = self._arrays[path]
+            self._bits[path] = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         return self._bits[path]
 
     def boxes(self, path: str) -> list[Box]:
@@ -200,19 +180,18 @@ class LocalShards:
             raise SyncError(f"leaf `{path}`: this process holds a part of {list(box)} only; scales must lie beside.")
         return made
 
-    def _shards_of(self, path: str) -> Callable[[int], Any]:
+    def _shard(self, path: str, number: int) -> Any:
         if path in self._owned:
-            return self._owned[path].__getitem__
+            return self._owned[path][number]
         leaf = self.leaf(path)
         # All shards of a replicated array are equal, and NumPy can view the first without a copy.
         if not isinstance(leaf, jax.Array) or leaf.is_fully_replicated:
-            return lambda number: leaf
+            return leaf
         # `addressable_shards` makes an object per shard, and a tree of small arrays has many.
-        return leaf.addressable_data
+        return leaf.addressable_data(number)
 
     def forget(self, path: str) -> None:
         """Drops the references to an array."""
-        self._shards.pop(path, None)
         self._bits.pop(path, None)
         for key in [key for key in self._known if key[0] == path]:
             del self._known[key]
@@ -226,17 +205,6 @@ class LocalShards:
                 shard.delete()
 
 
-def data_of_keys(leaf: Any) -> Any:
-    """The key data of an array of PRNG keys; any other array unchanged."""
-    if isinstance(leaf.dtype, np.dtype):
-        return leaf
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-
-
-# A function that waits for the copies in other threads and returns the array.
-There = Callable[[], jax.Array]
-
-
 def coming(
     wanted: jax.ShapeDtypeStruct,
     targets: Sequence[Box],
@@ -244,7 +212,7 @@ def coming(
     names: Sequence[str],
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
-) -> There:
+) -> Callable[[], jax.Array]:
     """Starts to assemble an array in this process's memory from shards of others.
 
     **Arguments:**
@@ -265,7 +233,10 @@ def coming(
     shared = _shared(targets, fillings, names, shards, np.dtype(wanted.dtype))
     if shared is not None:
         return ft.partial(_there, wanted, targets, shared, ())
-    built = _memory(targets, np.dtype(wanted.dtype))
+    sizes = [(_sizes(box), wanted.dtype) for box in targets]
+    # The shards of a small array are in one block, which takes less time.
+    is_small = sum(map(volume, targets)) * np.dtype(wanted.dtype).itemsize < _TASK_BYTES
+    built = buffers(sizes) if is_small else [buffers([one])[0] for one in sizes]
     pairs = list(zip(built, fillings, strict=True))
     views = _views([(to, one.copies) for to, one in pairs], names, shards)
     tasks = _begun(views, sum(buffer.nbytes for buffer in built), pool)
@@ -280,23 +251,11 @@ def _there(
 ) -> jax.Array:
     for task in tasks:
         task.result()
-    with _copies_allowed(wanted.sharding):
+    guard = jax.config.jax_transfer_guard_host_to_device or ""  # pyright: ignore[reportAttributeAccessIssue]
+    # A guard against explicit transfers permits copies within host memory.
+    is_excused = "explicit" in guard and all(device.platform == "cpu" for device in wanted.sharding.device_set)
+    with jax.transfer_guard_host_to_device("allow") if is_excused else contextlib.nullcontext():
         return array_of(wanted.shape, wanted.dtype, wanted.sharding, targets, built)
-
-
-def _copies_allowed(sharding: Any) -> contextlib.AbstractContextManager[Any]:
-    """A context that permits copies within host memory under a guard against explicit transfers."""
-    if "explicit" not in (jax.config.jax_transfer_guard_host_to_device or ""):  # pyright: ignore[reportAttributeAccessIssue]
-        return contextlib.nullcontext()
-    on_cpu = all(device.platform == "cpu" for device in sharding.device_set)
-    return jax.transfer_guard_host_to_device("allow") if on_cpu else contextlib.nullcontext()
-
-
-def _memory(targets: Sequence[Box], dtype: np.dtype) -> list[np.ndarray]:
-    wanted = [(_sizes(box), dtype) for box in targets]
-    if sum(math.prod(shape) for shape, _ in wanted) * dtype.itemsize > _BLOCK_BYTES:
-        return [buffers([one])[0] for one in wanted]
-    return buffers(wanted)
 
 
 def _sizes(box: Box) -> tuple[int, ...]:
@@ -373,12 +332,9 @@ def _views(
         for one in copies:
             source = sources.get(one[:2])
             if source is None:
-                source = sources[one[:2]] = shards.typed(names[one.number], one.sender)
-            if one.slices is not None:
-                yield buffer[one.slices[0]], source[one.slices[1]], None
-            else:
-                new = np.ndarray(one.shape, kind, memory, one.there, one.there_strides)
-                yield new, np.ndarray(one.shape, kind, as_bytes(source), one.here, one.here_strides), one.along
+                source = sources[one[:2]] = as_bytes(shards.typed(names[one.number], one.sender))
+            new = np.ndarray(one.shape, kind, memory, one.there, one.there_strides)
+            yield new, np.ndarray(one.shape, kind, source, one.here, one.here_strides), one.along
 
 
 def as_bytes(buffer: np.ndarray) -> np.ndarray:
@@ -392,28 +348,19 @@ def _begun(views: Iterable[Views], nbytes: int, pool: ThreadPoolExecutor | None)
     if pool is None or nbytes < 2 * _TASK_BYTES:
         _copy_all(views)
         return []
-    return [pool.submit(_copy_all, batch) for batch in _batches(views)]
-
-
-def _batches(ready: Iterable[Views]) -> Iterator[list[Views]]:
-    batch: list[Views] = []
-    nbytes = 0
-    for one in ready:
+    tasks, batch, size = list[Future[None]](), list[Views](), 0
+    for one in views:
         batch.append(one)
-        nbytes += one[0].nbytes
-        if nbytes >= _TASK_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
+        size += one[0].nbytes
+        if size >= _TASK_BYTES:
+            tasks.append(pool.submit(_copy_all, batch))
+            batch, size = [], 0
+    return [*tasks, pool.submit(_copy_all, batch)]
 
 
 def _copy_all(batch: Iterable[Views]) -> None:
     for target, source, dim in batch:
-        if dim is None:
-            target[...] = source
-        else:
-            copy_along(target, source, dim)
+        copy_along(target, source, dim)
 
 
 def _fill_other(buffer: np.ndarray, cut: Cut, names: Sequence[str], shards: LocalShards) -> None:

@@ -106,26 +106,16 @@ def gathered(source: StepLayout, target: StepLayout, like: StepLayout) -> list[t
 
 
 def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """For each device, the device that sends it its shard in a permute step."""
-    ends = (End(end, coordinates(end, like)) for end in (source, target))
-    return senders(*ends)
+    """For each device, the device that sends it its shard in a permute step.
 
-
-def senders(source: End, target: End) -> np.ndarray:
-    """For each device, the device that sends it its shard: itself if it has that shard, else the nearest free holder.
-
-    **Arguments:**
-
-    - `source`, `target`: the layouts before and after, with equal counts along every dimension.
-
-    **Returns:**
-
-    A permutation of the devices, numbered by their position in the source's mesh.
+    It is the device itself if it has that shard, else the nearest free holder. Both layouts have equal counts along
+    every dimension.
     """
-    have, want = (Holdings(end).numbers(end.layout.dims) for end in (source, target))
+    ends = [End(end, coordinates(end, like)) for end in (source, target)]
+    have, want = (Holdings(end).numbers(end.layout.dims) for end in ends)
     sender = np.where(have == want, np.arange(len(have)), -1)
     span = int(max(have.max(), want.max())) + 1
-    for _, group in levels(source):
+    for _, group in levels(ends[0]):
         free = np.setdiff1d(np.arange(len(have)), sender)
         without = np.flatnonzero(sender < 0)
         _match(sender, without, (group * span + want)[without], free, (group * span + have)[free])
@@ -134,22 +124,15 @@ def senders(source: End, target: End) -> np.ndarray:
 
 def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np.ndarray, held: np.ndarray) -> None:
     """Assigns senders in place: the k-th device that needs a shard receives from the k-th free device that holds it."""
-    without, wanted = _ranked(without, wanted)
-    free, held = _ranked(free, held)
+    (without, wanted, first), (free, held, second) = (_ranked(without, wanted), _ranked(free, held))
     pair = len(sender) + 1
-    _, here, there = np.intersect1d(
-        wanted * pair + _rank_among_equals(wanted),
-        held * pair + _rank_among_equals(held),
-        assume_unique=True,
-        return_indices=True,
-    )
+    keys = wanted * pair + first, held * pair + second
+    _, here, there = np.intersect1d(*keys, assume_unique=True, return_indices=True)
     sender[without[here]] = free[there]
 
 
-def _ranked(who: np.ndarray, what: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _ranked(who: np.ndarray, what: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Devices sorted by the shards `what`, these shards, and the rank of each device among those with equal ones."""
     order = np.argsort(what, kind="stable")
-    return who[order], what[order]
-
-
-def _rank_among_equals(ascending: np.ndarray) -> np.ndarray:
-    return np.arange(len(ascending)) - np.searchsorted(ascending, ascending, side="left")
+    ascending = what[order]
+    return who[order], ascending, np.arange(len(what)) - np.searchsorted(ascending, ascending, side="left")

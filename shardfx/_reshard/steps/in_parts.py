@@ -83,7 +83,7 @@ def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Move
     dim = min(
         (dim for dim in range(len(shape)) if blocks[dim] > 1),
         key=lambda dim: (
-            _least_padded([*blocks[:dim], parts[dim], *blocks[dim + 1 :]]) / parts[dim] * blocks[dim],
+            _best_order([*blocks[:dim], parts[dim], *blocks[dim + 1 :]])[0] / parts[dim] * blocks[dim],
             max(shape[dim], target_shape[dim]) // blocks[dim],
         ),
         default=None,
@@ -114,29 +114,23 @@ def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> tuple[tuple[int,
 
 
 def _part_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[MoveStep]) -> int:
-    if not _fills_tiles(blocks):
-        return _PARTS if any(step.kind in ("all_to_all", "all_gather") for step in steps) else 1
     kinds = [step.kind for step in steps]
+    if not _fills_tiles(blocks):
+        return _PARTS if {"all_to_all", "all_gather"} & {*kinds} else 1
     if len(whole) > 2 and kinds[-1] == "all_to_all" and "permute" in kinds:
         return _PARTS_OF_STACKS
-    return _PARTS_OF_TILES if _doubles_at_last(steps) and _scatters_copies(whole, steps) else 1
+    return _PARTS_OF_TILES if _doubles_after_copies(whole, steps, kinds) else 1
 
 
-def _doubles_at_last(steps: Sequence[MoveStep]) -> bool:
-    """Whether the last step is an all-gather that doubles the shard, to at least the size of the source's."""
-    last = steps[-1]
-    before, after, first = (math.prod(end.counts) for end in (last.source, last.target, steps[0].source))
-    return last.kind == "all_gather" and before == 2 * after and after <= first
-
-
-def _scatters_copies(whole: tuple[int, ...], steps: Sequence[MoveStep]) -> bool:
+def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kinds: Sequence[str]) -> bool:
     """Whether the TPU compiler cannot reuse the memory of copies around the last all-to-all for a doubled shard.
 
-    The conditions were found by compiling for a v5p of 4 x 4 x 4 chips. Of 388 moves with a doubling all-gather, 58
-    took more than twice the larger shard; the conditions find all 58, and 2 others. In halves the worst takes 1.36.
+    The last step then is an all-gather that doubles the shard, to at least the size of the source's. The other
+    conditions were found by compiling for a v5p of 4 x 4 x 4 chips. Of 388 moves with a doubling all-gather, 58 took
+    more than twice the larger shard; the conditions find all 58, and 2 others. In halves the worst takes 1.36.
     """
-    kinds = [step.kind for step in steps]
-    if "all_to_all" not in kinds:
+    before, after, first = (end.pieces for end in (steps[-1].source, steps[-1].target, steps[0].source))
+    if kinds[-1] != "all_gather" or before != 2 * after or after > first or "all_to_all" not in kinds:
         return False
     at = len(kinds) - 1 - kinds[::-1].index("all_to_all")
     step, earlier, later = steps[at], kinds[:at], kinds[at + 1 :]
@@ -145,9 +139,9 @@ def _scatters_copies(whole: tuple[int, ...], steps: Sequence[MoveStep]) -> bool:
     order = [factor for factors in splits for factor in factors]
     if order == sorted(order):
         return False
-    cuts_rows = not any(splits[:-1])
     one_tile_wide = step.target.piece_shape(whole)[-1] == _TILE[1]
-    return "permute" in later or (cuts_rows and (one_tile_wide or (bool(earlier) and "permute" not in earlier)))
+    cuts_rows = not any(splits[:-1]) and (one_tile_wide or (bool(earlier) and "permute" not in earlier))
+    return "permute" in later or cuts_rows
 
 
 def _fills_tiles(shape: Sequence[int]) -> bool:
@@ -194,8 +188,7 @@ class _Stored:
     @staticmethod
     def of(shape: tuple[int, ...], cut: PartCut, as_on_tpus: bool) -> "_Stored":
         """The storage order that needs the least memory on TPUs; the given order if not `as_on_tpus`."""
-        orders = _orders(len(shape)) if as_on_tpus else [tuple(range(len(shape)))]
-        order = min(orders, key=lambda order: _padded([shape[dim] for dim in order]))
+        order = _best_order(shape)[1] if as_on_tpus else tuple(range(len(shape)))
         return _Stored(order, order.index(cut.dim), shape[cut.dim] // cut.block, cut.block)
 
     def turned(self, piece: Any) -> Any:
@@ -232,13 +225,14 @@ class _Stored:
         return lax.fori_loop(0, self.strips, copy, out, unroll=min(self.strips, _STRIPS_AT_ONCE))
 
 
-def _orders(rank: int) -> list[tuple[int, ...]]:
-    """The possible storage orders: each dimension as the minor-most one, with the array's own order first."""
-    return [(*(dim for dim in range(rank) if dim != minor), minor) for minor in reversed(range(rank))]
+def _best_order(shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """The least number of elements that an array occupies with padding to tiles, and the storage order for it.
 
-
-def _least_padded(shape: Sequence[int]) -> int:
-    return min(_padded([shape[dim] for dim in order]) for order in _orders(len(shape)))
+    Any dimension may be the minor-most one. Of equal orders it is the one nearest to the array's own.
+    """
+    rank = len(shape)
+    orders = [(*(dim for dim in range(rank) if dim != minor), minor) for minor in reversed(range(rank))]
+    return min([(_padded([shape[dim] for dim in order]), order) for order in orders], key=lambda one: one[0])
 
 
 def _padded(shape: Sequence[int]) -> int:

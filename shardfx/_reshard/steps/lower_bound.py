@@ -135,24 +135,22 @@ class _GroupBound:
         self.held, self.group, self.extra = held, group, extra
         self.groups = int(group.max()) + 1
         self.far = [_HeldByGroups(group, self.groups, *pieces) for pieces in far]
+        # The fraction of a dimension that each group holds in a layout, and the fraction that it also holds at the far
+        # end.
         self._shares: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def bound(self, dims: ShardDims, needs_far: bool) -> float:
         """The extra cost of the bytes that a group needs and none of its devices holds, on average per device."""
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):
-            if axes or self.far[dim].count > 1:
-                here, both = self._of_layout(dim, axes)
-                need, common = need * (self.far[dim].share if needs_far else here), common * both
+            if not axes and self.far[dim].count == 1:
+                continue
+            if (dim, axes) not in self._shares:
+                here = _HeldByGroups(self.group, self.groups, self.held.index(axes), self.held.count(axes))
+                self._shares[dim, axes] = here.share, here.share_in_common(self.far[dim])
+            share, both = self._shares[dim, axes]
+            need, common = need * (self.far[dim].share if needs_far else share), common * both
         return max(0.0, float(np.mean(need - common))) * self.groups / self.held.devices * self.extra
-
-    def _of_layout(self, dim: int, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """For each group, the fraction of a dimension that its devices hold here, and the fraction it holds at both."""
-        key = (dim, axes)
-        if key not in self._shares:
-            here = _HeldByGroups(self.group, self.groups, self.held.index(axes), self.held.count(axes))
-            self._shares[key] = here.share, here.share_in_common(self.far[dim])
-        return self._shares[key]
 
 
 class _HeldByGroups:
@@ -166,7 +164,7 @@ class _HeldByGroups:
         self.holds = np.zeros(groups * count, bool)
         self.holds[group * count + index] = True
         self.group, self.index = np.divmod(np.flatnonzero(self.holds), count)
-        self.share = self._share_of_dimension(self.group, count)
+        self.share = np.bincount(self.group, minlength=groups) * (1.0 / count)
 
     def share_in_common(self, other: "_HeldByGroups") -> np.ndarray:
         """For each group, the fraction of the dimension that it holds in both `self` and `other`."""
@@ -177,10 +175,7 @@ class _HeldByGroups:
         if step > 1:
             group, part = np.repeat(group, step), np.add.outer(part * step, np.arange(step)).ravel()
         both = coarse.holds[group * coarse.count + part // (parts // coarse.count)]
-        return self._share_of_dimension(group[both], parts)
-
-    def _share_of_dimension(self, group: np.ndarray, parts: int) -> np.ndarray:
-        return np.bincount(group, minlength=self.groups) * (1.0 / parts)
+        return np.bincount(group[both], minlength=self.groups) * (1.0 / parts)
 
 
 def _overlap(index: np.ndarray, count: int, other: np.ndarray, others: int) -> tuple[np.ndarray, int]:

@@ -47,18 +47,14 @@ class Neighbours:
 
     def slices_from(self, dims: ShardDims) -> Priced:
         """The layouts that a slice reaches: one dimension is sharded over one more free factor."""
-        free = self._free(dims)
-        for dim, axes in enumerate(dims):
-            for factor in free:
-                if self._has_room(dim, axes, (factor,)):
-                    yield (*dims[:dim], (*axes, factor), *dims[dim + 1 :]), STEP
+        for _, after in self._finer(dims, [(factor,) for factor in self._free(dims)]):
+            yield after, STEP
 
     def slices_into(self, dims: ShardDims) -> Priced:
         """The layouts from which a slice reaches `dims`: one dimension lacks its last factor."""
-        pieces = self.held.pieces(dims)
-        for dim, axes in enumerate(dims):
-            if axes and pieces // self.held.count(axes[-1:]) >= self.least_pieces:
-                yield (*dims[:dim], axes[:-1], *dims[dim + 1 :]), STEP
+        for run, before in self._coarser(dims):
+            if len(run) == 1:
+                yield before, STEP
 
     def gathers_from(self, dims: ShardDims) -> Priced:
         """The layouts that an all-gather reaches: one dimension loses its last factors.
@@ -66,21 +62,31 @@ class Neighbours:
         If factors have different weights, a gather removes one factor, or several of different weights.
         """
         pieces = self.held.pieces(dims)
-        for dim, axes in enumerate(dims):
-            for kept in range(len(axes)):
-                run = axes[kept:]
-                at_once = len(run) == 1 or not self.some_are_dearer or self.prices.are_mixed(run)
-                if at_once and pieces // self.held.count(run) >= self.least_pieces:
-                    yield (*dims[:dim], axes[:kept], *dims[dim + 1 :]), self.prices.all_gather(pieces, run) + STEP
+        for run, after in self._coarser(dims):
+            if len(run) == 1 or not self.some_are_dearer or self.prices.are_mixed(run):
+                yield after, self.prices.all_gather(pieces, run) + STEP
 
     def gathers_into(self, dims: ShardDims) -> Priced:
         """The layouts from which an all-gather reaches `dims`: one dimension is sharded over more free factors."""
-        free, pieces = self._free(dims), self.held.pieces(dims)
+        pieces = self.held.pieces(dims)
+        for run, before in self._finer(dims, self._runs(self._free(dims))):
+            yield before, self.prices.all_gather(pieces * self.held.count(run), run) + STEP
+
+    def _finer(self, dims: ShardDims, runs: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ShardDims]]:
+        """The layouts in which one dimension is sharded over one more run of factors, each with the run."""
         for dim, axes in enumerate(dims):
-            for run in self._runs(dim, axes, free):
-                if self._has_room(dim, axes, run):
-                    cost = self.prices.all_gather(pieces * self.held.count(run), run)
-                    yield (*dims[:dim], (*axes, *run), *dims[dim + 1 :]), cost + STEP
+            left = self.room[dim] // self.held.count(axes)
+            for run in runs:
+                if left % self.held.count(run) == 0:
+                    yield run, (*dims[:dim], (*axes, *run), *dims[dim + 1 :])
+
+    def _coarser(self, dims: ShardDims) -> Iterator[tuple[tuple[int, ...], ShardDims]]:
+        """The layouts in which one dimension lacks its last factors, each with these factors."""
+        pieces = self.held.pieces(dims)
+        for dim, axes in enumerate(dims):
+            for kept in range(len(axes)):
+                if pieces // self.held.count(axes[kept:]) >= self.least_pieces:
+                    yield axes[kept:], (*dims[:dim], axes[:kept], *dims[dim + 1 :])
 
     def all_to_alls(self, dims: ShardDims, each: float, spare: float) -> Priced:
         """The layouts that an all-to-all reaches at a cost below `spare`. `each` is added to each cost."""
@@ -112,11 +118,8 @@ class Neighbours:
         used = {axis for axes in dims for axis in axes}
         return [factor for factor in self.factors if factor not in used]
 
-    def _has_room(self, dim: int, axes: tuple[int, ...], run: tuple[int, ...]) -> bool:
-        return self.room[dim] % (self.held.count(axes) * self.held.count(run)) == 0
-
-    def _runs(self, dim: int, axes: tuple[int, ...], free: list[int]) -> list[tuple[int, ...]]:
-        """The runs of free factors along which one all-gather may have gathered dimension `dim`.
+    def _runs(self, free: list[int]) -> list[tuple[int, ...]]:
+        """The runs of free factors along which one all-gather may have gathered a dimension.
 
         A run has several factors only if their weights differ.
         """
@@ -126,9 +129,6 @@ class Neighbours:
         most = len(free) if len(free) <= _MOST_REORDERED else 2
         some = it.chain.from_iterable(it.permutations(free, length) for length in range(2, most + 1))
         runs += filter(self.prices.are_mixed, some)
-        rest = self.far_dims[dim][len(axes) :]
-        if len(rest) > most and self.far_dims[dim][: len(axes)] == axes:
-            runs += [rest] if self.prices.are_mixed(rest) and {*rest} <= {*free} else []
         return runs
 
     def _ways(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> dict[tuple[int, ...], list[ShardDims]]:

@@ -86,8 +86,7 @@ def _shares(kind: StepKind, source: StepLayout, target: StepLayout, like: StepLa
         return Fraction(0), Fraction(0)
     if kind == "permute":
         senders = permutation(source, target, like)
-        slices = slice_numbers(like)
-        moved = [int((ids[senders] != ids).sum()) for ids in (np.arange(len(senders)), slices)]
+        moved = [int((ids[senders] != ids).sum()) for ids in (np.arange(len(senders)), slice_numbers(like))]
         return Fraction(moved[0], len(senders) * source.pieces), Fraction(moved[1], len(senders) * source.pieces)
     factors = _changed(source, target)
     members = math.prod(source.sizes[factor] for factor in factors)

@@ -55,13 +55,24 @@ def program(
     """
     if not steps:
         return placed(x, dst)
-    x = placed(x, src)
-    body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), cut=cut)
+    mapped = ft.partial(_moving, src=src, steps=steps, like=like, cut=cut)
     if abstract(src.mesh) == abstract(dst.mesh):
-        return _mapped(body, src.mesh, src.spec, dst.spec)(x)
+        return mapped(placed(x, src), spec=dst.spec)
     # The shards concatenated along dimension 0 in device order mean the same on either mesh, so nothing moves here.
-    x = _mapped(body, src.mesh, src.spec, flat(src.mesh))(x)
-    return _mapped(_same, dst.mesh, flat(dst.mesh), dst.spec)(placed(x, NamedSharding(dst.mesh, flat(dst.mesh))))
+    x = placed(mapped(placed(x, src), spec=flat(src.mesh)), NamedSharding(dst.mesh, flat(dst.mesh)))
+    return _mapped(lambda piece: piece, dst.mesh, flat(dst.mesh), dst.spec)(x)
+
+
+def _moving(
+    x: Shaped[Array, "..."],
+    src: NamedSharding,
+    steps: tuple[MoveStep, ...],
+    like: StepLayout,
+    cut: PartCut | None,
+    spec: PartitionSpec,
+) -> Shaped[Array, "..."]:
+    body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), cut=cut)
+    return _mapped(body, src.mesh, src.spec, spec)(x)
 
 
 def live_program(
@@ -95,7 +106,8 @@ def live_program(
         fn = ft.partial(program, dst=there, **planned)
         step = jax.jit(fn, in_shardings=here, out_shardings=there, donate_argnums=reuse)
     else:
-        step = jax.jit(ft.partial(_flat_program, **planned), in_shardings=here)
+        # The shards concatenated along dimension 0, in the source's device order.
+        step = jax.jit(ft.partial(_moving, spec=flat(here.mesh), **planned), in_shardings=here)
 
     def run(x: jax.Array) -> jax.Array:
         given = x
@@ -113,14 +125,6 @@ def live_program(
         return y
 
     return run
-
-
-def _flat_program(
-    x: Shaped[Array, "..."], src: NamedSharding, steps: tuple[MoveStep, ...], like: StepLayout, cut: PartCut | None
-) -> Shaped[Array, "..."]:
-    """Moves a traced array and returns the shards concatenated along dimension 0, in the source's device order."""
-    body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), cut=cut)
-    return _mapped(body, src.mesh, src.spec, flat(src.mesh))(x)
 
 
 def flat(mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -145,10 +149,6 @@ def _mapped(body, mesh: Mesh | AbstractMesh, source: PartitionSpec, target: Part
     return run_on
 
 
-def _same(piece: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    return piece
-
-
 def run(
     piece: Shaped[Array, "..."],
     *,
@@ -158,7 +158,12 @@ def run(
     cut: PartCut | None = None,
 ) -> Shaped[Array, "..."]:
     """Applies all steps to one device's shard. It is traced inside `shard_map` over all `axes`."""
-    at_once = ft.partial(_at_once, steps=steps, like=like, axes=axes)
+
+    def at_once(piece: Array) -> Array:
+        for step in steps:
+            piece = _RUN[step.kind](piece, step, like, axes)
+        return piece
+
     is_key = jnp.issubdtype(piece.dtype, jax.dtypes.extended)  # whose memory is none of ours
     on_tpus = None if is_key else cut_on_tpus(piece.shape, bits(piece.dtype), steps)
     if on_tpus is None or (cut is not None and cut.parts >= on_tpus.parts):
@@ -168,12 +173,6 @@ def run(
     tpu = ft.partial(in_parts, move=at_once, cut=on_tpus)
     other = at_once if cut is None else ft.partial(in_parts, move=at_once, cut=cut, as_on_tpus=False)
     return lax.platform_dependent(piece, tpu=tpu, cpu=other if cut is None else on_bits(other), default=other)
-
-
-def _at_once(piece: Array, *, steps: tuple[MoveStep, ...], like: StepLayout, axes: tuple[str, ...]) -> Array:
-    for step in steps:
-        piece = _RUN[step.kind](piece, step, like, axes)
-    return piece
 
 
 def _slice(piece: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
@@ -187,8 +186,7 @@ def _slice(piece: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]
 
 
 def _permute(piece: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
-    senders = permutation(step.source, step.target, like)
-    pairs = [(int(sender), device) for device, sender in enumerate(senders)]
+    pairs = [(sender, device) for device, sender in enumerate(permutation(step.source, step.target, like).tolist())]
     return moved(ft.partial(lax.ppermute, axis_name=axes, perm=pairs), piece)
 
 

@@ -103,8 +103,12 @@ def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int)
     for axis in (axis for axes in entries for axis in axes):
         if axis not in names:
             raise SpecError(f"{spec} names mesh axis `{axis}`, but the mesh has {names}; use one of those.")
+    if isinstance(mesh, MeshSpec):  # the number of slices that each mesh axis spans
+        every = mesh.dcn_sizes
+    else:
+        every = (1,) * len(names) if isinstance(mesh, AbstractMesh) else _device_spans(mesh)
     sizes, weights, parts = [], [], {}
-    for name, spans in zip(names, _spans(mesh), strict=True):
+    for name, spans in zip(names, every, strict=True):
         size = mesh.shape[name]
         cut = [(spans, _DCN_WEIGHT), (size // spans, 1.0)] if spans > 1 else [(size, 1.0)]
         cut = cut[:1] if spans == size else cut
@@ -115,16 +119,9 @@ def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int)
     return StepLayout(
         sizes=tuple(sizes),
         dims=dims + ((),) * (rank - len(dims)),
-        order=_ids(mesh) if isinstance(mesh, Mesh) else None,
+        order=tuple(device.id for device in mesh.devices.flat) if isinstance(mesh, Mesh) else None,
         weights=tuple(weights) if max(weights, default=1.0) > 1 else (),
     )
-
-
-def _spans(mesh: MeshSpec | Mesh | AbstractMesh) -> tuple[int, ...]:
-    """For each mesh axis, the number of slices that it spans."""
-    if isinstance(mesh, MeshSpec):
-        return mesh.dcn_sizes
-    return (1,) * len(mesh.axis_names) if isinstance(mesh, AbstractMesh) else _device_spans(mesh)
 
 
 @ft.lru_cache(maxsize=256)
@@ -141,11 +138,6 @@ def _parts(number: np.ndarray) -> int:
     size = len(number)
     blocks = ((count, number.reshape(count, size // count, -1)) for count in range(1, size + 1) if size % count == 0)
     return next(count for count, block in blocks if (block == block[:, :1]).all())
-
-
-@ft.lru_cache(maxsize=256)
-def _ids(mesh: Mesh) -> tuple[int, ...]:
-    return tuple(device.id for device in mesh.devices.flat)
 
 
 @ft.lru_cache(maxsize=4096)

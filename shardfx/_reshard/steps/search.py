@@ -107,7 +107,10 @@ def search(problem: Problem, *, most: int | None = None) -> Path | None:
     The path, or `None` if no steps along these factors lead from one end to the other.
     """
     source, target = problem.source, problem.target
-    most = _budget(source) if most is None else most
+    if most is None:  # smaller for more devices and for meshes with slow axes
+        devices = source.layout.size
+        most = _FEW_LAYOUTS if devices <= 16 else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 8_000_000 // devices))
+        most //= len(levels(source))
     narrow = dataclasses.replace(problem, room=tuple(map(math.lcm, source.layout.counts, target.layout.counts)))
     path, cost, looked = explore(narrow, most // 2, math.inf)
     factors = [prime for size in source.layout.sizes for prime in primes(size)]
@@ -120,13 +123,6 @@ def search(problem: Problem, *, most: int | None = None) -> Path | None:
     return path
 
 
-def _budget(source: End) -> int:
-    """The number of layouts to examine. It is smaller for more devices and for meshes with slow axes."""
-    devices, kinds = source.layout.size, len(levels(source))
-    most = _FEW_LAYOUTS if devices <= 16 else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 8_000_000 // devices))
-    return most // kinds
-
-
 def explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, float, int]:
     """The best path cheaper than `limit`, its cost, and the number of layouts examined.
 
@@ -137,8 +133,8 @@ def explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, flo
     for side, end in ((best.forward, problem.source), (best.homeward, problem.target)):
         side.reach(end.layout.dims, 0.0, None, limit)
     while side := best.next_side():
-        dims, least = side.frontier.pop()
-        if least >= best.cost - _ROUNDING or side.has_settled(dims):
+        dims, least = side.pop()
+        if least >= best.cost - _ROUNDING or dims in side.settled.get(side.held.counts(dims), ()):
             continue
         _settle(dims, side, best, most)
         _expand(dims, side, best, most, problem.source.coordinates is problem.target.coordinates)
@@ -168,41 +164,11 @@ def _side(problem: Problem, permutations: PermutationPrices, far_is: Literal["ta
     return _Side(held, LowerBound(held, near, far, far_is), next_layouts, far.layout.counts)
 
 
-class _Frontier:
-    """The layouts that one side has reached, with the cost and predecessor of each, and a heap of the next ones."""
-
-    def __init__(self):
-        self.cost: dict[ShardDims, float] = {}
-        self.parent: dict[ShardDims, ShardDims] = {}
-        self.heap: list[tuple[float, float, int, ShardDims]] = []
-        self.looked = 0  # the layouts whose lower bound was computed
-
-    @property
-    def first(self) -> tuple[float, float]:
-        """The sort key of the next layout; infinite if the heap is empty."""
-        return self.heap[0][:2] if self.heap else (math.inf, 0.0)
-
-    def push(self, dims: ShardDims, cost: float, parent: ShardDims | None, estimate: float, key: float) -> None:
-        self.cost[dims] = cost
-        if parent is not None:
-            self.parent[dims] = parent
-        heapq.heappush(self.heap, (key, estimate, self.looked, dims))
-
-    def pop(self) -> tuple[ShardDims, float]:
-        """Removes and returns the next layout, with the lower bound on the cost of a path through it."""
-        _, estimate, _, dims = heapq.heappop(self.heap)
-        return dims, self.cost[dims] + estimate
-
-    def way_to(self, dims: ShardDims) -> list[ShardDims]:
-        """The layouts from this side's end to `dims`."""
-        way = [dims]
-        while way[-1] in self.parent:
-            way.append(self.parent[way[-1]])
-        return way[::-1]
-
-
 class _Side:
     """The forward or homeward side of the search: its next steps, its frontier, and its settled layouts.
+
+    The frontier is the layouts that the side has reached, with the cost and the predecessor of each, and a heap of
+    those to look at next.
 
     **Arguments:**
 
@@ -214,7 +180,10 @@ class _Side:
 
     def __init__(self, held: Holdings, bound: LowerBound, next_layouts: NextLayouts, far_counts: Counts):
         self.held, self.bound, self.next_layouts, self.far_counts = held, bound, next_layouts, far_counts
-        self.frontier = _Frontier()
+        self.cost: dict[ShardDims, float] = {}
+        self.parent: dict[ShardDims, ShardDims | None] = {}
+        self.heap: list[tuple[float, float, int, ShardDims]] = []
+        self.looked = 0  # the layouts whose lower bound was computed
         self.first_of_counts: dict[Counts, ShardDims] = {}
         self.settled: dict[Counts, dict[ShardDims, None]] = {}  # in the order in which they were
 
@@ -225,25 +194,34 @@ class _Side:
 
         With `nearest_first`, layouts whose counts are nearest to the other end's come first, at any cost.
         """
-        if cost + _ROUNDING >= min(limit, self.frontier.cost.get(dims, math.inf)):
+        if cost + _ROUNDING >= min(limit, self.cost.get(dims, math.inf)):
             return False
-        self.frontier.looked += 1
+        self.looked += 1
         estimate = self.bound(dims)
         if cost + estimate >= limit - _ROUNDING:
             return False
-        self.first_of_counts.setdefault(self.held.counts(dims), dims)
-        # Both ends are looked at first, since their neighbours may meet.
-        key = 0.0 if parent is None else -1 / self._distance(dims) if nearest_first else cost + estimate
-        self.frontier.push(dims, cost, parent, estimate, key)
+        counts, key = self.held.counts(dims), cost + estimate
+        self.first_of_counts.setdefault(counts, dims)
+        if parent is None:  # both ends are looked at first, since their neighbours may meet
+            key = 0.0
+        elif nearest_first:
+            pairs = zip(counts, self.far_counts, strict=True)
+            key = -1 / math.prod([math.lcm(count, far) // math.gcd(count, far) for count, far in pairs])
+        self.cost[dims], self.parent[dims] = cost, parent
+        heapq.heappush(self.heap, (key, estimate, self.looked, dims))
         return True
 
-    def has_settled(self, dims: ShardDims) -> bool:
-        return dims in self.settled.get(self.held.counts(dims), ())
+    def pop(self) -> tuple[ShardDims, float]:
+        """Removes and returns the next layout, with the lower bound on the cost of a path through it."""
+        _, estimate, _, dims = heapq.heappop(self.heap)
+        return dims, self.cost[dims] + estimate
 
-    def _distance(self, dims: ShardDims) -> int:
-        """How far the counts of `dims` are from the other end's: the product of lcm / gcd over dimensions."""
-        pairs = zip(self.held.counts(dims), self.far_counts, strict=True)
-        return math.prod([math.lcm(count, far) // math.gcd(count, far) for count, far in pairs])
+    def way_to(self, dims: ShardDims) -> list[ShardDims]:
+        """The layouts from this side's end to `dims`."""
+        way = [dims]
+        while (parent := self.parent[way[-1]]) is not None:
+            way.append(parent)
+        return way[::-1]
 
 
 @dataclasses.dataclass
@@ -260,15 +238,15 @@ class _Best:
     @property
     def looked(self) -> int:
         """The number of layouts and of permutations that were examined."""
-        return self.forward.frontier.looked + self.homeward.frontier.looked + self.permutations.asked
+        return self.forward.looked + self.homeward.looked + self.permutations.asked
 
     def is_enough(self, most: int) -> bool:
         return self.looked > most and self.cost < math.inf
 
     def next_side(self) -> _Side | None:
         """The side whose next layout has the lower key; `None` if both frontiers are empty."""
-        side = min((self.forward, self.homeward), key=lambda side: side.frontier.first)
-        return side if side.frontier.heap else None
+        sides = [side for side in (self.forward, self.homeward) if side.heap]
+        return min(sides, key=lambda side: side.heap[0][:2], default=None)
 
     def other(self, side: _Side) -> _Side:
         return self.homeward if side is self.forward else self.forward
@@ -276,39 +254,33 @@ class _Best:
 
 def _settle(dims: ShardDims, side: _Side, best: _Best, most: int) -> None:
     """Settles a layout: tries a crossing to each settled layout of the other side with the same counts."""
-    counts, cost = side.held.counts(dims), side.frontier.cost[dims]
+    counts, cost = side.held.counts(dims), side.cost[dims]
     side.settled.setdefault(counts, {})[dims] = None
     other = best.other(side)
     for match in other.settled.get(counts, ()):
-        if best.cost - cost - other.frontier.cost[match] > _ROUNDING and not best.is_enough(most):
+        if best.cost - cost - other.cost[match] > _ROUNDING and not best.is_enough(most):
             _cross(dims, match, side, best)
 
 
 def _expand(dims: ShardDims, side: _Side, best: _Best, most: int, same_factors: bool) -> None:
     """Adds the layouts one step away to the frontier, and updates `best` with the paths that they complete."""
-    cost = side.frontier.cost[dims]
+    cost = side.cost[dims]
     for after, extra in side.next_layouts(dims, best.cost - cost):
         nearest_first = best.cost == math.inf and best.looked > most
         if side.reach(after, cost + extra, dims, best.cost, nearest_first):
             if same_factors:  # where the other side has reached this layout too, that makes a path
                 _meet(after, after, 0.0, best)
-            if best.cost == math.inf:
-                _cross_to_first(after, side, best)
+            match = best.other(side).first_of_counts.get(side.held.counts(after))
+            if best.cost == math.inf and match is not None:  # to get any path
+                _cross(after, match, side, best)
         if best.is_enough(most):
             return
-
-
-def _cross_to_first(dims: ShardDims, side: _Side, best: _Best) -> None:
-    """Tries a crossing to the first layout with the same counts that the other side reached, to get any path."""
-    match = best.other(side).first_of_counts.get(side.held.counts(dims))
-    if match is not None:
-        _cross(dims, match, side, best)
 
 
 def _cross(dims: ShardDims, match: ShardDims, side: _Side, best: _Best) -> None:
     """Updates `best` with the path that crosses between `dims` and the other side's layout `match`."""
     before, after = (dims, match) if side is best.forward else (match, dims)
-    spare = best.cost - best.forward.frontier.cost[before] - best.homeward.frontier.cost[after]
+    spare = best.cost - best.forward.cost[before] - best.homeward.cost[after]
     have, want = best.forward.held.numbers(before), best.homeward.held.numbers(after)
     share = 1 / best.forward.held.pieces(before)
     _meet(before, after, best.permutations.cost(have, want, share, spare), best)
@@ -316,8 +288,8 @@ def _cross(dims: ShardDims, match: ShardDims, side: _Side, best: _Best) -> None:
 
 def _meet(before: ShardDims, after: ShardDims, crossing: float, best: _Best) -> None:
     """Updates `best` if the path through these two layouts is cheaper than the best path so far."""
-    paid = best.forward.frontier.cost.get(before, math.inf)
-    total = paid + crossing + best.homeward.frontier.cost.get(after, math.inf)
+    paid = best.forward.cost.get(before, math.inf)
+    total = paid + crossing + best.homeward.cost.get(after, math.inf)
     if total < best.cost - _ROUNDING:
         best.cost, best.before, best.after = total, before, after
 
@@ -325,7 +297,7 @@ def _meet(before: ShardDims, after: ShardDims, crossing: float, best: _Best) -> 
 def _path(problem: Problem, best: _Best) -> Path | None:
     if best.before is None or best.after is None:
         return None
-    forward, homeward = best.forward.frontier.way_to(best.before), best.homeward.frontier.way_to(best.after)[::-1]
+    forward, homeward = best.forward.way_to(best.before), best.homeward.way_to(best.after)[::-1]
     before, after = (
         [dataclasses.replace(end.layout, dims=dims) for dims in way]
         for end, way in ((problem.source, forward), (problem.target, homeward))

@@ -68,11 +68,9 @@ def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray])
     ]
     # First choose the source's orders: the most digits in common with any order of the target's primes. Then choose
     # the target's orders: the most digits in common with the orders that the source has by now.
-    possible = {key for keys in known[1] for key in keys.values()}
-    first = _best_orders(src, known[0], possible, [_counts_on_the_way(dst, dim) for dim in range(len(dst.dims))])
+    first = _best_orders(src, known[0], {key for keys in known[1] for key in keys.values()})
     taken = {keys[digit] for keys, order in zip(known[0], first, strict=True) for digit in _digits_of(order)}
-    counts = [_counts_on_the_way(src, dim, first) for dim in range(len(src.dims))]
-    return [first, _best_orders(dst, known[1], taken, counts)]
+    return [first, _best_orders(dst, known[1], taken)]
 
 
 class _Digit(NamedTuple):
@@ -108,38 +106,12 @@ def _digit_keys(row: np.ndarray, size: int) -> dict[_Digit, bytes]:
     return {digit: (row // digit.stride % digit.size).astype(np.uint16).tobytes() for digit in found}
 
 
-def _counts_on_the_way(layout: StepLayout, dim: int, split: Split | None = None) -> frozenset[int]:
-    """The numbers of slices into which the first 0, 1, 2, ... axes of `dim` (factors, given a `split`) split it."""
-    sizes = [(layout.sizes[axis],) if split is None else split[axis] for axis in layout.dims[dim]]
-    return frozenset(it.accumulate(it.chain.from_iterable(sizes), operator.mul, initial=1))
-
-
-def _best_orders(
-    layout: StepLayout, known: Sequence[dict[_Digit, bytes]], wanted: set[bytes], counts: Sequence[frozenset[int]]
-) -> list[tuple[int, ...]]:
-    """For each axis, the order of its primes with the most digits in `wanted`.
-
-    Among equals it is the order whose numbers of slices agree most often with the `counts` of the other end.
-    """
+def _best_orders(layout: StepLayout, known: Sequence[dict[_Digit, bytes]], wanted: set[bytes]) -> list[tuple[int, ...]]:
+    """For each axis, the order of its primes with the most digits in `wanted`."""
     return [
-        max(_orders(size), key=ft.partial(_agreement, keys, wanted, *_before(layout, axis, counts)))
-        for axis, (size, keys) in enumerate(zip(layout.sizes, known, strict=True))
+        max(_orders(size), key=lambda order, keys=keys: sum(keys[digit] in wanted for digit in _digits_of(order)))
+        for size, keys in zip(layout.sizes, known, strict=True)
     ]
-
-
-def _before(layout: StepLayout, axis: int, counts: Sequence[frozenset[int]]) -> tuple[int, frozenset[int]]:
-    """The number of slices that the axes before `axis` make of its dimension, and the other end's counts for it."""
-    for axes, theirs in zip(layout.dims, counts, strict=True):
-        if axis in axes:
-            return math.prod(layout.sizes[other] for other in axes[: axes.index(axis)]), theirs
-    return 1, frozenset()
-
-
-def _agreement(
-    keys: dict[_Digit, bytes], wanted: set[bytes], before: int, counts: frozenset[int], order: tuple[int, ...]
-) -> tuple[int, int]:
-    shared = sum(keys[digit] in wanted for digit in _digits_of(order))
-    return shared, sum(before * count in counts for count in it.accumulate(order, operator.mul))
 
 
 def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], splits: Sequence[Split]) -> list[Split]:
@@ -176,25 +148,17 @@ class _Primes:
         self.keys = keys
         self.factors = {key: factor for factor, key in enumerate(keys)}
         # Maps a factor that shards a dimension to the dimension and the number of slices up to and with this factor.
-        self.cuts = {
-            factor: (dim, count)
-            for dim, axes in enumerate(layout.dims)
-            for factor, count in zip(
-                axes, it.accumulate((layout.sizes[factor] for factor in axes), operator.mul), strict=True
-            )
-        }
+        self.cuts: dict[int, tuple[int, int]] = {}
+        for dim, axes in enumerate(layout.dims):
+            counts = it.accumulate([layout.sizes[factor] for factor in axes], operator.mul)
+            self.cuts |= {factor: (dim, count) for factor, count in zip(axes, counts, strict=True)}
 
     def must_end(self, factor: int, other: "_Primes", kept: set[int]) -> bool:
         """Whether `factor` must not be joined with the next one, because the other end needs the two separate."""
-        return self._is_told_apart(factor, other, kept) or any(
-            other.cuts[theirs] == self.cuts.get(factor) for theirs in kept if theirs in other.cuts
-        )
-
-    def _is_told_apart(self, factor: int, other: "_Primes", kept: set[int]) -> bool:
         here, after = (other.factors.get(key) for key in self.keys[factor : factor + 2])
-        if here is None and after is None:
-            return False
-        return here is None or after is None or after != here + 1 or here in kept
+        # The other end has both as neighbours that may be joined, or neither.
+        is_alike = here == after or (here is not None and after == here + 1 and here not in kept)
+        return not is_alike or self.cuts.get(factor, ()) in [other.cuts.get(theirs) for theirs in kept]
 
 
 def _joined(split: Split, kept: set[int]) -> Split:
@@ -291,15 +255,14 @@ def _end(layout: StepLayout, split: Split, place: np.ndarray) -> End:
     return End(StepLayout(sizes, dims, layout.order, weights), digits(sizes, place))
 
 
-def _equally_dear(ours: End, theirs: End) -> tuple[End, End]:
+def _equally_dear(ours: End, theirs: End) -> list[End]:
     """Both ends with weights that agree: a factor gets the highest weight that either end gives to a move along it."""
+    ends = [ours, theirs]
     if not ours.layout.weights and not theirs.layout.weights:
-        return ours, theirs
-    first, second = (
-        End(dataclasses.replace(end.layout, weights=_weights(end, (ours, theirs))), end.coordinates)
-        for end in (ours, theirs)
-    )
-    return first, second
+        return ends
+    return [
+        dataclasses.replace(end, layout=dataclasses.replace(end.layout, weights=_weights(end, ends))) for end in ends
+    ]
 
 
 def _weights(end: End, accounts: Sequence[End]) -> tuple[float, ...]:
