@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from shardfx import MeshSpec, plan
-from shardfx._cli.demo import model as demo
+from shardfx._cli import demo
 from shardfx.cost import Traffic, compare, estimate, traffic
 
 from ._case import Apart, Entry, Finding, Limit, Value

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardfx import MeshSpec, filter_jit, shard
-from shardfx._cli.demo.train import (
+from shardfx._cli.demo import (
     TOLERANCE,
     DemoPlans,
     Run,

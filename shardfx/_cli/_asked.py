@@ -4,19 +4,17 @@ import dataclasses
 import functools as ft
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import jax
 
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, chips, follow, lint, plan, presets
+from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, chips, cost, follow, lint, plan, presets
 from shardfx._see import Findings
 
-from ..cost import Traffic, compile_for, estimate
-from ._load import LoadedModel, attribute, load_model, load_optimizer, load_rules
+from ._load import LoadedModel, attribute, literals, load_model, load_optimizer, load_rules, near, parse_slice
 from ._screen import working
 from ._usage import UsageError, calling
-from ._words import literals, near, parse_slice
 
 
 # JAX starts a thread for each emulated device.
@@ -83,10 +81,23 @@ def chip_of(name: str) -> chips.Chip:
     return calling("reading --chip", ft.partial(chips.find, name))
 
 
-def estimated(step: LoadedStep, compiler: Literal["cpu", "gpu", "tpu"] = "tpu") -> Traffic:
-    """Returns the estimated traffic of a step, without compiling it."""
-    given = {"compiler": compiler, "mesh": step.mesh}
-    return calling("estimating the step's traffic", lambda: estimate(step.function, *step.args, **given))
+def sent_by(step: LoadedStep, how: str, target: str | None = None) -> Any:
+    """Returns the traffic of a step: with "estimate" the estimated traffic, with "compile" that of the compiled step,
+    with "compare" a comparison of both. `target` is as for `compiled`.
+    """
+    given = {"compiler": "cpu" if how == "compare" and target is None else "tpu", "mesh": step.mesh}
+    guess = ft.partial(cost.estimate, step.function, *step.args, **given)
+    if how == "estimate":
+        return calling("estimating the step's traffic", guess)
+    sent = calling("reading the program", lambda: cost.traffic(compiled(step, target), step.mesh))
+    return sent if how == "compile" else calling("comparing", lambda: cost.compare(guess(), sent))
+
+
+def fitted(step: LoadedStep, chip: chips.Chip, program: object = None) -> cost.Fit:
+    """Returns the memory of a step on a chip, estimated, or read from its compiled program."""
+    with working("counting memory"):
+        given = {"compiled": program, "chip": chip, "mesh": step.mesh}
+        return calling("counting memory", lambda: cost.fit(step.function, *step.args, **given))
 
 
 def compiled(step: LoadedStep, target: str | None = None) -> Any:
@@ -106,7 +117,7 @@ def compiled(step: LoadedStep, target: str | None = None) -> Any:
     if target is None:
         emulate(step.mesh.size, f"the mesh {step.mesh} has")
     given = {"target": target or "cpu", "mesh": step.mesh}
-    return calling("compiling the step", lambda: compile_for(step.function, *step.args, **given))
+    return calling("compiling the step", lambda: cost.compile_for(step.function, *step.args, **given))
 
 
 def emulate(count: int, what: str = "the target has") -> None:

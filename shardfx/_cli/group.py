@@ -15,30 +15,23 @@ import shardfx
 from ._usage import shown
 
 
-# A verb's module is imported only when the verb is called: help, completion and the version then need no import of JAX,
-# which takes a second.
+# For each verb the module that has it, and its help. A verb's module is imported only when the verb is called: help,
+# completion and the version then need no import of JAX, which takes a second.
 _VERBS = {
-    "chips": "List accelerators: memory, arithmetic, links.",
-    "clean": "List or remove what saves that were killed left in DIRECTORY.",
-    "convert": "Write a checkpoint anew: other names, shapes, dtypes, files.",
-    "demo": "Train a small transformer under a plan, and again without one.",
-    "diff": "Compare two plans: what differs, and what it costs to move.",
-    "explain": "Say why one array is sharded as it is, and what would change it.",
-    "fit": "Say whether a step fits a chip, and which changes would make it fit.",
-    "lint": "Find all that is wrong with a model's rules, and how to mend it.",
-    "models": "List the published models.",
-    "plan": "Print how every array of a model is sharded on a mesh, and why.",
-    "report": "Write a plan as one HTML page: a map of bytes, findings, a table.",
-    "search": "Choose mesh and rules for a step, by what they would cost.",
-    "traffic": "List what a step sends, and the line that causes it.",
-    "why": "Say how the arrays of a step lie, and what each mesh axis is from.",
-}
-_FILES = {
-    **dict.fromkeys(("plan", "explain", "lint", "diff", "report"), "plans"),
-    **dict.fromkeys(("traffic", "why", "fit", "search"), "steps"),
-    **dict.fromkeys(("convert", "clean"), "checkpoints"),
-    **dict.fromkeys(("chips", "models"), "lists"),
-    "demo": "demo",
+    "chips": ("lists", "List accelerators: memory, arithmetic, links."),
+    "clean": ("checkpoints", "List or remove what saves that were killed left in DIRECTORY."),
+    "convert": ("checkpoints", "Write a checkpoint anew: other names, shapes, dtypes, files."),
+    "demo": ("demo", "Train a small transformer under a plan, and again without one."),
+    "diff": ("plans", "Compare two plans: what differs, and what it costs to move."),
+    "explain": ("plans", "Say why one array is sharded as it is, and what would change it."),
+    "fit": ("steps", "Say whether a step fits a chip, and which changes would make it fit."),
+    "lint": ("plans", "Find all that is wrong with a model's rules, and how to mend it."),
+    "models": ("lists", "List the published models."),
+    "plan": ("plans", "Print how every array of a model is sharded on a mesh, and why."),
+    "report": ("plans", "Write a plan as one HTML page: a map of bytes, findings, a table."),
+    "search": ("steps", "Choose mesh and rules for a step, by what they would cost."),
+    "traffic": ("steps", "List what a step sends, and the line that causes it."),
+    "why": ("steps", "Say how the arrays of a step lie, and what each mesh axis is from."),
 }
 _COMPLETION = """\b
 completion in a shell, here for bash; zsh and fish have their own word:
@@ -55,14 +48,14 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _VERBS:
             return None
-        return getattr(importlib.import_module(f".verbs.{_FILES[cmd_name]}", __package__), cmd_name)
+        return getattr(importlib.import_module(f".verbs.{_VERBS[cmd_name][0]}", __package__), cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(_VERBS.items()))
+            formatter.write_dl([(name, text) for name, (_, text) in _VERBS.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = [CompletionItem(name, help=text) for name, text in _VERBS.items() if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=text) for name, (_, text) in _VERBS.items() if name.startswith(incomplete)]
         return found + click.Command.shell_complete(self, ctx, incomplete)
 
 

@@ -18,6 +18,5 @@ from .explanation import (
     explain as explain,
 )
 from .finding import Finding as Finding, Findings as Findings
-from .html import html_report as html_report
+from .html import html_report as html_report, report_data as report_data
 from .linter import lint as lint
-from .page_data import report_data as report_data

@@ -166,26 +166,23 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
         if pair.fields or not in_both or (move is not None and not move.idle):
             key = (between_numbers(pair.path), *[rows.get(pair.path) for rows in numbers])
             groups.setdefault(key, []).append(pair)
-    leaves = tuple(_leaf_diff(alike, moves) for alike in groups.values())
-    return Diff(plans if plans or leaves else (OTHER_TREES,), leaves, totals)
-
-
-def _leaf_diff(alike: Sequence[Pair], moves: dict[str, LeafMove]) -> LeafDiff:
-    _, before, after, fields = alike[0]
-    paths = tuple(pair.path for pair in alike)
-    axes = () if before is None or after is None else _axis_moves(before, after)
-    wire = sum(moves[path].wire_bytes for path in paths if path in moves)
-    return LeafDiff(joined(paths), paths, before, after, fields, axes, moves.get(paths[0]), wire)
+    leaves = []
+    for alike in groups.values():
+        _, before, after, fields = alike[0]
+        paths = tuple(pair.path for pair in alike)
+        axes = () if before is None or after is None else _axis_moves(before, after)
+        wire = sum(moves[path].wire_bytes for path in paths if path in moves)
+        leaves.append(LeafDiff(joined(paths), paths, before, after, fields, axes, moves.get(paths[0]), wire))
+    return Diff(plans if plans or leaves else (OTHER_TREES,), tuple(leaves), totals)
 
 
 def _axis_moves(before: LeafPlan, after: LeafPlan) -> tuple[AxisMove, ...]:
-    src, dst = _dims_of_axes(before), _dims_of_axes(after)
+    src, dst = (
+        {axis: dim for dim, entry in enumerate(entries_of(leaf.spec)) for axis in entry_axes(entry)}
+        for leaf in (before, after)
+    )
     moved = [AxisMove(axis, src.get(axis), dst.get(axis)) for axis in dict.fromkeys([*src, *dst])]
     return tuple(move for move in moved if move.src != move.dst)
-
-
-def _dims_of_axes(leaf: LeafPlan) -> dict[str, int]:
-    return {axis: dim for dim, entry in enumerate(entries_of(leaf.spec)) for axis in entry_axes(entry)}
 
 
 def _moves(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:

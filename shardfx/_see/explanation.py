@@ -24,7 +24,7 @@ from .._ground.text import (
     together,
 )
 from .._plan import LeafPlan, ShardPlan, check_plan
-from .._rules import Attempt as Attempt, attempts, near
+from .._rules import Attempt as Attempt, attempts, axes_of_target, near
 from ..cost import StepShardings
 from ..cost._shardings import explained
 from ..topology import MeshSpec
@@ -157,7 +157,7 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
     names = leaf.names or (None,) * len(leaf.shape)
     units = leaf.units or (1,) * len(leaf.shape)
     tried = () if leaf.names is None or plan.axes is None else attempts(leaf.names, plan.axes, plan.mode)
-    used = {axis: dim for dim, entry in enumerate(entries) for axis in entry_axes(entry)}
+    used = axes_of_target(leaf.spec)
     unused = {axis: size for axis, size in plan.mesh.shape.items() if size > 1 and axis not in used}
     dims = []
     for dim, size in enumerate(leaf.shape):
@@ -176,14 +176,14 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
             product = math.prod(plan.mesh.shape.get(axis, 1) for axis in wanted) * units[dim]
             below = size // product * product
             sizes = (below, below + product) if below else (product,)
-        changes = [text for why in reasons for text in _changes(why, plan, tried, used, left, sizes)]
+        changes = [text for why in reasons for text in _changes(why, plan, tried, left, sizes)]
         if free and dropped:
             told = ", ".join(f"`{axis}` ({plan.mesh.shape[axis]})" for axis in free)
             changes.append(f"free mesh axes that cut it evenly: {told}")
         columns = (own, wanted, kept, dropped, added, reasons, sizes, free, tuple(changes))
         dims.append(DimExplanation(dim, size, units[dim], names[dim], *columns))
     whole = tuple(why for why in leaf.reasons if why.dim is None)
-    texts = tuple(text for why in whole for text in _changes(why, plan, tried, used, 1, ()))
+    texts = tuple(text for why in whole for text in _changes(why, plan, tried, 1, ()))
     return Explanation(leaf, plan.mesh, tuple(dims), whole, texts)
 
 
@@ -210,14 +210,7 @@ _MOST_GROUPS = 4
 _OF_SIZE = (Code.indivisible, Code.unit)
 
 
-def _changes(
-    why: Reason,
-    plan: ShardPlan,
-    tried: tuple[Attempt, ...],
-    used: dict[str, int],
-    left: int,
-    sizes: tuple[int, ...],
-) -> list[str]:
+def _changes(why: Reason, plan: ShardPlan, tried: tuple[Attempt, ...], left: int, sizes: tuple[int, ...]) -> list[str]:
     """The changes that would remove one reason, with the values of this plan, one sentence each."""
     mesh = plan.mesh
     if why.code in _OF_SIZE and why.dim is not None:
@@ -237,8 +230,6 @@ def _changes(
         return [f"the rules have {plan.axes.names}{near(axis, plan.axes.names)}" for axis in why.axes]
     if why.code is Code.absent:
         return [f"the mesh has {mesh.axis_names}{near(axis, mesh.axis_names)}, no `{axis}`" for axis in why.axes]
-    if why.code is Code.duplicate:
-        return [f"`{axis}` cuts dim {used[axis]}" for axis in dict.fromkeys(why.axes) if axis in used]
     return []
 
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .._ground.reason import Code, Reason
-from .._ground.spec import canonical_entry, entries_at, entries_of, entry_axes, pinned
+from .._ground.spec import canonical_entry, entries_at, entries_of, entry_axes
 from .._ground.text import bytes_text, plural
 from .._plan import Group, Row
+from .._rules import axes_of_target
 from .finding import Finding, Severity
 from .subject import Subject, asked_by, code_of
 
@@ -118,9 +119,8 @@ def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -
     """The finding about some arrays, with the bytes that each device holds beyond those that their rules ask for."""
     content, sizes, lost = subject.content, subject.content.mesh.shape, 0
     for row, group in ((one.group.row, one.group) for one in shorts):
-        wanted = [*entries_of(pinned(row.requested)), *[step.axes for step in row.strategies]]
-        axes = dict.fromkeys(axis for entry in wanted for axis in entry_axes(entry))
-        asked = math.prod(sizes.get(axis, 1) for axis in axes)
+        axes = [axis for target in (row.requested, *row.strategies) for axis in axes_of_target(target)]
+        asked = math.prod(sizes.get(axis, 1) for axis in dict.fromkeys(axes))
         whole, shard = content.byte_counts[group.number]
         lost += max(0, shard - -(-whole // asked)) * len(group.paths)
     return Finding("corrected", shorts[0].severity, where, lost, message, _as_it_is(subject, shorts))

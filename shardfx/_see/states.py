@@ -12,7 +12,7 @@ from .._ground.reason import Code
 from .._ground.spec import entries_at, entries_of, entry_axes, trimmed
 from .._ground.text import between_numbers, bytes_text, spec_text, together
 from .._plan import Group, Request, Row, corresponding, further
-from .._rules import fsdp
+from .._rules import axes_of_target, fsdp
 from .finding import Finding
 from .subject import Subject, asked_by
 
@@ -37,7 +37,7 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
     sizes, states = subject.content.mesh.shape, _states(subject)
     for state in states:
         spec, follows = state.group.row.spec, state.follows
-        shards, asked = (math.prod(sizes[axis] for axis in _axes(one)) for one in (spec, follows))
+        shards, asked = (math.prod(sizes[axis] for axis in axes_of_target(one)) for one in (spec, follows))
         if shards < asked:
             message = f"it is sharded over {_told(spec)}, its parameter over {_told(follows)}"
             message += "" if state.is_whole else " in the dimensions that it has of it"
@@ -51,13 +51,16 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
     # Statistics of rows and columns are small: they only follow their parameter.
     states = [state for state in states if state.is_whole]
     for axis, size in sizes.items():
-        left = [state for state in states if axis not in _axes(state.group.row.spec)]
+        left = [state for state in states if axis not in axes_of_target(state.group.row.spec)]
         message = f"every device along `{axis}` holds the same states: nothing is sharded over it, as ZeRO-1 would"
         least = limit
-        if any(axis in _axes(state.group.row.spec) and axis not in _axes(state.param.spec) for state in states):
+        if any(
+            axis in axes_of_target(state.group.row.spec) and axis not in axes_of_target(state.param.spec)
+            for state in states
+        ):
             left = [state for state in left if not state.group.row.reasons]
             message, least = f"other states are sharded over `{axis}`, these are not", 0
-        elif size == 1 or len(left) < len(states) or any(axis in _axes(state.param.spec) for state in states):
+        elif size == 1 or len(left) < len(states) or any(axis in axes_of_target(state.param.spec) for state in states):
             continue
         found = list(_over(subject, left, axis))
         if found:
@@ -101,10 +104,6 @@ def _state(root: str, group: Group, known: dict[str, Row]) -> _State | None:
     return None
 
 
-def _axes(spec: PartitionSpec) -> tuple[str, ...]:
-    return tuple(axis for entry in entries_of(spec) for axis in entry_axes(entry))
-
-
 def _keeps(spec: PartitionSpec, follows: PartitionSpec) -> bool:
     """Whether `spec` shards each dimension over at least the axes that `follows` shards it over."""
     pairs = itertools.zip_longest(entries_of(spec), entries_of(follows))
@@ -112,7 +111,7 @@ def _keeps(spec: PartitionSpec, follows: PartitionSpec) -> bool:
 
 
 def _told(spec: PartitionSpec) -> str:
-    return " and ".join(f"`{axis}`" for axis in _axes(spec)) or "nothing"
+    return " and ".join(f"`{axis}`" for axis in axes_of_target(spec)) or "nothing"
 
 
 def _over(subject: Subject, states: list[_State], axis: str) -> Iterator[tuple[Group, PartitionSpec]]:

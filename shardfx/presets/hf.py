@@ -6,9 +6,7 @@ projections back to the model width along their columns (inputs). The other dime
 dimension that holds several heads is sharded only between heads.
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Final
+from collections.abc import Mapping
 
 from .._rules import PathRules, optional
 from ._row_rules import Axes, rows_for_rules, rules_of
@@ -298,10 +296,6 @@ def t5(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> P
         ```
     """
     return _preset("t5", {"dim": head_dim}, fsdp, tensor)
-
-
-_ALL = (bert, deepseek_v3, gemma, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, starcoder2, t5)
-PRESETS: Final[Mapping[str, Callable[..., PathRules]]] = MappingProxyType({one.__name__: one for one in _ALL})
 
 
 def _preset(family: str, sizes: Mapping[str, int], fsdp: Axes, tensor: Axes) -> PathRules:

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 import shardfx
 from shardfx import ShardPlan
 from shardfx.__main__ import main
-from shardfx._cli._words import rule_set_names
+from shardfx._cli._load import rule_set_names
 from shardfx._cli.group import _VERBS
 
 
@@ -454,7 +454,7 @@ def test_the_demo_from_the_command_line():
     done = python(f"sys.exit(main({['demo', *flags]}))")
     assert done.returncode == 0, done.stderr
     out = done.stdout
-    assert "4 x emulated cpu, as the mesh data=1,fsdp=2,tensor=2" in out and "layers/attention/query" in out
+    assert "4 x emulated cpu, as the mesh data=1,fsdp=2,tensor=2" in out and "layers/query" in out
     assert "Explicit axes" in out and " as planned" in out and "NOT as planned" not in out
     assert "tokens/s" in out and "The curves are the same up to rounding." in out
 

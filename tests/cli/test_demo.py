@@ -8,11 +8,15 @@ import pytest
 from jax.sharding import AxisType
 
 from shardfx import MeshSpec, misplaced, shard
-from shardfx._cli.demo import train
-from shardfx._cli.demo.model import AXIS_RULES, HEAD_DIM, KV_HEADS, LAYERS, Transformer
-from shardfx._cli.demo.train import (
+from shardfx._cli import demo
+from shardfx._cli.demo import (
+    AXIS_RULES,
+    HEAD_DIM,
+    KV_HEADS,
+    LAYERS,
     TOLERANCE,
     Run,
+    Transformer,
     batch,
     default_mesh,
     make_plans,
@@ -34,7 +38,7 @@ def text():
 
 @pytest.fixture(scope="module")
 def unsharded(text):
-    return train.train(start_unsharded(RUN), text, RUN)
+    return demo.train(start_unsharded(RUN), text, RUN)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +53,7 @@ def test_sharded_training_equals_unsharded(layout, axis_types, text, unsharded):
     mesh = MeshSpec.parse(layout, axis_types=axis_types)
     plans = make_plans(mesh.build(jax.devices()[: mesh.size]), RUN)
     started = start_sharded(plans, RUN)
-    losses = train.train(started, text, RUN, place=lambda tokens: shard(tokens, plans.batch))
+    losses = demo.train(started, text, RUN, place=lambda tokens: shard(tokens, plans.batch))
     assert losses == pytest.approx(unsharded, abs=1e-5)
     assert losses[-1] < losses[0] - 0.3
     # Donated: the arrays that went in are gone.
@@ -70,10 +74,10 @@ def test_state_is_made_in_shards():
 
 def test_the_plan_keeps_heads_whole():
     plans = make_plans(MeshSpec.parse("fsdp=2,tensor=4"), RUN)
-    key = plans.model["layers/attention/key"]
+    key = plans.model["layers/key"]
     assert key.shape == (LAYERS, 128, KV_HEADS * HEAD_DIM) and key.spec == jax.P(None, "fsdp")
     assert [reason.code.name for reason in key.reasons] == ["unit"]
-    assert plans.model["layers/attention/query"].spec == jax.P(None, "fsdp", "tensor")
+    assert plans.model["layers/query"].spec == jax.P(None, "fsdp", "tensor")
 
 
 def test_every_array_of_the_model_is_named():
@@ -118,8 +122,8 @@ def test_default_mesh(count, shape):
 
 def test_show_notices_curves_that_differ(capsys, monkeypatch):
     curves = iter([[5.0, 4.0], [5.0, 4.0 + 2 * TOLERANCE]])
-    monkeypatch.setattr(train, "train", lambda *args, **how: next(curves))
-    monkeypatch.setattr(train.testing, "check_step", lambda *args: CheckedStep(()))
+    monkeypatch.setattr(demo, "train", lambda *args, **how: next(curves))
+    monkeypatch.setattr(demo.testing, "check_step", lambda *args: CheckedStep(()))
     assert not show(default_mesh(1), jax.devices()[:1], Run(steps=2, batch_size=8, length=32), width=100)
     out = capsys.readouterr().out
     assert "THE CURVES DIFFER" in out and max(map(len, out.splitlines())) <= 100

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks._programs import lowered, planned, steps_program, wire_bytes
 from shardfx import MeshSpec, PathRules, plan, topology
-from shardfx._cli.demo.train import Run, make_optimizer, make_plans, make_step
+from shardfx._cli.demo import Run, make_optimizer, make_plans, make_step
 from shardfx.auto import search
 from shardfx.cost import compile_for
 from shardfx.errors import MeshError, OutOfMemoryError

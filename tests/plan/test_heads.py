@@ -36,7 +36,7 @@ def cuts(spec: P, shape: tuple[int, ...], mesh: MeshSpec, dim: int) -> list[int]
 
 def preset(model: catalogue.Model, tensor: str | tuple[str, ...] = "tensor") -> PathRules:
     assert model.preset is not None
-    return hf.PRESETS[model.preset](**dict(model.arguments), tensor=tensor)
+    return getattr(hf, model.preset)(**dict(model.arguments), tensor=tensor)
 
 
 def fused_tree(model: catalogue.Model) -> dict[str, jax.ShapeDtypeStruct]:

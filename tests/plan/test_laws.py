@@ -277,7 +277,7 @@ from shardfx.presets import hf
 mesh = MeshSpec({"data": 2, "fsdp": 3, "tensor": 8}, dcn={"data": 2})
 for name in ("qwen2.5-7b", "gemma-2b", "gpt2", "minilm-l6"):
     model = catalogue.MODELS[name]
-    made = plan(model.make(), mesh, paths=hf.PRESETS[model.preset](**dict(model.arguments)))
+    made = plan(model.make(), mesh, paths=getattr(hf, str(model.preset))(**dict(model.arguments)))
     print(name, made.digest, hashlib.sha256(made.to_json().encode()).hexdigest())
 tree = {
     "x": [jnp.ones((6, 8)), jax.random.key(1)], "f": jax.nn.relu, "s": jnp.ones(())}

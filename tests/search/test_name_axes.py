@@ -9,7 +9,7 @@ from jax.experimental.pallas import pallas_call
 from models import MODELS, Struct, f32, mlp, space_of
 
 from shardfx import AxisRules, MeshSpec, atomic, plan
-from shardfx._cli.demo import train
+from shardfx._cli import demo
 from shardfx.auto import name_axes
 from shardfx.auto._space import fastest
 from shardfx.errors import LeafTypeError
@@ -30,26 +30,26 @@ def by_path(found):
 
 
 def test_the_demo_is_named_as_its_author_named_it():
-    run = train.Run()
-    optimizer = train.make_optimizer(run)
-    model = eqx.filter_eval_shape(train.Transformer, key=jax.random.key(0))
+    run = demo.Run()
+    optimizer = demo.make_optimizer(run)
+    model = eqx.filter_eval_shape(demo.Transformer, key=jax.random.key(0))
     state = eqx.filter_eval_shape(optimizer.init, eqx.filter(model, lambda leaf: hasattr(leaf, "shape")))
     text = Struct((16, 129), "int32")
-    found = name_axes(train.make_step(optimizer, None), model, state, text)
+    found = name_axes(demo.make_step(optimizer, None), model, state, text)
     assert sizes(found) == {
         "vocab": 256, "embed": 128, "layers": 4, "kv_heads": 2, "query_groups": 4, "head_dim": 16, "hidden": 384,
         "batch": 16, "sequence": 129,
     }  # fmt: skip
-    assert found.names[0].layers.attention.query == ("layers", "embed", ("kv_heads", atomic("query_groups", 16)))
-    assert found.names[0].layers.attention.key == ("layers", "embed", atomic("kv_heads", 16))
+    assert found.names[0].layers.query == ("layers", "embed", ("kv_heads", atomic("query_groups", 16)))
+    assert found.names[0].layers.key == ("layers", "embed", atomic("kv_heads", 16))
     rules = rules_for(found, batch="data", kv_heads="kv", query_groups="group", hidden=("kv", "group"))
     mesh = MeshSpec({"data": 2, "kv": 2, "group": 2})
     made = plan(model, mesh, names=found.names[0], axes=rules)
-    assert made["layers/attention/query"].spec == P(None, None, ("kv", "group"))
-    assert made["layers/attention/key"].spec == P(None, None, "kv")
-    assert made["layers/mlp/down"].spec == P(None, ("kv", "group"))
+    assert made["layers/query"].spec == P(None, None, ("kv", "group"))
+    assert made["layers/key"].spec == P(None, None, "kv")
+    assert made["layers/down"].spec == P(None, ("kv", "group"))
     moments = plan(state, mesh, names=found.names[1], axes=rules)
-    assert moments["1/0/mu/layers/mlp/down"].spec == made["layers/mlp/down"].spec
+    assert moments["1/0/mu/layers/down"].spec == made["layers/down"].spec
     assert plan(text, mesh, names=found.names[2], axes=rules)[""].spec == P("data")
 
 

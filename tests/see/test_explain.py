@@ -85,7 +85,7 @@ def by_names(shape, names, axes, **others):
 @pytest.mark.parametrize(
     "made, told",
     [
-        (lambda: planned((8, 8), P("tensor") | fsdp("tensor")), "change: `tensor` cuts dim 0"),
+        (lambda: planned((8, 8), P("tensor") | fsdp("tensor")), "`tensor` is already used by an earlier"),
         (lambda: planned((8, 8), fsdp("fsdp", min_bytes=10**6)), "fewer than the 1000000"),
         (lambda: planned((8, 8), P("tensro"), unmatched="replicate"), "no `tensro`"),
         (lambda: by_names((8,), ("emebd",), EMBED, unmatched="replicate"), "did you mean 'embed'?"),

@@ -4,6 +4,7 @@ killed.
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import jax.numpy as jnp
 
 from shardfx import MeshSpec, PathRules, TreeMap, checkpoint, plan, replicate
 
-from ..._convert import Struct, bound, tree_structs
+from ..._convert import bound, tree_structs
 from ..._ground.text import array_text, bytes_text, plural, table
-from .._load import attribute, load_model
+from .._load import load_model, made_of
 from .._screen import JSON, answer, verb
 from .._usage import UsageError, calling
 
@@ -63,62 +64,37 @@ def convert(
     structs = calling(f"reading {source!r}", lambda: checkpoint.structs(index))
     structs = structs if dtype is None else jax.tree.map(lambda one: _cast(one, dtype), structs)
     wanted = None if like is None else load_model(like).tree
-    leaves = tree_structs(structs)
+    leaves: Mapping[str, Any] = tree_structs(structs)
     if relation is not None:
-        leaves = calling("mapping", lambda: _mapped(relation, structs, wanted))
+        there = None if wanted is None else tree_structs(wanted)
+        leaves = calling("mapping", lambda: bound(relation, tree_structs(structs), there))
     if not dry_run:
-        _write(index, structs, target, relation, wanted, dtype, overwrite)
+        # Every leaf is replicated, so this process writes all of it. `load` and `save` show their progress.
+        mesh = MeshSpec({"device": 1}).build(jax.devices()[:1])
+        held = plan(structs, mesh, paths=PathRules([(".*", replicate)]))
+        tree = calling(
+            "reading", lambda: checkpoint.load(index, held, dtype=None if dtype is None else jnp.dtype(dtype))
+        )
+        given = {"map": relation, "like": wanted, "overwrite": overwrite}
+        calling(f"writing {target!r}", lambda: checkpoint.save(target, tree, held, **given))
     size = sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves.values())
     arrays = [{"path": path, "shape": leaf.shape, "dtype": str(leaf.dtype)} for path, leaf in leaves.items()]
+    cells = [("path", "array"), *[(path, array_text(leaf.dtype, leaf.shape)) for path, leaf in leaves.items()]]
+    end = f"{' would be' if dry_run else ','} written to {target}."
+    lines = [*table(cells, right=()), "", f"{plural(len(leaves), 'array')}, {bytes_text(size)}{end}"]
     told = {"written": None if dry_run else target, "bytes": size, "arrays": arrays}
-    end = f" would be written to {target}." if dry_run else f", written to {target}."
-    answer(json_file, lambda: _text(leaves, size) + end, lambda: told)
+    answer(json_file, lambda: "\n".join(lines), lambda: told)
 
 
 def _map(name: str) -> TreeMap:
     if os.path.isfile(name) and not name.endswith(".py"):
         return calling(f"reading {name!r}", lambda: TreeMap.from_json(Path(name).read_text(encoding="utf-8")))
-    found = attribute(name)
-    found = calling(f"`{name}()`", found) if callable(found) else found
-    if not isinstance(found, TreeMap):
-        raise UsageError(f"`{name}` is {found!r:.60}; it must be a TreeMap, or a function that makes one")
-    return found
-
-
-def _mapped(relation: TreeMap, structs: object, wanted: object) -> dict[str, Struct]:
-    """Returns the arrays of the target by path; raises if the map does not fit the source or the wanted tree."""
-    made = bound(relation, tree_structs(structs), None if wanted is None else tree_structs(wanted))
-    return {path: Struct(one.shape, one.dtype) for path, one in made.items()}
-
-
-def _write(
-    index: Any,
-    structs: object,
-    target: str,
-    relation: TreeMap | None,
-    wanted: object,
-    dtype: str | None,
-    overwrite: bool,
-) -> None:
-    mesh = MeshSpec({"device": 1}).build(jax.devices()[:1])
-    # Every leaf is replicated, so this process writes all of it.
-    held = plan(structs, mesh, paths=PathRules([(".*", replicate)]))
-    cast = None if dtype is None else jnp.dtype(dtype)
-    # `load` and `save` both show their progress on a terminal.
-    tree = calling("reading", lambda: checkpoint.load(index, held, dtype=cast))
-    given = {"map": relation, "like": wanted, "overwrite": overwrite}
-    calling(f"writing {target!r}", lambda: checkpoint.save(target, tree, held, **given))
+    return made_of(name, TreeMap, "a TreeMap, or a function that makes one")
 
 
 def _cast(struct: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
     kind = jnp.dtype(dtype) if jnp.issubdtype(struct.dtype, jnp.floating) else struct.dtype
     return jax.ShapeDtypeStruct(struct.shape, kind)
-
-
-def _text(leaves: dict[str, Struct], size: int) -> str:
-    cells = [(path, array_text(leaf.dtype, leaf.shape)) for path, leaf in leaves.items()]
-    lines = table([("path", "array"), *cells], right=set())
-    return "\n".join([*lines, "", f"{plural(len(leaves), 'array')}, {bytes_text(size)}"])
 
 
 @verb(examples=("shardfx clean .", "shardfx clean . --remove"))

@@ -8,26 +8,24 @@ import re
 import click
 
 import shardfx as sfx
-from shardfx import chips, html_report
+from shardfx import html_report
 from shardfx._see import report_data
-from shardfx.cost import Fit, Traffic, fit as fit_of, traffic as traffic_of
 
 from .._asked import (
     MOST_DEVICES,
-    LoadedStep,
     PlanOptions,
     asks_for_a_plan,
     chip_of,
-    compiled,
-    estimated,
     findings_of,
+    fitted,
     inputs_of,
     load_step,
     plan_of,
+    sent_by,
 )
+from .._load import order_text
 from .._screen import JSON, answer, as_json, data_of, show, terminal_width, verb, working, write
 from .._usage import UsageError, calling
-from .._words import order_text
 
 
 # A range of layers in a path of a plan's table, `layers/{0..125}/up`; group 1 is the first layer.
@@ -191,26 +189,14 @@ def report(
     with working("checking the plan"):
         found = calling("checking", lambda: findings_of(asked, inputs))
     loaded = None if step is None else load_step(step, None, made.mesh)
-    sent = None if loaded is None else _traffic(str(step), loaded)
-    needs = None if loaded is None or hardware is None else _fit(loaded, hardware)
+    sent = needs = None
+    if loaded is not None:
+        with working(f"compiling {step}"):
+            sent = sent_by(loaded, "estimate" if loaded.mesh.size > MOST_DEVICES else "compile")
+        needs = None if hardware is None else fitted(loaded, hardware)
     about = {"title": asked.model, "findings": found, "chip": hardware, "traffic": sent, "fit": needs}
     with working("writing the report"):
         if html_file is not None:
             write(calling("drawing the page", lambda: html_report(made, **about)), html_file)
         if json_file is not None:
             write(as_json(report_data(made, **about)), json_file)
-
-
-def _fit(loaded: LoadedStep, chip: chips.Chip) -> Fit:
-    with working("counting memory"):
-        return calling(
-            "estimating its memory", lambda: fit_of(loaded.function, *loaded.args, chip=chip, mesh=loaded.mesh)
-        )
-
-
-def _traffic(step: str, loaded: LoadedStep) -> Traffic:
-    if loaded.mesh.size > MOST_DEVICES:
-        return estimated(loaded)
-    with working(f"compiling {step}"):
-        program = compiled(loaded)
-        return calling("reading the program", lambda: traffic_of(program, loaded.mesh))

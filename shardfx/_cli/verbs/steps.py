@@ -4,7 +4,7 @@ memory.
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -17,18 +17,18 @@ from ...auto import Candidate, search as search_of
 from ...auto._asked import device_count
 from ...cost import TrafficRow
 from .._asked import (
-    LoadedStep,
     PlanOptions,
     asks_for_a_plan,
     chip_of,
     compiled,
     emulate,
-    estimated,
+    fitted,
     load_bare_step,
     load_step,
     plan_of,
+    sent_by,
 )
-from .._load import attribute
+from .._load import made_of
 from .._screen import JSON, answer, data_of, require_writable, terminal_width, verb, working, write
 from .._usage import UsageError, calling
 
@@ -74,8 +74,7 @@ def traffic(
         raise UsageError("--target is what is compiled for; with --how estimate leave it out")
     hardware, loaded = None if chip is None else chip_of(chip), load_step(step, kwargs, mesh)
     with working(f"{'estimating' if how == 'estimate' else 'compiling'} {step}"):
-        program = None if how == "estimate" else compiled(loaded, target)
-        found = _found(loaded, program, how, "cpu" if how == "compare" and target is None else "tpu")
+        found = sent_by(loaded, how, target)
     sent = found.compiled if how == "compare" else found
     timed = None if hardware is None else calling("timing", lambda: cost.seconds(sent, hardware, loaded.mesh))
     text = str(found) if how == "compare" else found.text(terminal_width())
@@ -84,15 +83,6 @@ def traffic(
     if timed is not None:
         text, told = f"{text}\n\n{timed}", {**told, "seconds": data_of(timed)}
     answer(json_file, lambda: text, lambda: told)
-
-
-def _found(step: LoadedStep, program: object, how: str, compiler: Literal["cpu", "tpu"]) -> Any:
-    if how == "estimate":
-        return estimated(step, compiler)
-    sent = calling("reading the program", lambda: cost.traffic(program, step.mesh))
-    if how == "compile":
-        return sent
-    return calling("comparing", lambda: cost.compare(estimated(step, compiler), sent))
 
 
 @verb(
@@ -149,26 +139,15 @@ def fit(asked: PlanOptions, chip: str | None, step: str | None, compiles: bool, 
         raise UsageError("give a MODEL, as llama3-8b, or --step MODULE:STEP")
     if step is None:
         made = plan_of(asked)
-        found = calling("counting", lambda: cost.fit(_parts(made), chip=hardware))
+        # `cost.fit` makes a row for each first path component.
+        is_joined = {path.partition("/")[0] for path in made} == {"model", "optimizer"}
+        parts = made if is_joined else ShardPlan.join(model=made)
+        found = calling("counting", lambda: cost.fit(parts, chip=hardware))
     else:
-        found = _of_step(asked, step, hardware, compiles)
+        loaded = load_step(step, asked.kwargs, asked.mesh)
+        found = fitted(loaded, hardware, compiled(loaded, asked.target) if compiles else None)
     answer(json_file, lambda: calling("trying changes", found.explain), lambda: _data(found))
     return 0 if found.fits and found.how != "arguments" else 1
-
-
-def _parts(made: ShardPlan) -> ShardPlan:
-    """Returns the plan with every path below `model` or `optimizer`, since `cost.fit` makes a row for each first path
-    component.
-    """
-    return made if {path.partition("/")[0] for path in made} == {"model", "optimizer"} else ShardPlan.join(model=made)
-
-
-def _of_step(asked: PlanOptions, name: str, chip: object, compiles: bool) -> cost.Fit:
-    loaded = load_step(name, asked.kwargs, asked.mesh)
-    with working(f"tracing {name}"):
-        program = compiled(loaded, asked.target) if compiles else None
-        given = {"compiled": program, "chip": chip, "mesh": loaded.mesh}
-        return calling("counting memory", lambda: cost.fit(loaded.function, *loaded.args, **given))
 
 
 def _data(found: cost.Fit) -> dict[str, Any]:
@@ -239,7 +218,7 @@ def search(
     hardware = _hardware(target, devices, chip)
     require_writable(code_file, json_file)
     function, args = load_bare_step(step, kwargs)
-    also = [_axis_rules(name) for name in rules]
+    also = [made_of(name, AxisRules, "AxisRules, whose names are those of `name_axes`") for name in rules]
     if verify is not None:
         emulate(calling("reading --target", lambda: device_count(hardware["devices"], hardware["chip"])))
     with working(f"searching for {step}") as tell:
@@ -260,13 +239,6 @@ def _hardware(target: str | None, devices: int | None, chip: str | None) -> dict
     if devices is not None and chip is None:
         raise UsageError(f"--devices {devices} does not say which chip; add one, as --chip h100")
     return {"devices": target or devices, "chip": chip}
-
-
-def _axis_rules(name: str) -> AxisRules:
-    found = attribute(name)
-    if not isinstance(found, AxisRules):
-        raise UsageError(f"`{name}` is {found!r:.60}; name AxisRules, whose names are those that `name_axes` finds")
-    return found
 
 
 def _table(found: Sequence[Candidate]) -> str:

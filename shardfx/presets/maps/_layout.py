@@ -65,8 +65,8 @@ class TreeLayout:
         rest: Iterable[str] = (),
         apart: Mapping[str, str] | None = None,
     ):
-        rows = (("weights", weights), ("sizes", sizes or {}), ("apart", apart or {}))
-        for name, value in (*[(name, given.items()) for name, given in rows], ("rest", rest)):
+        pairs = {"weights": weights, "sizes": sizes or {}, "apart": apart or {}}
+        for name, value in {**{name: dict(given).items() for name, given in pairs.items()}, "rest": rest}.items():
             object.__setattr__(self, name, tuple(value))
         for path, entry in self.weights:
             places_of(path, entry)
@@ -85,7 +85,7 @@ class TreeLayout:
             if path not in known:
                 raise MapError(f"the layout has no {quoted(path)}; it has {', '.join(known)}.")
         moved = {paths.get(path, path): entry for path, entry in self.weights}
-        return TreeLayout(moved, sizes=dict(self.sizes), rest=self.rest, apart=dict(self.apart))
+        return dataclasses.replace(self, weights=moved)
 
     def without(self, *kinds: str) -> "TreeLayout":
         """Returns the layout without some kinds of weights. A tree may still have them, but maps ignore them."""
@@ -98,12 +98,11 @@ class TreeLayout:
         if mixed:
             raise MapError(f"{quoted(mixed[0])} has other kinds beside; leave out all of them, or none.")
         rest = (*self.rest, *[path for path, _ in self.weights if path not in kept])
-        return TreeLayout(kept, sizes=dict(self.sizes), rest=rest, apart=dict(self.apart))
+        return dataclasses.replace(self, weights=kept, rest=rest)
 
     def with_sizes(self, **sizes: int) -> "TreeLayout":
         """Returns the layout with other sizes: `with_sizes(vocab=50304)` for a tree with a padded vocabulary."""
-        known = {**dict(self.sizes), **sizes}
-        return TreeLayout(dict(self.weights), sizes=known, rest=self.rest, apart=dict(self.apart))
+        return dataclasses.replace(self, sizes={**dict(self.sizes), **sizes})
 
     def to(self, other: "TreeLayout", *, drop: Iterable[str] = (), casts: bool = False) -> TreeMap:
         """Returns the map that makes a tree of the other layout from a tree of this layout.
