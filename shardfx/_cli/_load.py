@@ -200,7 +200,7 @@ def _strategy(text: str, how: str, given: str, model: str) -> PathRules:
 
 def _arguments(text: str, given: str) -> dict[str, Any]:
     """Returns the arguments of a rule set, as in `llama:head_dim=64,fsdp=data`."""
-    found = dict(part.partition("=")[::2] for part in given.split(",") if part)
+    found = {key: value for key, _, value in (part.partition("=") for part in given.split(",") if part)}
     if not all(found.values()) or any(map(_is_long, found.values())):
         raise UsageError(f"--rules {text!r:.200} is not of the form NAME or NAME:key=value,..., as llama:head_dim=64")
     return {key: int(value) if value.isdecimal() else value for key, value in found.items()}
