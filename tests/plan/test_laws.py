@@ -305,5 +305,5 @@ def test_plans_are_the_same_in_every_process_and_under_every_hash_seed():
     assert len(printed) == 1
     # And in this process, whose hash seed is another one.
     mesh = MeshSpec({"data": 2, "fsdp": 3, "tensor": 8}, dcn={"data": 2})
-    made = plan(catalogue.MODELS["gpt2"].make(), mesh, paths=hf.PRESETS["gpt2"]())
+    made = plan(catalogue.MODELS["gpt2"].make(), mesh, paths=hf.gpt2())
     assert f"gpt2 {made.digest}" in printed.pop()
