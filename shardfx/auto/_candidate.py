@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from .._ground.spec import entry_axes
-from .._ground.text import bytes_text
+from .._ground.text import bytes_text, html_text
 from .._plan import ShardPlan
 from .._rules import AxisRules
 from ..cost import Comparison, Traffic
-from ..cost._traffic_rows import html_of, text_of
+from ..cost._traffic_rows import text_of
 from ..topology import MeshSpec
 from ._core import Found
 
@@ -121,8 +121,7 @@ class Candidate:
     def __repr__(self) -> str:
         return f"Candidate({self._head()})"
 
-    def _repr_html_(self) -> str:
-        return html_of(self.traffic, _SHOWN, above=[self._head()], below=self._below())
+    _repr_html_ = html_text
 
     def _head(self) -> str:
         sending = f"{ms(self.exposed_seconds)} and {ms(self.hidden_seconds)} beside computation"

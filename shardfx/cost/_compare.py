@@ -1,7 +1,7 @@
 """The bytes that a compiled step sends beyond its estimate, and the compiler's passes that explain them."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from .._ground.text import bytes_text, first_lines, html_text, table
 from .._step import Frame, place_text
@@ -151,18 +151,24 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
             place = places.setdefault(key, _LineSent(source, row.axes, ([], [])))
             place.rows[side].append(row)
             place.extra += row.wire_bytes if side else -row.wire_bytes
-    _match([*places.values()])
+    # A line that sends less offsets lines that send more along the same mesh axes, the largest first.
+    for place in sorted(places.values(), key=lambda one: -one.extra):
+        for other in places.values():
+            moved = min(place.extra, -other.extra) if other.axes == place.axes else 0
+            if moved > 0:
+                place.extra -= moved
+                other.extra += moved
     least = max(1, max(estimated.wire_bytes, found.wire_bytes) // 1000)
     sides: list[tuple[Surplus, ...]] = []
     for sign in (1, -1):
         own = sorted((one for one in places.values() if one.extra * sign > 0), key=lambda one: -abs(one.extra))
-        named = [one for one in own if one.source is not None and abs(one.extra) >= least]
         rest = [one for one in own if one.source is None or abs(one.extra) < least]
-        sides.append((*map(_surplus, named), *([_surplus(_together(rest))] if rest else [])))
+        named = (_surplus([one], one.source, one.axes) for one in own if one not in rest)
+        sides.append((*named, *([_surplus(rest)] if rest else ())))
     return Comparison(sides[0], estimated, found, sides[1])
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _LineSent:
     """The estimated and the compiled rows of one line along the same mesh axes, and the difference in bytes."""
 
@@ -183,30 +189,13 @@ def _sent(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame
             missing = 0
 
 
-def _match(places: Sequence[_LineSent]) -> None:
-    """Moves bytes between lines of the same mesh axes: a line that sends less offsets lines that send more, the largest
-    first.
-    """
-    for place in sorted(places, key=lambda one: -one.extra):
-        for other in places:
-            moved = min(place.extra, -other.extra) if other.axes == place.axes else 0
-            if moved > 0:
-                place.extra -= moved
-                other.extra += moved
-
-
-def _together(places: Sequence[_LineSent]) -> _LineSent:
-    """The sum of several lines, as one row for small differences."""
-    ours, theirs = ([row for one in places for row in one.rows[side]] for side in (0, 1))
-    return _LineSent(None, (), (ours, theirs), sum(one.extra for one in places))
-
-
-def _surplus(place: _LineSent) -> Surplus:
-    ours, theirs = ([row for row in rows if row.wire_bytes] for rows in place.rows)
+def _surplus(places: Sequence[_LineSent], source: Frame | None = None, axes: tuple[str, ...] = ()) -> Surplus:
+    """The difference at one line along some mesh axes, or that of all other lines."""
+    ours, theirs = ([row for one in places for row in one.rows[side] if row.wire_bytes] for side in (0, 1))
     passes = tuple(dict.fromkeys(one for row in ours for one in row.passes))
     notes = dict.fromkeys(row.note for row in ours if row.note)
-    types = ["+".join(sorted({row.dtype for row in rows})) for rows in (ours, theirs)]
-    if place.source is None:
+    expected, sent = ("+".join(sorted({row.dtype for row in rows})) for rows in (ours, theirs))
+    if source is None:
         why = _REST
     elif passes:
         why = f"this compiler does otherwise than the estimate in {', '.join(map(repr, passes))}"
@@ -215,18 +204,10 @@ def _surplus(place: _LineSent) -> Surplus:
     elif not ours:
         why = "nothing was estimated here"
     else:
-        why = (
-            f"it is sent as {types[1]}, not as {types[0]}" if theirs and types[0] != types[1] else "no pass explains it"
-        )
+        why = f"it is sent as {sent}, not as {expected}" if sent not in ("", expected) else "no pass explains it"
     leaves = ", ".join(dict.fromkeys(row.leaf for row in theirs if row.leaf)) or None
-    return Surplus(place.extra, place.source, place.axes, leaves, _by_kind(ours), _by_kind(theirs), passes, why)
-
-
-def _by_kind(rows: Iterable[TrafficRow]) -> tuple[tuple[str, int], ...]:
-    sums: dict[str, int] = {}
-    for row in rows:
-        sums[row.kind] = sums.get(row.kind, 0) + row.wire_bytes
-    return tuple(sorted(sums.items(), key=lambda item: -item[1]))
+    extra, kinds = sum(one.extra for one in places), (Traffic(tuple(rows), 1).by("kind") for rows in (ours, theirs))
+    return Surplus(extra, source, axes, leaves, *(tuple(sums.items()) for sums in kinds), passes, why)
 
 
 def _kinds(sums: tuple[tuple[str, int], ...]) -> str:

@@ -1,5 +1,6 @@
 """Compiling a step ahead of time for a topology whose devices are not present."""
 
+import contextlib
 import dataclasses
 import re
 import time
@@ -159,7 +160,7 @@ def compile_for(
     """
     made = step_of(step, args, mesh)
     on, name = _mesh_of(target, made.mesh)
-    devices = tuple(on.devices.flat)
+    devices, chip = tuple(on.devices.flat), None
     lowered = made.lowered(_PLATFORMS.get(devices[0].platform, "cpu"))
     start = time.perf_counter()
     # JAX compiles a program that was lowered without devices with the default platform's client, even if it is for
@@ -169,8 +170,9 @@ def compile_for(
     seconds = time.perf_counter() - start
     paths = {one.name: made.path(one.name) for one in made.parameters[0]}
     ids = tuple(int(device.id) for device in devices)
-    chip, memory = _chip_of(on), memory_of(program)
-    return CompiledFor(program.as_text(), memory, made.mesh, paths, name, chip, seconds, ids)
+    with contextlib.suppress(ChipError):
+        chip = chips.find(devices[0].device_kind)
+    return CompiledFor(program.as_text(), memory_of(program), made.mesh, paths, name, chip, seconds, ids)
 
 
 def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
@@ -181,52 +183,31 @@ def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
         text = str(error)
         if not text.startswith("RESOURCE_EXHAUSTED"):
             raise
-        needed, limit = next((one.groups() for form in _FULL if (one := form.search(text))), (None, None))
+        sizes = next((one.groups() for form in _FULL if (one := form.search(text))), ())
+        needed, limit = map(_bytes_of, sizes) if sizes else (None, None)
         raise OutOfMemoryError(
-            f"the program does not fit a device: its compiler needs {needed or 'more than there is'}"
-            f"{f' of {limit}' if limit else ''}. `shardfx.cost.fit(step, *args, chip=...)` says what takes the memory, "
-            "and which single change would make it fit.",
-            _bytes_of(needed),
-            _bytes_of(limit),
+            f"the program does not fit a device: its compiler needs {' of '.join(sizes) or 'more than there is'}. "
+            "`shardfx.cost.fit(step, *args, chip=...)` says what takes the memory, and which single change would make "
+            "it fit.",
+            needed,
+            limit,
         ) from error
 
 
-def _bytes_of(text: str | None) -> int | None:
+def _bytes_of(text: str) -> int:
     """The bytes of a size as XLA writes it, such as "16.18G"."""
-    if text is None:
-        return None
-    number, unit = re.fullmatch(r"([\d.]+)([KMGT]?)", text).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    return int(float(number) * 2 ** (10 * " KMGT".index(unit or " ")))
+    return int(float(text.rstrip("KMGT")) * 2 ** (10 * max(0, " KMGT".find(text[-1]))))
 
 
 def _mesh_of(target: str | Mesh | Sequence[object], spec: MeshSpec) -> tuple[Mesh, str]:
     if isinstance(target, Mesh):
-        return target, _device_name(target.devices.flat[0])
+        return target, target.devices.flat[0].device_kind
+    if isinstance(target, str) and target.partition(":")[0] != "cpu":
+        return tpu.mesh_of(target, spec), target
     if not isinstance(target, Iterable):
         raise MeshError(
             f'`target={target!r:.80}` is neither a slice, a mesh nor devices; write `target="tpu:v5e:2x4"`, '
             '`target="cpu"`, or `target=jax.devices()`.'
         )
-    if not isinstance(target, str):
-        devices = list(target)
-        return spec.build(devices), _device_name(devices[0])
-    if target == "cpu" or target.startswith("cpu:"):
-        devices = jax.devices("cpu")
-        if len(devices) < spec.size:
-            raise MeshError(
-                f"the mesh has {spec.size} devices, and this machine shows {len(devices)} CPU devices; run with "
-                f'`jax.config.update("jax_num_cpu_devices", {spec.size})` before anything else uses JAX.'
-            )
-        return spec.build(devices[: spec.size]), "cpu"
-    return tpu.mesh_of(target, spec), target
-
-
-def _device_name(device: Any) -> str:
-    return str(device.device_kind)
-
-
-def _chip_of(mesh: Mesh) -> chips.Chip | None:
-    try:
-        return chips.find(_device_name(mesh.devices.flat[0]))
-    except ChipError:
-        return None
+    devices = jax.devices("cpu")[: spec.size] if isinstance(target, str) else list(target)
+    return spec.build(devices), devices[0].device_kind

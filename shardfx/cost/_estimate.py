@@ -48,26 +48,21 @@ def carried_on(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence
     `ProgramError` if the programs on the shrunken meshes differ in more than sizes.
     """
     small = shrunk(mesh, most)
-    first = list(rows_on(small))
-    doublings = {
-        axis: round(math.log2(mesh.shape[axis] / size))
-        for axis, size in small.shape.items()
-        if mesh.shape[axis] != size
-    }
-    others: dict[str, list[TrafficRow]] = {}
-    for axis in doublings:
-        found = list(rows_on(_with_sizes(small, {**small.shape, axis: 2 * small.shape[axis]})))
-        if [_form(row) for row in found] != [_form(row) for row in first]:
+    first = rows_on(small)
+    # For each axis that was halved, the rows where it is doubled once, and how many times it doubles.
+    doubled: list[tuple[Sequence[TrafficRow], int]] = []
+    for axis, size in small.shape.items():
+        if mesh.shape[axis] == size:
+            continue
+        found = rows_on(_with_sizes(small, {**small.shape, axis: 2 * size}))
+        if [*map(_form, found)] != [*map(_form, first)]:
             raise ProgramError(
                 f"XLA partitions for at most {most} devices. On {small} the step is another program than on one with "
                 f"twice as many along {axis}, so what it sends on {mesh} cannot be carried on from there."
             )
-        others[axis] = found
+        doubled.append((found, round(math.log2(mesh.shape[axis] / size))))
     note = f"carried on from {small}: XLA partitions for at most {most:,} devices."
-    rows = [
-        _row(row, [(others[axis][at], times) for axis, times in doublings.items()], note)
-        for at, row in enumerate(first)
-    ]
+    rows = (_row(row, [(found[at], times) for found, times in doubled], note) for at, row in enumerate(first))
     return largest_first(Traffic(tuple(rows), mesh.size))
 
 

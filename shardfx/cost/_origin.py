@@ -3,6 +3,7 @@ it reduces.
 """
 
 import collections
+import functools as ft
 import itertools
 import math
 import re
@@ -40,10 +41,10 @@ class Origins:
         self._names = dict(zip(self._program.entry.carried, self._program.parameters, strict=True))
         self._results = frozenset(self._program.entry.results)
         self._ops: dict[int, LiveOp] = {}
+        self._onward = ft.cache(self._next)
         # The loop that carries a value, with its index; the result of a body that becomes it, or the value that is
         # sent.
         self._carried: dict[int, tuple[LiveOp, int]] = {}
-        self._known: dict[int, tuple[int, ...]] = {}
         self._becomes: dict[int, list[int]] = collections.defaultdict(list)
         ends: dict[tuple[str, str], LiveOp] = {}
         for op in uses.ops:
@@ -69,10 +70,11 @@ class Origins:
         op = self._ops.get(id(instruction))
         if op is None:
             return self._module.frames(instruction)
-        return next(filter(None, (self._frames_of(one) for one in (*self._before(op), *self._behind(op)))), ())
-
-    def _frames_of(self, op: LiveOp) -> tuple[Frame, ...]:
-        return next(filter(None, map(self._module.frames, (op.instruction, *op.calls))), ())
+        uses = self._uses.users
+        users = reached([op], lambda one: (user for value in one.makes for user, _, _ in uses.get(value, ())))
+        near = itertools.chain(self._before(op), itertools.islice(users, _FAR))
+        found = (self._module.frames(own) for one in near for own in (one.instruction, *one.calls))
+        return next(filter(None, found), ())
 
     def _before(self, op: LiveOp | None) -> Iterator[LiveOp]:
         """An operation and, backwards, the operations that made its first operand."""
@@ -85,12 +87,6 @@ class Origins:
             if value in self._names:
                 yield LiveOp(self._names[value], (), (value,))
             op = self._carried[value][0] if value in self._carried else self._uses.maker.get(value)
-
-    def _behind(self, op: LiveOp) -> Iterator[LiveOp]:
-        """The operations that read an operation's results, directly or indirectly, the nearest first."""
-        uses = self._uses.users
-        users = reached([op], lambda one: (user for value in one.makes for user, _, _ in uses.get(value, ())))
-        return itertools.islice(users, _FAR)
 
     def gathered(self, instruction: Instruction, element: int) -> str | None:
         """The argument that an instruction moves a part of, by the name that JAX gave it; `None` if it moves a computed
@@ -114,29 +110,22 @@ class Origins:
                 for user, at, _ in self._uses.users.get(value, ()):
                     if user.opcode in ("add", "subtract") and len(user.reads) == 2:
                         found = self._argument(user.reads[1 - at])
-                        if found is not None and self._is_returned(user.makes[0]):
+                        # An updated weight becomes a result of the program, and a difference from data does not.
+                        if found is not None and not self._results.isdisjoint(self._later(user.makes[0])):
                             return found
         return None
 
     def _later(self, begun: int) -> Iterator[int]:
         """A value and the values that it becomes, the nearest first."""
-        return itertools.islice(reached([begun], self._next), _MANY)
+        return itertools.islice(reached([begun], self._onward), _MANY)
 
     def _next(self, value: int) -> tuple[int, ...]:
         """The values that a value becomes by one operation, in the same shape, as a shard, or as a slice of a stack."""
-        if value not in self._known:
-            found = [*self._becomes.get(value, ())]
-            for op, at, _ in self._uses.users.get(value, ()):
-                made = () if op.opcode in _ENDS_HERE else _of_one(op, at)
-                found += [one for one in made if op.opcode == "dynamic-update-slice" or self._is_like(one, value)]
-            self._known[value] = tuple(found)
-        return self._known[value]
-
-    def _is_returned(self, value: int) -> bool:
-        """Whether a value becomes a result of the program, as an updated weight does and a difference from data does
-        not.
-        """
-        return any(one in self._results for one in self._later(value))
+        found = [*self._becomes.get(value, ())]
+        for op, at, _ in self._uses.users.get(value, ()):
+            made = () if op.opcode in _ENDS_HERE else _of_one(op, at)
+            found += [one for one in made if op.opcode == "dynamic-update-slice" or self._is_like(one, value)]
+        return tuple(found)
 
     def _argument(self, value: int) -> str | None:
         """The argument that a value is, or is a part of; `None` for a computed value."""

@@ -3,11 +3,12 @@ conflicts between them.
 """
 
 import functools as ft
+import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
-from .._step import Laid, Operation, Program
+from .._step import Laid, Program
 
 
 # The number of arrays that are searched for one with the axis. Arrays further away have little to do with it.
@@ -20,6 +21,11 @@ _OF_LOOPS = ("carry", "return", "use", "dynamic_slice", "dynamic_update_slice")
 _RESHAPED = ("reshape", "broadcast_in_dim", "constant")
 # The operations that return their operand unchanged.
 _HANDED = ("carry", "return", "use")
+
+
+_T = TypeVar("_T", bound=Hashable)
+# For each item that a walk reached, the operation and the item that led to it; `None` for the items it started from.
+Steps = Mapping[_T, tuple[int, _T] | None]
 
 
 class Holder(NamedTuple):
@@ -60,18 +66,19 @@ class Graph:
     """The arrays of a propagated program, and the operations between them."""
 
     def __init__(self, program: Program):
-        self.program = program
-        self.laid = [value.laid or _NONE for value in program.values]
-        self.ways: dict[tuple[str, str], Mapping[int, tuple[int, int] | None]] = {}
-
-    @ft.cached_property
-    def operations_of(self) -> list[list[int]]:
-        """For each array, the operations that make it or read it."""
-        found: list[list[int]] = [[] for _ in self.program.values]
-        for at, made in enumerate(self.program.operations):
+        self.program, self.values, self.operations = program, program.values, program.operations
+        self.laid = [value.laid or _NONE for value in self.values]
+        # For each array, the operations that make it or read it; for each made array, the operation that makes it.
+        self.operations_of: list[list[int]] = [[] for _ in self.values]
+        self.makers: dict[int, int] = {}
+        for at, made in enumerate(self.operations):
             for value in {*made.ins, *made.outs}:
-                found[value].append(at)
-        return found
+                self.operations_of[value].append(at)
+            for out in made.outs:
+                self.makers.setdefault(out, at)
+        # For each loop-carried array, the array that one iteration hands to the next in its place.
+        self.ended = {made.ins[1]: made.ins[0] for made in self.operations if made.name == "return"}
+        self.paths = ft.cache(self._paths)
 
     @ft.cached_property
     def factors(self) -> list[list[tuple[Holder, int]]]:
@@ -86,19 +93,8 @@ class Graph:
                 for dim, own in enumerate(each)
                 if own
             ]
-            for made in self.program.operations
+            for made in self.operations
         ]
-
-    @ft.cached_property
-    def makers(self) -> dict[int, int]:
-        """For each array, the operation that makes it."""
-        pairs = enumerate(self.program.operations)
-        return {out: at for at, made in reversed(list(pairs)) for out in made.outs}
-
-    @ft.cached_property
-    def ended(self) -> dict[int, int]:
-        """For each loop-carried array, the array that one iteration hands to the next in its place."""
-        return {made.ins[1]: made.ins[0] for made in self.program.operations if made.name == "return"}
 
     def axes_of(self, holder: Holder) -> tuple[str, ...]:
         """The mesh axes that shard one dimension of an array."""
@@ -107,44 +103,35 @@ class Graph:
 
     def chain(self, value: int, axis: str) -> list[int]:
         """The operations on a shortest path from the origin of a mesh axis to an array."""
-        origin = self.laid[value].origins.get(axis, "")
-        before, way = self._ways(axis, origin), []
-        while value in before and (step := before[value]) is not None:
+        before, chain = self.paths(axis, self.laid[value].origins.get(axis, "")), []
+        while (step := before.get(value)) is not None:
             operation, value = step
-            way.append(operation)
-        return way[::-1]
+            chain.append(operation)
+        return chain[::-1]
 
-    def _ways(self, axis: str, origin: str) -> Mapping[int, tuple[int, int] | None]:
+    def _paths(self, axis: str, origin: str) -> Steps[int]:
         """For each array with this axis from this origin, the operation and the array from which it got the axis."""
-        if (axis, origin) not in self.ways:
-            self.ways[axis, origin] = self._found(axis, origin)
-        return self.ways[axis, origin]
-
-    def _found(self, axis: str, origin: str) -> Mapping[int, tuple[int, int] | None]:
-        found: dict[int, tuple[int, int] | None] = dict.fromkeys(self._sources(origin))
-        queue = deque(found)
-        while queue:
-            value = queue.popleft()
-            for at in self.operations_of[value]:
-                made = self.program.operations[at]
-                for other in (*made.outs, *made.ins):
-                    if other not in found and self.laid[other].origins.get(axis) == origin:
-                        found[other] = (at, value)
-                        queue.append(other)
-        return found
-
-    def _sources(self, origin: str) -> Sequence[int]:
         kind, _, number = origin.partition(": ")
+        sources = self.constraints.get(origin, ())
         if kind in ("input", "output"):
             arrays = self.program.arguments if kind == "input" else self.program.results
-            return arrays[int(number) : int(number) + 1]
-        return [value for value in self.constraints.get(origin, ())]
+            sources = arrays[int(number) : int(number) + 1]
+
+        def beside(value: int) -> Iterator[tuple[int, int]]:
+            for at in self.operations_of[value]:
+                for other in (*self.operations[at].outs, *self.operations[at].ins):
+                    if self.laid[other].origins.get(axis) == origin:
+                        yield at, other
+
+        before: dict[int, tuple[int, int] | None] = dict.fromkeys(sources)
+        deque(_walked(before, beside), maxlen=0)
+        return before
 
     @ft.cached_property
     def constraints(self) -> dict[str, list[int]]:
         """For each constraint's name, the arrays that the constraint made."""
         found: dict[str, list[int]] = {}
-        for made in self.program.operations:
+        for made in self.operations:
             if made.name == "sharding_constraint":
                 for origin in {*self.laid[made.outs[0]].origins.values()}:
                     found.setdefault(origin, []).append(made.outs[0])
@@ -154,27 +141,19 @@ class Graph:
         """The nearest array that has the axis on a corresponding dimension, for an array that lacks it there; `None`
         without one.
         """
-        shape = self.program.values[value].shape
+        shape = self.values[value].shape
         starts = [Holder(value, dim) for dim in range(len(shape)) if axis not in self.axes_of(Holder(value, dim))]
-        before: dict[Holder, Holder] = {one: one for one in starts}
-        queue = deque(starts)
-        while queue and len(before) < _FAR:
-            here = queue.popleft()
-            for at, there in self._beside(here):
-                if there in before:
-                    continue
-                if axis in self.axes_of(there):
-                    return self._lost(before, there, here, at)
-                before[there] = here
-                queue.append(there)
-        return None
-
-    def _lost(self, before: Mapping[Holder, Holder], holder: Holder, last: Holder, operation: int) -> Lost:
-        way = [last]
-        while before[way[-1]] != way[-1]:
-            way.append(before[way[-1]])
-        named = (one for one in map(self._ended, way) if not self._is_of_loop(one.value))
-        return Lost(way[-1].dim, holder, last, operation, next(named, self._put(last)))
+        before: dict[Holder, tuple[int, Holder] | None] = dict.fromkeys(starts)
+        near = itertools.islice(_walked(before, self._beside), _FAR)
+        holder = next((one for one in near if axis in self.axes_of(one)), None)
+        if holder is None or (step := before[holder]) is None:
+            return None
+        operation, last = step
+        back = [last]
+        while (step := before[back[-1]]) is not None:
+            back.append(step[1])
+        named = (one for one in map(self._ended, back) if not self._is_of_loop(one.value))
+        return Lost(back[-1].dim, holder, last, operation, next(named, self._put(last)))
 
     def _ended(self, one: Holder) -> Holder:
         """The dimension of the array that an iteration hands on in place of a loop-carried array; other dimensions as
@@ -184,7 +163,7 @@ class Graph:
 
     def _is_of_loop(self, value: int) -> bool:
         """Whether an array is made by a loop's bookkeeping rather than by a line of the program."""
-        made = self.program.operations[self.makers[value]] if value in self.makers else None
+        made = self.operations[self.makers[value]] if value in self.makers else None
         if made is None or made.name in _RESHAPED:
             return made is not None and all(map(self._is_of_loop, made.ins))
         return made.name in _OF_LOOPS
@@ -197,7 +176,7 @@ class Graph:
             if not self._is_of_loop(here.value):
                 return here
             at = self.makers[here.value]
-            made = self.program.operations[at]
+            made = self.operations[at]
             source = made.ins[made.name == "dynamic_update_slice"] if made.ins else None
             put = (there for own, there in self._beside(here) if own == at and there.value == source)
             if (here := next(put, None)) is None:
@@ -215,19 +194,29 @@ class Graph:
     @ft.cached_property
     def conflicts(self) -> list[Conflict]:
         """The operations whose arrays have one mesh axis on two factors."""
-        return [one for at, made in enumerate(self.program.operations) for one in self._conflicts(at, made)]
+        found: list[Conflict] = []
+        for at, made in enumerate(self.operations):
+            held: dict[str, list[tuple[Holder, int]]] = {}
+            for one, factor in self.factors[at] if made.name not in (*_HANDED, "opaque") else ():
+                for axis in self.axes_of(one):
+                    held.setdefault(axis, []).append((one, factor))
+            for axis, pairs in held.items():
+                kept, keeper = next((pair for pair in pairs if pair[0].value in made.outs), pairs[0])
+                moved = (one for one, factor in pairs if factor != keeper and one.value in made.ins)
+                found += [Conflict(at, axis, kept, one) for one in moved]
+        return found
 
-    def _conflicts(self, at: int, made: Operation) -> Iterator[Conflict]:
-        if made.name in _HANDED or made.name == "opaque":
-            return
-        held: dict[str, list[tuple[Holder, int]]] = {}
-        for one, factor in self.factors[at]:
-            for axis in self.axes_of(one):
-                held.setdefault(axis, []).append((one, factor))
-        for axis, pairs in held.items():
-            if len({factor for _, factor in pairs}) < 2:
-                continue
-            kept, keeper = next(((one, f) for one, f in pairs if one.value in made.outs), pairs[0])
-            for one, factor in pairs:
-                if factor != keeper and one.value in made.ins:
-                    yield Conflict(at, axis, kept, one)
+
+def _walked(before: dict[_T, tuple[int, _T] | None], beside: Callable[[_T], Iterable[tuple[int, _T]]]) -> Iterator[_T]:
+    """The items that a breadth-first walk reaches from those in `before`, each once. Their steps are added to `before`.
+
+    `beside` gives the neighbours of an item, each with the operation between them.
+    """
+    queue = deque(before)
+    while queue:
+        item = queue.popleft()
+        for at, other in beside(item):
+            if other not in before:
+                before[other] = (at, item)
+                queue.append(other)
+                yield other

@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jax.sharding import AbstractMesh, Mesh
 
 from .. import chips
 from .._ground.errors import MeshError
-from .._ground.text import bytes_text, first_lines, html_text, table
+from .._ground.text import bytes_text, first_lines, html_text, table, together
 from ..chips._chip import Ring, axes_on, extents_of
 from ..topology import MeshSpec
 from ._collective import KINDS
@@ -59,9 +59,8 @@ class Seconds:
 
     def by_axes(self) -> dict[tuple[str, ...], float]:
         """The seconds of each set of mesh axes, longest first."""
-        sums: dict[tuple[str, ...], float] = {}
-        for row in self.rows:
-            sums[row.traffic.axes] = sums.get(row.traffic.axes, 0.0) + row.seconds
+        axes = together(self.rows, lambda row: row.traffic.axes)
+        sums = {own: math.fsum(row.seconds for row in rows) for own, rows in axes.items()}
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     def __str__(self) -> str:
@@ -135,28 +134,26 @@ def seconds(
     """
     chip = chips.find(chip)
     spec = None if mesh is None else MeshSpec.of(mesh)
-    axes = _rings(chip, spec, slice)
+    axes: Mapping[str, tuple[Ring, ...]] = {}
+    if spec is not None and chip.torus_dims:
+        sizes = zip(spec.axis_names, spec.axis_sizes, spec.dcn_sizes, strict=True)
+        inside = {name: size // dcn for name, size, dcn in sizes}
+        extents = extents_of(chip, math.prod(inside.values()))
+        if slice:
+            extents = _extents(slice, extents, chip)
+        axes = axes_on(chip, extents, inside)
     rows = [_row(row, axes, chip) for row in traffic.rows]
     return Seconds(tuple(sorted(rows, key=lambda row: -row.seconds)), chip)
 
 
-def _rings(chip: chips.Chip, spec: MeshSpec | None, extents: str) -> Mapping[str, tuple[Ring, ...]]:
-    """The rings of links that each mesh axis uses; none if the chip has no torus or the mesh is not known."""
-    if spec is None or not chip.torus_dims:
-        return {}
-    sizes = zip(spec.axis_names, spec.axis_sizes, spec.dcn_sizes, strict=True)
-    inside = {name: size // dcn for name, size, dcn in sizes}
-    known = extents_of(chip, math.prod(inside.values()))
-    return axes_on(chip, _extents(extents, known, chip) if extents else known, inside)
-
-
-def _extents(given: str, known: tuple[int, ...], chip: chips.Chip) -> tuple[int, ...]:
-    parts, count = given.lower().split("x"), math.prod(known)
+def _extents(given: str, usual: tuple[int, ...], chip: chips.Chip) -> tuple[int, ...]:
+    """The extents of a slice from their text; raises if they do not hold as many chips as the usual ones."""
+    parts = given.lower().split("x")
     found = tuple(int(part) for part in parts if part.isdigit())
-    if math.prod(found) != count or len(found) != chip.torus_dims or len(found) != len(parts):
+    if math.prod(found) != math.prod(usual) or {len(found), len(parts)} != {len(usual)}:
         raise MeshError(
-            f"`slice={given!r}` must have {chip.torus_dims} extents that hold {count} chips of {chip.name}, as in "
-            f"{'x'.join(map(str, known))!r}."
+            f"`slice={given!r}` must have {len(usual)} extents that hold {math.prod(usual)} chips of {chip.name}, as "
+            f"in {'x'.join(map(str, usual))!r}."
         )
     return found
 
@@ -181,24 +178,15 @@ def _rate(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chi
     rings = [ring for axis in row.axes for ring in axes.get(axis, ())]
     if not rings:
         return float(link), "one link one way"
+    names = {ring: f"{'ring' if ring.closed else 'line'} of {ring.size}" for ring in rings}
     links = KINDS[row.kind].links
     if links == "middle":
-        return _across(rings, link)
-    ways = sum(ring.ways for ring in rings)
-    shape = " + ".join(f"{'ring' if closed else 'line'} of {size}" for size, closed in rings)
+        # An all-to-all: each of n devices receives B bytes, half of them from the other side of the longest ring. In
+        # each direction n / 2 * B / 2 bytes cross its middle, where a ring has two links and a line has one. So B takes
+        # n B / (4 links) seconds at the speed of a link. Other dimensions multiply both the devices and the links.
+        longest = max(rings, key=lambda ring: ring.size / ring.ways)
+        return 4 * longest.ways * link / longest.size, f"the middle of a {names[longest]}"
+    shape = " + ".join(names[ring] for ring in rings)
     if links == "one":
         return float(link), f"one link one way ({shape})"
-    return float(link * ways), shape
-
-
-def _across(rings: Sequence[Ring], link: float) -> tuple[float, str]:
-    """The rate of an all-to-all: half of what each device sends crosses the middle of the longest ring.
-
-    Each of n devices receives B bytes, half of them from the other side. So n B / 2 bytes cross the links of the cut in
-    each direction. A ring has two such links, a line has one; the other dimensions multiply both the devices and the
-    links.
-    """
-    longest = max(rings, key=lambda ring: ring.size / ring.ways)
-    size, closed, links = *longest, longest.ways
-    # In each direction n / 2 * B / 2 bytes cross, so B takes n B / (4 links) seconds at the speed of a link.
-    return 4 * links * link / size, f"the middle of a {'ring' if closed else 'line'} of {size}"
+    return float(link * sum(ring.ways for ring in rings)), shape

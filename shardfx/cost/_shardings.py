@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools as ft
+import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._ground.errors import UnknownPathError
 from .._ground.spec import DType, bits, canonical_entry, entries_of, entry_axes
-from .._ground.text import array_text, bytes_text, first_lines, html_text, plural, printable, spec_text, table
+from .._ground.text import array_text, bytes_text, first_lines, html_text, plural, printable, spec_text, table, together
 from .._ground.tree import flatten
 from .._rules import near
 from .._step import Frame, Platform, Step, lines_of, name_stacks, own_line, place_text, program_of, step_of
@@ -141,11 +142,10 @@ class StepShardings:
 
         `UnknownPathError` if that line makes no array.
         """
-        found = [row for row in self.rows if row.source is not None and row.source.place == line]
-        if not found:
-            lines = {row.source.place: None for row in self.rows if row.source}
-            raise UnknownPathError(f"no array of the step is made at {line!r:.80}{near(line, [*lines])}.")
-        return dataclasses.replace(self, rows=tuple(found))
+        lines: dict[str, list[ArrayRow]] = together(self.rows, lambda row: row.source.place if row.source else "")
+        if line not in lines:
+            raise UnknownPathError(f"no array of the step is made at {line!r:.80}{near(line, [*filter(None, lines)])}.")
+        return dataclasses.replace(self, rows=tuple(lines[line]))
 
     def of(self, path: str) -> "StepShardings":
         """The arrays that have a mesh axis from one argument or result.
@@ -157,7 +157,8 @@ class StepShardings:
         names = {origin.by for row in self.rows for origin in row.origins}
         if path not in names:
             raise UnknownPathError(f"no array of the step has an axis from {path!r:.80}{near(path, sorted(names))}.")
-        return self._where(row for row in self.rows if any(origin.by == path for origin in row.origins))
+        found = (row for row in self.rows if any(origin.by == path for origin in row.origins))
+        return dataclasses.replace(self, rows=tuple(found))
 
     def replicated(self, *, least_bytes: int = 0) -> "StepShardings":
         """The arrays that at least one mesh axis does not shard, the largest first.
@@ -167,20 +168,15 @@ class StepShardings:
         - `least_bytes`: the fewest bytes of one device's part.
         """
         axes = {axis for axis, size in self.mesh.shape.items() if size > 1}
-        return self._where(
-            row
-            for row in self.rows
-            if row.bytes_per_device >= least_bytes and axes > {origin.axis for origin in row.origins}
-        )
-
-    def _where(self, rows: Iterable[ArrayRow]) -> "StepShardings":
-        return dataclasses.replace(self, rows=tuple(rows))
+        large = (row for row in self.rows if row.bytes_per_device >= least_bytes)
+        found = (row for row in large if axes > {origin.axis for origin in row.origins})
+        return dataclasses.replace(self, rows=tuple(found))
 
     def wanted(self, row: ArrayRow) -> tuple[Wanted, ...]:
         """The mesh axes that an array could have and does not have, each with its origin and the constraint that keeps
         it.
         """
-        return self._known.wanted(row)
+        return tuple(self._known.wanted(row))
 
     @property
     def conflicts(self) -> tuple[str, ...]:
@@ -289,7 +285,8 @@ def shardings_of(step: Step, platform: Platform, module: object = None) -> StepS
     """The shardings of a traced step, or of another form of its module."""
     known = _Known(step, Graph(program_of(step.propagated(platform, module=module))))
     notes = (_INSIDE,) if None in known.made else ()
-    return StepShardings(known.rows, step.mesh, notes, known)
+    rows = sorted((row for row in known.made if row and row.shape), key=lambda row: -row.bytes_per_device)
+    return StepShardings(tuple(rows), step.mesh, notes, known)
 
 
 class _Known:
@@ -298,32 +295,29 @@ class _Known:
     def __init__(self, step: Step, graph: Graph):
         self.step, self.graph = step, graph
         self.sizes = dict(step.mesh.shape)
+        # The line of the user's program for each operation; `None` if it is not known.
+        self.lines = [own_line(lines_of(one.location)) for one in graph.operations]
 
     @ft.cached_property
     def made(self) -> list[ArrayRow | None]:
         """A row for each array; `None` for an array inside a `shard_map`."""
-        made = enumerate(self.graph.program.operations)
-        return [self._row(at, out) for at, one in made if one.name not in _SILENT for out in one.outs]
+        made = enumerate(zip(self.graph.operations, self.loops, strict=True))
+        return [self._row(at, out, loop) for at, (one, loop) in made if one.name not in _SILENT for out in one.outs]
 
-    @property
-    def rows(self) -> tuple[ArrayRow, ...]:
-        return tuple(sorted((row for row in self.made if row and row.shape), key=lambda row: -row.bytes_per_device))
-
-    def _row(self, at: int, out: int) -> ArrayRow | None:
-        value, made, laid = self.graph.program.values[out], self.graph.program.operations[at], self.graph.laid[out]
-        axes = [axis for own in laid.dims for axis in own]
-        origins = tuple(Origin(axis, self.name(laid.origins.get(axis, "")), self._chain(out, axis)) for axis in axes)
+    def _row(self, at: int, out: int, loop: Frame | None) -> ArrayRow | None:
+        value, made, laid = self.graph.values[out], self.graph.operations[at], self.graph.laid[out]
         stack = " ".join(name_stacks(made.location))
         if value.laid is None and "shard_map" in stack:
             return None
-        phase = phase_of(stack)
+        axes = [axis for own in laid.dims for axis in own]
+        origins = tuple(Origin(axis, self.name(laid.origins.get(axis, "")), self._chain(out, axis)) for axis in axes)
         spec = PartitionSpec(*(canonical_entry(tuple(map(_whole, own))) for own in laid.dims))
         laid_as = (value.shape, value.dtype, spec, self._bytes(out), origins, out)
-        return ArrayRow(self.lines[at], made.name, phase, self.loops[at], *laid_as)
+        return ArrayRow(self.lines[at], made.name, phase_of(stack), loop, *laid_as)
 
     def _bytes(self, number: int) -> int:
         """Bytes of one device's shard, padded if the shape does not divide."""
-        value = self.graph.program.values[number]
+        value = self.graph.values[number]
         cuts = [math.prod(map(self._size, own)) for own in self.graph.laid[number].dims] or [1] * len(value.shape)
         part = math.prod(-(-size // cut) for size, cut in zip(value.shape, cuts, strict=True))
         return -(-part * bits(value.dtype) // 8)
@@ -331,28 +325,21 @@ class _Known:
     def _size(self, axis: str) -> int:
         return int(axis.rpartition(")")[2]) if ":" in axis else self.sizes[axis]
 
-    @ft.cached_property
-    def lines(self) -> list[Frame | None]:
-        """The line of the user's program for each operation; `None` if it is not known."""
-        return [own_line(lines_of(one.location)) for one in self.graph.program.operations]
-
-    @ft.cached_property
-    def loops(self) -> list[Frame | None]:
+    @property
+    def loops(self) -> Iterator[Frame | None]:
         """For each operation, the line of the loop around it."""
-        found, around = [], []
-        for made in self.graph.program.operations:
-            if made.name == "return" and made.location in around:
+        around = []
+        for made in self.graph.operations:
+            is_within = made.location in around
+            if made.name == "return" and is_within:
                 del around[around.index(made.location) :]
-            elif (
-                made.name == "carry" and made.location not in around and "while" in "".join(name_stacks(made.location))
-            ):
+            elif made.name == "carry" and not is_within and "while" in "".join(name_stacks(made.location)):
                 around.append(made.location)
-            found.append(own_line(lines_of(around[-1])) if around else None)
-        return found
+            yield own_line(lines_of(around[-1])) if around else None
 
     def _chain(self, number: int, axis: str) -> tuple[Frame, ...]:
-        lines = [self.lines[at] for at in self.graph.chain(number, axis)]
-        return tuple(line for at, line in enumerate(lines) if line is not None and line not in lines[at - 1 : at])
+        lines = (self.lines[at] for at in self.graph.chain(number, axis))
+        return tuple(line for line, _ in itertools.groupby(lines) if line is not None)
 
     def name(self, origin: str) -> str:
         """The name of an axis's origin: "params/w", "result 0/w" or "the constraint at train.py:41"."""
@@ -363,41 +350,44 @@ class _Known:
         if kind == "output":
             return f"result {self.results[int(number)]}".rstrip()
         if origin in self.graph.constraints:
-            return f"the constraint at {place_text(self.lines[self.graph.makers[self.graph.constraints[origin][0]]])}"
+            return self._constraint(self.graph.constraints[origin][0])
         return origin
 
+    def _constraint(self, value: int) -> str:
+        return f"the constraint at {place_text(self.lines[self.graph.makers[value]])}"
+
     @ft.cached_property
-    def results(self) -> list[str]:
-        return list(flatten(self.step.traced.out_info).paths)
+    def results(self) -> tuple[str, ...]:
+        """The paths of the results."""
+        return tuple(flatten(self.step.traced.out_info).paths)
 
-    def from_of(self, holder: Holder, axis: str) -> str:
+    def from_of(self, value: int, axis: str) -> str:
         """The origin of an array's axis. For an argument this is the argument itself."""
-        origin, maker = self.graph.laid[holder.value].origins.get(axis, ""), self.graph.makers.get(holder.value)
-        if origin == "self" and maker is not None:
-            return f"the constraint at {place_text(self.lines[maker])}"
-        return self.name(f"input: {self.graph.program.arguments.index(holder.value)}" if origin == "self" else origin)
+        origin = self.graph.laid[value].origins.get(axis, "")
+        if origin != "self":
+            return self.name(origin)
+        is_made = value in self.graph.makers
+        return self._constraint(value) if is_made else self.name(f"input: {self.graph.program.arguments.index(value)}")
 
-    def wanted(self, row: ArrayRow) -> tuple[Wanted, ...]:
-        found = ((axis, self.graph.lost(row.number, axis)) for axis, size in self.sizes.items() if size > 1)
-        return tuple(self._wanted(axis, lost) for axis, lost in found if lost is not None and self._fits(axis, lost))
-
-    def _fits(self, axis: str, lost: Lost) -> bool:
-        cut = math.prod(self._size(own) for own in self.graph.axes_of(lost.last) if own != axis)
-        size = self.graph.program.values[lost.last.value].shape[lost.last.dim]
-        return size % (cut * self.sizes[axis]) == 0
+    def wanted(self, row: ArrayRow) -> Iterator[Wanted]:
+        """The mesh axes that an array could have and does not have."""
+        for axis, size in self.sizes.items():
+            lost = self.graph.lost(row.number, axis) if size > 1 else None
+            if lost is not None:
+                others = math.prod(self._size(own) for own in self.graph.axes_of(lost.last) if own != axis)
+                if self.graph.values[lost.last.value].shape[lost.last.dim] % (others * size) == 0:
+                    yield self._wanted(axis, lost)
 
     def _wanted(self, axis: str, lost: Lost) -> Wanted:
-        last = lost.last.value
-        dims = self.graph.laid[last].dims
-        has = next((dim for dim, own in enumerate(dims) if axis in own), None)
-        first = "" if has is None else self.from_of(Holder(last, has), axis)
-        near = lost.near.value
-        value, dims = self.graph.program.values[near], self.graph.laid[near].dims
+        last, near = lost.last.value, lost.near.value
+        first = self.from_of(last, axis) if any(axis in own for own in self.graph.laid[last].dims) else ""
+        value, dims = self.graph.values[near], self.graph.laid[near].dims
         entries = [[_whole(one) for one in own if _whole(one) != axis] for own in dims or [()] * len(value.shape)]
         entries[lost.near.dim].append(axis)
         spec = PartitionSpec(*map(canonical_entry, entries))
         line = self.lines[self.graph.makers.get(near, lost.operation)]
-        return Wanted(axis, lost.dim, self.from_of(lost.holder, axis), first, line, value.shape, value.dtype, spec)
+        by = self.from_of(lost.holder.value, axis)
+        return Wanted(axis, lost.dim, by, first, line, value.shape, value.dtype, spec)
 
     @ft.cached_property
     def conflicts(self) -> tuple[str, ...]:
@@ -408,13 +398,13 @@ class _Known:
         """The sentence about a conflict: what the operation's arrays have the axis for, and which of them
         is gathered.
         """
-        made = self.graph.program.operations[one.operation]
+        made = self.graph.operations[one.operation]
         kept, moved = (self._told(holder, one.axis) for holder in (one.kept, one.moved))
         return f"gathered over {one.axis}: {kept} and {moved} both lie on it, and the {made.name} keeps the first"
 
     def _told(self, holder: Holder, axis: str) -> str:
-        value = self.graph.program.values[holder.value]
-        by = self.from_of(holder, axis)
+        value = self.graph.values[holder.value]
+        by = self.from_of(holder.value, axis)
         return f"dimension {holder.dim} of {array_text(value.dtype, value.shape)}{f' (from {by})' if by else ''}"
 
     def gathered(self, source: Frame | None, axes: Sequence[str] | None = None) -> str:
@@ -432,7 +422,7 @@ class _Known:
         """The sentence about a sum that a line makes over a mesh axis, since its operands are sharded over it; ""
         without one.
         """
-        for at, made in enumerate(self.graph.program.operations):
+        for at, made in enumerate(self.graph.operations):
             if made.factors.reduction and self.lines[at] == source:
                 for holder, factor in self.graph.factors[at]:
                     axis = next((one for one in self.graph.axes_of(holder) if one in axes), None)

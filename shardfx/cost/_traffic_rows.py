@@ -1,15 +1,17 @@
 """The rows of a step's traffic: which collective runs how often, along which mesh axes, from which line."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections import Counter
+from typing import Any, Literal, TypeAlias
 
-from .._ground.text import bytes_text, first_lines, html_table, printable, table
+from .._ground.text import bytes_text, first_lines, html_text, plural, printable, table, together
 from .._step import Frame, place_text
 from ._hlo_text import Phase
 
 
 Key = Literal["axes", "kind", "source", "leaf", "dtype"]
+# The kind of a collective, its mesh axes, its line and its leaf.
+_Kind: TypeAlias = tuple[str, tuple[str, ...], Frame | None, str | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,63 +105,49 @@ class Traffic:
 
         Bytes per value, the largest first.
         """
-        sums: dict[object, int] = {}
+        sums: Counter[object] = Counter()
         for row in self.rows:
             for value, count in row.shares if key == "leaf" else ((vars(row)[key], row.wire_bytes),):
-                sums[value] = sums.get(value, 0) + count
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+                sums[value] += count
+        return dict(sums.most_common())
 
     def __sub__(self, other: "Traffic") -> "TrafficDifference":
-        ours, theirs = _keyed(self), _keyed(other)
-        pairs = [(key, ours.get(key, 0), theirs.get(key, 0)) for key in {**ours, **theirs}]
+        sums: dict[_Kind, list[int]] = {}
+        for side, made in enumerate((self, other)):
+            for row in made.rows:
+                sums.setdefault((row.kind, row.axes, row.source, row.leaf), [0, 0])[side] += row.wire_bytes
+        pairs = [(key, ours, theirs) for key, (ours, theirs) in sums.items()]
         return TrafficDifference(tuple(sorted(pairs, key=lambda row: -abs(row[1] - row[2]))))
 
     def __str__(self) -> str:
         return self.text()
 
     __repr__ = first_lines
+    _repr_html_ = html_text
 
     def text(self, width: int | None = None) -> str:
         """The traffic as a table. If it is wider than `width`, the least informative columns are left out."""
         return "\n".join(text_of(self, width=width))
 
-    def _repr_html_(self) -> str:
-        # Notebooks show this if the traffic is the last line of a cell.
-        return html_of(self)
-
-    def below(self, most: int | None = None) -> list[str]:
-        """The lines below the table: the total, the number of rows left out, and each note once."""
-        if not self.rows:
-            where = "one device" if self.devices == 1 else f"{self.devices} devices"
-            return [f"no traffic: a step on {where} sends nothing."]
-        dcn = f", {bytes_text(self.dcn_bytes)} of them between slices" if self.dcn_bytes else ""
-        total = f"{bytes_text(self.wire_bytes)} enter each of {self.devices} devices in a step{dcn}."
-        if self.unsure_bytes:
-            total += f" {bytes_text(self.unsure_bytes)} more or less are not sure: the compiler decides."
-        total += f" {more} more rows." if (more := len(self.rows[most:]) if most else 0) else ""
-        return [total, *dict.fromkeys(row.note for row in self.rows if row.note)]
-
 
 def text_of(made: Traffic, most: int | None = None, width: int | None = None) -> list[str]:
-    """The first rows as a table, and the lines below it."""
-    rows = _table(made.rows[:most])
-    return [*(table(rows, right=_NUMBERS, width=width, spare=_SPARE) if rows else ()), *made.below(most)]
+    """The first rows as a table, and below it the total, the number of rows left out, and each note once.
 
-
-def html_of(made: Traffic, most: int | None = None, above: Sequence[str] = (), below: Sequence[str] = ()) -> str:
-    """The table of `text_of` and the lines around it as HTML, for a notebook."""
-    return html_table(_table(made.rows[:most]), right=_NUMBERS, below=[*above, *made.below(most), *below])
-
-
-def _table(rows: Sequence[TrafficRow]) -> list[tuple[str, ...]]:
-    """A header and a line of cells for each row. Rows of one source line are adjacent, and the line that sends most
-    comes first.
+    Rows of one source line are adjacent, and the line that sends most comes first.
     """
-    sums: dict[Frame | None, int] = {}
-    for row in rows:
-        sums[row.source] = sums.get(row.source, 0) + row.wire_bytes
-    lines = [[row for row in rows if row.source == line] for line in sorted(sums, key=lambda line: -sums[line])]
-    return [_HEADER, *[_cells(row, at == 0) for own in lines for at, row in enumerate(own)]] if lines else []
+    if not made.rows:
+        return [f"no traffic: a step on {plural(made.devices, 'device')} sends nothing."]
+    lines = together(made.rows[:most], lambda row: row.source).values()
+    lines = sorted(lines, key=lambda own: -sum(row.wire_bytes for row in own))
+    cells = [_cells(row, at == 0) for own in lines for at, row in enumerate(own)]
+    dcn = f", {bytes_text(made.dcn_bytes)} of them between slices" if made.dcn_bytes else ""
+    total = f"{bytes_text(made.wire_bytes)} enter each of {made.devices} devices in a step{dcn}."
+    if made.unsure_bytes:
+        total += f" {bytes_text(made.unsure_bytes)} more or less are not sure: the compiler decides."
+    if len(cells) < len(made.rows):
+        total += f" {len(made.rows) - len(cells)} more rows."
+    notes = dict.fromkeys(row.note for row in made.rows if row.note)
+    return [*table([_HEADER, *cells], right=_NUMBERS, width=width, spare=_SPARE), total, *notes]
 
 
 def largest_first(made: Traffic) -> Traffic:
@@ -176,7 +164,7 @@ class TrafficDifference:
     - `rows`: (kind, axes, source, leaf), bytes of the first, bytes of the second; the largest difference first.
     """
 
-    rows: tuple[tuple[tuple[str, tuple[str, ...], Frame | None, str | None], int, int], ...]
+    rows: tuple[tuple[_Kind, int, int], ...]
 
     @property
     def wire_bytes(self) -> int:
@@ -184,20 +172,6 @@ class TrafficDifference:
         return sum(ours - theirs for _, ours, theirs in self.rows)
 
     def __str__(self) -> str:
-        rows = self._table()
-        return "\n".join([*(table(rows, right=_COMPARED) if rows else ()), self._below(rows)])
-
-    __repr__ = first_lines
-
-    def _repr_html_(self) -> str:
-        rows = self._table()
-        return html_table(rows, right=_COMPARED, below=[self._below(rows)])
-
-    def _below(self, rows: Sequence[object]) -> str:
-        return f"{_signed(self.wire_bytes)} in all." if rows else "the same traffic"
-
-    def _table(self) -> list[tuple[str, ...]]:
-        """A header and a line of cells for each change; nothing if the two are equal."""
         cells = [
             (
                 _signed(ours - theirs),
@@ -211,7 +185,13 @@ class TrafficDifference:
             for (kind, axes, source, leaf), ours, theirs in self.rows
             if ours != theirs
         ]
-        return [(*_COMPARED, "kind", "axes", "leaf", "source"), *cells] if cells else []
+        if not cells:
+            return "the same traffic"
+        lines = table([(*_COMPARED, "kind", "axes", "leaf", "source"), *cells], right=_COMPARED)
+        return "\n".join([*lines, f"{_signed(self.wire_bytes)} in all."])
+
+    __repr__ = first_lines
+    _repr_html_ = html_text
 
 
 _NUMBERS = {"bytes/step", "calls", "group"}
@@ -239,11 +219,3 @@ def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
 
 def _signed(count: int) -> str:
     return f"{'-' if count < 0 else '+'}{bytes_text(abs(count))}"
-
-
-def _keyed(made: Traffic) -> dict[tuple[str, tuple[str, ...], Frame | None, str | None], int]:
-    sums: dict[tuple[str, tuple[str, ...], Frame | None, str | None], int] = {}
-    for row in made.rows:
-        key = (row.kind, row.axes, row.source, row.leaf)
-        sums[key] = sums.get(key, 0) + row.wire_bytes
-    return sums

@@ -1,5 +1,4 @@
 import html
-import re
 from pathlib import Path
 
 import equinox as eqx
@@ -289,18 +288,10 @@ def test_the_difference_of_two_steps():
     assert str(cpu - cpu) == "the same traffic"
 
 
-def cells(page: str) -> list[list[str]]:
-    """The cells of each row of an HTML table."""
-    return [re.findall("<t[dh][^>]*>(.*?)</t[dh]>", line) for line in page.splitlines() if line.startswith("<tr>")]
-
-
-def test_a_notebook_shows_the_rows_of_the_text():
+def test_a_notebook_shows_the_text():
     first, second = read("cpu_branches"), read("cpu_kinds")
-    for shown in (first, second, first - second, second - second, Traffic((), 4)):
-        page = html.unescape(shown._repr_html_())
-        lines = [" ".join(line.split()) for line in str(shown).splitlines()]
-        below = re.findall("<p>(.*)</p>", page)
-        assert [" ".join(filter(None, row)) for row in cells(page)] + below == lines
+    for shown in (first, first - second, Traffic((), 4)):
+        assert html.unescape(shown._repr_html_()) == f"<pre>{shown}</pre>"
 
 
 def test_sums_and_the_table():

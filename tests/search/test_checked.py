@@ -33,7 +33,7 @@ def test_compiled_programs_say_what_a_candidate_costs(compiled):
         assert one.comparison.different_bytes == 0 or one.wire_bytes > 0
         assert "by the compiled program" in str(one) and "by the compiled program" in one.code()
         assert str(one.comparison) in one.explain() and str(one.traffic) in one.explain()
-        assert "<table>" in one._repr_html_() and html.escape(one.title) in one._repr_html_()
+        assert "<pre>" in one._repr_html_() and html.escape(one.title) in one._repr_html_()
     assert [one.seconds for one in compiled] == sorted(one.seconds for one in compiled)
 
 
