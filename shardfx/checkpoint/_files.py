@@ -186,7 +186,7 @@ def parsed_json(data: bytes, where: str) -> Any:
     try:
         text = data.decode("utf-8")
         parse_int = _whole if _may_hold_odd_integers(data) else int
-        hooks = {"parse_constant": _no_constant, "parse_float": _finite, "parse_int": parse_int}
+        hooks = {"parse_constant": _finite, "parse_float": _finite, "parse_int": parse_int}
         content = json.loads(text, object_pairs_hook=_unique, **hooks)
         if _SURROGATE.search(data):
             json.dumps(content, ensure_ascii=False).encode("utf-8")
@@ -212,8 +212,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _finite(text: str) -> float:
     value = float(text)
-    if math.isinf(value):
-        raise ValueError("a number is too large")
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40} is no number that a double holds")
     return value
 
 
@@ -231,15 +231,16 @@ def _whole(text: str) -> int | float:
     return int(text)
 
 
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
-
-
 def member(content: object, *names: str) -> Any:
     """The value in nested JSON objects at these names; `None` if a name is missing."""
     for name in names:
         content = content.get(name) if isinstance(content, dict) else None
     return content
+
+
+def is_sizes(values: object) -> bool:
+    """Whether `values` is a list of non-negative integers that a 64-bit size can hold, at most 64 as in NumPy."""
+    return isinstance(values, list) and len(values) <= 64 and all([type(v) is int and 0 <= v < 2**63 for v in values])
 
 
 def read_json(where: FilePlace, real: str, limit_bytes: int = 100_000_000) -> Any:

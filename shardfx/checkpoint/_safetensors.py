@@ -17,44 +17,26 @@ from .._ground.errors import CheckpointError
 from .._ground.spec import DType
 from .._ground.text import quoted
 from ._entry import FileArray
-from ._files import FilePlace, opened, parsed_json, read_at
+from ._files import FilePlace, is_sizes, opened, parsed_json, read_at
 from ._metadata import key_named, of_bits
 
 
 # The format's own limit for the header.
 HEADER_LIMIT_BYTES = 100_000_000
-# The limit of NumPy, and so of JAX's arrays on the host.
-_MOST_DIMENSIONS = 64
 _FIELDS = {"dtype", "shape", "data_offsets"}
 # The depth to which the format's library reads JSON: the header and a tensor's entry are the first two levels.
 _MOST_NESTED = 127
 
+_NAMED = (
+    "BOOL bool, U8 uint8, I8 int8, U16 uint16, I16 int16, U32 uint32, I32 int32, U64 uint64, I64 int64, F16 float16, "
+    "BF16 bfloat16, F32 float32, F64 float64, C64 complex64, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, "
+    "F8_E8M0 float8_e8m0fnu, F8_E4M3FNUZ float8_e4m3fnuz, F8_E5M2FNUZ float8_e5m2fnuz"
+)
+NAMES = {jnp.dtype(name): stored for stored, name in map(str.split, _NAMED.split(", "))}
 # By the name in the file: the bits of an element, and the JAX dtype if there is one.
-DTYPES: dict[str, tuple[int, Any]] = {
-    "BOOL": (8, np.dtype(bool)),
-    "U8": (8, np.dtype("uint8")),
-    "I8": (8, np.dtype("int8")),
-    "U16": (16, np.dtype("uint16")),
-    "I16": (16, np.dtype("int16")),
-    "U32": (32, np.dtype("uint32")),
-    "I32": (32, np.dtype("int32")),
-    "U64": (64, np.dtype("uint64")),
-    "I64": (64, np.dtype("int64")),
-    "F16": (16, np.dtype("float16")),
-    "BF16": (16, np.dtype(jnp.bfloat16)),
-    "F32": (32, np.dtype("float32")),
-    "F64": (64, np.dtype("float64")),
-    "C64": (64, np.dtype("complex64")),
-    "F8_E4M3": (8, np.dtype(jnp.float8_e4m3fn)),
-    "F8_E5M2": (8, np.dtype(jnp.float8_e5m2)),
-    "F8_E8M0": (8, np.dtype(jnp.float8_e8m0fnu)),
-    "F8_E4M3FNUZ": (8, np.dtype(jnp.float8_e4m3fnuz)),
-    "F8_E5M2FNUZ": (8, np.dtype(jnp.float8_e5m2fnuz)),
-    # Several elements are packed in a byte, which no JAX array on the host can do.
-    "F6_E2M3": (6, None),
-    "F6_E3M2": (6, None),
-    "F4": (4, None),
-}
+DTYPES: dict[str, tuple[int, Any]] = {stored: (8 * dtype.itemsize, dtype) for dtype, stored in NAMES.items()}
+# Several elements are packed in a byte, which no JAX array on the host can do.
+DTYPES |= {"F6_E2M3": (6, None), "F6_E3M2": (6, None), "F4": (4, None)}
 # Other one-byte dtypes are stored as U8, PRNG keys as U32; the file's metadata names their dtypes.
 DTYPES_KEY = "shardfx.dtypes"
 METADATA = "__metadata__"
@@ -62,7 +44,6 @@ OTHER = {
     np.dtype(name).name: np.dtype(name)
     for name in (jnp.int4, jnp.uint4, jnp.float8_e4m3b11fnuz, jnp.float8_e3m4, jnp.float8_e4m3, jnp.float4_e2m1fn)
 }
-NAMES = {dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not None}
 
 
 @ft.lru_cache(maxsize=64)
@@ -161,19 +142,18 @@ def _array(name: str, entry: object, base: int, file: str) -> FileArray:
         raise CheckpointError(
             f"tensor {quoted(name)} in {file!r} has the dtype {_short(stored)}, which is none of {', '.join(DTYPES)}."
         )
-    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
+    if not is_sizes(shape) or not is_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(
             f"tensor {quoted(name)} in {file!r} has shape {_short(shape)} and offsets {_short(offsets)}; both must be "
-            "lists of non-negative integers below 2**63, the offsets two."
+            "lists of at most 64 non-negative integers below 2**63, the offsets two."
         )
     begin, end = offsets
     bits_each, dtype = DTYPES[stored]
     expected_bits = _count(shape) * bits_each
-    if len(shape) > _MOST_DIMENSIONS or expected_bits != 8 * (end - begin):
+    if expected_bits != 8 * (end - begin):
         raise CheckpointError(
             f"tensor {quoted(name)} in {file!r} has dtype {stored} and shape {_short(shape)}, which needs "
-            f"{-(-expected_bits // 8)} bytes and at most {_MOST_DIMENSIONS} dimensions, but the offsets "
-            f"[{begin}, {end}]; the file is damaged or forged."
+            f"{-(-expected_bits // 8)} bytes, but the offsets [{begin}, {end}]; the file is damaged or forged."
         )
     return FileArray(name, tuple(shape), dtype, file, stored, base + begin)
 
@@ -189,7 +169,7 @@ def _depth(value: object) -> int:
 
 def _count(shape: list[int]) -> int:
     """The number of elements. If a partial product overflows, as in 2**62 * 4 * 0, it is larger than any file."""
-    partial = list(it.accumulate(shape[:_MOST_DIMENSIONS], operator.mul, initial=1))
+    partial = list(it.accumulate(shape, operator.mul, initial=1))
     return max(partial) if max(partial) >= 2**64 else partial[-1]
 
 
@@ -209,10 +189,6 @@ def _of_kind(array: FileArray, kind: object) -> FileArray:
         return dataclasses.replace(array, dtype=OTHER[kind])
     keys = key_named(kind)
     return array if keys is None else of_bits(array, keys)
-
-
-def _is_sizes(values: object) -> bool:
-    return isinstance(values, list) and all([type(value) is int and 0 <= value < 2**63 for value in values])
 
 
 def _short(value: object) -> str:

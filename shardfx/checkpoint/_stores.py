@@ -16,9 +16,9 @@ import numpy as np
 from .._ground.errors import CheckpointError
 from .._ground.spec import DType
 from .._ground.text import printable, quoted
-from ._chunks import Reader, chunk_files, look_in, require_bounded, touched_by
+from ._chunks import Reader, look_in, require_bounded
 from ._entry import ListedArray, StoreArray, fill, itemsize, may_change
-from ._files import FilePlace, inside, member, opened, parsed_json, read_json, require_plain_tree
+from ._files import FilePlace, inside, is_sizes, member, opened, parsed_json, read_json, require_plain_tree
 from ._spans import Box
 
 
@@ -32,6 +32,7 @@ _WIDEST_BYTES = 16
 # A part of tensorstore's error for a missing chunk that it should not fill with zeros.
 _MISSING = "is missing"
 METADATA = {".zarray": "zarr", "zarr.json": "zarr3"}
+_GRID = ("chunk_grid", "configuration", "chunk_shape")
 _DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "int4", "uint4"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
@@ -50,46 +51,39 @@ def dtype_named(text: str) -> DType:
     return _NAMED.get(text)
 
 
-def is_sizes(values: object) -> bool:
-    """Whether `values` is a list of non-negative integers that a 64-bit size can hold."""
-    return isinstance(values, list) and len(values) <= 64 and all(type(v) is int and 0 <= v < 2**63 for v in values)
-
-
 def zarr_entries(where: FilePlace) -> tuple[StoreArray, ...]:
     """Every zarr array, of version 2 or 3, in the directory or below it, by path."""
     found = []
-    for directory, directories, files in os.walk(where.directory):
+    for directory, directories, _ in os.walk(where.directory):
         directories.sort()
-        for name in METADATA:
-            if name in files:
-                path = os.path.relpath(directory, where.directory).replace(os.sep, "/")
-                found.append(array_entry(where, path, directory, name))
+        path = os.path.relpath(directory, where.directory).replace(os.sep, "/")
+        found.append(_entry_in(where, path, directory))
     return tuple(entry for entry in found if entry is not None)
 
 
-def array_entry(where: FilePlace, path: str, directory: str, name: str) -> StoreArray | None:
-    """The array with the metadata file `name` in `directory`; `None` for a zarr group."""
-    relative = os.path.relpath(os.path.join(directory, name), where.directory)
-    real = inside(where, relative)
-    return _described(path, directory, None, read_json(where, real), METADATA[name], quoted(real))
+def _entry_in(where: FilePlace, path: str, directory: str) -> StoreArray | None:
+    """The array whose metadata is in `directory`; `None` if there is none."""
+    for name, driver in METADATA.items():
+        file = os.path.join(directory, name)
+        if os.path.isfile(file):
+            real = inside(where, os.path.relpath(file, where.directory))
+            found = _described(path, directory, None, read_json(where, real), driver, quoted(real))
+            if found is not None:
+                return found
+    return None
 
 
 def _described(path: str, file: str, key: str | None, content: Any, driver: str, where: str) -> StoreArray | None:
+    """The array with this metadata; `None` for a group of zarr3."""
     if driver == "zarr3" and member(content, "node_type") == "group":
         return None
-    shape, stored, chunks = _fields(content, driver)
+    keys = ("dtype", ("chunks",)) if driver == "zarr" else ("data_type", _GRID)
+    shape, stored, chunks = member(content, "shape"), member(content, keys[0]), member(content, *keys[1])
     if not is_sizes(shape) or not is_sizes(chunks) or len(chunks) != len(shape) or not all(chunks):
         raise CheckpointError(f"{where} describes no zarr array: its shape and chunks must be lists of as many sizes.")
     if not isinstance(stored, str):
         stored = str(stored)[:80]
     return StoreArray(path, tuple(shape), dtype_named(stored), file, stored, tuple(chunks), driver, key)
-
-
-def _fields(content: object, driver: str) -> tuple[Any, Any, Any]:
-    if driver == "zarr":
-        return member(content, "shape"), member(content, "dtype"), member(content, "chunks")
-    chunks = member(content, "chunk_grid", "configuration", "chunk_shape")
-    return member(content, "shape"), member(content, "data_type"), chunks
 
 
 def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
@@ -177,16 +171,14 @@ def read_into(
 
 def _require_bounded(ts: Any, array: Any, entry: StoreArray, boxes: Sequence[Box]) -> None:
     # tensorstore must read what was checked here, so it is told how to interpret the metadata.
-    files = chunk_files(array.spec().to_json()["metadata"])
+    metadata = array.spec().to_json()["metadata"]
     if entry.key is None:
         look = ft.partial(look_in, entry.file)
-    elif files.is_blosc or files.inner is not None:
-        store = ts.KvStore.open(ocdbt(entry.file, entry.key)).result()
-        look = ft.partial(_look_in_store, store)
+    elif "'blosc'" in repr(metadata):
+        look = ft.partial(_look_in_store, ts.KvStore.open(ocdbt(entry.file, entry.key)).result())
     else:
         return  # a database reads parts of its own files
-    touched = touched_by(entry.chunks, boxes)
-    require_bounded(entry.path, look, files, entry.chunks, itemsize(entry.dtype), touched)
+    require_bounded(entry.path, look, metadata, entry.chunks, itemsize(entry.dtype), boxes)
 
 
 def _look_in_store(store: Any, name: str) -> tuple[int, Reader]:
@@ -254,18 +246,16 @@ def eformer_entries(where: FilePlace) -> tuple[StoreArray | ListedArray, ...]:
     if not isinstance(content, dict) or content.get("format") != "tensorstore":
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"Unsupported index format: {str(found)[:80]}, in {real!r}; it must be 'tensorstore'.")
-    lists = [(None, content.get("arrays", []))]
     prefixes = content.get("prefixes", {})
     if not isinstance(prefixes, dict):
         raise CheckpointError(f"{real!r}: `prefixes` must map each prefix to a list of arrays.")
-    lists += prefixes.items()
-    return tuple(_listed(where, real, group, row) for group, rows in lists for row in _rows(real, group, rows))
-
-
-def _rows(real: str, group: str | None, rows: object) -> list[Any]:
-    if not isinstance(rows, list):
-        raise CheckpointError(f"{real!r}: {'`arrays`' if group is None else f'prefix {quoted(group)}'} must be a list.")
-    return rows
+    found: list[StoreArray | ListedArray] = []
+    for group, rows in [(None, content.get("arrays", [])), *prefixes.items()]:
+        if not isinstance(rows, list):
+            what = "`arrays`" if group is None else f"prefix {quoted(group)}"
+            raise CheckpointError(f"{real!r}: {what} must be a list.")
+        found += [_listed(where, real, group, row) for row in rows]
+    return tuple(found)
 
 
 def _listed(where: FilePlace, real: str, group: str | None, row: object) -> StoreArray | ListedArray:
@@ -274,16 +264,13 @@ def _listed(where: FilePlace, real: str, group: str | None, row: object) -> Stor
     path, shape, dtype = row["path"], row.get("shape"), row.get("dtype")
     directory = inside(where, path)
     # The array's own metadata decides what a read returns; the index is a copy that may be out of date.
-    for name in METADATA:
-        if os.path.isfile(os.path.join(directory, name)):
-            found = array_entry(where, path, directory, name)
-            if found is None:
-                continue
-            if shape is not None and list(found.shape) != shape:
-                raise CheckpointError(
-                    f"{real!r} gives {quoted(path)} the shape {str(shape)[:80]}, but its own {name} says {found.shape}."
-                )
-            return dataclasses.replace(found, group=group)
+    found = _entry_in(where, path, directory)
+    if found is not None:
+        if shape is not None and list(found.shape) != shape:
+            raise CheckpointError(
+                f"{real!r} gives {quoted(path)} the shape {str(shape)[:80]}, but its own metadata says {found.shape}."
+            )
+        return dataclasses.replace(found, group=group)
     if shape is not None and not is_sizes(shape):
         raise CheckpointError(f"{real!r} gives {quoted(path)} the shape {str(shape)[:80]}; it must be a list of sizes.")
     known = dtype_named(dtype) if isinstance(dtype, str) else None
@@ -332,10 +319,10 @@ def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
         raise CheckpointError(f"{real!r} has no `tree_metadata` that describes arrays; it is damaged, or not Orbax's.")
     named = [_keys(real, name, row) for name, row in rows.items()]
     if os.path.lexists(os.path.join(where.directory, OCDBT_MANIFEST)):
-        database = {entry.key: entry for entry in ocdbt_entries(where)}
-        found = [(keys, must, database.get(".".join(keys))) for keys, must in named]
+        entry_of = {entry.key: entry for entry in ocdbt_entries(where)}.get
     else:
-        found = [(keys, must, _directory_entry(where, ".".join(keys))) for keys, must in named]
+        entry_of = lambda name: _entry_in(where, name, inside(where, name)) if name else None
+    found = [(keys, must, entry_of(".".join(keys))) for keys, must in named]
     names: dict[str, list[str]] = {}
     for keys, must, entry in found:
         if names.setdefault(".".join(keys), keys) != keys and entry is not None:
@@ -359,13 +346,3 @@ def _keys(real: str, name: str, row: object) -> tuple[list[str], bool]:
     if not isinstance(value, dict) or not isinstance(keys, list) or len(texts) != len(keys):
         raise CheckpointError(f"{real!r}: {quoted(name)} in `tree_metadata` has no keys and value that Orbax writes.")
     return texts, value.get("value_type") in _ARRAYS and value.get("skip_deserialize") is not True
-
-
-def _directory_entry(where: FilePlace, name: str) -> StoreArray | None:
-    if not name:
-        return None
-    directory = inside(where, name)
-    for file in METADATA:
-        if os.path.isfile(os.path.join(directory, file)):
-            return array_entry(where, name, directory, file)
-    return None

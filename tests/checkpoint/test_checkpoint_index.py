@@ -156,7 +156,7 @@ HEADERS = {
         f"the metadata {value!r}": (raw(before=b'"__metadata__":' + value + b","), "must map strings to strings")
         for value in (b"[]", b"false", b'""', b'{"a":1}')
     },
-    "NaN in the metadata": (raw(before=b'"__metadata__":{"a":NaN},'), "NaN is not JSON"),
+    "NaN in the metadata": (raw(before=b'"__metadata__":{"a":NaN},'), "NaN is no number that a double holds"),
     "half of a character in the metadata": (raw(before=rb'"__metadata__":{"a":"\ud800"},'), "it is not UTF-8"),
     "metadata twice": (raw(before=b'"__metadata__":{},"__metadata__":{},'), "'__metadata__' occurs twice"),
     **{
@@ -197,7 +197,7 @@ STRICTER = {
     "a name twice": (raw()[:-1] + b"," + raw()[1:], "'a' occurs twice"),
     "a further field's name twice": (raw(b',"x":1,"x":2'), "'x' occurs twice"),
     "a list for an entry": ({"a": ["F32", [1], [0, 4]]}, "must have `dtype`"),
-    "more dimensions than NumPy has": ({"a": tensor([1] * 65, [0, 4])}, "at most 64 dimensions"),
+    "more dimensions than NumPy has": ({"a": tensor([1] * 65, [0, 4])}, "at most 64 non-negative integers"),
     "an empty array with a size beyond 63 bits": ({"a": tensor([1, 0, 2**63], [0, 0])}, "below 2\\*\\*63"),
 }
 

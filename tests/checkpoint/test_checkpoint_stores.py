@@ -175,7 +175,7 @@ def test_links_out_of_a_store_are_not_followed(tmp_path, mesh):
         ({"arrays": [{"path": "w", "shape": [-1]}]}, "it must be a list of sizes"),
         ({"arrays": [{"path": "w", "shape": [2**70]}]}, "it must be a list of sizes"),
         *[({"arrays": [{"path": name}]}, "not a relative path below") for name in ("../out", "/etc", "a/../../b")],
-        ({"arrays": [{"path": "real", "shape": [4]}]}, r"the shape \[4\], but its own .zarray says \(3,\)"),
+        ({"arrays": [{"path": "real", "shape": [4]}]}, r"the shape \[4\], but its own metadata says \(3,\)"),
     ],
 )
 def test_eformer_indices_that_make_no_sense(tmp_path, content, message):
