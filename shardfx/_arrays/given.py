@@ -85,7 +85,7 @@ def raise_elsewhere(given: Iterable[Given], error: Exception | None) -> None:
             ) from error
 
 
-def raise_apart(places: Iterable[tuple[str, object]], error: Exception | None) -> None:
+def raise_apart(places: Iterable[tuple[str, object]]) -> None:
     """Raises if two shardings have different devices, or the same in another order. Each comes with a text
     for messages.
     """
@@ -96,18 +96,18 @@ def raise_apart(places: Iterable[tuple[str, object]], error: Exception | None) -
                 f"{what} {_listed(devices)}, and {pairs[0][0]} {_listed(pairs[0][1])}; a compiled function runs on one "
                 "set of devices in one order. Move one of them: `shard(tree, plan)`, or `reshard(tree, plan)`; where "
                 "plans are on several meshes, give each a function of its own, and `reshard` between them."
-            ) from error
+            )
 
 
-def lies_apart(leaf: Any, wanted: Any) -> bool:
-    """Whether an array is on other devices than those of a sharding for several devices.
+def raise_apart_from_entry(given: Iterable[Given]) -> None:
+    """Raises for an array that is on other devices than its entry, if that is for several devices.
 
     If its sharding there would be the same, JAX moves it at the first call, and the next call fails in the runtime.
     """
-    if not isinstance(wanted, NamedSharding) or not is_placed(type(leaf)) or not leaf.committed:
-        return False
-    devices = _in_order(wanted)
-    return len(devices) > 1 and _in_order(leaf.sharding) != devices
+    for one in given:
+        is_checked = isinstance(one.wanted, NamedSharding) and one.wanted.num_devices > 1
+        if is_checked and is_placed(type(one.leaf)) and one.leaf.committed:
+            raise_apart([("its entry of `in_shardings` is on", one.wanted), (f"{one.text} lies on", one.leaf.sharding)])
 
 
 def _in_order(sharding: object) -> tuple[Any, ...]:

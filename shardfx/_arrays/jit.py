@@ -5,7 +5,8 @@ import functools as ft
 import inspect
 import itertools as it
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
@@ -33,8 +34,8 @@ from .given import (
     is_abstract,
     is_placed,
     is_traced,
-    lies_apart,
     raise_apart,
+    raise_apart_from_entry,
     raise_elsewhere,
     raise_gone_or_shared,
     struct_of,
@@ -100,10 +101,11 @@ def filter_jit(
 
     **Raises:**
 
-    `PlanMismatchError` at once for a bare PartitionSpec, which has no mesh: `jax.set_mesh` is not used. At tracing, if
-    arguments or results are not the trees of their plans, in paths, shapes or dtypes. At a call, if a plan has no
-    devices; if `*args` or `**kwargs` are bound in another way than the entries say; if an array was deleted (if the
-    function donates, all arrays are checked, otherwise the first of each entry); or if a donated array is given twice.
+    `PlanMismatchError` at once for a bare PartitionSpec, which has no mesh (`jax.set_mesh` is not used), and for
+    shardings on several sets of devices. At tracing, if arguments or results are not the trees of their plans, in
+    paths, shapes or dtypes. At a call, if a plan has no devices; if `*args` or `**kwargs` are bound in another way than
+    the entries say; if an array was deleted (if the function donates, all arrays are checked, otherwise the first of
+    each entry); or if a donated array is given twice.
     `LeafTypeError` for a static argument that cannot be hashed.
 
     !!! Example
@@ -188,7 +190,13 @@ class Jitted(Generic[P, R]):
         self._donated = donated(donate, self._signature)
         self._arity = arity(self._signature)
         self._results = shardings_in(self._out)
-        self._is_abstract = any(map(is_abstract, [*shardings_in(self._in.forms).values(), *self._results.values()]))
+        places = [
+            (f"an entry of `{what}` of `{self._name}` is on", sharding)
+            for what, form in (("in_shardings", self._in.forms), ("out_shardings", self._out))
+            for sharding in shardings_in(form).values()
+        ]
+        raise_apart(places)
+        self._is_abstract = any(is_abstract(sharding) for _, sharding in places)
         self._form = ft.lru_cache(maxsize=_FORMS)(self._form_of)
         ft.update_wrapper(self, fn, updated=())
 
@@ -262,8 +270,7 @@ class Jitted(Generic[P, R]):
         call = _Call(tree, form, self._static(form, treedef, is_array, leaves), arrays)
         shardings = [one.sharding for at in form.watched if is_placed(type(one := arrays[at]))]
         if shardings != form.shardings:
-            if any(lies_apart(one.leaf, one.wanted) for one in self._arrays(call)):
-                raise_apart(self._places(call), None)
+            raise_apart_from_entry(self._arrays(call))
             form.shardings = shardings
         alive = [one for at in form.alive if is_placed(type(one := arrays[at]))] if runs else []
         if True in [one.is_deleted() for one in alive] or (form.donates and len({*map(id, alive)}) < len(alive)):
@@ -371,24 +378,13 @@ class Jitted(Generic[P, R]):
             arrays = self._arrays(call, shapes=True)
         except PlanMismatchError as mismatch:
             raise mismatch from error
-        raise_apart(self._places(call), error)
         if "incompatible devices" in str(error):
+            text = re.sub(r"arrays\[(\d+)\] of [^ ]*", lambda found: arrays[int(found[1])].name, f"{error}")
             raise PlanMismatchError(
-                f"`{self._name}` runs on some devices, and a `constrain` or `shard` inside it is for others; use plans "
-                f"on one mesh inside one function, and `reshard` between functions. JAX says: {error}"
+                f"`{self._name}` runs on one set of devices in one order. Place its arguments, `shard(tree, plan)`; "
+                f"use plans on one mesh inside one function, and `reshard` between functions. JAX says: {text}"
             ) from error
         raise_elsewhere(arrays, error)
-
-    def _places(self, call: _Call) -> Iterator[tuple[str, Any]]:
-        """The shardings of a call's arrays, of its entries, and of its results, each with a text for messages."""
-        for one in self._arrays(call):
-            if is_placed(type(one.leaf)) and one.leaf.committed:
-                yield f"{one.text} lies on", one.leaf.sharding
-        for which, _, entry in self._in.of(*call.tree[1:]):
-            for sharding in shardings_in(entry).values():
-                yield f"the entry of `in_shardings` for argument {which} of `{self._name}` is on", sharding
-        for sharding in self._results.values():
-            yield f"an entry of `out_shardings` of `{self._name}` is on", sharding
 
     def _returned(self, out: Any) -> tuple[TracedArray, ...]:
         """The arrays of the results, in the order of the program's results."""
