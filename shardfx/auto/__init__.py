@@ -22,10 +22,10 @@ from ._frontier import (
     FrontierPoint as FrontierPoint,
     frontier as frontier,
 )
-from ._limits import Limits as Limits
 from ._name_axes import (
     NamedAxes as NamedAxes,
     NamedAxis as NamedAxis,
     name_axes as name_axes,
 )
 from ._search import search as search
+from ._space import Limits as Limits

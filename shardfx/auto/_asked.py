@@ -82,27 +82,17 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
         made = chips.parse_slice(devices)
         kind = made.chip if chip is None else chips.find(chip)
         return SearchOptions(made.chips * kind.devices_per_chip, kind, made.name, extents=made.extents)
-    if isinstance(devices, int) and not isinstance(devices, bool):
-        if devices < 1:
-            raise MeshError(f'`devices={devices}` are none; give how many there are, as `devices=8, chip="v5e"`.')
+    if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
         if chip is None:
             raise MeshError(f'`devices={devices}` does not say which chip; add one, as `chip="v5e"`.')
         return SearchOptions(devices, chips.find(chip))
-    if not isinstance(devices, Sequence):
+    if not isinstance(devices, Sequence) or not devices:
         raise MeshError(
             f'`devices={devices!r:.80}` is neither a number, a slice nor devices; write `devices=8, chip="v5e"`, '
             '`devices="tpu:v5e:2x4"`, or `devices=jax.devices()`.'
         )
-    here = tuple(devices)
-    if not here:
-        raise MeshError("`devices` is empty; give JAX's devices, as `devices=jax.devices()`, or how many there are.")
-    of_these = EMULATED if here[0].platform == "cpu" else here[0].device_kind
-    return SearchOptions(len(here), chips.find(of_these if chip is None else chip))
-
-
-def device_count(devices: int | str | Sequence[object], chip: str | chips.Chip | None = None) -> int:
-    """The number of devices of a search."""
-    return asked_for(devices, chip).total
+    kind = EMULATED if devices[0].platform == "cpu" else devices[0].device_kind
+    return SearchOptions(len(devices), chips.find(kind if chip is None else chip))
 
 
 def require_options(keep: object, closely: object, verify: object) -> None:

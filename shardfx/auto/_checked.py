@@ -84,7 +84,7 @@ def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | Non
     count, target = asked.total, asked.target
     if given is not None:
         return tuple(given)
-    if verify == "compile" and target is not None and has_libtpu():
+    if verify == "compile" and target is not None and importlib.util.find_spec("libtpu"):
         return tpu.devices_of(target, num_slices=asked.targets)
     known = jax.devices()
     if len(known) < count:
@@ -94,11 +94,6 @@ def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | Non
             '`devices=shardfx.interop.tpu.devices_of("tpu:v5e:4x4")`.'
         )
     return tuple(known[:count])
-
-
-def has_libtpu() -> bool:
-    """Whether the TPU's compiler is installed."""
-    return importlib.util.find_spec("libtpu") is not None
 
 
 def _read(pricer: Pricer, one: Candidate, program: Any) -> Candidate:

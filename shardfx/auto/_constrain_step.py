@@ -28,16 +28,9 @@ from ._layouts import AssignedLayout, Layouts, assignments_of_rules
 from ._name_axes import named_classes
 
 
-# Calls whose programs are inlined, and equations that contain programs, with the parameters that hold them.
+# Calls whose programs are inlined, with the parameter that holds the program; and equations that contain programs.
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-_NESTED = {
-    "scan": ("jaxpr",),
-    "while": ("body_jaxpr", "cond_jaxpr"),
-    "cond": ("branches",),
-    "checkpoint": ("jaxpr",),
-    "remat": ("jaxpr",),
-    "remat2": ("jaxpr",),
-}
+_NESTED = ("scan", "while", "cond", "checkpoint", "remat", "remat2")
 _TAG = "shardfx-equation-"
 _TAGS = re.compile(_TAG + r"(\d+)")
 # A sharded dimension: its part, its place in the axis's order of preference, and the axis.
@@ -137,21 +130,20 @@ class _Walker:
             if name in _INLINED:
                 outs = self.run(*opened(equation.params[_INLINED[name]]), ins)
             else:
-                equation = self.rewritten(equation)
+                if name in _NESTED:
+                    params = {key: self.anew(given) for key, given in equation.params.items()}
+                    equation = equation.replace(params=params)
                 with jax.named_scope(f"{_TAG}{number}"):
                     outs = applied(jaxpr, equation, ins)
             arrays.update(zip(equation.outvars, self.made(number, equation, outs), strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def rewritten(self, equation: jex.JaxprEqn) -> Any:
-        """The equation with its inner jaxprs walked through too."""
-        params = dict(equation.params)
-        for key in _NESTED.get(equation.primitive.name, ()):
-            held = params[key]
-            params[key] = tuple(map(self.anew, held)) if isinstance(held, tuple) else self.anew(held)
-        return equation.replace(params=params)
-
     def anew(self, given: object) -> Any:
+        """A parameter of an equation, with the jaxprs in it walked through too."""
+        if type(given) is tuple:
+            return tuple(map(self.anew, given))
+        if not isinstance(given, jex.ClosedJaxpr | jex.Jaxpr):
+            return given
         jaxpr, consts = opened(given)
         structs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
         made = jax.make_jaxpr(lambda *arrays: self.run(jaxpr, consts, arrays))(*structs)

@@ -1,7 +1,8 @@
 """Time against memory, and devices against time, for several batches and numbers of devices."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import jax
 from jaxtyping import PyTree
@@ -11,9 +12,9 @@ from .._ground.errors import MeshError, RuleError
 from .._ground.text import bytes_text, first_lines, html_text, table
 from ._asked import asked_for
 from ._candidate import Candidate, ms
-from ._limits import Limits
 from ._name_axes import name_axes
 from ._search import candidates_of, opened
+from ._space import Limits
 
 
 # The smallest number of the core's best candidates that are partitioned.
@@ -139,24 +140,14 @@ def frontier(
     names = name_axes(step, *args).names if batches else ()
     for these in asked:
         for given in [_resized(args, names, size) for size in batches] or [args]:
-            space, pricer = opened(step, given, these, limits, (), _silent)
-            found, _ = candidates_of(space, pricer, _KEPT, _silent)
+            space, pricer = opened(step, given, these, limits, (), lambda _: None)
+            found, _ = candidates_of(space, pricer, _KEPT, lambda _: None)
             size = next((group.size for group in space.classes.live() if group.name == "batch"), 0)
-            points += [FrontierPoint(size, one) for one in _undominated(found)]
+            least = math.inf
+            for one in sorted(found, key=lambda one: (one.seconds, one.memory_bytes)):
+                points += [FrontierPoint(size, one)] if one.memory_bytes < least else []
+                least = min(least, one.memory_bytes)
     return Frontier(tuple(sorted(points, key=lambda point: (point.devices, point.batch, point.candidate.seconds))))
-
-
-def _silent(_: str) -> None:
-    pass
-
-
-def _undominated(found: Iterable[Candidate]) -> Iterable[Candidate]:
-    """The candidates that no other candidate beats in both time and memory, the fastest first."""
-    least = None
-    for one in sorted(found, key=lambda made: (made.seconds, made.memory_bytes)):
-        if least is None or one.memory_bytes < least:
-            least = one.memory_bytes
-            yield one
 
 
 def _resized(args: Sequence[PyTree], names: Sequence[PyTree], size: int) -> list[PyTree]:

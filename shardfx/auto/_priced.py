@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import itertools
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -11,8 +12,8 @@ from jaxtyping import PyTree
 
 from .. import chips
 from .._ground.spec import entry_axes
-from .._plan import ShardPlan, follow
-from .._step import Dims, Platform, Step, bytecode, step_of
+from .._plan import follow
+from .._step import Dims, Parameter, Platform, Step, bytecode, step_of
 from ..cost import Traffic, TrafficRow, seconds
 from ..cost._after import as_compiled
 from ..cost._estimate import DIRECT, LARGEST, SIZED, carried_on
@@ -90,6 +91,7 @@ class Pricer:
 
     def __init__(self, step: Callable[..., object], traced: TracedStep, chip: chips.Chip, model: CostModel):
         self.step, self.args, self.words = step, traced.structs, traced.words
+        self.leaves = {f"kept[{at}]": array.path for at, array in enumerate(traced.arrays)}
         self.results = results_of(self.args, traced.out)
         self.chip, self.model = chip, model
         self.platform: Platform = "tpu" if chip.torus_dims else "cpu" if chip == EMULATED else "gpu"
@@ -166,22 +168,14 @@ class Pricer:
     def _read(self, step: Step, one: Candidate, mesh: MeshSpec) -> _Read:
         """The traffic, work and memory of a candidate's program. No other function reads a candidate's program."""
         arguments, results = step.parameters
-        dims = [leaf for plan in one.plans for leaf in _dims_of(plan)]
-        out = [
-            leaf
-            for which, count in self.results
-            for leaf in ([None] * count if which is None else _dims_of(one.plans[which]))
-        ]
+        dims = [[tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves] for plan in one.plans]
+        out = [[None] * count if which is None else dims[which] for which, count in self.results]
         text = step.partitioned(
-            self.platform,
-            mesh=mesh,
-            arguments=[_filled(own, taken.shape) for own, taken in zip(dims, arguments, strict=True)],
-            results=[_filled(own, made.shape) for own, made in zip(out, results, strict=True)],
+            self.platform, mesh=mesh, arguments=_filled(dims, arguments), results=_filled(out, results)
         )
         partitioned = parse_hlo(text)
         module = as_compiled(partitioned, self.platform, without=() if mesh == one.mesh else SIZED)
-        leaves = {f"kept[{at}]": path for at, path in enumerate(self._paths(one))}
-        sent = read(module, mesh, leaves)
+        sent = read(module, mesh, self.leaves)
         held = self._held(module, one, self.donated)
         enough = held <= one.limit_bytes and mesh == one.mesh
         return _Read(
@@ -194,10 +188,6 @@ class Pricer:
         """Bytes of one device at the worst moment, if results reuse the memory of the `donated` arguments."""
         flags = [which in donated for which, plan in enumerate(one.plans) for _ in plan.leaves]
         return held_by(module, donated=flags, tile=self.chip.tile, tpu=self.platform == "tpu").peak_bytes
-
-    def _paths(self, one: Candidate) -> list[str]:
-        pairs = zip(self.words, one.plans, strict=True)
-        return [f"{word}/{leaf.path}" if leaf.path else word for word, plan in pairs for leaf in plan.leaves]
 
 
 def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, int], ...]:
@@ -227,14 +217,10 @@ def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
     return treedef, [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
 
 
-def _dims_of(plan: ShardPlan) -> list[tuple[tuple[str, ...], ...]]:
-    """The mesh axes of each dimension of each array of a plan."""
-    return [tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves]
-
-
-def _filled(dims: Dims | None, shape: Sequence[int]) -> Dims | None:
-    """A spec's entries with empty ones added for the dimensions that the spec leaves out."""
-    return None if dims is None else (*dims, *[()] * (len(shape) - len(dims)))
+def _filled(dims: Sequence[Sequence[Dims | None]], own: Sequence[Parameter]) -> list[Dims | None]:
+    """The entries of specs, with empty ones added for the dimensions that a spec leaves out."""
+    pairs = zip(itertools.chain(*dims), own, strict=True)
+    return [None if dim is None else (*dim, *[()] * (len(one.shape) - len(dim))) for dim, one in pairs]
 
 
 def states_of(classes: Classes) -> tuple[int, ...]:

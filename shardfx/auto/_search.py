@@ -17,10 +17,9 @@ from ..cost._estimate import DIRECT, LARGEST
 from ._asked import SearchOptions, Tracing, asked_for, require_arrays, require_options, trace
 from ._candidate import Candidate, against, rank, without_twins
 from ._checked import Tell, devices_for, measured
-from ._limits import Limits
 from ._name_axes import named_classes
 from ._priced import Pricer, states_of, zero_1
-from ._space import MODEL, Space, by_hand, fastest, near
+from ._space import MODEL, Limits, Space, by_hand, fastest, near
 
 
 # The seconds that all programs of a search may take on two cores, as the step is written, and as it is constrained,

@@ -1,5 +1,6 @@
 """The meshes and rules to search for a step, laid out under all assignments worth trying and ready for the core."""
 
+import dataclasses
 import functools as ft
 import itertools
 import math
@@ -16,7 +17,6 @@ from ._candidate import Candidate, axis_name, mesh_and_rules, without_twins
 from ._classes import Classes
 from ._core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
 from ._layouts import AssignedLayout, Assignment, Layouts, assignments_of, assignments_of_rules, seeds
-from ._limits import Limits, blocking, numbers_of
 from ._name_axes import names_trees, notes_of
 from ._terms import Terms, cut_by, terms_of
 
@@ -24,6 +24,59 @@ from ._terms import Terms, cut_by, terms_of
 # With this many assignments all searches share one compiled core.
 _ASSIGNMENTS = 79
 MODEL = CostModel()
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Limits for the candidates of [`shardfx.auto.search`][].
+
+    **Arguments:**
+
+    - `never`: logical names that no mesh axis cuts.
+    - `always`: logical names that some mesh axis must cut.
+    - `least`: pairs of a logical name and into how many pieces it must be cut at least, as `(("batch", 8),)`.
+    - `free_bytes`: bytes of a device's memory that must stay free.
+    - `axes`: mesh axes that must exist, by the names that a search gives them ("data", "fsdp", "tensor", "context",
+        "expert"): a name, or a pair of a name and a size.
+    - `rules`: rules whose mesh axes are kept as they are, so that only their sizes are chosen.
+
+    !!! Example
+
+        ```python
+        from shardfx.auto import Limits
+
+        Limits(never=("vocab",), least=(("batch", 4),), free_bytes=2**30)
+        ```
+    """
+
+    never: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()
+    least: tuple[tuple[str, int], ...] = ()
+    free_bytes: int = 0
+    axes: tuple[str | tuple[str, int], ...] = ()
+    rules: AxisRules | None = None
+
+    def __post_init__(self):
+        both = sorted({*self.never} & {*self.always, *(name for name, _ in self.least)})
+        if both:
+            raise RuleError(f"`limits` wants {both[0]!r} cut, and `never` forbids it; take it out of one of them.")
+        for name, pieces in self.least:
+            if pieces < 1:
+                raise RuleError(f"`least` wants {name!r} in {pieces} pieces; the fewest that there can be are 1.")
+        if self.free_bytes < 0:
+            raise RuleError(f"`free_bytes` is {self.free_bytes}; 0 leaves all memory to the step.")
+        if len(self.axes) > 4:
+            raise RuleError(f"`axes` wants {len(self.axes)} mesh axes; a search can choose meshes of 1 to 4.")
+        for name, size in self.wanted_axes:
+            if size is not None and size < 2:
+                raise RuleError(
+                    f"`axes` wants {name!r} of size {size}; an axis that shares something out has 2 or more."
+                )
+
+    @property
+    def wanted_axes(self) -> tuple[tuple[str, int | None], ...]:
+        """The mesh axes that must exist, each with its size, or `None` if any size will do."""
+        return tuple((one, None) if isinstance(one, str) else one for one in self.axes)
 
 
 class Space:
@@ -96,10 +149,10 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
     if not made:
         made = list(various(space, sorted(_found(space), key=lambda one: one.memory_bytes), min(keep, 8)))
     if not made:
-        culprits = blocking(space.limits, lambda other: _has_any(space, other))
         sizes = ", ".join(f"{group.name}={group.size}" for group in space.classes.live())
         raise SpecError(
-            f"no mesh of {space.devices} devices divides the step's dimensions within the limits ({sizes}); {culprits}."
+            f"no mesh of {space.devices} devices divides the step's dimensions within the limits ({sizes}); "
+            f"{_culprits(space)}."
         )
     return made
 
@@ -166,12 +219,40 @@ def _limited(space: Space) -> Terms:
     return terms
 
 
-def _has_any(space: Space, limits: Limits) -> bool:
-    """Whether a mesh exists within other limits, whatever memory it takes."""
-    try:
-        return bool(_found(Space(space.classes, space.hardware, limits)))
-    except (SpecError, RuleError):
-        return False
+def numbers_of(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
+    """The group number of each name; raises for an unknown name, with near names."""
+    known = {group.name: number for number, group in enumerate(classes.groups) if group.roots}
+    for name in names:
+        if name not in known:
+            raise RuleError(
+                f"`limits` names {name!r}, which no dimension of the step's arguments has{near(name, tuple(known))}; "
+                f"there are {', '.join(sorted(known))}. `name_axes(step, ...)` shows where each is."
+            )
+    return {name: known[name] for name in names}
+
+
+def _culprits(space: Space) -> str:
+    """The limits that leave no candidate, in words."""
+    limits, loosened = space.limits, list[tuple[str, Limits]]()
+    for field in dataclasses.fields(limits):
+        value = getattr(limits, field.name)
+        for one in value if isinstance(value, tuple) else [value] if value != field.default else []:
+            left = tuple(other for other in value if other != one) if isinstance(value, tuple) else field.default
+            text = field.name if isinstance(one, AxisRules) else f"{field.name}={one!r}"
+            loosened.append((text, dataclasses.replace(limits, **{field.name: left})))
+
+    def has_any(other: Limits) -> bool:
+        """Whether a mesh exists within other limits, whatever memory it takes."""
+        try:
+            return bool(_found(Space(space.classes, space.hardware, other)))
+        except (SpecError, RuleError):
+            return False
+
+    if singly := [text for text, other in loosened if has_any(other)]:
+        return f"without `{'`, or without `'.join(singly)}` there is one"
+    if has_any(Limits()):
+        return f"all of the limits together leave none: {', '.join(text for text, _ in loosened)}"
+    return "pad one, or use another number of devices"
 
 
 def _priced(space: Space, way: tuple[int, ...], sizes: np.ndarray) -> list[Found]:

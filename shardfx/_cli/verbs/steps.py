@@ -14,7 +14,7 @@ from ... import AxisRules
 from ..._ground.text import bytes_text, table
 from ..._step import place_text
 from ...auto import Candidate, search as search_of
-from ...auto._asked import device_count
+from ...auto._asked import asked_for
 from ...cost import TrafficRow
 from .._asked import (
     PlanOptions,
@@ -220,7 +220,7 @@ def search(
     function, args = load_bare_step(step, kwargs)
     also = [made_of(name, AxisRules, "AxisRules, whose names are those of `name_axes`") for name in rules]
     if verify is not None:
-        emulate(calling("reading --target", lambda: device_count(hardware["devices"], hardware["chip"])))
+        emulate(calling("reading --target", lambda: asked_for(hardware["devices"], hardware["chip"]).total))
     with working(f"searching for {step}") as tell:
         more = {"verify": verify, "closely": closely}
         given = {"keep": keep, "also": also, "progress": tell, **hardware, **more}
