@@ -8,7 +8,7 @@ constrains the results of the equations.
 import functools as ft
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -33,8 +33,8 @@ _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_
 _NESTED = ("scan", "while", "cond", "checkpoint", "remat", "remat2")
 _TAG = "shardfx-equation-"
 _TAGS = re.compile(_TAG + r"(\d+)")
-# A sharded dimension: its part, its place in the axis's order of preference, and the axis.
-_Cut = tuple[int, int, int]
+# A sharded sub-dimension, its place in the axis's order of preference, and the axis.
+_Cut = tuple[int, int, str]
 
 
 def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: AxisRules) -> Callable[..., PyTree]:
@@ -101,19 +101,25 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
             leaves = [leaf for flat in flats for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True) if shaped]
             return eqx.combine(jax.tree.unflatten(jax.tree.structure(out), walker.run(*opened(closed), leaves)), rest)
 
-        classes = named_classes(trace(ft.wraps(step)(ft.partial(run, _Walker())), *args))
+        classes = named_classes(
+            trace(ft.wraps(step)(ft.partial(run, _Walker(lambda _number, _name, outs: outs))), *args)
+        )
         assignments = assignments_of_rules(rules, classes)
         layouts = Layouts(classes, spec.size)
-        axes = [axis for axis in spec.axis_names if axis in assignments]
-        return run(_Constrainer(layouts, [layouts.under(assignments[axis]) for axis in axes], axes, where), *args)
+        chosen = {axis: layouts.under(assignments[axis]) for axis in spec.axis_names if axis in assignments}
+        return run(_Walker(_Constrainer(layouts, chosen, where)), *args)
 
     return constrained
 
 
 class _Walker:
-    """Walks through a jaxpr and evaluates each equation under a name scope with the equation's number."""
+    """Walks through a jaxpr and evaluates each equation under a name scope with the equation's number.
 
-    def __init__(self):
+    `change` takes this number, the name of the primitive and the equation's results, and returns them constrained.
+    """
+
+    def __init__(self, change: Callable[[int, str, Sequence[Any]], Sequence[Any]]):
+        self.change = change
         self.count = 0
 
     def run(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -135,7 +141,7 @@ class _Walker:
                     equation = equation.replace(params=params)
                 with jax.named_scope(f"{_TAG}{number}"):
                     outs = applied(jaxpr, equation, ins)
-            arrays.update(zip(equation.outvars, self.made(number, equation, outs), strict=True))
+            arrays.update(zip(equation.outvars, self.change(number, name, outs), strict=True))
         return list(map(read, jaxpr.outvars))
 
     def anew(self, given: object) -> Any:
@@ -149,30 +155,19 @@ class _Walker:
         made = jax.make_jaxpr(lambda *arrays: self.run(jaxpr, consts, arrays))(*structs)
         return made if isinstance(given, jex.ClosedJaxpr) else made.jaxpr
 
-    def made(self, number: int, equation: jex.JaxprEqn, outs: Sequence[Any]) -> Sequence[Any]:
-        """The results of an equation."""
-        return outs
 
+class _Constrainer:
+    """Constrains the results of each equation to the shardings of the mesh axes' layouts."""
 
-class _Constrainer(_Walker):
-    """Constrains the results of each equation to the shardings of the layouts."""
-
-    def __init__(
-        self, layouts: Layouts, chosen: Sequence[AssignedLayout], axes: Sequence[str], mesh: Mesh | AbstractMesh
-    ):
-        super().__init__()
-        self.layouts, self.chosen, self.axes, self.mesh = layouts, chosen, axes, mesh
-        self.places = [
-            {number: place for place, number in enumerate(n for n in made.assignment if n in made.used)}
-            for made in chosen
-        ]
+    def __init__(self, layouts: Layouts, chosen: Mapping[str, AssignedLayout], mesh: Mesh | AbstractMesh):
+        self.layouts, self.chosen, self.mesh = layouts, chosen, mesh
         self.operations: dict[int, list[Operation]] = {}
         for made in layouts.program.operations:
             tags = next(filter(None, map(_TAGS.findall, name_stacks(made.location))), None)
             if tags:
                 self.operations.setdefault(int(tags[-1]), []).append(made)
 
-    def made(self, number: int, equation: jex.JaxprEqn, outs: Sequence[Any]) -> Sequence[Any]:
+    def __call__(self, number: int, name: str, outs: Sequence[Any]) -> Sequence[Any]:
         """The results of an equation, each constrained to the sharding of the last value of its shape among its
         operations.
         """
@@ -184,7 +179,7 @@ class _Constrainer(_Walker):
             if value is None or values[value].free:
                 continue
             left.remove(value)
-            if equation.primitive.name == "gather" and any(value in made.summed for made in self.chosen):
+            if name == "gather" and any(value in made.summed for made in self.chosen.values()):
                 # XLA's partitioner fails if a lookup in a sharded dimension is to be sharded along the same axis too:
                 # "Slice dim size 128 greater than dynamic slice dimension: 64".
                 found[at] = self.constrained(found[at], self.spec(value, whole_where_summed=True))
@@ -196,24 +191,24 @@ class _Constrainer(_Walker):
         dims = self.layouts.parts[value]
         flat = [(dim, at) for dim, leaves in enumerate(dims) for at in range(len(leaves))]
         found: list[list[_Cut]] = [[] for _ in dims]
-        for number, made in enumerate(self.chosen):
+        for axis, made in self.chosen.items():
             position = made.cuts[value]
             if position >= 0 and not (whole_where_summed and value in made.summed):
                 dim, at = flat[position]
-                place = self.places[number].get(self.layouts.flat[value][position][0], 0)
+                used = [number for number in made.assignment if number in made.used]
                 # An axis gives up its last resort first, so the last resort is innermost.
-                found[dim].append((at, place, number))
-        return PartitionSpec(*(self.entry(leaves, sorted(cut)) for leaves, cut in zip(dims, found, strict=True)))
+                found[dim].append((at, used.index(self.layouts.flat[value][position][0]), axis))
+        return PartitionSpec(*map(self.entry, dims, found))
 
-    def entry(self, leaves: Sequence[int], cut: Sequence[_Cut]) -> object:
+    def entry(self, leaves: Sequence[int], given: Sequence[_Cut]) -> object:
         """The mesh axes of a dimension, major-most first; UNCONSTRAINED if its sub-dimensions cannot be sharded so."""
+        cut = sorted(given, key=lambda one: one[:2])
         sizes = [self.layouts.tied.sizes[leaf] for leaf in leaves]
-        counts = [math.prod(self.mesh.shape[self.axes[number]] for at, _, number in cut if at == part)
-                  for part in range(len(leaves))]  # fmt: skip
+        counts = [math.prod(self.mesh.shape[axis] for at, _, axis in cut if at == part) for part in range(len(leaves))]
         last = max((at for at, *_ in cut), default=0)
         if any(counts[at] != sizes[at] for at in range(last)) or (cut and sizes[last] % counts[last]):
             return PartitionSpec.UNCONSTRAINED
-        return tuple(self.axes[number] for *_, number in cut) or None
+        return tuple(axis for *_, axis in cut) or None
 
     def constrained(self, array: Any, spec: PartitionSpec) -> Any:
         shaped = getattr(array, "shape", ())
