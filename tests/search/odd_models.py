@@ -85,22 +85,6 @@ def channels_first() -> tuple[Any, ...]:
     return sgd(loss), {**p, "head": f32(64, 10)}, f32(16, 4, 32, 24), i32(16)
 
 
-def routed() -> tuple[Any, ...]:
-    """Experts by the best two of a softmax, at places in each expert's rows."""
-
-    def loss(p, x):
-        rows = x.reshape(-1, 64)
-        best, chosen = jax.lax.top_k(jax.nn.softmax(rows @ p["choose"]), 2)
-        hot = jax.nn.one_hot(chosen, 8)
-        at = jnp.cumsum(hot.reshape(-1, 8), 0).reshape(hot.shape).astype(int) - 1
-        at = jax.nn.one_hot(at, 16)
-        taken = jnp.einsum("nd,nke,nkec->ecd", rows, hot, at)
-        made = jnp.einsum("ecf,efd->ecd", jax.nn.silu(jnp.einsum("ecd,edf->ecf", taken, p["w1"])), p["w2"])
-        return jnp.mean((rows + jnp.einsum("nk,nke,nkec,ecd->nd", best, hot, at, made)) ** 2)
-
-    return sgd(loss), {"choose": f32(64, 8), "w1": f32(8, 64, 128), "w2": f32(8, 128, 64)}, f32(8, 32, 64)
-
-
 def two_towers() -> tuple[Any, ...]:
     def tower(x, layers):
         for one in layers:
@@ -163,14 +147,6 @@ def positions() -> tuple[Any, ...]:
     return jax.grad(loss), {name: f32(*shape) for name, shape in shapes.items()}, i32(8, 128)
 
 
-def stacked() -> tuple[Any, ...]:
-    def step(params, x):
-        rows = jnp.stack([x @ params["a"], jnp.tanh(x) @ params["b"]], axis=1)
-        return sum(jnp.unstack(rows @ params["c"], axis=1)) @ params["d"]
-
-    return step, {"a": f32(32, 96), "b": f32(32, 96), "c": f32(96, 48), "d": f32(48, 32)}, f32(64, 32)
-
-
 def rows_of_a_table() -> tuple[Any, ...]:
     """As Equinox's embedding does it: a slice of one row, which `jax.vmap` makes a lookup that keeps a one."""
 
@@ -179,14 +155,3 @@ def rows_of_a_table() -> tuple[Any, ...]:
         return jnp.mean((rows @ params["out"]) ** 2)
 
     return jax.grad(loss), {"table": f32(5000, 64), "out": f32(64, 96)}, i32(16, 8)
-
-
-def heads_by_another_name() -> tuple[Any, ...]:
-    """Products of heads run over the batch, too."""
-
-    def attend(params, x):
-        q, k, v = (jnp.einsum("bte,ehd->bthd", x, params[name]) for name in "qkv")
-        mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v)
-        return x + jnp.einsum("bthd,hde->bte", mixed, params["o"])
-
-    return attend, {**{name: f32(64, 4, 16) for name in "qkv"}, "o": f32(4, 16, 64)}, f32(16, 8, 64)

@@ -1,4 +1,4 @@
-"""Machines of GPUs as JAX shows them, made up: one alone, eight processes in a node, two nodes."""
+"""A step on one GPU, and the order of GPUs that JAX's devices describe as one node or as two."""
 
 import dataclasses
 
@@ -29,26 +29,16 @@ def step(model, x):
     return jax.vmap(model)(x).sum()
 
 
-def test_meshes_of_one_gpu():
-    for spec in (ONE, MeshSpec({"data": -1, "tensor": 1})):
-        order = spec.order([Gpu(0)])
-        assert order.devices.shape == (1, 1) and order.devices[0, 0] == Gpu(0) and not order.reasons
-    # Emulation is for CPUs: it is no advice for a GPU.
-    with pytest.raises(MeshError) as caught:
-        MeshSpec({"data": 2, "tensor": 4}).order([Gpu(0)])
-    assert str(caught.value) == (
-        "mesh data=2,tensor=4 has 8 devices, but there are 1; give one axis the size -1 to let it take the rest."
-    )
-
-
 def test_nodes_are_what_their_slice_says_and_not_the_processes():
     spec = MeshSpec({"data": 2, "tensor": 4})
-    node = [Gpu(at, process_index=at) for at in range(8)]
-    assert spec.order(node).reasons == ()
+    assert spec.order([Gpu(at, process_index=at) for at in range(8)]).reasons == ()
     nodes = [Gpu(at, process_index=at, slice_index=at // 4) for at in range(8)]
     for asked in (spec, MeshSpec({"data": 2, "tensor": 4}, dcn={"data": 2})):
         order = asked.order(nodes[::-1])
         assert [{gpu.slice_index for gpu in row} for row in order.devices] in ([{0}, {1}], [{1}, {0}])
+    # Emulation is for CPUs: it is no advice for a GPU.
+    with pytest.raises(MeshError, match="give one axis the size -1 to let it take the rest.$"):
+        spec.order([Gpu(0)])
 
 
 def test_a_step_on_one_gpu_from_plan_to_program():
