@@ -55,14 +55,10 @@ class SearchOptions(NamedTuple):
 
 def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -> SearchOptions:
     """The devices of a search. The text may give the number of slices, as in "tpu:v5p:4x4x4*2"."""
-    text, star, many = devices.partition("*") if isinstance(devices, str) else (devices, "", "")
-    times = 1
-    if star:
-        if not re.fullmatch(r"[1-9]\d*", many):
-            raise MeshError(f"`devices={devices!r}` does not say how many slices there are; write two as `{text}*2`.")
-        times = int(many)
-        if slices not in (1, times):
-            raise MeshError(f"`devices={devices!r}` has {times} slices, and `slices={slices}`; leave `slices` out.")
+    found = re.fullmatch(r"(.*)\*([1-9]\d*)", devices) if isinstance(devices, str) else None
+    text, times = (found[1], int(found[2])) if found else (devices, 1)
+    if found and slices not in (1, times):
+        raise MeshError(f"`devices={devices!r}` has {times} slices, and `slices={slices}`; leave `slices` out.")
     found = _hardware(text, chip)
     total, many_slices = found.total * times, max(slices, times)
     if many_slices < 1 or total % many_slices:

@@ -168,15 +168,15 @@ def _mark(found: Tied, made: Operation, first: dict[object, int]) -> None:
         groups = batched(made)
         mark("batched", groups)
         mark("contracted", factors.reduction.difference(groups))
-    elif made.name == "gather":
-        mark("looked_up", factors.reduction)
-        if _are_tokens(found, made, 1):
-            mark("tokens", factors.reduction)
-    elif made.name == "scatter" and len(made.ins) == 3:
-        given = {factor for dim in factors.ins[2] for factor in dim}
-        looked_up = [factor for dim in factors.ins[0] for factor in dim if factor not in given]
+    elif made.name == "gather" or (made.name == "scatter" and len(made.ins) == 3):
+        given = {factor for side in made.factors.ins[2:] for dim in side for factor in dim}
+        own = factors.reduction if made.name == "gather" else [one for dim in factors.ins[0] for one in dim]
+        looked_up = [factor for factor in own if factor not in given]
         mark("looked_up", looked_up)
-        if _are_tokens(found, made, 1):
+        # The rows are for the tokens of sequences if the indices have more dimensions than a batch.
+        pairs = zip(found.dims[made.ins[1]], factors.ins[1], strict=True)
+        rows = [part for part, dim in pairs if factors.replicated.isdisjoint(dim)]
+        if sum(len(found.parts.leaves(part)) for part in rows) > 1:
             mark("tokens", looked_up)
     elif made.name == "top_k":
         found.marks["chosen"].append(found.dims[made.ins[0]][-1])
@@ -186,13 +186,6 @@ def _mark(found: Tied, made: Operation, first: dict[object, int]) -> None:
         found.marks["sliced"] += [found.dims[made.ins[0]][dim] for dim in cut]
     elif made.windows is not None:
         _mark_convolution(found, made)
-
-
-def _are_tokens(found: Tied, made: Operation, at: int) -> bool:
-    """Whether an operation looks up rows for the tokens of sequences: its indices have more dimensions than a batch."""
-    pairs = zip(found.dims[made.ins[at]], made.factors.ins[at], strict=True)
-    rows = [part for part, dim in pairs if made.factors.replicated.isdisjoint(dim)]
-    return sum(len(found.parts.leaves(part)) for part in rows) > 1
 
 
 def _mark_convolution(found: Tied, made: Operation) -> None:

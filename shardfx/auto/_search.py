@@ -208,7 +208,8 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
         raise next(iter(refused.values()))
     by_core = sorted(ranked(), key=lambda one: one.seconds)
     # Constraints reduce communication. Without sharded parameters there is little for the compiler to get wrong.
-    worth = [one for one in dict.fromkeys([*ranked()[:2], *by_core, *ranked()]) if not _is_data(one)][:constrained]
+    worth = dict.fromkeys([*ranked()[:2], *by_core, *ranked()])
+    worth = [one for one in worth if any(names != ("batch",) for _, names in one.assignments)][:constrained]
     better = _in_threads(ft.partial(_better, pricer), [made[one] for one in worth])
     for number, (one, other) in enumerate(zip(worth, better, strict=True), start=1):
         tell(f"constrained candidate {number} of {len(worth)}: {one.title}")
@@ -245,11 +246,6 @@ def _better(pricer: Pricer, one: Candidate) -> Candidate:
     if one.fits != other.fits:
         return one if one.fits else other
     return other if other.seconds < _WORTH * one.seconds else one
-
-
-def _is_data(one: Candidate) -> bool:
-    """Whether the candidate shards no parameter, so that constraints have nothing to improve."""
-    return all(names == ("batch",) for _, names in one.assignments)
 
 
 def _told(found: Sequence[Candidate], keep: int) -> tuple[Candidate, ...]:

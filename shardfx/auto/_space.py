@@ -65,8 +65,6 @@ class Limits:
                 raise RuleError(f"`least` wants {name!r} in {pieces} pieces; the fewest that there can be are 1.")
         if self.free_bytes < 0:
             raise RuleError(f"`free_bytes` is {self.free_bytes}; 0 leaves all memory to the step.")
-        if len(self.axes) > 4:
-            raise RuleError(f"`axes` wants {len(self.axes)} mesh axes; a search can choose meshes of 1 to 4.")
         for name, size in self.wanted_axes:
             if size is not None and size < 2:
                 raise RuleError(
@@ -196,13 +194,10 @@ def _limited(space: Space) -> Terms:
     used = cut_by(space.made)
     for name, number in numbers_of(tuple(wanted), space.classes).items():
         if number not in used:
-            size = space.classes.groups[number].size
             raise SpecError(
-                f"`limits` wants {name!r} cut, but its size {size} has no factor in common with {space.devices} "
-                "devices; pad it, or take it out of the limits."
-                if math.gcd(size, space.devices) == 1
-                else f"`limits` wants {name!r} cut, and no mesh axis within the other limits cuts it; let `rules` "
-                "cut it, take it out of `never`, or do not want it."
+                f"`limits` wants {name!r} cut, and no mesh axis of {space.devices} devices within the other limits "
+                f"cuts its size {space.classes.groups[number].size}; pad it, let `rules` cut it, take it out of "
+                "`never`, or do not want it."
             )
         terms["least"][used.index(number)] = wanted[name]
     # A mesh axis that is required is one more class: dimensions with its name are sharded over its size, 0 for any

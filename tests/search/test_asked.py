@@ -30,7 +30,7 @@ def test_slices_in_the_text():
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"devices": "tpu:v5p:4x4x4*0"}, MeshError, r"`devices='tpu:v5p:4x4x4\*0'` does not say how many slices"),
+        ({"devices": "tpu:v5p:4x4x4*0"}, MeshError, r"'tpu:v5p:4x4x4\*0'"),
         ({"devices": "tpu:v5p:4x4x4*2", "slices": 4}, MeshError, "has 2 slices, and `slices=4`; leave `slices` out"),
         ({"devices": "tpu:v5e:32x32"}, MeshError, "slice 'tpu:v5e:32x32' has 1,024 chips, and a pod of v5e is 16x16"),
         ({"devices": 7.5}, MeshError, "`devices=7.5` is neither a number, a slice nor devices; write"),
@@ -59,7 +59,9 @@ def test_steps_that_cannot_be_searched():
         search(lambda x: x + 1, f32(), **V5E)
     with pytest.raises(SpecError, match="no mesh of 4096 devices divides the step's dimensions within the limits"):
         search(*mlp_step(2, 2, 2), devices=4096, chip="v5e")
-    with pytest.raises(SpecError, match="`limits` wants 'batch' cut, but its size 3 has no factor in common with 8"):
+    with pytest.raises(
+        SpecError, match="`limits` wants 'batch' cut, and no mesh axis of 8 devices .* cuts its size 3; pad"
+    ):
         search(*mlp_step(64, 256, 3), **V5E, limits=Limits(always=("batch",)))
     with pytest.raises(TypeError) as caught:
         search(lambda p, x: p["up"] @ x, *MODEL[1:], **V5E)
