@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 import shardfx as sfx
 from shardfx.auto._asked import asked_for
-from shardfx.auto._checked import devices_for, measured
+from shardfx.auto._priced import devices_for, measured
 from shardfx.auto._search import candidates_of, opened
 
 from ._case import Entry, Finding, Limit, Value

@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh
 import shardfx as sfx
 from shardfx import chips
 from shardfx.auto._asked import asked_for
-from shardfx.auto._checked import jitted
 from shardfx.auto._core import find
+from shardfx.auto._priced import jitted
 from shardfx.auto._search import opened
 from shardfx.auto._space import various
 from shardfx.cost._hlo_text import parse_hlo

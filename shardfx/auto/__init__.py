@@ -10,22 +10,17 @@ The words of this room; each is defined by the ones before it:
     since they stand at the same place of layers that are alike (`_classes.py`).
 - assignment: in which order one mesh axis prefers classes; with it, what the axis does to every array
     (`_layouts.py`).
-- term: bytes or operations of the step, with the assignments that divide them (`_terms.py`).
+- term: bytes or operations of the step, with the assignments that divide them (`_core.py`).
 - set and share: some assignments, and how the devices are shared out among them. Both make a candidate (`_core.py`).
 """
 
 from .._plan import renamed as renamed, replan as replan
 from ._candidate import Candidate as Candidate
 from ._constrain_step import constrain_step as constrain_step
-from ._frontier import (
-    Frontier as Frontier,
-    FrontierPoint as FrontierPoint,
-    frontier as frontier,
-)
 from ._name_axes import (
     NamedAxes as NamedAxes,
     NamedAxis as NamedAxis,
     name_axes as name_axes,
 )
-from ._search import search as search
+from ._search import Frontier as Frontier, FrontierPoint as FrontierPoint, frontier as frontier, search as search
 from ._space import Limits as Limits

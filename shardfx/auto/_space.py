@@ -15,10 +15,9 @@ from .._rules import AxisRules, near as near_name
 from ._asked import SearchOptions
 from ._candidate import Candidate, axis_name, mesh_and_rules, without_twins
 from ._classes import Classes
-from ._core import AXES, CostModel, Found, Numbers, costs, find, machine_of, shares
+from ._core import AXES, CostModel, Found, Numbers, Terms, costs, cut_by, find, machine_of, shares, terms_of
 from ._layouts import AssignedLayout, Assignment, Layouts, assignments_of, assignments_of_rules, seeds
 from ._name_axes import names_trees, notes_of
-from ._terms import Terms, cut_by, terms_of
 
 
 # With this many assignments all searches share one compiled core.

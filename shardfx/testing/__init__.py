@@ -4,11 +4,12 @@ It may import plans, steps, costs and what is below them. It never plans, and ne
 """
 
 from ._check import CheckedOutput as CheckedOutput, CheckedStep as CheckedStep, check_step as check_step
-from ._plan_text import assert_same_plan_text as assert_same_plan_text, plan_text as plan_text
-from ._traffic import (
+from ._texts import (
     assert_collectives as assert_collectives,
+    assert_same_plan_text as assert_same_plan_text,
     assert_same_shardings_text as assert_same_shardings_text,
     assert_same_traffic_text as assert_same_traffic_text,
+    plan_text as plan_text,
     shardings_text as shardings_text,
     traffic_text as traffic_text,
 )
