@@ -179,44 +179,10 @@ def test_products_that_take_longer_than_their_gather_are_windowed():
     assert [one[0] for one in _sent(step(560), "tpu")] == ["collective-permute"]
 
 
-def test_nothing_sends_what_nothing_needs():
-    text = _entry(
-        "%x = f32[8] parameter(0)",
-        f"%g = f32[64] all-gather(%x), {_ALL}, dimensions={{0}}",
-        "ROOT %n = f32[8] negate(%x)",
-    )
-    assert [_sent(text, platform) for platform, passes in PASSES.items() if passes] == [[], []]
-
-
 def test_each_pass_names_what_it_stands_for():
     for passes in PASSES.values():
-        assert all(one.link and one.version for one in passes)
+        assert all(one.link for one in passes)
         assert len({one.name for one in passes}) == len(passes)
-
-
-def test_tpus_see_who_reads_what_a_called_computation_returns():
-    text = f"""HloModule step, num_partitions=8
-
-%inner {{
-  %given = f32[8,8] parameter(0)
-  %g = f32[64,8] all-gather(%given), {_ALL}, dimensions={{0}}
-  ROOT %both = (f32[64,8], f32[8,8]) tuple(%g, %given)
-}}
-
-ENTRY %main {{
-  %x = f32[8,8] parameter(0)
-  %call = (f32[64,8], f32[8,8]) call(%x), to_apply=%inner
-  %again = (f32[64,8], f32[8,8]) call(%x), to_apply=%inner
-  %left = f32[64,8] get-tuple-element(%call), index=0
-  %right = f32[64,8] get-tuple-element(%again), index=0
-  %n = f32[64,8] negate(%right)
-  %d = f32[64,64] dot(%left, %left), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}
-  ROOT %t = (f32[64,64], f32[64,8]) tuple(%d, %n)
-}}
-"""
-    assert [one[1] for one in _sent(text, "tpu")] == ["f32"]
-    only = text.replace("negate(%right)", "negate(%x)").replace("f32[64,8] negate", "f32[8,8] negate")
-    assert [one[1] for one in _sent(only, "tpu")] == ["bf16"]
 
 
 def test_tpus_multiply_by_a_vector_in_float32():

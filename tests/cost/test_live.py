@@ -67,7 +67,7 @@ def test_a_loop_carries_its_state_in_place():
     found = held(parse_hlo(TEXT))
     row = 8 * 128 * 4
     assert found.arguments == (row, 128 * 128 * 4) and found.results == (4 * row,)
-    # The stack is the result. The loop holds its state beside `x`, and one product, since the stack reads the old state.
+    # The stack is the result. The loop holds its state beside `x`, and one product: the stack reads the old state.
     assert 2 * row <= found.temporary_bytes <= 3 * row + 64
     assert max(found.timeline) == found.peak_bytes
     given = held(parse_hlo(TEXT), tile=(8, 128), tpu=True)

@@ -1,30 +1,22 @@
-"""Merges of all-reduces that compilers for TPUs make: of several that are added, and of one that another reduces
-further.
+"""Rewrites of reductions that compilers for TPUs make: sums of sums, sums in loops, and sums of which each device keeps
+a slice.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from .._collective import Groups, groups_of
-from .._hlo_text import Array, HloModule, Instruction, array_of
-from .merge import Computation, Details, in_each, renamed, users_of, with_groups, with_operands
+from .._collective import Groups
+from .._hlo_text import Array, Instruction, array_of, index_of, root_of
+from .._live.program import reached
+from .merge import Computation, Rewritten, renamed, users_of, with_groups, with_operands
 
 
-# Operations that only change the shape of a sum.
-_FORMS = ("bitcast", "copy", "reshape", "reverse", "transpose")
-
-
-def folded(module: HloModule) -> HloModule:
-    """The module where an all-reduce of an all-reduce becomes one, over the replica groups of both."""
-    details = Details(module)
-    return in_each(module, lambda _, name, own: _folded(own, details))
-
-
-def _folded(computation: Computation, details: Details) -> Computation:
+def folded(known: Rewritten, computation: Computation) -> Computation:
+    """The computation where an all-reduce of an all-reduce becomes one, over the replica groups of both."""
     users = users_of(computation)
     made = dict(computation)
     for name, own in computation.items():
@@ -33,7 +25,7 @@ def _folded(computation: Computation, details: Details) -> Computation:
             continue
         if computation[inner.operands[0]].opcode == "convolution":
             continue  # sums of convolutions stay apart
-        if (joined := _joined(details.groups(inner), details.groups(own))) is not None:
+        if (joined := _joined(known.groups(inner), known.groups(own))) is not None:
             made[name] = with_groups(with_operands(own, inner.operands), joined)
             del made[inner.name]
     return made
@@ -51,10 +43,17 @@ def _joined(inner: Groups, outer: Groups) -> Groups | None:
     return (np.array(sorted(rows)),)
 
 
-def added_once(module: HloModule) -> HloModule:
-    """The module where a sum of all-reduces over the same devices is one all-reduce of the sum of their operands."""
-    details = Details(module)
-    return in_each(module, lambda _, name, own: _Adding(own, details).made)
+# The computation that adds has another name in each all-reduce.
+_REDUCER = re.compile(r"to_apply=%?[\w.\-]+")
+# Operations that only change the shape of a sum.
+_FORMS = ("bitcast", "copy", "reshape", "reverse", "transpose")
+
+
+def added_once(known: Rewritten, computation: Computation) -> Computation:
+    """The computation where a sum of all-reduces over the same devices is one all-reduce of the sum of their
+    operands.
+    """
+    return _Adding(computation, known).made
 
 
 class _Waiting(NamedTuple):
@@ -68,8 +67,8 @@ class _Waiting(NamedTuple):
 class _Adding:
     """Rewrites one computation. Each reduction is postponed until an instruction other than a sum needs its result."""
 
-    def __init__(self, computation: Computation, details: Details):
-        self.computation, self.details, self.users = computation, details, users_of(computation)
+    def __init__(self, computation: Computation, known: Rewritten):
+        self.computation, self.known, self.users = computation, known, users_of(computation)
         self.made: Computation = {}
         self.names: dict[str, str] = {}
         self.waiting: dict[str, _Waiting] = {}
@@ -107,8 +106,8 @@ class _Adding:
         return one._replace(rest=self.names.get(rest, rest))
 
     def both(self, own: Instruction, first: _Waiting, other: _Waiting) -> _Waiting | None:
-        is_same = self.details.of_sum(first.reduction) == self.details.of_sum(other.reduction)
-        if not is_same or (first.rest is not None and other.rest is not None):
+        details = {_REDUCER.sub("", self.known.details(one.reduction)) for one in (first, other)}
+        if len(details) > 1 or (first.rest is not None and other.rest is not None):
             return None
         # The TPU's compiler has added the other sum to the scatter's result before it partitions.
         if self.is_scattered(first) != self.is_scattered(other):
@@ -142,6 +141,74 @@ class _Adding:
             self.made[name] = with_operands(own, (waiting.rest, whole))
 
 
+# Operations that only change the form of a sum in a loop.
+_FORMS_IN_LOOPS = ("bitcast", "convert", "reshape", "transpose", "copy")
+
+
+def summed_after(known: Rewritten, computation: Computation) -> Computation:
+    """The computation where an all-reduce that a loop only accumulates is made once, of the accumulated sum, after the
+    loop.
+    """
+    computations = known.module.computations
+    for loop in [own for own in computation.values() if own.opcode == "while"]:
+        name = dict(loop.called)["body"]
+        body, read = computations[name], users_of(computation)[loop.name]
+        if loop.is_root or root_of(body).opcode != "tuple" or any(own.opcode != "get-tuple-element" for own in read):
+            continue
+        found = {own.name: _buffers(body, own) for own in body.values() if own.opcode == "all-reduce"}
+        moved = {name: body[name] for name, indices in found.items() if indices}
+        names = {name: own.operands[0] for name, own in moved.items()}
+        computations[name] = {key: renamed(own, names) for key, own in body.items() if key not in moved}
+        computation = _after(computation, loop, {at: own for key, own in moved.items() for at in found[key]})
+    return computation
+
+
+def _after(computation: Computation, loop: Instruction, sums: Mapping[int, Instruction]) -> Computation:
+    """The computation with a reduction of each of a loop's results in `sums`."""
+    made: Computation = {}
+    names: dict[str, str] = {}
+    for name, own in computation.items():
+        made[name] = renamed(own, names)
+        index = index_of(own)
+        if index in sums and own.operands[0] == loop.name:
+            reduction = with_operands(sums[index], (name,))
+            dtype, shape = reduction.result.partition("[")[0], own.result.partition("[")[2]
+            names[name] = f"{reduction.name}.after.{name}"
+            made[name] = own._replace(is_root=False)
+            made[names[name]] = reduction._replace(name=names[name], result=f"{dtype}[{shape}", is_root=own.is_root)
+    return made
+
+
+def _buffers(body: Computation, reduction: Instruction) -> tuple[int, ...]:
+    """The indices of the loop-carried elements to which an all-reduce is added; none if it is read otherwise, or if
+    anything else reads one of these elements.
+    """
+    users, last = users_of(body), root_of(body)
+
+    def ends(begun: Sequence[str], *through: str) -> list[tuple[str, Instruction]]:
+        """The readers of these values in other forms, each with the value that it reads."""
+        opcodes = (*_FORMS_IN_LOOPS, *through)
+        values = reached(begun, lambda value: [user.name for user in users[value] if user.opcode in opcodes])
+        return [(value, user) for value in values for user in users[value] if user.opcode not in opcodes]
+
+    found: list[int] = []
+    adds = {user.name: user for _, user in ends([reduction.name])} if len(reduction.operands) == 1 else {}
+    for name, add in adds.items():
+        kept = ends([name], "dynamic-update-slice")
+        if add.opcode != "add" or [user.name for _, user in kept] != [last.name]:
+            return ()
+        (value, _), *_ = kept
+        index = last.operands.index(value)
+        given = [
+            own.name for own in body.values() if index_of(own) == index and body[own.operands[0]].opcode == "parameter"
+        ]
+        read = {user.name for _, user in ends(given, "dynamic-slice") if user.opcode != "dynamic-update-slice"}
+        if read != {name} or last.operands.count(value) != 1:
+            return ()
+        found.append(index)
+    return tuple(found)
+
+
 # Reductions over all chips of 4x4, 8x8 and 16x16 slices go along both dimensions at once and are not scattered.
 _SQUARES = (16, 64, 256)
 _NUMBER = re.compile(r"\d+")
@@ -149,46 +216,36 @@ _NUMBER = re.compile(r"\d+")
 _ROWS, _LANES = 8, 128
 
 
-def scattered(module: HloModule) -> HloModule:
-    """The module where an all-reduce is a reduce-scatter if each device only reads its own slice and a TPU would
-    scatter it.
+def scattered(known: Rewritten, computation: Computation, *, is_tpu: bool) -> Computation:
+    """The computation where an all-reduce is a reduce-scatter if each device only reads its own slice.
+
+    A TPU also needs slices that fill tiles.
     """
-    return in_each(module, lambda _, name, own: _scattered(own, module.partitions, is_tpu=True))
-
-
-def always_scattered(module: HloModule) -> HloModule:
-    """The module where an all-reduce is a reduce-scatter if each device only reads its own slice."""
-    return in_each(module, lambda _, name, own: _scattered(own, module.partitions, is_tpu=False))
-
-
-def summed_parts(module: HloModule) -> HloModule:
-    """The module where a gather of one-dimensional shards that do not fill a TPU's lanes is an all-reduce of
-    zero-padded shards.
-    """
-    return in_each(module, lambda _, name, own: {key: _summed(one, own) for key, one in own.items()})
-
-
-def _summed(gather: Instruction, computation: Computation) -> Instruction:
-    part = math.prod(array_of(computation[gather.operands[0]]).shape) if gather.opcode == "all-gather" else 0
-    is_row = part % _LANES and max(array_of(gather).shape) == math.prod(array_of(gather).shape)
-    return gather._replace(opcode="all-reduce") if is_row else gather
-
-
-def _scattered(computation: Computation, devices: int, *, is_tpu: bool) -> Computation:
     users = users_of(computation)
     slices: dict[str, Instruction] = {}
     for name, own in computation.items():
         if own.opcode == "all-reduce" and len(own.operands) == 1 and len(users[name]) == 1:
             (part,) = users[name]
             order = _order(users, part) if is_tpu else None
-            if part.opcode == "dynamic-slice" and _is_part(own, part, devices, order):
+            if part.opcode == "dynamic-slice" and _is_part(known, own, part, order):
                 slices[part.name] = own
-    whole = {own.name for own in slices.values()}
-    return {
-        name: _one(slices[name], own) if name in slices else own
-        for name, own in computation.items()
-        if name not in whole
-    }
+    made = {name: own for name, own in computation.items() if own not in slices.values()}
+    for name, reduction in slices.items():
+        part = computation[name]
+        made[name] = reduction._replace(name=name, result=part.result, opcode="reduce-scatter", is_root=part.is_root)
+    return made
+
+
+def summed_parts(known: Rewritten, computation: Computation) -> Computation:
+    """The computation where a gather of one-dimensional shards that do not fill a TPU's lanes is an all-reduce of
+    zero-padded shards.
+    """
+    made = dict(computation)
+    for name, own in computation.items():
+        if own.opcode == "all-gather" and math.prod(array_of(computation[own.operands[0]]).shape) % _LANES:
+            if max(array_of(own).shape) == math.prod(array_of(own).shape):
+                made[name] = own._replace(opcode="all-reduce")
+    return made
 
 
 def _order(users: Mapping[str, list[Instruction]], part: Instruction) -> tuple[int, ...]:
@@ -198,16 +255,16 @@ def _order(users: Mapping[str, list[Instruction]], part: Instruction) -> tuple[i
     return dims or tuple(range(len(array_of(part).shape)))
 
 
-def _is_part(reduction: Instruction, part: Instruction, devices: int, order: tuple[int, ...] | None) -> bool:
+def _is_part(known: Rewritten, reduction: Instruction, part: Instruction, order: tuple[int, ...] | None) -> bool:
     """Whether the slice is a different part of the reduction on each device of a group, and the compiler scatters it.
 
     `order` is for TPUs: the dimensions in the order of the memory layout. `None` stands for other platforms.
     """
-    groups = groups_of(reduction, "all-reduce", devices)
+    groups = known.groups(reduction)
     size = groups[0].shape[1]
     if len(groups) != 1 or size == 1:
         return False
-    if order is not None and size in _SQUARES and size == devices:
+    if order is not None and size in _SQUARES and size == known.module.partitions:
         return False
     dtype, before = array_of(reduction)
     after = array_of(part).shape
@@ -237,7 +294,3 @@ def _fills_tiles(dtype: str, before: tuple[int, ...], after: tuple[int, ...]) ->
 
 def _padded(rows: int, lanes: int) -> int:
     return -(-rows // _ROWS) * -(-lanes // _LANES)
-
-
-def _one(reduction: Instruction, part: Instruction) -> Instruction:
-    return reduction._replace(name=part.name, result=part.result, opcode="reduce-scatter", is_root=part.is_root)
