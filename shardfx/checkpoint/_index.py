@@ -66,10 +66,14 @@ class Index:
     def __getitem__(self, path: str) -> ArrayEntry:
         found = self.by_path.get(path)
         if found is None:
-            near = near_names(path, self.by_path, 3, 0.5)
-            hint = f"; did you mean {' or '.join(map(quoted, near))}?" if near else f"; it has {some(self.by_path)}."
-            raise UnknownPathError(f"checkpoint {self.directory!r} has no array {quoted(path)}{hint}")
+            raise self.unknown(path)
         return found
+
+    def unknown(self, path: str) -> UnknownPathError:
+        """The error for a path that is no key, with keys that are near it."""
+        near = near_names(path, self.by_path, 3, 0.5)
+        hint = f"; did you mean {' or '.join(map(quoted, near))}?" if near else f"; it has {some(self.by_path)}."
+        return UnknownPathError(f"checkpoint {self.directory!r} has no array {quoted(path)}{hint}")
 
     @ft.cached_property
     def by_path(self) -> dict[str, ArrayEntry]:
@@ -319,21 +323,16 @@ def _below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
     """The entries below `prefix`, each with its path relative to it."""
     if prefix is None:
         return [(entry.path, entry) for entry in index.entries]
-    groups = [(_group(entry), entry) for entry in index.entries]
+    groups = [(None if isinstance(entry, FileArray) else entry.group, entry) for entry in index.entries]
     chosen = [
         (entry.path.removeprefix(f"{prefix}/"), entry)
         for group, entry in groups
         if group == prefix or (group is None and entry.path.startswith(f"{prefix}/"))
     ]
     if not chosen:
-        known = list(dict.fromkeys(group or entry.path.split("/")[0] for group, entry in groups))
-        shown = ", ".join(map(quoted, known[:_SHOWN_ROWS])) + (", ..." if len(known) > _SHOWN_ROWS else "")
-        raise CheckpointError(f"Prefix {prefix!r} not found. Available: [{shown}], in {index.directory!r}.")
+        known = dict.fromkeys(group or entry.path.split("/")[0] for group, entry in groups)
+        raise CheckpointError(f"Prefix {prefix!r} not found. Available: [{some(known)}], in {index.directory!r}.")
     return chosen
-
-
-def _group(entry: ArrayEntry) -> str | None:
-    return None if isinstance(entry, FileArray) else entry.group
 
 
 def _nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
@@ -350,19 +349,21 @@ def _nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
                 "it by a plan of your own, with `map=`."
             )
         node = tree
-        for number, part in enumerate(parts[:-1]):
+        for part in parts[:-1]:
             node = node.setdefault(part, {})
             if type(node) is not dict:
-                raise _collision("/".join(parts[: number + 1]), path)
-        if parts[-1] in node:
-            if type(node[parts[-1]]) is not dict:
-                raise CheckpointError(f"the checkpoint has two arrays {quoted(path)}; a path names one array.")
-            raise _collision(path, next(other for other, _ in pairs if other.startswith(f"{path}/")))
+                break
+        if type(node) is not dict or parts[-1] in node:
+            raise _collision(path, [other for other, _ in pairs])
         node[parts[-1]] = value
     return tree
 
 
-def _collision(leaf: str, branch: str) -> CheckpointError:
+def _collision(path: str, paths: Sequence[str]) -> CheckpointError:
+    if paths.count(path) > 1:
+        return CheckpointError(f"the checkpoint has two arrays {quoted(path)}; a path names one array.")
+    above = [other for other in paths if path.startswith(f"{other}/")]
+    leaf, branch = (above[0], path) if above else (path, next(one for one in paths if one.startswith(f"{path}/")))
     return CheckpointError(
         f"the checkpoint has an array {quoted(leaf)} and an array {quoted(branch)} below it; a tree cannot hold both. "
         "Rename one of them, or read one with `prefix=`."

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from .._convert import Piece, Struct, TreeMap, bound_before, cast, extended, names_of
+from .._convert import Made, Piece, Struct, TreeMap, bound_before, cast, extended, names_of
 from .._ground.boxes import Box, volume
-from .._ground.errors import CheckpointError, PlanMismatchError, UnknownPathError
+from .._ground.errors import CheckpointError, PlanMismatchError
 from .._ground.spec import DType
 from .._ground.text import printable, quoted
 from .._plan import Target, target_of
@@ -117,15 +117,7 @@ def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[W
     for (path, leaf), made in zip(target.arrays, made_by.values(), strict=True):
         names = dict.fromkeys(name for piece in made.pieces for name in names_of(piece))
         entries = tuple([_loadable(index, name) for name in names])
-        for entry in entries:
-            struct(entry, index)
-        if _is_keys(leaf.dtype, made.dtype, f"leaf `{printable(path)}`"):
-            found.append(_wanted_bits(WantedLeaf(path, made.shape, leaf.dtype, leaf.sharding, entries, made.pieces)))
-            continue
-        to = _dtype(leaf.dtype, made.dtype, dtype, f"leaf `{printable(path)}`")
-        found.append(
-            WantedLeaf(path, made.shape, to, leaf.sharding, entries, cast(made, to).pieces, None, made.dtype == to)
-        )
+        found.append(_leaf(path, leaf, made.shape, made.dtype, entries, dtype, f"leaf `{printable(path)}`", made))
     return found
 
 
@@ -149,30 +141,45 @@ def _text(index: Index, path: str, problem: CheckpointError | None) -> str:
         return str(problem)
     if path in (from_metadata(index.metadata, index.directory) or {}):
         return "the checkpoint has a Python number there, and no array; give the tree a number, as in `int(step)`."
-    try:
-        index[path]
-    except UnknownPathError as error:
-        return str(error)
-    raise AssertionError(path)
+    return str(index.unknown(path))
 
 
 def _wanted(index: Index, path: str, leaf: Any, dtype: DType) -> WantedLeaf:
     entry = _loadable(index, path)
     one, name = struct(entry, index), quoted(path)
-    is_keys = _is_keys(leaf.dtype, one.dtype, name)
+    _is_keys(leaf.dtype, one.dtype, name)  # this error says more than the difference of the shapes
     if one.shape != tuple(leaf.shape):
-        is_transposed = one.shape[::-1] == tuple(leaf.shape) and len(one.shape) == 2
-        raise CheckpointError(
-            f"{name} gives shape {one.shape}, but the plan has {tuple(leaf.shape)}; "
-            + (
-                f"torch keeps weights as [out, in]: `map=TreeMap({{{name}: From({name}).T}})`."
-                if is_transposed
-                else "plan from the checkpoint's own shapes with `checkpoint.structs(index)`."
-            )
-        )
-    if is_keys:
-        return _wanted_bits(WantedLeaf(path, one.shape, leaf.dtype, leaf.sharding, (entry,), None))
-    return WantedLeaf(path, one.shape, _dtype(leaf.dtype, one.dtype, dtype, name), leaf.sharding, (entry,), None)
+        fix = "plan from the checkpoint's own shapes with `checkpoint.structs(index)`"
+        if one.shape[::-1] == tuple(leaf.shape) and len(one.shape) == 2:
+            fix = f"torch keeps weights as [out, in]: `map=TreeMap({{{name}: From({name}).T}})`"
+        raise CheckpointError(f"{name} gives shape {one.shape}, but the plan has {tuple(leaf.shape)}; {fix}.")
+    return _leaf(path, leaf, one.shape, one.dtype, (entry,), dtype, name)
+
+
+def _leaf(
+    path: str,
+    planned: Any,
+    shape: tuple[int, ...],
+    stored: DType,
+    entries: tuple[FileArray | StoreArray, ...],
+    dtype: object,
+    what: str,
+    made: Made | None = None,
+) -> WantedLeaf:
+    """The leaf of a shape and dtype, `planned` as another one perhaps; raises if that needs a cast that is not allowed.
+
+    A map has `made` the leaf; without one it is its one entry.
+    """
+    if not _is_keys(planned.dtype, stored, what):
+        to = _dtype(planned.dtype, stored, dtype, what)
+        pieces, is_cast = (None, False) if made is None else (cast(made, to).pieces, made.dtype == to)
+        return WantedLeaf(path, shape, to, planned.sharding, entries, pieces, None, is_cast)
+    prng.require_whole_keys(planned.sharding, path)
+    one = prng.bits_of(planned.dtype)
+    bits = tuple([prng.as_bits(entry) for entry in entries])
+    pieces = None if made is None else tuple([extended(piece, one.shape) for piece in made.pieces])
+    own = (*shape, *one.shape)
+    return WantedLeaf(path, own, np.dtype(one.dtype), planned.sharding, bits, pieces, planned.dtype)
 
 
 def _loadable(index: Index, name: str) -> FileArray | StoreArray:
@@ -182,6 +189,7 @@ def _loadable(index: Index, name: str) -> FileArray | StoreArray:
             f"the checkpoint lists {quoted(name)}, but there is no .zarray and no zarr.json in {quoted(entry.file)}; "
             "the array was lost, or never written. Copy the whole checkpoint."
         )
+    struct(entry, index)
     return entry
 
 
@@ -203,20 +211,6 @@ def _is_keys(planned: object, stored: object, what: str) -> bool:
         f"{what} is {stored}, but the plan has {planned}; of PRNG keys and integers one does not become the "
         f"other here. Plan the leaf as it is stored, and use `{bits}` or `jax.random.wrap_key_data(bits)` before or "
         "after."
-    )
-
-
-def _wanted_bits(leaf: WantedLeaf) -> WantedLeaf:
-    """A leaf of keys as the key data that is read for it."""
-    prng.require_whole_keys(leaf.sharding, leaf.path)
-    one = prng.bits_of(leaf.dtype)
-    return dataclasses.replace(
-        leaf,
-        shape=(*leaf.shape, *one.shape),
-        dtype=np.dtype(one.dtype),
-        entries=tuple([prng.as_bits(entry) for entry in leaf.entries]),
-        pieces=None if leaf.pieces is None else tuple([extended(piece, one.shape) for piece in leaf.pieces]),
-        keys=leaf.dtype,
     )
 
 

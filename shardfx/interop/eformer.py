@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
@@ -19,8 +19,6 @@ from ..topology import MeshSpec
 
 
 AnyMesh = MeshSpec | Mesh | AbstractMesh | None
-# One level of a tree: its type, its static data, its children by key.
-_Node = tuple[type, object, dict[str, PyTree]]
 
 
 def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str | None = None) -> dict[str, PyTree]:
@@ -67,49 +65,37 @@ def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str 
         assert tree["model"]["w"].spec == P("dp", "tp") and tree["step"].spec == P()
         ```
     """
-    return jax.tree.map(lambda entry: _sharding_of(entry, mesh, default), index.tree(prefix))
+    return jax.tree.map(lambda entry: _resolved(default, entry, entry.path, mesh, True), index.tree(prefix))
 
 
-def _required(mesh: AnyMesh) -> MeshSpec | Mesh | AbstractMesh:
-    if mesh is None:
-        raise MeshError("PartitionSpecs cut arrays over a mesh, but there is none; pass `mesh=`.")
-    return mesh
-
-
-def _on(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding:
-    mesh = _required(mesh)
-    return NamedSharding(mesh.abstract() if isinstance(mesh, MeshSpec) else mesh, spec)
-
-
-def _chosen(asked: object, array: object, mesh: AnyMesh) -> object:
-    """The entry for an array: a function's result, or replication over the mesh for `None`."""
+def _resolved(asked: Any, array: Any, path: str, mesh: AnyMesh, is_corrected: bool) -> Sharding | None:
+    """The sharding for an array or an entry: `asked`, its result if it is a function, or replication for `None`."""
     if callable(asked) and not isinstance(asked, PartitionSpec | Sharding):
         asked = asked(array)
-    return _on(mesh, PartitionSpec()) if asked is None and mesh is not None else asked
-
-
-def _sharding_of(entry: Any, mesh: AnyMesh, default: object) -> Sharding | None:
-    asked = _chosen(default, entry, mesh)
     if asked is None:
-        return None
-    if isinstance(asked, Sharding):
-        if entry.shape is not None:
-            _check_fits(asked, entry.shape, entry.path)
-        return asked
-    if not isinstance(asked, PartitionSpec):
+        if mesh is None:
+            return None
+        asked = PartitionSpec()
+    if isinstance(asked, PartitionSpec):
+        if mesh is None:
+            raise MeshError("PartitionSpecs cut arrays over a mesh, but there is none; pass `mesh=`.")
+        if is_corrected and array.shape is not None:
+            asked = correct(PartitionSpec(*entries_of(asked)[: len(array.shape)]), array.shape, mesh).spec
+        elif is_corrected and entries_of(asked):
+            raise CheckpointError(
+                f"the checkpoint does not say the shape of {quoted(path)}, so {asked} cannot be corrected to it; give "
+                "a function as `default`, or a Sharding."
+            )
+        asked = NamedSharding(mesh.abstract() if isinstance(mesh, MeshSpec) else mesh, asked)
+    if not isinstance(asked, Sharding):
         raise LeafTypeError(
-            f"array {quoted(entry.path)}: {asked!r} is no sharding; `default` must be a Sharding, a PartitionSpec, "
-            "`None`, or a function of the entry that gives one of them. Rules decide by "
+            f"leaf `{path}`: {type(asked).__name__} is no sharding; give a Sharding, a PartitionSpec with a mesh, "
+            "`None`, or a function from the array to one of these. Rules decide by "
             "`shardfx.plan(checkpoint.structs(index), mesh, paths=rules).shardings`."
         )
-    mesh, spec = _required(mesh), asked
-    if entry.shape is None:
-        raise CheckpointError(
-            f"the checkpoint does not say the shape of {quoted(entry.path)}, so {asked} cannot be corrected to it; "
-            "give a function as `default`, or a Sharding."
-        )
-    short = PartitionSpec(*entries_of(spec)[: len(entry.shape)])
-    return _on(mesh, correct(short, entry.shape, mesh).spec)
+    if array.shape is not None:
+        _check_fits(asked, array.shape, path)
+    return asked
 
 
 def _check_fits(sharding: Sharding, shape: tuple[int, ...], path: str) -> None:
@@ -160,16 +146,15 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
         ```
     """
     leaves, treedef = jax.tree.flatten(tree)
-    moved, targets = [], []
-    spread = treedef.flatten_up_to(_spread(tree, shardings))
-    for number, (leaf, path, asked) in enumerate(zip(leaves, tree_paths(treedef), spread, strict=True)):
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic):
-            moved.append(number)
-            targets.append(_target(leaf, path, asked, mesh))
-    arrays = jax.device_put([leaves[number] for number in moved], targets)
-    for number, array in zip(moved, arrays, strict=True):
-        leaves[number] = array
-    return jax.tree.unflatten(treedef, leaves)
+    rows = zip(leaves, tree_paths(treedef), treedef.flatten_up_to(_spread(tree, shardings)), strict=True)
+    targets = {
+        number: _resolved(asked, leaf, path, mesh, False)
+        for number, (leaf, path, asked) in enumerate(rows)
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    }
+    arrays = jax.device_put([leaves[number] for number in targets], list(targets.values()))
+    moved = dict(zip(targets, arrays, strict=True))
+    return jax.tree.unflatten(treedef, [moved.get(number, leaf) for number, leaf in enumerate(leaves)])
 
 
 def _spread(tree: PyTree, shardings: PyTree) -> PyTree:
@@ -182,21 +167,6 @@ def _spread(tree: PyTree, shardings: PyTree) -> PyTree:
             f"the shardings are no prefix of the tree (left: the shardings, right: the tree):\n  {lines}\nGive one "
             "sharding for each leaf, or for a branch of them."
         ) from error
-
-
-def _target(leaf: Any, path: str, asked: object, mesh: Mesh | None) -> Sharding | None:
-    asked = _chosen(asked, leaf, mesh)
-    if asked is None:
-        return None
-    if isinstance(asked, PartitionSpec):
-        asked = _on(mesh, asked)
-    if not isinstance(asked, Sharding):
-        raise LeafTypeError(
-            f"leaf `{path}`: {type(asked).__name__} is no sharding; give a Sharding, a PartitionSpec with `mesh=`, "
-            "`None`, or a function from the array to one of these."
-        )
-    _check_fits(asked, np.shape(leaf), path)
-    return asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,42 +217,43 @@ def structure_diff(a: PyTree, b: PyTree) -> tuple[Difference, ...]:
     return tuple(_differences(a, b, ""))
 
 
-def _differences(a: PyTree, b: PyTree, path: str) -> list[Difference]:
+def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
     left, right = _node(a), _node(b)
-    if left is None or right is None:
-        return [] if left is right else [Difference(path, _kind(left), _kind(right))]
-    if left[0] is not right[0]:
-        return [Difference(path, _kind(left), _kind(right))]
-    (_, aux_a, children_a), (_, aux_b, children_b) = left, right
-    found = []
-    for key in dict.fromkeys([*children_a, *children_b]):
+    if left.kind is not right.kind:
+        yield Difference(path, left.name, right.name)
+        return
+    found = False
+    for key in dict.fromkeys([*left.children, *right.children]):
         where = f"{path}/{key}" if path else key
-        if key not in children_a or key not in children_b:
-            here = [_kind(_node(part[key])) if key in part else "nothing" for part in (children_a, children_b)]
-            found.append(Difference(where, *here))
+        if key in left.children and key in right.children:
+            below = list(_differences(left.children[key], right.children[key], where))
         else:
-            found += _differences(children_a[key], children_b[key], where)
-    if not found and children_a.keys() == children_b.keys() and aux_a != aux_b:
-        return [Difference(path, f"{_kind(left)} with {_short(aux_a)}", f"{_kind(right)} with {_short(aux_b)}")]
-    return found
+            names = [_node(one.children[key]).name if key in one.children else "nothing" for one in (left, right)]
+            below = [Difference(where, *names)]
+        found = found or bool(below)
+        yield from below
+    if not found and left.data != right.data:
+        yield Difference(path, *[f"{one.name} with {one.data!r:.100}" for one in (left, right)])
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 100 else f"{text[:100]}..."
+class _Node(NamedTuple):
+    """One level of a tree: its type, which is `None` for a leaf, its static data, and its children by key."""
+
+    kind: type | None
+    data: object
+    children: dict[str, PyTree]
+
+    @property
+    def name(self) -> str:
+        return "a leaf" if self.kind is None else self.kind.__name__
 
 
-def _node(tree: PyTree) -> _Node | None:
-    """One level of a tree; `None` for a leaf."""
-    if tree is None:
-        return None
+def _node(tree: PyTree) -> _Node:
     children, treedef = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
-    data = treedef.node_data()
-    return data and (*data, {jtu.keystr(key, simple=True): child for key, child in children})
-
-
-def _kind(node: _Node | None) -> str:
-    return "a leaf" if node is None else node[0].__name__
+    data = None if tree is None else treedef.node_data()
+    if data is None:
+        return _Node(None, None, {})
+    return _Node(*data, {jtu.keystr(key, simple=True): child for key, child in children})
 
 
 def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
@@ -340,13 +311,11 @@ def axis_names_of(specs: PyTree) -> tuple[str, ...]:
         )
         ```
     """
-    return tuple(dict.fromkeys(_axes_in(specs)))
-
-
-def _axes_in(specs: PyTree) -> Iterator[str]:
+    found: dict[str, None] = {}
     for leaf in jax.tree.leaves(specs):
         spec = leaf.spec if isinstance(leaf, NamedSharding) else leaf
         if not isinstance(spec, PartitionSpec):
             raise SpecError(f"a tree of specs holds {leaf!r}, which is neither a PartitionSpec nor a NamedSharding.")
         for entry in entries_of(spec):
-            yield from entry_axes(entry)
+            found |= dict.fromkeys(entry_axes(entry))
+    return tuple(found)

@@ -174,7 +174,7 @@ def test_a_function_decides_per_entry(index):
 @pytest.mark.parametrize(
     "mesh, default, error, message",
     [
-        (MESH, "hello", LeafTypeError, "array 'model/b': 'hello' is no sharding; `default` must be"),
+        (MESH, "hello", LeafTypeError, "leaf `model/b`: str is no sharding; give a Sharding"),
         (None, P("dp"), MeshError, "PartitionSpecs cut arrays over a mesh, but there is none"),
         (MESH, PathRules.parse(".*->dp"), LeafTypeError, r"by `shardfx.plan\(checkpoint.structs\(index\), mesh"),
         (
