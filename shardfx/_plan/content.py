@@ -198,10 +198,14 @@ def _in_order_of_use(rows: Sequence[Row], index: Sequence[int]) -> tuple[tuple[R
 
 def read_json(text: str) -> Content:
     """Returns the content of a plan from its JSON text; raises if the text is invalid or does not match its digest."""
-    with plan_json.refused_as_invalid():
+    try:
         data = plan_json.parsed(text)
         content = Content(*plan_json.decoded(data))
         is_whole = data.get("digest", content.digest) == content.digest
+    except PlanFormatError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise PlanFormatError(f"the plan's JSON is invalid: {type(error).__name__}: {error}") from error
     if not is_whole:
         raise PlanFormatError(
             "the plan's JSON was edited: its digest is not that of its content; write it with `plan.to_json()`, or "

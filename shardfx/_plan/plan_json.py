@@ -4,10 +4,9 @@ The first functions handle the text as a whole. The `encode_` and `decode_` func
 names, rules and dtypes.
 """
 
-import contextlib
 import functools as ft
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,20 +30,22 @@ def written(payload: dict[str, object]) -> str:
     return json.dumps(payload, separators=(",", ":"), ensure_ascii=True)
 
 
-def _row(number: int, data: object, mesh: MeshSpec) -> Row:
-    row = decode_row(number, data)
-    if row.memory_kind not in (None, *MEMORY_KINDS):
-        raise PlanFormatError(f"memory kind {row.memory_kind!r} is none of {', '.join(MEMORY_KINDS)}.")
-    for name, column in (("names", row.names), ("units", row.units)):
-        if column and len(column) != len(row.shape):
-            raise PlanFormatError(
-                f"row {number}: `{name}` is {column!r:.60}; shape {row.shape} needs one for each dimension."
-            )
-    valid = correct(row.spec, row.shape, mesh)
-    if valid.spec != row.spec:
-        reason = valid.reasons[0]
-        raise PlanFormatError(f"the spec {row.spec} is invalid for shape {row.shape} on mesh {mesh}: {reason}.")
-    return row
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a JSON value is of a kind: `[kind]` is a list of such values, a tuple holds several kinds, `int` is a
+    number from 0, and `None` is null.
+    """
+    if isinstance(kind, tuple):
+        return any(_fits(value, one) for one in kind)
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_fits(part, kind[0]) for part in value)
+    if kind is int:
+        return type(value) is int and value >= 0
+    return value is None if kind is None else isinstance(value, kind)
+
+
+def _require(what: str, value: Any, kind: Any, told: str) -> None:
+    if not _fits(value, kind):
+        raise PlanFormatError(f"{what} is {value!r:.60}; it must be {told}.")
 
 
 def parsed(text: str) -> dict[str, Any]:
@@ -68,40 +69,23 @@ def parsed(text: str) -> dict[str, Any]:
     return data
 
 
-@contextlib.contextmanager
-def refused_as_invalid() -> Iterator[None]:
-    """Turns any error while a text is read into a PlanFormatError."""
-    try:
-        yield
-    except PlanFormatError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise PlanFormatError(f"the plan's JSON is invalid: {type(error).__name__}: {error}") from error
-
-
 def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
     """Returns the fields of a plan's `Content` in their order, without devices, from parsed JSON."""
     mesh = decode_mesh(data["mesh"])
     if -1 in mesh.axis_sizes:
         raise MeshError("the mesh has an axis of unknown size")
-    rows = [_row(number, row, mesh) for number, row in enumerate(data["rows"])]
+    rows = [decode_row(number, row, mesh) for number, row in enumerate(data["rows"])]
     paths, index = [path for path, _ in data["leaves"]], [i for _, i in data["leaves"]]
-    are_numbers = all(type(i) is int and -1 <= i < len(rows) for i in index)
-    if not are_numbers or not all(isinstance(path, str) for path in paths):
+    if not _fits(paths, [str]) or not all(type(i) is int and -1 <= i < len(rows) for i in index):
         raise PlanFormatError("`leaves` must hold pairs of a path and the number of a row")
     order, treedef = jax.tree.flatten(decode_structure(data["structure"], paths))
     if sorted(order) != list(range(len(paths))):
         raise PlanFormatError(f"`structure` has {len(order)} leaves, but `leaves` has {len(paths)}")
-    if data["mode"] is not None and not isinstance(data["mode"], str):
-        raise PlanFormatError(f"`mode` is {data['mode']!r}; it must be a string or null")
-    strict = data.get("strict", False)
-    if not isinstance(strict, bool):
-        raise PlanFormatError(f"`strict` is {strict!r}; it must be true or left out")
+    mode, strict = data["mode"], data.get("strict", False)
+    _require("`mode`", mode, (str, None), "a string or null")
+    _require("`strict`", strict, bool, "true or left out")
     skeleton = Skeleton(tuple(paths), treedef, order, data["structure"])
-    return mesh, None, decode_rules(data["axes"]), data["mode"], rows, index, skeleton, strict
-
-
-_KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+    return mesh, None, decode_rules(data["axes"]), mode, rows, index, skeleton, strict
 
 
 def encode_mesh(mesh: MeshSpec) -> object:
@@ -109,8 +93,8 @@ def encode_mesh(mesh: MeshSpec) -> object:
     return [list(row) for row in zip(mesh.axis_names, mesh.axis_sizes, types, mesh.dcn_sizes, strict=True)]
 
 
-def decode_mesh(data: object) -> MeshSpec:
-    if not isinstance(data, list) or not all(isinstance(row, list) and len(row) == 4 for row in data):
+def decode_mesh(data: Any) -> MeshSpec:
+    if not _fits(data, [list]) or any(len(row) != 4 for row in data):
         raise PlanFormatError("`mesh` must hold a list [name, size, axis type, slices] for each axis.")
     return MeshSpec(
         [(name, size) for name, size, _, _ in data],
@@ -188,7 +172,7 @@ def encode_reason(reason: Reason) -> object:
 
 def decode_reason(data: Any) -> Reason:
     code, dim, axes, message = data
-    if not (dim is None or _is_count(dim)) or not _are_names(axes) or not isinstance(message, str):
+    if not (_fits(dim, (int, None)) and _fits(axes, [str]) and isinstance(message, str)):
         raise PlanFormatError(f"{data!r} is no reason; it must be [code, dimension or null, list of axes, message].")
     return Reason(Code[code], dim, tuple(axes), message)
 
@@ -198,83 +182,64 @@ def encode_strategy(strategy: Fsdp) -> object:
 
 
 def decode_strategy(data: Any) -> Fsdp:
-    axes, min_bytes, *rest = data
-    skip = rest[0] if rest else []
-    if not _are_names(axes) or not _is_count(min_bytes) or not isinstance(skip, list) or not all(map(_is_count, skip)):
+    axes, min_bytes, skip = data if len(data) == 3 else [*data, []]
+    if not (_fits(axes, [str]) and _fits(min_bytes, int) and _fits(skip, [int])):
         raise PlanFormatError(f"{data!r} is no strategy; it must be [list of axes, bytes, list of whole dimensions].")
     return fsdp(axes, min_bytes, skip=skip)
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _are_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+@ft.cache
+def _key_dtypes() -> dict[str, DType]:
+    """The dtypes of PRNG keys by their names in JSON, found without making a key."""
+    kinds = ("threefry2x32", "rbg", "unsafe_rbg")
+    return {f"key<{kind}>": jax.eval_shape(lambda kind=kind: jax.random.key(0, impl=kind)).dtype for kind in kinds}
 
 
 @ft.lru_cache(maxsize=256)
 def encode_dtype(dtype: DType) -> str:
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         return np.dtype(dtype).name
-    for name in _KEY_IMPLEMENTATIONS:
-        if key_dtype(name) == dtype:
-            return f"key<{name}>"
+    for name, known in _key_dtypes().items():
+        if known == dtype:
+            return name
     raise LeafTypeError(
-        f"dtype {dtype} has no name in a plan's JSON; PRNG keys of {', '.join(_KEY_IMPLEMENTATIONS)} have one."
+        f"dtype {dtype} has no name in a plan's JSON; PRNG keys of {', '.join(_key_dtypes())} have one."
     )
 
 
 @ft.lru_cache(maxsize=256)
 def decode_dtype(name: str) -> DType:
-    if name.startswith("key<") and name.removeprefix("key<").removesuffix(">") in _KEY_IMPLEMENTATIONS:
-        return key_dtype(name.removeprefix("key<").removesuffix(">"))
-    found = dtype_named(name)
+    found = _key_dtypes()[name] if name in _key_dtypes() else dtype_named(name)
     if found is None:
         raise PlanFormatError(f"dtype {name!r:.60} is unknown to this version of JAX.")
     return found
 
 
-@ft.lru_cache(maxsize=8)
-def key_dtype(implementation: str) -> DType:
-    """The dtype of a PRNG key array of this implementation, found without making a key."""
-    return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
-
-
 class _Field(NamedTuple):
-    """How one field of a row is stored in JSON: a description of valid values, a test for them, and functions to read
-    and write one.
+    """How one field of a row is stored in JSON: the kind of valid values, their description, and functions to read and
+    write one.
     """
 
-    what: str
-    is_valid: Callable[[Any], bool]
-    decode: Callable[[Any], Any]
+    kind: Any
+    told: str
+    decode: Callable[[Any], Any] = decode_entry
     encode: Callable[[Any], object] = encode_entry
 
 
-def _list_of(decode: Callable[[Any], Any], encode: Callable[[Any], object]) -> _Field:
-    return _Field("a list", lambda v: isinstance(v, list), lambda v: tuple(map(decode, v)), lambda v: [*map(encode, v)])
-
-
-_SPEC = _Field("a list of entries", lambda v: isinstance(v, list | dict), decode_spec, encode_spec)
-_TEXT = _Field("a string or null", lambda v: v is None or isinstance(v, str), decode_entry)
-
-
+_SPEC = _Field((list, dict), "a list of entries", decode_spec, encode_spec)
 _ROW = {
-    "shape": _Field("a list of sizes", lambda v: isinstance(v, list) and all(map(_is_count, v)), tuple),
-    "dtype": _Field("a dtype's name", lambda v: isinstance(v, str), decode_dtype, encode_dtype),
-    "names": _Field("null or a list of logical names", lambda v: v is None or isinstance(v, list), decode_entry),
+    "shape": _Field([int], "a list of sizes", tuple),
+    "dtype": _Field(str, "a dtype's name", decode_dtype, encode_dtype),
+    "names": _Field((list, None), "null or a list of logical names"),
     "requested": _SPEC,
     "spec": _SPEC,
-    "rule": _TEXT,
-    "reasons": _list_of(decode_reason, encode_reason),
-    "memory_kind": _TEXT,
-    "units": _Field(
-        "null or a list of positive integers",
-        lambda v: v is None or (isinstance(v, list) and all(_is_count(unit) and unit for unit in v)),
-        lambda v: None if v is None else tuple(v),
+    "rule": _Field((str, None), "a string or null"),
+    "reasons": _Field(list, "a list", lambda v: tuple(map(decode_reason, v)), lambda v: [*map(encode_reason, v)]),
+    "memory_kind": _Field((str, None), "a string or null"),
+    "units": _Field(([int], None), "null or a list of positive integers", lambda v: None if v is None else tuple(v)),
+    "strategies": _Field(
+        list, "a list", lambda v: tuple(map(decode_strategy, v)), lambda v: [*map(encode_strategy, v)]
     ),
-    "strategies": _list_of(decode_strategy, encode_strategy),
 }
 
 
@@ -282,13 +247,22 @@ def encode_row(row: Row) -> dict[str, Any]:
     return {name: field.encode(value) for (name, field), value in zip(_ROW.items(), row, strict=True)}
 
 
-def decode_row(number: int, row: object) -> Row:
+def decode_row(number: int, data: Any, mesh: MeshSpec) -> Row:
     """Decodes a row from JSON, after a check that every field is present and has a valid value."""
-    if not isinstance(row, dict):
-        raise PlanFormatError(f"row {number} is {row!r:.60}; it must be an object.")
+    _require(f"row {number}", data, dict, "an object")
+    if missing := [name for name in _ROW if name not in data]:
+        raise PlanFormatError(f"row {number} has no `{missing[0]}`.")
     for name, field in _ROW.items():
-        if name not in row:
-            raise PlanFormatError(f"row {number} has no `{name}`.")
-        if not field.is_valid(row[name]):
-            raise PlanFormatError(f"row {number}: `{name}` is {row[name]!r:.60}; it must be {field.what}.")
-    return Row(**{name: field.decode(row[name]) for name, field in _ROW.items()})
+        _require(f"row {number}: `{name}`", data[name], field.kind, field.told)
+    row = Row(**{name: field.decode(data[name]) for name, field in _ROW.items()})
+    if row.memory_kind not in (None, *MEMORY_KINDS):
+        raise PlanFormatError(f"memory kind {row.memory_kind!r} is none of {', '.join(MEMORY_KINDS)}.")
+    if row.names and len(row.names) != len(row.shape):
+        raise PlanFormatError(
+            f"row {number}: shape {row.shape} needs one name for each dimension, not {row.names!r:.60}."
+        )
+    valid = correct(row.spec, row.shape, mesh, units=row.units)
+    if valid.spec != row.spec:
+        reason = valid.reasons[0]
+        raise PlanFormatError(f"the spec {row.spec} is invalid for shape {row.shape} on mesh {mesh}: {reason}.")
+    return row

@@ -141,14 +141,14 @@ def test_json_brings_back_all_that_a_plan_has_and_an_edit_without_digest():
         (lambda d: d["rows"][0].update(shape=[-4]), "row 0: `shape` is [-4]; it must be a list of sizes."),
         (lambda d: d["rows"][0].update(shape=["4"]), "row 0: `shape` is ['4']; it must be a list of sizes."),
         (lambda d: d["rows"][0].update(rule=7), "row 0: `rule` is 7; it must be a string or null."),
-        (lambda d: d["rows"][0].update(units=[0]), "row 0: `units` is [0]; it must be null or a list of positive"),
+        (lambda d: d["rows"][0].update(units=[0]), "SpecError: `units` must hold one positive int"),
         (
             lambda d: d["rows"][0].update(names=["a"]),
-            "row 0: `names` is ('a',); shape (3, 4, 5) needs one for each dimension.",
+            "row 0: shape (3, 4, 5) needs one name for each dimension, not ('a',).",
         ),
         (
             lambda d: d["rows"][0].update(units=[1] * 4),
-            "row 0: `units` is (1, 1, 1, 1); shape (3, 4, 5) needs one for each dimension.",
+            "SpecError: `units` must hold one positive int for each dimension of shape (3, 4, 5)",
         ),
         (lambda d: d["rows"][0].update(memory_kind="tape"), "memory kind 'tape' is none of device, pinned_host"),
         (lambda d: d["rows"].__setitem__(0, 3), "row 0 is 3; it must be an object."),
