@@ -3,7 +3,7 @@ declare.
 """
 
 import functools as ft
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -109,8 +109,7 @@ def renamed(tree: object, changes: Mapping[str, object], *, names: object = None
             if given is None and flat.names[at] is not None:
                 raise RuleError(
                     f"`renamed`: {where!r} gets None, which leaves `{flat.paths[at]}` the names "
-                    f"{names_text(flat.names[at])} that its module declares; use `()` if it is whole, or change the "
-                    f"plan: `plan(...).replace({flat.paths[at]!r}, PartitionSpec(...))`."
+                    f"{names_text(flat.names[at])} that its module declares; use `()` if it is whole."
                 )
             column[at] = _hashable(given)
     return jax.tree.unflatten(flat.treedef, column)
@@ -141,29 +140,18 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
 
 def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
     """Returns the children of the names node in the order of `keys`; `None` if it has other keys."""
-    if type(names) in (list, tuple):
-        return list(names) if len(names) == len(keys) else None
-    pairs = list(jtu.default_registry.flatten_one_level_with_keys(names)[0])
-    if keys == [key for key, _ in pairs]:
-        return [inner for _, inner in pairs]
+    by_key = dict(jtu.default_registry.flatten_one_level_with_keys(names)[0])
     # An OrderedDict of the same keys may have them in another order.
-    by_key = dict(pairs)
-    return [by_key[key] for key in keys] if len(by_key) == len(keys) and set(by_key) == set(keys) else None
+    return [by_key[key] for key in keys] if by_key.keys() == set(keys) else None
 
 
 def _kind(node: object) -> str:
     """Describes a node in words for an error message, without the values below it."""
-    if isinstance(node, dict):
-        return f"a dict with the keys {_listed(node)}"
     if _is_names(node):
         return f"the names {names_text(node)}"
-    parts = jtu.default_registry.flatten_one_level(node)
-    return f"{type(node).__name__}" if parts is None else f"{type(node).__name__} of {len(list(parts[0]))}"
-
-
-def _listed(keys: Iterable[object]) -> str:
-    shown = [repr(key) for key in keys]
-    return ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
+    parts = jtu.default_registry.flatten_one_level_with_keys(node)
+    keys = [] if parts is None else [repr(jtu.keystr((key,), simple=True)) for key, _ in parts[0]]
+    return f"a {type(node).__name__}" + (f" with the keys {', '.join(keys[:8])}" if keys else "")
 
 
 def _hashable(node: Any) -> Any:
@@ -180,37 +168,41 @@ def raise_tied(tree: object, flat: Flat) -> None:
     would make them differ.
     """
     first: dict[int, str] = {}
-    for path, box in _boxes(tree, flat):
-        if _box_kind(type(box)) != "Variable" or not any(leaf.shape for leaf in jax.tree.leaves(box)):
-            continue
-        if id(box) in first:
-            raise RuleError(
-                f"`{first[id(box)]}` and `{path}` are one variable of an nnx module. A plan is for a tree, in which "
-                "they would be two arrays, no longer tied: plan `nnx.state(module)`, which holds it once, and put what "
-                "comes back into the module with `nnx.update(module, state)`."
-            )
-        first[id(box)] = path
+    for path, kind, box in _boxes(tree, flat):
+        if kind == "Variable" and any(leaf.shape for leaf in jax.tree.leaves(box)):
+            other = first.setdefault(id(box), path)
+            if other != path:
+                raise RuleError(
+                    f"`{other}` and `{path}` are one variable of an nnx module. A plan is for a tree, in which they "
+                    "would be two arrays, no longer tied: plan `nnx.state(module)`, which holds it once, and put what "
+                    "comes back into the module with `nnx.update(module, state)`."
+                )
 
 
 def raise_unread(tree: object, flat: Flat) -> None:
     """Raises if Flax variables or boxes carry names that the plan, called without `names`, would not read."""
-    named = [(path, names) for path, box in _boxes(tree, flat) if (names := _box_names(box)) is not None]
-    if named:
-        path, names = named[0]
-        shown = names_text(names) if isinstance(names, tuple) else f"{names}"
+    named = []
+    for path, kind, box in _boxes(tree, flat):
+        metadata = box.get_metadata() if kind == "Variable" else box.metadata if kind == "NNXMeta" else {}
+        names = box.names if kind == "Partitioned" else metadata.get("out_sharding")
+        named += [] if names is None else [(path, names)]
+    for path, names in named[:1]:
         raise RuleError(
-            f"`{path}` carries the names {shown} of Flax, as do {len(named)} of {sum(flat.is_array)} arrays, and only "
-            "the names that `sfx.field` declares are read here. Pass `names=shardfx.interop.flax.names_of(tree)`; or "
-            "`names=jax.tree.map(lambda _: None, tree)`, if rules by path are to decide."
+            f"`{path}` carries the names {names_text(names)} of Flax, as do {len(named)} of {sum(flat.is_array)} "
+            "arrays, and only the names that `sfx.field` declares are read here. Pass "
+            "`names=shardfx.interop.flax.names_of(tree)`; or `names=jax.tree.map(lambda _: None, tree)`, if rules by "
+            "path are to decide."
         )
 
 
-def _boxes(tree: object, flat: Flat) -> list[tuple[str, Any]]:
+def _boxes(tree: object, flat: Flat) -> list[tuple[str, str, Any]]:
+    """Returns the path, the kind and the value of each of Flax's boxes in a tree."""
     # A Flax box (`Partitioned`, `Variable`) holds its array in the field `value`. Most trees have no such path.
     if not any(path.endswith("value") for path in flat.paths):
         return []
     keyed, _ = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: _box_kind(type(node)) is not None)
-    return [(jtu.keystr(path, simple=True, separator="/"), node) for path, node in keyed if _box_kind(type(node))]
+    found = [(jtu.keystr(path, simple=True, separator="/"), _box_kind(type(node)), node) for path, node in keyed]
+    return [(path, kind, node) for path, kind, node in found if kind is not None]
 
 
 @ft.lru_cache(maxsize=1024)
@@ -218,12 +210,5 @@ def _box_kind(kind: type) -> str | None:
     """Returns which of Flax's boxes ("Variable", "Partitioned", "NNXMeta") a class is or derives from; `None` for no
     box.
     """
-    names = (base.__name__ for base in kind.__mro__ if base.__module__.startswith("flax."))
+    names = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("flax.")]
     return next((name for name in names if name in ("Variable", "Partitioned", "NNXMeta")), None)
-
-
-def _box_names(box: Any) -> Any:
-    if _box_kind(type(box)) == "Partitioned":
-        return box.names
-    metadata = box.get_metadata() if _box_kind(type(box)) == "Variable" else box.metadata
-    return metadata.get("out_sharding")

@@ -14,7 +14,7 @@ from .._ground.reason import Code, Decision, Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._ground.text import plural
 from .._ground.tree import leaves_at
-from .._rules import AxisRules, PathRules, check_known, near, one_per_dim, resolve, units_of, unknown_names
+from .._rules import AxisRules, PathRules, check_known, near, one_per_dim, resolve, units_of
 from ..topology import MeshSpec
 from .complaints import raise_errors
 from .content import Content
@@ -51,7 +51,11 @@ def decision_for(
     else:
         named, asked, units = _resolved(names_or_spec, shape, plan, unmatched)
     held_back = [axis for axis in plan.mesh.axis_names if axis not in mesh.axis_names]
-    spec = trimmed([_without(entry, held_back) for entry in entries_of(asked.spec)], asked.spec)
+    entries = [
+        entry if entry is UNCONSTRAINED else tuple(axis for axis in entry_axes(entry) if axis not in held_back)
+        for entry in entries_of(asked.spec)
+    ]
+    spec = trimmed(entries, asked.spec)
     if shape is None:
         units = units or (1,) * len(entries_of(spec))
         if not isinstance(names_or_spec, PartitionSpec):
@@ -78,18 +82,14 @@ def _require_whole_units(
     """Raises if, without a shape, the plan's arrays do not show that a named dimension can be sharded between units."""
     for name, entry, unit in zip(names, entries_of(spec), units, strict=False):
         axes = () if entry is UNCONSTRAINED else [axis for axis in entry_axes(entry) if axis in mesh.axis_names]
-        pieces = math.prod(mesh.shape[axis] for axis in axes)
-        if unit == 1 or pieces == 1:
-            continue
-        sizes = _sizes_of(name, plan)
-        if sizes and not any(size % (unit * pieces) for size in sizes):
-            continue
-        counts = sorted({size // unit for size in sizes})
-        known = f"the plan's arrays have {' or '.join(map(str, counts))}" if counts else "no array of the plan has it"
-        raise SpecError(
-            f"{name!r} is made of units of {unit}, and {' x '.join(f'`{axis}`' for axis in axes)} ({pieces}) may cut "
-            f"inside one: {known}. Say how large the array is: `plan.sharding(names, shape)`."
-        )
+        shards, sizes = math.prod(mesh.shape[axis] for axis in axes), _sizes_of(name, plan)
+        if unit > 1 and shards > 1 and (not sizes or any(size % (unit * shards) for size in sizes)):
+            counts = " or ".join(map(str, sorted({size // unit for size in sizes})))
+            known = f"the plan's arrays have {counts}" if counts else "no array of the plan has it"
+            raise SpecError(
+                f"{name!r} is made of units of {unit}, and {' x '.join(f'`{axis}`' for axis in axes)} ({shards}) may "
+                f"cut inside one: {known}. Say how large the array is: `plan.sharding(names, shape)`."
+            )
 
 
 def _sizes_of(name: object, plan: Content) -> list[int]:
@@ -108,17 +108,12 @@ def _refuse_doubt(
         if not isinstance(name, str) or size in _sizes_of(name, plan):
             continue
         if size % unit or unit in shape[dim + 1 :]:
-            what = "no whole number of them" if size % unit else f"{size // unit} of them, or {size} that are apart"
             raise SpecError(
                 f"dim {dim} of shape {shape} has {size} elements by the name {name!r}, which is made of units of "
-                f"{unit}: that is {what}, and no array of the plan has this size. If it counts units, use a "
-                f"name without a unit: `axes.extend([({name + '_apart'!r}, {_target_of(name, plan)!r})])`; if it is "
-                "fused, correct the unit, or write a PartitionSpec."
+                f"{unit}, and no array of the plan has this size. If the dimension counts units, use a name without a "
+                f"unit, `axes.extend([({name + '_apart'!r}, axis)])`; if it is fused, correct the unit, or write a "
+                "PartitionSpec."
             )
-
-
-def _target_of(name: str, plan: Content) -> Any:
-    return entries_of(resolve((name,), plan.axes or AxisRules(()), mode=plan.mode).spec)[0]
 
 
 def require_pinned(asked: object, spec: PartitionSpec) -> None:
@@ -146,25 +141,23 @@ def check_absent(reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | No
 def _resolved(
     names: Any, shape: tuple[int, ...] | None, plan: Content, unmatched: Policy
 ) -> tuple[tuple[Any, ...], Decision, tuple[int, ...] | None]:
+    """Returns the names of an array with one entry per dimension, the spec that they resolve to, and their units."""
     if isinstance(names, Sharding):
-        raise SpecError(
-            f"a plan has a mesh of its own, so it takes logical names or a PartitionSpec, not {names}; pass "
-            "`sharding.spec`, or use `reshard(x, sharding)`."
-        )
+        raise SpecError(f"a plan has its own mesh; pass `sharding.spec`, or use `reshard(x, sharding)`, for {names}.")
     if plan.axes is None:
         raise RuleError(
             f"the plan has no `axes` to resolve the names {names} with; plan with `axes=AxisRules([...])`, or "
             "pass a PartitionSpec."
         )
-    if isinstance(names, tuple | list):
-        names = _without_shape(tuple(names)) if shape is None else one_per_dim(names, shape, lambda: _LENGTH_FIX)
+    if isinstance(names, tuple | list) and shape is not None:
+        names = one_per_dim(names, shape, lambda: _LENGTH_FIX)
+    elif isinstance(names, tuple | list):
+        # For arrays of any rank, dimensions beyond the end of the names are not sharded anyway.
+        names = tuple(names[:-1] if names and names[-1] is ... else names)
+        if any(name is ... for name in names):
+            raise SpecError(f"which dimensions `...` stands for in {names} depends on the rank; pass `shape=`.")
     found = resolve(names, plan.axes, mode=plan.mode)
     if unmatched == "raise":
-        if meant := [name for name in unknown_names(names, plan.axes) if name in plan.mesh.axis_names]:
-            raise UnmatchedError(
-                f"{meant[0]!r} in {names} is a mesh axis, and no logical name; for mesh axes write a PartitionSpec: "
-                f"`{PartitionSpec(*names)}`."
-            )
         check_known(names, plan.axes)
     return tuple(names), found, units_of(names, plan.axes)
 
@@ -173,20 +166,6 @@ _LENGTH_FIX = (
     "Write `...` or `None` for dimensions that are whole. Inside `jax.vmap` an array lacks the dimension that is "
     "mapped over: leave its name out, and shard it with `jax.vmap(..., spmd_axis_name=...)`."
 )
-
-
-def _without_shape(names: tuple[object, ...]) -> tuple[Any, ...]:
-    """Returns the names without a `...` at their end, since for arrays of any rank later dimensions are not sharded
-    anyway.
-    """
-    kept = names[:-1] if names and names[-1] is ... else names
-    if any(name is ... for name in kept):
-        raise SpecError(f"which dimensions `...` stands for in {names} depends on the rank; pass `shape=`.")
-    return kept
-
-
-def _without(entry: object, axes: list[str]) -> Any:
-    return entry if entry is UNCONSTRAINED else tuple(axis for axis in entry_axes(entry) if axis not in axes)
 
 
 _BY_HAND = "replaced by hand"

@@ -94,10 +94,8 @@ class AxisRules(eqx.Module):
             if not isinstance(unit, int) or isinstance(unit, bool) or unit < 1:
                 raise RuleError(f"`units[{name!r}]` is {unit!r}; a unit is a positive number of elements.")
         for name, of in self.aliases:
-            if not isinstance(of, str):
-                raise RuleError(f"the alias {name!r} is of {of!r}; it shares the rules of one logical name.")
-            if not name:
-                raise RuleError(f"the alias of {of!r} has an empty name; give it one.")
+            if not name or not isinstance(of, str):
+                raise RuleError(f"{name!r} cannot be an alias of {of!r}; both are logical names, and not empty.")
             if name in dict(self.rules):
                 raise RuleError(f"{name!r} is to be an alias of {of!r}, but has rules; use `rules.without({name!r})`.")
             alias_chain(name, self)
@@ -182,10 +180,10 @@ class AxisRules(eqx.Module):
             assert rules.names == ("mlp",)
             ```
         """
-        known = dict.fromkeys([*self.names, *(name for name, _ in self.units)])
+        known = (*self.names, *(name for name, _ in self.units))
         for name in names:
             if name not in known:
-                raise RuleError(f"`without({name!r})`: no rule has that name{near(name, tuple(known))}.")
+                raise RuleError(f"`without({name!r})`: no rule has that name{near(name, known)}.")
         return self._with(
             rules=_drop(self.rules, names),
             modes=tuple((mode, _drop(rules, names)) for mode, rules in self.modes),
@@ -218,7 +216,7 @@ class AxisRules(eqx.Module):
             assert rules.rules == (("embed", None), ("mlp", "tensor"))
             ```
         """
-        given = _of_mode(self, mode, "drop")
+        given = rules_of_mode(self, mode)
         check_places(len(given), numbers, "drop")
         return self._with_rules(mode, [rule for at, rule in enumerate(given) if at not in numbers])
 
@@ -248,7 +246,7 @@ class AxisRules(eqx.Module):
             assert rules.rules == (("embed", "fsdp"), ("mlp", "tensor"))
             ```
         """
-        given = list(_of_mode(self, mode, "replace"))
+        given = list(rules_of_mode(self, mode))
         check_places(len(given), (number,), "replace")
         given[number] = (given[number][0], target)
         return self._with_rules(mode, given)
@@ -310,13 +308,10 @@ class AxisRules(eqx.Module):
             ```
         """
         check_axis_rules("other", other)
-        modes, others = dict(self.modes), dict(other.modes)
-        merged = {
-            mode: _merged(modes.get(mode, ()), others.get(mode, ()), f"mode {mode!r}") for mode in {**modes, **others}
-        }
+        one, two = dict(self.modes), dict(other.modes)
         return AxisRules(
             _merged(self.rules, other.rules, "rules"),
-            modes=merged,
+            modes={mode: _merged(one.get(mode, ()), two.get(mode, ()), f"mode {mode!r}") for mode in {**one, **two}},
             units=_agreed(self.units, other.units, "unit of"),
             aliases=_agreed(self.aliases, other.aliases, "alias"),
             axes=self.axes + other.axes,
@@ -346,20 +341,20 @@ class AxisRules(eqx.Module):
         return cls(dict(_rules(rules, "rules")))
 
     def _with_rules(self, mode: str | None, rules: list[Rule]) -> "AxisRules":
-        if mode is None:
-            return self._with(rules=rules)
-        return self._with(modes=tuple((key, rules if key == mode else given) for key, given in self.modes))
+        return self._with(rules=rules) if mode is None else self._with(modes={**dict(self.modes), mode: rules})
 
     def _with(self, **fields: object) -> "AxisRules":
-        given = {"modes": self.modes, "units": self.units, "aliases": self.aliases, "axes": self.axes, **fields}
-        return AxisRules(given.pop("rules", self.rules), **given)
+        kept = {name: getattr(self, name) for name in ("rules", "modes", "units", "aliases", "axes")}
+        return AxisRules(**{**kept, **fields})
 
 
-def _of_mode(rules: AxisRules, mode: str | None, what: str) -> tuple[Rule, ...]:
+def rules_of_mode(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
+    """The rules of a mode alone, or the base rules for `None`; raises for an unknown mode."""
     modes = dict(rules.modes)
     if mode is not None and mode not in modes:
         raise RuleError(
-            f"`{what}(mode={mode!r})`: these rules have the modes {tuple(modes)}{near(mode, tuple(modes))}."
+            f"mode {mode!r} is unknown; these rules have {tuple(modes)}{near(mode, tuple(modes))}. "
+            f"Add it with `rules.extend(modes={{{mode!r}: []}})`, or leave `mode` out."
         )
     return rules.rules if mode is None else modes[mode]
 

@@ -209,7 +209,7 @@ class PathRules(eqx.Module):
             assert rules.rules[0][0] == "attn|mlp"
             ```
         """
-        return cls(_parsed(text))
+        return cls([_parse_rule(text, start, stop) for start, stop in _split(text, 0, len(text), ",")])
 
 
 def match(tree: object, rules: PathRules) -> PyTree:
@@ -278,11 +278,6 @@ def is_digit_blind(regex: str) -> bool:
     return not _TELLS_DIGITS.search(_ALL_DIGITS.sub("", regex))
 
 
-@ft.lru_cache(maxsize=256)
-def are_digit_blind(regexes: tuple[str, ...]) -> bool:
-    return all(map(is_digit_blind, regexes))
-
-
 class Matcher:
     """Compiled path rules, and a record of which of them have matched a path."""
 
@@ -290,7 +285,7 @@ class Matcher:
         self.rules, self.declared, self.patterns = rules.rules, rules.axes, compiled(rules)
         self.called = [is_callable(target) for _, target in rules.rules]
         # Paths that differ only in digits may share a row where no regex can tell the digits apart.
-        self.needs_paths = any(self.called) or not are_digit_blind(tuple([regex for regex, _ in rules.rules]))
+        self.needs_paths = any(self.called) or not all(is_digit_blind(regex) for regex, _ in rules.rules)
         self.used: dict[int, None] = {}
 
     def first(self, path: str) -> int | None:
@@ -366,11 +361,6 @@ def _check_names(index: int, pattern: str, names: tuple[object, ...]) -> None:
             )
 
 
-def _parsed(text: str) -> list[tuple[str, Any]]:
-    """The rules that `text` holds; see `PathRules.parse`."""
-    return [_parse_rule(text, start, stop) for start, stop in _split(text, 0, len(text), ",")]
-
-
 def _malformed(text: str, position: int, what: str) -> RuleError:
     return RuleError(f"{what} at position {position}:\n    {text}\n    {' ' * position}^")
 
@@ -396,26 +386,13 @@ def _split(text: str, start: int, stop: int, separator: str) -> list[tuple[int, 
 def _parse_rule(text: str, start: int, stop: int) -> tuple[str, Any]:
     sides = _split(text, start, stop, "->")
     if len(sides) != 2:
-        if len(sides) == 1 and "->" in text[start:stop]:
-            raise _malformed(text, _open_bracket(text, start, stop), "a bracket is not closed,")
-        found = "no `->`" if len(sides) == 1 else "more than one `->`"
+        found = "no `->` outside of brackets" if len(sides) == 1 else "more than one `->`"
         raise _malformed(text, start if len(sides) == 1 else sides[1][1], f"a rule has {found}; write `regex->axes`,")
     pattern = text[slice(*sides[0])].strip()
     if not pattern or not all(text[slice(*piece)].strip() for piece in _split(text, *sides[0], "|")):
         raise _malformed(text, sides[0][0], "an empty alternative would match every path; write `.*` if that is meant,")
     steps = [_parse_step(text, *piece) for piece in _split(text, *sides[1], "|")]
     return pattern, ft.reduce(pipeline, steps) if len(steps) > 1 else steps[0]
-
-
-def _open_bracket(text: str, start: int, stop: int) -> int:
-    """The position of the last unclosed bracket; `start` if every bracket is closed."""
-    opened: list[int] = []
-    for position in range(start, stop):
-        if text[position] in "([{" and text[position - 1 : position] != "\\":
-            opened.append(position)
-        elif text[position] in ")]}" and opened:
-            opened.pop()
-    return opened[-1] if opened else start
 
 
 def _parse_step(text: str, start: int, stop: int) -> Any:

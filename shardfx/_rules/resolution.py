@@ -13,7 +13,7 @@ from .._ground.errors import RuleError, SpecError, UnmatchedError
 from .._ground.reason import Code, Decision, Reason, reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._ground.text import plural
-from .axis_rules import AxisRules, Rule, Target, alias_chain, check_axis_rules, near, repeated
+from .axis_rules import AxisRules, Rule, Target, alias_chain, check_axis_rules, near, repeated, rules_of_mode
 from .strategies import Atomic
 
 
@@ -40,9 +40,8 @@ def resolve(
         `atomic(name, unit)`, or a tuple of names, whose axes are joined on the dimension in their order.
     - `rules`: the rules.
     - `mode`: one of the modes of `rules`; `None` for the base rules alone.
-    - `unmatched`: the treatment of a name without any rule. "replicate": `None`, with a reason. "replicate": `None`,
-        with a reason. "keep": it is taken as a mesh axis, which no rule may use then. "unconstrained": the compiler
-        decides. "raise": an error.
+    - `unmatched`: the treatment of a name without any rule. "replicate": `None`, with a reason. "keep": it is taken as
+        a mesh axis, which no rule may use then. "unconstrained": the compiler decides. "raise": an error.
 
     **Returns:**
 
@@ -122,17 +121,17 @@ def names_text(names: object) -> str:
 
 def unknown_names(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple[str, ...]:
     """The names that have no rule in any mode."""
-    ruled = _ruled(rules)
-    return tuple(slot.name for slot in _slots(_entries(names), rules) if ruled.isdisjoint(slot.chain))
+    return tuple(slot.name for slot in _unruled(names, rules))
 
 
 def check_known(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> None:
-    """Raises if a name has no rule, which is most likely a typing error."""
-    for name in unknown_names(names, rules):
-        raise UnmatchedError(
-            f"no rule is about the logical name {name!r}{near(name, rules.names)}. The rules have {rules.names}; if it "
-            f"is to be replicated, declare it with `rules.extend([({name!r}, None)])`"
-        )
+    """Raises if a name has no rule in any mode, which is most likely a typing error."""
+    _raise_unmatched(_unruled(names, rules), rules)
+
+
+def _unruled(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> "list[_Slot]":
+    ruled = _ruled(rules)
+    return [slot for slot in _slots(_entries(names), rules) if ruled.isdisjoint(slot.chain)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +153,7 @@ def _resolve(entries: tuple[object, ...], rules: AxisRules, mode: str | None, un
     slots = _slots(entries, rules)
     ruled = {name for name, _ in active}
     orphans = [slot for slot in slots if ruled.isdisjoint(slot.chain)]
-    if orphans and unmatched == "raise":
+    if unmatched == "raise":
         _raise_unmatched(orphans, rules)
     given: dict[str, Target] = {}
     user: dict[str, _Slot] = {}
@@ -328,18 +327,14 @@ def _ruled(rules: AxisRules) -> frozenset[str]:
 @ft.lru_cache(maxsize=256)
 def _active(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
     """The rules in force: those of the mode, then the base rules."""
-    modes = dict(rules.modes)
-    if mode is not None and mode not in modes:
-        raise RuleError(
-            f"mode {mode!r} is unknown; these rules have {tuple(modes)}{near(mode, tuple(modes))}. "
-            f"Add it with `rules.extend(modes={{{mode!r}: []}})`, or leave `mode` out."
-        )
-    return rules.rules if mode is None else modes[mode] + rules.rules
+    return rules.rules if mode is None else rules_of_mode(rules, mode) + rules.rules
 
 
-def _raise_unmatched(orphans: list[_Slot], rules: AxisRules) -> None:
+def _raise_unmatched(orphans: "list[_Slot]", rules: AxisRules) -> None:
     lines = [f"`{slot.name}` (dim {slot.dim}){near(slot.name, rules.names)}" for slot in orphans]
-    raise UnmatchedError(
-        f"no rule for the logical names {', '.join(lines)}. The rules have {rules.names}; "
-        f'add one with `rules.extend([({orphans[0].name!r}, None)])`, or pass `unmatched="replicate"`.'
-    )
+    if lines:
+        raise UnmatchedError(
+            f"no rule for the logical names {', '.join(lines)}. The rules have {rules.names}; "
+            f'add one with `rules.extend([({orphans[0].name!r}, None)])`, or pass `unmatched="replicate"`. For mesh '
+            "axes use a PartitionSpec."
+        )

@@ -61,12 +61,19 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
     return Atomic(target, unit)
 
 
-def _before(target: object, other: object) -> "Pipeline":
-    return pipeline(target, other)
+def pipeline(left: object, right: object) -> "Pipeline":
+    """The targets of two sides of `|`, one after the other."""
+    steps = tuple(step for side in (left, right) for step in (side.steps if isinstance(side, Pipeline) else (side,)))
+    if any(not isinstance(step, Fsdp) for step in steps[1:]):
+        raise RuleError(
+            f"{' | '.join(map(repr, steps))}: only the first target may be a spec, names, `replicate` or a callable; "
+            "the ones after `|` refine it, as `fsdp(...)` does."
+        )
+    return Pipeline(steps)
 
 
-def _after(target: object, other: object) -> "Pipeline":
-    return pipeline(other, target)
+def _piped(right: object, left: object) -> "Pipeline":
+    return pipeline(left, right)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +92,7 @@ class Fsdp:
     min_bytes: int = 0
     skip: tuple[int, ...] = ()
 
-    __or__, __ror__ = _before, _after
+    __or__, __ror__ = pipeline, _piped
 
     @property
     def text(self) -> str:
@@ -105,7 +112,7 @@ class Fsdp:
 class Replicate:
     """The strategy that every device holds the whole array; its one value is [`shardfx.replicate`][]."""
 
-    __or__, __ror__ = _before, _after
+    __or__, __ror__ = pipeline, _piped
 
     def __repr__(self) -> str:
         return "replicate"
@@ -117,7 +124,7 @@ class Pipeline:
 
     steps: tuple[Any, ...]
 
-    __or__, __ror__ = _before, _after
+    __or__, __ror__ = pipeline, _piped
 
 
 replicate = Replicate()
@@ -223,13 +230,3 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[
     if any(isinstance(dim, bool) or dim < 0 for dim in dims):
         raise RuleError(f"`fsdp(..., skip={skip!r})`: dimensions are numbered from 0, as in `skip=0` or `skip=(0, 1)`.")
     return Fsdp(axes, min_bytes, tuple(sorted(set(dims))))
-
-
-def pipeline(left: object, right: object) -> Pipeline:
-    steps = tuple(step for side in (left, right) for step in (side.steps if isinstance(side, Pipeline) else (side,)))
-    if any(not isinstance(step, Fsdp) for step in steps[1:]):
-        raise RuleError(
-            f"{' | '.join(map(repr, steps))}: only the first target may be a spec, names, `replicate` or a callable; "
-            "the ones after `|` refine it, as `fsdp(...)` does."
-        )
-    return Pipeline(steps)

@@ -93,7 +93,7 @@ use axes whose product divides 10[...]
 
 >>> resolve(("batch", "embd"), BATCH, unmatched="raise")
 UnmatchedError: no rule for the logical names `embd` (dim 1) (did you mean 'embed'?). The rules have ('batch', \
-'embed'); add one with `rules.extend([('embd', None)])`, or pass `unmatched="replicate"`.
+'embed'); add one with `rules.extend([('embd', None)])`, or pass `unmatched="replicate"`. For mesh axes use a PartitionSpec.
 
 >>> plan(TREE, MESH, paths=PathRules([("mlp/w_in", P("data")), ("decoder/nrm", P())]))
 UnmatchedError: no rule covers 4 of 5 leaves; add path rules or names for them, end the path rules with `(".*", \
@@ -114,7 +114,7 @@ RuleError: rule 0: the regex does not compile: unterminated character set at pos
      ^
 
 >>> PathRules.parse("norm->replicate, mlp=>data")
-RuleError: a rule has no `->`; write `regex->axes`, at position 16:
+RuleError: a rule has no `->` outside of brackets; write `regex->axes`, at position 16:
     norm->replicate, mlp=>data
                     ^
 
@@ -188,7 +188,7 @@ RuleError: `replace(-1)`: rules are numbered from 0, and these 1 have no rule -1
 RuleError: `replace(0)`: rules are numbered from 0, and these 0 have no rule 0.
 
 >>> SERVED.drop(0, mode="serv")
-RuleError: `drop(mode='serv')`: these rules have the modes ('serve',) (did you mean 'serve'?).
+RuleError: mode 'serv' is unknown; these rules have ('serve',) (did you mean 'serve'?).[...]
 
 >>> renamed(TREE, {"embd": ()}, names=NAMES)
 UnknownPathError: `renamed('embd': ...)`: no array of the tree has this path, or one that the regex matches; did you \

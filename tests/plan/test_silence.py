@@ -370,7 +370,7 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
     [
         (lambda: sfx.resolve(("batch", ...), AXES), SpecError, "need an array's rank"),
         (lambda: MADE.sharding((..., "batch")), SpecError, "depends on the rank; pass `shape=`"),
-        (lambda: MADE.sharding(("bacth",)), UnmatchedError, r"'bacth' \(did you mean 'batch'\?\)"),
+        (lambda: MADE.sharding(("bacth",)), UnmatchedError, r"`bacth` \(dim 0\) \(did you mean 'batch'\?\)"),
         (lambda: STRICT.sharding(P("data"), (7, 2)), SpecError, "`strict=True`, and .* 7 is not divisible"),
         (lambda: MADE.sharding(ON.shardings["w"]), SpecError, r"pass `sharding.spec`, or use `reshard\(x, sharding\)`"),
         (lambda: MADE.sharding(P("dta")), SpecError, r"the plan's mesh .* has no axis 'dta' \(did you mean 'data'\?\)"),
@@ -379,7 +379,7 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         (lambda: STRICT.replace("v", P()), UnknownPathError, r"`replace\('v', ...\)`: no array of the plan has this"),
         (lambda: STRICT.replace("(", P()), RuleError, "the path of no array, and no regex that compiles"),
         (lambda: STRICT.replace("w", P("dta")), SpecError, r"leaf `w`: .* no axis 'dta' \(did you mean 'data'\?\)"),
-        (lambda: STRICT.replace("w", ("mpl", None)), UnmatchedError, "`w`: no rule is about the logical name 'mpl'"),
+        (lambda: STRICT.replace("w", ("mpl", None)), UnmatchedError, "`w`: no rule for the logical names `mpl` .dim 0"),
         (lambda: STRICT.replace("w", FSDP), SpecError, "the plan is strict, and .* would be cut down"),
         (lambda: STRICT.replace("w", P("data", "data")), RuleError, "uses mesh axis `data` twice; use it once"),
         (lambda: STRICT.replace("w", P("data", None, "tensor")), SpecError, "has 3 entries, but shape"),
@@ -389,7 +389,7 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         (lambda: named(NAMES, UNITS), UnmatchedError, r"`units`: 'mpl' \(did you mean 'mlp'\?\)"),
         (lambda: BARE_FIELD(names="mlp"), SpecError, "a string is one name"),
         (lambda: BARE_FIELD(stacked="layers"), SpecError, "a string is one name"),
-        (lambda: sfx.constrain(W, ("tensor", ...), MADE), UnmatchedError, "is a mesh axis, .*; for mesh axes write"),
+        (lambda: sfx.constrain(W, ("tensor", ...), MADE), UnmatchedError, "names `tensor`.* For mesh axes use a PartitionSpec"),
         (lambda: named(P("data", "tensor")), UnmatchedError, AXIS),
         (lambda: named({"w": P("data", "tensor")}), UnmatchedError, AXIS),
         (lambda: named(P("data", "tensor"), None), RuleError, RULES),
@@ -407,7 +407,7 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         (lambda: MADE.select("nothing"), RuleError, "matches no path of the plan"),
         (lambda: MADE.select("("), RuleError, "does not compile"),
         (lambda: named({"a": {"w": None}}, tree=DEEP), RuleError, "at `a` it has a dict with the keys 'w', and the"),
-        (lambda: named({"a": {"w": (), "v": [(), ()]}}, tree=DEEP), RuleError, "`a/v` it has list of 2, and the tree"),
+        (lambda: named({"a": {"w": (), "v": [(), ()]}}, tree=DEEP), RuleError, "`a/v` it has a list with the keys '0', '1', and the tree"),
         (lambda: ShardPlan.join(a=MADE, b=OTHER), PlanMismatchError, r"4}\) and .*'data': AxisType.Explicit"),
         (lambda: ShardPlan.join(a=MADE, b=FEWER), PlanMismatchError, "the plans `a` and `b` differ in their mesh"),
         (lambda: ShardPlan.join(), PlanMismatchError, "needs at least one plan"),
@@ -439,7 +439,7 @@ def test_the_advice_fits_its_reader():
     with pytest.raises(SpecError, match=r"Write `\(\.\.\., 'mlp', None\)` .* `\('mlp', None, \.\.\.\)`") as error:
         plan({"w": jnp.ones((2, 8, 16))}, MESH, names=NAMES, axes=AXES)
     assert "field(" not in str(error.value)
-    with pytest.raises(RuleError, match="at its root it has list of 1, and the tree has a dict with the keys 'a'") as e:
+    with pytest.raises(RuleError, match="at its root it has a list with the keys '0', and the tree has a dict with the keys 'a'") as e:
         plan(DEEP, MESH, names=[{}], axes=AXES)
     assert "Array" not in str(e.value)
     assert len(ruled(P("data"), {"a": {"b": jnp.tanh}, "a/b": jnp.ones(8)})) == 1

@@ -47,7 +47,7 @@ def test_parse():
         ("a->d p", "'d p' is no mesh axis"),
         ("a->", "'' is no mesh axis"),
         ("a->x, b", "no `->`"),
-        ("a(->x", "a bracket is not closed, at position 1"),
+        ("a(->x", "no `->` outside of brackets"),
         ("a->fsdp()", "'' is no mesh axis"),
         ("a->fsdp(x)|y", "only the first target may be"),
     ],
