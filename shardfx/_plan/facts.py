@@ -15,8 +15,6 @@ from .content import Content, Group
 _SHOWN_REPLICATED = 5
 _HEADER = ("path", "arrays", "shape", "spec", "bytes/device", "why")
 NUMBERS = ("arrays", "bytes/device")
-# Arrays that are planned alike, with one text for their paths.
-_Named = tuple[str, Group]
 
 
 class Facts(NamedTuple):
@@ -34,41 +32,16 @@ class Facts(NamedTuple):
 
 def facts_of(content: Content) -> Facts:
     """Returns the content of a plan's report as a value."""
-    rows = _paired(content.groups)
+    groups = content.groups
     notes: dict[str, int] = {}
     dims: dict[str, set[int | None]] = {}
-    for why in (why for _, group in rows for why in group.row.reasons):
+    for why in (why for group in groups for why in group.row.reasons):
         dims.setdefault(why.message, set()).add(why.dim)
-    table = [_HEADER, *[tuple(map(printable, _cells(row, notes, dims))) for row in rows]]
-    if all(len(group.paths) == 1 for _, group in rows):
+    table = [_HEADER, *[tuple(map(printable, _cells(group, notes, dims))) for group in groups]]
+    if all(len(group.paths) == 1 for group in groups):
         table = [(cells[0], *cells[2:]) for cells in table]
     reasons = [printable(f"[{number}] {text}.") for text, number in notes.items()]
-    return Facts(table[0], table[1:], reasons, printable(_totals(content)), printable(_replicated(rows)))
-
-
-# The names of the two moments of an optimizer.
-_MOMENTS = {name: pair for pair in (("mu", "nu"), ("m", "v"), ("exp_avg", "exp_avg_sq")) for name in pair}
-
-
-def _paired(groups: Iterable[Group]) -> list[_Named]:
-    """Returns the groups, with those of an optimizer's two moments merged where these are planned alike:
-    `0/{mu,nu}/w`.
-    """
-    found: dict[tuple[str, int, int], _Named] = {}
-    for group in groups:
-        where = group.where
-        parts = where.split("/")
-        at = next((at for at, part in enumerate(parts) if part in _MOMENTS), None)
-        if at is not None:
-            parts[at] = f"{{{','.join(_MOMENTS[parts[at]])}}}"
-        key = ("/".join(parts), group.number, len(group.paths))
-        if key in found:
-            _, same = found[key]
-            sizes = (same.bytes + group.bytes, same.bytes_per_device + group.bytes_per_device)
-            found[key] = key[0], Group(same.paths + group.paths, group.number, group.row, *sizes)
-        else:
-            found[key] = where, group
-    return list(found.values())
+    return Facts(table[0], table[1:], reasons, printable(_totals(content)), printable(_replicated(groups)))
 
 
 def html_of(content: Content) -> str:
@@ -78,8 +51,7 @@ def html_of(content: Content) -> str:
     return html_table([facts.header, *facts.cells], right=NUMBERS, below=below)
 
 
-def _cells(named: _Named, notes: dict[str, int], dims: Mapping[str, set[int | None]]) -> tuple[str, ...]:
-    where, group = named
+def _cells(group: Group, notes: dict[str, int], dims: Mapping[str, set[int | None]]) -> tuple[str, ...]:
     row = group.row
     # The reason "scalar" explains nothing, and a table of optimizer states would show it often.
     reasons = [why for why in row.reasons if why.code is not Code.scalar]
@@ -91,7 +63,7 @@ def _cells(named: _Named, notes: dict[str, int], dims: Mapping[str, set[int | No
     if row.memory_kind is not None:
         why += f" in {row.memory_kind}"
     array, spec = array_text(row.dtype, row.shape), spec_text(entries_of(row.spec))
-    return where, str(len(group.paths)), array, spec, bytes_text(group.bytes_per_device), why.strip()
+    return group.where, str(len(group.paths)), array, spec, bytes_text(group.bytes_per_device), why.strip()
 
 
 _LIMIT = re.compile(r"fewer than the (\d+) asked for")
@@ -116,12 +88,12 @@ def _totals(content: Content) -> str:
     )
 
 
-def _replicated(rows: Iterable[_Named]) -> str:
-    named = [(where, group) for where, group in rows if group.row.shape and not entries_of(group.row.spec)]
-    whole = sorted([(group.bytes, where) for where, group in named], key=lambda pair: -pair[0])
-    total = sum(size for size, _ in whole)
+def _replicated(groups: Iterable[Group]) -> str:
+    whole = [group for group in groups if group.row.shape and not entries_of(group.row.spec)]
+    whole.sort(key=lambda group: -group.bytes)
+    total = sum(group.bytes for group in whole)
     if not total:
         return ""
-    shown = [f"{where} ({bytes_text(size)})" for size, where in whole[:_SHOWN_REPLICATED]]
+    shown = [f"{group.where} ({bytes_text(group.bytes)})" for group in whole[:_SHOWN_REPLICATED]]
     more = [f"{len(whole) - len(shown)} more"] if len(whole) > len(shown) else []
     return f"Replicated, {bytes_text(total)} on every device: {', '.join([*shown, *more])}."

@@ -185,7 +185,7 @@ class ShardPlan(eqx.Module):
         return ShardPlan(self.content.replaced(jax_mesh=None))
 
     @staticmethod
-    def join(*unnamed: "ShardPlan", **plans: "ShardPlan") -> "ShardPlan":
+    def join(**plans: "ShardPlan") -> "ShardPlan":
         """Returns the plan of a dict of trees, made from the plans of the trees.
 
         **Arguments:**
@@ -200,7 +200,7 @@ class ShardPlan(eqx.Module):
 
         `PlanMismatchError` if the plans are for different meshes, rules or modes.
         """
-        if unnamed or not plans:
+        if not plans:
             raise PlanMismatchError(
                 "`join` needs at least one plan, each with the key of its tree: "
                 "`ShardPlan.join(params=params_plan, opt=opt_plan)`."

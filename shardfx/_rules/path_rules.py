@@ -271,6 +271,7 @@ _TELLS_DIGITS = re.compile(r"\d|\\N|\(\?P=")
 _ALL_DIGITS = re.compile(r"(?<!\\)\[0-9\]")
 
 
+@ft.lru_cache(maxsize=1024)
 def is_digit_blind(regex: str) -> bool:
     """Whether a regex surely treats paths alike that differ only in digits, so that repeated layers are
     matched once.

@@ -258,7 +258,7 @@ PlanMismatchError: [...]use `plan.on(plan.mesh.build(jax.devices()))`.
 >>> planned()[0]
 UnknownPathError: the plan has no leaf `0`.
 
->>> ShardPlan.join(planned(), planned())
+>>> ShardPlan.join()
 PlanMismatchError: `join` needs at least one plan, each with the key of its tree: `ShardPlan.join(params=params_plan, \
 opt=opt_plan)`.
 """

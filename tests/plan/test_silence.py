@@ -389,7 +389,11 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         (lambda: named(NAMES, UNITS), UnmatchedError, r"`units`: 'mpl' \(did you mean 'mlp'\?\)"),
         (lambda: BARE_FIELD(names="mlp"), SpecError, "a string is one name"),
         (lambda: BARE_FIELD(stacked="layers"), SpecError, "a string is one name"),
-        (lambda: sfx.constrain(W, ("tensor", ...), MADE), UnmatchedError, "names `tensor`.* For mesh axes use a PartitionSpec"),
+        (
+            lambda: sfx.constrain(W, ("tensor", ...), MADE),
+            UnmatchedError,
+            "names `tensor`.* For mesh axes use a PartitionSpec",
+        ),
         (lambda: named(P("data", "tensor")), UnmatchedError, AXIS),
         (lambda: named({"w": P("data", "tensor")}), UnmatchedError, AXIS),
         (lambda: named(P("data", "tensor"), None), RuleError, RULES),
@@ -407,7 +411,11 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         (lambda: MADE.select("nothing"), RuleError, "matches no path of the plan"),
         (lambda: MADE.select("("), RuleError, "does not compile"),
         (lambda: named({"a": {"w": None}}, tree=DEEP), RuleError, "at `a` it has a dict with the keys 'w', and the"),
-        (lambda: named({"a": {"w": (), "v": [(), ()]}}, tree=DEEP), RuleError, "`a/v` it has a list with the keys '0', '1', and the tree"),
+        (
+            lambda: named({"a": {"w": (), "v": [(), ()]}}, tree=DEEP),
+            RuleError,
+            "`a/v` it has a list with the keys '0', '1', and the tree",
+        ),
         (lambda: ShardPlan.join(a=MADE, b=OTHER), PlanMismatchError, r"4}\) and .*'data': AxisType.Explicit"),
         (lambda: ShardPlan.join(a=MADE, b=FEWER), PlanMismatchError, "the plans `a` and `b` differ in their mesh"),
         (lambda: ShardPlan.join(), PlanMismatchError, "needs at least one plan"),
@@ -439,7 +447,9 @@ def test_the_advice_fits_its_reader():
     with pytest.raises(SpecError, match=r"Write `\(\.\.\., 'mlp', None\)` .* `\('mlp', None, \.\.\.\)`") as error:
         plan({"w": jnp.ones((2, 8, 16))}, MESH, names=NAMES, axes=AXES)
     assert "field(" not in str(error.value)
-    with pytest.raises(RuleError, match="at its root it has a list with the keys '0', and the tree has a dict with the keys 'a'") as e:
+    with pytest.raises(
+        RuleError, match="at its root it has a list with the keys '0', and the tree has a dict with the keys 'a'"
+    ) as e:
         plan(DEEP, MESH, names=[{}], axes=AXES)
     assert "Array" not in str(e.value)
     assert len(ruled(P("data"), {"a": {"b": jnp.tanh}, "a/b": jnp.ones(8)})) == 1
