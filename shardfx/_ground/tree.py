@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import functools as ft
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
@@ -95,13 +95,15 @@ def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], nothin
         raise RuleError(f"{where!r} is the path of no array, and no regex that compiles: {error}") from error
     found = [at for at in arrays if pattern.search(paths[at])]
     if not found:
-        known = [paths[at] for at in arrays]
-        near = difflib.get_close_matches(where, known, n=3, cutoff=0.5) or known[:1]
-        raise UnknownPathError(
-            f"{nothing} has this path, or one that the regex matches"
-            + (f"; did you mean {' or '.join(f'`{path}`' for path in near)}?" if near else ".")
-        )
+        near = near_paths(where, [paths[at] for at in arrays])
+        raise UnknownPathError(f"{nothing} has this path, or one that the regex matches{near}")
     return found
+
+
+def near_paths(path: str, known: Collection[str]) -> str:
+    """The end of a message: "; did you mean `a/w`?" with the known paths that are like `path`, else "."."""
+    near = difflib.get_close_matches(path, known, n=3, cutoff=0.5) or [one for one in known if path in one][:3]
+    return f"; did you mean {' or '.join(f'`{one}`' for one in near)}?" if near else "."
 
 
 @ft.lru_cache(maxsize=1024)

@@ -18,12 +18,12 @@ from .complaints import (
     unused_rules,
 )
 from .content import Content, Group, aligned, rows_of
-from .decide import Request, axes_of, correct, further
+from .decide import Request, correct, further
 from .following import corresponding, follow
 from .leaf import MEMORY_KINDS, LeafPlan, Row, Skeleton, canonical_dtype, kinds_matcher, named_sharding
 from .names import field, names_of_leaves, renamed
 from .plan_json import decode_dtype, encode_dtype
 from .planner import NAMES, drafted, plan
-from .replanning import refined, replan, row_on
+from .replanning import refined, replan
 from .shard_plan import ShardPlan, Target, check_plan, shardings_of_leaves, target_of
 from .single import Policy, decision_for

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools as ft
 import hashlib
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,11 +19,6 @@ from .._rules import AxisRules
 from ..topology import MeshSpec
 from . import plan_json
 from .leaf import LeafPlan, Row, Skeleton, canonical_dtype, named_sharding
-
-
-_ZEROS = str.maketrans("123456789", "000000000")
-# A digit that belongs to a name, as in `fc1`, distinguishes paths, as the number of a layer does not.
-_IN_A_NAME = re.compile(r"[A-Za-z]0|0[A-Za-z]")
 
 
 class Group(NamedTuple):
@@ -117,19 +111,11 @@ class Content:
 
     @ft.cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The arrays in the tree's order, grouped where repeated layers are planned alike. Every view of a plan lists
-        these groups.
-        """
+        """The arrays in the tree's order, grouped where repeated layers are planned alike; every view lists these."""
         found: dict[tuple[Any, ...], list[str]] = {}
-        # Most paths differ only in their digits. Such paths share one template, which is split at its numbers once.
-        between: dict[str, tuple[str, ...]] = {}
         for path, number in self.numbered:
             if number >= 0:
-                template = path.translate(_ZEROS)
-                parts = between.get(template)
-                if parts is None:
-                    parts = between[template] = () if _IN_A_NAME.search(template) else between_numbers(template)
-                found.setdefault((parts or between_numbers(path), number), []).append(path)
+                found.setdefault((between_numbers(path), number), []).append(path)
         sizes = self.byte_counts
         return tuple(
             Group(tuple(paths), i, self.rows[i], sizes[i][0] * len(paths), sizes[i][1] * len(paths))

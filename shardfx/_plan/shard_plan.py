@@ -3,7 +3,6 @@ fills.
 """
 
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -15,7 +14,7 @@ from jaxtyping import PyTree
 from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, RuleError, UnknownPathError, check_type
 from .._ground.reason import Decision
 from .._ground.text import plural, printable
-from .._ground.tree import Flat, flatten
+from .._ground.tree import Flat, flatten, near_paths
 from .._rules import AxisRules, PathRules, compiled
 from ..topology import MeshSpec
 from .content import Content, joined_contents, read_json, rows_of, shaped_like
@@ -123,12 +122,7 @@ class ShardPlan(eqx.Module):
         known = self.content.by_path
         found = known.get(path) if isinstance(path, str) else None
         if found is None:
-            text = str(path)
-            near = difflib.get_close_matches(text, known, n=3, cutoff=0.5) or [one for one in known if text in one][:3]
-            raise UnknownPathError(
-                f"the plan has no leaf `{path}`"
-                + (f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ".")
-            )
+            raise UnknownPathError(f"the plan has no leaf `{path}`{near_paths(str(path), known)}")
         if self.content.skeleton.paths.count(path) > 1:
             raise UnknownPathError(f"several leaves have the path `{path}`; read them from `plan.leaves`.")
         return found
