@@ -45,9 +45,6 @@ class Dense(eqx.Module):
     def __init__(self, size=64, *, key):
         self.weight = jax.random.normal(key, (size, 4 * size))
 
-class Nested:
-    make = staticmethod(make)
-
 def configured(config, depth, *, key):
     return make(key)
 
@@ -77,7 +74,6 @@ NAMED = PathRules([("bias", P()), ("weight", ("mlp", "embed"))])
 AXES = AxisRules([("mlp", "tensor"), ("embed", "fsdp")], modes={"decode": [("embed", None)]})
 PAIR = (AXES, NAMED)
 CALLABLE = PathRules([(".*", calls_back)])
-TWICE = (PATHS, PATHS)
 
 def rules():
     return NAMED, AXES
@@ -129,7 +125,6 @@ SHOWN = {
     "a pair of rules": (f"{MAKE} fsdp=4,tensor=2 --rules {{}}:PAIR", "f32[4096,1024]  tensor,fsdp  "),
     "a function of rules": (f"{MAKE} fsdp=4,tensor=2 --rules {{}}:rules", "f32[4096,1024]  tensor,fsdp  "),
     "text": (f"{MAKE} fsdp=4,tensor=2 --rules 'bias->replicate, weight->None.tensor+fsdp'", "  -,tensor+fsdp  "),
-    "a method": ("plan {}:Nested.make --mesh fsdp=4 --rules {}:PATHS", "6 arrays"),
     "names on fields": ("plan {}:Dense --mesh fsdp=4,tensor=2 --rules {}:AXES", "f32[64,256]  fsdp,tensor"),
     "a mode": ("plan {}:Dense --mesh fsdp=4,tensor=2 --rules {}:AXES --mode decode", "f32[64,256]  -,tensor"),
     "arguments": (f"{SIZED} --kwargs 'depth=4, width=8'", "f32[4,8]"),
@@ -293,15 +288,10 @@ def place(text):
 
 BAD = {
     "no such module": (("nowhere:make", "fsdp=4", "w->fsdp"), "there is no module `nowhere`"),
-    "no such package": (("no.where:make", "fsdp=4", "w->fsdp"), "No module named 'no'"),
     "no such name": (("{}:makes", "fsdp=4", "w->fsdp"), "has no `makes`"),
-    "another case": (("{}:Make", "fsdp=4", "w->fsdp"), "has no `Make`; did you mean 'make'?"),
-    "a near name in a class": (("{}:Nested.makes", "fsdp=4", "w->fsdp"), "has no `Nested.makes`; did you mean 'make'?"),
     "a file": (("{}.py:make", "fsdp=4", "w->fsdp"), ".py' is a file; name its module, `cli_model_"),
-    "no such directory": (("./nowhere", "fsdp=4", "w->fsdp"), "'./nowhere'"),
     "arguments": (("{}:configured", "fsdp=4", "w->fsdp"), "missing 2 required positional arguments: 'config' and"),
     "a module alone": (("{}", "fsdp=4", "w->fsdp"), ". A model is named as MODULE:CALLABLE, as in `cli_model_"),
-    "a file alone": (("{}.py", "fsdp=4", "w->fsdp"), ". A model is named as MODULE:CALLABLE, as in `cli_model_"),
     "a name of 1,000 parts": (("a." * 1000 + "a:b", "fsdp=4", "w->fsdp"), "failed: RecursionError"),
     "a lone surrogate": (("{}:\udc80", "fsdp=4", "w->fsdp"), r":\udc80' is not of the form MODULE:NAME"),
     "an escape code": (("{}:make", "\x1b[31m", "w->fsdp"), r"mesh '\x1b[31m'"),
@@ -311,14 +301,10 @@ BAD = {
     "bad mesh": (("{}:make", "fsdp", "w->fsdp"), "is not of the form `name=size`"),
     "unknown size": (("{}:make", "data=-1", "w->fsdp"), "say what fills it"),
     "rules that are none": (("{}:make", "fsdp=4", "{}:number"), "it must be PathRules, AxisRules"),
-    "rules twice": (("{}:make", "fsdp=4", "{}:TWICE"), "one of each in a tuple"),
     "failing rules": (("{}:make", "fsdp=4", "{}:failing_rules"), f"{place('missing')}: KeyError: 'missing'"),
     "a failing callable": (("{}:make", "fsdp=4", "{}:CALLABLE"), f"{place('P({}')}: KeyError: 'layers/0/weight'"),
-    "a near name of rules": (("{}:make", "fsdp=4", "fsdb"), "did you mean 'fsdp'"),
     "a strategy": (("{}:make", "fsdp=4", "fsdp_tp"), "is for a published model, as llama3-8b"),
     "Hugging Face's name": (("meta-llama/Llama-3.1-8B", "fsdp=4", "fsdp"), "did you mean 'llama3.1-8b'"),
-    "a published model's name": (("llama3-405", "fsdp=4", "w->fsdp"), "did you mean 'llama3-405b'"),
-    "experts": (("llama3-8b", "fsdp=4", "ep"), "`llama3-8b` has no rules 'ep'; there are dp, fsdp, tp, fsdp_tp"),
     "advice": (("{}:make", "fsdp=4", "bias->fsdp"), "or pass `--unmatched replicate`"),
     "unused": (("{}:make", "fsdp=4", "wieght->fsdp,.*->fsdp"), "matches no path of the tree; the nearest path is"),
     "names without rules": (("{}:make", "fsdp=4", "{}:NAMED"), "need rules that say which mesh axes they use"),
@@ -353,8 +339,6 @@ $ plan m:m --mesh a=-1 --rules llama --devices DIGITS
 is not a valid integer
 $ plan m:m --mesh a=2 --rules llama:head_dim=DIGITS
 is not of the form NAME or NAME:key=value
-$ plan m:m --mesh a=2 --rules \x1b[31m
---rules '\x1b[31m' is neither
 $ plan m:m --mesh a=2 --rules llama --\x1b[31m
 --\x1b[31m
 $ demo --axis-types manual
@@ -371,16 +355,10 @@ $ plan ./model-dir --kwargs depth=4 --mesh fsdp=2 --rules w->fsdp
 --kwargs are for a callable or a published model; name one as
 $ plan module:make --mesh fsdp=2 --rules fsdp --dtype float32
 --dtype is for a published model
-$ plan gpt2 --mesh fsdp=2 --rules fsdp --dtype flaot32
-flaot32
 $ plan gpt2 --mesh fsdp=2 --rules fsdp --only k_porj
 matches no path of the plan
-$ plan {}:Dense --mesh fsdp=4,tensor=2 --rules {}:AXES --mode decoed
-decoed
 $ plan cut.safetensors --mesh fsdp=8 --rules llama
 cut.safetensors
-$ plan my_package --mesh fsdp=2 --rules w->fsdp
-A model is named as MODULE:CALLABLE, as in `my_package:make`
 $ plan {}:make --mesh fsdp=4 --rules .*->fsdp(fsdp) --json /nonexistent/plan.json
 writing '/nonexistent/plan.json' failed: FileNotFoundError
 $ plan {}:STRUCTS --mesh fsdp=5 --rules w->fsdp --strict
@@ -391,7 +369,6 @@ $ plan {}:STRUCTS --mesh fsdp=5 --rules w->fsdp --strict
 @pytest.mark.parametrize("words, message", FLAGS)
 def test_bad_flags_are_one_line_and_exit_code_2(words, message, module, capsys):
     Path("cut.safetensors").write_bytes(b"\xff" * 20)
-    Path("my_package").mkdir()
     assert message in failure(capsys, *[word.replace("{}", module) for word in words])
 
 

@@ -72,20 +72,14 @@ def test_state_is_made_in_shards():
     assert arguments == pytest.approx(sum(planned), abs=64)
 
 
-def test_the_plan_keeps_heads_whole():
+def test_every_array_of_the_model_is_named_and_heads_stay_whole():
     plans = make_plans(MeshSpec.parse("fsdp=2,tensor=4"), RUN)
+    for leaf in plans.model.leaves:
+        assert leaf.names is not None and set(leaf.names) <= set(AXIS_RULES.names)
+        assert [why.code.name for why in leaf.reasons] == ["unit"] * (leaf.path in ("layers/key", "layers/value"))
     key = plans.model["layers/key"]
     assert key.shape == (LAYERS, 128, KV_HEADS * HEAD_DIM) and key.spec == jax.P(None, "fsdp")
-    assert [reason.code.name for reason in key.reasons] == ["unit"]
     assert plans.model["layers/query"].spec == jax.P(None, "fsdp", "tensor")
-
-
-def test_every_array_of_the_model_is_named():
-    plans = make_plans(MeshSpec.parse("data=2,fsdp=2,tensor=2"), RUN)
-    for leaf in plans.model.leaves:
-        assert leaf.names is not None and len(leaf.names) == len(leaf.shape)
-        assert set(leaf.names) <= set(AXIS_RULES.names)
-        assert not leaf.reasons
     # Apart from counters, the optimizer state holds two moments, sharded as the parameters are.
     moments = [leaf for leaf in plans.optimizer.leaves if leaf.shape]
     assert len(moments) == 2 * len(plans.model.leaves)

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli import ROOT, VERBS, run
-from test_verbs import write_checkpoint
+from test_cli import VERBS, run
+from test_verbs import PAGE, write_files
 
 
-PAGE = (ROOT / "docs" / "cli.md").read_text()
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # A command, and what is shown after it.
 COMMANDS = re.findall(r"^```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", PAGE, re.DOTALL | re.MULTILINE)
@@ -21,10 +20,7 @@ COMMANDS = re.findall(r"^```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", PAGE, r
 def here(tmp_path_factory):
     """The directory in which the page's commands run, with its model."""
     folder = tmp_path_factory.mktemp("page")
-    sources = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    assert sources[0].startswith("# my_model.py\n")
-    (folder / "my_model.py").write_text("".join(sources))
-    write_checkpoint(folder / "model-dir")
+    write_files(folder)
     yield folder
     sys.modules.pop("my_model", None)
 

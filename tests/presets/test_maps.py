@@ -1,6 +1,5 @@
 """Maps between real layouts: bitwise what NumPy makes, there and back, and the same function of the same weights."""
 
-import forward
 import jax
 import numpy as np
 import pytest
@@ -27,22 +26,18 @@ def test_a_checkpoint_and_a_stacked_tree(family):
     assert TreeMap.from_json(there.to_json()) == there
 
 
-TOKENS = np.array([3, 41, 7, 7, 0, 12])
-
-
-def same_logits(one, two):
-    np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("interleaved, turned", [(False, forward.turn), (True, forward.turn_pairs)])
-def test_a_tree_of_maxtext_computes_what_the_checkpoint_does(interleaved, turned):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_tree_of_maxtext_has_heads_apart_and_may_have_interleaved_positions(interleaved):
     config, files = config_of("llama"), files_of("llama")
     if interleaved:
         config["rope_scaling"] = {"rope_type": "llama3"}
     theirs, mine = maps.hugging_face(config), maps.maxtext(config)
     tree = theirs.to(mine).apply(files)
-    assert tree["params/decoder/layers/self_attention/query/kernel"].shape == (32, 3, 4, 8)
-    same_logits(forward.of_maxtext(tree, TOKENS, turned=turned), forward.of_files(files, TOKENS))
+    for layer in range(3):
+        rows = files[f"model.layers.{layer}.self_attn.q_proj.weight"].reshape(4, 2, 4, 32) * 8**-0.5
+        # The two numbers that a rotation mixes are half a head apart, or side by side.
+        by_hand = (rows.swapaxes(1, 2) if interleaved else rows).reshape(4, 8, 32).transpose(2, 0, 1)
+        np.testing.assert_allclose(tree["params/decoder/layers/self_attention/query/kernel"][:, layer], by_hand)
     close(mine.to(theirs).apply(tree), files)
     close(theirs.to(mine).inverse().apply(tree, like=files), files)
     # From one program's tree to another's, without the checkpoint between them.
@@ -72,17 +67,24 @@ def test_trees_of_maxtext_with_experts(family, at, experts, first):
 
 
 @pytest.mark.parametrize("heads, kv_heads, shards", [(4, 2, 1), (4, 2, 2), (4, 2, 4), (8, 1, 8), (8, 2, 8)])
-def test_an_engine_computes_what_the_trainer_does(heads, kv_heads, shards):
+def test_each_shard_of_an_engine_has_the_heads_and_the_hidden_units_that_it_computes_with(heads, kv_heads, shards):
     sizes = {"heads": heads, "kv_heads": kv_heads}
     config, files = config_of("llama", **sizes), files_of("llama", **sizes)
     trainer, served = maps.stacked(config), maps.engine(config, shards=shards)
     trained = maps.hugging_face(config).to(trainer).apply(files)
     there = trainer.to(served)
     weights = there.apply(trained)
+    at, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+    query, key, value = (files[f"{at}{one}_proj.weight"].reshape(-1, 8, 32) for one in "qkv")
     # Fewer key heads than shards are there more than once.
-    rows = (heads + 2 * max(kv_heads, shards)) * 8
-    assert weights["model.layers.0.self_attn.qkv_proj.weight"].shape == (rows, 32)
-    same_logits(forward.of_engine(weights, TOKENS, shards), forward.of_files(files, TOKENS))
+    key, value = (np.repeat(one, max(1, shards // kv_heads), axis=0) for one in (key, value))
+    parts = [
+        one for shard in zip(*[np.split(each, shards) for each in (query, key, value)], strict=True) for one in shard
+    ]
+    assert (weights[f"{at}qkv_proj.weight"] == np.concatenate(parts).reshape(-1, 32)).all()
+    assert (weights[f"{at}o_proj.weight"] == files[f"{at}o_proj.weight"]).all()
+    gate_up = [np.stack(np.split(files[f"{mlp}{one}_proj.weight"], shards)) for one in ("gate", "up")]
+    assert (weights[f"{mlp}gate_up_proj.weight"] == np.concatenate(gate_up, axis=1).reshape(-1, 32)).all()
     equal(served.to(trainer).apply(weights), trained)
     equal(there.inverse().apply(weights, like=trained), trained)
     equal(maps.hugging_face(config).to(served).apply(files), weights)

@@ -27,17 +27,11 @@ from shardfx.presets.tokens import (
 
 
 MODES = (MODE_TRAIN, MODE_PREFILL, MODE_DECODE, MODE_INSERT)
-PRESETS = {
-    "eformer": eformer(),
-    **{f"t5x({a}, {p})": t5x(a, p) for a in (1, 2) for p in (1, 2)},
-}
+PRESETS = {"eformer": eformer(), **{f"t5x({a}, {p})": t5x(a, p) for a in (1, 2) for p in (1, 2)}}
 
 
 def spec(*names, mode=None, **fields):
     return resolve(names, eformer(**fields), mode=mode).spec
-
-
-# --- every preset
 
 
 @pytest.mark.parametrize("rules", PRESETS.values(), ids=PRESETS)
@@ -51,9 +45,6 @@ def test_every_name_of_a_preset_resolves_to_its_first_rule_and_presets_are_value
     assert rebuilt == rules and hash(rebuilt) == hash(rules)
 
 
-# --- T5X
-
-
 def test_t5x_additional_rules_can_override_by_going_first():
     # B76: appended, they come after `embed -> None` and say nothing.
     assert resolve(("embed",), t5x(additional_rules=[("embed", "model")])).spec == P()
@@ -64,9 +55,6 @@ def test_t5x_takes_axis_rules_with_modes_as_additional_rules():
     rules = t5x(additional_rules=presets.t5x().without("batch").extend({"x": "data"}, modes={"decode": {"x": None}}))
     assert resolve(("x",), rules, mode="decode").spec == P()
     assert resolve(("x",), rules).spec == P("data")
-
-
-# --- eformer: fields
 
 
 def test_eformer_has_the_27_fields():
@@ -112,9 +100,6 @@ def test_one_mesh_axis_may_be_for_data_and_for_parameters():
     assert resolve((BATCH, EMBED), rules).spec == resolve((FSDP, TP), rules).spec == P("data", "tp")
 
 
-# --- eformer: the registry's place
-
-
 def test_overriding_is_explicit_and_part_of_the_value():
     # B35, B46: eformer's registry is outside the hash, and aliases the caller's lists.
     rules = eformer()
@@ -125,9 +110,6 @@ def test_overriding_is_explicit_and_part_of_the_value():
     resolved = jax.jit(lambda x, given: x * len(resolve((DP,), given).spec[0] or ""), static_argnums=1)
     assert int(resolved(1, rules.prepend({DP: "d"}))) == 1
     assert int(resolved(1, changed.prepend({TP: "tensor"}))) == 6
-
-
-# --- eformer: layouts and the mode of a shape
 
 
 def test_layouts_are_all_there():

@@ -88,7 +88,7 @@ def traffic(
 @verb(
     examples=(
         "shardfx why my_model:train_step --mesh data=2,fsdp=2,tensor=2",
-        "shardfx why my_model:train_step my_model.py:28 --mesh data=2,fsdp=2,tensor=2",
+        "shardfx why my_model:train_step my_model.py:24 --mesh data=2,fsdp=2,tensor=2",
     )
 )
 @click.argument("step", metavar="MODULE:STEP")
@@ -170,7 +170,7 @@ _FIELDS = tuple(
     examples=(
         "shardfx search my_model:plain_step --target tpu:v5e:2x4",
         "shardfx search my_model:plain_step --devices 16 --chip h100 --keep 2 --write chosen.py --json",
-        "shardfx search my_model:plain_step --target cpu:4 --kwargs width=64,rows=64 --verify --closely 1",
+        "shardfx search my_model:plain_step --target cpu:4 --kwargs width=64 --verify --closely 1",
     ),
     exits="0; 1 if nothing fits in memory",
 )
