@@ -108,20 +108,20 @@ def test_a_key_that_is_no_parameter_is_named(plans):
     assert out["w"].sharding == shardings["w"]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-TAKE_SHARDINGS = {
-    "jit, results": lambda entry: jax.jit(lambda tree: tree, out_shardings=entry)(TREE),
-    "jit, arguments": lambda entry: jax.jit(lambda tree: tree, in_shardings=(entry,))(TREE),
-    "device_put": lambda entry: jax.device_put(TREE, entry),
-    "constraint": lambda entry: jax.lax.with_sharding_constraint(jax.tree.map(jnp.asarray, TREE), entry),
-    "filter_shard": lambda entry: eqx.filter_shard(jax.tree.map(jnp.asarray, TREE), entry),
-}
+TAKE_SHARDINGS = [
+    lambda entry: jax.jit(lambda tree: tree, out_shardings=entry)(TREE),
+    lambda entry: jax.jit(lambda tree: tree, in_shardings=(entry,))(TREE),
+    lambda entry: jax.device_put(TREE, entry),
+    lambda entry: jax.lax.with_sharding_constraint(jax.tree.map(jnp.asarray, TREE), entry),
+    lambda entry: eqx.filter_shard(jax.tree.map(jnp.asarray, TREE), entry),
+]
 
 
-@pytest.mark.parametrize("name", TAKE_SHARDINGS)
-def test_jax_takes_the_shardings_of_a_plan_and_not_the_plan(plans, name):
+@pytest.mark.parametrize("take", TAKE_SHARDINGS)
+def test_jax_takes_the_shardings_of_a_plan_and_not_the_plan(plans, take):
     """The texts are in docs/faq.md."""
     with pytest.raises((AssertionError, ValueError)) as error:
-        TAKE_SHARDINGS[name](plans[0])
+        take(plans[0])
     texts = "pytree structure error: different types at key path", "specification must be a tree prefix of the corres"
     assert str(error.value) == "" or any(text in str(error.value) for text in texts)
-    assert TAKE_SHARDINGS[name](plans[0].shardings)["w"].sharding == plans[0].shardings["w"]
+    assert take(plans[0].shardings)["w"].sharding == plans[0].shardings["w"]

@@ -122,14 +122,14 @@ def test_equal_values_of_one_type_are_one_program(value, place):
     assert len(traced) == 1
 
 
-ONE_PROGRAM = {
-    "nan": (math.nan, float("nan"), np.float64("nan").item()),
-    "a field that is not compared": (Named(1, "a"), Named(1, 2)),
-    "scalars and arrays of NumPy and JAX": (np.float32(2), np.float32(3), jnp.float32(4)),
-}
+ONE_PROGRAM = [
+    (math.nan, float("nan"), np.float64("nan").item()),
+    (Named(1, "a"), Named(1, 2)),  # a field that is not compared
+    (np.float32(2), np.float32(3), jnp.float32(4)),  # arrays
+]
 
 
-@pytest.mark.parametrize("values", ONE_PROGRAM.values(), ids=ONE_PROGRAM)
+@pytest.mark.parametrize("values", ONE_PROGRAM, ids=str)
 def test_values_that_mean_the_same_are_one_program(values):
     traced = []
     run = filter_jit(lambda x, value: traced.append(value) or (x, value))
@@ -143,31 +143,22 @@ class Token:
     """Hashed by identity."""
 
 
-def born(alive):
-    token = Token()
-    alive.add(token)
-    return token
-
-
-def test_static_values_are_not_kept():
+def test_static_values_are_not_kept_and_structures_within_a_bound():
     alive = weakref.WeakSet()
-    run = filter_jit(lambda x, token: x)
-    for _ in range(20):
-        run(X, born(alive))
-    jax.clear_caches()
-    gc.collect()
-    assert len(alive) <= 1  # that of the last call
 
+    def born():
+        alive.add(token := Token())
+        return token
 
-def test_structures_are_remembered_within_a_bound():
-    alive = weakref.WeakSet()
-    run = filter_jit(lambda x, tree: x)
-    with jax.disable_jit():  # each would be a program
-        for _ in range(300):
-            run(X, Bare(born(alive)))
-    jax.clear_caches()
-    gc.collect()
-    assert 0 < len(alive) < 200
+    # A value is kept for the next call alone; in a structure it is kept with the structure.
+    for around_it, calls, most in ((lambda token: token, 20, 1), (Bare, 300, 200)):
+        run = filter_jit(lambda x, tree: x)
+        with jax.disable_jit():  # each would be a program
+            for _ in range(calls):
+                run(X, around_it(born()))
+        jax.clear_caches()
+        gc.collect()
+        assert 0 < len(alive) <= most
 
 
 @pytest.mark.parametrize("value", [{1}, Config([1]), bytearray(b"a")], ids=str)
@@ -216,16 +207,12 @@ A, B, C = (np.full(2, value, np.float32) for value in (1.0, 2.0, 3.0))
 # Each pair has as many leaves of the same types, or holds what is no leaf.
 OTHERS = [
     (([A, B],), ((A, B),)),
-    (([A, B],), ([A],)),
-    (([A, B],), ([A, [B]],)),
     (([A, B],), ([A, None],)),
     (([A, B],), (A, B)),
     (({"a": A, "b": B},), ({"a": A, "c": B},)),
-    (({"a": A, "b": B},), ({"b": A, "a": B},)),
     (({"a": A, "b": B},), (collections.OrderedDict(a=A, b=B),)),
     (([A], [B, C]), ([A, B], [C])),
     (([A, 1],), ([A, True],)),
-    (([A, 1],), ([A, 2],)),
     ((A, 1.0), (A, 1)),
     ((Pair(A, B),), ((A, B),)),
 ]

@@ -46,12 +46,10 @@ WRONG = {
     "block": ("x", lambda: leaf().scale("v", block=(0, 1)), V, r"`scale` takes the size of a block, 1 or more, not 0"),
     "key cast": ("x", lambda: leaf("k").cast("int32"), KEYS, r"key<fry> cannot be cast to int32: a PRNG key means"),
     "key scale": ("x", lambda: leaf("k").scale("v", block=(4,)), {**KEYS, "v": np.ones(1)}, r"<fry> is not multipl"),
-    "times 0": ("x", lambda: leaf().times(0), W, r"`times` takes a finite number that is not 0, not 0"),
     "times inf": ("x", lambda: leaf().times(float("inf")), W, r"`times` takes a finite number that is not 0, not inf"),
     "times much": ("x", lambda: leaf().times(10**400), W, r"`times` takes a finite number that is not 0, not 1000"),
     "much": ("x", lambda: From.constant(10**400, (2,), "float32"), {}, r"`constant` takes a number, not 1000"),
     "more than 64 bits": ("x", lambda: leaf().repeat(2**62).slice(0, 4), W, r"of shape \(138[0-9]*, 4\) has more elem"),
-    "more than a C long": ("x", lambda: leaf().repeat(10**30), W, r"has more elements than any memory holds"),
     "none of so many": ("x", lambda: From.constant(0, (2**62, 0), "int8"), {}, r"has more elements than any memory"),
     "integers": ("x", lambda: leaf().times(2), BYTES, r"int8 is not counted with 2.0: cast it to floating-point"),
     "key plus": ("x", lambda: leaf("k").plus(1), KEYS, r"key<fry> is not counted with 1.0: cast it to floating-point"),
@@ -79,14 +77,10 @@ TWICE = '["x", ["leaf", ["v"], []]], ["x", ["leaf", ["w"], []]]'
 FORGED = {
     "no path": (forged("leaf", [], []), r"`leaf` takes 1 arguments, not 0"),
     "a number": (forged("leaf", [3], []), r"`leaf` takes the path of a leaf, not 3"),
-    "no part": (forged("transpose", [0], []), r"`transpose` takes 1 expressions, not 0"),
     "one part": (forged("scale", [1], [LEAF]), r"`scale` takes 2 expressions, not 1"),
-    "less": (forged("stack", ["i"], [LEAF]), r"`stack` takes 2 arguments, not 1"),
     "more": (forged("stack", ["i", 0, 2, 3], [LEAF]), r"`stack` takes 3 arguments, not 4"),
     "a float": (forged("at", [1.5, 0], [LEAF]), r"`at` takes a whole number, or what stands in braces, .*not 1.5"),
-    "floats": (forged("merge", [0, 2.0], [LEAF]), r"`merge` takes a whole number, not 2.0"),
     "text": (forged("pad_to", [5, 0, "a"], [LEAF]), r"`pad_to` takes a number, not 'a'"),
-    "a factor": (forged("times", ["2"], [LEAF]), r"`times` takes a finite number that is not 0, not '2'"),
     "a bool": (forged("plus", [True], [LEAF]), r"`plus` takes a finite number, not True"),
     "a list": (forged("reshape", [[1]], [LEAF]), r"`reshape` takes a whole number, not \(1,\)"),
     "an operation": (forged("open", ["w"], []), r"is no expression of a TreeMap"),
@@ -137,52 +131,50 @@ def test_numbers_of_numpy_are_plain_ones():
 
 def test_a_stack_of_so_many():
     made = TreeMap({"x": leaf("w.{i}").stack("i", count=2), "y": leaf("w.{i+2}").stack("i")})
-    arrays = {f"w.{i}": np.full(3, i) for i in range(5)}
-    found = made.apply(arrays)
+    found = made.apply({f"w.{i}": np.full(3, i) for i in range(5)})
     assert found["x"][:, 0].tolist() == [0, 1] and found["y"][:, 0].tolist() == [2, 3, 4]
     assert str(made.rules["x"]) == "From('w.{i}').stack('i', count=2)"
     assert TreeMap.from_json(made.to_json()) == made
-    again = made.inverse().apply(found, like=arrays)
-    assert all((again[path] == one).all() for path, one in arrays.items())
 
 
-def test_arrays_without_dimensions():
-    arrays = {"s.0": np.float32(1), "s.1": np.float32(2), "t": np.array(3, np.int8)}
-    made = TreeMap({"s": From("s.{i}").stack("i"), "t": From("t").reshape(1, 1)})
-    found = made.apply(arrays)
-    same(found["s"], np.array([1, 2], np.float32))
-    for path, array in made.inverse().apply(found, like=arrays).items():
-        same(array, arrays[path])
+A, B = np.arange(24, dtype=np.float32).reshape(4, 6), np.ones((4, 6), np.float32)
+LEAD_BACK = {
+    "counted": ({"x": From("w.{i}").stack("i", count=1)}, {"w.0": A}),
+    "no dimensions": (
+        {"s": From("s.{i}").stack("i"), "t": From("t").reshape(1, 1)},
+        {"s.0": np.float32(1), "s.1": np.float32(2), "t": np.array(3, np.int8)},
+    ),
+    "interleaved": (
+        {"x": From.stacked([From("a"), From("b")], dim=2).merge(1), "y": From("a").pad_to(7)},
+        {"a": A, "b": B},
+    ),
+    **{
+        impl: ({"x": From("k").reshape(2, 2).T.repeat(2)}, {"k": jax.random.split(jax.random.key(3, impl=impl), 4)})
+        for impl in ("threefry2x32", "rbg")
+    },
+}
+
+
+def leads_back(made, arrays):
+    """The inverse of a map, traced and with the arrays' own module, gives the arrays."""
+    there = made.apply(arrays)
+    back = lambda tree: made.inverse().apply(tree, like=arrays)
+    for again in (back(there), jax.jit(back)({path: jnp.asarray(one) for path, one in there.items()})):
+        for path, array in arrays.items():
+            assert again[path].dtype == array.dtype
+            is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+            same(*[jax.random.key_data(one) if is_key else one for one in (again[path], array)])
+
+
+@pytest.mark.parametrize("rules, arrays", LEAD_BACK.values(), ids=LEAD_BACK)
+def test_maps_lead_back(rules, arrays):
+    leads_back(TreeMap(rules), arrays)
 
 
 @settings(max_examples=10, deadline=None)
 @given(maps(keeps_all=True, dtypes=("int32", "bfloat16")))
-def test_the_inverse_is_traced(case):
-    made, arrays = written(case)
-    there = {path: jnp.asarray(one) for path, one in made.apply(arrays).items()}
-    again = jax.jit(lambda tree: made.inverse().apply(tree, like=arrays))(there)
-    for path, array in arrays.items():
-        assert isinstance(again[path], jax.Array)
-        same(again[path], array)
-
-
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_keys_go_backwards(impl):
-    keys = {"k": jax.random.split(jax.random.key(3, impl=impl), 4)}
-    made = TreeMap({"x": From("k").reshape(2, 2).T.repeat(2)})
-    tree = made.apply(keys)
-    again = jax.jit(lambda tree: made.inverse().apply(tree, like=keys))(tree)
-    assert again["k"].dtype == keys["k"].dtype
-    same(jax.random.key_data(again["k"]), jax.random.key_data(keys["k"]))
-
-
-def test_interleaved_parts_go_backwards():
-    arrays = {"a": np.arange(24, dtype=np.float32).reshape(4, 6), "b": np.ones((4, 6), np.float32)}
-    made = TreeMap({"x": From.stacked([From("a"), From("b")], dim=2).merge(1), "y": From("a").pad_to(7)})
-    tree = {path: jnp.asarray(one) for path, one in made.apply(arrays).items()}
-    again = jax.jit(lambda tree: made.inverse().apply(tree, like=arrays))(tree)
-    for path, array in arrays.items():
-        same(again[path], array)
+def test_random_maps_lead_back(case):
+    leads_back(*written(case))
 
 
 LAYERS = {f"layers.{i}.w": np.ones((4, 3), np.float32) for i in (0, 1, 3)}

@@ -108,10 +108,7 @@ def test_scaled_blocks_are_what_numpy_makes_of_them():
     weight, scales = filled((200, 130), np.dtype("int8")), filled((2, 2), np.dtype("float32")) + 0.5
     made = TreeMap({"w": From("w").scale("s", block=(128, 128)).cast("bfloat16").T})
     arrays = {"w": weight, "s": scales}
-    by_hand = np.zeros((200, 130), np.float32)
-    for row in range(200):
-        for column in range(130):
-            by_hand[row, column] = np.float32(weight[row, column]) * scales[row // 128, column // 128]
+    by_hand = weight.astype(np.float32) * scales.repeat(128, 0).repeat(128, 1)[:200, :130]
     whole = made.apply(arrays)["w"]
     same(whole, by_hand.astype(whole.dtype).T)
     # Also ahead of a map that goes backwards, which is applied by pieces.
@@ -119,12 +116,9 @@ def test_scaled_blocks_are_what_numpy_makes_of_them():
     for tree in (arrays, {path: jnp.asarray(one) for path, one in arrays.items()}):
         same(made.then(turned).apply(tree, like={"w": whole.T})["w"], whole.T)
     (one,) = pieces_of(made, arrays).values()
-    box = ((100, 130), (5, 190))
-    memory = np.zeros((30, 185), one.dtype)
-    for piece in one.pieces:
-        for part in p.within(piece, box):
-            for few in chunks(part, 1000):
-                fill(memory, box, few, reader(arrays))
+    box, memory = ((100, 130), (5, 190)), np.zeros((30, 185), one.dtype)
+    for few in (few for piece in one.pieces for part in p.within(piece, box) for few in chunks(part, 1000)):
+        fill(memory, box, few, reader(arrays))
     same(memory, whole[100:130, 5:190])
 
 
@@ -153,6 +147,3 @@ def test_what_was_counted_leads_back():
     for tree in (there, {path: jnp.asarray(one) for path, one in there.items()}):
         for path, one in made.inverse().apply(tree, like=arrays).items():
             same(one, arrays[path])
-    third = TreeMap({"x": From("x").times(0.3), "n": "n"})
-    again = third.inverse().apply(third.apply(arrays), like=arrays)["x"]
-    np.testing.assert_allclose(again, arrays["x"], rtol=2e-7)
