@@ -48,15 +48,16 @@ def serve(port):
     _, dst, plan = plans(1, 4)
     receiver = Receiver(plan, dst, [("127.0.0.1", port)], SECRET, timeout_seconds=2)
     while True:
+        failed = None
         try:
             receiver.pull()
         except SyncError as error:
-            # What it has is of one revision, whole.
-            values = {float(x) for leaf in receiver.arrays.values() for x in np.unique(np.asarray(leaf))}
-            print(f"kept {receiver.revision} {sorted(values)} {len(receiver.arrays)} {error}", flush=True)
-            return
+            failed = error
+        # What it has is of one revision, whole.
         values = {float(x) for leaf in receiver.arrays.values() for x in np.unique(np.asarray(leaf))}
-        print(f"has {receiver.revision} {sorted(values)}", flush=True)
+        print("kept" if failed else "has", receiver.revision, sorted(values), failed or "", flush=True)
+        if failed:
+            return
 
 
 def leave(closes):

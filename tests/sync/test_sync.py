@@ -21,7 +21,7 @@ from shardfx._convert import target_view
 from shardfx._reshard.sync import JaxChannel, Receiver, Sender, from_json, plan_transfer, receive, send, to_json
 from shardfx._reshard.sync.codec import _checksum
 from shardfx._reshard.sync.sockets import _Line
-from shardfx.errors import PlanFormatError, PlanMismatchError, SyncError
+from shardfx.errors import MeshError, PlanFormatError, PlanMismatchError, SyncError
 
 
 SECRET = b"sixteen bytes or more"
@@ -148,14 +148,14 @@ def test_each_leaf_arrives_and_each_byte_is_sent_once_per_process():
     assert sent == sum(np.asarray(bits(leaf)).nbytes * halves.get(path, 1) for path, leaf in tree.items())
 
 
-def moved(tree, specs, made, target_specs, **changes):
-    """What arrives of a map, the bytes that were sent, and what NumPy makes."""
+def moved(tree, specs, made, target_specs):
+    """The bytes that are sent for a map, whose arrays arrive as NumPy makes them."""
     whole = made.apply({path: np.asarray(leaf) for path, leaf in tree.items()})
     src, dst = planned(tree, specs, mesh(0)), planned(whole, target_specs, mesh(4))
-    plan = plan_transfer(src, dst, made, **changes)
-    arrays = {path: jax.device_put(leaf, src.shardings[path]) for path, leaf in tree.items()}
-    ((found, sent),) = carried(from_json(to_json(plan)), arrays, dst)
-    assert sent == plan.wire_bytes
+    plan = plan_transfer(src, dst, made)
+    ((found, sent),) = carried(
+        plan, {path: jax.device_put(leaf, src.shardings[path]) for path, leaf in tree.items()}, dst
+    )
     for path, leaf in whole.items():
         same(found[path], leaf)
     return sent
@@ -266,9 +266,13 @@ def served():
     sender.close()
 
 
+def receiver_of(plan, dst, *senders, secret=SECRET):
+    return Receiver(plan, dst, [sender.address for sender in senders], secret, timeout_seconds=2)
+
+
 def test_a_receiver_gets_the_newest_revision_once(served):
     _, dst, plan, tree, sender = served
-    receiver = Receiver(plan, dst, [sender.address], SECRET, timeout_seconds=2)
+    receiver = receiver_of(plan, dst, sender)
     assert not receiver.pull() and receiver.arrays == {}
     sender.publish(tree, 3)
     sender.publish({**tree, "one": tree["one"] + 1}, 5)
@@ -281,7 +285,7 @@ def test_a_receiver_gets_the_newest_revision_once(served):
 def test_another_secret_gets_nothing(served):
     _, dst, plan, tree, sender = served
     sender.publish(tree, 1)
-    receiver = Receiver(plan, dst, [sender.address], b"another" * 4, timeout_seconds=2)
+    receiver = receiver_of(plan, dst, sender, secret=b"another" * 4)
     with pytest.raises(SyncError):
         receiver.pull()
     assert receiver.arrays == {} and receiver.revision is None
@@ -289,39 +293,28 @@ def test_another_secret_gets_nothing(served):
         Sender(plan, b"short")
 
 
-def test_plans_that_differ_name_the_first_leaf(served):
-    src, dst, _, tree, sender = served
-    sender.publish(tree, 1)
-    other = dst.content.leaves
-    specs = {leaf.path: leaf.spec for leaf in other} | {"eight": P(None, "b")}
-    wanted = planned(tree, specs, mesh(4))
-    receiver = Receiver(plan_transfer(src, wanted), wanted, [sender.address], SECRET, timeout_seconds=2)
-    with pytest.raises(PlanMismatchError, match="leaf `eight`"):
-        receiver.pull()
-    limited = plan_transfer(src, dst, limit_bytes=64)
-    with pytest.raises(PlanMismatchError, match="limits"):
-        Receiver(limited, dst, [sender.address], SECRET, timeout_seconds=2).pull()
-
-
 def test_a_receiver_that_the_plan_is_not_for_is_refused(served):
     src, dst, plan, tree, sender = served
-    part = job((1, 4), receiver=3)[2]
-    with pytest.raises(PlanMismatchError, match="no part for the receiving process 0"):
-        Receiver(part, dst, [sender.address], SECRET)
-    with pytest.raises(PlanMismatchError, match="1 addresses for 2 sending processes"):
-        Receiver(job((2, 1))[2], dst, [sender.address], SECRET)
     sender.publish(tree, 1)
-    specs = {leaf.path: leaf.spec for leaf in dst.content.leaves} | {"wide": P(None, "a")}
-    other = Receiver(plan, planned(tree, specs, mesh(4)), [sender.address], SECRET, timeout_seconds=2)
-    with pytest.raises(PlanMismatchError, match="leaf `wide` lies in `dst` otherwise"):
-        other.pull()
-    assert other.arrays == {}
+    specs = {leaf.path: leaf.spec for leaf in dst.content.leaves}
+    eight, wide = (planned(tree, specs | more, mesh(4)) for more in ({"eight": P(None, "b")}, {"wide": P(None, "a")}))
+    for other, own, text in (
+        (plan_transfer(src, eight), eight, "leaf `eight`"),
+        (plan_transfer(src, dst, limit_bytes=64), dst, "limits"),
+        (plan, wide, "leaf `wide` lies in `dst` otherwise"),
+        (job((1, 4), receiver=3)[2], dst, "no part for the receiving process 0"),
+        (job((2, 1))[2], dst, "1 addresses for 2 sending processes"),
+    ):
+        with pytest.raises(PlanMismatchError, match=text):
+            receiver_of(other, own, sender).pull()
+    with pytest.raises(MeshError, match="`processes` is 3 for 4 devices; give a number that divides them"):
+        job((3, 1))
 
 
 def test_what_was_donated_cannot_be_pulled_and_the_trainer_goes_on(served):
     _, dst, plan, tree, sender = served
     sender.publish(tree, 1)
-    receiver = Receiver(plan, dst, [sender.address], SECRET, timeout_seconds=2)
+    receiver = receiver_of(plan, dst, sender)
     assert receiver.pull()
     lost = {**tree, "wide": tree["wide"] + 1}
     sender.publish(lost, 2)
@@ -333,18 +326,15 @@ def test_what_was_donated_cannot_be_pulled_and_the_trainer_goes_on(served):
     assert receiver.pull() and receiver.revision == 3
 
 
-def seen_as(number, own):
-    return [own, np.asarray(own.addressable_data(0)), own + 0][number]
-
-
 def test_what_the_engine_still_holds_of_an_older_revision_is_never_written(served):
     """Memory serves again only when no array is left that lies in it."""
     _, dst, plan, tree, sender = served
-    receiver, held = Receiver(plan, dst, [sender.address], SECRET, timeout_seconds=2), []
+    receiver, held = receiver_of(plan, dst, sender), []
     for revision in range(1, 9):
         sender.publish({**tree, "wide": tree["wide"] * 0 + revision}, revision)
         assert receiver.pull()
-        held.append((revision, seen_as(revision % 3, receiver.arrays["wide"])))
+        own = receiver.arrays["wide"]
+        held.append((revision, (own, np.asarray(own.addressable_data(0)), own + 0)[revision % 3]))
         assert all((np.asarray(leaf) == number).all() for number, leaf in held)
     held.clear()
     pointers = set()
@@ -358,7 +348,7 @@ def test_what_the_engine_still_holds_of_an_older_revision_is_never_written(serve
 def test_two_senders_and_one_that_is_behind():
     _, dst, plan, tree = job((2, 1))
     senders = [Sender(plan, SECRET, process=number, timeout_seconds=2) for number in range(2)]
-    receiver = Receiver(plan, dst, [sender.address for sender in senders], SECRET, timeout_seconds=2)
+    receiver = receiver_of(plan, dst, *senders)
     try:
         for revision in (1, 2):
             for sender in senders:
