@@ -1,7 +1,10 @@
-"""What one collective of a compiled program sends and between which devices, read from every form in which HLO writes
-it.
+"""What one collective of a compiled program sends, between which devices, and where these devices are in the mesh.
+
+Collectives are read from every form in which HLO writes them. Between hosts of different TPU slices, a program contains
+transfers as sends and receives.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +12,13 @@ from fractions import Fraction
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
-from .._ground.errors import ProgramError
+from .. import topology
+from .._ground.errors import MeshError, ProgramError
 from .._ground.text import together
-from ._hlo_text import Array, Instruction, arrays_in, parts_of
+from ..topology import MeshSpec
+from ._hlo_text import Array, HloModule, Instruction, array_of, arrays_in, parts_of
 
 
 def _gathered(size: Fraction, members: np.ndarray) -> Fraction:
@@ -143,22 +149,6 @@ def channel_of(instruction: Instruction) -> int | None:
     return int(found[1]) if found else None
 
 
-def sent_by(instruction: Instruction, result: str) -> tuple[Array, ...]:
-    """The arrays in `result`, the type of what an instruction sends.
-
-    **Raises:**
-
-    `ProgramError` that shows the instruction, for an array whose size is not known.
-    """
-    try:
-        found = arrays_in(result)
-        # An unknown size would count as zero bytes.
-        sum(array.bits for array in found)
-    except ProgramError as error:
-        raise ProgramError(f"{error}, which is sent by {instruction.text:.300}") from None
-    return found
-
-
 def _arrays(instruction: Instruction) -> tuple[Array, ...]:
     """The arrays of the collective's result on one device."""
     result = instruction.result
@@ -167,9 +157,9 @@ def _arrays(instruction: Instruction) -> tuple[Array, ...]:
     elif instruction.opcode.endswith("-start") and (result.startswith("((") or "all-reduce" not in instruction.opcode):
         # The start of an asynchronous collective returns its operands, its results and scratch values.
         result = [*parts_of(result), result][1]
-    arrays = sent_by(instruction, result)
+    arrays = arrays_in(result)
     if not arrays:
-        raise ProgramError(f"a collective does not say what it sends: {instruction.text:.300}")
+        raise ProgramError("a collective does not say what it sends")
     sliced = _SLICED.search(instruction.structure)
     if sliced is None:
         return arrays
@@ -188,8 +178,7 @@ def _require_local(instruction: Instruction) -> None:
     is_kernel = opcode == "custom-call" and _KERNEL_SENDS.search(text)
     if has_channel or is_kernel or "all-" in opcode or "collective" in opcode:
         raise ProgramError(
-            f"the program has a collective of a kind that is not known, `{opcode}`, so its traffic cannot be counted: "
-            f"{instruction.text:.300}"
+            f"the program has a collective of a kind that is not known, `{opcode}`, so its traffic cannot be counted"
         )
 
 
@@ -203,20 +192,19 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
 
     **Raises:**
 
-    `ProgramError`, with the line, for groups that cannot be read, that name a device twice, or that name a device which
-    does not exist.
+    `ProgramError` for groups that cannot be read, that name a device twice, or that name a device which does not exist.
     """
     is_permute = kind == "collective-permute"
     rows = (_pairs(instruction),) if is_permute else _rows(instruction)
     members = [] if rows is None or is_permute else np.concatenate([*map(np.ravel, rows)]).tolist()
     if len(set(members)) < len(members):
-        raise ProgramError(f"a collective names a device twice: {instruction.text:.300}")
+        raise ProgramError("a collective names a device twice")
     has_channel = "channel_id=" in instruction.structure
     is_of_devices = "use_global_device_ids=true" in instruction.structure
     if is_of_devices or (has_channel and kind not in _SAYS_WHOSE):
-        return (np.arange(devices)[None],) if rows is None else _known(rows, instruction, devices)
+        return (np.arange(devices)[None],) if rows is None else _known(rows, devices)
     # Otherwise the numbers are replica numbers. A program has one replica: all its devices, or each device alone.
-    _known(rows or (), instruction, 1)
+    _known(rows or (), 1)
     return (np.arange(devices).reshape((1, -1) if has_channel else (-1, 1)),)
 
 
@@ -225,12 +213,12 @@ def groups_by_size(rows: Sequence[Sequence[int]]) -> Groups:
     return tuple(np.array(own) for own in together(rows, len).values())
 
 
-def _known(rows: Groups, instruction: Instruction, count: int) -> Groups:
+def _known(rows: Groups, count: int) -> Groups:
     most = max((int(own.max()) for own in rows if own.size), default=0)
     if most >= count:
         raise ProgramError(
             f"a collective names number {most}, and the program has {count} of what it names; pass `mesh=` if the "
-            f"text's first line does not count its devices: {instruction.text:.300}"
+            "text's first line does not count its devices"
         )
     return rows
 
@@ -239,7 +227,7 @@ def _pairs(instruction: Instruction) -> np.ndarray:
     # In the attributes of a send or receive the pairs can be in quotes.
     found = _PAIRS.search(instruction.structure) or _PAIRS.search(instruction.attributes.replace('"', ""))
     if found is None:
-        raise ProgramError(f"a permute does not say who sends to whom: {instruction.text:.300}")
+        raise ProgramError("a permute does not say who sends to whom")
     pairs = [(int(source), int(target)) for source, target in _PAIR.findall(found[1])]
     return np.array([pair for pair in pairs if pair[0] != pair[1]], dtype=int).reshape(-1, 2)
 
@@ -254,7 +242,7 @@ def _rows(instruction: Instruction) -> Groups | None:
         return (_mesh_groups(mesh[1], mesh[2], mesh[3]),)
     if "replica_groups={}" in text or "replica_groups=" not in text:
         return None
-    raise ProgramError(f"the groups of a collective cannot be read: {instruction.text:.300}")
+    raise ProgramError("the groups of a collective cannot be read")
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray:
@@ -271,13 +259,129 @@ def _mesh_groups(mesh: str, order: str | None, used: str) -> np.ndarray:
         part = int(size) if part is None else part
         inside.append(len(shape) + 1)
         shape += [before, part, int(size) // before // part]
-    ids = np.arange(math.prod(shape)) if order is None else _device_ids(order)
+    ids = np.arange(math.prod(shape))
+    if order is not None:
+        listed = _ORDER.match(order)
+        ids = _iota(listed[1], listed[2]) if listed else np.array([*map(int, order.split(","))])
     outside = [axis for axis in range(len(shape)) if axis not in inside]
     grid = ids.reshape(shape).transpose(*outside, *inside)
     return grid.reshape(-1, math.prod(shape[axis] for axis in inside))
 
 
-def _device_ids(order: str) -> np.ndarray:
-    if found := _ORDER.match(order):
-        return _iota(found[1], found[2]).ravel()
-    return np.array([int(number) for number in re.findall(r"\d+", order)])
+# Hosts number the devices of several slices: slice * SLICE + device.
+SLICE = 100_000
+# `..._xla_megascale_target={{100000->200000},...},...`: a list of pairs or of device groups, with numbers slice *
+# 100000 + device; or `"{1,2}x{0:15}"`, slices x devices, where devices with the same number form a group.
+_TARGET = re.compile(r'_xla_megascale_target="?(\{.*?\})"?,_xla_megascale_transfer_type="(\w+)"')
+_KINDS = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+_PRODUCT = re.compile(r"^\{([\d,:]+)\}x\{([\d,:]+)\}$")
+
+
+class Where:
+    """The position of each device of a program in its mesh and in its slice.
+
+    Devices are numbered by position in the mesh. A program over several TPU slices is written for one slice and numbers
+    the devices of that slice.
+
+    **Arguments:**
+
+    - `mesh`: the mesh, if it is known.
+    - `own`: the number of devices in the first line of the program. Some texts do not say it; then it is 1.
+    - `slices`: the number of slices that the program runs on, as far as it says.
+    - `ids`: the ids of the mesh's devices, in its order, if they are known.
+    """
+
+    def __init__(self, mesh: MeshSpec | Mesh | AbstractMesh | None, own: int, slices: int = 1, ids: Sequence[int] = ()):
+        spec = MeshSpec({}) if mesh is None else MeshSpec.of(mesh)
+        self.own = own = spec.size if mesh is not None and own == 1 else own
+        self.devices = own * slices if mesh is None else spec.size
+        self.names, self.apart = spec.axis_names, np.arange(self.devices)
+        self.slices = np.zeros(self.devices, int)
+        self.coordinates = np.zeros((0, self.devices))
+        if self.names:
+            self.coordinates = np.stack(np.unravel_index(self.apart, spec.axis_sizes))
+            parts = np.array(spec.axis_sizes) // np.array(spec.dcn_sizes)
+            self.slices = np.ravel_multi_index(tuple(self.coordinates // parts[:, None]), spec.dcn_sizes)
+        if isinstance(mesh, Mesh):
+            ids = [device.id for device in mesh.devices.ravel()]
+            for number, members in enumerate(topology.slices(mesh.devices)):
+                self.slices[[*members]] = number
+        if not self.slices.any() and self.devices == own * slices:
+            self.slices = self.apart // own
+        programs = [np.flatnonzero(self.slices == number) for number in range(self.slices.max() + 1)]
+        if self.devices == own:
+            programs = [self.apart]
+        if {len(one) for one in programs} != {own}:
+            raise MeshError(f"the program runs on {own * slices} devices, and the mesh {spec} has {self.devices}.")
+        self.programs = np.stack(programs)
+        self.ids = {id_: at for at, id_ in enumerate(ids)}
+
+    def lifted(self, groups: Groups, number: int | None) -> Groups:
+        """Replica groups of one slice's device numbers as device ids: of all slices, or only of slice `number`."""
+        programs = self.programs if number is None else self.programs[number : number + 1]
+        return tuple(np.concatenate([program[own] for program in programs]) for own in groups)
+
+    def numbers(self, names: Sequence[int]) -> dict[int, int]:
+        """The device number for each name that hosts use."""
+        if all(name in self.ids for name in names):
+            return {name: self.ids[name] for name in names}
+        first = min(name // SLICE for name in names)
+        return {name: int(self.programs[name // SLICE - first, name % SLICE]) for name in names}
+
+    def axes(self, collective: Collective) -> tuple[str, ...]:
+        """The mesh axes along which the devices of a replica group differ."""
+        found = np.zeros(len(self.names), dtype=bool)
+        for own in collective.groups:
+            where = self.coordinates[:, own]
+            found |= (where != where[:, :, :1]).any(axis=(1, 2))
+        return tuple(name for name, differs in zip(self.names, found.tolist(), strict=True) if differs)
+
+
+def is_transfer(instruction: Instruction) -> bool:
+    """Whether an instruction receives from another slice. A transfer is counted where it is received."""
+    return instruction.opcode == "recv" and "_xla_megascale_target=" in instruction.attributes
+
+
+def slices_of(module: HloModule) -> int:
+    """The number of slices that the transfers of a program span; 1 without transfers."""
+    transfers = [
+        instruction
+        for computation in module.computations.values()
+        for instruction in computation.values()
+        if is_transfer(instruction)
+    ]
+    names = {name // SLICE for one in transfers for row in _target(one)[0] for name in row}
+    return max(1, max(names, default=1) - min(names, default=1) + 1)
+
+
+def transfer_of(instruction: Instruction, where: Where) -> Collective:
+    """A transfer between slices, as a collective among all devices that take part."""
+    target, kind = _target(instruction)
+    sent = array_of(instruction)
+    numbers = where.numbers(sorted({name for row in target for name in row}))
+    groups = groups_by_size([[numbers[name] for name in row] for row in target])
+    return Collective(kind, (sent,), (sent.bytes,), groups)
+
+
+def _target(instruction: Instruction) -> tuple[list[list[int]], str]:
+    """The groups of devices that exchange, by the names that hosts use, and the kind of the collective."""
+    found = _TARGET.search(instruction.attributes)
+    if found is None or found[2] not in _KINDS:
+        raise ProgramError(f"a transfer between slices does not say what goes whither: {instruction.text:.300}")
+    if product := _PRODUCT.match(found[1]):
+        slices, devices = (_listed(part) for part in product.groups())
+        return [[slice_ * SLICE + device for slice_ in slices] for device in devices], _KINDS[found[2]]
+    rows = [[int(name) for name in re.findall(r"\d+", row)] for row in found[1][1:-1].split("},{")]
+    return rows, _KINDS[found[2]]
+
+
+def _listed(text: str) -> list[int]:
+    """The numbers in a text such as `0:3,8`, here 0, 1, 2, 3 and 8."""
+    ends = [[int(number) for number in part.split(":")] for part in text.split(",")]
+    return list(itertools.chain.from_iterable(range(own[0], own[-1] + 1) for own in ends))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from .._ground.text import bytes_text, first_lines, html_text, table
 from .._step import Frame, place_text
 from ._traffic import traffic
-from ._traffic_rows import Traffic, TrafficRow
+from ._traffic_rows import Traffic, TrafficRow, place_cells
 
 
 _SUMS = ("all-reduce", "reduce-scatter")
@@ -84,20 +84,12 @@ class Comparison:
         )
         if not self.rows:
             return total
-        header = ("extra", "expected", "found", "axes", "leaf", "source")
-        cells = [
-            (
-                f"+{bytes_text(row.extra_bytes)}",
-                _kinds(row.expected),
-                _kinds(row.found),
-                " x ".join(row.axes) or "-",
-                row.leaf or "-",
-                place_text(row.source),
-            )
-            for row in self.rows
-        ]
+        cells = [("extra", "expected", "found", "axes", "leaf", "source")]
+        for row in self.rows:
+            place = place_cells(row.axes, row.leaf, row.source)
+            cells.append((f"+{bytes_text(row.extra_bytes)}", _kinds(row.expected), _kinds(row.found), *place))
         texts = [f"{place_text(row.source)}: +{bytes_text(row.extra_bytes)}: {row.why}." for row in self.rows]
-        return "\n".join([*table([header, *cells], right={"extra"}), total, *dict.fromkeys(texts)])
+        return "\n".join([*table(cells, right={"extra"}), total, *dict.fromkeys(texts)])
 
     __repr__ = first_lines
     _repr_html_ = html_text

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import operator
 import re
 from collections.abc import Iterator, Mapping
 
@@ -11,6 +12,7 @@ from ._hlo_text import HloModule, Instruction, index_of, root_of
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _COMPARED = re.compile(r"direction=(LT|LE|GT|GE|NE)")
+_HOLDS = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne}
 _INTEGER = re.compile(r"-?\d+")
 _ENDS = ("-done", "-update")
 # These return a number unchanged.
@@ -122,13 +124,12 @@ def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instr
 
 
 def _trips(start: int, step: int, stop: int, direction: str) -> int | None:
-    if direction in ("LT", "LE") and step > 0:
-        return max(0, -(-(stop + (direction == "LE") - start) // step))
-    if direction in ("GT", "GE") and step < 0:
-        return max(0, -(-(start - stop + (direction == "GE")) // -step))
-    if direction == "NE" and step and (stop - start) % step == 0 and (stop - start) // step >= 0:
-        return (stop - start) // step
-    return None
+    """The number of values of a counter for which a comparison holds; `None` if it never ends."""
+    if not _HOLDS[direction](start, stop):
+        return 0
+    last = stop + {"LE": 1, "GE": -1}.get(direction, 0)
+    ends = (last - start) * step > 0 and (direction != "NE" or (stop - start) % step == 0)
+    return len(range(start, last, step)) if ends else None
 
 
 def _opened(

@@ -12,7 +12,7 @@ from .._ground.text import bytes_text, first_lines, html_text, table, together
 from ..chips._chip import Ring, axes_on, extents_of
 from ..topology import MeshSpec
 from ._collective import KINDS
-from ._traffic_rows import Traffic, TrafficRow
+from ._traffic_rows import Traffic, TrafficRow, axes_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,19 +65,12 @@ class Seconds:
 
     def __str__(self) -> str:
         header = ("ms/step", "bytes/step", "kind", "axes", "GB/s", "over")
-        cells = [
-            (
-                f"{1e3 * row.seconds:.3f}",
-                bytes_text(row.traffic.wire_bytes),
-                row.traffic.kind,
-                " x ".join(row.traffic.axes) or "-",
-                f"{row.bytes_per_second / 1e9:.1f}",
-                row.why,
-            )
-            for row in self.rows
-        ]
-        lines = table([header, *cells], right={"ms/step", "bytes/step", "GB/s"})
-        sums = ", ".join(f"{' x '.join(axes) or '-'} {1e3 * one:.3f} ms" for axes, one in self.by_axes().items())
+        cells = [header]
+        for row in self.rows:
+            sent = (bytes_text(row.traffic.wire_bytes), row.traffic.kind, axes_text(row.traffic.axes))
+            cells.append((f"{1e3 * row.seconds:.3f}", *sent, f"{row.bytes_per_second / 1e9:.1f}", row.why))
+        lines = table(cells, right={"ms/step", "bytes/step", "GB/s"})
+        sums = ", ".join(f"{axes_text(axes)} {1e3 * one:.3f} ms" for axes, one in self.by_axes().items())
         lines.append(f"About {1e3 * self.seconds:.3f} ms of a step on {self.chip.name} ({sums or 'no traffic'}).")
         lines.append("An estimate: bytes over bandwidth, without latency, and as if nothing ran beside it.")
         return "\n".join(lines)

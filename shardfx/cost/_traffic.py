@@ -16,13 +16,12 @@ from .._ground.errors import LeafTypeError, ProgramError
 from .._ground.text import together
 from .._step import own_line
 from ..topology import MeshSpec
-from ._collective import Collective, channel_of, collective_of
+from ._collective import Collective, Where, channel_of, collective_of, is_transfer, slices_of, transfer_of
 from ._compile_for import CompiledFor
 from ._hlo_text import HloModule, Instruction, parse_hlo
 from ._origin import Origins, path_of
 from ._runs import Runs, runs_of
 from ._traffic_rows import Traffic, TrafficRow, largest_first
-from ._where import Where, is_transfer, slices_of, transfer_of
 
 
 # The note of the rows in a branch that sends less than another branch.
@@ -151,7 +150,11 @@ class _ModuleReader:
         for name, one in instructions:
             fusion, channel = fusions.get(name), channel_of(one)
             for own in runs[name]:
-                if (row := self.row(name, one, own)) is not None:
+                try:
+                    row = self.row(name, one, own)
+                except ProgramError as error:
+                    raise ProgramError(f"{error}: {one.text:.300}") from None
+                if row is not None:
                     # A TPU's program names a collective again in each fusion that runs beside it. On other platforms
                     # each name is one collective, whatever its channel, since all collectives of a `shard_map` may
                     # share one.

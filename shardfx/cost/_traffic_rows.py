@@ -173,15 +173,7 @@ class TrafficDifference:
 
     def __str__(self) -> str:
         cells = [
-            (
-                _signed(ours - theirs),
-                bytes_text(ours),
-                bytes_text(theirs),
-                kind,
-                " x ".join(axes) or "-",
-                leaf or "-",
-                place_text(source),
-            )
+            (_signed(ours - theirs), bytes_text(ours), bytes_text(theirs), kind, *place_cells(axes, leaf, source))
             for (kind, axes, source, leaf), ours, theirs in self.rows
             if ours != theirs
         ]
@@ -200,6 +192,16 @@ _COMPARED = ("difference", "first", "second")
 _HEADER = ("bytes/step", "kind", "axes", "group", "calls", "array", "pass", "leaf", "source")
 
 
+def axes_text(axes: tuple[str, ...]) -> str:
+    """Mesh axes as tables show them."""
+    return " x ".join(axes) or "-"
+
+
+def place_cells(axes: tuple[str, ...], leaf: str | None, source: Frame | None) -> tuple[str, str, str]:
+    """The cells of a table for mesh axes, a leaf and a source line."""
+    return axes_text(axes), leaf or "-", place_text(source)
+
+
 def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
     """The cells of a row. The source line is shown only in the first row of that line."""
     first, _, others = (row.leaf or "").partition(", ")
@@ -207,7 +209,7 @@ def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
     return (
         bytes_text(row.wire_bytes),
         f"{row.kind}{' (windowed)' if row.windowed else ''}",
-        " x ".join(row.axes) or "-",
+        axes_text(row.axes),
         str(row.group_size),
         "?" if row.calls is None else str(row.calls),
         f"{row.arrays[0]}{more}" if row.arrays else row.dtype or "-",

@@ -259,8 +259,6 @@ class MeshSpec(eqx.Module):
             ```
         """
         names = (names,) if isinstance(names, str) else tuple(names)
-        if not all(isinstance(name, str) for name in names):
-            raise MeshError(f"mesh axes are named by strings, not by {names!r}.")
         _require_known(names, self.axis_names, "axis_size")
         if len(set(names)) < len(names):
             raise MeshError(f"an axis occurs twice in {names}; a dimension can use each mesh axis once.")

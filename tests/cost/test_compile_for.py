@@ -109,10 +109,7 @@ def test_messages(as_users_run_it):
         compile_for(step, *structs(), target="tpu:v5e:32x32")
     large = MeshSpec({"data": 64})
     x = plan(jax.ShapeDtypeStruct((64, 16), jnp.float32), large, paths=PathRules([(".*", P("data"))]))
-    with pytest.raises(
-        MeshError,
-        match=r"mesh data=64 has 64 devices, but there are 8.*`jax.config.update\(\"jax_num_cpu_devices\", 64\)`",
-    ):
+    with pytest.raises(MeshError, match=r"64 devices, but there are 8.*jax_num_cpu_devices\", 64"):
         compile_for(jnp.sum, x.structs, target="cpu")
 
 

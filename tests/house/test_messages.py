@@ -170,7 +170,7 @@ SpecError: 3 is no entry of a PartitionSpec; it must be a mesh axis, a tuple of 
 SpecError: a tree of specs holds 3, which is neither a PartitionSpec nor a NamedSharding.
 
 >>> MESH.axis_size((1,))
-MeshError: mesh axes are named by strings, not by (1,).
+MeshError: `axis_size` names mesh axis `1`, but the mesh has ('data', 'tensor'); use one of those.
 
 >>> topology.coords(jax.devices()[0], 0)
 MeshError: `local_device_count` is 0; it must be at least 1 without `coords`.
