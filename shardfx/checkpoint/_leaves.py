@@ -76,17 +76,14 @@ def plan_of_arrays(tree: object) -> ShardPlan | None:
     return plan(tree, meshes[0], paths=PathRules([(".*", spec)]))
 
 
-def plan_of_nothing(tree: object) -> ShardPlan:
-    """A plan that records which leaves of a tree are arrays, with replicated shardings."""
-    return plan(tree, MeshSpec({"device": 1}), paths=PathRules([(".*", PartitionSpec())]), unused="allow")
-
-
-def leaves_to_save(tree: object, plan: ShardPlan) -> Leaves:
-    """The leaves of the planned tree that a checkpoint keeps. A leaf that could not be read back is an error."""
+def leaves_to_save(tree: object, own: ShardPlan | None) -> Leaves:
+    """The leaves of a tree that a checkpoint keeps. A leaf that could not be read back is an error."""
+    if own is None:  # a plan says which leaves are arrays
+        own = plan(tree, MeshSpec({"device": 1}), paths=PathRules([(".*", PartitionSpec())]), unused="allow")
     flat = flatten(tree)
-    index = rows_of(plan.content, flat)
+    index = rows_of(own.content, flat)
     found = [
-        (path, leaf, plan.content.rows[i])
+        (path, leaf, own.content.rows[i])
         for path, leaf, i in zip(flat.paths, flat.leaves, index, strict=True)
         if i >= 0
     ]
@@ -210,21 +207,16 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
                 f"`{printable(path)}` is scaled, which takes two arrays at a time; use `reshard(tree, plan, map=...)` "
                 "first, and save what comes out."
             )
+        if one.dtype not in safetensors.NAMES:
+            kinds[path] = encode_dtype(one.dtype)
         if prng.is_key(one.dtype):
-            kinds[path], one = encode_dtype(one.dtype), _bits_of(one)
+            bits = prng.bits_of(one.dtype)
+            pieces = tuple([extended(piece, bits.shape) for piece in one.pieces])
+            one = Made((*one.shape, *bits.shape), np.dtype(bits.dtype), pieces)
         elif safetensors.stored_name(one.dtype) is None:
             raise LeafTypeError(f"`{printable(path)}` is {one.dtype}, which safetensors cannot hold; cast it.")
-        elif one.dtype not in safetensors.NAMES:
-            kinds[path] = encode_dtype(one.dtype)
         found.append((path, Output(one.shape, one.dtype, ft.partial(_pieces_of, one, arrays))))
     return Leaves(found, kinds, {})
-
-
-def _bits_of(made: Made) -> Made:
-    """PRNG keys as their key data."""
-    one = prng.bits_of(made.dtype)
-    pieces = tuple(extended(piece, one.shape) for piece in made.pieces)
-    return Made((*made.shape, *one.shape), np.dtype(one.dtype), pieces)
 
 
 def _struct(value: Any, kind: str | None) -> Struct:

@@ -106,7 +106,9 @@ class Manager:
         self.wait()
         holders = holders_of(tree)
         try:
-            content = _copied(content_of(tree, plan, None, None))
+            content = content_of(tree, plan, None, None)
+            arrays = [(path, held(value)) for path, value in content.leaves.arrays]
+            content = dataclasses.replace(content, leaves=dataclasses.replace(content.leaves, arrays=arrays))
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:
             # The other processes wait for this one, and get the reason why it does not write.
             write(self.path(step), holders, ft.partial(_raise, error), self._wait_seconds, progress=False)
@@ -126,10 +128,9 @@ class Manager:
         `CheckpointError` if there is no such step; the errors of [`shardfx.checkpoint.load`][].
         """
         self.wait()
-        there = self.steps()
         step = self.latest() if step is None else step
-        if step not in there:
-            listed = ", ".join(map(str, there[-8:])) or "no step"
+        if step not in self.steps():
+            listed = ", ".join(map(str, self.steps()[-8:])) or "no step"
             raise CheckpointError(f"{self.directory!r} has no step {step}; it has {listed}.")
         return load(self.path(step), plan, **options)
 
@@ -150,18 +151,10 @@ class Manager:
         is_first = write(self.path(step), holders, lambda: content, self._wait_seconds, progress=False)
         if is_first and self.keep is not None:
             for old in [one for one in self.steps() if one != step][: -self.keep + 1 or None]:
-                self._remove(old)
-
-    def _remove(self, step: int) -> None:
-        # If the process is killed here, it leaves a directory that `left_over` finds, and no partial checkpoint.
-        gone = os.path.join(self.directory, f".step-{step}.partial-{secrets.token_hex(8)}")
-        os.rename(self.path(step), gone)
-        remove_partial(gone)
-
-
-def _copied(content: SavedContent) -> SavedContent:
-    arrays = [(path, held(value)) for path, value in content.leaves.arrays]
-    return dataclasses.replace(content, leaves=dataclasses.replace(content.leaves, arrays=arrays))
+                # A process that is killed here leaves a directory that `left_over` finds, and no partial checkpoint.
+                gone = os.path.join(self.directory, f".step-{old}.partial-{secrets.token_hex(8)}")
+                os.rename(self.path(old), gone)
+                remove_partial(gone)
 
 
 def _raise(error: Exception) -> SavedContent:

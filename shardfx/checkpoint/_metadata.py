@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
-from .._ground.errors import CheckpointError, LeafTypeError, PlanFormatError
+from .._ground.errors import CheckpointError, PlanFormatError
 from .._ground.spec import DType
 from .._ground.text import quoted
 from .._plan import decode_dtype, encode_dtype
@@ -66,16 +65,6 @@ def as_bits(entry: object) -> Any:
     return dataclasses.replace(entry, shape=(*entry.shape, *one.shape), dtype=np.dtype(one.dtype))
 
 
-def require_whole_keys(sharding: Sharding, path: str) -> None:
-    """Raises for shardings that would divide the key data differently, since it has more dimensions than the keys."""
-    if isinstance(sharding, NamedSharding | SingleDeviceSharding):
-        return
-    raise LeafTypeError(
-        f"leaf `{path}` holds PRNG keys under a {type(sharding).__name__}; give a NamedSharding, or a "
-        "SingleDeviceSharding."
-    )
-
-
 NUMBERS_KEY = "shardfx.numbers"
 _KINDS = {"bool": bool, "int": int, "float": float, "complex": complex}
 # Above 64 bits, Python's conversion of an integer to text takes quadratic time.
@@ -89,12 +78,11 @@ def is_number(leaf: object) -> bool:
 
 def to_text(numbers: Mapping[str, object]) -> str:
     """Numbers by path, as text for the metadata."""
-    rows = {path: [type(value).__name__, _number_text(value)] for path, value in numbers.items()}
+    rows: dict[str, list[str]] = {}
+    for path, value in numbers.items():
+        is_wide = type(value) is int and abs(value) >= _WIDE
+        rows[path] = [type(value).__name__, hex(value) if is_wide else repr(value)]
     return json.dumps(rows, separators=(",", ":"))
-
-
-def _number_text(value: object) -> str:
-    return hex(value) if type(value) is int and abs(value) >= _WIDE else repr(value)
 
 
 def from_metadata(metadata: Mapping[str, str], directory: str) -> dict[str, Any] | None:

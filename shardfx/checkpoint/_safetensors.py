@@ -180,15 +180,15 @@ def _renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArr
     if DTYPES_KEY not in metadata:
         return tuple(arrays)
     named = parsed_json(metadata[DTYPES_KEY].encode(), f"`{DTYPES_KEY}` in a header")
-    kinds = named if isinstance(named, dict) else {}
-    return tuple([_of_kind(array, kinds.get(array.path)) for array in arrays])
-
-
-def _of_kind(array: FileArray, kind: object) -> FileArray:
-    if array.stored == "U8" and isinstance(kind, str) and kind in OTHER:
-        return dataclasses.replace(array, dtype=OTHER[kind])
-    keys = key_named(kind)
-    return array if keys is None else of_bits(array, keys)
+    found = []
+    for array in arrays:
+        kind = named.get(array.path) if isinstance(named, dict) else None
+        if array.stored == "U8" and isinstance(kind, str) and kind in OTHER:
+            array = dataclasses.replace(array, dtype=OTHER[kind])
+        elif (keys := key_named(kind)) is not None:
+            array = of_bits(array, keys)
+        found.append(array)
+    return tuple(found)
 
 
 def _short(value: object) -> str:

@@ -26,16 +26,15 @@ from ._entry import fill
 from ._files import inside, place, read_json
 from ._flight import Progress
 from ._index import read_index, require_local
-from ._leaves import Leaves, exported, leaves_to_save, plan_of_arrays, plan_of_nothing, shards_of
+from ._leaves import Leaves, exported, leaves_to_save, plan_of_arrays, shards_of
 from ._metadata import NUMBERS_KEY, to_text
 from ._reader import COPY_BYTES, Bytes, flat, part_in, runs_of, spans_of, transfer
 from ._spans import grouped
-from ._staging import PLAN, Headers, begin, commit, remove_partial, require_free, require_space
+from ._staging import PLAN, Headers, begin, commit, remove_partial
 from ._together import digest_of, holders_of, lines_of, meeting
 
 
 PLAN_KEY = "shardfx.plan"
-_NO_PLAN = "holds no plan: `checkpoint.save` writes one, unless by a map, or of arrays on no mesh or on several."
 _FILE_BYTES = 5 * 10**9
 _WORKERS = 4
 _WAIT_SECONDS = 25.0
@@ -153,7 +152,7 @@ def content_of(tree: object, plan: ShardPlan | None, map: TreeMap | None, like: 
             "plan", plan, ShardPlan, LeafTypeError, "give what `shardfx.plan(tree, mesh, ...)` makes, or no plan"
         )
     own = plan_of_arrays(tree) if plan is None else plan
-    leaves = leaves_to_save(tree, plan_of_nothing(tree) if own is None else own)
+    leaves = leaves_to_save(tree, own)
     lines = lines_of(leaves.arrays)
     if map is not None:
         leaves = exported(leaves, map, like)
@@ -193,16 +192,11 @@ def write(
             # After a commit nothing has this name any more.
             afterwards.callback(remove_partial, staging)
 
-        def prepare() -> None:
-            require_free(path, is_file, overwrite)
-            require_space(path, headers)
-            begin(staging, headers, is_file, text)
-
-        together.alone(prepare)
+        together.alone(ft.partial(begin, path, staging, headers, is_file, overwrite, text))
         total = sum(tensor.nbytes for tensor in tensors)
         bar = Progress("saving", total, progress)
         writes = _writes(tensors, together.is_first, afterwards)
-        together.finish(writes, bar.advance, total, lambda: commit(staging, path, is_file, overwrite))
+        together.finish(writes, bar.advance, total, ft.partial(commit, staging, path, is_file, overwrite))
         bar.end()
         return together.is_first
 
@@ -224,15 +218,17 @@ def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:
     `CheckpointError` if there is no plan, `PlanFormatError` if it is damaged.
     """
     path = os.fspath(path)
-    if os.path.isdir(path):
+    if os.path.isfile(os.path.join(path, PLAN)):
         where = place(path, None)
-        if not os.path.exists(os.path.join(path, PLAN)):
-            raise CheckpointError(f"{path!r} {_NO_PLAN}")
         # The text is first parsed as untrusted JSON, then by the plan's own reader.
-        return ShardPlan.from_json(json.dumps(read_json(where, inside(where, PLAN))), like)
-    text = read_index(path).metadata.get(PLAN_KEY)
+        text = json.dumps(read_json(where, inside(where, PLAN)))
+    else:
+        text = None if os.path.isdir(path) else read_index(path).metadata.get(PLAN_KEY)
     if text is None:
-        raise CheckpointError(f"{path!r} {_NO_PLAN}")
+        raise CheckpointError(
+            f"{path!r} holds no plan: `checkpoint.save` writes one, unless by a map, or of arrays on no mesh or on "
+            "several."
+        )
     return ShardPlan.from_json(text, like)
 
 
@@ -246,7 +242,8 @@ def _layout(
     groups = list(grouped(leaves.arrays, lambda row: _nbytes(row[1]), most)) or [[]]
     headers, tensors = {}, []
     for number, group in enumerate(groups):
-        file = staging if file_bytes is None else os.path.join(staging, _file_name(number, len(groups)))
+        part = "" if len(groups) == 1 else f"-{number + 1:05}-of-{len(groups):05}"
+        file = staging if file_bytes is None else os.path.join(staging, f"model{part}.safetensors")
         other = {name: leaves.kinds[name] for name, _ in group if name in leaves.kinds}
         metadata = extra | ({safetensors.DTYPES_KEY: json.dumps(other)} if other else {})
         header, offsets = safetensors.write_header(group, metadata)
@@ -257,10 +254,6 @@ def _layout(
 
 def _nbytes(value: Any) -> int:
     return math.prod(value.shape) * value.dtype.itemsize
-
-
-def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
 def _writes(

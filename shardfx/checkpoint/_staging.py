@@ -21,31 +21,22 @@ _NAME = re.compile(r"\.(.+)\.partial-[0-9a-f]{16}")
 Headers = Mapping[str, tuple[bytes, int, list[str]]]
 
 
-def require_free(path: str, is_file: bool, overwrite: bool) -> None:
-    if is_file and overwrite and not os.path.isdir(path):
-        return
-    if os.path.lexists(path):
+def begin(path: str, staging: str, headers: Headers, is_file: bool, overwrite: bool, plan: str | None) -> None:
+    """Creates the files of a save to `path` at their full size, with everything except the arrays.
+
+    Raises if `path` exists or the disk has too little space; then nothing has been written.
+    """
+    if os.path.lexists(path) and not (is_file and overwrite and not os.path.isdir(path)):
         hint = "pass `overwrite=True` to replace it" if is_file and os.path.isfile(path) else "save to a new name"
-        why = (
-            " `overwrite=True` replaces .safetensors files: a directory cannot be replaced at once."
-            if overwrite
-            else ""
-        )
-        raise CheckpointError(f"{path!r} exists, and nothing was changed; {hint}, or remove it first.{why}")
-
-
-def require_space(path: str, headers: Headers) -> None:
-    needed = sum(size for _, size, _ in headers.values())
-    parent = os.path.dirname(path)
+        why = " `overwrite=True` replaces .safetensors files: a directory cannot be replaced at once."
+        text = f"{path!r} exists, and nothing was changed; {hint}, or remove it first.{why if overwrite else ''}"
+        raise CheckpointError(text)
+    needed, parent = sum(size for _, size, _ in headers.values()), os.path.dirname(path)
     os.makedirs(parent, exist_ok=True)
     free = shutil.disk_usage(parent).free
     if needed > free:
         message = f"saving takes {needed} bytes and {free} are free; nothing was written. Free some, or save elsewhere"
         raise OSError(errno.ENOSPC, message, path)
-
-
-def begin(staging: str, headers: Headers, is_file: bool, plan: str | None) -> None:
-    """Creates the files at their full size, with everything except the arrays."""
     if not is_file:
         os.mkdir(staging)
     if not is_file and plan is not None:
@@ -153,22 +144,18 @@ def left_over(
         if match is None or os.path.islink(path):
             continue
         try:
-            one = _looked_at(path, os.path.join(directory, match[1]), now)
+            files = [path] + ([entry.path for entry in os.scandir(path)] if os.path.isdir(path) else [])
+            stats = [os.lstat(file) for file in files]
         except FileNotFoundError:  # the save has just ended
             continue
-        if one.age_seconds >= older_than_seconds:
-            found.append(one)
+        # Files have their full size from the start; the blocks show what was written.
+        nbytes = sum(one.st_blocks * 512 for one in stats if stat.S_ISREG(one.st_mode))
+        age_seconds = max(0.0, now - max(one.st_mtime for one in stats))
+        if age_seconds >= older_than_seconds:
+            found.append(LeftOver(path, os.path.join(directory, match[1]), nbytes, age_seconds))
     for one in found if remove else ():
         remove_partial(one.path)
     return tuple(found)
-
-
-def _looked_at(path: str, target: str, now: float) -> LeftOver:
-    files = [path] + ([entry.path for entry in os.scandir(path)] if os.path.isdir(path) else [])
-    stats = [os.lstat(file) for file in files]
-    # Files have their full size from the start; the blocks show what was written.
-    nbytes = sum(one.st_blocks * 512 for one in stats if stat.S_ISREG(one.st_mode))
-    return LeftOver(path, target, nbytes, max(0.0, now - max(one.st_mtime for one in stats)))
 
 
 def remove_partial(path: str) -> None:

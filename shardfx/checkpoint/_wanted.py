@@ -7,11 +7,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from .._convert import Made, Piece, Struct, TreeMap, bound_before, cast, extended, names_of
 from .._ground.boxes import Box, volume
-from .._ground.errors import CheckpointError, PlanMismatchError
+from .._ground.errors import CheckpointError, LeafTypeError, PlanMismatchError
 from .._ground.spec import DType
 from .._ground.text import printable, quoted
 from .._plan import Target, target_of
@@ -174,7 +174,12 @@ def _leaf(
         to = _dtype(planned.dtype, stored, dtype, what)
         pieces, is_cast = (None, False) if made is None else (cast(made, to).pieces, made.dtype == to)
         return WantedLeaf(path, shape, to, planned.sharding, entries, pieces, None, is_cast)
-    prng.require_whole_keys(planned.sharding, path)
+    if not isinstance(planned.sharding, NamedSharding | SingleDeviceSharding):
+        # The key data has more dimensions than the keys, and other shardings might divide these.
+        raise LeafTypeError(
+            f"leaf `{path}` holds PRNG keys under a {type(planned.sharding).__name__}; give a NamedSharding, or a "
+            "SingleDeviceSharding."
+        )
     one = prng.bits_of(planned.dtype)
     bits = tuple([prng.as_bits(entry) for entry in entries])
     pieces = None if made is None else tuple([extended(piece, one.shape) for piece in made.pieces])

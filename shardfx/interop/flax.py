@@ -60,7 +60,7 @@ def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTr
     """
 
     def names(node: object) -> tuple[object, ...] | None:
-        given = _sharding(node)
+        given = _metadata(node).get("out_sharding")
         return default if given is None else _names(given)
 
     return jax.tree.map(names, tree, is_leaf=_is_box)
@@ -129,7 +129,7 @@ def rules_of(tree: PyTree) -> AxisRules:
     """
     merged = AxisRules()
     for node in jax.tree.leaves(tree, is_leaf=_is_box):
-        merged = composite_rules(merged, _own_rules(node))
+        merged = composite_rules(merged, _metadata(node).get("sharding_rules"))
     return merged
 
 
@@ -265,18 +265,13 @@ def _is_box(node: object) -> bool:
 
 
 def _metadata(node: object) -> Mapping[str, Any]:
-    """The metadata of an nnx variable, or of the box that `nnx.bridge.to_linen` makes of one."""
+    """The metadata of an nnx variable, or of a box in the same words."""
     if isinstance(node, nnx.Variable):
         return node.get_metadata()
+    if isinstance(node, meta.Partitioned):
+        rules = node.rules if isinstance(node, LogicallyPartitioned) else None
+        return {"out_sharding": node.names, "sharding_rules": rules}
     return node.metadata if isinstance(node, NNXMeta) else {}
-
-
-def _sharding(node: object) -> object:
-    return node.names if isinstance(node, meta.Partitioned) else _metadata(node).get("out_sharding")
-
-
-def _own_rules(node: object) -> AnyRules:
-    return node.rules if isinstance(node, LogicallyPartitioned) else _metadata(node).get("sharding_rules")
 
 
 def _names(sharding: object) -> tuple[object, ...]:

@@ -25,8 +25,6 @@ STYLES: dict[str, str | None] = {
     "ep_dispatch_experts": None,
 }
 _PACKED = 2
-# The first two are attributes of a configuration's class, the last one of a model's.
-_ATTRIBUTES = ("base_model_tp_plan", "base_model_ep_plan", "_tp_plan")
 # The names in checkpoints for the parts of one expert, if the plan has all experts in one parameter; w1 and w3 are gate
 # and up. They are from `transformers/conversion_mapping.py` of 5.23.
 _ON_DISK = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("down_proj", "w2")}
@@ -102,7 +100,7 @@ def plans_of(config: object) -> Plans:
     # A model has all plans merged in its own `_tp_plan`; that of its class is only for its head.
     head = getattr(config if isinstance(config, type) else type(config), "_tp_plan", None)
     config = getattr(config, "config_class", None) or config
-    tensor, expert = (getattr(config, name, None) for name in _ATTRIBUTES[:2])
+    tensor, expert = (getattr(config, name, None) for name in ("base_model_tp_plan", "base_model_ep_plan"))
     if not tensor:
         raise RuleError(f"{config!r:.80} has no `base_model_tp_plan`; write rules for it, or take `presets.hf`.")
     return Plans(dict(tensor), dict(expert or {}), dict(head or {}))
@@ -183,7 +181,7 @@ def rules_of(
         module, _, name = key.rpartition(".")
         begin = "" if key in head else prefix
         target = Style(key, style, axis, (units or {}).get(name, 1))
-        rules.append((_regex(key, begin), optional(target)))
+        rules.append((rf"^{_path(key, begin)}(?:[./][^./]+)?$", optional(target)))
         if name in _ON_DISK and module.endswith("experts"):
             single = dataclasses.replace(target, is_one_expert=True)
             rules.append((_on_disk(module, _ON_DISK[name], begin), optional(single)))
@@ -201,10 +199,6 @@ def _dim(style: str, name: str, rank: int) -> int | None:
     if where == "second":
         return 1 if rank > 1 else None
     return max(rank - 2, 0) if where == _ROWS else 0
-
-
-def _regex(key: str, prefix: str) -> str:
-    return rf"^{_path(key, prefix)}(?:[./][^./]+)?$"
 
 
 def _on_disk(module: str, names: tuple[str, ...], prefix: str) -> str:
