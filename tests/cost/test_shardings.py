@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,11 @@ from shardfx.testing import assert_same_shardings_text, shardings_text
 
 MESH = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 SIZES, WHOLE = (8, 16), P()
+MARKS = {
+    f"test_shardings.py:{at}": text.partition("  # ")[2]
+    for at, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+}
+LINES = {mark: place for place, mark in MARKS.items()}
 
 
 def struct(shape, spec=WHOLE):
@@ -76,24 +82,23 @@ def laid(step, shapes, cuts):
     return sorted(shardings(step(cuts), *args, compiler="cpu").rows, key=lambda row: row.number)
 
 
-def named(by, lines):
-    return by if by in ("x0", "x1", "x2") else lines[by.removeprefix("the constraint at ").split()[0]]
+def named(by):
+    """The argument or the mark of the constraint that an origin names."""
+    return MARKS[by.split()[3]] if by.startswith("the constraint at") else by
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_an_axis_is_there_as_long_as_its_origin_is(seed):
     """Where other shardings decide a tie, the axis is gone when its origin's sharding alone is taken away."""
     step, shapes, cuts = a_program(seed)
-    with open(__file__) as file:
-        lines = {f"test_shardings.py:{at}": text.rstrip()[-2:] for at, text in enumerate(file, 1) if "  # c" in text}
     rows = laid(step, shapes, cuts)
-    for origin in sorted({named(one.by, lines) for row in rows for one in row.origins}):
+    for origin in sorted({named(one.by) for row in rows for one in row.origins}):
         alone = laid(step, shapes, {name: spec if name == origin else P() for name, spec in cuts.items()})
         without = laid(step, shapes, {name: P() if name == origin else spec for name, spec in cuts.items()})
         for row, only, others in zip(rows, alone, without, strict=True):
             assert (row.operation, row.shape) == (only.operation, only.shape) == (others.operation, others.shape)
             for one in row.origins:
-                if named(one.by, lines) == origin:
+                if named(one.by) == origin:
                     assert one.axis in axes_of(only) or one.axis not in axes_of(others), (seed, row, only, others)
 
 
@@ -129,45 +134,35 @@ def decoder(constrained, batch_axis="fsdp", batch=16):
 
         return jax.tree.map(lambda a, b: a - b, params, jax.grad(loss)(params))
 
-    return step, (params, cut((batch, 32), batch_axis, dtype=jnp.int32))
-
-
-def line_of(mark):
-    with open(__file__) as file:
-        return next(
-            f"test_shardings.py:{at}" for at, text in enumerate(file, 1) if text.rstrip().endswith(f"  # {mark}")
-        )
+    return step, params, cut((batch, 32), batch_axis, dtype=jnp.int32)
 
 
 def test_a_lost_batch_is_found_and_mended_by_the_constraint_that_is_told():
-    step, args = decoder(constrained=False)
-    found = shardings(step, *args)
+    found = shardings(*decoder(constrained=False))
     worst = found.replicated().rows[0]
     assert worst.shape == (3, 16, 32, 256) and not worst.origins
     (wanted,) = found.wanted(worst)
     assert (wanted.by, wanted.first, wanted.shape) == ("tokens", "params/down", (16, 32, 64))
     assert wanted.spec == P("fsdp", None, None) and wanted.line is not None
-    assert wanted.line.place == line_of("block")
-    assert "jax.P('fsdp', None, None)" in str(found.at(line_of("block")))
-    mended_step, args = decoder(constrained=True)
-    mended = shardings(mended_step, *args)
+    assert wanted.line.place == LINES["block"]
+    assert "jax.P('fsdp', None, None)" in str(found.at(LINES["block"]))
+    mended = shardings(*decoder(constrained=True))
     again = next(row for row in mended.rows if row.shape == worst.shape)
     assert again.bytes_per_device * 8 == worst.bytes_per_device
     (origin,) = again.origins
-    assert origin.by.startswith(f"the constraint at {line_of('constraint')}")
-    assert estimate(mended_step, *args).wire_bytes < estimate(step, *args).wire_bytes
+    assert origin.by.startswith(f"the constraint at {LINES['constraint']}")
+    assert estimate(*decoder(constrained=True)).wire_bytes < estimate(*decoder(constrained=False)).wire_bytes
 
 
 def test_rows_of_one_parameter_and_of_one_line():
-    step, args = decoder(constrained=False)
-    found = shardings(step, *args)
+    found = shardings(*decoder(constrained=False))
     shaped = found.of("params/down").rows
     assert shaped and all(any(one.by == "params/down" for one in row.origins) for row in shaped)
     assert any(one.chain for row in shaped for one in row.origins)
-    of_block = found.at(line_of("block")).rows
-    assert {row.source and row.source.place for row in of_block} == {line_of("block")}
-    assert {row.loop and row.loop.place for row in of_block} == {line_of("scan")}
-    assert {row.loop for row in found.rows if row.source and row.source.place == line_of("loss")} == {None}
+    of_block = found.at(LINES["block"]).rows
+    assert {row.source and row.source.place for row in of_block} == {LINES["block"]}
+    assert {row.loop and row.loop.place for row in of_block} == {LINES["scan"]}
+    assert {row.loop for row in found.rows if row.source and row.source.place == LINES["loss"]} == {None}
     with pytest.raises(UnknownPathError, match="no array of the step is made at 'x.py:1'"):
         found.at("x.py:1")
     with pytest.raises(UnknownPathError, match="did you mean 'params/down'"):
@@ -175,13 +170,13 @@ def test_rows_of_one_parameter_and_of_one_line():
 
 
 def test_what_is_sent_says_why():
-    step, args = decoder(constrained=False)
+    step, *args = decoder(constrained=False)
     found = shardings(step, *args)
     sent = found.annotate(estimate(step, *args))
-    summed = next(row for row in sent.rows if row.source and row.source.place == line_of("block"))
+    summed = next(row for row in sent.rows if row.source and row.source.place == LINES["block"])
     assert "summed over fsdp" in summed.note and "from params/down" in summed.note
-    explained = explain(step, line_of("block"), *args)
-    assert summed.note in explained.notes[0] and explained.rows == found.at(line_of("block")).rows
+    explained = explain(step, LINES["block"], *args)
+    assert summed.note in explained.notes[0] and explained.rows == found.at(LINES["block"]).rows
     assert any("both lie on it" in one for one in found.conflicts)
     rows = json.loads(found.to_json())
     assert len(rows) == len(found.rows) and rows[0]["bytes_per_device"] == found.rows[0].bytes_per_device
@@ -189,13 +184,11 @@ def test_what_is_sent_says_why():
 
 
 def test_shard_maps_keep_their_specs_and_results_are_origins():
-    mesh = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-
     def step(x):
-        x = jax.shard_map(lambda x: (x * 2, x.sum(1)), mesh=mesh, in_specs=P("a", None), out_specs=(P("a"), P("a")))(x)
+        x = jax.shard_map(lambda x: (x * 2, x.sum(1)), mesh=MESH, in_specs=P("a", None), out_specs=(P("a"), P("a")))(x)
         return jnp.tanh(x[0]) + x[1][:, None], jnp.exp(x[0]).T
 
-    out = (None, NamedSharding(mesh, P("b", None)))
+    out = (None, NamedSharding(MESH, P("b", None)))
     found = shardings(jax.jit(step, out_shardings=out), struct((8, 16)), compiler="cpu")
     by = {row.operation: {one.axis: one.by for one in row.origins} for row in found.rows}
     assert by["tanh"]["a"].startswith("the constraint at test_shardings.py")
@@ -204,34 +197,30 @@ def test_shard_maps_keep_their_specs_and_results_are_origins():
 
 
 def test_layouts_are_those_that_xla_chooses():
-    step, args = decoder(constrained=False)
-    known = step_of(step, args)
+    step, *args = decoder(constrained=False)
     products = [row for row in shardings(step, *args, compiler="cpu").rows if row.operation.startswith("dot")]
-    text = known.partitioned("cpu")
+    text = step_of(step, args).partitioned("cpu")
     for row in products:
         cuts = [8 if entry else 1 for entry in (*row.spec, *[None] * 4)]
         part = ",".join(str(size // cut) for size, cut in zip(row.shape, cuts, strict=False))
         assert f"f32[{part}]" in text, row
-
-
-def test_a_step_that_makes_no_array_prints():
     assert "0 arrays of 0 lines" in str(shardings(lambda x: x, struct((8, 8)), compiler="cpu"))
 
 
 def test_the_worst_moment_of_a_step_says_why_its_arrays_are_whole():
-    found = fit(*flat(decoder(constrained=False)), chip="v5e")
+    found = fit(*decoder(constrained=False), chip="v5e")
     whole = next(one for one in found.moment if one.what == "f32[3,16,32,256]")
     assert whole.spec == P() and "tokens has it there, and params/down took it first" in whole.why
     assert whole.why in found.explain() and found.shardings is not None
     table = next(one for one in found.moment if one.what == "params/down")
     assert table.spec == P(None, None, "fsdp") and table.origins[0].by == "params/down"
-    mended = fit(*flat(decoder(constrained=True)), chip="v5e")
+    mended = fit(*decoder(constrained=True), chip="v5e")
     assert not [one for one in mended.moment if one.bytes > 2**17 and one.why]
 
 
 def test_the_constraint_that_is_missing_is_told_with_its_line_and_what_it_saves():
     def trained(**how):
-        step, (params, tokens) = decoder(**how, batch=64)
+        step, params, tokens = decoder(**how, batch=64)
         return jax.jit(step, out_shardings=jax.tree.map(lambda one: one.sharding, params)), params, tokens
 
     def told(found):
@@ -241,26 +230,21 @@ def test_the_constraint_that_is_missing_is_told_with_its_line_and_what_it_saves(
     before, after = (fit(*one, chip="h100") for one in (args, mended))
     (change,) = told(before)
     words = "constrain(x, jax.P('fsdp', None, None), plan) for the f32[64,32,64] of test_shardings"
-    assert change.how.startswith(words) and [one.place for one in change.sources] == [line_of("block")]
+    assert change.how.startswith(words) and [one.place for one in change.sources] == [LINES["block"]]
     assert change.peak_bytes == pytest.approx(after.peak_bytes, rel=0.05) and after.peak_bytes < 0.6 * before.peak_bytes
     for claim, one in ((before.peak_bytes, args), (change.peak_bytes, mended)):
         assert claim == pytest.approx(compile_for(*one, target="cpu").memory.needed_bytes, rel=0.2)
     assert not told(after) and not told(fit(*trained(constrained=False, batch_axis=None), chip="h100"))
 
 
-def flat(made):
-    step, args = made
-    return step, *args
-
-
 def test_a_golden_text_of_layouts_changes_with_them_alone(tmp_path):
-    before, after = (shardings(*flat(decoder(constrained=on))) for on in (False, True))
+    before, after = (shardings(*decoder(constrained=on)) for on in (False, True))
     golden = tmp_path / "layouts.txt"
     assert_same_shardings_text(before, golden, update=True)
     assert_same_shardings_text(before, golden)
     with pytest.raises(AssertionError, match=r"\+    f32\[16,32,256\] fsdp,-,- \(fsdp: the con"):
         assert_same_shardings_text(after, golden)
-    assert f":{line_of('block').partition(':')[2]}" not in shardings_text(before)
+    assert f":{LINES['block'].partition(':')[2]}" not in shardings_text(before)
 
 
 def test_an_array_that_a_constraint_made_lie_so_names_it():
