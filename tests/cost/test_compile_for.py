@@ -95,14 +95,11 @@ def test_a_step_compiles_to_the_same_whatever_has_its_shardings(form):
     assert traffic(compile_for(form, *structs(), target=jax.devices())).wire_bytes == plain.wire_bytes
 
 
-def test_targets_that_are_devices():
+def test_targets_that_are_devices_and_errors(as_users_run_it):
     out = jax.tree.map(lambda one: one.sharding, structs()[0])
     made = compile_for(jax.jit(step, out_shardings=out), *structs(), target=MESH.build(jax.devices()))
     assert made.target == "cpu" and made.chip is None and made.argument_paths["batch"] == "batch"
     assert made.argument_paths["params['w']"] == "params/w"
-
-
-def test_messages(as_users_run_it):
     with pytest.raises(MeshError, match="`target=7` is neither a slice, a mesh nor devices; write `target="):
         compile_for(step, *structs(), target=7)  # pyright: ignore[reportArgumentType]
     with pytest.raises(MeshError, match="slice 'tpu:v5e:32x32' has 1,024 chips, and a pod of v5e is 16x16"):
@@ -135,6 +132,9 @@ def test_a_gather_takes_its_bytes_over_the_links_of_its_ring():
     # Without a mesh one link is taken; a switch sends with all.
     assert seconds(made, chip).rows[0].bytes_per_second == 1e9
     assert seconds(made, "h100", mesh).rows[0].bytes_per_second == 450e9
+    for wrong in ("4x4", "2x2x4", "2x2xtwo"):
+        with pytest.raises(MeshError, match=r"must have 3 extents that hold 8 chips of v5p, as in '2x2x2'"):
+            seconds(made, "v5p", mesh, slice=wrong)
 
 
 def test_two_axes_on_a_torus_use_the_links_of_both():
@@ -162,13 +162,6 @@ def test_the_worked_answers_of_an_all_to_all_and_of_slices():
     assert across.dcn_bytes > 0
     slow = seconds(across, "v4", mesh).rows[0]
     assert slow.dcn_seconds == pytest.approx(across.dcn_bytes / 6.25e9) and slow.seconds > slow.dcn_seconds
-
-
-def test_extents_that_do_not_hold_the_mesh():
-    made, mesh = gather({"data": 8}, P("data"))
-    for wrong in ("4x4", "2x2x4", "2x2xtwo"):
-        with pytest.raises(MeshError, match=r"must have 3 extents that hold 8 chips of v5p, as in '2x2x2'"):
-            seconds(made, "v5p", mesh, slice=wrong)
 
 
 class Refused:
@@ -205,10 +198,7 @@ def test_a_program_that_does_not_fit_is_an_error_of_its_own(text, needed, limit)
         compiled(Refused(text), ())
     assert (raised.value.needed_bytes, raised.value.limit_bytes) == (needed, limit)
     assert str(raised.value.__cause__) == text
-
-
-def test_what_else_a_compiler_raises_stays():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):  # other errors stay
         compiled(Refused("INTERNAL: of another kind"), ())
 
 
