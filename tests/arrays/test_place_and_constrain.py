@@ -184,17 +184,10 @@ def test_heads_that_are_apart_may_have_the_name_of_fused_ones(sizes, shape, cut)
         assert found.spec == (P(None, "tensor") if cut else P())
 
 
-@pytest.mark.parametrize(
-    "sizes, shape, why",
-    [
-        ((), (2, 40, 16), "no whole number of them"),
-        ((), (2, 16, 16), "1 of them, or 16 that are apart"),
-        ((128,), (2, 32, 16), "2 of them, or 32 that are apart"),
-    ],
-)
-def test_heads_of_which_nothing_says_whether_they_are_apart(sizes, shape, why):
+@pytest.mark.parametrize("sizes, shape", [((), (2, 40, 16)), ((), (2, 16, 16)), ((128,), (2, 32, 16))])
+def test_heads_of_which_nothing_says_whether_they_are_apart(sizes, shape):
     made = plan_with(*sizes)
-    text = rf"'heads', which is made of units of 16: that is {why}.*`axes.extend\(\[\('heads_apart', 'tensor'\)\]\)`"
+    text = r"'heads', which is made of units of 16, and no array .*`axes.extend\(\[\('heads_apart', axis\)\]\)`"
     with pytest.raises(SpecError, match=text):
         constrain(np.zeros(shape, np.float32), APART, made)
     with pytest.raises(SpecError, match=text):

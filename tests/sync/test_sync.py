@@ -153,9 +153,9 @@ def moved(tree, specs, made, target_specs):
     whole = made.apply({path: np.asarray(leaf) for path, leaf in tree.items()})
     src, dst = planned(tree, specs, mesh(0)), planned(whole, target_specs, mesh(4))
     plan = plan_transfer(src, dst, made)
-    ((found, sent),) = carried(
-        plan, {path: jax.device_put(leaf, src.shardings[path]) for path, leaf in tree.items()}, dst
-    )
+    arrays = {path: jax.device_put(leaf, src.shardings[path]) for path, leaf in tree.items()}
+    ((found, sent),) = carried(from_json(to_json(plan)), arrays, dst)
+    assert sent == plan.wire_bytes
     for path, leaf in whole.items():
         same(found[path], leaf)
     return sent
