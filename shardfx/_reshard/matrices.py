@@ -205,23 +205,24 @@ def _owned(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: 
             matrix = joined(exchange, stack, pieces)
             given = (matrix,) if state is None else (matrix, state)
             made = fn(*given)
-            _check_result(made, matrix if state is None else given)
+            wanted, found = (
+                jax.tree.map(lambda one: (one.shape, one.dtype), tree)
+                for tree in (matrix if state is None else given, made)
+            )
+            if not eqx.tree_equal(wanted, found):
+                raise LeafTypeError(
+                    f"`fn` makes {found} of {wanted}, each a shape and a dtype; return the same shapes, dtypes and "
+                    "structure, for example with `.astype(matrix.dtype)`."
+                )
             made, new = (made, None) if state is None else made
             return jax.lax.dynamic_update_slice_in_dim(owned, apart(exchange, stack, made), start, axis=1), new
 
         # A slot without a matrix costs nothing.
         return called() if starts.min() >= 0 else jax.lax.cond(start >= 0, called, lambda: (owned, state))
 
-    return jax.lax.scan(turn, owned, (row_of_owner(exchange, starts), states))
-
-
-def _check_result(made: object, same: object) -> None:
-    wanted, found = (jax.tree.map(lambda one: (one.shape, one.dtype), tree) for tree in (same, made))
-    if not eqx.tree_equal(wanted, found):
-        raise LeafTypeError(
-            f"`fn` makes {found} of {wanted}, each a shape and a dtype; return the same shapes, dtypes and structure, "
-            "for example with `.astype(matrix.dtype)`."
-        )
+    is_same = (starts == starts[0]).all()
+    row = jnp.asarray(starts[0]) if is_same else jnp.asarray(starts)[jax.lax.axis_index(exchange.axes)]
+    return jax.lax.scan(turn, owned, (row, states))
 
 
 def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
@@ -282,36 +283,29 @@ def sent(exchange: OwnerExchange, rows: jax.Array) -> jax.Array:
     return jax.lax.all_to_all(rows, exchange.axes, 0, 0, tiled=True) if len(exchange.holds) > 1 else rows
 
 
-def row_of_owner(exchange: OwnerExchange, table: np.ndarray) -> jax.Array:
-    """The row of a table for the device that runs this."""
-    is_same = (table == table[0]).all()
-    return jnp.asarray(table[0]) if is_same else jnp.asarray(table)[jax.lax.axis_index(exchange.axes)]
-
-
 def joined(exchange: OwnerExchange, stack: Stack, pieces: jax.Array) -> jax.Array:
     """A matrix assembled from its pieces."""
-    grid, order = _grid(exchange, stack), _order(exchange, stack)
-    pieces = pieces.reshape(*[exchange.sizes[axis] for axis in exchange.axes], *stack.piece)
+    every, grid, order = _grid(exchange, stack)
     # Of the devices that hold the same piece, the first one's copy is taken.
-    return pieces[tuple(slice(size) for size in grid)].transpose(order).reshape(stack.parts[0].matrix)
+    pieces = pieces.reshape(*every, *stack.piece)[tuple(slice(size) for size in grid)]
+    return pieces.transpose(order).reshape(stack.parts[0].matrix)
 
 
 def apart(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array:
     """The pieces of a matrix, one for each device."""
-    grid, order = _grid(exchange, stack), _order(exchange, stack)
+    every, grid, order = _grid(exchange, stack)
     pieces = matrix.reshape([(*grid, *stack.piece)[at] for at in order]).transpose(np.argsort(order))
-    pieces = jnp.broadcast_to(pieces, (*[exchange.sizes[axis] for axis in exchange.axes], *stack.piece))
+    pieces = jnp.broadcast_to(pieces, (*every, *stack.piece))
     return pieces.reshape(len(exchange.holds), -1, *exchange.unit)
 
 
-def _grid(exchange: OwnerExchange, stack: Stack) -> list[int]:
-    """For each of the owners' axes, the number of parts into which it divides a matrix."""
-    cuts = {axis for own in stack.parts[0].laid for axis in own}
-    return [exchange.sizes[axis] if axis in cuts else 1 for axis in exchange.axes]
-
-
-def _order(exchange: OwnerExchange, stack: Stack) -> list[int]:
-    """The order in which the dimensions of stacked pieces, owners' axes first, form a matrix."""
+def _grid(exchange: OwnerExchange, stack: Stack) -> tuple[list[int], list[int], list[int]]:
+    """For each of the owners' axes, its size and the number of parts into which it divides a matrix; and the order in
+    which the dimensions of stacked pieces, owners' axes first, form a matrix.
+    """
     axes, laid = exchange.axes, stack.parts[0].laid
+    cuts = {axis for own in laid for axis in own}
+    every = [exchange.sizes[axis] for axis in axes]
+    grid = [size if axis in cuts else 1 for axis, size in zip(axes, every, strict=True)]
     order = [at for dim, own in enumerate(laid) for at in (*map(axes.index, own), len(axes) + dim)]
-    return [at for at in range(len(axes)) if at not in order] + order
+    return every, grid, [at for at in range(len(axes)) if at not in order] + order

@@ -176,7 +176,8 @@ def move_of(
     if stays:
         return make("in place")
     if not lost and _one_set(src, dst):
-        ends = [layout(mesh or end.mesh, end.spec, len(shape)) for end, mesh in _on_axes((src, dst), meshes)]
+        pairs = [(end, mesh) for end, mesh in zip((src, dst), meshes, strict=True) if isinstance(end, NamedSharding)]
+        ends = [layout(mesh or end.mesh, end.spec, len(shape)) for end, mesh in pairs]
         # Devices that share a memory do not need steps, so none are searched.
         steps = redistribute(shape, bits(dtype), *ends) if len(ends) == 2 and not (copies and _share(src)) else None
         if _same_shards(shape, src, dst) if steps is None else not steps.steps:
@@ -227,8 +228,7 @@ def _after(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
 
 def shares_memory(move: Move) -> bool:
     """Whether all devices of a move are CPU devices of this process, so that shards can be copied in its memory."""
-    ends = (move.src, move.dst)
-    return all(has_devices(end) for end in ends) and all(_share(end) for end in ends)
+    return _share(move.src) and _share(move.dst)
 
 
 def _share(sharding: Sharding) -> bool:
@@ -237,16 +237,14 @@ def _share(sharding: Sharding) -> bool:
     return all(device.platform == "cpu" for device in sharding.device_set)
 
 
-def _on_axes(ends: tuple[Sharding, Sharding], meshes: tuple[MeshSpec | None, MeshSpec | None]) -> Any:
-    return [(end, mesh) for end, mesh in zip(ends, meshes, strict=True) if isinstance(end, NamedSharding)]
-
-
 def _one_set(*ends: Sharding) -> bool:
     """Whether both ends are on the same devices. A mesh without devices has devices numbered from 0."""
     if all(map(has_devices, ends)):
         return ends[0].device_set == ends[1].device_set
-    ids = [{d.id for d in end.device_set} if has_devices(end) else {*range(named(end).mesh.size)} for end in ends]
-    return ids[0] == ids[1]
+    first, second = (
+        {d.id for d in end.device_set} if has_devices(end) else {*range(named(end).mesh.size)} for end in ends
+    )
+    return first == second
 
 
 def _same_shards(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
@@ -260,10 +258,7 @@ def _program_bytes(plan: Redistribution, shape: tuple[int, ...], dtype: object) 
     """The most bytes that the program of the steps allocates on a device beside source and target."""
     layouts = [step.source for step in plan.steps] + [step.target for step in plan.steps[-1:]]
     pieces = [array_bytes(end.piece_shape(shape), dtype) for end in layouts]
-    most, last = 0, len(pieces) - 2
-    for number, (before, following) in enumerate(it.pairwise(pieces)):
-        # A step holds a copy of the bytes that it sends and of those that it receives, in the exchange's order, beside
-        # its ends.
-        ends = before * (number > 0) + following * (number < last)
-        most = max(most, ends + before + following)
-    return most
+    # A step holds a copy of the bytes that it sends and of those that it receives, in the exchange's order, beside its
+    # ends; those of the first and of the last step are the source and the target.
+    inner = [0, *pieces[1:-1], 0]
+    return max(sum(pair) + sum(ends) for pair, ends in zip(it.pairwise(pieces), it.pairwise(inner), strict=True))

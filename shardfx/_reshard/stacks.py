@@ -3,6 +3,7 @@ before tracing.
 """
 
 import heapq
+import itertools as it
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -128,7 +129,9 @@ def exchanges_of(
     sizes = dict(plan.mesh.shape)
     if over is None:
         used = {axis for one in found for axes in (one.cut, *one.entries) for axis in axes}
-        over = [axis for axis in sizes if axis in used or axis in _batch_axes(plan)]
+        rules = () if plan.axes is None else plan.axes.rules
+        batch = next((entry_axes(target) for name, target in rules if name == "batch"), ())
+        over = [axis for axis in sizes if axis in used or axis in batch]
     elif unknown := [axis for axis in over if axis not in sizes]:
         raise SpecError(f"`over` has {unknown[0]!r}, and the mesh has the axes {', '.join(sizes)}; name some of these.")
     groups: dict[tuple[Any, ...], list[Matrices]] = {}
@@ -138,14 +141,9 @@ def exchanges_of(
     made: list[OwnerExchange] = []
     for (_, cut), arrays in groups.items():
         dealer = _Dealer(cut, tuple(axis for axis in over if axis not in cut), sizes)
-        together = dealer.apart([*map(dealer.laid, arrays)])
-        made += [dealer.dealt(some) for own in together for some in dealer.within(own, limit)]
+        groups_of = dealer.apart([*map(dealer.laid, arrays)])
+        made += [dealer.dealt(some) for own in groups_of for some in dealer.within(own, limit)]
     return tuple(made), others
-
-
-def _batch_axes(plan: ShardPlan) -> tuple[str, ...]:
-    rules = () if plan.axes is None else plan.axes.rules
-    return next((entry_axes(target) for name, target in rules if name == "batch"), ())
 
 
 def _sorted_out(plan: ShardPlan, where: Where) -> tuple[list[Matrices], dict[int, Other]]:
@@ -197,8 +195,7 @@ def _matrices(at: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
             f"`{leaf.path}` has the shape {leaf.shape}, which ({many}, {rows}) does not make matrices of: leading "
             "dimensions that count, then at least one for rows, and at least one for columns."
         )
-    entries = [*map(entry_axes, entries_of(leaf.spec))]
-    entries += [()] * (len(leaf.shape) - len(entries))
+    entries = [entry_axes(entry) for entry, _ in it.zip_longest(entries_of(leaf.spec), leaf.shape)]
     lead, rest = leaf.shape[:many], leaf.shape[many:]
     if any(entries[1:many]):
         raise SpecError(
