@@ -169,6 +169,7 @@ def move_of(
     """
     stays = src == dst and not lost
     if not stays:
+        require_movable(shape, dtype, src)
         require_movable(shape, dtype, dst)
         require_reduced(src, dst)
     shape, dtype = data_of(shape, dtype)

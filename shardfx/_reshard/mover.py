@@ -187,18 +187,14 @@ def _moved(job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: 
 
 
 def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:
-    if memory_limit_bytes is None:
-        return None
-    fix = "give a number of bytes, such as `memory_limit_bytes=1 << 30`, or `None` for no limit."
+    fix = "give a number of bytes, such as `memory_limit_bytes=1 << 30`, or `None` for no limit"
     try:
-        limit_bytes = operator.index(memory_limit_bytes)
+        limit_bytes = None if memory_limit_bytes is None else operator.index(memory_limit_bytes)
     except TypeError as error:
-        kind = type(memory_limit_bytes).__name__
-        raise LeafTypeError(
-            f"`memory_limit_bytes` must be a whole number, not {memory_limit_bytes!r:.80} of type {kind}; {fix}"
-        ) from error
-    if limit_bytes < 0:
-        raise MoveError(f"`memory_limit_bytes={limit_bytes}` is negative. Nothing was moved; {fix}")
+        given = f"{memory_limit_bytes!r:.80} of type {type(memory_limit_bytes).__name__}"
+        raise LeafTypeError(f"`memory_limit_bytes` must be a whole number, not {given}; {fix}.") from error
+    if limit_bytes is not None and limit_bytes < 0:
+        raise MoveError(f"`memory_limit_bytes={limit_bytes}` is negative. Nothing was moved; {fix}.")
     return limit_bytes
 
 

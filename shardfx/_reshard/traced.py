@@ -59,9 +59,9 @@ def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
         )
     if is_explicit(src) != is_explicit(dst):
         raise SpecError(
-            f"the array's mesh {src.mesh.axis_names} has {_kind(src)} axes and the target's mesh "
-            f"{dst.mesh.axis_names} has {_kind(dst)} ones; inside `jit` both must be of one kind: make the meshes "
-            "with the same `axis_types`, or reshard outside."
+            f"the array's mesh {src.mesh.axis_names} has {'Explicit' if is_explicit(src) else 'Auto'} axes and the "
+            f"target's mesh {dst.mesh.axis_names} has {'Explicit' if is_explicit(dst) else 'Auto'} ones; inside `jit` "
+            "both must be of one kind: make the meshes with the same `axis_types`, or reshard outside."
         )
     if not same_order(src, dst):
         raise MeshError(
@@ -70,7 +70,7 @@ def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
         )
     if src.spec.unreduced or dst.spec.unreduced:  # a sum, which is more than a move
         return jax.sharding.reshard(x, dst)
-    here, there = _on_devices(_trimmed(src), dst), _on_devices(_trimmed(dst), src)
+    here, there = _on_devices(src, dst), _on_devices(dst, src)
     _require_one_type(there, here)
     _require_names(here)
     redistribute(x.shape, bits(x.dtype), *layouts(x.ndim, here, there))  # raised here rather than at compile time
@@ -85,11 +85,11 @@ def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
 
 
 def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
-    """`end` with the devices of the other end, if its own mesh is abstract."""
-    if isinstance(end.mesh, Mesh) or not isinstance(other.mesh, Mesh) or end.mesh.size != other.mesh.size:
-        return end
-    devices = other.mesh.devices.reshape(end.mesh.axis_sizes)
-    return NamedSharding(Mesh(devices, end.mesh.axis_names, axis_types=end.mesh.axis_types), end.spec)
+    """`end` with a settled spec, and with the devices of the other end if its own mesh is abstract."""
+    mesh = end.mesh
+    if not isinstance(mesh, Mesh) and isinstance(other.mesh, Mesh) and mesh.size == other.mesh.size:
+        mesh = Mesh(other.mesh.devices.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
+    return NamedSharding(mesh, settled(end.spec))
 
 
 def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
@@ -119,14 +119,6 @@ def _require_names(src: NamedSharding) -> None:
         f"{dict(around.shape)}, whose devices the program runs on; give `src` or `dst` on a `jax.sharding.Mesh`: "
         "`NamedSharding(mesh, spec)`."
     )
-
-
-def _kind(sharding: NamedSharding) -> str:
-    return "Explicit" if is_explicit(sharding) else "Auto"
-
-
-def _trimmed(sharding: NamedSharding) -> NamedSharding:
-    return NamedSharding(sharding.mesh, settled(sharding.spec))
 
 
 _move = jex.core.Primitive("shardfx_move")
@@ -172,11 +164,6 @@ def _batch(axis: Any, args: Any, dims: Any, *, src: NamedSharding, dst: NamedSha
 def _batched(end: NamedSharding, rank: int, dim: int, names: tuple[str, ...]) -> NamedSharding:
     """`end` with one more dimension, which stays sharded along the axes of `vmap` if its mesh has them."""
     entries = [*entries_of(end.spec), *[None] * (rank - 1 - len(entries_of(end.spec)))]
-    if {*names} & {axis for entry in entries for axis in entry_axes(entry)}:
-        raise SpecError(
-            f"`vmap` is mapped over the mesh axes {names}, and {end.spec} shards another dimension by one of them; "
-            "leave them out of the specs inside `vmap`."
-        )
     entries.insert(dim, names if names and {*names} <= {*end.mesh.axis_names} else None)
     return NamedSharding(end.mesh, canonical(PartitionSpec(*entries)))
 

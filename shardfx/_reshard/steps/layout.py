@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from ..._ground.errors import MeshError, SpecError
+from ..._ground.errors import MeshError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,19 +28,6 @@ class StepLayout:
     weights: tuple[float, ...] = ()
 
     def __post_init__(self):
-        used = [axis for axes in self.dims for axis in axes]
-        if len(set(used)) < len(used) or not all(0 <= axis < len(self.sizes) for axis in used):
-            raise SpecError(
-                f"layout dims {self.dims} must name each of {len(self.sizes)} mesh axes at most once; "
-                "write the axes of each dimension as indices into `sizes`."
-            )
-        if self.order is not None and (len(self.order) != self.size or len(set(self.order)) != self.size):
-            raise MeshError(
-                f"a mesh of axis sizes {self.sizes} has {self.size} devices, but its order lists "
-                f"{len(set(self.order))} different ids; give every device once."
-            )
-        if len(self.weights) not in (0, len(self.sizes)) or not all(weight > 0 for weight in self.weights):
-            raise MeshError(f"weights {self.weights} must be positive, one per mesh axis of {self.sizes}, or `()`.")
         # Hashing thousands of ids on each look-up would cost more than the look-up.
         object.__setattr__(self, "_hash", hash((self.sizes, self.dims, self.order, self.weights)))
 
@@ -82,21 +69,18 @@ def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
 
     `MeshError` if the devices are not the same.
     """
-    if layout.size != like.size:
+    if layout.order is None or like.order is None or layout.order == like.order:
+        places = np.arange(layout.size)
+    else:
+        place = {device: index for index, device in enumerate(layout.order)}
+        places = np.asarray([place[device] for device in like.order if device in place])
+    if not layout.size == like.size == len(places):
         raise MeshError(
             f"the meshes of a move must have the same devices, but one has {like.size} (axis sizes {like.sizes}) "
-            f"and the other {layout.size} (axis sizes {layout.sizes}); move between device sets with `jax.device_put`."
+            f"and the other {layout.size} (axis sizes {layout.sizes}), and {len(places)} are in both; move between "
+            "device sets outside of `jit`."
         )
-    if layout.order is None or like.order is None or layout.order == like.order:
-        return np.arange(layout.size)
-    place = {device: index for index, device in enumerate(layout.order)}
-    missing = [device for device in like.order if device not in place]
-    if missing:
-        raise MeshError(
-            f"the meshes of a move must have the same devices, but device {missing[0]} is in one of them alone; "
-            "move between device sets with `jax.device_put`."
-        )
-    return np.asarray([place[device] for device in like.order])
+    return places
 
 
 def digits(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:

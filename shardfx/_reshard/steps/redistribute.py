@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ... import topology
-from ..._ground.errors import SpecError
 from ..._ground.spec import canonical, entries_of, entry_axes
 from ...topology import MeshSpec
 from .layout import StepLayout
@@ -85,24 +84,15 @@ def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int)
 
     - `mesh`: only a `jax.sharding.Mesh` has a device order; the others leave it open. The devices of a Mesh say in
         which slices they are, a MeshSpec by its `dcn`; an AbstractMesh is in one slice.
-    - `spec`: its UNCONSTRAINED entries count as not sharded.
+    - `spec`: a spec that fits the mesh and the rank. Its UNCONSTRAINED entries count as not sharded.
     - `rank`: the number of dimensions of the array.
 
     **Returns:**
 
     A `StepLayout`, cached: equal arguments give the same object.
-
-    **Raises:**
-
-    `SpecError` for a spec longer than the rank, or one that names an axis the mesh lacks.
     """
     names = tuple(mesh.axis_names)
-    entries = tuple(entry_axes(entry) for entry in entries_of(spec))
-    if any(entries[rank:]):
-        raise SpecError(f"{spec} has more entries than the array's {rank} dimensions; drop those at the end.")
-    for axis in (axis for axes in entries for axis in axes):
-        if axis not in names:
-            raise SpecError(f"{spec} names mesh axis `{axis}`, but the mesh has {names}; use one of those.")
+    entries = [entry_axes(entry) for entry in entries_of(spec)][:rank]
     if isinstance(mesh, MeshSpec):  # the number of slices that each mesh axis spans
         every = mesh.dcn_sizes
     else:
@@ -115,7 +105,7 @@ def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int)
         parts[name] = range(len(sizes), len(sizes) + len(cut))
         sizes += [part for part, _ in cut]
         weights += [weight for _, weight in cut]
-    dims = tuple(tuple(part for axis in axes for part in parts[axis]) for axes in entries[:rank])
+    dims = tuple(tuple(part for axis in axes for part in parts[axis]) for axes in entries)
     return StepLayout(
         sizes=tuple(sizes),
         dims=dims + ((),) * (rank - len(dims)),
@@ -158,25 +148,12 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, ds
 
     **Raises:**
 
-    `MeshError` if the two layouts are not over the same devices; `SpecError` if a layout does not fit the shape.
+    `MeshError` if the two layouts are not over the same devices.
     """
-    for end in (src, dst):
-        _require_fit(shape, end)
     # The search depends only on which shard counts divide the shape, so leaves of different shapes share cached paths.
     room = tuple(math.gcd(size, src.size) for size in shape)
     path, bound = _planned(room, src, dst)
     return _measured(math.prod(shape) * itemsize_bits, path, bound, Fraction(1, min(src.pieces, dst.pieces)))
-
-
-def _require_fit(shape: tuple[int, ...], end: StepLayout) -> None:
-    if len(end.dims) != len(shape):
-        raise SpecError(f"a layout of {len(end.dims)} dimensions does not fit an array of shape {shape}.")
-    for dim, (size, count) in enumerate(zip(shape, end.counts, strict=True)):
-        if size % count:
-            raise SpecError(
-                f"dim {dim} of an array of shape {shape} does not divide into {count} pieces; "
-                f"pad it to {-(-size // count) * count}, or use axes whose product divides {size}."
-            )
 
 
 @ft.lru_cache(maxsize=4096)
@@ -197,12 +174,10 @@ def _planned(room: tuple[int, ...], src: StepLayout, dst: StepLayout) -> tuple[P
 def _measured(total: int, path: Path, bound: Fraction, larger: Fraction) -> Redistribution:
     steps = tuple(
         MoveStep(
-            kind=step.kind,
-            source=step.source,
-            target=step.target,
+            *(step.kind, step.source, step.target),
             wire_bytes=_bytes(total * step.wire_share),
             dcn_bytes=_bytes(total * step.dcn_share),
-            peak_bytes=_bytes(Fraction(total, step.source.pieces)) + _bytes(Fraction(total, step.target.pieces)),
+            peak_bytes=sum(_bytes(Fraction(total, end.pieces)) for end in (step.source, step.target)),
         )
         for step in path
     )

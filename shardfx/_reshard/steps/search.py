@@ -79,18 +79,16 @@ class Problem:
 
     - `room`: how many shards each dimension can have.
     - `source`, `target`: the ends, on factors.
-    - `early_gathers`: whether to gather before the crossing and to slice after it, too. That is of use where factors
-        of different sizes block each other, or some cost more than others. It also is where the ends share no factors:
-        pieces that all devices of a group hold need not be brought to the places that the other end has for them.
-    - `permutes_anywhere`: whether to permute the factors of a dimension among the other steps, too. That is of use
-        where factors have different sizes or costs.
+    - `takes_detours`: whether to gather before the crossing, to slice after it, and to permute the factors of a
+        dimension among the other steps, too. That is of use where factors of different sizes block each other, or some
+        cost more than others. It also is where the ends share no factors: pieces that all devices of a group hold need
+        not be brought to the places that the other end has for them.
     """
 
     room: tuple[int, ...]
     source: End
     target: End
-    early_gathers: bool = False
-    permutes_anywhere: bool = False
+    takes_detours: bool = False
 
 
 def search(problem: Problem, *, most: int | None = None) -> Path | None:
@@ -115,9 +113,9 @@ def search(problem: Problem, *, most: int | None = None) -> Path | None:
     path, cost, looked = explore(narrow, most // 2, math.inf)
     factors = [prime for size in source.layout.sizes for prime in primes(size)]
     differ = len({*factors}) > 1 or len({*source.layout.weights}) > 1
-    early_gathers = differ or source.coordinates is not target.coordinates
-    if path is None or ((early_gathers or narrow.room != problem.room) and looked < most):
-        wide = dataclasses.replace(problem, early_gathers=early_gathers, permutes_anywhere=differ)
+    takes_detours = differ or source.coordinates is not target.coordinates
+    if path is None or ((takes_detours or narrow.room != problem.room) and looked < most):
+        wide = dataclasses.replace(problem, takes_detours=takes_detours)
         better, _, _ = explore(wide, most - looked, cost)
         path = better or path
     return path
@@ -155,9 +153,8 @@ def _side(problem: Problem, permutations: PermutationPrices, far_is: Literal["ta
 
     def next_layouts(dims: ShardDims, spare: float) -> Iterator[tuple[ShardDims, float]]:
         yield from first(dims)
-        if problem.early_gathers:
+        if problem.takes_detours:
             yield from early(dims)
-        if problem.permutes_anywhere:
             yield from steps.permutes(dims, spare)
         yield from steps.all_to_alls(dims, each, spare)
 

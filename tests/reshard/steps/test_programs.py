@@ -244,7 +244,7 @@ def test_what_vmap_is_mapped_over_stays_sharded():
         text = program.lower(x).compile().as_text()
         assert text is not None
         assert wire_bytes(text, 4) == values.nbytes // 4 // 2
-    with pytest.raises(SpecError, match=r"mapped over the mesh axes \('a',\).*shards another dimension"):
+    with pytest.raises(Exception, match="duplicate entries for `a`"):
         jax.jit(jax.vmap(ft.partial(move, dst=NamedSharding(square, P("a"))), in_axes=0))(x)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from benchmarks._pairs import all_layouts, every_layout
 from benchmarks._simulate import pieces, simulate
 from shardfx import MeshSpec
-from shardfx._ground.errors import MeshError, SpecError
+from shardfx._ground.errors import MeshError
 from shardfx._reshard.steps.groups import all_to_all, gathered, permutation
 from shardfx._reshard.steps.layout import StepLayout, positions, slice_numbers
 from shardfx._reshard.steps.lower_bound import missing_share
@@ -487,40 +487,12 @@ def test_equal_moves_are_planned_once():
 
 
 @pytest.mark.parametrize(
-    "make, error, message",
+    "src, dst",
     [
-        (lambda: StepLayout((2, 4), ((0, 0),)), SpecError, r"layout dims \(\(0, 0\),\) must name each of 2 mesh axes"),
-        (lambda: StepLayout((2,), ((1,),)), SpecError, "at most once; write the axes of each dimension as indices"),
-        (lambda: StepLayout((2,), (), (3, 3)), MeshError, "has 2 devices, but its order lists 1 different ids"),
-        (
-            lambda: StepLayout((2,), (), None, (0.0,)),
-            MeshError,
-            r"weights \(0.0,\) must be positive, one per mesh axis",
-        ),
-        (lambda: layout(AbstractMesh((2,), ("a",)), P(None, "a"), 1), SpecError, "more entries than the array's 1 dim"),
-        (lambda: layout(AbstractMesh((2,), ("a",)), P("b"), 1), SpecError, "names mesh axis `b`, but the mesh has"),
-        (
-            lambda: redistribute((4,), 8, StepLayout((2,), ((0,),)), StepLayout((3,), ((),))),
-            MeshError,
-            r"one has 2 \(axis sizes \(2,\)\) and the other 3 .*jax.device_put",
-        ),
-        (
-            lambda: redistribute((4,), 8, StepLayout((2,), ((0,),), (0, 1)), StepLayout((2,), ((),), (1, 2))),
-            MeshError,
-            "device 0 is in one of them alone",
-        ),
-        (
-            lambda: redistribute((5,), 8, StepLayout((2,), ((0,),)), StepLayout((2,), ((),))),
-            SpecError,
-            r"dim 0 of an array of shape \(5,\) does not divide into 2 pieces; pad it to 6",
-        ),
-        (
-            lambda: redistribute((4, 4), 8, StepLayout((2,), ((0,),)), StepLayout((2,), ((),))),
-            SpecError,
-            r"a layout of 1 dimensions does not fit an array of shape \(4, 4\)",
-        ),
+        (StepLayout((2,), ((0,),)), StepLayout((3,), ((),))),
+        (StepLayout((2,), ((0,),), (0, 1)), StepLayout((2,), ((),), (1, 2))),
     ],
 )
-def test_errors_say_what_to_do(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
+def test_meshes_of_other_devices_are_an_error(src, dst):
+    with pytest.raises(MeshError, match=r"one has 2 \(axis sizes \(2,\)\) and the other .* are in both; move between"):
+        redistribute((6,), 8, src, dst)
