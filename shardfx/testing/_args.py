@@ -108,21 +108,21 @@ def _smaller(
     """The chosen sizes with a small size for `key`, if the step can be traced with it. Sizes that differ
     still differ.
     """
+
+    def is_taken(chosen: Mapping[_Key, int]) -> bool:
+        try:
+            jax.eval_shape(step, *_resized(args, chosen))
+        except _REFUSED:
+            return False
+        return True
+
     size = key[0]
     for small in (2 * factor * needs[key] for factor in _FACTORS if 2 * factor * needs[key] < size):
         kin = {one: small * (one[0] // size) for one in needs if len(one) == 1 and one[0] % size == 0}
         for more in [{key: small}, {one: new for one, new in kin.items() if one not in chosen}]:
-            if not {*chosen.values()} & {*more.values()} and _is_taken(step, _resized(args, {**chosen, **more})):
+            if not {*chosen.values()} & {*more.values()} and is_taken({**chosen, **more}):
                 return more
     return {}
-
-
-def _is_taken(step: Any, args: PyTree) -> bool:
-    try:
-        jax.eval_shape(step, *args)
-    except _REFUSED:
-        return False
-    return True
 
 
 def _resized(args: Sequence[PyTree], chosen: Mapping[_Key, int]) -> list[PyTree]:
