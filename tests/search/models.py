@@ -51,6 +51,16 @@ def sgd(loss: Any) -> Any:
     return step
 
 
+def trained(loss: Any, optimizer: Any) -> Any:
+    """A step of an optimizer of optax."""
+
+    def step(params, state, *data):
+        updates, state = optimizer.update(jax.grad(loss)(params, *data), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
 def mlp_step(width: int, hidden: int, rows: int, dtype: Any = "bfloat16") -> tuple[Any, ...]:
     """A residual layer of two matrices."""
 
@@ -99,16 +109,10 @@ def flax_transformer() -> tuple[Any, ...]:
     variables = jax.eval_shape(net.init, jax.random.key(0), tokens)
     state = jax.eval_shape(optimizer.init, variables)
 
-    def step(variables, state, tokens):
-        def loss(variables):
-            logits = net.apply(variables, tokens)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+    def loss(variables, tokens):
+        return optax.softmax_cross_entropy_with_integer_labels(net.apply(variables, tokens), tokens).mean()
 
-        gradients = jax.grad(loss)(variables)
-        updates, state = optimizer.update(gradients, state, variables)
-        return optax.apply_updates(variables, updates), state
-
-    return step, variables, state, tokens
+    return trained(loss, optimizer), variables, state, tokens
 
 
 class _Convolutions(nn.Module):

@@ -27,42 +27,49 @@ def test_slices_in_the_text():
     assert asked_for("tpu:v5p:2x2x8", None).extents == (2, 2, 8)
 
 
+LIMITED = {**V5E, "limits": Limits(always=("batch",))}
+
+
 @pytest.mark.parametrize(
-    ("options", "kind", "message"),
+    ("model", "options", "kind", "message"),
     [
-        ({"devices": "tpu:v5p:4x4x4*0"}, MeshError, r"'tpu:v5p:4x4x4\*0'"),
-        ({"devices": "tpu:v5p:4x4x4*2", "slices": 4}, MeshError, "has 2 slices, and `slices=4`; leave `slices` out"),
-        ({"devices": "tpu:v5e:32x32"}, MeshError, "slice 'tpu:v5e:32x32' has 1,024 chips, and a pod of v5e is 16x16"),
-        ({"devices": 7.5}, MeshError, "`devices=7.5` is neither a number, a slice nor devices; write"),
-        ({"devices": 8}, MeshError, r"`devices=8` does not say which chip; add one, as `chip=\"v5e\"`"),
-        ({"devices": 0}, MeshError, "`devices=0` is neither a number, a slice nor devices; write"),
-        ({"devices": []}, MeshError, r"`devices=\[\]` is neither .*, or `devices=jax.devices\(\)`"),
-        ({**V5E, "slices": 3}, MeshError, "`slices=3` does not divide 8 devices"),
-        ({**V5E, "devices": 1}, MeshError, "one device needs no plan"),
-        ({**V5E, "keep": 0}, RuleError, "`keep=0` is no number of candidates; give 1 or more"),
-        ({**V5E, "closely": 0}, RuleError, "`closely=0` is no number of candidates; give 1 or more"),
-        ({**V5E, "verify": True}, RuleError, '`verify=True` is not "compile" or "run"; write'),
-        ({**V5E, "verify": "quick"}, RuleError, '`verify=\'quick\'` is not "compile" or "run"'),
-        ({**V5E, "devices": 64, "verify": "compile"}, MeshError, 'y="compile"` needs 64 devices, and there are 8; emu'),
-        ({**V5E, "devices": 7}, SpecError, "no mesh of 7 devices divides the step's dimensions within the limits"),
+        (MODEL, {"devices": "tpu:v5p:4x4x4*0"}, MeshError, r"'tpu:v5p:4x4x4\*0'"),
+        (
+            MODEL,
+            {"devices": "tpu:v5p:4x4x4*2", "slices": 4},
+            MeshError,
+            "has 2 slices, and `slices=4`; leave `slices` ",
+        ),
+        (MODEL, {"devices": "tpu:v5e:32x32"}, MeshError, "slice 'tpu:v5e:32x32' has 1,024 chips, and a pod of v5e is"),
+        (MODEL, {"devices": 7.5}, MeshError, "`devices=7.5` is neither a number, a slice nor devices; write"),
+        (MODEL, {"devices": 8}, MeshError, r"`devices=8` does not say which chip; add one, as `chip=\"v5e\"`"),
+        (MODEL, {"devices": 0}, MeshError, "`devices=0` is neither a number, a slice nor devices; write"),
+        (MODEL, {"devices": []}, MeshError, r"`devices=\[\]` is neither .*, or `devices=jax.devices\(\)`"),
+        (MODEL, {**V5E, "slices": 3}, MeshError, "`slices=3` does not divide 8 devices"),
+        (MODEL, {**V5E, "devices": 1}, MeshError, "one device needs no plan"),
+        (MODEL, {**V5E, "keep": 0}, RuleError, "`keep=0` is no number of candidates; give 1 or more"),
+        (MODEL, {**V5E, "closely": 0}, RuleError, "`closely=0` is no number of candidates; give 1 or more"),
+        (MODEL, {**V5E, "verify": True}, RuleError, '`verify=True` is not "compile" or "run"; write'),
+        (MODEL, {**V5E, "verify": "quick"}, RuleError, '`verify=\'quick\'` is not "compile" or "run"'),
+        (MODEL, {**V5E, "devices": 64, "verify": "compile"}, MeshError, "needs 64 devices, and there are 8; emulate"),
+        (MODEL, {**V5E, "devices": 7}, SpecError, "no mesh of 7 devices divides the step's dimensions within the limi"),
+        ((lambda x: x, (64, 128)), V5E, LeafTypeError, r"the arguments of the step hold no arrays \(tuple\); pass arr"),
+        ((lambda x: x + 1, f32()), V5E, SpecError, "pad one, or use another number of devices"),
+        (mlp_step(2, 2, 2), {**V5E, "devices": 4096}, SpecError, "no mesh of 4096 devices divides the step's dimensio"),
+        (
+            mlp_step(64, 256, 3),
+            LIMITED,
+            SpecError,
+            "'batch' cut, and no mesh axis of 8 devices .* cuts its size 3; pad",
+        ),
     ],
 )
-def test_what_cannot_be_asked_for(options, kind, message):
+def test_what_cannot_be_asked_for(model, options, kind, message):
     with pytest.raises(kind, match=message):
-        search(*MODEL, **{"chip": None, **options})
+        search(*model, **{"chip": None, **options})
 
 
-def test_steps_that_cannot_be_searched():
-    with pytest.raises(LeafTypeError, match=r"the arguments of the step hold no arrays \(tuple\); pass arrays, or str"):
-        search(lambda x: x, (64, 128), **V5E)
-    with pytest.raises(SpecError, match="pad one, or use another number of devices"):
-        search(lambda x: x + 1, f32(), **V5E)
-    with pytest.raises(SpecError, match="no mesh of 4096 devices divides the step's dimensions within the limits"):
-        search(*mlp_step(2, 2, 2), devices=4096, chip="v5e")
-    with pytest.raises(
-        SpecError, match="`limits` wants 'batch' cut, and no mesh axis of 8 devices .* cuts its size 3; pad"
-    ):
-        search(*mlp_step(64, 256, 3), **V5E, limits=Limits(always=("batch",)))
+def test_an_error_of_the_step_says_what_it_was_called_for():
     with pytest.raises(TypeError) as caught:
         search(lambda p, x: p["up"] @ x, *MODEL[1:], **V5E)
     (note,) = [note for note in caught.value.__notes__ if "`search` traced the step with arguments of these" in note]

@@ -1,12 +1,10 @@
 """The code of a candidate holds all that its numbers depend on."""
 
-import functools as ft
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from models import MODELS, compiled, f32, run_code, space_of
+from models import MODELS, compiled, f32, run_code, space_of, trained
 
 import shardfx
 from shardfx.auto import Limits, search
@@ -23,12 +21,7 @@ def loss(params, x):
     return jnp.mean(x**2)
 
 
-@ft.partial(jax.jit, donate_argnums=(0, 1))
-def step(params, state, x):
-    updates, state = OPTIMIZER.update(jax.grad(loss)(params, x), state, params)
-    return optax.apply_updates(params, updates), state
-
-
+step = jax.jit(trained(loss, OPTIMIZER), donate_argnums=(0, 1))
 PARAMS = [{"up": f32(64, 256), "down": f32(256, 64)}] * 2
 ARGS = PARAMS, jax.eval_shape(OPTIMIZER.init, PARAMS), f32(512, 64)
 

@@ -34,15 +34,12 @@ def filled(tree):
 
 def rules_for(step, args, **axes):
     """Rules for the names that the step has: each mesh axis with the names that it cuts, in order."""
-    wanted = [name for names in axes.values() for name in names]
     known = [axis.name for axis in name_axes(step, *args).axes]
     # What comes first in the rules is what an axis prefers.
-    known.sort(key=lambda name: wanted.index(name) if name in wanted else len(wanted))
-    entries = []
-    for name in known:
-        wanted = tuple(axis for axis, names in axes.items() if name in names)
-        entries += [(name, wanted), *((name, axis) for axis in wanted)] if wanted else [(name, None)]
-    return AxisRules(entries, axes=tuple(axes))
+    wanted = [name for names in axes.values() for name in names if name in known]
+    cuts = {name: tuple(axis for axis, names in axes.items() if name in names) for name in wanted}
+    entries = [(name, target) for name, cut in cuts.items() for target in (cut, *cut)]
+    return AxisRules([*entries, *((name, None) for name in known if name not in cuts)], axes=tuple(axes))
 
 
 def placed(step, args, mesh, rules):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from models import compiled, f32
+from models import compiled, f32, trained
 
 import shardfx
 from shardfx import filter_jit, follow
@@ -25,9 +25,7 @@ def loss(params, x):
     return jnp.mean((x + jax.nn.relu(x @ params["up"] + params["bias"]) @ params["down"]) ** 2)
 
 
-def step(params, state, x):
-    updates, state = OPTIMIZER.update(jax.grad(loss)(params, x), state, params)
-    return optax.apply_updates(params, updates), state
+step = trained(loss, OPTIMIZER)
 
 
 @pytest.fixture(scope="module")
@@ -110,18 +108,13 @@ def test_plans_of_states_are_those_that_follow_makes(optimizer):
     params = [PARAMS, PARAMS]
     state = jax.eval_shape(optimizer.init, params)
 
-    def step(params, state, x):
-        def loss(params):
-            hidden = x
-            for layer in params:
-                hidden += jax.nn.relu(hidden @ layer["up"] + layer["bias"]) @ layer["down"]
-            return jnp.mean(hidden**2)
-
-        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
+    def loss(params, x):
+        for layer in params:
+            x += jax.nn.relu(x @ layer["up"] + layer["bias"]) @ layer["down"]
+        return jnp.mean(x**2)
 
     cut = 0
-    found = search(step, params, state, f32(4096, 512), devices=8, chip="v5e", keep=4)
+    found = search(trained(loss, optimizer), params, state, f32(4096, 512), devices=8, chip="v5e", keep=4)
     for one in found:
         followed = follow(optimizer.init, one.plans[0])
         for mine, theirs in zip(one.plans[1].leaves, followed.leaves, strict=True):
