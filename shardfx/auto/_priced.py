@@ -14,6 +14,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from .. import chips
@@ -21,12 +22,12 @@ from .._arrays import filter_jit
 from .._ground.errors import MeshError, OutOfMemoryError
 from .._ground.spec import entry_axes
 from .._plan import ShardPlan, follow
-from .._step import Dims, Parameter, Platform, Step, bytecode, step_of
+from .._step import Dims, Parameter, Platform, Step, step_of
 from ..cost import Traffic, TrafficRow, compare, compile_for, seconds, traffic
 from ..cost._after import as_compiled
 from ..cost._compile_for import memory_of
 from ..cost._estimate import DIRECT, LARGEST, SIZED, carried_on
-from ..cost._hlo_text import HloModule, parse_hlo
+from ..cost._hlo_text import parse_hlo
 from ..cost._live import held as held_by
 from ..cost._traffic import read
 from ..cost._traffic_rows import largest_first
@@ -121,10 +122,12 @@ class Pricer:
         """The numbers of the arguments that the step donates or returns in a new version."""
         return tuple(sorted({*self.donated, *(which for which, _ in self.results if which is not None)}))
 
-    @ft.cached_property
-    def size(self) -> int:
-        """Bytes of the step's module."""
-        return len(bytecode(self.plain.module(self.platform)))
+    def states(self, classes: Classes) -> tuple[int, ...]:
+        """The numbers of the arguments that hold an optimizer's state: trees like the model's that the step returns in
+        a new version.
+        """
+        members = {classes.traced.arrays[argument].which for argument in classes.model} - {classes.main}
+        return tuple(sorted(members & {which for which, _ in self.results if which is not None}))
 
     def priced(self, one: Candidate, *, constrained: bool = False) -> Candidate:
         """The candidate with the time, the traffic and the memory of its partitioned program.
@@ -133,7 +136,9 @@ class Pricer:
 
         `ProgramError` if XLA refuses the program.
         """
-        step = self._constrained(one) if constrained else self.plain
+        step, changed = self.plain, constrain_step(self.step, one.mesh, one.rules) if constrained else None
+        if changed is not None:
+            step = step_of(lambda *args: changed(*args), self.args)
         read = self._carried_on(step, one) if one.mesh.size > DIRECT else self._read(step, one, one.mesh)
         fits = read.held[0] <= one.limit_bytes
         return dataclasses.replace(
@@ -145,10 +150,6 @@ class Pricer:
             results=tuple(which for which, _ in self.results),
         )
 
-    def _constrained(self, one: Candidate) -> Step:
-        constrained = constrain_step(self.step, one.mesh, one.rules)
-        return step_of(lambda *args: constrained(*args), self.args)
-
     def _carried_on(self, step: Step, one: Candidate) -> _Read:
         """The program's numbers on more devices than XLA partitions for, extrapolated from meshes with shorter axes."""
         read: dict[tuple[int, ...], _Read] = {}
@@ -157,23 +158,19 @@ class Pricer:
             read[mesh.axis_sizes] = self._read(step, one, mesh)
             return read[mesh.axis_sizes].sent.rows
 
-        def carried(value: Callable[[_Read], int | float]) -> float:
-            """A number extrapolated: it changes with each doubling of an axis as it did with the first one."""
-            sizes, *others = read
-            found = float(value(read[sizes]))
-            for other in others if found else ():
-                axis = next(at for at, size in enumerate(other) if size != sizes[at])
-                times = math.log2(one.mesh.axis_sizes[axis] / sizes[axis])
-                found *= (value(read[other]) / value(read[sizes])) ** times
-            return found
+        def numbers_on(sizes: tuple[int, ...]) -> np.ndarray:
+            return np.array([read[sizes].work.flops, read[sizes].work.bytes, *read[sizes].held])
 
         sent = carried_on(one.mesh, LARGEST, rows_on)
-        work = dataclasses.replace(
-            next(iter(read.values())).work,
-            flops=carried(lambda one: one.work.flops),
-            bytes=carried(lambda one: one.work.bytes),
-        )
-        return _Read(sent, work, (carried(lambda one: one.held[0]), carried(lambda one: one.held[1])))
+        sizes, *others = read
+        found = first = numbers_on(sizes)
+        # Each number changes with each doubling of an axis as it did with the first one.
+        for other in others:
+            axis = next(at for at, size in enumerate(other) if size != sizes[at])
+            times = math.log2(one.mesh.axis_sizes[axis] / sizes[axis])
+            found = found * (numbers_on(other) / np.where(first, first, 1)) ** times
+        flops, moved, *held = found.tolist()
+        return _Read(sent, dataclasses.replace(read[sizes].work, flops=flops, bytes=moved), (held[0], held[1]))
 
     def _read(self, step: Step, one: Candidate, mesh: MeshSpec) -> _Read:
         """The traffic, work and memory of a candidate's program. No other function reads a candidate's program."""
@@ -186,18 +183,16 @@ class Pricer:
         partitioned = parse_hlo(text)
         module = as_compiled(partitioned, self.platform, without=() if mesh == one.mesh else SIZED)
         sent = read(module, mesh, self.leaves)
-        held = self._held(module, one, self.donated)
-        enough = held <= one.limit_bytes and mesh == one.mesh
-        return _Read(
-            sent,
-            work_of(partitioned, tpu=self.platform == "tpu"),
-            (held, held if enough else self._held(module, one, self.spare)),
-        )
+        tpu = self.platform == "tpu"
 
-    def _held(self, module: HloModule, one: Candidate, donated: Sequence[int]) -> int:
-        """Bytes of one device at the worst moment, if results reuse the memory of the `donated` arguments."""
-        flags = [which in donated for which, plan in enumerate(one.plans) for _ in plan.leaves]
-        return held_by(module, donated=flags, tile=self.chip.tile, tpu=self.platform == "tpu").peak_bytes
+        def held(donated: Sequence[int]) -> int:
+            """Bytes of one device at the worst moment, if results reuse the memory of the `donated` arguments."""
+            flags = [which in donated for which, plan in enumerate(one.plans) for _ in plan.leaves]
+            return held_by(module, donated=flags, tile=self.chip.tile, tpu=tpu).peak_bytes
+
+        least = held(self.donated)
+        is_enough = least <= one.limit_bytes and mesh == one.mesh
+        return _Read(sent, work_of(partitioned, tpu=tpu), (least, least if is_enough else held(self.spare)))
 
 
 def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, int], ...]:
@@ -209,6 +204,11 @@ def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, 
     (`None` if it is free) and its number of arrays. Of several arguments with the same structure, each is used once, in
     order.
     """
+
+    def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
+        leaves, treedef = jax.tree.flatten(eqx.filter(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)))
+        return treedef, [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
+
     kinds = [kind_of(arg) for arg in args]
     if kind_of(made) in kinds or not isinstance(made, tuple):
         made = (made,)
@@ -220,28 +220,10 @@ def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, 
     return tuple(found)
 
 
-def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
-    """The structure, shapes and dtypes of a tree, as a key that trees of one sharding share."""
-    arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else None, tree)
-    leaves, treedef = jax.tree.flatten(arrays)
-    return treedef, [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
-
-
 def _filled(dims: Sequence[Sequence[Dims | None]], own: Sequence[Parameter]) -> list[Dims | None]:
     """The entries of specs, with empty ones added for the dimensions that a spec leaves out."""
     pairs = zip(itertools.chain(*dims), own, strict=True)
     return [None if dim is None else (*dim, *[()] * (len(one.shape) - len(dim))) for dim, one in pairs]
-
-
-def states_of(classes: Classes) -> tuple[int, ...]:
-    """The numbers of the arguments that hold an optimizer's state: trees like the model's that the step returns in a
-    new version.
-    """
-    traced = classes.traced
-    members = {traced.arrays[argument].which for argument in classes.model} - {classes.main}
-    made = traced.out
-    results = [kind_of(part) for part in (made if isinstance(made, tuple) else (made,))]
-    return tuple(sorted(which for which in members if kind_of(traced.structs[which]) in results))
 
 
 def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:

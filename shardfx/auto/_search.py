@@ -15,11 +15,12 @@ from .. import chips
 from .._ground.errors import MeshError, ProgramError, RuleError
 from .._ground.text import bytes_text, first_lines, html_text, table
 from .._rules import AxisRules
+from .._step import bytecode
 from ..cost._estimate import DIRECT, LARGEST
 from ._asked import SearchOptions, Tracing, asked_for, require_arrays, require_options, trace
 from ._candidate import Candidate, against, ms, rank, without_twins
 from ._name_axes import name_axes, named_classes
-from ._priced import Pricer, Tell, devices_for, measured, states_of, zero_1
+from ._priced import Pricer, Tell, devices_for, measured, zero_1
 from ._space import MODEL, Limits, Space, by_hand, fastest, near
 
 
@@ -159,11 +160,11 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
     """The partitioned candidates, those that fit first and the fastest first, and the titles of those
     written by hand.
     """
-    most, constrained = _counts(pricer.size, space.devices)
+    most, constrained = _counts(len(bytecode(pricer.plain.module(pricer.platform))), space.devices)
     drawn = fastest(space, max(keep, min(_DRAWN, most)))
     usual = [*by_hand(space, space.usual)]
     others = itertools.chain(drawn, by_hand(space, space.usual, 1), by_hand(space, space.known))
-    states = states_of(space.classes)
+    states = pricer.states(space.classes)
     # Each candidate as the core prices it, with the numbers of its program, or with XLA's refusal.
     made: dict[Candidate, Candidate] = {}
     refused: dict[Candidate, ProgramError] = {}
