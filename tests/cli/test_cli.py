@@ -224,11 +224,7 @@ def test_an_optimizer_is_planned_with_its_model(module, capsys):
     for name in ("OPTIMIZER", "optimizer"):
         assert run(*arguments, f"{module}:{name}") == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line.split()[0] for line in lines[1:4]] == [
-            "model/w",
-            "optimizer/0/count",
-            "optimizer/0/{mu,nu}/w",
-        ]
+        assert [line.split()[0] for line in lines[1:4]] == ["model/w", "optimizer/0/count", "optimizer/0/mu/w"]
         assert "4 arrays, 12.0 KiB, on mesh fsdp=4 (4 devices): 3.0 KiB per device" in "\n".join(lines)
     for name in ("optax:adamw", "optax:sgd", "optax:adafactor"):
         assert run(*arguments, name) == 0
