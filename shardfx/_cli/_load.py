@@ -194,20 +194,15 @@ def _strategy(text: str, how: str, given: str, model: str) -> PathRules:
             f"--rules {text} is for a published model, as llama3-8b (`shardfx models` lists them), not for {model!r}; "
             "name rules as MODULE:NAME or as a text, or a ready set, as in --rules llama"
         )
-    arguments = _arguments(text, given)
-    return calling(f"--rules {text}", lambda: presets.models.rules_for(model, how, **arguments))
+    return calling(f"--rules {text}", lambda: presets.models.rules_for(model, how, **_arguments(text, given)))
 
 
 def _arguments(text: str, given: str) -> dict[str, Any]:
     """Returns the arguments of a rule set, as in `llama:head_dim=64,fsdp=data`."""
     found = {key: value for key, _, value in (part.partition("=") for part in given.split(",") if part)}
-    if not all(found.values()) or any(map(_is_long, found.values())):
+    if not all(found.values()):
         raise UsageError(f"--rules {text!r:.200} is not of the form NAME or NAME:key=value,..., as llama:head_dim=64")
     return {key: int(value) if value.isdecimal() else value for key, value in found.items()}
-
-
-def _is_long(text: str) -> bool:
-    return text.isdecimal() and len(text) > 18
 
 
 def _sorted(found: object, what: str) -> Rules:
@@ -326,16 +321,9 @@ def order_text(target: chips.Slice, mesh: MeshSpec) -> str:
     """
     places = itertools.product(*map(range, reversed(target.extents)), range(target.chip.devices_per_chip))
     # Stand-ins with the attributes of JAX's devices, whose coordinates have three dimensions.
+    same = {"platform": "tpu", "device_kind": target.chip.kinds[0], "process_index": 0, "slice_index": 0}
     devices = [
-        types.SimpleNamespace(
-            id=number,
-            process_index=0,
-            platform="tpu",
-            device_kind=target.chip.kinds[0],
-            coords=(*reversed(place), 0)[:3],
-            core_on_chip=core,
-            slice_index=0,
-        )
+        types.SimpleNamespace(id=number, coords=(*reversed(place), 0)[:3], core_on_chip=core, **same)
         for number, (*place, core) in enumerate(places)
     ]
     order = mesh.order(devices)

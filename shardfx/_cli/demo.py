@@ -146,13 +146,7 @@ def loss(model: Transformer, text: Int[Array, "batch length"], plan: ShardPlan |
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * targets, axis=-1))
 
 
-def _project(
-    x: Float[Array, "b s d"],
-    weight: Float[Array, "d e"],
-    name: str | None,
-    plan: ShardPlan | None,
-    over: str | None = None,
-) -> Float[Array, "b s e"]:
+def _project(x: Array, weight: Array, name: str | None, plan: ShardPlan | None, over: str | None = None) -> Array:
     """Returns `x @ weight`, whose last dimension has this name. The weight is gathered over fsdp first; `over` is the
     name of the dimension that the product sums over, if it stays sharded.
     """
@@ -283,9 +277,7 @@ def make_plans(mesh: Any, run: Run) -> DemoPlans:
 def make_step(optimizer: optax.GradientTransformation, model_plan: ShardPlan | None) -> Callable:
     """Returns the function of one training step; `model_plan` constrains the activations, `None` leaves them free."""
 
-    def train_step(
-        model: Transformer, state: optax.OptState, text: Int[Array, "batch length"]
-    ) -> tuple[Transformer, optax.OptState, Float[Array, ""]]:
+    def train_step(model: Transformer, state: optax.OptState, text: Int[Array, "batch length"]) -> tuple:
         value, gradients = eqx.filter_value_and_grad(loss)(model, text, model_plan)
         updates, state = optimizer.update(gradients, state, eqx.filter(model, eqx.is_array))
         return eqx.apply_updates(model, updates), state, value

@@ -1,12 +1,13 @@
 """The findings of `lint`: one finding, and a tuple of findings that prints as a table."""
 
+import collections
 import dataclasses
 import textwrap
 from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
-from .._ground.text import bytes_text, html_table, printable
+from .._ground.text import bytes_text, html_table, plural, printable
 
 
 Severity: TypeAlias = Literal["error", "warning", "info"]
@@ -143,8 +144,7 @@ def _more(found: Findings) -> str:
 def _summary(found: Findings) -> str:
     if not found:
         return "no findings"
-    counts = [(severity, sum(one.severity == severity for one in found)) for severity in SEVERITIES]
-    told = [
-        f"{count} {severity}{'s' if count != 1 and severity != 'info' else ''}" for severity, count in counts if count
-    ]
-    return f"{len(found)} finding{'' if len(found) == 1 else 's'}: {', '.join(told)}"
+    counts = collections.Counter(one.severity for one in found)
+    many = {"info": "info"}
+    told = [plural(counts[severity], severity, many.get(severity)) for severity in SEVERITIES if counts[severity]]
+    return f"{plural(len(found), 'finding')}: {', '.join(told)}"

@@ -25,6 +25,7 @@ from .finding import Finding
 
 
 FORMAT = 1
+_OF_CHIP = ("name", "hbm_bytes", "usable_hbm_bytes_per_device")
 
 
 def report_data(
@@ -60,7 +61,8 @@ def report_data(
     check_plan("plan", plan)
     rows = plan.content.groups
     known = fit.chip if chip is None and fit is not None else chip
-    found, hardware, totals = tuple(findings), None if known is None else _chip(find(known)), _totals(plan, rows)
+    hardware = None if known is None else {name: getattr(find(known), name) for name in _OF_CHIP}
+    found, totals = tuple(findings), _totals(plan, rows)
     return {
         "format": FORMAT,
         "title": title,
@@ -194,11 +196,6 @@ def _fit(fit: Fit) -> dict[str, object]:
 
 # The number of points that fit on a page.
 _MOST_POINTS = 300
-
-
-def _chip(chip: Chip) -> dict[str, object]:
-    usable = chip.usable_hbm_bytes_per_device
-    return {"name": chip.name, "hbm_bytes": chip.hbm_bytes, "usable_hbm_bytes_per_device": usable}
 
 
 _SUMS = ("devices", "wire_bytes", "dcn_bytes", "unsure_bytes")

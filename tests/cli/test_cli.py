@@ -334,7 +334,7 @@ has this name; did you mean 'llama'?
 $ plan m:m --mesh a=-1 --rules llama --devices DIGITS
 is not a valid integer
 $ plan m:m --mesh a=2 --rules llama:head_dim=DIGITS
-is not of the form NAME or NAME:key=value
+ValueError: Exceeds the limit
 $ plan m:m --mesh a=2 --rules llama --\x1b[31m
 --\x1b[31m
 $ demo --axis-types manual

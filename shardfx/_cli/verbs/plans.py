@@ -139,19 +139,17 @@ def diff(
     """
     if to is None and to_mesh is None and to_rules is None:
         raise UsageError("there is one plan; name another, or give --to-mesh or --to-rules")
-    first, second = plan_of(asked), plan_of(_second(asked, to, to_mesh, to_rules))
+    # The second mesh has as many devices as the first if --devices or --target says how many.
+    usual = (asked.mesh, asked.rules)
+    if to is not None and to_mesh is None and to_rules is None and to.endswith(".json"):
+        usual = (None, None)
+    mesh, rules = to_mesh or usual[0], to_rules or usual[1]
+    other = dataclasses.replace(asked, model=to or asked.model, mesh=mesh, rules=rules)
+    first, second = plan_of(asked), plan_of(other)
     with working("comparing the plans"):
         found = calling("comparing", lambda: sfx.diff(first, second))
     answer(json_file, lambda: str(found), lambda: {"wire_bytes": found.wire_bytes, **data_of(found)})
     return 1 if exit_code and found else 0
-
-
-def _second(asked: PlanOptions, to: str | None, mesh: str | None, rules: str | None) -> PlanOptions:
-    # The second mesh has as many devices as the first if --devices or --target says how many.
-    other = dataclasses.replace(asked, model=to or asked.model)
-    if to is not None and mesh is None and rules is None and to.endswith(".json"):
-        return dataclasses.replace(other, mesh=None, rules=None)
-    return dataclasses.replace(other, mesh=mesh or asked.mesh, rules=rules or asked.rules)
 
 
 @verb(

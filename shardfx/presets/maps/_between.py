@@ -99,22 +99,16 @@ def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
     if (axis,) not in whole.dims:
         raise MapError(f"`{want.path}`: `{axis}` comes in parts, and must be a dimension of its own, or in the path.")
     dim = whole.dims.index((axis,))
-    made = _joined([(one.range, _part_of(one, whole, sizes)) for one in sources if one.range is not None], dim, want)
+    parts = []
+    for one, span in ((one, one.range) for one in sources if one.range is not None):
+        dims = tuple(group for group in whole.dims if span.step or group != (axis,))
+        parts.append((span, _taken(one._replace(range=None), whole._replace(dims=dims), sizes)))
+    made = _joined(parts, dim, want)
     if axis in want.in_path:
         made = made.at(axis)
     if want.range is None:
         return made
     return _cut(made, want.range, dim if is_entry else want.dims.index((want.range.axis,)))
-
-
-def _part_of(one: Place, whole: Place, sizes: Sizes) -> From:
-    """Returns the expression for the entries of an axis that one source array holds, shaped like the whole weight in
-    the target.
-    """
-    assert one.range is not None
-    if not one.range.step:
-        whole = whole._replace(dims=tuple(group for group in whole.dims if group != (one.range.axis,)))
-    return _taken(one._replace(range=None), whole, sizes)
 
 
 def _joined(parts: Sequence[tuple[Range, From]], dim: int, want: Place) -> From:

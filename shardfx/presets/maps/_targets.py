@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..._ground.errors import MapError
 from ._hugging_face import Config, hugging_face, text_config
 from ._layout import TreeLayout
-from ._places import Entry, Fused, Place, places_of
+from ._places import Entry, Fused, places_of
 
 
 class LayerStack(NamedTuple):
@@ -135,7 +135,7 @@ _PREFIXES = {"gpt2": "transformer."}
 def _fused(path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[str]) -> dict[str, Entry]:
     place, *others = places_of(path, entry)
     text = entry if isinstance(entry, str) else entry.part if not isinstance(entry, Fused) else ""
-    is_latent = "kv_a" in kinds
+    is_latent, experts = "kv_a" in kinds, path.partition("{experts}")[0]
     key = "kv_heads copies" if copies > 1 else "kv_heads"
     match place.kind:
         case _ if others and isinstance(entry, Fused):
@@ -149,15 +149,16 @@ def _fused(path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[st
             return {}
         case "query" | "query_bias" if not is_latent:
             own = path.replace(".self.query.", ".self.qkv_proj.").replace("q_proj", "qkv_proj")
-            return {own: _qkv(text, key, shards)}
+            others = [text.replace("query", kind).replace("heads", key) for kind in ("key", "value")]
+            return {own: Fused(text, *others, shards=shards)}
         case "gate" | "gate_bias" | "shared_gate":
             up = text.replace("gate", "up")
             return {path.replace("gate_proj", "gate_up_proj"): Fused(text, up, shards=shards)}
         case "expert_gate":
             both = ("expert_gate: experts hidden embed", "expert_up: experts hidden embed")
-            return {_experts(place, "w13_weight"): Fused(*both, dim=1, shards=shards)}
+            return {f"{experts}w13_weight": Fused(*both, dim=1, shards=shards)}
         case "expert_down":
-            return {_experts(place, "w2_weight"): "expert_down: experts embed hidden"}
+            return {f"{experts}w2_weight": "expert_down: experts embed hidden"}
         case "key" | "value" | "key_bias" | "value_bias" | "expert_up" | "shared_up":
             return {}
         case "up" | "up_bias" if "up_proj" in path:
@@ -170,15 +171,6 @@ def _turned(text: str) -> str:
     kind, _, axes = text.partition(": ")
     first, *others = re.findall(r"\([^)]*\)|\S+", axes)
     return f"{kind}: {' '.join([*others, first])}"
-
-
-def _qkv(text: str, key: str, shards: int) -> Fused:
-    others = [text.replace("query", kind).replace("heads", key) for kind in ("key", "value")]
-    return Fused(text, *others, shards=shards)
-
-
-def _experts(place: Place, name: str) -> str:
-    return f"{place.path.partition('{experts}')[0]}{name}"
 
 
 def stacks_of(config: Config) -> Iterator[LayerStack]:

@@ -5,6 +5,7 @@ strategy.
 import collections
 import itertools as it
 import math
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -19,7 +20,7 @@ from ..._ground.text import quoted
 from ..._rules import PathRules, near, optional, replicate
 from .._row_rules import rows_for_rules, rules_of
 from ..maps._families import Rows, rows_of, sight_of, with_experts_stacked
-from ..maps._places import Entry, Fused, Place, places_of
+from ..maps._places import Fused, Place, places_of
 from ._table import TABLE, ModelRow
 
 
@@ -310,7 +311,9 @@ def rules_for(
         (axis,) if used else () for axis, used in zip((fsdp, tensor, expert), _CUTS[how], strict=True)
     )
     sizes, every = sizes_of(row.config), rows_for_rules(row.family, row.config)
-    stacked = with_experts_stacked(every) | {path: entry for path, entry in every.items() if _is_packed(entry)}
+    # The experts of a layer that the checkpoint itself holds as one array.
+    packed = {path: one for path, one in every.items() if re.match("expert_.*: experts", str(one))}
+    stacked = with_experts_stacked(every) | packed
     rest = {path: entry for path, entry in every.items() if path not in stacked}
     # The rules for experts must match: otherwise a tree with one array per expert would not be sharded over `expert`.
     rules = [
@@ -320,8 +323,3 @@ def rules_for(
     for regex, target in rules_of(rest, sizes, (*along, *routed), across, others=[*stacked]):
         rules.append((regex, optional(target)))
     return PathRules(rules, axes=(data, *along, *across, *routed))
-
-
-def _is_packed(entry: Entry) -> bool:
-    """Whether the checkpoint itself holds the experts of a layer as one array."""
-    return isinstance(entry, str) and entry.startswith("expert_") and ": experts" in entry
