@@ -13,12 +13,12 @@ from .._ground.boxes import array_of
 from .._ground.errors import CheckpointError
 from . import _stores as stores
 from ._entry import FileArray, StoreArray
-from ._fetches import fetches, gather, spans_into
 from ._files import ChangedError, require_seen_unchanged
 from ._flight import Flight, Group, Progress, Task, units_of
 from ._index import Index, read_index
 from ._metadata import implementation
 from ._reader import GAP_BYTES, RUN_BYTES, Files, Read, open_files
+from ._reads import fetches, gather, spans_into
 from ._spans import grouped
 from ._stores import MissingChunks
 from ._wanted import Unread, WantedLeaf, require_devices, wanted
