@@ -24,11 +24,10 @@ from .._plan import ShardPlan
 from . import _safetensors as safetensors
 from ._entry import fill
 from ._files import inside, place, read_json
-from ._flight import Progress
 from ._index import read_index, require_local
 from ._leaves import Leaves, exported, leaves_to_save, plan_of_arrays, shards_of
 from ._metadata import NUMBERS_KEY, to_text
-from ._reader import COPY_BYTES, Bytes, flat, part_in, runs_of, spans_of, transfer
+from ._reader import COPY_BYTES, Bytes, Progress, flat, part_in, runs_of, spans_of, transfer
 from ._spans import grouped
 from ._staging import PLAN, Headers, begin, commit, remove_partial
 from ._together import digest_of, holders_of, lines_of, meeting

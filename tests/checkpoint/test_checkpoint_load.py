@@ -17,7 +17,7 @@ import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
 from shardfx._ground.boxes import boxes_here
 from shardfx._ground.errors import CheckpointError
-from shardfx.checkpoint import _flight as flight
+from shardfx.checkpoint import _load as loading
 from shardfx.errors import PlanMismatchError
 
 
@@ -212,7 +212,7 @@ def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, monkeypatch, reads, g
         return []
 
     for name, made in (("boxes_here", boxes_of), ("is_final", lambda sharding: False), ("moved", move)):
-        monkeypatch.setattr(flight, name, made)
+        monkeypatch.setattr(loading, name, made)
     with pytest.raises(ValueError):
         # There is no array of two shards out of eight; what was read is what counts here.
         checkpoint.load(tmp_path, structs, gap_bytes=gap_bytes)
@@ -287,15 +287,15 @@ def test_no_more_than_the_limit_is_on_its_way(tmp_path, monkeypatch, reads, limi
     arrays = {f"w{i}": random((64, 64), np.float32, i) for i in range(12)} | {"big": random((8, 8192), np.float32)}
     save_file(arrays, tmp_path / "x.safetensors")
     plan = {name: struct(array, P(("a", "b", "c"))) for name, array in arrays.items()}
-    moved, gone, on_way = flight.moved, [], []
+    moved, gone, on_way = loading.moved, [], []
 
     def move(filled, devices, sharding):
         on_way.append(sum(reads) - sum(gone))
         gone.append(filled.nbytes)
         return moved(filled, devices, sharding)
 
-    monkeypatch.setattr(flight, "is_final", lambda sharding: False)
-    monkeypatch.setattr(flight, "moved", move)
+    monkeypatch.setattr(loading, "is_final", lambda sharding: False)
+    monkeypatch.setattr(loading, "moved", move)
     loaded = checkpoint.load(tmp_path, plan, memory_limit_bytes=limit)
     assert all(same_bytes(loaded[name], arrays[name]) for name in arrays)
     assert all(array.sharding == plan[name].sharding for name, array in loaded.items())
@@ -308,7 +308,7 @@ def test_a_limit_below_one_shard(tmp_path, monkeypatch):
     array = random((64, 64), np.float32)
     save_file({"w": array}, tmp_path / "x.safetensors")
     plan = {"w": struct(array, P(("a", "b", "c")))}
-    monkeypatch.setattr(flight, "is_final", lambda sharding: False)
+    monkeypatch.setattr(loading, "is_final", lambda sharding: False)
     with pytest.raises(CheckpointError, match="`memory_limit_bytes=100` is less than one shard of leaf `w`, 2048"):
         checkpoint.load(tmp_path, plan, memory_limit_bytes=100)
 
