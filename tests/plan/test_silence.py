@@ -13,7 +13,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import shardfx as sfx
 from shardfx import AxisRules, Code, MeshSpec, PathRules, ShardPlan, optional, plan
 from shardfx.errors import (
-    LeafTypeError,
     MeshError,
     PlanMismatchError,
     RuleError,
@@ -124,7 +123,7 @@ def test_the_error_in_vmap_says_what_works_and_it_does():
         (P("data", None, None), "has 3 entries, but shape .* has 2 dimensions.*spmd_axis_name"),
     ):
         with pytest.raises(SpecError, match=message):
-            jax.jit(jax.vmap(lambda x, names=names: sfx.constrain(x, names, ON)))(x)
+            jax.vmap(lambda x, names=names: sfx.constrain(x, names, ON))(x)
     inner = jax.vmap(lambda x: sfx.constrain(x, ("mlp", None), ON), spmd_axis_name="data")
     assert jax.jit(inner)(x).sharding.spec == P("data", "tensor")
 
@@ -151,28 +150,26 @@ def test_trailing_nones_beyond_the_rank():
 MLP = {"mlp": {"wi": jnp.ones((8, 8)), "wo": jnp.ones((8, 8))}, "norm": jnp.ones(8), "act": jnp.tanh}
 
 
-@pytest.mark.parametrize(
-    "rules, message",
-    [
-        (
-            [("mlp", P("data")), ("wi", P("tensor")), ("norm", P())],
-            r"rule 1, the regex 'wi', is shadowed: all that it matches \(`mlp/wi`\) goes to rule 0 \('mlp'\)\.",
-        ),
-        (
-            [("wi", P("data")), ("wo", P("data")), ("mlp", P("tensor")), ("norm", P())],
-            r"rule 2, .* \(`mlp/wi` and 1 more\) goes to rule 0 \('wi'\) and rule 1 \('wo'\)\.",
-        ),
-        (
-            [(".*", P()), ("norm", P()), ("nrm", P())],
-            r"(?s)rule 1, .* rule 0 \('\.\*'\)\.\n  rule 2, .* matches no path of the tree; the nearest path is `norm`",
-        ),
-    ],
-    ids=["by one", "by two", "by the rest"],
-)
+SHADOWED = [
+    (
+        [("mlp", P("data")), ("wi", P("tensor")), ("norm", P())],
+        r"rule 1, the regex 'wi', is shadowed: all that it matches \(`mlp/wi`\) goes to rule 0 \('mlp'\)\.",
+    ),
+    (
+        [("wi", P("data")), ("wo", P("data")), ("mlp", P("tensor")), ("norm", P())],
+        r"rule 2, .* \(`mlp/wi` and 1 more\) goes to rule 0 \('wi'\) and rule 1 \('wo'\)\.",
+    ),
+    (
+        [(".*", P()), ("norm", P()), ("nrm", P())],
+        r"(?s)rule 1, .* rule 0 \('\.\*'\)\.\n  rule 2, .* matches no path of the tree; the nearest path is `norm`",
+    ),
+]
+
+
+@pytest.mark.parametrize("rules, message", SHADOWED, ids=["by one", "by two", "by the rest"])
 def test_rules_that_never_apply_are_named_with_the_one_that_shadows_them(rules, message):
-    for unmatched in ("raise", "replicate"):
-        with pytest.raises(RuleError, match=message):
-            plan(MLP, MESH, paths=PathRules(rules), unmatched=unmatched)
+    with pytest.raises(RuleError, match=message):
+        plan(MLP, MESH, paths=PathRules(rules), unmatched="replicate")
     plan(MLP, MESH, paths=PathRules(rules), unused="allow")
     plan(MLP, MESH, paths=PathRules([(regex, optional(target)) for regex, target in rules]))
 
@@ -289,10 +286,8 @@ def test_a_sharding_needs_no_shape_where_it_cuts_no_unit():
     assert MADE.sharding(("batch",)).mesh == MESH.abstract()
     tree = {"q": jnp.ones((8, 128)), "k": jnp.ones((8, 32))}
     made = plan(tree, MESH, names={"q": (None, "heads"), "k": (None, "kv")}, axes=KV)
-    assert made.sharding((None, "heads")).spec == P(None, "tensor")
-    bare = plan({}, MESH, axes=KV)
-    assert [bare.sharding(("kv",), (size,)).spec for size in (64, 32)] == [P("tensor"), P()]
-    assert made.sharding((None, "kv"), (8, 32)).spec == P()
+    assert made.sharding((None, "heads")).spec == P(None, "tensor") and made.sharding((None, "kv"), (8, 32)).spec == P()
+    assert [plan({}, MESH, axes=KV).sharding(("kv",), (size,)).spec for size in (64, 32)] == [P("tensor"), P()]
     with pytest.raises(SpecError, match=r"'kv' is made of units of 16, and `tensor` \(4\) may cut .* arrays have 2\."):
         made.sharding((None, "kv"))
     assert plan({}, MeshSpec({"data": 8, "tensor": 1}), axes=KV).sharding(("kv",)).spec == P("tensor")
@@ -381,9 +376,6 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         (lambda: STRICT.replace("w", P("dta")), SpecError, r"leaf `w`: .* no axis 'dta' \(did you mean 'data'\?\)"),
         (lambda: STRICT.replace("w", ("mpl", None)), UnmatchedError, "`w`: no rule for the logical names `mpl` .dim 0"),
         (lambda: STRICT.replace("w", FSDP), SpecError, "the plan is strict, and .* would be cut down"),
-        (lambda: STRICT.replace("w", P("data", "data")), RuleError, "uses mesh axis `data` twice; use it once"),
-        (lambda: STRICT.replace("w", P("data", None, "tensor")), SpecError, "has 3 entries, but shape"),
-        (lambda: PathRules([("w", optional("data"))]), RuleError, "has the target 'data'"),
         (lambda: named(NAMES, paths=PathRules([("w", P())])), RuleError, r"\(`w`\) goes to the names of the leaves"),
         (lambda: named({"w": ("rows", None)}, AXES.with_alias("rows", of="btach")), UnmatchedError, "'rows'"),
         (lambda: named(NAMES, UNITS), UnmatchedError, r"`units`: 'mpl' \(did you mean 'mlp'\?\)"),
@@ -403,14 +395,15 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         (lambda: named({"x": ("embed",)}), RuleError, "`names` is no prefix of the tree"),
         (lambda: named({"w": 3}), RuleError, "leaf `w`: `names` holds 3"),
         (lambda: ruled(("embed", None)), RuleError, "pass `axes=AxisRules"),
-        (lambda: ruled(sfx.atomic(P("data"), (1, 1, 4))), SpecError, "the units .* the array has rank 2"),
         (lambda: ruled(lambda *_: "data"), RuleError, r"paths\[0\] .* returned 'data'; it must return a PartitionS"),
-        (lambda: ruled(P(), memory_kinds=[("zz", "device")]), RuleError, "entry 0, the regex 'zz', matches no path"),
         (lambda: ruled(P(), mesh=MeshSpec({"data": -1})), MeshError, r"call `.fit\(device_count\)` first"),
-        (lambda: ruled(P(), {"x": np.array([None])}), LeafTypeError, "`x`: a NumPy array of dtype object cannot"),
-        (lambda: MADE.select("nothing"), RuleError, "matches no path of the plan"),
-        (lambda: MADE.select("("), RuleError, "does not compile"),
         (lambda: named({"a": {"w": None}}, tree=DEEP), RuleError, "at `a` it has a dict with the keys 'w', and the"),
+        (
+            lambda: named([{}], tree=DEEP),
+            RuleError,
+            "root it has a list with the keys '0', and the tree",
+        ),
+        (lambda: ruled(P("data"), TWICE), RuleError, "two arrays of the tree have the path `a/b`"),
         (
             lambda: named({"a": {"w": (), "v": [(), ()]}}, tree=DEEP),
             RuleError,
@@ -418,7 +411,6 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         ),
         (lambda: ShardPlan.join(a=MADE, b=OTHER), PlanMismatchError, r"4}\) and .*'data': AxisType.Explicit"),
         (lambda: ShardPlan.join(a=MADE, b=FEWER), PlanMismatchError, "the plans `a` and `b` differ in their mesh"),
-        (lambda: ShardPlan.join(), PlanMismatchError, "needs at least one plan"),
         (
             lambda: MADE.on(FEWER.mesh.build(jax.devices())),
             PlanMismatchError,
@@ -431,9 +423,7 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         ),
         (lambda: MADE["ww"], UnknownPathError, r"no leaf `ww`; did you mean `w`\?"),
         (lambda: JOINED["a/b/c"], UnknownPathError, "several leaves have the path `a/b/c`"),
-        (lambda: sfx.shard(TREE, MADE), PlanMismatchError, r"has no devices; use `plan.on\(plan.mesh.build"),
         (lambda: ShardPlan.join(a=ON, b=MADE), PlanMismatchError, r"\(\[\[0, 1, .*, 7\]\] and None\).*`plan.off\(\)`"),
-        (lambda: ruled(P("data"), TWICE), RuleError, "two arrays of the tree have the path `a/b`"),
         (lambda: sfx.follow(lambda _: TWICE, MADE), RuleError, "two arrays of the tree have the path `a/b`"),
     ],
 )
@@ -443,16 +433,10 @@ def test_a_mistake_is_named(make, error, message):
 
 
 def test_the_advice_fits_its_reader():
-    """What is for fields is for fields, and no error shows the values of arrays."""
+    """What is for fields is for fields."""
     with pytest.raises(SpecError, match=r"Write `\(\.\.\., 'mlp', None\)` .* `\('mlp', None, \.\.\.\)`") as error:
         plan({"w": jnp.ones((2, 8, 16))}, MESH, names=NAMES, axes=AXES)
     assert "field(" not in str(error.value)
-    with pytest.raises(
-        RuleError, match="at its root it has a list with the keys '0', and the tree has a dict with the keys 'a'"
-    ) as e:
-        plan(DEEP, MESH, names=[{}], axes=AXES)
-    assert "Array" not in str(e.value)
-    assert len(ruled(P("data"), {"a": {"b": jnp.tanh}, "a/b": jnp.ones(8)})) == 1
 
 
 def test_a_callable_that_fails_is_named_and_chained():
@@ -488,16 +472,12 @@ def test_an_order_that_jax_would_turn_around_is_an_error(mixed):
     decisions = []
     jax.jit(lambda x: decisions.append(sfx.constrain(x, P(("x", "y")), made, explain=True)[1].spec))(x)
     assert decisions == [P(("y", "x"))]
-    turned = jax.jit(lambda x: sfx.constrain(x, P(("y", "x")), made))(x)
-    assert turned.sharding.is_equivalent_to(NamedSharding(mixed, P(("y", "x"))), 2)
 
 
 def test_meshes_that_differ_in_the_order_of_axes_are_other_meshes():
     order = [("data", 2), ("tensor", 2)]
-    mesh, turned = (
-        MeshSpec(axes, axis_types=AxisType.Explicit).build(jax.devices()[:4]) for axes in (order, order[::-1])
-    )
-    made = plan({"w": jnp.ones((8, 8))}, mesh, paths=PathRules.parse("w->data"))
-    x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(turned, P("data")))
+    meshes = [MeshSpec(axes, axis_types=AxisType.Explicit).build(jax.devices()[:4]) for axes in (order, order[::-1])]
+    made = ruled(P("data"), mesh=meshes[0])
+    x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(meshes[1], P("data")))
     with pytest.raises(PlanMismatchError, match="lies on a mesh"):
         jax.jit(lambda x: sfx.constrain(x, P("data"), made))(x)
