@@ -46,8 +46,8 @@ class Reason:
     **Arguments:**
 
     - `code`: a code of the closed vocabulary of reasons, see [`shardfx.Code`][].
-    - `dim`: the dimension that it concerns, or `None` for the whole array.
-    - `axes`: the mesh axes (or logical names) that were asked for and not given, in order.
+    - `dim`: the dimension that is not sharded as requested, or `None` for the array as a whole.
+    - `axes`: the mesh axes (or logical names) that were requested and dropped, in order.
     - `message`: the sentence for a person, with the actual values and a next step.
     """
 

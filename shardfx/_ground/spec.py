@@ -20,7 +20,7 @@ DType: TypeAlias = Any
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 # JAX 0.9 has no `spec.partitions`; later versions refuse to iterate over a spec with unreduced axes.
 _HAS_PARTITIONS = "partitions" in dir(PartitionSpec)
-# JAX 0.11 and later can leave out a maximum or a minimum; before, what is unreduced is a sum.
+# In JAX 0.11 and later a spec can be unreduced by maximum or minimum; before, always by sum.
 _HAS_KINDS = "unreduced_kind" in dir(PartitionSpec)
 
 

@@ -1,8 +1,7 @@
 """Text for a person: tables, sizes and arrays in few characters, and one path for many paths that differ in numbers.
 
-The same tables are there for a notebook, as HTML.
-
-Names can come from files that nobody vouches for: `printable` is for all of them that are shown.
+A notebook shows the same tables as HTML. Names can come from untrusted files, so every name that is shown goes through
+`printable`.
 """
 
 import html
@@ -13,8 +12,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import Any, TypeVar
 
 
-# A number that stands alone: the 12 of `layers/12/w` and of `h.12.attn`, but not that of `fc12`. Python converts no
-# text of thousands of digits, and nobody numbers layers that way: longer ones are part of a name.
+# A number between separators: the 12 of `layers/12/w` and of `h.12.attn`, but not the 12 of `fc12`. Numbers of more
+# digits count as names: no layer has such a number, and Python refuses to convert thousands of digits.
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])[0-9]{1,18}(?![A-Za-z0-9])")
 _SHOWN_RUNS = 3
 _Item = TypeVar("_Item")

@@ -160,9 +160,9 @@ def _append(
         return
     declared = _declared(data[0])
     children = treedef.children()
-    # A subtree that occurs once is walked with its whole prefix at hand, so that its paths are joined once; one that
-    # is repeated, a layer or an expert, is walked once and its columns are copied under each prefix. Hashing a
-    # treedef is what costs here: once per child.
+    # A subtree that occurs once is walked with its full prefix, so that each of its paths is built once. A repeated
+    # subtree, such as a layer or an expert, is walked once, and its columns are copied under each prefix. Hashing a
+    # treedef is the slow step: it is done once per child.
     kinds: dict[TreeDef, int] = {}
     numbers = [kinds.setdefault(child, len(kinds)) for child in children]
     counts, empty = collections.Counter(numbers), [not kind.num_leaves for kind in kinds]
@@ -180,7 +180,7 @@ def _append(
         if columns is None:
             columns = below[number] = _columns(child, seen)
         out.paths.extend(map(path.__add__, columns.paths))
-        # One string for all paths that differ in digits alone: it is hashed once, however many leaves share it.
+        # All paths that differ only in digits have one template string, which Python hashes once.
         same = copies.get((zeros, number))
         if same is None:
             same = copies[zeros, number] = list(map(zeros.__add__, columns.templates))
@@ -193,7 +193,7 @@ def _append(
 def _declared_names(declared: tuple[Any, tuple[Any, ...]], below: list[Any]) -> list[Any]:
     outer, stacked = declared
     inner = [outer if names is None else names for names in below]
-    # `()` says that all dimensions are whole; below stacked names, all but those.
+    # `()` says that no dimension is sharded; below stacked names, it says so of all dimensions after these.
     return [names if names is None else (*stacked, *(names or (...,))) for names in inner] if stacked else inner
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError, UnmatchedError
 from .._ground.reason import Code
-from .._ground.spec import array_bytes, entries_of, entry_axes
+from .._ground.spec import array_bytes
 from .._ground.text import plural
 from .._ground.tree import Flat
 from .._rules import (
@@ -181,10 +181,9 @@ def raise_absent(draft: Draft) -> None:
 
 def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None) -> dict[str, None]:
     """Returns the mesh axes that path rules, axis rules, or the results of callable rules name."""
-    used = [axis for _, target in rules for axis in axes_of_target(target)]
-    used += [] if axes is None else [axis for _, axis in axes_in(axes)]
-    used += [axis for row in rows for entry in entries_of(row.requested) for axis in entry_axes(entry)]
-    return dict.fromkeys(used)
+    targets = [*(target for _, target in rules), *(row.requested for row in rows)]
+    used = [axis for target in targets for axis in axes_of_target(target)]
+    return dict.fromkeys([*used, *(() if axes is None else (axis for _, axis in axes_in(axes)))])
 
 
 def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]) -> dict[str, str]:

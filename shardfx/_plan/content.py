@@ -1,4 +1,4 @@
-"""`Content`, the data of a plan: rows shared by leaves that are planned alike, and values derived from them."""
+"""`Content`, the data of a plan: a row for all leaves that are planned alike, and values derived from the rows."""
 
 import collections
 import dataclasses

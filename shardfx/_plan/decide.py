@@ -133,14 +133,9 @@ def asked_by_names(
     mode: str | None,
     units: tuple[int, ...] | None = None,
     strategies: tuple[Fsdp, ...] = (),
-    declared: bool = False,
 ) -> Request:
-    """Returns the request that the logical names of an array make. The request holds one name entry per dimension.
-
-    `declared` says that a module's field declares the names. An error about their number then suggests
-    `field(stacked=...)`.
-    """
-    named = one_per_dim(names, shape, lambda: _length_fix(tuple(names), declared))
+    """Returns the request that the logical names of an array make. The request holds one name entry per dimension."""
+    named = one_per_dim(names, shape)
     if axes is None and all(name is None for name in named):
         return Request(None, PartitionSpec(), rule, padded_units(units, len(shape)), strategies, ())
     if axes is None:
@@ -156,14 +151,6 @@ def asked_by_names(
         strategies = skipping(strategies, set(range(len(named))).difference(open_dims))
     units = padded_units(units_of(named, axes) if units is None else units, len(shape))
     return Request(named, found.spec, rule, units, strategies, found.reasons)
-
-
-def _length_fix(names: tuple[object, ...], declared: bool) -> str:
-    listed = names_text(names).strip("()").rstrip(",")
-    fix = f"Write `(..., {listed})` if the dimensions before are whole, `({listed}, ...)` if those after are."
-    if not declared:
-        return fix
-    return f'{fix} Name a dimension that `vmap` adds on the field above: `field(stacked=("layers",))`.'
 
 
 def skipping(strategies: Iterable[Fsdp], dims: Iterable[int]) -> tuple[Fsdp, ...]:
@@ -320,7 +307,8 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
             what, entry = "Auto axis that the compiler could choose for UNCONSTRAINED", None
             reasons.append(reason(Code.absent, dim, (), what=what))
         else:
-            free, found = _free(entry_axes(entry), dim, sizes, used)
+            axes_asked = entry_axes(entry)
+            free, found = _free(axes_asked, dim, sizes, used)
             axes_kept = _divisors(free, size, unit, sizes)
             used.update(dict.fromkeys(axes_kept, dim))
             reasons += found if axes_kept == free else [*found, _indivisible(free, axes_kept, dim, size, unit, sizes)]

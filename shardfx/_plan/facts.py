@@ -1,4 +1,4 @@
-"""The facts of a plan as one list of rows, from which every display of the plan is made."""
+"""The content of a plan's report, from which the text and the HTML are made."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ NUMBERS = ("arrays", "bytes/device")
 
 
 class Facts(NamedTuple):
-    """A plan in words: a table, each reason once, the totals, and the largest arrays that every device holds whole.
+    """A plan in words: a table, each reason once, the totals, and the largest replicated arrays.
 
     No text contains control characters, which a terminal would interpret.
     """

@@ -19,7 +19,7 @@ from .._ground.reason import Code, reason
 from .._ground.spec import canonical, entries_of, pinned, trimmed
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
-from .._rules import AxisRules, Fsdp, Matcher, PathRules, check_axis_rules, check_path_rules, fsdp, near
+from .._rules import AxisRules, Fsdp, Matcher, PathRules, check_rules, fsdp, near
 from .complaints import Draft, raise_absent, raise_cut, raise_errors, raise_repeated, raise_unknown, raise_unused
 from .decide import NOTHING, Axes, Request, asked_by_target, axes_of, further, row_of
 from .leaf import LeafPlan, Row, Skeleton, kinds_matcher
@@ -99,10 +99,7 @@ def follow(
     if not callable(init):
         raise LeafTypeError(f"`init` must be a function, not {type(init).__name__}; pass `optimizer.init`.")
     check_plan("plan", plan)
-    if paths is not None:
-        check_path_rules("paths", paths)
-    if axes is not None:
-        check_axis_rules("axes", axes)
+    check_rules(paths, axes)
     kinds, known = kinds_matcher(memory_kinds), plan.axes if axes is None else axes
     by_path = Matcher(PathRules(()) if paths is None else paths)
     pairs = {"adapters": adapters, "scales": scales}

@@ -158,51 +158,48 @@ def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
         return "leaf" if treedef.num_leaves else None
     if treedef not in seen:  # layers and experts repeat: equal subtrees share one value
         kind, aux = data
-        seen[treedef] = _encode_node(kind, aux, [_encode_structure(child, seen) for child in treedef.children()])
+        children = [_encode_structure(child, seen) for child in treedef.children()]
+        if kind is dict:
+            keys = [key if isinstance(key, str) else {type(key).__name__: repr(key)} for key in aux]
+            seen[treedef] = {"dict": [list(pair) for pair in zip(keys, children, strict=True)]}
+        elif kind is list or kind is tuple:
+            seen[treedef] = {kind.__name__: children}
+        elif kind is type(None):
+            seen[treedef] = None
+        else:
+            seen[treedef] = {"node": f"{kind.__module__}.{kind.__qualname__}", "children": children}
     return seen[treedef]
 
 
-def _encode_node(kind: type, aux: Any, children: list[object]) -> object:
-    if kind is dict:
-        return {"dict": [[_encode_key(key), child] for key, child in zip(aux, children, strict=True)]}
-    if kind is list or kind is tuple:
-        return {kind.__name__: children}
-    if kind is type(None):
-        return None
-    return {"node": f"{kind.__module__}.{kind.__qualname__}", "children": children}
-
-
-def _encode_key(key: object) -> object:
-    return key if isinstance(key, str) else {type(key).__name__: repr(key)}
-
-
-def decode_structure(data: object, paths: list[str]) -> Any:
+def decode_structure(data: object, paths: list[str]) -> PyTree:
     """Rebuilds the tree that `data` describes, with its index at each leaf; nodes of other libraries become dicts."""
-    return _decode_structure(data, paths, 0, "")[0]
+    index = 0
 
+    def decoded(data: Any, prefix: str) -> Any:
+        nonlocal index
+        if data is None:
+            return None
+        if data == "leaf":
+            index += 1
+            return index - 1
+        ((kind, parts), *_) = data.items()
+        if kind in ("list", "tuple"):
+            items = [decoded(part, f"{prefix}{position}/") for position, part in enumerate(parts)]
+            return tuple(items) if kind == "tuple" else items
+        named: dict[object, Any] = {}
+        for position, part in enumerate(parts if kind == "dict" else data["children"]):
+            start, path = index, paths[index] if index < len(paths) else ""
+            if kind == "dict":
+                key, part = _decode_key(part[0]), part[1]
+            else:  # the attribute under which the node holds its next leaf, from the leaf's path
+                key = path.removeprefix(prefix).split("/")[0] if path.startswith(prefix) else str(position)
+            child = decoded(part, f"{prefix}{key}/")
+            # No path contains the name of an attribute without leaves, so it is left out.
+            if kind == "dict" or index > start:
+                named[key] = child
+        return named
 
-def _decode_structure(data: Any, paths: list[str], index: int, prefix: str) -> tuple[Any, int]:
-    if data is None:
-        return None, index
-    if data == "leaf":
-        return index, index + 1
-    ((kind, parts), *_) = data.items()
-    if kind in ("list", "tuple"):
-        items = []
-        for position, part in enumerate(parts):
-            item, index = _decode_structure(part, paths, index, f"{prefix}{position}/")
-            items.append(item)
-        return (tuple(items) if kind == "tuple" else items), index
-    named: dict[object, Any] = {}
-    for position, part in enumerate(parts if kind == "dict" else data["children"]):
-        key, part = part if kind == "dict" else (None, part)
-        key = _decode_key(key) if kind == "dict" else _key_at(paths, index, prefix, position)
-        child, after = _decode_structure(part, paths, index, f"{prefix}{key}/")
-        # No path contains the name of an attribute without leaves, so it is left out.
-        if kind == "dict" or after > index:
-            named[key] = child
-        index = after
-    return named, index
+    return decoded(data, "")
 
 
 def _decode_key(key: Any) -> Any:
@@ -210,9 +207,3 @@ def _decode_key(key: Any) -> Any:
         return key
     ((kind, text),) = key.items()
     return int(text) if kind == "int" else text
-
-
-def _key_at(paths: list[str], index: int, prefix: str, position: int) -> str:
-    """Returns the attribute under which a node of another library holds the leaf `index`, read from the leaf's path."""
-    path = paths[index] if index < len(paths) else ""
-    return path.removeprefix(prefix).split("/")[0] if path.startswith(prefix) else str(position)

@@ -17,7 +17,7 @@ from .._ground.errors import LeafTypeError, RuleError, SpecError
 from .._ground.reason import Code, Decision, reason, refined_reasons
 from .._ground.spec import DType, shard_counts
 from .._ground.tree import Flat, flatten
-from .._rules import AxisRules, Matcher, PathRules, check_axis_rules, check_path_rules
+from .._rules import AxisRules, Matcher, PathRules, check_rules
 from ..topology import MeshSpec
 from .complaints import (
     Draft,
@@ -121,10 +121,7 @@ def plan(
     for what, policy, known in (("unmatched", unmatched, "replicate"), ("unused", unused, "allow")):
         if policy not in ("raise", known):
             raise RuleError(f'`{what}={policy!r}` is no policy of `plan`; use "raise" or "{known}".')
-    if paths is not None:
-        check_path_rules("paths", paths)
-    if axes is not None:
-        check_axis_rules("axes", axes)
+    check_rules(paths, axes)
     flat = flatten(tree)
     if unused == "raise":
         raise_empty(tree, flat, paths)
@@ -178,7 +175,7 @@ def drafted(
     """
     mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
     by_path = Matcher(PathRules(()) if paths is None else paths)
-    planner = _Planner(axes_of(mesh_spec, min_bytes), axes, mode, by_path, kinds, given is flat.names)
+    planner = _Planner(axes_of(mesh_spec, min_bytes), axes, mode, by_path, kinds)
     numbers: dict[object, int] = {None: -1}
     index, errors = [], []
     for key in _keys(flat.paths if by_path.needs_paths or kinds.needs_paths else flat.templates, flat, given):
@@ -236,7 +233,6 @@ class _Planner:
     mode: str | None
     paths: Matcher
     kinds: Matcher
-    declared: bool
     asked: dict[Any, _Asked] = dataclasses.field(default_factory=dict)
     numbers: dict[Any, int] = dataclasses.field(default_factory=dict)
     rows: list[Row] = dataclasses.field(default_factory=list)
@@ -265,8 +261,7 @@ class _Planner:
 
     def request(self, path: str, leaf: Any, names: Any, number: int | None, stacked: int) -> Request:
         if names is not None:
-            shape = tuple(leaf.shape)
-            return asked_by_names(names, shape, "names", self.axes, self.mode, declared=self.declared)
+            return asked_by_names(names, tuple(leaf.shape), "names", self.axes, self.mode)
         rule = None if number is None else self.paths.text(number)
         if not leaf.shape:
             return NOTHING._replace(rule=rule, reasons=(reason(Code.scalar, None),))

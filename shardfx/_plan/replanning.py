@@ -66,7 +66,7 @@ def _is_small(row: Row) -> bool:
 
 def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
     """Returns the row of an array on other mesh axes, from its old request with some fields changed."""
-    # Of the old reasons, those of the rule stay, and those of the correction to the old mesh go.
+    # The reasons that the rule gave stay; the reasons from the correction to the old mesh are dropped.
     reasons = tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
     if row.names is not None and content.axes is not None:
         reasons = resolve(row.names, content.axes, mode=content.mode).reasons

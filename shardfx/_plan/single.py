@@ -46,7 +46,8 @@ def decision_for(
         asked, units = Decision(names_or_spec), None
         if shape is not None and len(entries_of(names_or_spec)) > len(shape):
             count, rank = len(entries_of(names_or_spec)), plural(len(shape), "dimension")
-            raise SpecError(f"{names_or_spec} has {count} entries, but shape {shape} has {rank}. {_LENGTH_FIX}")
+            fix = "Inside `jax.vmap` an array lacks the mapped dimension: pass `jax.vmap(..., spmd_axis_name=...)`."
+            raise SpecError(f"{names_or_spec} has {count} entries, but shape {shape} has {rank}. {fix}")
         named = ()
     else:
         named, asked, units = _resolved(names_or_spec, shape, plan, unmatched)
@@ -150,7 +151,7 @@ def _resolved(
             "pass a PartitionSpec."
         )
     if isinstance(names, tuple | list) and shape is not None:
-        names = one_per_dim(names, shape, lambda: _LENGTH_FIX)
+        names = one_per_dim(names, shape)
     elif isinstance(names, tuple | list):
         # For arrays of any rank, dimensions beyond the end of the names are not sharded anyway.
         names = tuple(names[:-1] if names and names[-1] is ... else names)
@@ -160,12 +161,6 @@ def _resolved(
     if unmatched == "raise":
         check_known(names, plan.axes)
     return tuple(names), found, units_of(names, plan.axes)
-
-
-_LENGTH_FIX = (
-    "Write `...` or `None` for dimensions that are whole. Inside `jax.vmap` an array lacks the dimension that is "
-    "mapped over: leave its name out, and shard it with `jax.vmap(..., spmd_axis_name=...)`."
-)
 
 
 _BY_HAND = "replaced by hand"

@@ -4,12 +4,12 @@ It may import the ground values: errors, reasons, specs and trees. It never uses
 `_plan` decides whether a requested spec fits.
 """
 
-from .axis_rules import AxisRules, Rule, RulesLike, Target, alias_chain, axes_in, check_axis_rules, near, nearest
+from .axis_rules import AxisRules, Rule, RulesLike, Target, alias_chain, axes_in, near, nearest
 from .path_rules import (
     Matcher,
     PathRules,
     check_once,
-    check_path_rules,
+    check_rules,
     compiled,
     first_match,
     is_callable,

@@ -63,16 +63,16 @@ class AxisRules(eqx.Module):
         """**Arguments:**
 
         - `rules`: `(logical name, target)` pairs, the ones with priority first. A target is a mesh axis, a
-            tuple of them, `None` (replicate, and stop looking) or `PartitionSpec.UNCONSTRAINED`. A name may
-            occur several times: its later rules are fallbacks. Behind `None` nothing is looked at, which is how
-            `prepend([(name, None)])` overrides a rule.
-        - `modes`: mapping from a mode, as "train" or "decode", to rules that come before `rules` in that mode. A
-            name that a mode does not mention behaves as in `rules`; one that it maps to `None` is replicated.
-        - `units`: mapping from a logical name to how many elements must stay together, `head_dim` for fused
-            heads.
-        - `aliases`: mapping from a name to the name whose rules it shares, in every mode.
+            tuple of mesh axes, `None` (replicate) or `PartitionSpec.UNCONSTRAINED`. A name may occur several
+            times: its later rules are fallbacks. No rule after `None` is used, so `prepend([(name, None)])`
+            overrides all rules of the name.
+        - `modes`: mapping from a mode, such as "train" or "decode", to rules that come before `rules` in that mode. A
+            name that a mode does not mention behaves as in `rules`; a name that the mode maps to `None` is replicated.
+        - `units`: mapping from a logical name to the number of elements that no shard may split, such as `head_dim`
+            for fused heads.
+        - `aliases`: mapping from a name to another name, whose rules it has in every mode.
         - `axes`: the mesh axes that a mesh may lack, so that one set of rules serves several meshes. [`shardfx.plan`][]
-            takes an axis that is neither here nor in its mesh for a typing error.
+            raises for any other axis that its mesh lacks, as it is probably misspelled.
 
         **Raises:**
 
@@ -161,7 +161,7 @@ class AxisRules(eqx.Module):
 
         **Arguments:**
 
-        - `names`: logical names or aliases. Aliases of a removed name stay, and share what rules it gets.
+        - `names`: logical names or aliases. Aliases of a removed name stay, and have the rules that it gets later.
 
         **Returns:**
 
@@ -254,12 +254,12 @@ class AxisRules(eqx.Module):
     def with_alias(self, name: str, of: str) -> "AxisRules":
         """New AxisRules in which `name` has the rules and the unit of `of`, in every mode.
 
-        If an array uses several names that share rules, `of` comes first, then its aliases in the order in which they
-        were added.
+        If an array has several names with the same rules, `of` has priority, then its aliases in the order in which
+        they were added.
 
         **Arguments:**
 
-        - `name`: the new name. It must have no rules of its own, save what a mode puts before those of `of`.
+        - `name`: the new name. Only a mode may have rules for it, and these come before the rules of `of`.
         - `of`: a logical name or another alias, looked up when names are resolved: it may get rules later.
 
         **Returns:**

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from .._ground.errors import RuleError, check_type
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
 from .._ground.tree import flatten
-from .axis_rules import check_places, declared_axes, repeated
+from .axis_rules import check_axis_rules, check_places, declared_axes, repeated
 from .strategies import (
     Atomic,
     Fsdp,
@@ -65,8 +65,8 @@ class PathRules(eqx.Module):
             strategy ([`shardfx.fsdp`][], [`shardfx.replicate`][]); several of these combined with `|`; any of
             them in [`shardfx.atomic`][] or [`shardfx.optional`][]; or a callable `(path, leaf) -> PartitionSpec`,
             which may return it in `atomic(...)`.
-            A PartitionSpec shorter than the rank leaves the rest whole. A tuple has one name per dimension; `...` in
-            it stands for those that are whole. `()` replicates, and so does `None`.
+            A PartitionSpec shorter than the rank does not shard the other dimensions. A tuple has one name per
+            dimension; `...` in it stands for all dimensions that are not sharded. `()` and `None` replicate.
         - `axes`: the mesh axes that a mesh may lack; see [`shardfx.AxisRules`][].
 
         **Raises:**
@@ -238,7 +238,7 @@ def match(tree: object, rules: PathRules) -> PyTree:
         }
         ```
     """
-    check_path_rules("rules", rules)
+    check_rules(rules, what="rules")
     flat, patterns = flatten(tree), compiled(rules)
     indices = [
         first_match(path, patterns) if shaped else None for path, shaped in zip(flat.paths, flat.is_array, strict=True)
@@ -246,10 +246,13 @@ def match(tree: object, rules: PathRules) -> PyTree:
     return jax.tree.unflatten(flat.treedef, indices)
 
 
-def check_path_rules(what: str, given: object) -> None:
-    """Raises unless the argument named `what` is PathRules."""
-    fix = 'wrap it: `PathRules([...])`, or `PathRules.parse("...")` for text'
-    check_type(what, given, PathRules, RuleError, fix)
+def check_rules(paths: object, axes: object = None, what: str = "paths") -> None:
+    """Raises unless `paths` is PathRules and `axes` is AxisRules; `None` stands for no rules."""
+    if paths is not None:
+        fix = 'wrap it: `PathRules([...])`, or `PathRules.parse("...")` for text'
+        check_type(what, paths, PathRules, RuleError, fix)
+    if axes is not None:
+        check_axis_rules("axes", axes)
 
 
 def compiled(rules: PathRules) -> tuple[re.Pattern[str], ...]:
@@ -265,16 +268,16 @@ def first_match(path: str, patterns: tuple[re.Pattern[str], ...]) -> int | None:
     return None
 
 
-# Parts of a regex that may tell digits apart: a digit, a character by its name, and a group that must occur again. The
-# ends of a range are characters too: a range without a digit at either end contains all ten digits or none.
+# Elements of a regex that can distinguish digits: a digit, a character by its name, and a group that must occur again. The ends
+# of a range are characters too: a range without a digit at either end contains all ten digits or none.
 _TELLS_DIGITS = re.compile(r"\d|\\N|\(\?P=")
 _ALL_DIGITS = re.compile(r"(?<!\\)\[0-9\]")
 
 
 @ft.lru_cache(maxsize=1024)
 def is_digit_blind(regex: str) -> bool:
-    """Whether a regex surely treats paths alike that differ only in digits, so that repeated layers are
-    matched once.
+    """Whether a regex certainly matches all or none of the paths that differ only in digits, so that repeated layers
+    are matched once.
     """
     return not _TELLS_DIGITS.search(_ALL_DIGITS.sub("", regex))
 

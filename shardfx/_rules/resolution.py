@@ -4,7 +4,7 @@ import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
 from jax.sharding import PartitionSpec
@@ -84,14 +84,14 @@ def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple
     return None if _is_plain(names) and not rules.units else _units_of(_entries(names), rules)
 
 
-def one_per_dim(names: Sequence[object], shape: tuple[int, ...], fix: Callable[[], str]) -> tuple[Any, ...]:
+def one_per_dim(names: Sequence[object], shape: tuple[int, ...]) -> tuple[Any, ...]:
     """The names of an array with one entry for each dimension of `shape`.
 
     `...` in `names` stands for the unnamed dimensions, which are replicated, and so does `()`.
 
     **Raises:**
 
-    `SpecError`, ending in the text `fix`, for names of another length: padding them would shift them unnoticed.
+    `SpecError` for names of another length: padding them would shift them unnoticed.
     """
     entries, rank = tuple(names), len(shape)
     if not entries:
@@ -106,7 +106,9 @@ def one_per_dim(names: Sequence[object], shape: tuple[int, ...], fix: Callable[[
     if missing:
         count = plural(len(entries) - len(dots), "logical name")
         raise SpecError(
-            f"{count} {names_text(entries)} for an array of rank {rank}, shape {shape}; give one per dimension. {fix()}"
+            f"{count} {names_text(entries)} for an array of rank {rank}, shape {shape}; give one per dimension, and "
+            "`...` for the dimensions that are whole. Where `jax.vmap` adds a dimension, `field(stacked=...)` names "
+            "it; where it maps over one, leave the name out and pass `jax.vmap(..., spmd_axis_name=...)`."
         )
     return entries
 
@@ -143,8 +145,7 @@ class _Slot:
     chain: tuple[str, ...]
 
 
-# The cache is bounded and has values as keys: planning a model asks for the same few dozen kinds of leaf again and
-# again.
+# The cache is bounded and has values as keys: a model has the same few dozen tuples of names again and again.
 @ft.lru_cache(maxsize=4096)
 def _resolve(entries: tuple[object, ...], rules: AxisRules, mode: str | None, unmatched: str) -> Decision:
     if unmatched not in ("replicate", "keep", "unconstrained", "raise"):
@@ -274,10 +275,8 @@ def _entries(names: Any) -> tuple[Any, ...]:
             f"write `({names!r},)` for an array of rank 1."
         )
     entries = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in names)
-    try:
-        hash(entries)
-    except TypeError:
-        [_members(entry) for entry in entries]  # It raises for a list in a tuple, or a dict, which are no entries.
+    for entry in entries:
+        _members(entry)  # raises for what is no entry, such as a list in a tuple
     return entries
 
 

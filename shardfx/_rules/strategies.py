@@ -23,14 +23,14 @@ class Atomic:
 
 
 def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
-    """Says that a dimension of `n * unit` elements may only be sharded between units, whatever divides it.
+    """A target under which a dimension of `n * unit` elements is sharded only between units.
 
     **Arguments:**
 
     - `target`: a logical name (as an entry of a leaf's names), or the whole target of a path rule: a
         PartitionSpec or a tuple of names.
     - `unit`: for a name, how many elements make one unit, `head_dim` for fused heads. For the target of a path
-        rule, a tuple with one int per dimension; 1 where any cut will do.
+        rule, a tuple with one int per dimension; 1 for a dimension that may be sharded between any two elements.
 
     **Returns:**
 
@@ -138,10 +138,10 @@ class Optional:
 
 
 def optional(target: object) -> Optional:
-    """A target for a path rule that some trees have no use for.
+    """A target for a path rule that may match no array of a tree.
 
-    [`shardfx.plan`][] raises for a rule that decides about no array, since this is usually a mistake. In a set of rules
-    for several models, this marks a rule for which it is none.
+    [`shardfx.plan`][] raises for a rule that decides about no array, since this is usually a mistake. `optional`
+    exempts a rule from this check, for example in a set of rules for several models.
 
     **Arguments:**
 
@@ -195,7 +195,7 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[
 
     - `axes`: the mesh axis, or axes, to shard over.
     - `min_bytes`: arrays of fewer bytes are left as they are.
-    - `skip`: dimensions that stay whole: 0 for arrays of stacked layers.
+    - `skip`: dimensions that are not sharded: 0 for arrays of stacked layers.
 
     **Returns:**
 

@@ -26,7 +26,7 @@ from .._plan import (
     unknown_units,
     unused_rules,
 )
-from .._rules import AxisRules, Optional, PathRules, check_axis_rules, check_path_rules, members_of, near, nearest
+from .._rules import AxisRules, Optional, PathRules, check_rules, members_of, near, nearest
 from ..topology import MeshSpec
 from .finding import Finding, Findings, Severity, findings_of
 from .heads import cut_heads
@@ -99,10 +99,7 @@ def lint(
         return findings_of(_of_leaves(Subject(content, *of_plan), replicated_bytes, head_dim))
     if mesh is None:
         raise MeshError("`lint` needs the mesh: `lint(tree, MeshSpec({...}), ...)`; a plan alone has its own.")
-    if paths is not None:
-        check_path_rules("paths", paths)
-    if axes is not None:
-        check_axis_rules("axes", axes)
+    check_rules(paths, axes)
     flat, found = flatten(tree), list[Finding]()
     if unused == "raise":
         raise_empty(tree, flat, paths)

@@ -57,7 +57,7 @@ def test_names_of_a_field_do_not_shift_where_layers_are_stacked():
     stacked = eqx.filter_eval_shape(eqx.filter_vmap(Dense), jax.random.split(jax.random.key(0), 8))
     with pytest.raises(SpecError) as error:
         plan(Bare(stacked), MESH, axes=AXES)
-    for part in ("`layers/w`", "('mlp', 'embed')", "(8, 256, 64)", "(..., 'mlp', 'embed')", "stacked=("):
+    for part in ("`layers/w`", "('mlp', 'embed')", "(8, 256, 64)", "`...` for the dimensions", "field(stacked=...)"):
         assert part in str(error.value)
     assert plan(Named(stacked), MESH, axes=AXES)["layers/w"].spec == P(None, "tensor")
 
@@ -119,7 +119,7 @@ def test_names_of_another_rank_are_an_error_at_every_entry(names, attempt):
 def test_the_error_in_vmap_says_what_works_and_it_does():
     x = jnp.ones((4, 8, 16))
     for names, message in (
-        (("batch", "mlp", None), r"Inside `jax.vmap` .* `jax.vmap\(..., spmd_axis_name=...\)`"),
+        (("batch", "mlp", None), r"maps over one, .* `jax.vmap\(..., spmd_axis_name=...\)`"),
         (P("data", None, None), "has 3 entries, but shape .* has 2 dimensions.*spmd_axis_name"),
     ):
         with pytest.raises(SpecError, match=message):
@@ -430,13 +430,6 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
 def test_a_mistake_is_named(make, error, message):
     with pytest.raises(error, match=message):
         make()
-
-
-def test_the_advice_fits_its_reader():
-    """What is for fields is for fields."""
-    with pytest.raises(SpecError, match=r"Write `\(\.\.\., 'mlp', None\)` .* `\('mlp', None, \.\.\.\)`") as error:
-        plan({"w": jnp.ones((2, 8, 16))}, MESH, names=NAMES, axes=AXES)
-    assert "field(" not in str(error.value)
 
 
 def test_a_callable_that_fails_is_named_and_chained():
