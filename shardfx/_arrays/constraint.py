@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .._ground.errors import LeafTypeError, PlanMismatchError, SpecError
 from .._ground.reason import Decision
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
+from .._ground.text import plural
 from .._plan import Policy, ShardPlan, check_plan, decision_for
 from ..topology import MeshSpec
 from .given import sharding_of
@@ -147,7 +148,7 @@ def constrain(
         # The type of a value may have a mesh because the function closes over an array on it. The program may still run
         # on one device.
         if isinstance(mesh, AbstractMesh) and not mesh.manual_axes and jax.sharding.get_abstract_mesh().empty:
-            x = meant_for(x, tuple(mesh.shape.items()))
+            x = _meant_for.bind(x, sizes=tuple(mesh.shape.items()))
         for kind, constraint in (
             (AxisType.Explicit, jax.sharding.reshard),
             (AxisType.Auto, jax.lax.with_sharding_constraint),
@@ -223,35 +224,23 @@ def _constrained_outside(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh)
     return placed([x], [sharding])[0]
 
 
+# The identity, which has a name in the program and each axis of the mesh as a parameter.
 _meant_for = Primitive("meant_for")
 
 
-def meant_for(x: jax.Array, sizes: tuple[tuple[str, int], ...]) -> jax.Array:
-    """`x`, in a program that cannot be lowered for a mesh of another size.
-
-    **Arguments:**
-
-    - `x`: a traced array.
-    - `sizes`: the name and the size of each axis of the mesh.
-    """
-    return _meant_for.bind(x, sizes=sizes)
-
-
 def _lowered(ctx: Any, x: object, *, sizes: tuple[tuple[str, int], ...]) -> list[Any]:
+    """Refuses to lower an identity in a program for another number of devices than a mesh of these sizes has."""
     match ctx.module_context.axis_context:
         # Without devices, as in an export, and inside `shard_map`, there is nothing to compare.
         case object(num_devices=int(count)) if count != math.prod(size for _, size in sizes):
-            _raise_for(ctx.avals_in[0], ",".join(f"{name}={size}" for name, size in sizes), count)
+            mesh = ",".join(f"{name}={size}" for name, size in sizes)
+            raise PlanMismatchError(
+                f"an array of shape {ctx.avals_in[0].shape} is constrained on a mesh {mesh} without devices, in a "
+                f"program for {plural(count, 'device')}, where that does nothing: no argument lies on the mesh. Use "
+                "`plan.on(plan.mesh.build(jax.devices()))`, and place the arguments first; pass arrays that the "
+                "function closes over as arguments."
+            )
     return [x]
-
-
-def _raise_for(aval: Any, mesh: str, count: int) -> NoReturn:
-    raise PlanMismatchError(
-        f"an array of shape {aval.shape} is constrained on a mesh {mesh} without devices, in a program for {count} "
-        f"device{'' if count == 1 else 's'}, where that does nothing: no argument lies on the mesh. Use "
-        "`plan.on(plan.mesh.build(jax.devices()))`, and place the arguments first; pass arrays that the function "
-        "closes over as arguments."
-    )
 
 
 _meant_for.def_impl(lambda x, *, sizes: x)

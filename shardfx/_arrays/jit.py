@@ -315,10 +315,9 @@ class Jitted(Generic[P, R]):
         try:
             form.static = Static(treedef, is_array, values, parts)
         except TypeError as error:
-            found = next((value for value in values if not _is_hashable(value)), None)
             raise LeafTypeError(
-                f"an argument of `{self._name}` holds {type(found).__name__} {found!r:.60}, which is no array and "
-                "cannot be hashed, so it can be neither traced nor static; make it an array or something hashable."
+                f"an argument of `{self._name}` holds a value that is no array and cannot be hashed ({error}), so it "
+                "can be neither traced nor static; make it an array or something hashable."
             ) from error
         return form.static
 
@@ -396,11 +395,3 @@ class Jitted(Generic[P, R]):
             paths = it.compress(tree_paths(out.rest.treedef), [at == number for at in out.rest.order])
             found += [TracedArray(path, struct_of(leaf, sharding)) for path, leaf in zip(paths, leaves, strict=True)]
         return tuple(found)
-
-
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

@@ -143,10 +143,6 @@ def leaf_made(path: str, struct: Struct | Made) -> Made:
     return Made(tuple(struct.shape), struct.dtype, whole(Value(path), tuple(struct.shape)))
 
 
-def _constant(_: Sequence[Made], value: object, shape: tuple[int, ...], dtype: str) -> Made:
-    return filled_with(value, tuple(shape), jnp.dtype(dtype))
-
-
 def filled_with(value: Any, shape: tuple[int, ...], dtype: DType) -> Made:
     """An array filled with one number."""
     check_number(value, dtype, f"an array of shape {shape}")
@@ -294,10 +290,6 @@ def _pad_to(parts: Sequence[Made], size: int, dim: int, value: object) -> Made:
     return _concat([made, filled_with(value, more, made.dtype)], dim, 1)
 
 
-def _cast(parts: Sequence[Made], dtype: str) -> Made:
-    return cast(parts[0], jnp.dtype(dtype))
-
-
 def cast(made: Made, to: Any) -> Made:
     """A value cast to another dtype."""
     if made.dtype == to:
@@ -347,7 +339,7 @@ def on_shapes(op: str, parts: Sequence[Made], *args: Any) -> Made:
 
 
 ON_SHAPES: Mapping[str, Callable[..., Made]] = {
-    "constant": _constant,
+    "constant": lambda _, value, shape, dtype: filled_with(value, tuple(shape), jnp.dtype(dtype)),
     "transpose": _transpose,
     "split": _split,
     "merge": _merge,
@@ -358,7 +350,7 @@ ON_SHAPES: Mapping[str, Callable[..., Made]] = {
     "slice": _slice,
     "repeat": _repeat,
     "pad_to": _pad_to,
-    "cast": _cast,
+    "cast": lambda parts, dtype: cast(parts[0], jnp.dtype(dtype)),
     "scale": _scale,
     "times": ft.partial(_counted, "*"),
     "plus": ft.partial(_counted, "+"),

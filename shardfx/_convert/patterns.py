@@ -10,7 +10,6 @@ from .._ground.errors import MapError
 
 Binding = Mapping[str, str | int]
 _FIELD = re.compile(r"\{([^{}]*)\}")
-_LESS = re.compile(r"\s*([A-Za-z_]\w*)\s*-\s*(\d+)\s*")
 _TERM = re.compile(r"\s*(?:(\d+)\s*\*\s*)?(?:([A-Za-z_]\w*)(\*?)|(\d+))\s*")
 
 
@@ -51,17 +50,10 @@ def sum_of(text: str) -> Sum:
     terms, rest = [], 0
     for part in text.split("+"):
         found = _TERM.fullmatch(part)
-        less = _LESS.fullmatch(part)
-        if less is not None:
-            name, number = less.groups()
-            raise MapError(
-                f"`{{{text}}}` subtracts, and braces add: write `{{{name}}}` here and `{{{name}+{number}}}` in the "
-                f"other path, so that `{name}` counts from 0."
-            )
         if found is None or (found[4] and found[1]):
             raise MapError(
-                f"`{{{text}}}` cannot be read: braces hold a name, or a sum as in `{{6*i+2}}`; `{{name*}}` stands for "
-                "any text with its slashes."
+                f"`{{{text}}}` cannot be read: braces hold a name, or a sum as in `{{6*i+2}}`, without a minus; "
+                "`{name*}` stands for any text with its slashes."
             )
         if found[2]:
             terms.append((int(found[1] or 1), found[2]))

@@ -181,7 +181,7 @@ def test_heads_that_are_apart_may_have_the_name_of_fused_ones(sizes, shape, cut)
     run = lambda x: constrain(x, APART, made)
     x = jax.device_put(np.zeros(shape, np.float32), NamedSharding(AUTO, P()))
     for found in (made.sharding(APART, shape), run(x).sharding, jax.jit(run)(x).sharding):
-        assert found.spec == (P(None, "tensor") if cut else P())
+        assert found.spec == (P(None, "tensor") if cut else P())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("sizes, shape", [((), (2, 40, 16)), ((), (2, 16, 16)), ((128,), (2, 32, 16))])

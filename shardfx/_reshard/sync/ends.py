@@ -4,7 +4,6 @@ import collections
 import contextlib
 import functools as ft
 import itertools as it
-import math
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._convert import constant, hull, swapped, target_view
-from ..._ground.boxes import array_of, boxes_here
+from ..._ground.boxes import array_of, boxes_here, volume
 from ..._ground.copying import buffers
 from ..._ground.errors import PlanMismatchError, SyncError
 from ..._plan import ShardPlan, encode_dtype
@@ -199,14 +198,22 @@ class _Spare:
     """
 
     def __init__(self, plan: TransferPlan, dst: ShardPlan, receiver: int, steps: Iterable[ShardBytes | SentPiece]):
-        self._plan, self._receiver, self._lock = plan, receiver, threading.Lock()
+        self._plan, self._lock = plan, threading.Lock()
         self._blocks = cast("_Blocks", plan.known.setdefault(("memory", receiver), _Blocks()))
         self._planned = {leaf.path: (leaf.dtype, leaf.sharding) for leaf in leaves_of_plan(dst)}
         self._left = collections.Counter(map(_leaf, steps))
         self._memory: dict[int, dict[int, np.ndarray]] = {}
         self._bytes: dict[tuple[int, int], np.ndarray] = {}
         self._made: dict[int, jax.Array] = {}
-        sizes = [sum(self._nbytes(number, at) for at in self._own(number)) for number in range(len(plan.leaves))]
+        # For each leaf the boxes that this process fills, by the numbers of their buffers.
+        self._own = [
+            {at: one.box for at, one in enumerate(plan.kinds[leaf.kind].buffers) if one.process == receiver}
+            for leaf in plan.leaves
+        ]
+        sizes = [
+            sum(map(volume, own.values())) * leaf.dtype.itemsize
+            for own, leaf in zip(self._own, plan.leaves, strict=True)
+        ]
         self._groups = [start // _TOGETHER_BYTES for start in it.accumulate(sizes, initial=0)]
         for leaf in range(len(plan.leaves)):
             if not self._left[leaf]:
@@ -241,35 +248,26 @@ class _Spare:
 
     def _allocate(self, one: int) -> None:
         """Allocates the memory of a leaf and of the leaves in its group, which are the same ones at each revision."""
-        group = [number for number in range(len(self._plan.leaves)) if self._groups[number] == self._groups[one]]
-        wanted = [(number, at) for number in group for at in self._own(number)]
-        views = buffers([self._shape(number, at) for number, at in wanted], self._blocks.take)
-        for (number, at), made in zip(wanted, views, strict=True):
+        leaves = enumerate(self._plan.leaves)
+        wanted = [
+            (number, at, (tuple(stop - start for start, stop in box), leaf.dtype))
+            for number, leaf in leaves
+            if self._groups[number] == self._groups[one]
+            for at, box in self._own[number].items()
+        ]
+        views = buffers([shape for _, _, shape in wanted], self._blocks.take)
+        for (number, at, _), made in zip(wanted, views, strict=True):
             self._memory.setdefault(number, {})[at] = made
 
-    def _own(self, number: int) -> list[int]:
-        """The numbers of the buffers of a leaf that this process fills."""
-        buffers = self._plan.kinds[self._plan.leaves[number].kind].buffers
-        return [at for at, buffer in enumerate(buffers) if buffer.process == self._receiver]
-
-    def _shape(self, number: int, at: int) -> tuple[tuple[int, ...], np.dtype]:
-        leaf = self._plan.leaves[number]
-        return tuple(stop - start for start, stop in self._plan.kinds[leaf.kind].buffers[at].box), leaf.dtype
-
-    def _nbytes(self, number: int, at: int) -> int:
-        shape, dtype = self._shape(number, at)
-        return math.prod(shape) * dtype.itemsize
-
     def _make(self, number: int) -> None:
-        leaf = self._plan.leaves[number]
-        own = self._plan.kinds[leaf.kind].buffers
+        leaf, own = self._plan.leaves[number], self._own[number]
         with self._lock:
             if number not in self._memory:
                 self._allocate(number)
             memory = self._memory.pop(number)
             for buffer in memory:
                 self._bytes.pop((number, buffer), None)
-        held, (dtype, sharding) = [own[at].box for at in memory], self._planned[leaf.path]
+        held, (dtype, sharding) = [own[at] for at in memory], self._planned[leaf.path]
         assert sharding is not None
         if {*boxes_here(sharding, leaf.shape).values()} != {*held}:
             raise PlanMismatchError(f"leaf `{leaf.path}` lies in `dst` otherwise than in the transfer's plan.")
