@@ -176,24 +176,16 @@ def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) ->
         ```
     """
     header = ("chip", "memory", "HBM", "bf16", "links", "dcn", "devices", "island")
-    rows = [_cells(chip) for chip in (CHIPS if chips is None else chips)]
+    rows = [header]
+    for chip in CHIPS if chips is None else chips:
+        memory = f"{bytes_text(chip.usable_hbm_bytes).split()[0]} of {bytes_text(chip.hbm_bytes)}"
+        bf16 = dict(chip.flops_per_second).get("bfloat16")
+        speeds = (f"{chip.hbm_bytes_per_second / 1e12:.2f} TB/s", f"{bf16 / 1e12:,.0f} TFLOP/s" if bf16 else "-")
+        links = f"{chip.links} x {chip.link_bytes_per_second / 1e9:.0f} GB/s"
+        dcn = f"{chip.dcn_bytes_per_second / 1e9:.2f} GB/s"
+        rows.append((chip.name, memory, *speeds, links, dcn, str(chip.devices_per_chip), f"{chip.island_chips:,}"))
     spare = ("island", "devices", "dcn", "links")
-    return "\n".join(_aligned([header, *rows], right=set(header[1:]), width=width, spare=spare))
-
-
-def _cells(chip: Chip) -> tuple[str, ...]:
-    nominal, usable = bytes_text(chip.hbm_bytes), bytes_text(chip.usable_hbm_bytes)
-    bf16 = dict(chip.flops_per_second).get("bfloat16")
-    return (
-        chip.name,
-        f"{usable.split()[0]} of {nominal}",
-        f"{chip.hbm_bytes_per_second / 1e12:.2f} TB/s",
-        "-" if bf16 is None else f"{bf16 / 1e12:,.0f} TFLOP/s",
-        f"{chip.links} x {chip.link_bytes_per_second / 1e9:.0f} GB/s",
-        f"{chip.dcn_bytes_per_second / 1e9:.2f} GB/s",
-        str(chip.devices_per_chip),
-        f"{chip.island_chips:,}",
-    )
+    return "\n".join(_aligned(rows, right=set(header[1:]), width=width, spare=spare))
 
 
 def _plain(name: str) -> str:

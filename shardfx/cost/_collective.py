@@ -196,31 +196,26 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
     """
     is_permute = kind == "collective-permute"
     rows = (_pairs(instruction),) if is_permute else _rows(instruction)
-    members = [] if rows is None or is_permute else np.concatenate([*map(np.ravel, rows)]).tolist()
-    if len(set(members)) < len(members):
+    members = [] if rows is None else np.concatenate([own.ravel() for own in rows]).tolist()
+    if not is_permute and len(set(members)) < len(members):
         raise ProgramError("a collective names a device twice")
     has_channel = "channel_id=" in instruction.structure
-    is_of_devices = "use_global_device_ids=true" in instruction.structure
-    if is_of_devices or (has_channel and kind not in _SAYS_WHOSE):
-        return (np.arange(devices)[None],) if rows is None else _known(rows, devices)
-    # Otherwise the numbers are replica numbers. A program has one replica: all its devices, or each device alone.
-    _known(rows or (), 1)
-    return (np.arange(devices).reshape((1, -1) if has_channel else (-1, 1)),)
+    is_of_devices = "use_global_device_ids=true" in instruction.structure or (has_channel and kind not in _SAYS_WHOSE)
+    # Other numbers are replica numbers. A program has one replica: all its devices, or each device alone.
+    count = devices if is_of_devices else 1
+    if max(members, default=0) >= count:
+        raise ProgramError(
+            f"a collective names number {max(members)}, and the program has {count} of what it names; pass `mesh=` if "
+            "the text's first line does not count its devices"
+        )
+    if is_of_devices and rows is not None:
+        return rows
+    return (np.arange(devices).reshape((1, -1) if is_of_devices or has_channel else (-1, 1)),)
 
 
 def groups_by_size(rows: Sequence[Sequence[int]]) -> Groups:
     """Replica groups as arrays, one for each size that the groups have."""
     return tuple(np.array(own) for own in together(rows, len).values())
-
-
-def _known(rows: Groups, count: int) -> Groups:
-    most = max((int(own.max()) for own in rows if own.size), default=0)
-    if most >= count:
-        raise ProgramError(
-            f"a collective names number {most}, and the program has {count} of what it names; pass `mesh=` if the "
-            "text's first line does not count its devices"
-        )
-    return rows
 
 
 def _pairs(instruction: Instruction) -> np.ndarray:

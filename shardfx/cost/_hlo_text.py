@@ -28,6 +28,7 @@ _CALLED = re.compile(
 )
 _REPLICAS, _PARTITIONS = re.compile(r"\breplica_count=(\d+)"), re.compile(r"\bnum_partitions=(\d+)")
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
+_NUMBER = re.compile(r"(\w+)=(\d+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)"(?:.*?source_line=(\d+))?')
@@ -245,10 +246,12 @@ def _closed(line: str, opening: int) -> int:
 
 
 def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
-    files = [name.strip('"') for name in tables.get("FileNames", [])]
-    functions = [name.strip('"') for name in tables.get("FunctionNames", [])]
-    places = [_numbers(row) for row in tables.get("FileLocations", [])]
-    frames = [_numbers(row) for row in tables.get("StackFrames", [])]
+    names = ("FileNames", "FunctionNames")
+    files, functions = ([row.strip('"') for row in tables.get(name, ())] for name in names)
+    places, frames = (
+        [{key: int(number) for key, number in _NUMBER.findall(row)} for row in tables.get(name, ())]
+        for name in ("FileLocations", "StackFrames")
+    )
     found: dict[int, tuple[Frame, ...]] = {}
     for number, row in enumerate(frames, start=1):
         place = places[row["file_location_id"] - 1]
@@ -256,10 +259,6 @@ def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
         # XLA prints the number of the outer frame plus one; 1 means that there is none.
         found[number] = (frame, *found.get(row["parent_frame_id"] - 1, ()))
     return found
-
-
-def _numbers(row: str) -> dict[str, int]:
-    return {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", row)}
 
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([^\]]*)\]")

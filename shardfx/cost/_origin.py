@@ -147,11 +147,10 @@ class Origins:
         Such a sum starts from zeros, and within a loop from the body's last result.
         """
         op = self._ops.get(id(instruction))
-        values = [*itertools.islice(reached(() if op is None else op.reads, self._made_of), _FAR)]
+        values = itertools.islice(reached(() if op is None else op.reads, self._made_of), _FAR)
         makers = [self._uses.maker.get(value) for value in values]
-        if any(made is not None and made.opcode in PRODUCTS for made in makers):
-            return True
-        return not any(made is None or made.opcode in _WHOLE for made in makers)
+        opcodes = {None if made is None else made.opcode for made in makers}
+        return not opcodes.isdisjoint(PRODUCTS) or opcodes.isdisjoint((None, *_WHOLE))
 
     def _made_of(self, value: int) -> Iterable[int]:
         """The operands of a value's operation; for a loop-carried value the body's result of the previous iteration."""

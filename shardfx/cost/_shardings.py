@@ -272,11 +272,11 @@ def explained(step: object, line: str, args: Sequence[object], compiler: Platfor
     known, platform = step_of(step, args), platform_of(compiler)
     found = shardings_of(known, platform)
     sent = found.annotate(estimated(known, platform)).rows
-    own = (row for row in sent if row.source is not None and row.source.place == line)
     notes = (
         f"{bytes_text(row.wire_bytes)} by {row.kind} over {', '.join(row.axes)} ({row.phase or 'no gradient'}), "
         f"{row.note}"
-        for row in own
+        for row in sent
+        if row.source is not None and row.source.place == line
     )
     return dataclasses.replace(found.at(line), notes=tuple(notes))
 
@@ -399,8 +399,8 @@ class _Known:
         is gathered.
         """
         made = self.graph.operations[one.operation]
-        kept, moved = (self._told(holder, one.axis) for holder in (one.kept, one.moved))
-        return f"gathered over {one.axis}: {kept} and {moved} both lie on it, and the {made.name} keeps the first"
+        both = " and ".join(self._told(holder, one.axis) for holder in (one.kept, one.moved))
+        return f"gathered over {one.axis}: {both} both lie on it, and the {made.name} keeps the first"
 
     def _told(self, holder: Holder, axis: str) -> str:
         value = self.graph.values[holder.value]
@@ -409,9 +409,9 @@ class _Known:
 
     def gathered(self, source: Frame | None, axes: Sequence[str] | None = None) -> str:
         """The sentence about the largest conflict of a line; "" without one."""
-        here = [one for one in self.graph.conflicts if self.lines[one.operation] == source]
-        here = [one for one in here if axes is None or one.axis in axes]
-        return self.sentence(max(here, key=lambda one: self._bytes(one.moved.value))) if here else ""
+        own = [one for one in self.graph.conflicts if self.lines[one.operation] == source]
+        own = [one for one in own if axes is None or one.axis in axes]
+        return self.sentence(max(own, key=lambda one: self._bytes(one.moved.value))) if own else ""
 
     def annotated(self, row: TrafficRow) -> TrafficRow:
         gathered, summed = self.gathered(row.source, row.axes), self._summed(row.source, row.axes)
@@ -442,19 +442,11 @@ def _whole(axis: str) -> str:
 
 
 def _cells(row: ArrayRow) -> tuple[str, ...]:
-    by: dict[str, list[str]] = {}
-    for origin in row.origins:
-        by.setdefault(printable(origin.by), []).append(origin.axis)
-    told = "; ".join(f"{', '.join(axes)}: {name or '?'}" for name, axes in by.items())
-    spec = spec_text(entries_of(row.spec))
-    return (
-        bytes_text(row.bytes_per_device),
-        array_text(row.dtype, row.shape),
-        spec,
-        told or "-",
-        ", loop ".join(filter(None, (row.phase or "-", row.loop and row.loop.place))),
-        place_text(row.source),
-    )
+    by = together(row.origins, lambda one: printable(one.by))
+    told = "; ".join(f"{', '.join(one.axis for one in own)}: {name or '?'}" for name, own in by.items())
+    array = (array_text(row.dtype, row.shape), spec_text(entries_of(row.spec)), told or "-")
+    phase = ", loop ".join(filter(None, (row.phase or "-", row.loop and row.loop.place)))
+    return bytes_text(row.bytes_per_device), *array, phase, place_text(row.source)
 
 
 def _plain(row: ArrayRow) -> dict[str, Any]:

@@ -205,18 +205,12 @@ def place_cells(axes: tuple[str, ...], leaf: str | None, source: Frame | None) -
 def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
     """The cells of a row. The source line is shown only in the first row of that line."""
     first, _, others = (row.leaf or "").partition(", ")
-    more = f" +{len(row.arrays) - 1}" if len(row.arrays) > 1 else ""
-    return (
-        bytes_text(row.wire_bytes),
-        f"{row.kind}{' (windowed)' if row.windowed else ''}",
-        axes_text(row.axes),
-        str(row.group_size),
-        "?" if row.calls is None else str(row.calls),
-        f"{row.arrays[0]}{more}" if row.arrays else row.dtype or "-",
-        row.phase or "-",
-        printable(first + (f" +{others.count(', ') + 1}" if others else "") or "-"),
-        place_text(row.source) if is_first else "",
-    )
+    leaf = printable(first + (f" +{others.count(', ') + 1}" if others else "") or "-")
+    kind = f"{row.kind} (windowed)" if row.windowed else row.kind
+    calls = "?" if row.calls is None else str(row.calls)
+    array = (row.arrays[0] if row.arrays else row.dtype or "-") + (f" +{len(row.arrays) - 1}" if row.arrays[1:] else "")
+    sent = (bytes_text(row.wire_bytes), kind, axes_text(row.axes), str(row.group_size), calls, array)
+    return *sent, row.phase or "-", leaf, place_text(row.source) if is_first else ""
 
 
 def _signed(count: int) -> str:

@@ -1,27 +1,18 @@
 """Global arrays made of the rows that each process loaded."""
 
 import operator
-from typing import overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import PyTree
 
 from .._ground.boxes import boxes_here
 from .._ground.errors import PlanMismatchError
 from .._ground.spec import entries_at
 from .._ground.tree import flatten
 from .._plan import LeafPlan, ShardPlan, canonical_dtype
-
-
-@overload
-def global_batch(local: PyTree, plan: ShardPlan, *, pad: None = None) -> PyTree: ...
-
-
-@overload
-def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float) -> tuple[PyTree, Bool[Array, " rows"]]: ...
 
 
 def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = None) -> PyTree:

@@ -4,8 +4,14 @@ It may import the ground alone. It never starts a backend: devices come in as ar
 """
 
 from ._mesh import MeshSpec as MeshSpec
-from ._order import DeviceOrder as DeviceOrder, device_order as device_order
-from ._place import bounds as bounds, coords as coords, positions as positions, slices as slices
+from ._order import (
+    DeviceOrder as DeviceOrder,
+    bounds as bounds,
+    coords as coords,
+    device_order as device_order,
+    positions as positions,
+    slices as slices,
+)
 from ._submesh import (
     default_submesh as default_submesh,
     hybrid_shape as hybrid_shape,

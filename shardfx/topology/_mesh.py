@@ -11,8 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .._ground.errors import MeshError
-from ._order import DeviceOrder, device_order
-from ._place import Devices, listed
+from ._order import DeviceOrder, Devices, device_order, listed
 
 
 _MOST_DEVICES = 2**31 - 1  # JAX numbers devices in 32 bits

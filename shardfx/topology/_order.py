@@ -1,15 +1,25 @@
-"""The order of devices in a mesh: JAX's own choice, or a documented fallback."""
+"""The positions of devices, from their descriptions, and their order in a mesh: JAX's own choice, or a documented
+fallback.
+"""
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from jax.experimental import mesh_utils
+from jaxtyping import Int
 
 from .._ground.errors import MeshError
-from ._place import Device, Devices, bounds, listed, positions, processes, slices
+from .._ground.text import together
 from ._torus import mean_hops, ring_path, torus_order, wraps
+
+
+# A device, or an object with the attributes of one.
+Device: TypeAlias = Any
+# An array, such as `mesh.devices`, counts as the list of its elements.
+Devices: TypeAlias = Sequence[Device] | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -201,3 +211,194 @@ def _walk(line: np.ndarray, extents: tuple[int, ...], closed: tuple[bool, ...]) 
     index_of[tuple(inverse.reshape(-1) for _, inverse in columns)] = np.arange(len(line))
     whole = [closed[dim] and box[dim] == extents[dim] for dim in range(len(box))]
     return index_of[tuple(ring_path(box, whole).T)]
+
+
+def coords(device: Device, local_device_count: int) -> tuple[int, ...]:
+    """The position of one device: its coordinates on the torus and its core, or its process and its number in the
+    process.
+
+    **Arguments:**
+
+    - `device`: anything with JAX's device attributes. One with `coords` (a TPU) needs nothing else, and one
+        without `core_on_chip` counts as core 0; others need `process_index` and `id`.
+    - `local_device_count`: the number of devices of a process; read only for devices without `coords`.
+
+    **Returns:**
+
+    `(*coords, core)`, or `(process_index, id % local_device_count)`.
+
+    **Raises:**
+
+    `MeshError` if the device has no coordinates and `local_device_count` is below 1.
+
+    !!! Example
+
+        ```python
+        import jax
+        from shardfx import topology
+
+        assert topology.coords(jax.devices()[3], 8) == (0, 3)
+        ```
+    """
+    torus = _torus_coords(device)
+    if torus is not None:
+        return torus
+    if local_device_count < 1:
+        raise MeshError(f"`local_device_count` is {local_device_count}; it must be at least 1 without `coords`.")
+    return (int(device.process_index), int(device.id) % local_device_count)
+
+
+def bounds(devices: Devices) -> tuple[int, ...]:
+    """The extents of devices in each direction. Neither their order nor the origin matters.
+
+    **Arguments:**
+
+    - `devices`: descriptions of devices of one slice, as for [`shardfx.topology.coords`][].
+
+    **Returns:**
+
+    `(x, y, z, cores)` for devices with three coordinates, `(processes, devices per process)` for devices
+    without any.
+
+    **Raises:**
+
+    `MeshError` if there are no devices, if some have coordinates and others do not, or if processes have
+    different numbers of devices.
+
+    !!! Example
+
+        ```python
+        from types import SimpleNamespace
+        from shardfx import topology
+
+        chips = [
+            SimpleNamespace(coords=(x, y, 0), core_on_chip=0)
+            for x in range(2, 4)
+            for y in range(4)
+        ]
+        assert topology.bounds(chips) == (2, 4, 1, 1)
+        ```
+    """
+    places = _places(listed(devices))
+    return tuple((places.max(axis=0) - places.min(axis=0) + 1).tolist())
+
+
+def positions(devices: Devices) -> Int[np.ndarray, "..."]:
+    """The box that devices fill: entry `[x, y, z, core]` is the index in `devices` of the device at that position.
+
+    **Arguments:**
+
+    - `devices`: descriptions of devices of one slice, in any order.
+
+    **Returns:**
+
+    An integer array of shape `bounds(devices)`, with the index of the device at each place.
+
+    **Raises:**
+
+    `MeshError` if two devices are at one place, or if a place within the bounds has no device.
+
+    !!! Example
+
+        ```python
+        import jax
+        from shardfx import topology
+
+        assert topology.positions(jax.devices()).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+        ```
+    """
+    devices = listed(devices)
+    places = _places(devices)
+    origin = places.min(axis=0)
+    extents = tuple((places.max(axis=0) - origin + 1).tolist())
+    index = tuple((places - origin).T)
+    counts = np.zeros(extents, np.int64)
+    np.add.at(counts, index, 1)
+    most = counts.max()
+    if most > 1:
+        twice = (np.argwhere(counts == most)[0] + origin).tolist()
+        raise MeshError(
+            f"{most} of the {len(devices)} devices sit at {(*twice,)}; slices are ordered one "
+            'by one (`MeshSpec(..., dcn={"data": 2}).build(devices)`), and a device is given once.'
+        )
+    if counts.min() < 1:
+        hole = (np.argwhere(counts < 1)[0] + origin).tolist()
+        raise MeshError(
+            f"the {len(devices)} devices span bounds {extents}, but none sits at {(*hole,)}; pass devices that "
+            "fill a box without holes."
+        )
+    out = np.empty(extents, np.int64)
+    out[index] = np.arange(len(devices))
+    return out
+
+
+def slices(devices: Devices) -> tuple[tuple[int, ...], ...]:
+    """The devices that share a fast network: indices into `devices`, slice by slice, in order of slice index.
+
+    **Arguments:**
+
+    - `devices`: descriptions of devices; those without a `slice_index` are all in slice 0.
+
+    **Returns:**
+
+    A tuple of indices for each slice.
+
+    !!! Example
+
+        ```python
+        from types import SimpleNamespace
+        from shardfx import topology
+
+        devices = [SimpleNamespace(slice_index=index) for index in (1, 0, 1, 0)]
+        assert topology.slices(devices) == ((1, 3), (0, 2))
+        ```
+    """
+    return _grouped([int(getattr(device, "slice_index", None) or 0) for device in listed(devices)])
+
+
+def processes(devices: Devices) -> tuple[tuple[int, ...], ...]:
+    """As [`shardfx.topology.slices`][], by process instead of slice, which separates GPU nodes."""
+    return _grouped([int(device.process_index) for device in listed(devices)])
+
+
+def listed(devices: Devices) -> list[Device]:
+    """The devices as a list."""
+    return list(devices.flat) if isinstance(devices, np.ndarray) else list(devices)
+
+
+def _grouped(keys: list[int]) -> tuple[tuple[int, ...], ...]:
+    groups = together(range(len(keys)), keys.__getitem__)
+    return tuple(tuple(groups[key]) for key in sorted(groups))
+
+
+def _places(devices: list[Device]) -> Int[np.ndarray, "devices dims"]:
+    if not devices:
+        raise MeshError("there are no devices; pass `jax.devices()`, or those of one slice.")
+    torus = [_torus_coords(device) for device in devices]
+    lengths = sorted({0 if place is None else len(place) for place in torus})
+    if len(lengths) > 1:
+        raise MeshError(
+            f"the devices have coordinates of different lengths ({lengths}; 0 is none); order devices of one "
+            "kind at a time."
+        )
+    if lengths != [0]:
+        return np.array(torus, np.int64)
+    groups = processes(devices)
+    counts = [len(group) for group in groups]
+    if len(set(counts)) > 1:
+        raise MeshError(
+            f"processes have different numbers of devices: {counts}; pass the same number of devices of each."
+        )
+    places = np.empty((len(devices), 2), np.int64)
+    for row, group in enumerate(groups):
+        for column, index in enumerate(sorted(group, key=lambda index: devices[index].id)):
+            places[index] = row, column
+    return places
+
+
+def _torus_coords(device: Device) -> tuple[int, ...] | None:
+    # JAX's own devices lack these attributes if they have no meaning, so their absence is the test.
+    place = getattr(device, "coords", None)
+    if place is None:
+        return None
+    return (*(int(c) for c in place), int(getattr(device, "core_on_chip", None) or 0))

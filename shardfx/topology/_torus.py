@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -10,17 +10,12 @@ from jaxtyping import Int
 from .._ground.errors import MeshError
 
 
-# From which size on, and for which sizes, a dimension of a slice is closed into a ring. Cloud TPU's
-# documentation: v4 and v5p (and 7x) close every dimension that is a multiple of 4; v5e and v6e only a
-# dimension of 16; v2 and v3 only those of a whole pod.
-_RING_MULTIPLE = {"TPU v4": 4, "TPU v5p": 4, "TPU v5": 4, "TPU7x": 4, "TPU7": 4}
-_RING_SIZES = {
-    "TPU v2": (16,),
+# The sizes of a slice's dimension that links close into a ring. Cloud TPU's documentation: v4 and v5p (and 7x) close
+# every multiple of 4; v5e and v6e only 16; v2 and v3 only the dimensions of a whole pod.
+_RING_SIZES: Mapping[str, Sequence[int]] = {
+    **dict.fromkeys(("TPU v4", "TPU v5p", "TPU v5", "TPU7x", "TPU7"), range(4, 2**31, 4)),
+    **dict.fromkeys(("TPU v2", "TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e"), (16,)),
     "TPU v3": (32,),
-    "TPU v5 lite": (16,),
-    "TPU v5e": (16,),
-    "TPU v6 lite": (16,),
-    "TPU v6e": (16,),
 }
 
 
@@ -45,10 +40,8 @@ def wraps(device_kind: str, bounds: Sequence[int]) -> tuple[bool, ...]:
         assert topology.wraps("TPU v5 lite", (16, 8)) == (True, False)
         ```
     """
-    multiple, sizes = _RING_MULTIPLE.get(device_kind), _RING_SIZES.get(device_kind, ())
-    torus = bounds[:3]
-    closed = [size in sizes or (multiple is not None and size % multiple == 0) for size in torus]
-    return tuple(closed) + (False,) * (len(bounds) - len(torus))
+    rings = _RING_SIZES.get(device_kind, ())
+    return tuple(dim < 3 and size in rings for dim, size in enumerate(bounds))
 
 
 def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[np.ndarray, "places dims"]:
