@@ -1,5 +1,6 @@
 """The arguments that several verbs share: they name a model, a mesh, rules or a training step."""
 
+import contextlib
 import dataclasses
 import functools as ft
 import inspect
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import click
 import jax
 
-from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, chips, cost, follow, lint, plan, presets
+from shardfx import MeshSpec, ShardPlan, chips, cost, follow, lint, plan, presets
 from shardfx._see import Findings
 
 from ._load import LoadedModel, attribute, literals, load_model, load_optimizer, load_rules, near, parse_slice
@@ -130,12 +131,10 @@ def emulate(count: int, what: str = "the target has") -> None:
     if count > MOST_DEVICES:
         hint = f"at most {MOST_DEVICES} can be emulated; `shardfx traffic --how estimate` needs none"
         raise UsageError(f"{what} {count:,} devices; {hint}")
-    try:
-        # JAX reads these when it starts a backend; afterwards a change raises RuntimeError.
+    # JAX reads these when it starts a backend; afterwards a change raises RuntimeError.
+    with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        pass
     if len(jax.devices()) < count:
         raise UsageError(f"JAX has started with {len(jax.devices())} devices, and {what} {count}")
 
@@ -171,12 +170,13 @@ class PlanOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The parsed arguments: the model, mesh and rules for `shardfx.plan`, and the TPU slice of --target, or `None`."""
+    """The parsed arguments: the model, the mesh, the other arguments of `shardfx.plan` (`rules`), and the TPU slice of
+    --target, or `None`.
+    """
 
     model: LoadedModel
     mesh: MeshSpec
-    paths: PathRules | None
-    axes: AxisRules | None
+    rules: Mapping[str, Any]
     target: chips.Slice | None
 
 
@@ -245,7 +245,7 @@ def inputs_of(asked: PlanOptions) -> Inputs:
     if asked.mesh is None and asked.rules is None:
         model = load_model(asked.model)
         if model.plan is not None:
-            return Inputs(model, model.plan.mesh, None, None, None)
+            return Inputs(model, model.plan.mesh, {}, None)
     if asked.mesh is None:
         raise UsageError("Missing option '--mesh'; give one, as in --mesh data=64,fsdp=16,tensor=8")
     if asked.rules is None:
@@ -259,7 +259,7 @@ def inputs_of(asked: PlanOptions) -> Inputs:
     kwargs = literals(asked.kwargs, "kwargs") | ({} if asked.dtype is None else {"dtype": asked.dtype})
     with working(f"reading {name}"):
         model = load_model(name, kwargs, stack_experts=asked.rules.partition(":")[0] == "ep")
-    return Inputs(model, mesh, paths, axes, target)
+    return Inputs(model, mesh, {"paths": paths, "axes": axes, **asked.how}, target)
 
 
 def plan_of(asked: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
@@ -274,9 +274,7 @@ def plan_of(asked: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
     if given.model.plan is not None and asked.rules is None:
         return given.model.plan
     _require_known(asked, given)
-    made = calling(
-        "planning", lambda: plan(given.model.tree, given.mesh, paths=given.paths, axes=given.axes, **asked.how)
-    )
+    made = calling("planning", lambda: plan(given.model.tree, given.mesh, **given.rules))
     if asked.optimizer is None:
         return made
     init = load_optimizer(asked.optimizer)
@@ -289,7 +287,7 @@ def findings_of(asked: PlanOptions, given: Inputs) -> Findings:
     with working("checking the rules"):
         if given.model.plan is not None and asked.rules is None:
             return lint(given.model.plan)
-        found = lint(given.model.tree, given.mesh, paths=given.paths, axes=given.axes, **asked.how)
+        found = lint(given.model.tree, given.mesh, **given.rules)
         if asked.optimizer is None or found.worst("error"):
             return found
         # `found` has the findings about the model already.
@@ -303,12 +301,12 @@ _STRATEGY_AXES = ("data", "fsdp", "tensor", "expert")
 
 def _require_known(asked: PlanOptions, given: Inputs) -> None:
     """Raises for a mesh axis that the chosen strategy for published models does not use, such as a misspelled one."""
-    if asked.rules is None or asked.rules.partition(":")[0] not in presets.models.strategies() or given.paths is None:
+    if asked.rules is None or asked.rules.partition(":")[0] not in presets.models.strategies():
         return
-    known = tuple(dict.fromkeys((*given.paths.axes, *_STRATEGY_AXES)))
+    used = given.rules["paths"].axes
+    known = tuple(dict.fromkeys((*used, *_STRATEGY_AXES)))
     for axis, size in given.mesh.shape.items():
         if size > 1 and axis not in known:
-            used = given.paths.axes
             hint = near(axis, known) or f"; for another name write --rules {asked.rules}:{used[-1]}={axis}"
             raise UsageError(
                 f"--mesh {asked.mesh} has the axis {axis!r}, and --rules {asked.rules} uses {', '.join(used)}{hint}"

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardfx as sfx
 from shardfx._see.finding import CODES
-from tests.see.planted import AXES, CLEAN, MESH, PLANTED, leaf, moments
+from tests.see.planted import AXES, CLEAN, FOUND, MESH, PLANTED, leaf, moments
 
 
 def applied(fix: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -38,6 +38,12 @@ def lint(arguments: dict[str, Any]) -> sfx._see.Findings:
     return sfx.lint(given.pop("tree"), **given)
 
 
+def found_in(name: str) -> list[tuple[str, ...]]:
+    """The codes and places of the findings that a planted mistake must be."""
+    texts = FOUND[name]
+    return [tuple(text.split(" ", 1)) for text in ([texts] if isinstance(texts, str) else texts)]
+
+
 @pytest.mark.parametrize("clean", CLEAN)
 def test_clean_rules_have_no_findings(clean):
     assert lint(CLEAN[clean]) == ()
@@ -45,8 +51,7 @@ def test_clean_rules_have_no_findings(clean):
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_mistake_is_found_and_nothing_else_and_each_fix_takes_its_finding_away(name):
-    make, expected = PLANTED[name]
-    arguments = make()
+    arguments, expected = PLANTED[name](), found_in(name)
     found = lint(arguments)
     assert sorted((one.code, one.where) for one in found) == sorted(expected), str(found)
     for one in found:
@@ -68,7 +73,7 @@ def test_a_planted_mistake_is_found_and_nothing_else_and_each_fix_takes_its_find
 
 
 def test_every_kind_of_finding_is_planted_and_on_the_page():
-    assert {code for _, found in PLANTED.values() for code, _ in found} == set(CODES)
+    assert {code for name in PLANTED for code, _ in found_in(name)} == set(CODES)
     page = (Path(__file__).parents[2] / "docs" / "look.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (.*) \|$", page, re.M)
     assert dict(rows) == dict(CODES)
