@@ -1,6 +1,5 @@
 """The shipped rules have no findings with the trees that they are for, nor those of models by name."""
 
-import operator
 from typing import Any
 
 import catalogue
@@ -27,78 +26,59 @@ def test_the_presets_of_path_rules(name, tensor):
     assert odd == (["wte/weight"] if name.startswith("gpt2") and tensor > 1 else []), str(found)
 
 
-def leaf(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+def read(text: str) -> tuple[Any, Any]:
+    """A tree of arrays and the tree of their names: a line for each array."""
+    lines = [[part.split() for part in line.split(":")] for line in text.strip().splitlines()]
+    shapes = {path: jax.ShapeDtypeStruct(tuple(map(int, shape)), jnp.bfloat16) for (path,), shape, _ in lines}
+    return shapes, {path: tuple(vars(tokens).get(name, name) for name in names) for (path,), _, names in lines}
 
 
 # T5 1.1 XL with layers that are stacked, and the names that T5X gives to its parameters.
-T5 = {
-    "token_embedder": (leaf(32128, 2048), ("vocab", "embed")),
-    "decoder": {
-        "self_attention": {
-            **{role: (leaf(24, 2048, 2048), ("layers", "embed", "joined_kv")) for role in ("query", "key", "value")},
-            "out": (leaf(24, 2048, 2048), ("layers", "joined_kv", "embed")),
-        },
-        "mlp": {
-            **{wi: (leaf(24, 2048, 5120), ("layers", "embed", "mlp")) for wi in ("wi_0", "wi_1")},
-            "wo": (leaf(24, 5120, 2048), ("layers", "mlp", "embed")),
-        },
-        "norm": (leaf(24, 2048), ("layers", "embed")),
-        "relpos": (leaf(32, 32), ("heads", "relpos_buckets")),
-        "logits_dense": (leaf(2048, 32128), ("embed", "vocab")),
-    },
-}
-LLAMA = {
-    "embed": (leaf(32000, 4096), (tokens.VOCAB, tokens.EMBED)),
-    "layers": [
-        {
-            "q": (leaf(4096, 32, 128), (tokens.EMBED, tokens.HEAD, tokens.HEAD_DIM)),
-            "k": (leaf(4096, 8, 128), (tokens.EMBED, tokens.KV_HEAD, tokens.KV_HEAD_DIM)),
-            "v": (leaf(4096, 8, 128), (tokens.EMBED, tokens.KV_HEAD, tokens.KV_HEAD_DIM)),
-            "o": (leaf(32, 128, 4096), (tokens.HEAD, tokens.HEAD_DIM, tokens.EMBED)),
-            "up": (leaf(4096, 14336), (tokens.EMBED, tokens.MLP_INTERMEDIATE)),
-            "down": (leaf(14336, 4096), (tokens.MLP_INTERMEDIATE, tokens.EMBED)),
-            "norm": (leaf(4096), (tokens.EMBED,)),
-        }
-    ]
-    * 4,
-}
-
-
-def halves(pairs: Any) -> tuple[Any, Any]:
-    """A tree of pairs as two trees."""
-    first, second = (
-        jax.tree.map(operator.itemgetter(at), pairs, is_leaf=lambda node: isinstance(node, tuple)) for at in (0, 1)
-    )
-    return first, second
+T5 = """
+token_embedder: 32128 2048: vocab embed
+decoder/self_attention/query: 24 2048 2048: layers embed joined_kv
+decoder/self_attention/key: 24 2048 2048: layers embed joined_kv
+decoder/self_attention/value: 24 2048 2048: layers embed joined_kv
+decoder/self_attention/out: 24 2048 2048: layers joined_kv embed
+decoder/mlp/wi_0: 24 2048 5120: layers embed mlp
+decoder/mlp/wi_1: 24 2048 5120: layers embed mlp
+decoder/mlp/wo: 24 5120 2048: layers mlp embed
+decoder/norm: 24 2048: layers embed
+decoder/relpos: 32 32: heads relpos_buckets
+decoder/logits_dense: 2048 32128: embed vocab
+"""
+LLAMA = """
+embed: 32000 4096: VOCAB EMBED
+layers/0/q: 4096 32 128: EMBED HEAD HEAD_DIM
+layers/0/k: 4096 8 128: EMBED KV_HEAD KV_HEAD_DIM
+layers/0/v: 4096 8 128: EMBED KV_HEAD KV_HEAD_DIM
+layers/0/o: 32 128 4096: HEAD HEAD_DIM EMBED
+layers/0/up: 4096 14336: EMBED MLP_INTERMEDIATE
+layers/0/down: 14336 4096: MLP_INTERMEDIATE EMBED
+layers/0/norm: 4096: EMBED
+"""
 
 
 @pytest.mark.parametrize("activation_dims", [1, 2])
 @pytest.mark.parametrize("parameter_dims", [1, 2])
 def test_t5x(activation_dims, parameter_dims):
-    tree, names = halves(T5)
+    tree, names = read(T5)
     axes = presets.t5x(activation_dims, parameter_dims)
     found = sfx.lint(tree, MeshSpec({"data": 4, "model": 4}), names=names, axes=axes)
     assert found == (), str(found)
 
 
-OF_DECODING = (
-    {"decode_batch_axis": None},
-    {"decode_head_axis": None, "decode_kv_head_axis": "fsdp"},
-    {"head_axis": None},
-)
+MODES: list[tuple[str | None, dict[str, Any]]] = [
+    *((mode, {}) for mode in (None, "train", "prefill", "decode", "insert")),
+    ("decode", {"decode_batch_axis": None}),
+    ("decode", {"decode_head_axis": None, "decode_kv_head_axis": "fsdp"}),
+    ("decode", {"head_axis": None}),
+]
 
 
-@pytest.mark.parametrize(
-    "mode, changes",
-    [
-        *((mode, {}) for mode in (None, "train", "prefill", "decode", "insert")),
-        *(("decode", one) for one in OF_DECODING),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("mode, changes", MODES, ids=str)
 def test_eformer(mode, changes):
-    tree, names = halves(LLAMA)
+    tree, names = read(LLAMA)
     mesh = MeshSpec({"fsdp": 2, "tp": 4} if changes else {"dp": 2, "fsdp": 2, "tp": 4, "sp": 2})
     found = sfx.lint(tree, mesh, names=names, axes=presets.eformer(**changes), mode=mode)
     assert found == (), str(found)
