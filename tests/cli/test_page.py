@@ -1,13 +1,14 @@
-"""The commands of docs/cli.md run in the order of the page, and print what it shows."""
+"""The commands of docs/cli.md print what the page shows, and its pictures show what the verbs print now."""
 
 import doctest
+import importlib.util
 import re
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
-from test_cli import VERBS, run
+from test_cli import ROOT, VERBS, run
 from test_verbs import PAGE, write_files
 
 
@@ -44,3 +45,45 @@ def test_a_command_of_the_page_prints_what_it_shows(command, shown, here, monkey
 
 def test_every_verb_has_a_section():
     assert sorted(re.findall(r"^## (\w+)$", PAGE, re.MULTILINE)) == sorted(VERBS)
+
+
+# Numbers that JAX's tracer decides may differ between its versions.
+TRACED = ("search", "traffic")
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """docs/draw_verbs.py as a module."""
+    spec = importlib.util.spec_from_file_location("draw_verbs", ROOT / "docs" / "draw_verbs.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_every_verb_has_its_picture_on_the_page(pictures):
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert set(pictures.COMMANDS) | {"report"} == set(VERBS)
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE))
+    for verb in VERBS:
+        picture = "report.png" if verb == "report" else f"verbs/{verb}.svg"
+        assert re.search(rf"^!\[.+\]\({picture}\)$", sections[verb], re.MULTILINE), verb
+        assert (ROOT / "docs" / picture).stat().st_size < 200_000
+    assert sorted(file.stem for file in pictures.FOLDER.iterdir()) == sorted(pictures.COMMANDS)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("report", "demo")])
+def test_a_picture_shows_what_the_verb_prints(verb, pictures):
+    with pictures.place():
+        now = pictures.text_of(pictures.drawn(verb))
+    shown = pictures.text_of((pictures.FOLDER / f"{verb}.svg").read_text())
+    if verb in TRACED:
+        now, shown = (re.sub(r"[\d.,]+", "0", text) for text in (now, shown))
+    assert now == shown, f"run: python docs/draw_verbs.py {verb}"
+    assert "my_model" not in sys.modules
+
+
+def test_pictures_hold_no_links_and_no_folders(pictures):
+    for file in pictures.FOLDER.iterdir():
+        text = file.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert "http" not in text and "/tmp" not in text and "@font-face" not in text, file

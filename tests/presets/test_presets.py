@@ -87,14 +87,6 @@ def test_every_decode_field_decides_its_token_in_the_generation_modes(field, mod
     assert spec(token, mode=mode, **{base: "base", field: None}) == wanted
 
 
-def test_decode_fields_that_are_not_given_follow_the_base_fields():
-    for base in ("batch_axis", "head_axis", "kv_head_axis", "key_sequence_axis"):
-        assert spec(TOKENS[base], mode=MODE_DECODE, **{base: "z"}) == P("z")
-    # eformer's documented default of these three is `None`, whatever the base field is.
-    for base in ("query_sequence_axis", "attention_dim_axis", "attention_kv_dim_axis"):
-        assert spec(TOKENS[base], mode=MODE_DECODE, **{base: "z"}) == P()
-
-
 def test_one_mesh_axis_may_be_for_data_and_for_parameters():
     rules = eformer(data_parallel_axis="data", fully_sharded_data_parallel_axis="data")
     assert resolve((BATCH, EMBED), rules).spec == resolve((FSDP, TP), rules).spec == P("data", "tp")
