@@ -41,7 +41,7 @@ class Origins:
         self._names = dict(zip(self._program.entry.carried, self._program.parameters, strict=True))
         self._results = frozenset(self._program.entry.results)
         self._ops: dict[int, LiveOp] = {}
-        self._onward = ft.cache(self._next)
+        self._onward = ft.lru_cache(maxsize=65536)(self._next)
         # The loop that carries a value, with its index; the result of a body that becomes it, or the value that is
         # sent.
         self._carried: dict[int, tuple[LiveOp, int]] = {}

@@ -78,7 +78,7 @@ class Graph:
                 self.makers.setdefault(out, at)
         # For each loop-carried array, the array that one iteration hands to the next in its place.
         self.ended = {made.ins[1]: made.ins[0] for made in self.operations if made.name == "return"}
-        self.paths = ft.cache(self._paths)
+        self.paths = ft.lru_cache(maxsize=4096)(self._paths)
 
     @ft.cached_property
     def factors(self) -> list[list[tuple[Holder, int]]]:
