@@ -1,14 +1,14 @@
 """A StableHLO module as JAX lowers it, as one flat list of operations with factors.
 
-A function is read once, and inlined at every call. The body of a loop is inlined once, and counts as often as the loop
-runs. A value that a loop carries unchanged is one value inside and outside.
+A function is inlined at every call. The body of a loop is inlined once, and counts as often as the loop runs. A value
+that a loop carries unchanged is one value inside and outside.
 """
 
 import dataclasses
+import functools as ft
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 from jax.extend.mlir import ir, passmanager
 
@@ -30,38 +30,9 @@ from .lowered import Laid, Module, Op, laid_arguments, laid_results
 
 
 PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
-# Operations with programs of their own. The regions of other operations only combine two elements.
-_NESTED = ("while", "case", "if", "manual_computation")
 _CALLS = {"call": "callee", "composite": "decomposition"}
-
-
-class BlockOp(NamedTuple):
-    """One operation of a block; its operands and results are numbers of the function's values."""
-
-    name: str
-    ins: tuple[int, ...]
-    outs: tuple[int, ...]
-    factors: Factors | None
-    flops: float
-    # The function that it calls, or its literal integer, or the text that identifies it.
-    detail: Any
-    blocks: "tuple[Block, ...]"
-    location: ir.Location
-
-
-class Block(NamedTuple):
-    """A sequence of operations, with the values that it takes and returns."""
-
-    arguments: tuple[int, ...]
-    instructions: tuple[BlockOp, ...]
-    results: tuple[int, ...]
-
-
-class Function(NamedTuple):
-    """A block, and the shape and dtype of each numbered value in it."""
-
-    block: Block
-    values: tuple[StepValue, ...]
+# The numbers of the values of one call of a function.
+_Known = dict[ir.Value, int]
 
 
 def program_of(module: Module) -> Program:
@@ -75,77 +46,44 @@ def program_of(module: Module) -> Program:
         whole = module.operation.clone()
         passmanager.PassManager.parse(PASS).run(whole)
         functions = {
-            ir.StringAttr(one.attributes["sym_name"]).value: _Reader().function(one.operation)
+            ir.StringAttr(one.attributes["sym_name"]).value: one.operation
             for one in whole.regions[0].blocks[0].operations
             if one.operation.name == "func.func"
         }
-    return _Walk(functions).program()
+        return _Walk(functions).program()
 
 
-class _Reader:
-    """Reads one function into numbered values, so that MLIR's objects are read only once."""
-
-    def __init__(self):
-        self.numbers: dict[ir.Value, int] = {}
-        self.values: list[StepValue] = []
-
-    def function(self, operation: Op) -> Function:
-        laid = laid_arguments(operation)
-        return Function(self.block(operation.regions[0].blocks[0], laid), tuple(self.values))
-
-    def block(self, block: ir.Block, laid: Sequence[Laid | None] = ()) -> Block:
-        pairs = itertools.zip_longest(block.arguments, laid)
-        arguments = tuple(self.new(value, own) for value, own in pairs)
-        *body, last = (inner.operation for inner in block.operations)
-        instructions = tuple(map(self.instruction, body))
-        return Block(arguments, instructions, tuple(self.numbers[value] for value in last.operands))
-
-    def new(self, value: ir.Value, laid: Laid | None = None) -> int:
-        number = self.numbers[value] = len(self.values)
-        self.values.append(dataclasses.replace(_value(value.type), laid=laid))
-        return number
-
-    def instruction(self, operation: Op) -> BlockOp:
-        full = operation.name
-        name = full.rpartition(".")[2]
-        ins = tuple(self.numbers[value] for value in operation.operands)
-        blocks: tuple[Block, ...] = ()
-        if name in _NESTED:
-            blocks = tuple(self.block(region.blocks[0]) for region in operation.regions)
-        pairs = itertools.zip_longest(operation.results, laid_results(operation))
-        outs = tuple(self.new(value, laid) for value, laid in pairs)
-        shapes = [[self.values[number].shape for number in numbers] for numbers in (ins, outs)]
-        attributes = operation.attributes
-        factors = of_rule(attributes[RULE]) if RULE in attributes else None
-        if factors is None and outs and name not in (*_NESTED, *_CALLS, "constant", "iota"):
-            factors = own(operation, full, *shapes)
-        flops = flops_of(name, operation, factors, *shapes) if factors else 0.0
-        detail = _detail(name, attributes, self.values[outs[0]] if outs else None)
-        return BlockOp(name, ins, outs, factors, flops, detail, blocks, operation.location)
-
-
+@ft.lru_cache(maxsize=4096)
 def _value(kind: ir.Type) -> StepValue:
     if not isinstance(kind, ir.RankedTensorType):
         return StepValue((), dtype_of("i1"))
     return StepValue(tuple(kind.shape), dtype_of(str(kind.element_type)))
 
 
-def _detail(name: str, attributes: ir.OpAttributeMap, out: StepValue | None) -> Any:
-    if name in _CALLS:
-        return ir.FlatSymbolRefAttr(attributes[_CALLS[name]]).value
-    if name == "constant" and out is not None and not out.shape and out.dtype.kind in "iu":
-        return int(ir.IntegerAttr(ir.DenseElementsAttr(attributes["value"]).get_splat_value()).value)
-    if name == "compare":
-        return str(attributes["comparison_direction"])
-    if name == "custom_call":
-        return ir.StringAttr(attributes["call_target_name"]).value
-    return attributes["dimension_numbers"] if name == "convolution" else None
+def _ended(block: ir.Block) -> list[ir.Value]:
+    """The values that a block returns."""
+    *_, last = block.operations
+    return list(last.operands)
+
+
+def _maker(value: ir.Value, name: str) -> Op | None:
+    """The operation of this name that makes a value, in whatever dialect; `None` for another maker."""
+    made = None if isinstance(value.owner, ir.Block) else value.owner
+    return made if made is not None and made.name.rpartition(".")[2] == name else None
+
+
+def _integer(constant: Op) -> int | None:
+    """The value of a constant that is one integer; `None` for another constant."""
+    value = _value(constant.results[0].type)
+    if value.shape or value.dtype.kind not in "iu":
+        return None
+    return int(ir.IntegerAttr(ir.DenseElementsAttr(constant.attributes["value"]).get_splat_value()).value)
 
 
 class _Walk:
     """Walks through the functions of a module from `main`, and lists the operations with their factors."""
 
-    def __init__(self, functions: dict[str, Function]):
+    def __init__(self, functions: dict[str, Op]):
         self.functions = functions
         self.values: list[StepValue] = []
         self.operations: list[Operation] = []
@@ -158,75 +96,93 @@ class _Walk:
 
     def program(self) -> Program:
         main = self.functions["main"]
-        arguments = tuple(self.add(main.values[number]) for number in main.block.arguments)
-        results = self.enter(main, main.block, dict(zip(main.block.arguments, arguments, strict=True)), 1.0)
+        block = main.regions[0].blocks[0]
+        arguments = self.new(block.arguments, laid_arguments(main))
+        results = self.enter(block, arguments, {}, 1.0)
         operations = _used(self.operations, results)
-        return Program(self.values, operations, arguments, tuple(results), self.notes)
+        return Program(self.values, operations, tuple(arguments), tuple(results), self.notes)
+
+    def new(self, values: Sequence[ir.Value], laid: Sequence[Laid | None] = ()) -> list[int]:
+        """New numbers for values."""
+        pairs = itertools.zip_longest(values, laid)
+        return [self.add(dataclasses.replace(_value(value.type), laid=own)) for value, own in pairs]
 
     def add(self, value: StepValue) -> int:
         self.values.append(value)
         return len(self.values) - 1
 
-    def at(self, made: BlockOp) -> tuple[ir.Location, ...]:
+    def at(self, op: Op) -> tuple[ir.Location, ...]:
         """The location of an operation, followed by those of the calls around it."""
-        return (made.location, *reversed(self.calls))
+        return (op.location, *reversed(self.calls))
 
     def note(self, words: str) -> None:
         self.notes[words] = self.notes.get(words, 0) + 1
 
-    def enter(self, function: Function, block: Block, known: dict[int, int], times: float) -> list[int]:
-        """Appends the operations of a block whose arguments are known, and returns the block's results."""
-        for made in block.instructions:
-            ins = tuple(known[number] for number in made.ins)
-            outs = self.step(function, made, ins, known, times)
-            known.update(zip(made.outs, outs, strict=True))
-        return [known[number] for number in block.results]
+    def enter(self, block: ir.Block, arguments: Sequence[int], outer: _Known, times: float) -> list[int]:
+        """Appends the operations of a block with these arguments, and returns the block's results."""
+        known = outer | dict(zip(block.arguments, arguments, strict=True))
+        *body, last = (inner.operation for inner in block.operations)
+        for op in body:
+            known.update(zip(op.results, self.step(op, known, times), strict=True))
+        return [known[value] for value in last.operands]
 
-    def step(
-        self, function: Function, made: BlockOp, ins: tuple[int, ...], known: dict[int, int], times: float
-    ) -> Sequence[int]:
-        if made.name in _CALLS:
-            called = self.functions[made.detail]
-            self.calls.append(made.location)
-            results = self.enter(called, called.block, dict(zip(called.block.arguments, ins, strict=True)), times)
+    def step(self, op: Op, known: _Known, times: float) -> Sequence[int]:
+        """Appends the operations that an operation stands for, and returns the numbers of its results."""
+        name, ins = op.name.rpartition(".")[2], [known[value] for value in op.operands]
+        if name in _CALLS:
+            called = self.functions[ir.FlatSymbolRefAttr(op.attributes[_CALLS[name]]).value]
+            self.calls.append(op.location)
+            results = self.enter(called.regions[0].blocks[0], ins, {}, times)
             self.calls.pop()
             return results
-        if made.name == "while":
-            return self.loop(function, made, ins, known, times)
-        if made.name == "optimization_barrier":
+        if name == "while":
+            return self.loop(op, ins, known, times)
+        if name == "optimization_barrier":
             # A barrier returns each of its arrays unchanged.
-            return [self.hand(made.name, (value,), times, self.at(made)) for value in ins]
-        if made.name in ("case", "if"):
-            return self.branches(function, made, known, times)
-        if made.name == "manual_computation":
-            return self.manual(function, made, ins, known, times)
-        return self.plain(function, made, ins, times)
-
-    def plain(self, function: Function, made: BlockOp, ins: tuple[int, ...], times: float) -> Sequence[int]:
-        values = [function.values[number] for number in made.outs]
-        if _is_free(made, [self.values[value] for value in ins]):
-            values = [dataclasses.replace(value, free=True) for value in values]
-        outs = tuple(map(self.add, values))
-        if made.name == "constant":
-            if made.detail is not None:
-                self.literals[outs[0]] = made.detail
-            return outs
-        if not made.outs or (values[0].free and all(self.values[value].free for value in ins)):
-            return outs
-        if made.name == "sharding_constraint":
-            self.note("the step constrains arrays over a mesh of its own: that is not priced")
-        if made.factors is None:
-            what = made.detail if made.name == "custom_call" else made.name
-            self.note(f"`{what}` is not known: the dimensions of what it takes and makes are not tied")
-        factors = made.factors or opaque([self.values[v].shape for v in ins], [value.shape for value in values])
-        self.count(made, ins, outs)
-        name = "opaque" if made.factors is None else made.name
-        windows = made.detail if name == "convolution" else None
-        counted = self.counted(made.name, ins)
-        self.operations.append(Operation(name, ins, outs, factors, times, made.flops, self.at(made), counted, windows))
+            return [self.hand(name, (value,), times, op) for value in ins]
+        outs = self.new(op.results, laid_results(op))
+        if name in ("case", "if"):
+            for region in op.regions:
+                # It is not known which branch runs, so each counts for an equal part.
+                part = times / len(op.regions)
+                for value, out in zip(self.enter(region.blocks[0], (), known, part), outs, strict=True):
+                    self.hand("carry", (value,), part, op, out)
+        elif name == "manual_computation":
+            self.manual(op, ins, outs, known, times)
+        elif name == "constant":
+            self.values[outs[0]] = dataclasses.replace(self.values[outs[0]], free=True)
+            if (number := _integer(op)) is not None:
+                self.literals[outs[0]] = number
+        elif outs:
+            self.plain(op, name, ins, outs, times)
         return outs
 
-    def count(self, made: BlockOp, ins: Sequence[int], outs: Sequence[int]) -> None:
+    def plain(self, op: Op, name: str, ins: Sequence[int], outs: Sequence[int], times: float) -> None:
+        """Appends an operation without calls and blocks. Regions of such operations only combine two elements."""
+        taken, made = ([self.values[number] for number in numbers] for numbers in (ins, outs))
+        shapes = [value.shape for value in taken], [value.shape for value in made]
+        factors = of_rule(op.attributes[RULE]) if RULE in op.attributes else own(op, op.name, *shapes)
+        flops = flops_of(name, op, factors, *shapes) if factors else 0.0
+        if name == "iota" or _is_free(name, taken, None if flops else factors):
+            for out, value in zip(outs, made, strict=True):
+                self.values[out] = dataclasses.replace(value, free=True)
+            if all(value.free for value in taken):
+                return
+        if name == "sharding_constraint":
+            self.note("the step constrains arrays over a mesh of its own: that is not priced")
+        if factors is None:
+            what = ir.StringAttr(op.attributes["call_target_name"]).value if name == "custom_call" else name
+            self.note(f"`{what}` is not known: the dimensions of what it takes and makes are not tied")
+        self.count(ins, outs)
+        first = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(name, len(ins))
+        counted = tuple((dim, self.counters[at]) for dim, at in enumerate(ins[first:]) if at in self.counters)
+        windows = op.attributes["dimension_numbers"] if name == "convolution" else None
+        name, factors = ("opaque", opaque(*shapes)) if factors is None else (name, factors)
+        self.operations.append(
+            Operation(name, tuple(ins), tuple(outs), factors, times, flops, self.at(op), counted, windows)
+        )
+
+    def count(self, ins: Sequence[int], outs: Sequence[int]) -> None:
         """Marks values that are computed from loop counters and literals only."""
         scalar = len(outs) == 1 and not self.values[outs[0]].shape and self.values[outs[0]].dtype.kind in "iu"
         numbers = [value for value in ins if self.values[value].dtype.kind in "iu"]
@@ -235,30 +191,21 @@ class _Walk:
         if scalar and known and loops:
             self.counters[outs[0]] = loops[0]
 
-    def counted(self, name: str, ins: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        first = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(name, len(ins))
-        return tuple((dim, self.counters[at]) for dim, at in enumerate(ins[first:]) if at in self.counters)
-
-    def hand(
-        self, name: str, ins: tuple[int, ...], times: float, location: tuple[ir.Location, ...], out: int | None = None
-    ) -> int:
+    def hand(self, name: str, ins: tuple[int, ...], times: float, op: Op, out: int | None = None) -> int:
         """Appends an operation that passes an array on: into a loop, to its next iteration, or out of a branch."""
-        shape = self.values[ins[0]].shape
         if out is None:
             out = self.add(dataclasses.replace(self.values[ins[0]], free=False))
-        factors = handed(shape, len(ins) + 1)
-        self.operations.append(Operation(name, ins, (out,), factors, times, 0.0, location))
+        factors = handed(self.values[ins[0]].shape, len(ins) + 1)
+        self.operations.append(Operation(name, ins, (out,), factors, times, 0.0, self.at(op)))
         return out
 
-    def loop(
-        self, function: Function, made: BlockOp, ins: tuple[int, ...], known: dict[int, int], times: float
-    ) -> list[int]:
-        test, body = made.blocks
-        changed = [number != given for number, given in zip(body.results, body.arguments, strict=True)]
+    def loop(self, op: Op, ins: Sequence[int], known: _Known, times: float) -> list[int]:
+        test, body = (region.blocks[0] for region in op.regions)
+        changed = [value != given for value, given in zip(_ended(body), body.arguments, strict=True)]
         pairs = zip(changed, ins, strict=True)
-        begun = [self.hand("carry", (value,), times, self.at(made)) if new else value for new, value in pairs]
-        for value, out in zip(begun, made.outs, strict=True):
-            if (laid := function.values[out].laid) is not None:
+        begun = [self.hand("carry", (value,), times, op) if new else value for new, value in pairs]
+        for value, laid in zip(begun, laid_results(op), strict=False):
+            if laid is not None:
                 self.values[value] = dataclasses.replace(self.values[value], laid=laid)
         trips, counter = self.trips(test, body, ins, known)
         if trips is None:
@@ -266,90 +213,71 @@ class _Walk:
         if counter is not None:
             self.counters[begun[counter]] = begun[counter]
         many = times * (1 if trips is None else trips)
-        ended = self.enter(function, body, {**known, **dict(zip(body.arguments, begun, strict=True))}, many)
-        self.enter(function, test, {**known, **dict(zip(test.arguments, begun, strict=True))}, many)
+        ended = self.enter(body, begun, known, many)
+        self.enter(test, begun, known, many)
         results = [
-            self.hand("return", (last, first), many, self.at(made)) if new else first
+            self.hand("return", (last, first), many, op) if new else first
             for new, last, first in zip(changed, ended, begun, strict=True)
         ]
         read = tuple(value for new, value in zip(changed, ins, strict=True) if not new and self.values[value].shape)
-        self.operations.append(Operation("use", read, (), Factors((), (), ()), times, 0.0, self.at(made)))
+        self.operations.append(Operation("use", read, (), Factors((), (), ()), times, 0.0, self.at(op)))
         return results
 
     def trips(
-        self, test: Block, body: Block, ins: Sequence[int], known: dict[int, int]
+        self, test: ir.Block, body: ir.Block, ins: Sequence[int], known: _Known
     ) -> tuple[float | None, int | None]:
         """The number of iterations of a loop that counts up to a known number, and the index of its counter; `None` if
         unknown.
         """
-        outer = {**known, **dict(zip(test.arguments, ins, strict=True))}
-        literals = {number: self.literals[value] for number, value in outer.items() if value in self.literals}
-        literals |= _literals(test) | _literals(body)
-        asked = next((one for one in test.instructions if one.outs == test.results and one.name == "compare"), None)
-        if asked is None or "LT" not in asked.detail or asked.ins[0] not in test.arguments:
+        given, ended = dict(zip(test.arguments, ins, strict=True)), _ended(body)
+
+        def literal(value: ir.Value) -> int | None:
+            if value in given or value in known:
+                return self.literals.get((known | given)[value])
+            made = _maker(value, "constant")
+            return None if made is None else _integer(made)
+
+        asked = _maker(_ended(test)[0], "compare")
+        if asked is None or "LT" not in str(asked.attributes["comparison_direction"]) or asked.operands[0] not in given:
             return None, None
-        at = test.arguments.index(asked.ins[0])
-        if asked.ins[1] in test.arguments:
-            bound = test.arguments.index(asked.ins[1])
-            if body.results[bound] != body.arguments[bound]:
-                return None, at
-        added = next((one for one in body.instructions if one.outs == (body.results[at],)), None)
-        if added is None or added.name != "add" or body.arguments[at] not in added.ins:
+        first, bound = asked.operands
+        at = [*given].index(first)
+        if bound in given and ended[[*given].index(bound)] != body.arguments[[*given].index(bound)]:
+            return None, at
+        counter = body.arguments[at]
+        added = _maker(ended[at], "add")
+        if added is None or counter not in [*added.operands]:
             return None, None
-        (by,) = [number for number in added.ins if number != body.arguments[at]] or [-1]
-        start, stop, step = (literals.get(number) for number in (test.arguments[at], asked.ins[1], by))
+        by = next((value for value in added.operands if value != counter), counter)
+        start, stop, step = literal(first), literal(bound), literal(by)
         if start is None or stop is None or not step:
             return None, at
         return float(max(0, math.ceil((stop - start) / step))), at
 
-    def branches(self, function: Function, made: BlockOp, known: dict[int, int], times: float) -> list[int]:
-        outs = [self.add(function.values[number]) for number in made.outs]
-        for block in made.blocks:
-            # It is not known which branch runs, so each counts for its share.
-            share = times / len(made.blocks)
-            ended = self.enter(function, block, dict(known), share)
-            for value, out in zip(ended, outs, strict=True):
-                self.hand("carry", (value,), share, self.at(made), out)
-        return outs
-
-    def manual(
-        self, function: Function, made: BlockOp, ins: tuple[int, ...], known: dict[int, int], times: float
-    ) -> list[int]:
+    def manual(self, op: Op, ins: Sequence[int], outs: Sequence[int], known: _Known, times: float) -> None:
         """Appends the operations of a `shard_map`, whose arrays are shards."""
         self.note("a `shard_map` shards arrays over a mesh of its own: that is not priced")
-        (block,) = made.blocks
-        inner = [self.add(function.values[number]) for number in block.arguments]
+        block = op.regions[0].blocks[0]
+        inner = self.new(block.arguments)
         pairs = [(self.values[a].shape, self.values[b].shape) for a, b in zip(ins, inner, strict=True)]
         shards = max((math.prod(a) / max(1, math.prod(b)) for a, b in pairs), default=1.0)
-        for value, shard in zip(ins, inner, strict=True):
-            self.apart(value, shard, times, self.at(made))
-        arguments = dict(zip(block.arguments, inner, strict=True))
-        ended = self.enter(function, block, {**known, **arguments}, times * shards)
-        outs = [self.add(function.values[number]) for number in made.outs]
-        for shard, out in zip(ended, outs, strict=True):
-            self.apart(shard, out, times, self.at(made))
-        return outs
+        self.apart(ins, inner, times, op)
+        self.apart(self.enter(block, inner, known, times * shards), outs, times, op)
 
-    def apart(self, value: int, out: int, times: float, location: tuple[ir.Location, ...]) -> None:
-        """Ties an array to its shards in the dimensions that are not sharded."""
-        shapes = [self.values[value].shape], [self.values[out].shape]
-        factors = by_element(*shapes) if shapes[0] == shapes[1] else opaque(*shapes)
-        self.operations.append(Operation("opaque", (value,), (out,), factors, times, 0.0, location))
+    def apart(self, ins: Sequence[int], outs: Sequence[int], times: float, op: Op) -> None:
+        """Ties arrays to their shards in the dimensions that are not sharded."""
+        for value, out in zip(ins, outs, strict=True):
+            shapes = [self.values[value].shape], [self.values[out].shape]
+            factors = by_element(*shapes) if shapes[0] == shapes[1] else opaque(*shapes)
+            self.operations.append(Operation("opaque", (value,), (out,), factors, times, 0.0, self.at(op)))
 
 
-def _literals(block: Block) -> dict[int, int]:
-    return {one.outs[0]: one.detail for one in block.instructions if one.name == "constant" and one.detail is not None}
-
-
-def _is_free(made: BlockOp, ins: Sequence[StepValue]) -> bool:
+def _is_free(name: str, ins: Sequence[StepValue], factors: Factors | None) -> bool:
     """Whether an operation depends on constants only, so that every device computes its own shard in place."""
-    if made.name in ("constant", "iota"):
+    if name == "broadcast_in_dim" and not ins[0].shape:
         return True
-    if made.name == "broadcast_in_dim" and not ins[0].shape:
-        return True
-    plain = made.factors is not None and not made.factors.reduction and not made.factors.replicated
-    return bool(plain and ins and made.outs and not made.flops and all(value.free or not value.shape for value in ins)
-                and any(value.free for value in ins))  # fmt: skip
+    is_plain = factors is not None and not factors.reduction and not factors.replicated
+    return is_plain and any(value.free for value in ins) and all(value.free or not value.shape for value in ins)
 
 
 def _used(operations: list[Operation], results: Sequence[int]) -> list[Operation]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -214,7 +215,13 @@ def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | Abstra
     step; the errors of `step` when it is traced.
     """
     for at, arg in enumerate(args):
-        _refuse_plans(arg, at)
+        if any(
+            isinstance(node, ShardPlan) for node in jax.tree.leaves(arg, is_leaf=lambda one: isinstance(one, ShardPlan))
+        ):
+            raise PlanMismatchError(
+                f"argument {at} is a plan, and a step takes arrays or structs; pass `plan.structs`, whose shardings "
+                "are the plan's, or `filter_jit(step, in_shardings=plans)` with the arguments."
+            )
     mesh = _mesh_of_devices(args) if mesh is None else mesh
     args = jax.tree.map(_without_devices, tuple(args))
     if isinstance(step, _JaxTraced):
@@ -266,39 +273,30 @@ def _traced(
     """The traced step of a function. Leaves that are not arrays are closed over, as in `equinox.filter_jit`."""
     flats = [flatten(arg) for arg in args]
     words = argument_names(fn, len(args))
-    arrays: list[object] = []
-    paths: list[str] = []
-    gone: list[bool] = []
-    for at, (flat, word) in enumerate(zip(flats, words, strict=True)):
-        for leaf, path, is_array in zip(flat.leaves, flat.paths, flat.is_array, strict=True):
-            if is_array:
-                arrays.append(leaf)
-                paths.append(f"{word}/{path}" if path else word)
-                gone.append(donated[min(at, 1)])
+    found = [
+        (leaf, f"{word}/{path}" if path else word, donated[min(at, 1)])
+        for at, (flat, word) in enumerate(zip(flats, words, strict=True))
+        for leaf, path, is_array in zip(flat.leaves, flat.paths, flat.is_array, strict=True)
+        if is_array
+    ]
 
-    def run(kept: list[object], spare: list[object]) -> object:
-        given = [iter(kept), iter(spare)]
-        order = iter(gone)
-        trees = [
-            jax.tree.unflatten(
-                flat.treedef,
-                [
-                    next(given[next(order)]) if is_array else leaf
-                    for leaf, is_array in zip(flat.leaves, flat.is_array, strict=True)
-                ],
-            )
-            for flat in flats
-        ]
+    def run(*arrays: object) -> object:
+        left = iter(arrays)
+        trees = []
+        for flat in flats:
+            pairs = zip(flat.leaves, flat.is_array, strict=True)
+            leaves = [next(left) if is_array else leaf for leaf, is_array in pairs]
+            trees.append(jax.tree.unflatten(flat.treedef, leaves))
         return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, fn(*trees))
 
     run.__name__ = run.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
-    lists = [[one for one, is_gone in zip(arrays, gone, strict=True) if is_gone == which] for which in (False, True)]
-    named = [[path for path, is_gone in zip(paths, gone, strict=True) if is_gone == which] for which in (False, True)]
-    traced = jax.jit(run, keep_unused=True, donate_argnums=(1,) if any(gone) else ()).trace(*lists)
-    known = {
-        f"{name}[{at}]": path for name, own in zip(("kept", "spare"), named, strict=True) for at, path in enumerate(own)
-    }
-    return Step(traced, tuple(args), known, mesh)
+    gone = tuple(at for at, (_, _, is_gone) in enumerate(found) if is_gone)
+    traced = jax.jit(run, keep_unused=True, donate_argnums=gone).trace(*(leaf for leaf, _, _ in found))
+    return Step(traced, tuple(args), {f"arrays[{at}]": path for at, (_, path, _) in enumerate(found)}, mesh)
+
+
+def _is_plan(node: object) -> bool:
+    return isinstance(node, ShardPlan)
 
 
 def _is_array(leaf: object) -> bool:
@@ -318,18 +316,6 @@ def argument_names(fn: Callable[..., object], count: int) -> list[str]:
     return [known[at] if at < len(known) else f"args[{at}]" for at in range(count)]
 
 
-def _refuse_plans(arg: object, at: int) -> None:
-    for node in jax.tree.leaves(arg, is_leaf=lambda node: isinstance(node, ShardPlan)):
-        if isinstance(node, ShardPlan):
-            raise PlanMismatchError(
-                f"argument {at} is a plan, and a step takes arrays or structs; pass `plan.structs`, whose shardings "
-                "are the plan's, or `filter_jit(step, in_shardings=plans)` with the arguments."
-            )
-
-
 def _path_of(name: str) -> str:
     """The path of an array from JAX's name: `params['layers'][0].w` is `params/layers/0/w`."""
-    flat = name.replace("']['", "/").replace('"]["', "/")
-    for marker in ("['", '["', "[", "."):
-        flat = flat.replace(marker, "/")
-    return flat.replace("']", "").replace('"]', "").replace("]", "")
+    return re.sub(r"['\"]?\]", "", re.sub(r"\[['\"]?|\.", "/", name))

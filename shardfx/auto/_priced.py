@@ -102,7 +102,7 @@ class Pricer:
 
     def __init__(self, step: Callable[..., object], traced: TracedStep, chip: chips.Chip, model: CostModel):
         self.step, self.args, self.words = step, traced.structs, traced.words
-        self.leaves = {f"kept[{at}]": array.path for at, array in enumerate(traced.arrays)}
+        self.leaves = {f"arrays[{at}]": array.path for at, array in enumerate(traced.arrays)}
         self.results = results_of(self.args, traced.out)
         self.chip, self.model = chip, model
         self.platform: Platform = "tpu" if chip.torus_dims else "cpu" if chip == EMULATED else "gpu"
