@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 import shardfx
@@ -54,10 +55,10 @@ def equal(tree, whole):
         assert found.dtype == one.dtype and found.shape == one.shape and found.tobytes() == one.tobytes(), path
 
 
-RULES = (("embed", jax.P(("a", "b"))), ("up", jax.P(None, "b", "a")), ("qkv", jax.P(None, "a", "b")))
+RULES = (("embed", P(("a", "b"))), ("up", P(None, "b", "a")), ("qkv", P(None, "a", "b")))
 
 
-@pytest.mark.parametrize("rules", [RULES, (("layers", jax.P(None, "b")),), ()])
+@pytest.mark.parametrize("rules", [RULES, (("layers", P(None, "b")),), ()])
 def test_a_layout_is_loaded_into_another_and_saved_back(tmp_path, rules):
     files = hugging_face()
     save_file(files, tmp_path / "model.safetensors")
@@ -75,8 +76,7 @@ def test_an_exported_checkpoint_is_a_plain_one_of_its_own_layout(tmp_path):
     files = hugging_face()
     tree = LLAMA.apply(files)
     checkpoint.save(tmp_path / "out", tree, planned(tree), map=LLAMA.inverse(), like=files, file_bytes=4000)
-    index = checkpoint.read_index(tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors.index.json").exists() and set(index) == files.keys()
+    index = checkpoint.read_index(tmp_path / "out" / "model.safetensors.index.json")
     # What the loader of Hugging Face's libraries asks of a file before it reads it.
     assert index.metadata == {"format": "pt"}
     with pytest.raises(CheckpointError, match="holds no plan"):
@@ -87,7 +87,7 @@ def test_each_process_reads_only_what_its_shards_are_made_of(tmp_path, monkeypat
     files = hugging_face(width=64)
     save_file(files, tmp_path / "model.safetensors")
     whole = LLAMA.apply(files)
-    made = planned(whole, ("layers", jax.P(None, None, ("a", "b"))), ("embed", jax.P(("a", "b"))))
+    made = planned(whole, ("layers", P(None, None, ("a", "b"))), ("embed", P(("a", "b"))))
     reads = checkpoint.plan_reads(checkpoint.read_index(tmp_path), made.off(), LLAMA, processes=8, gap_bytes=1)
     total = sum(array.nbytes for array in whole.values())
     assert [one.needed_bytes for one in reads.processes] == [total // 8] * 8 and reads.excess_bytes == 0
@@ -106,23 +106,21 @@ def test_blocks_of_fp8_are_scaled_on_the_way(tmp_path):
     dequantised = TreeMap({"w": From("w").scale("s", block=(128, 128)).cast("bfloat16").T})
     save_file(files, tmp_path / "model.safetensors")
     whole = dequantised.apply(files)
-    for rules in ((("w", jax.P("b", "a")),), (("w", jax.P("a")),), ()):
+    for rules in ((("w", P("b", "a")),), (("w", P("a")),), ()):
         equal(checkpoint.load(tmp_path, planned(whole, *rules), dequantised), whole)
     reads = checkpoint.plan_reads(checkpoint.read_index(tmp_path), planned(whole).off(), dequantised)
     assert reads.needed_bytes >= sum(one.nbytes for one in files.values())
     wide = {"w": whole["w"].astype(np.float32)}
-    loaded = checkpoint.load(tmp_path, planned(wide, ("w", jax.P("a"))), dequantised, dtype="plan")
+    loaded = checkpoint.load(tmp_path, planned(wide, ("w", P("a"))), dequantised, dtype="plan")
     equal(loaded, wide)
 
 
 def test_elements_that_alternate_are_taken_apart_in_memory(tmp_path):
     files = {"gate_up": np.arange(64 * 2000, dtype=np.float32).reshape(64, 2000)}
     save_file(files, tmp_path / "model.safetensors")
-    pairs = From("gate_up").split(1, -1, 2)
-    halves = TreeMap({"gate": pairs.at(0, dim=2), "up": pairs.at(1, dim=2)})
-    whole = halves.apply(files)
-    np.testing.assert_array_equal(whole["up"], files["gate_up"][:, 1::2])
-    equal(checkpoint.load(tmp_path, planned(whole, (".*", jax.P("a", "b"))), halves), whole)
+    halves = TreeMap({name: From("gate_up").split(1, -1, 2).at(at, dim=2) for at, name in enumerate(("gate", "up"))})
+    whole = {"gate": files["gate_up"][:, ::2], "up": files["gate_up"][:, 1::2]}
+    equal(checkpoint.load(tmp_path, planned(whole, (".*", P("a", "b"))), halves), whole)
 
 
 def test_constants_are_loaded_cast_and_saved(tmp_path):
@@ -130,7 +128,7 @@ def test_constants_are_loaded_cast_and_saved(tmp_path):
     save_file(files, tmp_path / "model.safetensors")
     made = TreeMap({"steps": From.constant(7, (8,), "int32"), "padded": From("w").pad_to(16, dim=1, value=2)})
     whole = made.apply(files)
-    equal(checkpoint.load(tmp_path, planned(whole, (".*", jax.P("b"))), made), whole)
+    equal(checkpoint.load(tmp_path, planned(whole, (".*", P("b"))), made), whole)
     wide = whole | {"padded": whole["padded"].astype(np.float16)}
     equal(checkpoint.load(tmp_path, planned(wide), made, dtype=jnp.float16), wide)
     checkpoint.save(tmp_path / "out", files, map=made)
@@ -156,7 +154,7 @@ def test_keys_are_stacked_whole(tmp_path):
     checkpoint.save(tmp_path / "keys", keys, shardfx.plan(keys, mesh, paths=PathRules([(".*", ())])))
     stacked = TreeMap({"k": From("k.{i}").stack("i").T})
     struct = jax.ShapeDtypeStruct((4, 2), keys["k.0"].dtype)
-    made = shardfx.plan({"k": struct}, mesh, paths=PathRules([(".*", jax.P("b", "a"))]))
+    made = shardfx.plan({"k": struct}, mesh, paths=PathRules([(".*", P("b", "a"))]))
     found = checkpoint.load(tmp_path / "keys", made, stacked)["k"]
     expected = jnp.stack([jax.random.key_data(keys["k.0"]), jax.random.key_data(keys["k.1"])]).transpose(1, 0, 2)
     np.testing.assert_array_equal(np.asarray(jax.random.key_data(found)), np.asarray(expected))
@@ -206,7 +204,7 @@ def test_loading_with_a_map_is_loading_and_then_mapping(tmp_path_factory, data):
     specs = []
     for path, one in whole.items():
         axes = [data.draw(st.sampled_from([None, "a", "b", ("a", "b")])) for _ in one.shape]
-        found = shardfx.correct(jax.P(*_once(axes)), one.shape, MeshSpec(MESH)).spec
+        found = shardfx.correct(P(*_once(axes)), one.shape, MeshSpec(MESH)).spec
         specs.append((f"^{path}$", found))
     plan = planned(whole, *specs)
     tree = checkpoint.load(directory, plan, made)
@@ -242,7 +240,7 @@ def test_floats_become_the_same_integers_everywhere(tmp_path, stored):
     cast = TreeMap(rules)
     equal(cast.apply({"x": x}), whole)
     equal(jax.jit(cast.apply)({"x": x}), whole)
-    made, source = planned(whole, ("z", jax.P("b"))), planned({"x": x}, ("x", jax.P("a")))
+    made, source = planned(whole, ("z", P("b"))), planned({"x": x}, ("x", P("a")))
     placed = shardfx.shard({"x": x}, source)
     for tree in ({"x": x}, placed):
         equal(shardfx.reshard(tree, made, map=cast), whole)
@@ -275,57 +273,25 @@ def test_a_number_that_is_needed_several_times_in_a_leaf(tmp_path):
     )
     whole = made.apply(files)
     assert whole["b"].tolist() == [2, 3, 2]
-    plan = planned(whole, ("c", jax.P("b")))
+    plan = planned(whole, ("c", P("b")))
     equal(checkpoint.load(tmp_path, plan, made), whole)
     assert checkpoint.plan_reads(checkpoint.read_index(tmp_path), plan.off(), made).needed_bytes > 0
 
 
-EXPERTS = {
-    "experts cut": jax.P(None, "b"),
-    "rows cut": jax.P(None, None, "a", None),
-    "rows and experts cut": jax.P(None, "b", None, "a"),
-    "whole": jax.P(),
-}
-
-
-def experts(dtype="float32", layers=3, count=40):
-    return {
-        f"l.{i}.e.{e}.{name}": ((1000 * i + 20 * e + at + np.arange(24)) % 251).reshape(4, 6).astype(jnp.dtype(dtype))
-        for i in range(layers)
-        for e in range(count)
-        for at, name in enumerate(("up", "down"))
-    }
-
-
-@pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.parametrize("last", [False, True])
-def test_many_small_arrays_of_one_leaf(tmp_path, name, last):
-    # An array of another shape between them, one that is needed twice, and one that is needed in part.
-    x = {"x.0": np.ones((4, 6), np.float32), "x.1": np.arange(48, dtype=np.float32).reshape(8, 6)}
-    files = experts() | x
+def test_many_small_arrays_of_one_leaf(tmp_path, last):
+    """An array of another shape is between them, one is needed twice, and one in part."""
+    files = {
+        f"l.{i}.e.{e}.{name}": np.full((4, 6), 10 * i + e, np.float32) for i in (0, 1) for e in (0, 1) for name in "ab"
+    }
+    files |= {"x.0": np.ones((4, 6), np.float32), "x.1": np.arange(48, dtype=np.float32).reshape(8, 6)}
     save_file(files, tmp_path / "model.safetensors")
-    others = From.stacked([From("x.0"), From("x.1").slice(4, 8), From("x.0"), From("x.0")] * 10).reshape(1, 40, 4, 6)
-    down = From("l.{i}.e.{e}.down").stack("e").stack("i").slice(1, None)
-    up = From("l.{i}.e.{e}.up").T.stack("e", dim=2 if last else 0).stack("i")
-    made = TreeMap({"up": up, "down": From.concat([down, others])})
+    others = From.stacked([From("x.0"), From("x.1").slice(4, 8)] * 2).reshape(2, 2, 4, 6)
+    one = From("l.{i}.e.{e}.a").T.stack("e", dim=2 if last else 0).stack("i").cast("bfloat16")
+    made = TreeMap({"one": one, "two": From.concat([From("l.{i}.e.{e}.b").stack("e").stack("i"), others])})
     whole = made.apply(files)
-    equal(checkpoint.load(tmp_path, planned(whole, (".*", EXPERTS[name])), made), whole)
-
-
-@pytest.mark.parametrize("stored, to", [("float32", "bfloat16"), ("int8", "int32"), ("bfloat16", "bfloat16")])
-def test_many_small_arrays_are_cast_and_counted_as_they_are_read(tmp_path, stored, to):
-    files = experts(stored)
-    save_file(files, tmp_path / "model.safetensors")
-    names = {name: From(f"l.{{i}}.e.{{e}}.{name}") for name in ("up", "down")}
-    made = TreeMap({name: one.cast(to).stack("e").stack("i") for name, one in names.items()})
-    whole = made.apply(files)
-    plan = planned(whole, (".*", EXPERTS["experts cut"]))
-    equal(checkpoint.load(tmp_path, plan, made), whole)
-    plain = TreeMap({name: one.stack("e").stack("i") for name, one in names.items()})
-    equal(checkpoint.load(tmp_path, planned(whole), plain, dtype="plan"), whole)
-    index = checkpoint.read_index(tmp_path)
-    reads = checkpoint.plan_reads(index, plan, made)
-    assert reads.read_bytes == reads.needed_bytes == sum(one.nbytes for one in files.values())
-    # Processes of one device each need a part of some arrays, and read no more than they do alone.
-    reads = checkpoint.plan_reads(index, plan.off(), made, processes=8, gap_bytes=1)
-    assert reads.read_bytes >= reads.needed_bytes
+    for spec in (P(None, "a"), P(None, None, "a", None), P()):
+        plan = planned(whole, (".*", spec))
+        equal(checkpoint.load(tmp_path, plan, made), whole)
+        reads = checkpoint.plan_reads(checkpoint.read_index(tmp_path), plan.off(), made, processes=8, gap_bytes=1)
+        assert reads.read_bytes >= reads.needed_bytes

@@ -3,7 +3,6 @@
 docs/migrating_flax.md tells readers where shardfx deviates.
 """
 
-import contextlib
 import functools as ft
 from typing import Any
 
@@ -340,16 +339,3 @@ def test_facts_about_jax(vector):
     assert measured == wanted
     # What JAX tells apart although it is one layout, `canonical` does not.
     assert canonical(P("a", None)) == canonical(P(("a",))) == P("a") and canonical(P(None)) == P()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_mesh_that_python_code_runs_under_makes_no_difference():
-    # B85, B90: flax sees jax.set_mesh and not a legacy `with mesh:`, and does nothing where it sees none.
-    mesh = XY.build(jax.devices())
-    made = plan(jnp.ones((8, 8)), mesh, paths=PathRules([("", P())]), axes=AxisRules({"a": "x"}))
-    step = lambda x: constrain(x, ("a", None), made)
-    # jax.set_mesh takes effect where it is called, so it is called last.
-    for ambient in (contextlib.nullcontext, lambda: mesh, lambda: jax.set_mesh(mesh)):
-        with ambient():
-            for place in (step, jax.jit(step)):
-                assert place(jnp.ones((8, 8))).sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 2)
