@@ -15,7 +15,6 @@ from safetensors.numpy import save_file
 
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
-from shardfx._ground.boxes import boxes_here
 from shardfx._ground.errors import CheckpointError
 from shardfx.checkpoint import _load as loading
 from shardfx.errors import PlanMismatchError
@@ -114,15 +113,24 @@ def test_nothing_is_cast_that_was_not_asked_for(tmp_path):
     assert checkpoint.load(tmp_path, plan, dtype=jnp.float16)["w"].dtype == jnp.float16
 
 
-def test_what_jax_cannot_hold_is_refused(tmp_path):
+CASES = {
+    "x64": ("n", {}, "would be int64, which JAX holds only under .*jax_enable_x64"),
+    "complex": ("c", {"dtype": np.float32}, "is complex and would be cast to float32"),
+    "no devices": ("n", {"mesh": MESH.abstract()}, "no devices, so there is nowhere to load to; .*plan.mesh.build"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_has_no_place_is_refused(tmp_path, case):
     arrays = {"n": np.arange(3), "c": np.ones(2, np.complex64)}
     save_file(arrays, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="would be int64, which JAX holds only under .*jax_enable_x64"):
-        checkpoint.load(tmp_path, {"n": struct(arrays["n"], P())})
-    loaded = checkpoint.load(tmp_path, {"n": struct(arrays["n"], P(), dtype=np.int32)}, dtype="plan", unread="allow")
-    assert loaded["n"].dtype == np.int32
-    with pytest.raises(CheckpointError, match="is complex and would be cast to float32"):
-        checkpoint.load(tmp_path, {"c": struct(arrays["c"], P(), dtype=np.float32)}, dtype="plan")
+    name, given, text = CASES[case]
+    dtype = None if case == "x64" else "plan"
+    wanted = {name: struct(arrays[name], P(), **({"dtype": np.int32} if "mesh" in given else {}), **given)}
+    with pytest.raises((CheckpointError, PlanMismatchError), match=text):
+        checkpoint.load(tmp_path, wanted, dtype=dtype, unread="allow")
+    with pytest.raises(PlanMismatchError, match=r"leaf `n` \(ndarray\) has none"):
+        checkpoint.load(tmp_path, {"n": arrays["n"]})
 
 
 def test_every_leaf_that_cannot_be_read_is_named_before_anything_is(tmp_path, reads):
@@ -144,15 +152,6 @@ def test_every_leaf_that_cannot_be_read_is_named_before_anything_is(tmp_path, re
     assert "leaf `c`: checkpoint" in text
     assert "has no array 'c'" in text
     assert reads == []
-
-
-def test_a_plan_must_have_devices(tmp_path):
-    save_file({"w": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
-    made = shardfx.plan({"w": jnp.ones(8)}, MESH, paths=PathRules.parse("w->a"))
-    with pytest.raises(PlanMismatchError, match="no devices, so there is nowhere to load to; .*plan.mesh.build"):
-        checkpoint.load(tmp_path, made)
-    with pytest.raises(PlanMismatchError, match=r"leaf `w` \(ndarray\) has none"):
-        checkpoint.load(tmp_path, {"w": np.ones(8, np.float32)})
 
 
 def test_replicas_are_read_once_and_share_their_memory(tmp_path, reads):
@@ -196,32 +195,16 @@ def test_a_quarter_of_the_devices_reads_a_quarter(tmp_path, reads):
 
 
 @pytest.mark.parametrize("gap_bytes", [1, 10**9])
-def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, monkeypatch, reads, gap_bytes):
+def test_gaps_are_read_along_or_skipped_as_asked(tmp_path, reads, gap_bytes):
     array = random((64, 512), np.float32)
     save_file({"w": array}, tmp_path / "x.safetensors")
+    wanted = np.concatenate([array[:, 64:128], array[:, 384:448]], 1)
+    columns = From.concat([From("w").slice(64, 128, dim=1), From("w").slice(384, 448, dim=1)], dim=1)
+    loaded = checkpoint.load(tmp_path, {"y": struct(wanted, P())}, TreeMap({"y": columns}), gap_bytes=gap_bytes)
+    assert same_bytes(loaded["y"], wanted)
+    assert sum(reads) == (wanted.nbytes if gap_bytes == 1 else array.nbytes - 2 * 64 * 4)
+    # One device of eight needs its columns, and where gaps are read along all of the rows between.
     mesh = Mesh(np.array(jax.devices()), ("x",))
-    structs = {"w": struct(array, P(None, "x"), mesh)}
-    # As in a process that owns the second and the seventh device, on another mesh: only those two are asked for.
-    owned, held = [jax.devices()[1], jax.devices()[6]], {}
-
-    def boxes_of(sharding, shape):
-        return {device: box for device, box in boxes_here(sharding, shape).items() if device in owned}
-
-    def move(filled, devices, sharding):
-        held.update(dict.fromkeys(devices, filled.copy()))
-        return []
-
-    for name, made in (("boxes_here", boxes_of), ("is_final", lambda sharding: False), ("moved", move)):
-        monkeypatch.setattr(loading, name, made)
-    with pytest.raises(ValueError):
-        # There is no array of two shards out of eight; what was read is what counts here.
-        checkpoint.load(tmp_path, structs, gap_bytes=gap_bytes)
-    assert held.keys() == set(owned)
-    for device, filled in held.items():
-        part = structs["w"].sharding.devices_indices_map(array.shape)[device]
-        assert same_bytes(filled, np.ascontiguousarray(array[part]))
-    assert sum(reads) == (array.nbytes // 4 if gap_bytes == 1 else array.nbytes - 2 * 64 * 4)
-    # The same is foretold of one device: its columns, and where gaps are read along all of the rows between.
     abstract = {"w": struct(array, P(None, "x"), MeshSpec.of(mesh).abstract())}
     one = checkpoint.plan_reads(checkpoint.read_index(tmp_path), abstract, processes=8, gap_bytes=gap_bytes)
     assert one.processes[3].needed_bytes == array.nbytes // 8

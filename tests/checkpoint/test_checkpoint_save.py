@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -128,27 +129,36 @@ def test_a_directory_is_never_replaced(tmp_path):
     assert same(checkpoint.load(tmp_path / "step", made), arrays)
 
 
-def test_numpy_arrays_and_odd_layouts(tmp_path):
+def test_numpy_arrays_and_odd_layouts(tmp_path, capsys):
     tree = {"f": np.asfortranarray(np.arange(12.0, dtype=np.float32).reshape(3, 4)), "z": np.zeros((0, 3), np.int8)}
     made = shardfx.plan(tree, mesh_of((1,)), paths=PathRules.parse(".*->replicate"))
-    checkpoint.save(tmp_path / "step", tree, made)
+    checkpoint.save(tmp_path / "step", tree, made, progress=True)
+    assert "saving [########################]" in capsys.readouterr().err
     assert np.array_equal(checkpoint.load(tmp_path / "step", made)["f"], tree["f"])
 
 
-def test_trees_that_cannot_be_saved(tmp_path):
-    mesh = mesh_of((8,))
-    rules = PathRules.parse(".*->replicate")
-    wide = {"w": np.ones(3, np.complex128)}
-    with pytest.raises(LeafTypeError, match="leaf `w` is complex128, which safetensors cannot hold"):
-        checkpoint.save(tmp_path / "x", wide, shardfx.plan(wide, mesh, paths=rules))
-    made = shardfx.plan({"w": jnp.ones(3)}, mesh, paths=rules)
+UNSAVED: dict[str, tuple[Any, Any, str]] = {
+    "w": (np.ones(3, np.complex128), LeafTypeError, "leaf `w` is complex128, which safetensors cannot hold"),
+    "struct": (jax.ShapeDtypeStruct((3,), jnp.float32), LeafTypeError, "is a ShapeDtypeStruct, which holds no values"),
+    "__metadata__": (jnp.ones(8), CheckpointError, "a leaf cannot be saved as `__metadata__`: safetensors keeps"),
+    "half \ud800": (jnp.ones(8), CheckpointError, r"leaf `half \\ud800`: its path holds half of a character"),
+    # two arrays of one path are refused by `plan`
+    "a/b": ({"c": 5}, CheckpointError, "two leaves have the path `a/b/c`"),
+    "long": (np.ones(3, np.float32), CheckpointError, r"a safetensors header of \d+ bytes is over the format's limit"),
+}
+
+
+@pytest.mark.parametrize("name", UNSAVED)
+def test_trees_that_cannot_be_saved(tmp_path, monkeypatch, name):
+    value, error, text = UNSAVED[name]
+    tree = {name: value, "a": {"b/c": jnp.ones(1)}}
+    if name == "long":
+        monkeypatch.setattr("shardfx.checkpoint._safetensors.HEADER_LIMIT_BYTES", 100)
+    made = shardfx.plan(tree, mesh_of((8,)), paths=PathRules.parse(".*->replicate"))
+    with pytest.raises(error, match=text):
+        checkpoint.save(tmp_path / "x", tree, made)
     with pytest.raises(PlanMismatchError):
         checkpoint.save(tmp_path / "x", {"w": jnp.ones(4)}, made)
-    with pytest.raises(LeafTypeError, match="leaf `w` is a ShapeDtypeStruct, which holds no values"):
-        checkpoint.save(tmp_path / "x", {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}, made)
-    twice = {"a": {"b/c": jnp.ones(1)}, "a/b": {"c": 5}}  # two arrays are refused by `plan`
-    with pytest.raises(CheckpointError, match="two leaves have the path `a/b/c`"):
-        checkpoint.save(tmp_path / "x", twice, shardfx.plan(twice, mesh, paths=rules))
     assert os.listdir(tmp_path) == []
 
 
@@ -337,12 +347,6 @@ def test_of_two_writers_the_second_gets_an_error(tmp_path, monkeypatch, target):
         checkpoint.save(tmp_path / target, arrays, made)
     assert same(checkpoint.load(tmp_path / target, made), others)
     assert os.listdir(tmp_path) == [target]
-
-
-def test_progress_is_a_line(tmp_path, capsys):
-    arrays, made = planned(tree_of(), mesh_of((8,)), LAYOUTS[0][1])
-    checkpoint.save(tmp_path / "step", arrays, made, progress=True)
-    assert "saving [########################]" in capsys.readouterr().err
 
 
 def test_a_sharding_that_no_plan_made(tmp_path):
