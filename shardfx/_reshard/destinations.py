@@ -3,8 +3,9 @@ they can move.
 """
 
 import collections
+import contextlib
 import functools as ft
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from jaxtyping import PyTree
 
-from .._ground.errors import LeafTypeError, PlanMismatchError, SpecError, check_type
+from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, SpecError, check_type
 from .._ground.spec import DType, array_bytes, bits, entries_of, shard_counts
 from .._ground.tree import flatten, tree_paths
 from .._plan import ShardPlan, shardings_of_leaves
@@ -87,6 +88,15 @@ def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
 def leaf_name(path: str) -> str:
     """The name of a leaf in a message. A tree that is one array has no path."""
     return f"leaf `{path}`" if path else "the array"
+
+
+@contextlib.contextmanager
+def naming(path_of: Callable[[Any], str], at: object) -> Iterator[None]:
+    """A context that puts the path of a leaf, `path_of(at)`, in front of an error's message."""
+    try:
+        yield
+    except (SpecError, MeshError, LeafTypeError) as error:
+        raise type(error)(f"{leaf_name(path_of(at))}: {error}") from error
 
 
 def data_of(shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], Any]:

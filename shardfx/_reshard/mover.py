@@ -5,7 +5,7 @@ import dataclasses
 import functools as ft
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsIndex, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -23,9 +23,9 @@ from .._plan import Target, target_of
 from .destinations import (
     has_devices,
     is_array,
-    leaf_name,
     lost_devices,
     named,
+    naming,
     require_movable,
     require_reduced,
     targets,
@@ -280,15 +280,6 @@ def _require_devices(target: Sharding) -> None:
         )
 
 
-@contextlib.contextmanager
-def naming(path_of: Callable[[int], str], at: int) -> Iterator[None]:
-    """A context that puts the path of a leaf in front of an error's message."""
-    try:
-        yield
-    except (SpecError, MeshError, LeafTypeError) as error:
-        raise type(error)(f"{leaf_name(path_of(at))}: {error}") from error
-
-
 class Journey(NamedTuple):
     """The move of a tree into another tree through a map.
 
@@ -323,8 +314,8 @@ def journey_of(tree: object, dst: object, map: TreeMap, copies: bool) -> Journey
     every = [*arrays.items(), *target.arrays]
     leaves = [MovedLeaf(path, tuple(x.shape), x.dtype, end) for (path, x), end in zip(every, shardings, strict=True)]
     sources, targets = tuple(leaves[: len(arrays)]), tuple(leaves[len(arrays) :])
-    for at, leaf in enumerate(targets):
-        with naming(lambda at: targets[at].path, at):
+    for leaf in targets:
+        with naming(str, leaf.path):
             _require_devices(leaf.sharding)
     if jax.process_count() > 1:
         ends = {end for end in shardings if end is not None}

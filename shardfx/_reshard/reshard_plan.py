@@ -3,23 +3,23 @@
 import collections
 import dataclasses
 import functools as ft
+import itertools as it
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Sharding
 
-from .._convert import TreeMap
-from .._ground.boxes import Box
-from .._ground.errors import LeafTypeError, MeshError, PlanMismatchError, SpecError
+from .._convert import Piece, TreeMap, hull, once, swapped
+from .._ground.boxes import Box, common
+from .._ground.errors import LeafTypeError, PlanMismatchError
 from .._ground.spec import DType, array_bytes
 from .._ground.text import between_numbers, first_lines, html_text, joined, plural, table
 from .._ground.tree import flatten
 from .._plan import ShardPlan
-from .destinations import in_host_memory, leaf_name, lost_devices, targets
+from .destinations import in_host_memory, leaf_name, lost_devices, naming, targets
 from .move import Move, balanced, move_of, shares_memory
-from .pieces.costs import costs_of, named_links
-from .pieces.work import MovedLeaf, leaves_of_plan, shard_of, works_of
+from .pieces.work import Assembly, MovedLeaf, leaves_of_plan, shard_of, works_of
 from .steps.redistribute import MoveStep
 
 
@@ -142,10 +142,9 @@ class ReshardPlan:
     @ft.cached_property
     def links(self) -> dict[tuple[int, int], int]:
         """Bytes per (sender, receiver) between device sets, summed over all arrays."""
-        links: dict[tuple[int, int], int] = collections.Counter()
+        links = collections.Counter[tuple[int, int]]()
         for leaf in self.leaves:
-            for pair, count in leaf.links.items():
-                links[pair] += count
+            links.update(leaf.links)
         return dict(links)
 
     @property
@@ -248,16 +247,13 @@ def _through(map: TreeMap, ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf
             costs = _costs(chosen[moves[path]])
         else:
             costs = {"dst": work.assembly.sharding, "how": "pieces", "copied": work.assembly.way != other.assembly.way}
-            costs |= costs_of(work.assembly, most_bytes)
+            costs |= _assembly_costs(work.assembly, most_bytes)
             costs["src"] = source[work.sources[0]].sharding if work.sources else work.leaf.sharding
-            costs["source_bytes"] = sum(_shard_bytes(source[name]) for name in work.sources if last[name] == path)
+            costs["source_bytes"] = sum(
+                array_bytes(*shard_of(source[name])) for name in work.sources if last[name] == path
+            )
             costs["peak_bytes"] = costs["source_bytes"] + costs["target_bytes"] + costs.pop("extra_bytes")
         yield LeafMove(path, work.leaf.shape, work.leaf.dtype, made_of=work.sources, **costs)
-
-
-def _shard_bytes(leaf: MovedLeaf) -> int:
-    shape, dtype = shard_of(leaf)
-    return array_bytes(shape, dtype)
 
 
 def _columns(form: object, what: str) -> list[MovedLeaf]:
@@ -300,10 +296,8 @@ def _require_same(leaf: MovedLeaf, shape: tuple[int, ...], dtype: object) -> Non
 def _move(ours: MovedLeaf, theirs: MovedLeaf, lost: tuple[object, ...]) -> Move:
     _require_same(ours, theirs.shape, theirs.dtype)
     ends, meshes = (ours.sharding, theirs.sharding), (ours.mesh, theirs.mesh)
-    try:
+    with naming(str, ours.path):
         return move_of(ours.shape, ours.dtype, *ends, lost, False, meshes)
-    except (SpecError, MeshError, LeafTypeError) as error:
-        raise type(error)(f"{leaf_name(ours.path)}: {error}") from error
 
 
 @ft.lru_cache(maxsize=4096)
@@ -323,20 +317,66 @@ def _costs(move: Move) -> dict[str, Any]:
         wire = -(-cuts.wire_bytes // max(1, move.dst.num_devices))
         # While pieces of an array are cut out and received, a device holds two copies of them beside its shards.
         found |= {"peak_bytes": sum(ends) + 2 * max([0, *cuts.links.values()]), "missing": cuts.missing}
-        return found | {"wire_bytes": wire, "lower_bound_bytes": wire, "links": named_links(move.assembly)}
+        return found | {"wire_bytes": wire, "lower_bound_bytes": wire, "links": _named_links(move.assembly)}
     here = [size for end, size in zip((move.src, move.dst), ends, strict=True) if not in_host_memory(end)]
     return {**found, "peak_bytes": max([0, *here])}
 
 
-_HEAD = ("array", "count", "shape", "move", "wire", "bound", "peak")
+@ft.lru_cache(maxsize=4096)
+def _assembly_costs(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
+    """The cost of assembling an array with programs, or as if its devices had separate memories.
+
+    **Arguments:**
+
+    - `assembly`: the plan of the array.
+    - `most_bytes`: bytes that programs between different device sets may take of each device.
+
+    **Returns:**
+
+    The fields of a `LeafMove`, and `extra_bytes` per memory beside the shards of both sides.
+    """
+    steps, count = assembly.exchanges(None, most_bytes), max(1, assembly.sharding.num_devices)
+    return {
+        "wire_bytes": -(-assembly.cuts.wire_bytes // count),
+        "lower_bound_bytes": -(-_least_bytes(assembly) // count),
+        "target_bytes": array_bytes(assembly.shard_shape, assembly.dtype),
+        "links": _named_links(assembly),
+        "rounds": sum(len(step.rounds) for step in steps),
+        "extra_bytes": assembly.extra_bytes(steps),
+    }
+
+
+def _named_links(assembly: Assembly) -> dict[tuple[int, int], int]:
+    """Bytes per (sender, receiver), by device ids."""
+    ids = [getattr(device, "id", device) for device in assembly.devices]
+    # Devices of two platforms may have equal ids; their positions tell them apart.
+    names = ids if len({*ids}) == len(ids) else list(range(len(ids)))
+    return {(names[sender], names[receiver]): size for (sender, receiver), size in assembly.cuts.links.items()}
+
+
+def _least_bytes(assembly: Assembly) -> int:
+    """The bytes that devices need and do not hold, each counted once; at most the bytes that are sent."""
+    by_source: dict[str | None, list[Piece]] = {}
+    for piece in assembly.pieces:
+        by_source.setdefault(piece.value.path, []).append(swapped(once(piece)))
+    pairs = {key: it.combinations(map(hull, own), 2) for key, own in by_source.items()}
+    repeated = {key for key, boxes in pairs.items() if any(common(*pair) is not None for pair in boxes)}
+    by_receiver: dict[tuple[int, str | None], list[int]] = {}
+    for cut in assembly.cuts.made:
+        if cut.sender != cut.receiver:
+            by_receiver.setdefault((cut.receiver, cut.piece.value.path), []).append(cut.bytes)
+    # If two pieces may have common elements, the lower bound is the larger of the two.
+    return sum(max(own) if key in repeated else sum(own) for (_, key), own in by_receiver.items())
 
 
 def _lines(made: ReshardPlan) -> Iterable[str]:
     groups: dict[object, list[LeafMove]] = {}
     for leaf in made.leaves:
         if not leaf.idle:
-            groups.setdefault(_group(leaf), []).append(leaf)
-    yield from table([_HEAD, *map(_row, groups.values())], right=set())
+            kind = (between_numbers(leaf.path), leaf.shape, str(leaf.dtype), leaf.src, leaf.dst, leaf.rounds)
+            groups.setdefault(kind, []).append(leaf)
+    head = ("array", "count", "shape", "move", "wire", "bound", "peak")
+    yield from table([head, *map(_row, groups.values())], right=set())
     idle, count = made.in_place, len(made.leaves) - len(made.in_place)
     moves = plural(made.moves, "move") if made.moves == 1 else f"{made.moves} different moves"
     yield (
@@ -361,18 +401,13 @@ def _lines(made: ReshardPlan) -> Iterable[str]:
         yield f"lost: `{path}` {text}" + (", ..." if len(boxes) > 3 else "")
 
 
-def _group(leaf: LeafMove) -> tuple[Any, ...]:
-    return between_numbers(leaf.path), leaf.shape, str(leaf.dtype), leaf.src, leaf.dst, leaf.rounds
-
-
 def _row(leaves: list[LeafMove]) -> tuple[str, ...]:
     leaf, name = leaves[0], joined([leaf.path for leaf in leaves])
     how = " > ".join(step.kind for step in leaf.steps) or leaf.how
     if leaf.rounds:
-        how = f"{leaf.rounds} round{'s' * (leaf.rounds > 1)} of {how}"
-    totals = [sum(column) for column in zip(*[(one.wire_bytes, one.lower_bound_bytes) for one in leaves], strict=True)]
-    shape = f"{leaf.dtype}{list(leaf.shape)}"
-    return (name, str(len(leaves)), shape, how, _size(totals[0]), _size(totals[1]), _size(leaf.peak_bytes))
+        how = f"{plural(leaf.rounds, 'round')} of {how}"
+    sizes = (sum(one.wire_bytes for one in leaves), sum(one.lower_bound_bytes for one in leaves), leaf.peak_bytes)
+    return (name, str(len(leaves)), f"{leaf.dtype}{list(leaf.shape)}", how, *map(_size, sizes))
 
 
 def _size(count: int) -> str:

@@ -80,7 +80,7 @@ class Cuts:
         """Bytes per (sender, receiver), in the receivers' order. Pieces that a device takes from itself are
         left out.
         """
-        links: dict[tuple[int, int], int] = collections.Counter()
+        links = collections.Counter[tuple[int, int]]()
         for cut in self.made:
             if cut.sender != cut.receiver:
                 links[cut.sender, cut.receiver] += cut.bytes
@@ -89,7 +89,7 @@ class Cuts:
     @ft.cached_property
     def sent_bytes(self) -> dict[int, int]:
         """Bytes that leave each sender, in order of the device numbers."""
-        totals: dict[int, int] = collections.Counter()
+        totals = collections.Counter[int]()
         for (sender, _), count in self.links.items():
             totals[sender] += count
         return dict(sorted(totals.items()))
@@ -254,7 +254,7 @@ def _cut(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) ->
     """The cuts of a piece within a box, one for each shard of the source. Boxes that no device holds are added to
     `missing`.
     """
-    sent, widest = sent_bits(piece.value, source.dtype), _widest_bits(piece.value, source.dtype)
+    widths = [bits(source.dtype), *map(bits, dtypes_of(piece.value.casts))]
     for part in within(piece, box):
         part = shifted(part, [-low for low, _ in box])
         for cell in source.overlapping(hull(swapped(part))):
@@ -263,7 +263,8 @@ def _cut(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) ->
                     starts = [low for low, _ in cell]
                     missing[hull(shifted(swapped(once(own)), starts))] = None
                     continue
-                yield Cut(-1, -1, own, -(-once(own).elements * sent // 8), widest), source.senders[cell]
+                size = -(-once(own).elements * min(widths) // 8)
+                yield Cut(-1, -1, own, size, max(widths)), source.senders[cell]
 
 
 def _inside(part: Piece, cell: Box) -> list[Piece]:
@@ -287,16 +288,13 @@ def sent_bits(value: Value, dtype: object) -> int:
     return min([bits(dtype), *map(bits, dtypes_of(value.casts))])
 
 
-def _widest_bits(value: Value, dtype: object) -> int:
-    return max([bits(dtype), *map(bits, dtypes_of(value.casts))])
-
-
 def _extent(piece: Piece) -> int:
-    return _most_elements(piece.factors, len(piece.source), len(piece.target))
+    """The most elements that the piece spans, the gaps between its elements included, in the source or the target."""
+    return _extent_of(piece.factors, len(piece.source), len(piece.target))
 
 
 @ft.lru_cache(maxsize=4096)
-def _most_elements(factors: tuple[Factor, ...], here: int, there: int) -> int:
+def _extent_of(factors: tuple[Factor, ...], here: int, there: int) -> int:
     piece = Piece(Value(None), (0,) * here, (0,) * there, factors)
     return max(piece.elements, volume(hull(piece)), volume(hull(swapped(once(piece)))))
 

@@ -4,7 +4,6 @@ On the CPU backend NumPy can view a shard, which is host memory, and JAX can ado
 is copied once, from the old shard to the new one.
 """
 
-import collections
 import contextlib
 import functools as ft
 import itertools as it
@@ -196,11 +195,11 @@ class LocalShards:
         for key in [key for key in self._known if key[0] == path]:
             del self._known[key]
 
-    def give_up(self, but: Container[int] = ()) -> None:
-        """Deletes the shards of the only array, except those in `but`."""
+    def give_up(self, but: Container[int] = (), only: int | None = None) -> None:
+        """Deletes the shards of the only array, except those in `but`; or `only` one of them."""
         (path,) = self._owned
         for number, shard in enumerate(self._owned[path]):
-            if number not in but and not shard.is_deleted():
+            if only in (None, number) and number not in but and not shard.is_deleted():
                 self._known.pop((path, number), None)
                 shard.delete()
 
@@ -295,28 +294,14 @@ def put_together(
     # The kernel gives memory page by page, when it is first written, so that an unfilled buffer takes none.
     built = [buffers([(_sizes(box), wanted.dtype)])[0] for box in targets]
     rows = [(at, copy) for at, one in enumerate(fillings) for copy in one.copies]
-    # Old shard by old shard if no page of a new one is touched for a part of it; else new shard by new shard.
-    by_source = all(_run_bytes(copy, itemsize) >= _PAGE_BYTES for _, copy in rows)
-    key = (lambda pair: pair[1].sender) if by_source else (lambda pair: pair[0])
-    left = collections.Counter(copy.sender for _, copy in rows)
-    shards.give_up(but=left)
-    for _, group in it.groupby(sorted(rows, key=key), key):
-        own = list(group)
-        views = list(_views([(built[at], [copy]) for at, copy in own], ("",), shards))
+    shards.give_up(but={copy.sender for _, copy in rows})
+    by_sender = lambda pair: pair[1].sender
+    for sender, group in it.groupby(sorted(rows, key=by_sender), by_sender):
+        views = list(_views([(built[at], [copy]) for at, copy in group], ("",), shards))
         for task in _begun(views, sum(target.nbytes for target, *_ in views), pool):
             task.result()
-        left.subtract(copy.sender for _, copy in own)
-        shards.give_up(but=[sender for sender, count in left.items() if count])
+        shards.give_up(only=sender)
     return _there(wanted, targets, built, ())
-
-
-def _run_bytes(copy: Copy, itemsize: int) -> int:
-    """The number of consecutive bytes that a copy writes to the new shard."""
-    for size, step in zip(reversed(copy.shape), reversed(copy.there_strides), strict=True):
-        if step != itemsize:
-            break
-        itemsize *= size
-    return itemsize
 
 
 # A part of a new shard, a part of an old one, and the dimension along which they are copied in blocks.

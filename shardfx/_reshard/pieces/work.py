@@ -24,11 +24,11 @@ from ..._convert import (
     simplified,
 )
 from ..._ground.boxes import Box, boxes
-from ..._ground.errors import LeafTypeError, MeshError, SpecError
+from ..._ground.errors import MeshError
 from ..._ground.spec import array_bytes
 from ..._plan import ShardPlan
 from ...topology import MeshSpec
-from ..destinations import data_of, has_devices, require_movable, require_reduced, sharers
+from ..destinations import data_of, has_devices, naming, require_movable, require_reduced, sharers
 from .cuts import Cut, Cuts, cuts_of, least_room_bytes, smaller
 from .exchange import Exchange, exchanges
 from .host import Filling, filling
@@ -211,13 +211,11 @@ def works_of(
         names = tuple(dict.fromkeys(name for piece in made[leaf.path].pieces for name in names_of(piece)))
         ends = [by_path[name] for name in names]
         assert leaf.sharding is not None
-        try:
+        with naming(str, leaf.path):
             require_movable(leaf.shape, leaf.dtype, leaf.sharding)
             require_reduced(leaf.sharding, *[end.sharding for end in ends if end.sharding is not None])
             is_plain = len(names) == 1 and made[leaf.path] == _unchanged(ends[0])
             assembly = None if is_plain else _known_assembly(leaf, made[leaf.path], ends, copies, known)
-        except (SpecError, MeshError, LeafTypeError) as error:
-            raise type(error)(f"leaf `{leaf.path}`: {error}") from error
         found.append(Work(leaf, names, assembly))
     return tuple(found)
 
