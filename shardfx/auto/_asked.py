@@ -93,13 +93,12 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
 
 def require_options(keep: object, closely: object, verify: object) -> None:
     """Raises for values of `keep`, `closely` and `verify` that are not allowed."""
-    for name, value, usual in (("keep", keep, 5), ("closely", closely, 12)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise RuleError(f"`{name}={value!r:.40}` is no number of candidates; give 1 or more, as `{name}={usual}`.")
-    if verify not in (None, "compile", "run"):
+    are_counts = all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in (keep, closely))
+    if not are_counts or verify not in (None, "compile", "run"):
         raise RuleError(
-            f'`verify={verify!r:.40}` is not "compile" or "run"; write `verify="compile"`, or leave it out. The '
-            "devices to compile for are those of `devices`."
+            f"`keep={keep!r:.40}` and `closely={closely!r:.40}` must be numbers of candidates, 1 or more, and "
+            f'`verify={verify!r:.40}` must be "compile", "run" or None; write `keep=5, closely=12, verify="compile"`. '
+            "The devices to compile for are those of `devices`."
         )
 
 
@@ -114,16 +113,17 @@ def require_arrays(args: Sequence[PyTree]) -> None:
     )
 
 
-class Tracing(contextlib.AbstractContextManager[None]):
+def noted(args: Sequence[PyTree]) -> contextlib.ExitStack:
     """A context that adds to an error of the user's function what the function was called for."""
 
-    def __init__(self, args: Sequence[PyTree]):
-        self.args = args
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def note(_kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
-            shapes = "; ".join(eqx.tree_pformat(arg, width=10**6, struct_as_array=True)[:300] for arg in self.args)
+            shapes = "; ".join(eqx.tree_pformat(arg, width=10**6, struct_as_array=True)[:300] for arg in args)
             error.add_note(f"`search` traced the step with arguments of these shapes, without running it: {shapes}")
+
+    stack = contextlib.ExitStack()
+    stack.push(note)
+    return stack
 
 
 # The platform for which a step is lowered: names must not depend on the chip. Kernels for GPUs lower only for GPUs.

@@ -228,14 +228,9 @@ class CostModel:
 
 def shares(devices: int, axes: int) -> Int[np.ndarray, "shares axes"]:
     """All ordered factorizations of a number into exactly `axes` factors above 1."""
-    if axes == 1:
-        return np.array([[devices]] * (devices > 1), np.int32).reshape(-1, 1)
-    found = [
-        (first, *rest)
-        for first in range(2, devices // 2 + 1)
-        if devices % first == 0
-        for rest in shares(devices // first, axes - 1).tolist()
-    ]
+    divisors = [size for size in range(2, devices + 1) if devices % size == 0]
+    firsts = [(first, math.prod(first)) for first in itertools.product(divisors, repeat=axes - 1)]
+    found = [(*first, devices // size) for first, size in firsts if size < devices and devices % size == 0]
     return np.array(found, np.int32).reshape(-1, axes)
 
 

@@ -248,8 +248,7 @@ class _Run:
             for label, number in made.cuttable
             if number in self.rank and (self.behind or label not in made.behind) and is_worth_it(label)
         }
-        first = min(places.values(), default=0)
-        return min((label for label, place in places.items() if place == first), key=moved, default=None)
+        return min(places, key=lambda label: (places[label], moved(label)), default=None)
 
     def move(self, value: int, wanted: int, times: float, operation: int) -> None:
         state = self.state[value]

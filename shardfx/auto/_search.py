@@ -17,7 +17,7 @@ from .._ground.text import bytes_text, first_lines, html_text, table
 from .._rules import AxisRules
 from .._step import bytecode
 from ..cost._estimate import DIRECT, LARGEST
-from ._asked import SearchOptions, Tracing, asked_for, require_arrays, require_options, trace
+from ._asked import SearchOptions, asked_for, noted, require_arrays, require_options, trace
 from ._candidate import Candidate, against, ms, rank, without_twins
 from ._name_axes import name_axes, named_classes
 from ._priced import Pricer, Tell, devices_for, measured, zero_1
@@ -135,7 +135,15 @@ def search(
     if verify is not None and found[0].fits:
         chosen = [one for at, one in enumerate(found) if one.fits and (at < closely or one.title in usual)]
         found = measured(pricer, chosen, targets, tell, runs=verify == "run")
-    return _told(found, keep)
+    if not found[0].fits:
+        least = min(found, key=lambda one: one.memory_bytes)
+        held = f"{bytes_text(least.memory_bytes)} of {bytes_text(least.limit_bytes)}"
+        return (dataclasses.replace(least, reasons=(f"nothing fits: this takes least, {held}; {_LESS}",)),)
+    fitting = [one for one in found if one.fits]
+    return tuple(
+        dataclasses.replace(one, reasons=tuple(against(one, fitting[at + 1 : at + 3])))
+        for at, one in enumerate(fitting[:keep])
+    )
 
 
 def opened(
@@ -151,7 +159,7 @@ def opened(
         raise MeshError("one device needs no plan: `search` chooses how several share the work.")
     require_arrays(args)
     tell("laying the step out under assignments")
-    with Tracing(args):
+    with noted(args):
         traced = trace(step, *args)
     return Space(named_classes(traced), asked, limits, also), Pricer(step, traced, asked.chip, MODEL)
 
@@ -248,23 +256,6 @@ def _better(pricer: Pricer, one: Candidate) -> Candidate:
     if one.fits != other.fits:
         return one if one.fits else other
     return other if other.seconds < _WORTH * one.seconds else one
-
-
-def _told(found: Sequence[Candidate], keep: int) -> tuple[Candidate, ...]:
-    """The first `keep` candidates, each with the reasons for its rank."""
-    fitting = [one for one in found if one.fits]
-    if not fitting:
-        least = min(found, key=lambda one: one.memory_bytes)
-        held = f"{bytes_text(least.memory_bytes)} of {bytes_text(least.limit_bytes)}"
-        return (dataclasses.replace(least, reasons=(f"nothing fits: this takes least, {held}; {_LESS}",)),)
-    return tuple(
-        dataclasses.replace(one, reasons=tuple(against(one, fitting[at + 1 : at + 3])))
-        for at, one in enumerate(fitting[:keep])
-    )
-
-
-# The smallest number of the core's best candidates that are partitioned.
-_KEPT = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,7 +377,7 @@ def frontier(
     for these in asked:
         for given in [_resized(args, names, size) for size in batches] or [args]:
             space, pricer = opened(step, given, these, limits, (), lambda _: None)
-            found, _ = candidates_of(space, pricer, _KEPT, lambda _: None)
+            found, _ = candidates_of(space, pricer, _DRAWN, lambda _: None)
             size = next((group.size for group in space.classes.live() if group.name == "batch"), 0)
             least = math.inf
             for one in sorted(found, key=lambda one: (one.seconds, one.memory_bytes)):
