@@ -140,8 +140,12 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
 
 def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
     """Returns the children of the names node in the order of `keys`; `None` if it has other keys."""
-    by_key = dict(jtu.default_registry.flatten_one_level_with_keys(names)[0])
+    pairs = list(jtu.default_registry.flatten_one_level_with_keys(names)[0])
+    # JAX gives all fields of a NamedTuple the key of the first one.
+    if keys == [key for key, _ in pairs]:
+        return [inner for _, inner in pairs]
     # An OrderedDict of the same keys may have them in another order.
+    by_key = dict(pairs)
     return [by_key[key] for key in keys] if by_key.keys() == set(keys) else None
 
 
