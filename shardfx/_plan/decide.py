@@ -27,9 +27,9 @@ from .._ground.text import plural
 from .._rules import (
     Atomic,
     AxisRules,
-    Fsdp,
     Pipeline,
     Replicate,
+    Strategy,
     bare,
     check_once,
     is_callable,
@@ -49,7 +49,7 @@ class Request(NamedTuple):
     spec: PartitionSpec
     rule: str | None
     units: tuple[int, ...] | None
-    strategies: tuple[Fsdp, ...]
+    strategies: tuple[Strategy, ...]
     reasons: tuple[Reason, ...]
 
 
@@ -98,7 +98,7 @@ def asked_by_target(
     units = None
     if isinstance(first, Atomic):
         first, units = first.target, first.units
-    if isinstance(first, Fsdp):
+    if isinstance(first, Strategy):
         first, steps = PartitionSpec(), [first, *steps]
     strategies = skipping(steps, range(stacked))
     if isinstance(first, tuple):
@@ -132,7 +132,7 @@ def asked_by_names(
     axes: AxisRules | None,
     mode: str | None,
     units: tuple[int, ...] | None = None,
-    strategies: tuple[Fsdp, ...] = (),
+    strategies: tuple[Strategy, ...] = (),
 ) -> Request:
     """Returns the request that the logical names of an array make. The request holds one name entry per dimension."""
     named = one_per_dim(names, shape)
@@ -153,7 +153,7 @@ def asked_by_names(
     return Request(named, found.spec, rule, units, strategies, found.reasons)
 
 
-def skipping(strategies: Iterable[Fsdp], dims: Iterable[int]) -> tuple[Fsdp, ...]:
+def skipping(strategies: Iterable[Strategy], dims: Iterable[int]) -> tuple[Strategy, ...]:
     """Returns the strategies with `dims` added to the dimensions that each leaves unsharded."""
     return tuple(dataclasses.replace(step, skip=tuple(sorted({*step.skip, *dims}))) for step in strategies)
 
@@ -401,7 +401,7 @@ def _advice_to_pad(size: int, product: int) -> str:
     return f"pad it to {padded}, or " if (padded - size) * 64 <= size else ""
 
 
-def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decision:
+def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> Decision:
     """Shards an unsharded dimension over the axes of `strategy`: the dimension that the largest product of these axes
     divides.
 
@@ -412,7 +412,7 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decis
         return Decision(spec, found)
     sizes, entries = mesh.sizes, [*_fitted(spec, leaf.shape)]
     free, reasons = _free(strategy.axes, None, sizes, {axis for entry in entries for axis in entry_axes(entry)})
-    open_dims = [dim for dim in range(len(entries)) if dim not in strategy.skip]
+    open_dims = strategy.open_dims(leaf.shape)
     if not free or (entries and not open_dims):
         return Decision(spec, tuple(reasons))
     dims = [dim for dim in open_dims if entries[dim] is None]
@@ -429,7 +429,7 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Fsdp) -> Decis
     return Decision(trimmed(entries, spec), tuple(reasons))
 
 
-def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Fsdp) -> Request:
+def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Strategy) -> Request:
     """Returns `request` with the axes of `over` added that it does not use, on the dimension with most room first, as
     ZeRO does.
 
@@ -446,7 +446,7 @@ def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshS
     free = tuple(axis for axis in over.axes if sizes.get(axis, 1) > 1 and axis not in used)
     if free and (small := _too_small(leaf, free, over.min_bytes)):
         return request._replace(reasons=request.reasons + small)
-    dims, added = [dim for dim in range(len(shape)) if dim not in over.skip], ()
+    dims, added = over.open_dims(shape), ()
     while free:
         dim, more = _roomiest(free, entries, leaf, sizes, dims)
         if dim is None:

@@ -19,7 +19,7 @@ from .._ground.reason import Code, reason
 from .._ground.spec import canonical, entries_of, pinned, trimmed
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
-from .._rules import AxisRules, Fsdp, Matcher, PathRules, check_rules, fsdp, near
+from .._rules import AxisRules, Matcher, PathRules, Strategy, check_rules, fsdp, near
 from .complaints import Draft, raise_absent, raise_cut, raise_errors, raise_repeated, raise_unknown, raise_unused
 from .decide import NOTHING, Axes, Request, asked_by_target, axes_of, further, row_of
 from .leaf import LeafPlan, Row, Skeleton, kinds_matcher
@@ -30,7 +30,7 @@ def follow(
     init: Callable[..., Any],
     plan: ShardPlan,
     *args: Any,
-    over: str | Iterable[str] | Fsdp | None = None,
+    over: str | Iterable[str] | Strategy | None = None,
     paths: PathRules | None = None,
     axes: AxisRules | None = None,
     memory_kinds: Iterable[tuple[str, str]] | None = None,
@@ -138,10 +138,10 @@ def _matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
     return Matcher(PathRules(pair if isinstance(pair, str) else (pair[0], tuple(pair[1:])) for pair in pairs))
 
 
-def _axes_over(over: Any, plan: ShardPlan) -> Fsdp | None:
+def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
     if over is None:
         return None
-    given = over if isinstance(over, Fsdp) else fsdp(over)
+    given = over if isinstance(over, Strategy) else fsdp(over)
     known = (*plan.mesh.axis_names, *(() if plan.axes is None else plan.axes.axes))
     for axis in given.axes:
         if axis not in known:
@@ -216,7 +216,7 @@ class _Follower:
     paths: Matcher
     bases: dict[str, Matcher]
     axes: AxisRules | None
-    over: Fsdp | None
+    over: Strategy | None
     refused: str
     open: dict[str, None] = dataclasses.field(default_factory=dict)
     errors: list[tuple[str, Any]] = dataclasses.field(default_factory=list)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 from .._ground.errors import LeafTypeError, MeshError, PlanFormatError
 from .._ground.reason import Code, Reason
 from .._ground.spec import UNCONSTRAINED, DType, dtype_named, entries_of, unreduced_kind, with_reductions
-from .._rules import Atomic, AxisRules, Fsdp, fsdp
+from .._rules import STRATEGIES, Atomic, AxisRules, Fsdp, Strategy, strategy_of
 from ..topology import MeshSpec
 from .decide import correct
 from .leaf import MEMORY_KINDS, Row, Skeleton, decode_structure
@@ -177,15 +177,17 @@ def decode_reason(data: Any) -> Reason:
     return Reason(Code[code], dim, tuple(axes), message)
 
 
-def encode_strategy(strategy: Fsdp) -> object:
-    return [list(strategy.axes), strategy.min_bytes, *([list(strategy.skip)] if strategy.skip else [])]
+def encode_strategy(strategy: Strategy) -> object:
+    name = [] if isinstance(strategy, Fsdp) else [type(strategy).__name__.lower()]
+    return [*name, list(strategy.axes), strategy.min_bytes, *([list(strategy.skip)] if strategy.skip else [])]
 
 
-def decode_strategy(data: Any) -> Fsdp:
-    axes, min_bytes, skip = data if len(data) == 3 else [*data, []]
+def decode_strategy(data: Any) -> Strategy:
+    name, *fields = data if str(data[0]) in STRATEGIES else ["fsdp", *data]
+    axes, min_bytes, skip = fields if len(fields) == 3 else [*fields, []]
     if not (_fits(axes, [str]) and _fits(min_bytes, int) and _fits(skip, [int])):
         raise PlanFormatError(f"{data!r} is no strategy; it must be [list of axes, bytes, list of whole dimensions].")
-    return fsdp(axes, min_bytes, skip=skip)
+    return strategy_of(name, axes, min_bytes, skip)
 
 
 @ft.cache

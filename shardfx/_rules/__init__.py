@@ -27,15 +27,18 @@ from .resolution import (
     unknown_names,
 )
 from .strategies import (
+    STRATEGIES,
     Atomic,
     Fsdp,
     Optional,
     Pipeline,
     Replicate,
+    Strategy,
     atomic,
     axes_of_target,
     bare,
     fsdp,
     optional,
     replicate,
+    strategy_of,
 )

@@ -18,15 +18,16 @@ from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
 from .._ground.tree import flatten
 from .axis_rules import check_axis_rules, check_places, declared_axes, repeated
 from .strategies import (
+    STRATEGIES,
     Atomic,
-    Fsdp,
     Optional,
     Pipeline,
     Replicate,
+    Strategy,
     bare,
-    fsdp,
     pipeline,
     replicate,
+    strategy_of,
 )
 
 
@@ -339,7 +340,7 @@ def _checked_target(index: int, pattern: str, target: object) -> Any:
         _check_names(index, pattern, inner)
     elif isinstance(inner, PartitionSpec):
         check_once(inner, f"rule {index} ({pattern!r})")
-    elif not isinstance(inner, PartitionSpec | Fsdp | Replicate | Pipeline) and not callable(inner):
+    elif not isinstance(inner, PartitionSpec | Strategy | Replicate | Pipeline) and not callable(inner):
         raise RuleError(
             f"rule {index} ({pattern!r}) has the target {target!r}; it must be a PartitionSpec, a tuple of logical "
             "names, `fsdp(...)`, `replicate`, or a callable `(path, leaf) -> PartitionSpec`. "
@@ -404,8 +405,8 @@ def _parse_step(text: str, start: int, stop: int) -> Any:
     if token == "replicate":
         return replicate
     name, bracket, axes = token.removesuffix(")").partition("(")
-    if name == "fsdp" and bracket and token.endswith(")"):
-        return fsdp([_parse_axis(text, start, axis) for axis in re.split(r"[,+]", axes)])
+    if name in STRATEGIES and bracket and token.endswith(")"):
+        return strategy_of(name, [_parse_axis(text, start, axis) for axis in re.split(r"[,+]", axes)])
     return PartitionSpec(*[_parse_entry(text, *piece) for piece in _split(text, start, stop, ".")])
 
 

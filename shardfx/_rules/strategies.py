@@ -1,8 +1,8 @@
 """Strategies that shard an array by its shape, such as `fsdp(...)`, and targets that combine or qualify others."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 from jax.sharding import PartitionSpec
 
@@ -64,7 +64,7 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
 def pipeline(left: object, right: object) -> "Pipeline":
     """The targets of two sides of `|`, one after the other."""
     steps = tuple(step for side in (left, right) for step in (side.steps if isinstance(side, Pipeline) else (side,)))
-    if any(not isinstance(step, Fsdp) for step in steps[1:]):
+    if any(not isinstance(step, Strategy) for step in steps[1:]):
         raise RuleError(
             f"{' | '.join(map(repr, steps))}: only the first target may be a spec, names, `replicate` or a callable; "
             "the ones after `|` refine it, as `fsdp(...)` does."
@@ -77,9 +77,9 @@ def _piped(right: object, left: object) -> "Pipeline":
 
 
 @dataclasses.dataclass(frozen=True)
-class Fsdp:
-    """The strategy that shards the largest free dimension that divides, after the rest of its rule; made by
-    [`shardfx.fsdp`][].
+class Strategy:
+    """A strategy that shards an array by its shape, after the rest of its rule. In text, JSON and code it has the name
+    of its class, in lower case.
 
     **Arguments:**
 
@@ -94,10 +94,16 @@ class Fsdp:
 
     __or__, __ror__ = pipeline, _piped
 
+    def open_dims(self, shape: Sequence[int]) -> list[int]:
+        """The dimensions that the strategy may shard. Of these, the one that its axes divide into most shards is
+        sharded.
+        """
+        return [dim for dim in range(len(shape)) if dim not in self.skip]
+
     @property
     def text(self) -> str:
         """The strategy's name and axes, for a person."""
-        return f"fsdp({', '.join(self.axes)})"
+        return f"{type(self).__name__.lower()}({', '.join(self.axes)})"
 
     @property
     def code(self) -> str:
@@ -105,7 +111,29 @@ class Fsdp:
         axes = repr(self.axes[0]) if len(self.axes) == 1 else repr(self.axes)
         least = f", {self.min_bytes}" if self.min_bytes else ""
         dims = self.skip[0] if len(self.skip) == 1 else self.skip
-        return f"fsdp({axes}{least}{f', skip={dims}' if self.skip else ''})"
+        return f"{type(self).__name__.lower()}({axes}{least}{f', skip={dims}' if self.skip else ''})"
+
+
+class Fsdp(Strategy):
+    """The strategy that shards the largest free dimension that divides; made by [`shardfx.fsdp`][]."""
+
+
+# The classes of all strategies, by the name that each has in text, JSON and code.
+STRATEGIES: Final[dict[str, type[Strategy]]] = {"fsdp": Fsdp}
+
+
+def strategy_of(name: str, axes: str | Iterable[str], min_bytes: int = 0, skip: int | Iterable[int] = ()) -> Strategy:
+    """The strategy with a name in `STRATEGIES`; raises `RuleError` for arguments that make no sense."""
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    if not axes or len(set(axes)) < len(axes) or not all(isinstance(axis, str) and axis for axis in axes):
+        raise RuleError(f"`{name}({axes!r})` needs the name of one mesh axis, or of several different ones.")
+    if min_bytes < 0:
+        raise RuleError(f"`{name}(..., min_bytes={min_bytes})`: a number of bytes is not negative.")
+    dims = (skip,) if isinstance(skip, int) else tuple(skip)
+    if any(isinstance(dim, bool) or dim < 0 for dim in dims):
+        fix = "dimensions are numbered from 0, as in `skip=0` or `skip=(0, 1)`."
+        raise RuleError(f"`{name}(..., skip={skip!r})`: {fix}")
+    return STRATEGIES[name](axes, min_bytes, tuple(sorted(set(dims))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,14 +205,14 @@ def axes_of_target(target: object) -> tuple[str, ...]:
         return axes_of_target(target.target)
     if isinstance(target, Pipeline):
         return tuple(axis for step in target.steps for axis in axes_of_target(step))
-    if isinstance(target, Fsdp):
+    if isinstance(target, Strategy):
         return target.axes
     if isinstance(target, PartitionSpec):
         return tuple(axis for entry in entries_of(target) for axis in entry_axes(entry))
     return ()
 
 
-def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[int] = ()) -> Fsdp:
+def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[int] = ()) -> Strategy:
     """The strategy of fully sharded data parallelism: shard the largest free dimension that divides.
 
     A dimension is not free if a rule of `AxisRules` replicates its name, or if it is that of stacked layers: a
@@ -221,12 +249,4 @@ def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[
         )
         ```
     """
-    axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    if not axes or len(set(axes)) < len(axes) or not all(isinstance(axis, str) and axis for axis in axes):
-        raise RuleError(f"`fsdp({axes!r})` needs the name of one mesh axis, or of several different ones.")
-    if min_bytes < 0:
-        raise RuleError(f"`fsdp(..., min_bytes={min_bytes})`: a number of bytes is not negative.")
-    dims = (skip,) if isinstance(skip, int) else tuple(skip)
-    if any(isinstance(dim, bool) or dim < 0 for dim in dims):
-        raise RuleError(f"`fsdp(..., skip={skip!r})`: dimensions are numbered from 0, as in `skip=0` or `skip=(0, 1)`.")
-    return Fsdp(axes, min_bytes, tuple(sorted(set(dims))))
+    return strategy_of("fsdp", axes, min_bytes, skip)

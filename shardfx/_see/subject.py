@@ -16,10 +16,10 @@ from .._plan import Content, Group, refined
 from .._rules import (
     Atomic,
     AxisRules,
-    Fsdp,
     Optional,
     PathRules,
     Pipeline,
+    Strategy,
     compiled,
     first_match,
     fsdp,
@@ -33,7 +33,7 @@ def code_of(value: object) -> str:
     match value:
         case PartitionSpec():
             return f"PartitionSpec({', '.join(map(code_of, entries_of(value)))})"
-        case Fsdp():
+        case Strategy():
             return value.code
         case Atomic():
             return f"atomic({code_of(value.target)}, {value.unit!r})"

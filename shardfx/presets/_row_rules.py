@@ -9,14 +9,14 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from .._rules import Atomic, Fsdp, Replicate, atomic, fsdp as fsdp_strategy, replicate
+from .._rules import Atomic, Replicate, Strategy, atomic, fsdp as fsdp_strategy, replicate
 from .maps._families import Form, Rows, beside, rows_of, sight_of
 from .maps._places import Place, places_of
 
 
 # One mesh axis, several, for example `("data", "fsdp")`, or none: `()`.
 Axes = str | tuple[str, ...]
-Target = Atomic | Fsdp | Replicate | P
+Target = Atomic | Strategy | Replicate | P
 Rules = list[tuple[str, Target]]
 # From the name of an axis to its size.
 Sizes = Mapping[str, Any]

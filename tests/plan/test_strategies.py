@@ -1,0 +1,56 @@
+"""A strategy beside `fsdp` is one class: everything that takes strategies takes it by its name."""
+
+import functools as ft
+
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardfx import MeshSpec, PathRules, ShardPlan, explain, follow, lint, plan
+from shardfx._rules import STRATEGIES, Strategy, strategy_of
+from shardfx.auto import replan
+
+
+MESH = MeshSpec({"data": 2, "fsdp": 4})
+TREE = {"wide": jnp.ones((4, 16)), "odd": jnp.ones((8, 9)), "b": jnp.ones(16)}
+
+
+class Largest(Strategy):
+    """Cuts the largest dimension, or none."""
+
+    def open_dims(self, shape):
+        return sorted(super().open_dims(shape), key=lambda dim: -shape[dim])[:1]
+
+
+largest = ft.partial(strategy_of, "largest")
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch):
+    monkeypatch.setitem(STRATEGIES, "largest", Largest)
+
+
+def test_it_is_planned_alone_and_after_others():
+    over = largest("fsdp", skip=1)
+    made = plan(TREE, MESH, paths=PathRules([("wide", P("data") | largest("fsdp")), ("b", over), (".*", over)]))
+    assert made.specs == {"wide": P("data", "fsdp"), "odd": P("fsdp"), "b": P("fsdp")}
+    (why,) = plan(TREE, MESH, paths=PathRules.parse(".*->largest(fsdp)"))["odd"].reasons
+    assert why.dim is None and "9" in why.message
+
+
+def test_it_is_read_from_text_and_from_json():
+    rules = PathRules.parse("wide->data|largest(fsdp), .*->largest(data+fsdp)")
+    made = plan(TREE, MESH, paths=rules)
+    assert ShardPlan.from_json(made.to_json()) == made
+    assert made["b"].strategies == (Largest(("data", "fsdp")),)
+    other = plan(TREE, MESH, paths=PathRules.parse("wide->data|fsdp(fsdp), .*->fsdp(data+fsdp)"))
+    assert other["b"].spec == made["b"].spec and other.digest != made.digest
+
+
+def test_what_reads_plans_calls_it_by_its_name():
+    made = plan(TREE, MESH, paths=PathRules.parse("odd->replicate, .*->largest(fsdp)"))
+    assert "then largest(fsdp)" in str(explain(made, "wide"))
+    assert replan(made, MeshSpec({"data": 1, "fsdp": 2})).specs["wide"] == P(None, "fsdp")
+    assert follow(lambda tree: tree, made, over=largest("data"))["wide"].spec == P(None, ("fsdp", "data"))
+    found = lint(TREE, MESH, paths=PathRules([(".*", largest("fdsp", 64))]))
+    assert "largest('fsdp', 64)" in str(found)
