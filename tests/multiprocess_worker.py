@@ -74,13 +74,13 @@ def planned_batch(mesh):
 
 
 def raised(call, *args, **kwargs):
-    """What the error of a call says, and after how many seconds."""
-    started = time.monotonic()
+    """The text of a call's error, and the seconds that the call took."""
+    started, text = time.monotonic(), "no error"
     try:
         call(*args, **kwargs)
     except (MeshError, PlanMismatchError) as error:
-        return str(error), time.monotonic() - started
-    return "no error", 0.0
+        text = str(error)
+    return text, time.monotonic() - started
 
 
 def is_last():

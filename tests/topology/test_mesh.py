@@ -140,15 +140,12 @@ def test_an_axis_that_spans_slices_is_slowest_over_them():
     assert without.reasons[0] == "the devices are of 4 slices and `dcn` is not given: axes span (2, 2) of them"
 
 
-def test_processes_are_slices_where_devices_name_none():
+def test_processes_are_slices_where_devices_name_none_and_one_cpu_process_emulates_slices():
     nodes = chips((4, 1, 1, 1), (2, 1, 1, 1), "NVIDIA H100")
     for device in nodes:
         device.platform = "gpu"
     order = MeshSpec({"data": 2, "tensor": 2}, dcn={"data": 2}).order(nodes)
     assert ids(order).tolist() == [[0, 1], [2, 3]] and order.method == "hybrid: mesh_utils"
-
-
-def test_one_cpu_process_emulates_slices():
     order = MeshSpec({"data": 4, "tensor": 2}, dcn={"tensor": 2}).order(jax.devices())
     assert ids(order).tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert order.reasons == ("one process emulates 2 slices of 4 devices, in the order given",)
