@@ -4,14 +4,15 @@ It may import plans, costs and what is below them. It never touches arrays, and 
 
 The words of this room; each is defined by the ones before it:
 
-- part: a dimension, or a piece of one that a reshape splits off, as heads are of `heads * head_dim` (`_program.py`).
-- label: what an operation calls its dimensions; those with one label are walked together (`_layouts.py`).
-- class: all parts that operations tie together, so that they are cut alike. A group is the classes that have one name,
-    since they stand at the same place of layers that are alike (`_classes.py`).
-- assignment: in which order one mesh axis prefers classes; with it, what the axis does to every array
+- part: a dimension, or a factor of a dimension that a reshape splits, such as the heads of `heads * head_dim`
+    (`_program.py`).
+- label: an operation's name for dimensions that it iterates over at once (`_layouts.py`).
+- class: all parts that operations tie to each other, so that they are sharded alike. A group is the classes with one
+    name: they are at the same position of equal layers (`_classes.py`).
+- assignment: the order in which one mesh axis prefers classes. It determines how the axis shards every array
     (`_layouts.py`).
 - term: bytes or operations of the step, with the assignments that divide them (`_core.py`).
-- set and share: some assignments, and how the devices are shared out among them. Both make a candidate (`_core.py`).
+- set and share: some assignments, and a number of devices for each. Both make a candidate (`_core.py`).
 """
 
 from .._plan import renamed as renamed, replan as replan

@@ -114,7 +114,7 @@ def require_arrays(args: Sequence[PyTree]) -> None:
 
 
 def noted(args: Sequence[PyTree]) -> contextlib.ExitStack:
-    """A context that adds to an error of the user's function what the function was called for."""
+    """A context that adds a note to each error of the user's function: the shapes of its arguments."""
 
     def note(_kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:

@@ -32,7 +32,7 @@ class Candidate:
     **Arguments:**
 
     - `mesh`, `rules`: the chosen mesh and rules.
-    - `assignments`: pairs of a mesh axis and the names that it cuts, the one it prefers first.
+    - `assignments`: pairs of a mesh axis and the names that it shards, in the axis's order of preference.
     - `plans`: one for each argument of the step.
     - `seconds`: seconds of one step: `compute_seconds`, plus the `exposed_seconds` of collectives that computation
         waits for, plus the part of the `hidden_seconds` that computation does not hide. After a run, the measured time.
@@ -40,13 +40,13 @@ class Candidate:
     - `by`: the origin of these numbers: "estimate" is the program of one device from XLA's own partitioner, "compile"
         the compiled program, "run" a measurement.
     - `traffic`: the collectives, row by row.
-    - `constrained`: whether the step is faster with what is between its arguments constrained too, by
-        [`shardfx.auto.constrain_step`][]; then all numbers, and `code()`, are of that.
-    - `donated`: the numbers of the arguments whose memory results take over: those that the step donates, and where
-        it does not fit otherwise those that come back as results.
-    - `results`: for each part that the step returns the number of the argument that it lies as, or `None`.
-    - `state_over`, `states`: the mesh axes that cut the optimizer's state beside those that cut its parameters
-        (ZeRO-1), and the numbers of the arguments that hold it: `plans` has that, `rules` do not.
+    - `constrained`: whether the step is faster if [`shardfx.auto.constrain_step`][] constrains its intermediate values.
+        Then all numbers, and `code()`, are of the constrained step.
+    - `donated`: the numbers of the arguments whose memory the results reuse: the arguments that the step donates, and
+        the arguments that it returns in a new version if the step does not fit otherwise.
+    - `results`: for each result the number of the argument that has the same sharding, or `None`.
+    - `state_over`, `states`: the mesh axes that shard the optimizer's state in addition to the axes of its parameters
+        (ZeRO-1), and the numbers of the arguments with this state. `plans` has these axes, `rules` do not.
     - `reasons`: the extra costs of the next candidates.
     - `notes`: the operations of the step that were not understood.
     - `comparison`: the differences between the compiled and the partitioned program.
@@ -144,7 +144,7 @@ class Candidate:
 
 
 def rank(one: Candidate) -> tuple[bool, float]:
-    """A sort key that puts candidates that fit first, and of those the fastest first."""
+    """A sort key: candidates that fit come before others, and fast candidates before slow ones."""
     return not one.fits, one.seconds
 
 
@@ -154,8 +154,8 @@ def ms(seconds: float) -> str:
 
 
 def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -> Iterator[Candidate]:
-    """The candidates without duplicates, that is without those that shard all arguments into the same pieces as an
-    earlier or known one.
+    """The candidates without duplicates: a duplicate divides all arguments into the same shards as an earlier or known
+    candidate.
     """
     seen = {_pieces(one) for one in known}
     for one in found:
@@ -214,7 +214,7 @@ def mesh_and_rules(
 
     **Arguments:**
 
-    - `orders`: the names that each assignment cuts, the first first.
+    - `orders`: the names that each assignment shards, in its order of preference.
     - `found`: the sizes of the axes.
     - `known`: all names of the step.
     """

@@ -1,4 +1,4 @@
-"""The classes of dimensions in a step's arguments: dimensions that operations tie together must be sharded alike."""
+"""The classes of dimensions in a step's arguments: dimensions that operations tie to each other are sharded alike."""
 
 import dataclasses
 import math

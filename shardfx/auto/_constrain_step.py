@@ -40,16 +40,17 @@ _Cut = tuple[int, int, str]
 def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: AxisRules) -> Callable[..., PyTree]:
     """The same step, with its arrays constrained to the shardings that follow from the rules for its arguments.
 
-    A plan gives the shardings of the arguments. The compiler chooses those of everything between them, and often sends
-    several times more than necessary. This function names the step's dimensions as [`shardfx.auto.name_axes`][] does.
-    It shards every operation under the assignment that the rules give each mesh axis, as [`shardfx.auto.search`][]
-    prices it. Then it constrains the results of the operations. The step needs no change and computes the same values.
+    A plan gives the shardings of the arguments. The compiler chooses the shardings of all intermediate values, and
+    often sends several times more bytes than necessary. This function names the step's dimensions as
+    [`shardfx.auto.name_axes`][] does. It shards every operation under the assignment that the rules give each mesh
+    axis, as [`shardfx.auto.search`][] prices it. Then it constrains the results of the operations. The step needs no
+    change and computes the same values.
 
     **Arguments:**
 
     - `step`: the whole step that is jitted.
     - `mesh`: a mesh with devices, or a MeshSpec if the arguments have devices.
-    - `rules`: for the logical names that `name_axes` finds, as those of a [`shardfx.auto.Candidate`][].
+    - `rules`: rules for the logical names that `name_axes` finds, such as the rules of a [`shardfx.auto.Candidate`][].
 
     **Returns:**
 
@@ -58,7 +59,7 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
 
     **Raises:**
 
-    `MeshError` for axes that are not Auto, since constraints do not apply to those.
+    `MeshError` for axes that are not Auto: constraints apply to Auto axes only.
 
     !!! Example
 

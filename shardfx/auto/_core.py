@@ -1,7 +1,7 @@
 """The seconds and memory of all meshes of up to four axes at once, as one compiled function of arrays.
 
-**What is priced.** An assignment says which dimensions of the step one mesh axis shards, and what collectives that
-takes (`_layouts.py`). A step has up to 79 assignments. A candidate is a set of at most four of them,
+**What is priced.** An assignment says which dimensions of the step one mesh axis shards, and which collectives
+follow (`_layouts.py`). A step has up to 79 assignments. A candidate is a set of at most four of them,
 and a share: a size for each, whose product is the number of devices. For 256 devices there are 35 shares of four axes.
 With 42 assignments, which have 112,000 sets of four, that makes 4 million candidates, as many as are priced
 (`assignment_count`). The core prices all of them, so it must not look at the step's operations again.
@@ -9,7 +9,7 @@ With 42 assignments, which have 112,000 sets of four, that makes 4 million candi
 **Rows.** Take the floating-point operations of one product. If the assignments `a` and `b` of the set {a, b, c, d}
 shard the product, one device does `flops / (size_a * size_b)` of it. All products that the same assignments shard are
 divided by the same number, so they are added up beforehand (`terms_of`). Such a sum is a row: it holds operations,
-bytes of arguments and results, bytes that are held, and `divides`, one bool for each assignment. A large step has some
+bytes of arguments and results, bytes in memory, and `divides`, one bool for each assignment. A large step has some
 hundred rows.
 
 **Kinds.** Within a set of four assignments a row is of one of 2**4 kinds: its `divides` for these four, read as a
@@ -32,16 +32,17 @@ set {0, 1} the first is of kind 0b01, the second of kind 0b11. With the share (4
 **Seconds.** Computation takes the longer of operations at the chip's speed and bytes at its memory's. What an
 assignment sends are rows of their own, with the assignments that divide them. A device receives `(1 - 1 / size)` of
 what is left of a row, over the links that an axis of this size has (`_seconds_per_byte`, by the network of
-`chips/_chip.py`). Collectives of data are exposed: computation waits for them. Those of parameters and gradients are
-hidden behind `overlap` of the computation, and the rest is waited for. Each call takes some microseconds more.
+`chips/_chip.py`). Collectives of data are exposed: computation waits for them. Collectives of parameters and gradients
+overlap with the part `overlap` of the computation, and the computation waits for the rest. Each call takes some
+microseconds more.
 
 **What is allowed.** The sizes of all assignments that shard one dimension must divide it, and some limits of the user
-must hold: sums over kinds again (`_is_allowed`). What is not allowed, or takes more memory than there is, has infinite
-seconds; the best share of each set is kept, and the best sets of all.
+must hold: sums over kinds again (`costs`). A candidate that is not allowed, or takes more memory than a device
+has, has infinite seconds; the best share of each set is kept, and the best sets of all.
 
-**What it leaves out.** All assignments lay the step out as if it were constrained so, and each pays for its own
-collectives; what single operations read and write is not counted. The core only prunes: what survives it is partitioned
-by XLA, whose programs decide.
+**What it leaves out.** Each assignment is priced as if the step were constrained to it, with its own collectives. The
+memory traffic of single operations is not counted. The core only prunes: XLA partitions the candidates that survive,
+and the partitioned programs decide.
 """
 
 import dataclasses
@@ -103,7 +104,7 @@ def terms_of(layouts: Layouts, made: list[AssignedLayout]) -> Terms:
         events: list[tuple[np.ndarray, int, float]] = []
         for event in layout.events:
             mask = cut[event.value].copy()
-            # If several axes gather or sum an array, the first moves only the share that the later ones leave.
+            # If several axes gather or sum an array, the first moves only the shards that the later ones leave.
             for other in moving[event.value, event.operation]:
                 mask[other] = other > number
             # An exchange moves one shard; the others move everything that the remaining assignments leave.
@@ -215,8 +216,8 @@ class CostModel:
     - `compute`: the part of the peak that products reach.
     - `memory`: the part of the memory's bandwidth that is reached.
     - `network`: the part of the links' bandwidth that collectives reach.
-    - `overlap`: the part of the computation behind which collectives of parameters and gradients can be hidden.
-    - `call_seconds`: seconds of a collective beside those of its bytes.
+    - `overlap`: the part of the computation with which collectives of parameters and gradients can overlap.
+    - `call_seconds`: the fixed seconds of each collective, in addition to the seconds of its bytes.
     """
 
     compute: float = 0.55

@@ -238,7 +238,7 @@ class _Run:
             return math.fsum(count for labels, state, count in sides if state not in (WHOLE, _position(labels, label)))
 
         def is_worth_it(label: int) -> bool:
-            """A sum of what every device has whole is not cut; a product is, because each then does its share."""
+            """Whether to divide the operation: a product always, a sum only if an operand is sharded already."""
             if any(label in labels for labels in made.outs) or made.name in _FIRST:
                 return True
             return any(label in labels and state != WHOLE for labels, state in zip(made.ins, states, strict=True))
@@ -280,7 +280,7 @@ def _position(labels: tuple[int, ...], label: int | None) -> int:
 # them.
 _TENSOR = ("experts", "heads", "kv_heads", "mlp", "hidden", "vocab", "classes")
 _NEVER = ("layers", "embed", "norm", "positions", "head_dim", "query_groups")
-# The largest number of sets of classes that start an assignment: those with most bytes.
+# The largest number of sets of classes that start an assignment. The sets with most bytes are taken.
 _SETS = 9
 
 
@@ -309,13 +309,13 @@ def seeds(
 
     **Returns:**
 
-    An assignment for each mesh axis of each way: the ways that most people write, and the others.
+    The usual strategies and the other ones. A strategy is an assignment for each mesh axis.
     """
     classes, free = layouts.classes, sorted({*layouts.numbers.values()} - never, reverse=True)
     known = {classes.groups[number].name: number for number in free}
 
     def ways(*each: tuple[tuple[str, ...], ...]) -> list[tuple[Assignment, ...]]:
-        """The ways of which the step has all assignments, each once."""
+        """The strategies whose assignments all have dimensions of the step, without duplicates."""
         orders = [[tuple(dict.fromkeys(known[n] for n in names if n in known)) for names in way] for way in each]
         return list(dict.fromkeys(tuple(way) for way in orders if all(way)))
 
@@ -336,7 +336,7 @@ def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Ite
     for value, parts in zip(layouts.program.values, layouts.flat, strict=True):
         weights.update(dict.fromkeys({number for number, _ in parts if number >= 0}, value.bytes))
     sets = _sets(layouts, [number for number, _ in weights.most_common() if number not in never])[:_SETS]
-    # In turn: two ways of sharding the data, then the dimensions of the parameters.
+    # Triples shard the data along two sets and the parameters along one, or the other way round.
     classes = layouts.classes
     data = [group for group in sets if not any(classes.in_model(classes.groups[number]) for number in group)]
     model = [group for group in sets if group not in data]

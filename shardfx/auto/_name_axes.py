@@ -60,7 +60,7 @@ class _Namer:
         self.by_path()
 
     def unnamed(self, mark: str | None = None) -> list[ClassGroup]:
-        """The groups without a name; with `mark`, only those that operations marked so."""
+        """The groups without a name; with `mark`, only the groups that operations marked with it."""
         found = [group for group in self.classes.live() if not group.name]
         return [group for group in found if mark is None or self.is_marked(group, mark)]
 
@@ -255,8 +255,7 @@ def _short(path: str, words: tuple[str, ...]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedAxis:
-    """A logical axis: its name and size, the dimensions that have it, and the operations that tied these dimensions
-    together.
+    """A logical axis: its name and size, the dimensions that have it, and the operations that tied these dimensions.
 
     `places` are paths such as `model/layers/mlp/gate[2]`; arrays that differ only in numbers share one. `joins` are
     pairs of a primitive and the source line of the operation.
@@ -273,7 +272,7 @@ class NamedAxes:
     """The logical axes that [`shardfx.auto.name_axes`][] found.
 
     `names` has one tree of names for each argument of the step, for `plan(args[i], ..., names=found.names[i])`. `notes`
-    has what was not understood. `str(...)` is a table with the origin of each axis.
+    names the operations that were not understood. `str(...)` is a table with the origin of each axis.
     """
 
     names: tuple[PyTree, ...]
@@ -302,10 +301,10 @@ class NamedAxes:
 def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
     """Finds the logical axes of a step's arguments: dimensions that must be sharded alike get one name.
 
-    The step is traced. Dimensions that an operation ties together (contracted, added, scanned over, looked up) are one
-    class. Where a reshape splits a fused dimension, its parts are separate classes: this finds heads, and the width of
-    a head becomes the unit that no shard splits. Rules and names are not needed beforehand; names that fields declare
-    are used for their classes.
+    The step is traced. Dimensions that an operation ties (contracts, adds, scans over, looks up) are one class. Where a
+    reshape splits a fused dimension, its parts are separate classes: this finds heads, and the width of a head becomes
+    the unit that no shard splits. Rules and names are not needed beforehand; names that fields declare are used for
+    their classes.
 
     An unknown operation ties nothing, and `notes` reports it.
 

@@ -1,6 +1,4 @@
-"""A step whose dimensions are tied together: each dimension is a part, and an operation merges parts that it treats
-alike.
-"""
+"""A step whose dimensions are tied: each dimension is a part, and an operation merges parts that it treats alike."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -42,7 +40,7 @@ class Parts:
 
     def align(self, left: Sequence[int], right: Sequence[int]) -> None:
         """Ties two sequences of parts that hold the same elements in the same order. A part is split where the sizes
-        differ. From the first pair of sizes of which neither divides the other, nothing is tied.
+        differ. Nothing is tied after the first pair of sizes where neither divides the other.
         """
         ours, theirs = list(reversed(left)), list(reversed(right))
         while ours and theirs:

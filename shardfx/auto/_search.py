@@ -1,4 +1,4 @@
-"""The search for the mesh and rules under which a step is fastest, among those that fit in memory."""
+"""The search for the fastest mesh and rules of a step that fit in memory, and for several batches and devices."""
 
 import concurrent.futures
 import dataclasses
@@ -61,15 +61,15 @@ def search(
 
     The step's dimensions are named as [`shardfx.auto.name_axes`][] does. Each mesh axis has an assignment: the order in
     which it prefers dimensions. The step is sharded under every assignment, and a compiled function prices all meshes
-    of up to four assignments at once. XLA itself partitions the best of these, and the usual ways that people write by
-    hand, for the step as it is written. The best few are also partitioned with the values between the arguments
-    constrained, by [`shardfx.auto.constrain_step`][], and the better form is returned. All numbers are read off that
-    program of one device.
+    of up to four assignments at once. XLA itself partitions the step as it is written under the best of these and under
+    the usual strategies that people write by hand. The best few are also partitioned with the values between the
+    arguments constrained, by [`shardfx.auto.constrain_step`][], and the better form is returned. All numbers are read
+    off that program of one device.
 
     **Arguments:**
 
-    - `step`: a function, or what `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][] returned. What it donates
-        counts; how its arguments and results lie is chosen.
+    - `step`: a function, or what `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][] returned. Its
+        donation counts. The search chooses the shardings of its arguments and results.
     - `args`: its arguments: arrays or structs, in any trees.
     - `devices`: the number of devices; a slice as "tpu:v5p:4x4x4", which names the chip too, or two of them as
         "tpu:v5p:4x4x4*2"; emulated CPU devices as "cpu:8"; or JAX's own, as `jax.devices()`.
@@ -77,20 +77,20 @@ def search(
     - `slices`: the number of slices (or nodes of GPUs) of the devices, joined by the hosts' network, if `devices` does
         not say it.
     - `keep`: the largest number of candidates to return.
-    - `verify`: "compile" compiles the best candidates, and the usual ways by hand: for the slice if `devices` is one
-        and libtpu is installed, else for as many of JAX's devices. What the compiled programs send, compute and hold
-        orders them anew, and what does not fit is dropped. "run" runs them on the devices too, in turn, with arrays
-        that it makes, and the clock orders them.
+    - `verify`: "compile" compiles the best candidates and the usual strategies: for the slice if `devices` is one
+        and libtpu is installed, else for as many of JAX's devices. The traffic, computation and memory of the compiled
+        programs order the candidates, and candidates that do not fit are dropped. "run" also runs the candidates on the
+        devices, in turn, with arrays that it makes, and orders them by the measured time.
     - `also`: rules by hand, over names that [`shardfx.auto.name_axes`][] finds, that are partitioned too, as the usual
         ones are. The sizes of their axes are chosen.
     - `closely`: the number of candidates to compile, beside the usual strategies and those of `also`.
     - `limits`: see [`shardfx.auto.Limits`][].
-    - `progress`: is told what is being partitioned, compiled or run.
+    - `progress`: a function that receives a line of text for each candidate that is partitioned, compiled or run.
 
     **Returns:**
 
-    The candidates, the fastest first. If none fits in memory, the one that needs least is returned alone, with a
-    reason. Above 2,048 devices, programs on smaller meshes are read and extrapolated.
+    The candidates, the fastest first. If none fits in memory, the result is the one candidate that needs least
+    memory, with a reason. Above 2,048 devices, programs on smaller meshes are read and extrapolated.
 
     **Raises:**
 
@@ -332,7 +332,8 @@ def frontier(
 
     - `step`, `args`: as of `search`.
     - `devices`: numbers, or slices as "tpu:v5e:4x4".
-    - `chip`, `slices`, `limits`: as of `search`. What takes more memory than there is stays, and is marked.
+    - `chip`, `slices`, `limits`: as of `search`. Candidates that do not fit in memory stay in the
+        result, and the table marks them.
     - `batches`: sizes of the dimension that [`shardfx.auto.name_axes`][] calls "batch"; the step is traced for each. By
         default the one that the arguments have.
 

@@ -31,9 +31,9 @@ class Limits:
 
     **Arguments:**
 
-    - `never`: logical names that no mesh axis cuts.
-    - `always`: logical names that some mesh axis must cut.
-    - `least`: pairs of a logical name and into how many pieces it must be cut at least, as `(("batch", 8),)`.
+    - `never`: logical names that no mesh axis shards.
+    - `always`: logical names that some mesh axis must shard.
+    - `least`: pairs of a logical name and the smallest number of its shards, such as `(("batch", 8),)`.
     - `free_bytes`: bytes of a device's memory that must stay free.
     - `axes`: mesh axes that must exist, by the names that a search gives them ("data", "fsdp", "tensor", "context",
         "expert"): a name, or a pair of a name and a size.
@@ -80,9 +80,9 @@ class Space:
     """The meshes and rules of a step within some limits, and the core's prices.
 
     - `classes`: the step's dimensions by name.
-    - `args`: its arguments as structs without shardings: how arrays lie now is another question.
+    - `args`: its arguments as structs, without the shardings that arrays have now.
     - `made`: the layout of each assignment.
-    - `usual`, `known`: strategies as numbers of assignments: the caller's and those that most people write; others.
+    - `usual`, `known`: strategies as numbers of assignments: the caller's and the usual ones; then the others.
     - `limit_bytes`: the memory that a device may use.
     """
 

@@ -25,13 +25,13 @@ _REFUSED = (TypeError, ValueError, AssertionError, IndexError, ZeroDivisionError
 
 
 def made(args: object, *, mild: bool) -> PyTree:
-    """The arguments with random arrays in the place of structs, on the devices that are there.
+    """The arguments with random arrays in the place of structs, on JAX's devices.
 
     **Arguments:**
 
     - `args`: trees of arrays and structs.
-    - `mild`: floats above zero, and whole numbers below 2, for steps that make no numbers of others: an optimizer's
-        second moments are not negative, and a token is in the vocabulary.
+    - `mild`: floats above zero, and whole numbers below 2, for steps that other numbers break: an optimizer's second
+        moments are not negative, and a token is in the vocabulary.
     """
     leaves, structure = jax.tree.flatten(args)
     shaped = [leaf for leaf in leaves if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
@@ -76,8 +76,8 @@ def _on_devices(sharding: object) -> Any:
 def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTree]:
     """The arguments in the smallest sizes that their shardings divide in the same way, if the step takes such sizes.
 
-    Dimensions of equal size stay equal. One size after the other is reduced, alone or with its multiples. If the step
-    cannot be traced so, each dimension of that size is reduced separately: a sequence may be as long as a model is
+    Dimensions of equal size stay equal. One size after the other is reduced, by itself or with its multiples. If the
+    step cannot be traced so, each dimension of that size is reduced separately: a sequence may be as long as a model is
     wide. Sizes that the step fixes, such as the number of its heads, stay.
     """
     needs: dict[_Key, int] = {}

@@ -34,9 +34,9 @@ class Compared(NamedTuple):
 
     **Arguments:**
 
-    - `is_same`: whether the devices' values make up that of one device.
+    - `is_same`: whether the devices' values form the value of one device.
     - `roles`: the role along each mesh axis of the shard_maps around it.
-    - `by_turn`: for each turn of the outermost loop whether they do.
+    - `by_turn`: `is_same` for each iteration of the outermost loop.
     - `difference`: the largest, and `at` where it is; `scale` is the largest number of the reference.
     """
 
@@ -288,7 +288,9 @@ def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
 def _differing(tape: Tape, body: ShardMapBody, cuts: Mapping[int, _Axes]) -> dict[int, _Axes]:
     """For each record, the mesh axes along which the devices' values may differ."""
     differs = dict(cuts)
-    for _ in range(len(body.equation.params["mesh"].shape) + 1):  # what a turn of a loop makes the next one takes
+    for _ in range(
+        len(body.equation.params["mesh"].shape) + 1
+    ):  # an iteration of a loop takes the results of the one before
         for at in body.numbers:
             one = tape.records[at]
             taken = _taken(one, differs) | differs.get(tape.carried.get(at, at), _Axes())

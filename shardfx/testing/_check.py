@@ -29,7 +29,7 @@ class CheckedOutput:
     **Arguments:**
 
     - `path`: the path of the array in the step's result.
-    - `difference`: the largest between the plan and the reference in float64, and `at` where it is.
+    - `difference`: the largest difference between the plan and the reference in float64, and `at` its index.
     - `allowed`: the largest difference that rounding explains.
     """
 
@@ -52,9 +52,9 @@ class CheckedStep:
     **Arguments:**
 
     - `outputs`: the arrays that the step returns.
-    - `is_finite`: whether the reference is; what is infinite, or no number, is equal to its like alone.
+    - `is_finite`: whether all numbers of the reference are finite. NaN equals only NaN, and an infinity only itself.
     - `lines`: the lines of the first equation that differs, and of the equations that make its operands.
-    - `story`: the facts about it, in words.
+    - `story`: the facts about this equation, in words.
     """
 
     outputs: tuple[CheckedOutput, ...]
@@ -103,12 +103,12 @@ def check_step(
     - `step`: a function, or what `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][] returned. With `mesh`, a
         function of a mesh that returns the step.
     - `args`: arrays where the plan puts them, or structs as `plan.structs`, for which random arrays are made. None is
-        donated. Emulated devices do: XLA partitions for them as for others.
+        donated. Emulated devices suffice: XLA partitions for them as for others.
     - `reference`: a function of the same arguments that is right. A step whose `shard_map` is over several devices has
         no form for one device, and needs this or `mesh`.
     - `mesh`: the mesh of the plan; the reference is then the step on a mesh of one device with the same axes.
-    - `shrink`: first makes all sizes as small as the shardings of `args` still cut them alike. A size that the step
-        knows by heart stays.
+    - `shrink`: whether to reduce all sizes first, as far as the shardings of `args` divide them in the same way. A size
+        that the step fixes stays.
 
     **Returns:**
 

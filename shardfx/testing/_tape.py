@@ -94,7 +94,8 @@ class Tape:
     - `alone`: whether to evaluate on one device, without shardings.
     - `wide`: the dtype that narrower floats are replaced by, from the arguments on.
     - `noise`: the rounding of each equation's result: 0 for none, 1 to the dtype of the step, 2 to that or, if it is
-        narrower, to float32; and an odd number that decides what is rounded up and what down. Needs `wide=np.float64`.
+        narrower, to float32; and an odd number that decides which results are rounded up and which down. Needs
+        `wide=np.float64`.
     """
 
     def __init__(self, *, alone: bool, wide: DType = None, noise: Any = None):

@@ -243,9 +243,9 @@ def assert_collectives(
     **Arguments:**
 
     - `traffic`: the traffic from [`shardfx.cost.traffic`][] or [`shardfx.cost.estimate`][].
-    - `none`: patterns of what must not be there.
-    - `at_most`: for patterns how often what they find may run in a step, as a number; or how many bytes of it may enter
-        a device, as a text: `"1.5 MiB"`.
+    - `none`: patterns of collectives that the step must not have.
+    - `at_most`: limits by pattern: a number of calls in a step, or the bytes that may enter a device as a text:
+        `"1.5 MiB"`.
 
     **Raises:**
 
