@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._ground.errors import CheckpointError
 from .._ground.text import quoted
@@ -24,26 +24,17 @@ class ChangedError(CheckpointError):
     """A file of a checkpoint that is not the one that was opened earlier under its name."""
 
 
-class Stamp(NamedTuple):
-    """The identity and state of a file: it differs for another file under the same name, and after a write."""
-
-    device: int
-    inode: int
-    size: int
-    modified_ns: int
-
-
 @dataclasses.dataclass(frozen=True)
 class FilePlace:
     """A checkpoint's directory, and the directories whose files it may open, as real paths without links.
 
-    It remembers the files that were opened. Each must stay the same, unchanged file as long as the checkpoint is read,
-    because one file decides how the others are read.
+    It remembers the files that were opened, each by its device, inode, size and time of change. Each must stay the
+    same, unchanged file as long as the checkpoint is read, because one file decides how the others are read.
     """
 
     directory: str
     roots: tuple[str, ...]
-    seen: dict[str, Stamp] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    seen: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def root_of(self, real: str) -> str | None:
         """The directory in `roots` that contains `real`; `None` if none does."""
@@ -51,7 +42,7 @@ class FilePlace:
 
     def require_same(self, real: str, found: os.stat_result) -> None:
         """Raises `ChangedError` unless a file is the one that was first opened as `real`."""
-        stamp = Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
         if self.seen.setdefault(real, stamp) != stamp:
             raise ChangedError(
                 f"checkpoint file {quoted(real)} was replaced or written to since its header was read; nothing "

@@ -105,12 +105,11 @@ class Index:
 
 
 def _row(entries: list[ArrayEntry]) -> tuple[str, ...]:
-    first = entries[0]
-    if first.shape is None or first.nbytes is None:
-        sizes = "?" if first.shape is None else ",".join(map(str, first.shape))
-        array, nbytes = printable(f"{first.stored}[{sizes}]"), "?"
-    else:
+    first, nbytes = entries[0], "?"
+    if first.shape is not None and first.nbytes is not None:
         array, nbytes = array_text(first.dtype, first.shape), bytes_text(first.nbytes * len(entries))
+    else:
+        array = printable(f"{first.stored}[{'?' if first.shape is None else ','.join(map(str, first.shape))}]")
     path = printable(joined([entry.path for entry in entries]))
     if len(path) > _SHOWN_CHARACTERS:
         path = f"{path[:30]}...{path[33 - _SHOWN_CHARACTERS :]}"

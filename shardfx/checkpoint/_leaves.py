@@ -198,7 +198,11 @@ def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
     """The arrays that a map makes of a tree's arrays."""
-    source = {path: _struct(value, leaves.kinds.get(path)) for path, value in leaves.arrays}
+    source = {}
+    for path, value in leaves.arrays:
+        keys = prng.key_named(leaves.kinds.get(path))
+        rank = value.ndim if keys is None else value.ndim - len(prng.bits_of(keys).shape)
+        source[path] = Struct(tuple(value.shape[:rank]), np.dtype(value.dtype) if keys is None else keys)
     made = bound(map, source, None if like is None else tree_structs(like))
     arrays, kinds, found = dict(leaves.arrays), {}, []
     for path, one in made.items():
@@ -217,10 +221,3 @@ def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
             raise LeafTypeError(f"`{printable(path)}` is {one.dtype}, which safetensors cannot hold; cast it.")
         found.append((path, Output(one.shape, one.dtype, ft.partial(_pieces_of, one, arrays))))
     return Leaves(found, kinds, {})
-
-
-def _struct(value: Any, kind: str | None) -> Struct:
-    keys = prng.key_named(kind)
-    if keys is None:
-        return Struct(tuple(value.shape), np.dtype(value.dtype))
-    return Struct(tuple(value.shape[: value.ndim - len(prng.bits_of(keys).shape)]), keys)

@@ -2,7 +2,6 @@
 
 import collections
 import concurrent.futures
-import dataclasses
 import functools as ft
 import itertools as it
 import os
@@ -11,13 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from .._convert import TreeMap
 from .._ground.boxes import Box, array_of, boxes_here
 from .._ground.copying import buffers
-from .._ground.errors import CheckpointError
+from .._ground.errors import CheckpointError, PlanMismatchError
 from .._ground.text import printable
 from . import _stores as stores
 from ._entry import FileArray, StoreArray
@@ -28,7 +27,7 @@ from ._reader import GAP_BYTES, RUN_BYTES, Files, Progress, Read, memory_to_fill
 from ._reads import fetches, gather, spans_into
 from ._spans import grouped
 from ._stores import MissingChunks
-from ._wanted import Unread, WantedLeaf, box_bytes, require_devices, wanted
+from ._wanted import Unread, WantedLeaf, box_bytes, wanted
 
 
 Source = str | os.PathLike[str] | Index
@@ -123,7 +122,6 @@ def load(
         try:
             index = path if isinstance(path, Index) else read_index(path, root=root)
             leaves, rebuild = wanted(index, plan, dtype, map, unread)
-            require_devices(leaf.sharding for leaf in leaves)
             landed = _read(index, leaves, memory_limit_bytes, gap_bytes, missing_chunks, progress)
             return rebuild([_assembled(landed, number, leaf) for number, leaf in enumerate(leaves)])
         except ChangedError as error:
@@ -144,8 +142,7 @@ def moved(filled: np.ndarray, devices: Sequence[object], sharding: Sharding) -> 
     return [jax.device_put(filled, SingleDeviceSharding(device, memory_kind=kind)) for device in devices]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """The common properties of leaves of one shape, dtype and sharding. A model has many leaves and few kinds.
 
     **Arguments:**
@@ -161,11 +158,6 @@ class Kind:
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     is_final: bool
-
-    def alone(self, number: int) -> "Kind":
-        """The same kind with one of the boxes only."""
-        part = slice(number, number + 1)
-        return Kind(self.boxes[part], self.devices[part], self.shapes[part], self.sizes[part], self.is_final)
 
 
 class Unit(NamedTuple):
@@ -202,19 +194,17 @@ def units_of(leaves: Sequence[WantedLeaf], asked_limit: int | None) -> tuple[lis
         )
     limit = max(_STAGING_BYTES, largest) if asked_limit is None else asked_limit
     units = []
-    for unit in sorted(whole, key=_position):
+    for unit in sorted(whole, key=lambda unit: [_position(entry) for entry in unit.leaf.entries[:1]]):
         if unit.staging_bytes <= limit:
             units.append(unit)
             continue
-        for at, nbytes in enumerate(unit.kind.sizes):
-            units.append(unit._replace(kind=unit.kind.alone(at), nbytes=nbytes))
+        *each, final = unit.kind
+        for *one, nbytes in zip(*each, unit.kind.sizes, strict=True):
+            units.append(unit._replace(kind=Kind(*[(part,) for part in one], final), nbytes=nbytes))
     return units, limit
 
 
-def _position(unit: Unit) -> tuple[str, int]:
-    if not unit.leaf.entries:  # the value consists of constants only
-        return "", 0
-    entry = unit.leaf.entries[0]
+def _position(entry: FileArray | StoreArray) -> tuple[str, int]:
     return entry.file, entry.offset if isinstance(entry, FileArray) else 0
 
 
@@ -222,6 +212,11 @@ def _unit(number: int, leaf: WantedLeaf, known: dict[object, Kind]) -> Unit:
     key = (leaf.shape, leaf.dtype, leaf.sharding)
     kind = known.get(key)
     if kind is None:
+        if isinstance(leaf.sharding, NamedSharding) and isinstance(leaf.sharding.mesh, AbstractMesh):
+            raise PlanMismatchError(
+                "the plan has no devices, so there is nowhere to load to; put it on some: "
+                "`plan.on(plan.mesh.build(jax.devices()))`."
+            )
         holders: dict[Box, tuple[Any, ...]] = {}
         for device, box in boxes_here(leaf.sharding, leaf.shape).items():
             holders[box] = (*holders.get(box, ()), device)
@@ -343,7 +338,7 @@ def _tasks(files: Files, gap_bytes: int, missing_chunks: MissingChunks, group: G
             others.append(ft.partial(gather, *given))
     if len(group) > 1:
         return [lambda: files.read(reads) + sum(task() for task in others)]
-    reads.sort(key=lambda read: (read.entry.file, read.entry.offset))
+    reads.sort(key=lambda read: _position(read.entry))
     # A read has a fixed cost beside its bytes.
     batches = grouped(reads, lambda read: read.span.nbytes + _CALL_BYTES * read.span.runs, RUN_BYTES)
     return [*[ft.partial(files.read, batch) for batch in batches], *others]

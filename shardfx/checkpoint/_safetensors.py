@@ -64,21 +64,13 @@ def read_header(where: FilePlace, real: str) -> Header:
     """The checked header of the safetensors file `real`; no weight is read."""
     with opened(where, real) as descriptor:
         size = os.fstat(descriptor).st_size
-        prefix = _read(descriptor, 8, 0, real)
-        length = int.from_bytes(prefix, "little")
+        length = int.from_bytes(read_at(descriptor, 8, 0), "little")
         if length > min(HEADER_LIMIT_BYTES, size - 8):
             raise CheckpointError(
                 f"safetensors file {real!r} of {size} bytes claims a header of {length} bytes; the file is truncated, "
                 f"damaged, or of another format (a header has at most {HEADER_LIMIT_BYTES} bytes)."
             )
-        return parse_header(_read(descriptor, length, 8, real), size - 8 - length, real)
-
-
-def _read(descriptor: int, count: int, offset: int, real: str) -> bytes:
-    data = read_at(descriptor, count, offset)
-    if len(data) < count:
-        raise CheckpointError(f"safetensors file {real!r} ends within its header; copy the whole file.")
-    return data
+        return parse_header(read_at(descriptor, length, 8), size - 8 - length, real)
 
 
 def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:

@@ -178,7 +178,11 @@ def read_into(
         raise
     except (ValueError, OSError) as error:
         if _MISSING in str(error):
-            raise _chunk_is_missing(entry) from error
+            raise CheckpointError(
+                f"array {quoted(entry.path)}: a chunk is missing in {quoted(entry.file)}. It was lost, and the array "
+                "with it; or it held nothing but the fill value, and who wrote it left such chunks out, which zarr "
+                'allows. If you know that this is so, load with `missing_chunks="fill"`.'
+            ) from error
         raise unreadable(f"{entry.file}, array {entry.path}", error) from error
     return sum(target.nbytes for target in targets)
 
@@ -273,20 +277,10 @@ def _begins(
 def _spec_of(entry: StoreArray) -> dict[str, Any]:
     """tensorstore's spec of an array, with its metadata, so that changed metadata are an error."""
     kvstore = {"driver": "file", "path": f"{entry.file}/"} if entry.key is None else ocdbt(entry.file, entry.key)
-    chunks = list(entry.chunks)
-    if entry.driver == "zarr":
-        grid: dict[str, Any] = {"chunks": chunks}
-    else:
-        grid = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}}}
+    grid: dict[str, Any] = {"chunks": list(entry.chunks)}
+    if entry.driver == "zarr3":
+        grid = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(entry.chunks)}}}
     return {"driver": entry.driver, "kvstore": kvstore, "metadata": {"shape": list(entry.shape)} | grid}
-
-
-def _chunk_is_missing(entry: StoreArray) -> CheckpointError:
-    return CheckpointError(
-        f"array {quoted(entry.path)}: a chunk is missing in {quoted(entry.file)}. It was lost, and the array with it; "
-        "or it held nothing but the fill value, and who wrote it left such chunks out, which zarr allows. If you know "
-        'that this is so, load with `missing_chunks="fill"`.'
-    )
 
 
 def _begin_read(ts: Any, array: Any, box: Box, target: np.ndarray) -> tuple[Any, np.ndarray | None]:

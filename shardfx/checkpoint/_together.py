@@ -9,6 +9,7 @@ alone commits the save, and the others wait for its result.
 
 import concurrent.futures
 import contextlib
+import functools as ft
 import hashlib
 import itertools as it
 import json
@@ -263,19 +264,16 @@ def _text(error: BaseException) -> str:
 
 def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
     """One line for each array. The lines are equal on processes that save the same arrays."""
-    texts: dict[object, str] = {}
     lines = []
     for path, value in leaves:
-        # These values exist on every process, and each process may have them on its own devices.
-        where = ""
-        if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            if value.sharding not in texts:
-                texts[value.sharding] = f" in {_where(value.sharding)}"
-            where = texts[value.sharding]
+        # A value that is complete on every process may be on other devices on each.
+        is_spread = isinstance(value, jax.Array) and not value.is_fully_addressable
+        where = f" in {_where(value.sharding)}" if is_spread else ""
         lines.append(f"leaf `{path}` is {value.dtype}{list(value.shape)}{where}")
     return lines
 
 
+@ft.lru_cache(maxsize=64)
 def _where(sharding: Any) -> str:
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return f"{sharding} on devices {sorted(device.id for device in sharding.device_set)}"

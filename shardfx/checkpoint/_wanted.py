@@ -1,17 +1,17 @@
 """The input of a load: for each leaf of the plan, the stored arrays that it is made of."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from .._convert import Made, Piece, Struct, TreeMap, bound_before, cast, extended, names_of
 from .._ground.boxes import Box, volume
-from .._ground.errors import CheckpointError, LeafTypeError, PlanMismatchError
+from .._ground.errors import CheckpointError, LeafTypeError
 from .._ground.spec import DType
 from .._ground.text import printable, quoted
 from .._plan import Target, target_of
@@ -236,16 +236,6 @@ def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
     if jnp.issubdtype(stored, jnp.complexfloating) and not jnp.issubdtype(to, jnp.complexfloating):
         raise CheckpointError(f"{what} is complex and would be cast to {to}; its imaginary part would be lost.")
     return np.dtype(to)
-
-
-def require_devices(shardings: Iterable[Sharding]) -> None:
-    """Raises for a sharding on an AbstractMesh."""
-    for sharding in shardings:
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, jax.sharding.AbstractMesh):
-            raise PlanMismatchError(
-                "the plan has no devices, so there is nowhere to load to; put it on some: "
-                "`plan.on(plan.mesh.build(jax.devices()))`."
-            )
 
 
 def box_bytes(box: Box, dtype: object) -> int:

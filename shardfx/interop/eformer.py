@@ -93,21 +93,18 @@ def _resolved(asked: Any, array: Any, path: str, mesh: AnyMesh, is_corrected: bo
             "`None`, or a function from the array to one of these. Rules decide by "
             "`shardfx.plan(checkpoint.structs(index), mesh, paths=rules).shardings`."
         )
-    if array.shape is not None:
-        _check_fits(asked, array.shape, path)
-    return asked
-
-
-def _check_fits(sharding: Sharding, shape: tuple[int, ...], path: str) -> None:
+    if array.shape is None:
+        return asked
     try:
-        if isinstance(sharding, NamedSharding) and len(entries_of(canonical(sharding.spec))) > len(shape):
-            raise ValueError(f"{sharding.spec} has more entries than the array has dimensions")
-        sharding.shard_shape(shape)
+        if isinstance(asked, NamedSharding) and len(entries_of(canonical(asked.spec))) > len(array.shape):
+            raise ValueError(f"{asked.spec} has more entries than the array has dimensions")
+        asked.shard_shape(array.shape)
     except ValueError as error:
         raise SpecError(
-            f"leaf `{path}`, shape {shape}: {sharding} does not fit: {str(error).splitlines()[0]}; give a spec that "
+            f"leaf `{path}`, shape {array.shape}: {asked} does not fit: {str(error).splitlines()[0]}; give a spec that "
             "divides it, such as the one that `shardfx.correct(spec, shape, mesh)` returns."
         ) from error
+    return asked
 
 
 def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTree:
@@ -145,28 +142,25 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
         assert placed["w"].sharding.spec == P("dp", "tp")
         ```
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    rows = zip(leaves, tree_paths(treedef), treedef.flatten_up_to(_spread(tree, shardings)), strict=True)
-    targets = {
-        number: _resolved(asked, leaf, path, mesh, False)
-        for number, (leaf, path, asked) in enumerate(rows)
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic)
-    }
-    arrays = jax.device_put([leaves[number] for number in targets], list(targets.values()))
-    moved = dict(zip(targets, arrays, strict=True))
-    return jax.tree.unflatten(treedef, [moved.get(number, leaf) for number, leaf in enumerate(leaves)])
-
-
-def _spread(tree: PyTree, shardings: PyTree) -> PyTree:
-    """A tree with the structure of `tree`, from `shardings`, which is a prefix of it."""
     try:
-        return jax.tree.broadcast(shardings, tree, is_leaf=lambda node: node is None)
+        spread = jax.tree.broadcast(shardings, tree, is_leaf=lambda node: node is None)
     except ValueError as error:
         lines = "\n  ".join(map(str, structure_diff(shardings, tree)))
         raise PlanMismatchError(
             f"the shardings are no prefix of the tree (left: the shardings, right: the tree):\n  {lines}\nGive one "
             "sharding for each leaf, or for a branch of them."
         ) from error
+    leaves, treedef = jax.tree.flatten(tree)
+    targets = {
+        number: _resolved(asked, leaf, path, mesh, False)
+        for number, (leaf, path, asked) in enumerate(
+            zip(leaves, tree_paths(treedef), treedef.flatten_up_to(spread), strict=True)
+        )
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    }
+    arrays = jax.device_put([leaves[number] for number in targets], list(targets.values()))
+    moved = dict(zip(targets, arrays, strict=True))
+    return jax.tree.unflatten(treedef, [moved.get(number, leaf) for number, leaf in enumerate(leaves)])
 
 
 @dataclasses.dataclass(frozen=True)
