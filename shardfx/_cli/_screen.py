@@ -163,15 +163,15 @@ class Verb(click.Command):
             code = super().invoke(ctx)
             sys.stdout.flush()
             return code or 0
-        except UsageError as error:
-            print(shown(f"{ctx.command_path}: error: {error}", sys.stderr.encoding), file=sys.stderr)
-            return 2
-        except OSError as error:
-            # At its exit the interpreter would flush the rest of the text and fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except (UsageError, OSError) as error:
+            what = ""
+            if isinstance(error, OSError):
+                # At its exit the interpreter would flush the rest of the text and fail again.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                what = "printing failed: "
             if isinstance(error, BrokenPipeError):  # the reader, such as `head`, closed the pipe
                 return 0
-            print(shown(f"{ctx.command_path}: error: printing failed: {error}", sys.stderr.encoding), file=sys.stderr)
+            print(shown(f"{ctx.command_path}: error: {what}{error}", sys.stderr.encoding), file=sys.stderr)
             return 2
 
 

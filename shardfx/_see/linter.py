@@ -30,9 +30,8 @@ from .._rules import AxisRules, Optional, PathRules, check_rules, members_of, ne
 from ..topology import MeshSpec
 from .finding import Finding, Findings, Severity, findings_of
 from .heads import cut_heads
-from .leaf_checks import corrected, replicated
+from .leaf_checks import corrected, optimizer_states, replicated, uneven_layers
 from .rule_checks import contradicted_names, dead_rules, unused_axes
-from .states import optimizer_states, uneven_layers
 from .subject import Subject, code_of
 
 

@@ -145,7 +145,6 @@ def test_a_generation_rule_that_is_blocked_does_not_fall_back_to_training():
         ((2, 1), None, MODE_TRAIN),
         (None, None, MODE_TRAIN),
         (None, 1, "the mode depends on the size of dim 1; pass the shape"),
-        ((2, 1), True, "the dimension is an int, not a bool; use 1"),
         ((2, 1), 2, r"the shape has no dim -?\d; use one below 2"),
         ((2, 1), -3, r"the shape has no dim -?\d; use one below 2"),
     ],

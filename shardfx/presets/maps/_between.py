@@ -148,12 +148,9 @@ def _apart(place: Place, other: Place, apart: Mapping[str, Paths]) -> Place:
     """Returns `place` with those of its axes split that the layout of the `other` place splits (`apart` maps an axis to
     its sub-axes).
     """
-
-    def parts(axis: str) -> Paths:
-        found = apart.get(axis, (axis,))
-        return found if set(found) <= {*other.axes} else (axis,)
-
-    return place._replace(dims=tuple(tuple(one for axis in group for one in parts(axis)) for group in place.dims))
+    split = {axis: parts for axis, parts in apart.items() if set(parts) <= {*other.axes}}
+    dims = [tuple(one for axis in group for one in split.get(axis, (axis,))) for group in place.dims]
+    return place._replace(dims=tuple(dims))
 
 
 def _taken(source: Place, want: Place, sizes: Sizes) -> From:

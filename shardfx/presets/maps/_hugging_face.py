@@ -92,7 +92,8 @@ _SIZES = {
 
 def sizes_of(config: Config) -> dict[str, int]:
     """Returns the sizes of the axes whose size the config gives or implies."""
-    found = {axis: _number(config, names) for axis, names in _SIZES.items()}
+    given = {axis: [config[name] for name in names if config.get(name) is not None] for axis, names in _SIZES.items()}
+    found = {axis: next(iter(numbers), None) for axis, numbers in given.items()}
     if found["dim"] is None and found["embed"] and found["heads"] and found["latent"] is None:
         found["dim"] = found["embed"] // found["heads"]
     found["kv_heads"] = found["kv_heads"] or found["heads"]
@@ -105,10 +106,6 @@ def sizes_of(config: Config) -> dict[str, int]:
         layers, dense = needed(config, "num_hidden_layers"), config.get("first_k_dense_replace", 0)
         found |= {"layers": layers, "moe_layers": layers - dense}
     return {axis: size for axis, size in found.items() if size}
-
-
-def _number(config: Config, names: tuple[str, ...]) -> int | None:
-    return next((config[name] for name in names if config.get(name) is not None), None)
 
 
 def needed(config: Config, name: str) -> int:

@@ -1,14 +1,19 @@
 """A published model by name: its tree of shapes, made from its family and config, and path rules for a training
 strategy.
+
+The numbers are from each checkpoint's config.json, except: GPT-3 from its paper (arXiv:2005.14165, table 2.1), T5 from
+t5x's gin files, ViT from big_vision's models/vit.py. `llama3-405b` is Llama 3.1 405B, since Llama 3 has no such model.
+big_vision distinguishes ViT "g" and "G"; other libraries call the larger one "bigG".
 """
 
 import collections
+import importlib.resources
 import itertools as it
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +26,36 @@ from ..._rules import PathRules, near, optional, replicate
 from .._row_rules import rows_for_rules, rules_of
 from ..maps._families import Rows, rows_of, sight_of, with_experts_stacked
 from ..maps._places import Fused, Place, places_of
-from ._table import TABLE, ModelRow
+
+
+# The text has a header line per family: the names of its numbers, and `name=value` for numbers that all its models
+# share. Then follows a line per model, with its numbers in that order.
+_TEXT = importlib.resources.files("shardfx.presets.models").joinpath("table.txt").read_text(encoding="utf-8")
+
+
+class ModelRow(NamedTuple):
+    """A published model: the name of its family, and the numbers of its config."""
+
+    family: str
+    config: Mapping[str, int]
+
+
+def _rows() -> Iterator[tuple[str, ModelRow]]:
+    family, names, same = "", list[str](), dict[str, int | bool]()
+    for line in _TEXT.replace("\n+", "").splitlines():
+        first, *words = line.split()
+        if first.endswith(":"):
+            family, names = first[:-1], [word for word in words if "=" not in word]
+            same = {name: _number(text) for name, _, text in (word.partition("=") for word in words) if text}
+        else:
+            yield first, ModelRow(family, MappingProxyType(dict(zip(names, map(_number, words), strict=True)) | same))
+
+
+def _number(text: str) -> int | bool:
+    return text == "True" if text in ("True", "False") else int(text)
+
+
+TABLE: Final[Mapping[str, ModelRow]] = MappingProxyType(dict(_rows()))
 
 
 Tree = dict[str, Any]
@@ -197,17 +231,14 @@ def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
         shape = _shape(places_of(path, entry), entry.dim if isinstance(entry, Fused) else 0, sizes)
         kept = jnp.float32 if path.endswith("e_score_correction_bias") else dtype
         name = pattern(path)
-        for numbers in it.product(*[_numbers(sizes[axis]) for axis in name.names]):
+        counts = [sizes[axis] for axis in name.names]
+        for numbers in it.product(*[range(count) if isinstance(count, int) else count for count in counts]):
             *above, last = str(name.filled(dict(zip(name.names, numbers, strict=True)))).split(".")
             node = tree
             for key in above:
                 node = node.setdefault(key, {})
             node[last] = jax.ShapeDtypeStruct(shape, kept)
     return tree
-
-
-def _numbers(size: int | Sequence[int]) -> Sequence[int]:
-    return range(size) if isinstance(size, int) else size
 
 
 def _shape(places: Sequence[Place], dim: int, sizes: Sizes) -> tuple[int, ...]:
