@@ -176,7 +176,7 @@ def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) ->
         ```
     """
     header = ("chip", "memory", "HBM", "bf16", "links", "dcn", "devices", "island")
-    rows = [header]
+    rows: list[tuple[str, ...]] = [header]
     for chip in CHIPS if chips is None else chips:
         memory = f"{bytes_text(chip.usable_hbm_bytes).split()[0]} of {bytes_text(chip.hbm_bytes)}"
         bf16 = dict(chip.flops_per_second).get("bfloat16")

@@ -96,16 +96,16 @@ _GPU_SOURCES = {
     "usable_hbm_bytes": "secondary: what CUDA or HIP reports, in public logs of programs that ran out of memory",
     "flops_per_second": f"{_NVIDIA}; float32 is TF32",
     "dcn_bytes_per_second": "secondary: the usual machine, one network card a GPU, 400 Gb/s",
-    "*": _NVIDIA,
 }
 
 
-def _gpu(*row: Any, island: int = 8, dcn: float = 50e9, **sources: str) -> Chip:
+def _gpu(*row: Any, island: int = 8, dcn: float = 50e9, sheet: str = _NVIDIA, **sources: str) -> Chip:
     """A GPU, from a row of the table: its name, JAX's name for it, its nominal and usable memory in GiB, the bytes per
-    second of memory and of all links, and the peaks. The other keywords are fields, each with its source.
+    second of memory and of all links, and the peaks. `sheet` is the source of fields without their own. The other
+    keywords are fields, each with its source.
     """
     name, kind, hbm, usable, memory, link, flops = row
-    told = tuple((_GPU_SOURCES | sources).items())
+    told = tuple((_GPU_SOURCES | sources | {"*": sheet}).items())
     sizes = (_gib(hbm), _gib(usable), memory, flops, link)
     return Chip(name, *sizes, torus_dims=0, island_chips=island, dcn_bytes_per_second=dcn, kinds=(kind,), sources=told)
 
@@ -143,13 +143,13 @@ GPUS: tuple[Chip, ...] = (
         island=72,
         hbm_bytes=f"{_SHEET}: 13.4 TB in a rack of 72; secondary for one GPU",
         flops_per_second=f"{_SHEET}, half of a superchip; float32 is TF32",
-        **{"*": _SHEET},
+        sheet=_SHEET,
     ),
     _gpu(
         *("mi300x", "AMD Instinct MI300X", 192, 191.69, 5.3e12, 448e9, _MI300X),
         usable_hbm_bytes=f"{_GPU_SOURCES['usable_hbm_bytes']}; sources differ: 191.98 GiB",
         link_bytes_per_second=f"{_ENGINEERING}, 896 GB/s both ways, 7 links to 7 neighbours",
         flops_per_second=f"{_ENGINEERING}; float32 is TF32",
-        **{"*": _ENGINEERING},
+        sheet=_ENGINEERING,
     ),
 )

@@ -297,12 +297,12 @@ class Where:
         self.own = own = spec.size if mesh is not None and own == 1 else own
         self.devices = own * slices if mesh is None else spec.size
         self.names, self.apart = spec.axis_names, np.arange(self.devices)
-        self.slices = np.zeros(self.devices, int)
+        self.slices: np.ndarray = np.zeros(self.devices, int)
         self.coordinates = np.zeros((0, self.devices))
         if self.names:
             self.coordinates = np.stack(np.unravel_index(self.apart, spec.axis_sizes))
             parts = np.array(spec.axis_sizes) // np.array(spec.dcn_sizes)
-            self.slices = np.ravel_multi_index(tuple(self.coordinates // parts[:, None]), spec.dcn_sizes)
+            self.slices = np.asarray(np.ravel_multi_index(tuple(self.coordinates // parts[:, None]), spec.dcn_sizes))
         if isinstance(mesh, Mesh):
             ids = [device.id for device in mesh.devices.ravel()]
             for number, members in enumerate(topology.slices(mesh.devices)):

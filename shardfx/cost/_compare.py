@@ -198,8 +198,9 @@ def _surplus(places: Sequence[_LineSent], source: Frame | None = None, axes: tup
     else:
         why = f"it is sent as {sent}, not as {expected}" if sent not in ("", expected) else "no pass explains it"
     leaves = ", ".join(dict.fromkeys(row.leaf for row in theirs if row.leaf)) or None
-    extra, kinds = sum(one.extra for one in places), (Traffic(tuple(rows), 1).by("kind") for rows in (ours, theirs))
-    return Surplus(extra, source, axes, leaves, *(tuple(sums.items()) for sums in kinds), passes, why)
+    extra = sum(one.extra for one in places)
+    expected, sent = (tuple(Traffic(tuple(rows), 1).by("kind").items()) for rows in (ours, theirs))
+    return Surplus(extra, source, axes, leaves, expected, sent, passes, why)
 
 
 def _kinds(sums: tuple[tuple[str, int], ...]) -> str:

@@ -209,5 +209,5 @@ def _mesh_of(target: str | Mesh | Sequence[object], spec: MeshSpec) -> tuple[Mes
             f'`target={target!r:.80}` is neither a slice, a mesh nor devices; write `target="tpu:v5e:2x4"`, '
             '`target="cpu"`, or `target=jax.devices()`.'
         )
-    devices = jax.devices("cpu")[: spec.size] if isinstance(target, str) else list(target)
+    devices: list[Any] = jax.devices("cpu")[: spec.size] if isinstance(target, str) else list(target)
     return spec.build(devices), devices[0].device_kind

@@ -65,7 +65,7 @@ class Seconds:
 
     def __str__(self) -> str:
         header = ("ms/step", "bytes/step", "kind", "axes", "GB/s", "over")
-        cells = [header]
+        cells: list[tuple[str, ...]] = [header]
         for row in self.rows:
             sent = (bytes_text(row.traffic.wire_bytes), row.traffic.kind, axes_text(row.traffic.axes))
             cells.append((f"{1e3 * row.seconds:.3f}", *sent, f"{row.bytes_per_second / 1e9:.1f}", row.why))

@@ -5,6 +5,7 @@ import math
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import equinox as eqx
 import numpy as np
@@ -66,7 +67,7 @@ class MeshSpec(eqx.Module):
         sizes of -1, or a `dcn` entry that does not divide its axis.
         """
         items = axes.items() if isinstance(axes, Mapping) else axes
-        pairs = list(items) if isinstance(items, Iterable) and not isinstance(items, str) else [axes]
+        pairs: list[Any] = list(items) if isinstance(items, Iterable) and not isinstance(items, str) else [axes]
         if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
             raise MeshError(
                 f"`MeshSpec({axes!r:.80})`: every mesh axis has a name and a size; write "
