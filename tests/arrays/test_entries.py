@@ -112,7 +112,6 @@ TAKE_SHARDINGS = [
     lambda entry: jax.jit(lambda tree: tree, out_shardings=entry)(TREE),
     lambda entry: jax.jit(lambda tree: tree, in_shardings=(entry,))(TREE),
     lambda entry: jax.device_put(TREE, entry),
-    lambda entry: jax.lax.with_sharding_constraint(jax.tree.map(jnp.asarray, TREE), entry),
     lambda entry: eqx.filter_shard(jax.tree.map(jnp.asarray, TREE), entry),
 ]
 

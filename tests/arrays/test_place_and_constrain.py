@@ -195,10 +195,6 @@ def test_heads_of_which_nothing_says_whether_they_are_apart(sizes, shape):
     # The fix.
     named = plan({}, AUTO, axes=HEADS.extend([("heads_apart", "tensor")]))
     assert named.sharding((None, "heads_apart", None), shape).spec == P(None, "tensor")
-    # A plan says it in the reason, and fused dimensions are whole as before.
-    (why,) = plan(np.zeros(shape), AUTO, names=APART, axes=HEADS).leaves[0].reasons
-    assert "a name without a unit" in why.message
-    assert made.sharding(("heads", None), (32, 64)).spec == made.sharding((None, "heads"), (2, 32)).spec == P()
 
 
 def test_a_plan_cuts_a_cache_between_heads():

@@ -58,17 +58,13 @@ def planned(tree, specs, where=None):
     return shardfx.plan(structs, MeshSpec(SIZES) if where is None else where, paths=rules)
 
 
+ENTRIES = st.sampled_from([(), ("a",), (("b", "a"),), (None, "a"), ("b", "a"), (None, None, "b")])
+
+
 def drawn(draw, tree):
-    found = {}
-    for path, leaf in tree.items():
-        used, entries = set(), []
-        for _ in leaf.shape:
-            entry = draw(st.sampled_from([None, "a", "b", ("b", "a")]))
-            names = {*((entry,) if isinstance(entry, str) else entry or ())}
-            entries.append(None if names & used else entry)
-            used |= names
-        found[path] = shardfx.correct(P(*entries), leaf.shape, MeshSpec(SIZES)).spec
-    return found
+    """A spec for each leaf, corrected to its shape."""
+    mesh = MeshSpec(SIZES)
+    return {path: shardfx.correct(P(*draw(ENTRIES)[: leaf.ndim]), leaf.shape, mesh).spec for path, leaf in tree.items()}
 
 
 def carried(plan, arrays, dst, processes=(1, 1)):
