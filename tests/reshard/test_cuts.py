@@ -147,14 +147,9 @@ def test_senders_of_the_receivers_process_come_first():
     targets = [(device, whole) for device in (10, 11, 12, 13, 20)]
     process_of = {0: 0, 1: 0, 2: 1, 3: 1, 10: 1, 11: 1, 12: 1, 13: 1, 20: 2}
     made = cuts(8, sources, targets, process_of)
+    senders = lambda sent: [one.sender for one in cuts(8, sources[:3], targets[:2], sent_before=sent).made]
+    assert senders(()) == [0, 1] and senders([(0, 4)]) == [1, 2] and senders([(0, 4), (1, 4)]) == [2, 0]
     assert made.links == {(2, 10): 4, (3, 11): 4, (2, 12): 4, (3, 13): 4, (0, 20): 4}
-
-
-def test_a_sender_that_was_busy_for_others_is_spared_by_its_own_process():
-    whole = box((0, 4))
-    process_of = {0: 0, 1: 0, 10: 1, 11: 0}
-    made = cuts(8, [(0, whole), (1, whole)], [(10, whole), (11, whole)], process_of)
-    assert made.links == {(0, 10): 4, (1, 11): 4}
 
 
 def test_sub_byte_elements_are_counted_by_their_bits():
@@ -172,13 +167,6 @@ def test_thousands_of_devices_take_no_product_of_sources_and_targets():
     assert len(set(cuts(32, replicas, targets).sent_bytes.values())) == 1
     # A product of 4096 sources and targets takes half a minute; this is no measurement of speed.
     assert time.process_time() - begin < 10
-
-
-def test_what_senders_have_sent_before_counts():
-    whole = box((0, 8))
-    sources, targets = [(device, whole) for device in range(3)], [(7, whole), (8, whole)]
-    senders = lambda sent: [one.sender for one in cuts(8, sources, targets, sent_before=sent).made]
-    assert senders(()) == [0, 1] and senders([(0, 8)]) == [1, 2] and senders([(0, 8), (1, 8)]) == [2, 0]
 
 
 def test_only_what_replicas_sent_more_than_each_other_matters():

@@ -62,25 +62,17 @@ def equal(tree, whole, target):
 @pytest.mark.parametrize("source,there", [("all", "all"), ("first", "last"), ("six", "last"), ("first", "six")])
 @settings(max_examples=40, deadline=None)
 @given(case=maps(), data=st.data())
-def test_copies_make_what_numpy_makes(source, there, case, data):
+def test_moves_make_what_numpy_makes(source, there, case, data):
     made, arrays = written(case)
     whole = made.apply(arrays)
     tree = {path: placed(one, drawn(data.draw, one.shape, mesh(*MESHES[source]))) for path, one in arrays.items()}
     target = target_of(data.draw, whole, mesh(*MESHES[there]))
     equal(reshard(tree, target, map=made), whole, target)
+    # Programs take seconds to compile.
+    if source != "six" and data.draw(st.integers(0, 9)) == 0:
+        equal(through_programs(tree, target, map=made), whole, target)
     for path, one in arrays.items():
         same(tree[path], one)
-
-
-@pytest.mark.parametrize("source,there", [("all", "all"), ("first", "six")])
-@settings(max_examples=6, deadline=None)
-@given(case=maps(), data=st.data())
-def test_programs_make_what_numpy_makes(source, there, case, data):
-    made, arrays = written(case)
-    whole = made.apply(arrays)
-    tree = {path: placed(one, drawn(data.draw, one.shape, mesh(*MESHES[source]))) for path, one in arrays.items()}
-    target = target_of(data.draw, whole, mesh(*MESHES[there]))
-    equal(through_programs(tree, target, map=made), whole, target)
 
 
 HEADS, KEYS, SIZE, WIDTH, LAYERS, SHARDS = 8, 2, 4, 16, 3, 4
@@ -240,10 +232,11 @@ def test_donation_frees_what_has_been_read_and_nothing_else(move):
 
 
 @both_ways
-def test_a_limit_on_memory_is_kept(move):
+@pytest.mark.parametrize("ends, limit", [(("all", "all"), 20_000), (("first", "last"), 100_000)])
+def test_a_limit_on_memory_is_kept(move, ends, limit):
     arrays = trainer()
-    tree, plan = trained(mesh(0, 8, 2, 4), arrays), engine(mesh(0, 8, 2, 4), arrays)
-    moved = move(tree, plan, map=ENGINE, memory_limit_bytes=20_000)
+    tree, plan = trained(mesh(*MESHES[ends[0]]), arrays), engine(mesh(*MESHES[ends[1]]), arrays)
+    moved = move(tree, plan, map=ENGINE, memory_limit_bytes=limit)
     for path, one in ENGINE.apply(arrays).items():
         same(moved[path], one)
     if move is through_programs:
@@ -312,16 +305,6 @@ def test_between_other_devices_no_device_has_a_block_of_the_other_side(monkeypat
     assert max(most[device] for device in target.devices.flat) - 6 * shard <= extra
 
 
-def test_a_limit_is_kept_between_other_devices():
-    arrays = trainer()
-    tree, plan = trained(mesh(*MESHES["first"]), arrays), engine(mesh(*MESHES["last"]), arrays)
-    moved = through_programs(tree, plan, map=ENGINE, memory_limit_bytes=100_000)
-    for path, one in ENGINE.apply(arrays).items():
-        same(moved[path], one)
-    with pytest.raises(MoveError, match="is too little for it and . more. Nothing was moved; pass"):
-        through_programs(tree, plan, map=ENGINE, memory_limit_bytes=10)
-
-
 @both_ways
 @pytest.mark.parametrize("there", ["all", "last"])
 def test_casts_constants_and_blocks_of_scales(move, there):
@@ -365,53 +348,22 @@ def test_host_memory_at_either_end(move):
 
 
 @both_ways
-@pytest.mark.parametrize("keys,sizes", [(1, (2, 4)), (2, (2, 3))])
-def test_fewer_key_heads_than_devices(move, keys, sizes):
-    where, count = mesh(0, sizes[0] * sizes[1], *sizes), sizes[0] * sizes[1]
-    numbers = np.random.default_rng(0)
-    arrays = {
-        name: numbers.normal(size=(12, heads * 4)).astype(np.float32) for name, heads in (("q", count), ("k", keys))
-    }
-    repeated = From("k").T.repeat(count // keys, unit=4)
-    fused = TreeMap({"qk": From.concat([From("q").T, repeated], shards=count), "padded": From("q").pad_to(50, dim=1)})
-    tree = {path: placed(one, NamedSharding(where, P("a"))) for path, one in arrays.items()}
-    whole = fused.apply(arrays)
-    specs = {"qk": P(("a", "b")), "padded": P("a")}
-    target = {
-        path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(where, specs[path]))
-        for path, one in whole.items()
-    }
-    equal(move(tree, target, map=fused), whole, target)
-
-
-@both_ways
-def test_alternating_elements_and_keys(move):
+def test_keys_stay_keys(move):
     where = mesh(0, 8, 2, 4)
     keys = jax.random.split(jax.random.key(3), 8)
     tree = {
-        "gate_up": placed(np.arange(8 * 16, dtype=np.float32).reshape(8, 16), NamedSharding(where, P("a", "b"))),
         "k.0": jax.device_put(keys, NamedSharding(where, P("b"))),
         "k.1": jax.device_put(jax.random.split(jax.random.key(4), 8), NamedSharding(where, P())),
     }
     made = TreeMap(
         {
-            "gate": From("gate_up").split(1, -1, 2).at(0, dim=2),
-            "up": From("gate_up").split(1, -1, 2).at(1, dim=2).T,
-            "again": From.stacked([From("gate_up").split(1, -1, 2).at(n, dim=2) for n in (1, 0)], dim=2).merge(1),
             "k": From("k.{i}").stack("i").T,
         }
     )
     target = {
-        "gate": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(where, P("b"))),
-        "up": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(where, P("a", "b"))),
-        "again": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=NamedSharding(where, P("a"))),
         "k": jax.ShapeDtypeStruct((8, 2), keys.dtype, sharding=NamedSharding(where, P("a"))),
     }
     moved = move(tree, target, map=made)
-    old = np.asarray(tree["gate_up"])
-    same(moved["gate"], old[:, ::2])
-    same(moved["up"], old[:, 1::2].T)
-    same(moved["again"], np.stack([old[:, 1::2], old[:, ::2]], 2).reshape(8, 16))
     expected = jnp.stack([jax.random.key_data(tree["k.0"]), jax.random.key_data(tree["k.1"])]).transpose(1, 0, 2)
     same(jax.random.key_data(moved["k"]), expected)
     assert moved["k"].sharding.is_equivalent_to(target["k"].sharding, 2)
@@ -474,12 +426,3 @@ def test_a_failure_midway_says_what_was_moved(move, donate, monkeypatch):
     for path, leaf in tree.items():
         if not donate or path != "embed":
             same(leaf, arrays[path])
-
-
-def test_traced_trees_take_apply():
-    arrays = trainer()
-    where = mesh(0, 8, 2, 4)
-    tree, plan = trained(where, arrays), engine(where, arrays)
-    made = jax.jit(lambda tree: ENGINE.apply(tree, plan.structs), out_shardings=plan.shardings)(tree)
-    for path, one in ENGINE.apply(arrays).items():
-        same(made[path], one)
