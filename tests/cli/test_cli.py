@@ -128,9 +128,7 @@ SHOWN = {
     "names on fields": ("plan {}:Dense --mesh fsdp=4,tensor=2 --rules {}:AXES", "f32[64,256]  fsdp,tensor"),
     "a mode": ("plan {}:Dense --mesh fsdp=4,tensor=2 --rules {}:AXES --mode decode", "f32[64,256]  -,tensor"),
     "arguments": (f"{SIZED} --kwargs 'depth=4, width=8'", "f32[4,8]"),
-    "one argument": (f"{SIZED} --kwargs width=8", "f32[2,8]"),
     "spaces and a sign": (f"{SIZED} --kwargs ' width = 16 , scale=-1e-3 ,'", "f32[2,16]"),
-    "a comment": (f"{SIZED} --kwargs 'width=4,depth=2  # small'", "f32[2,4]"),
     "an argument `key`": ("plan {}:seeded --kwargs 'depth=4, key=6' --mesh fsdp=2 --rules weight->fsdp", "f32[4,6]"),
     "5,000 digits": ("plan {}:digits --mesh fsdp=2 --rules .*->fsdp --width 80", "2 arrays, 64 B"),
     "a number of devices": (
@@ -323,14 +321,10 @@ $ plan m:m --mesh a=2 --rules llama:head_dim=DIGITS
 ValueError: Exceeds the limit
 $ plan m:m --mesh a=2 --rules llama --\x1b[31m
 --\x1b[31m
-$ demo --axis-types manual
-'manual' is not one of
 $ plan m:m --mesh a=-1 --rules llama --target v5p
 'v5p' is no slice; write it as
 $ plan m:m --mesh a=-1 --rules llama --target tpu:v5e:4x4 --devices 8
 has 16 devices, not 8
-$ plan m:m --mesh a=-1,b=3 --rules llama --target tpu:v5e:4x4
-does not divide 16 devices
 $ plan nofile.json --mesh fsdp=2 --rules fsdp
 there is no file and no published model 'nofile.json'
 $ plan ./model-dir --kwargs depth=4 --mesh fsdp=2 --rules w->fsdp

@@ -61,30 +61,13 @@ def test_each_device_holds_its_part_and_what_heads_cost(name):
     assert made.bytes_per_device <= excess * made.bytes_total / 8
 
 
-GPT2, LLAMA = "gpt2", "llama3-70b"
-OF_FSDP, OF_TENSOR = P("fsdp", "tensor"), P("tensor", "fsdp")
-SPECS = [
-    *[(LLAMA, f"model/layers/1/self_attn/{one}_proj/weight", OF_TENSOR) for one in "qkv"],
-    *[(LLAMA, f"model/layers/1/mlp/{one}_proj/weight", OF_TENSOR) for one in ("gate", "up")],
-    (LLAMA, "model/layers/1/self_attn/o_proj/weight", OF_FSDP),
-    (LLAMA, "model/layers/1/mlp/down_proj/weight", OF_FSDP),
-    (LLAMA, "lm_head/weight", OF_TENSOR),
-    (LLAMA, "model/embed_tokens/weight", OF_TENSOR),
-    (LLAMA, "model/norm/weight", P("fsdp")),
-    (GPT2, "wte/weight", P(None, "fsdp")),  # the vocabulary is odd
-    (GPT2, "h/1/attn/c_attn/weight", OF_FSDP),
-    (GPT2, "h/1/mlp/c_proj/weight", OF_TENSOR),
-]
-
-
-@pytest.mark.parametrize("name, path, spec", SPECS)
-def test_the_layout_of_each_weight(name, path, spec):
-    tree, model = models.tree(name, layers=2), MODELS[name]
-    assert plan(tree, MeshSpec({"fsdp": 4, "tensor": 2}), paths=rules_for(model))[path].spec == spec
-    # An axis of the preset may be several of the mesh.
+def test_weights_into_and_out_of_heads_and_an_axis_that_is_several_of_the_mesh():
+    model, at = MODELS["llama3-70b"], "model/layers/1/self_attn"
     both: Any = ("data", "fsdp")
-    wide = plan(tree, MeshSpec({"data": 2, "fsdp": 2, "tensor": 2}), paths=rules_for(model, fsdp=both))
-    assert wide[path].spec == P(*[both if axis == "fsdp" else axis for axis in spec])
+    rules, mesh = rules_for(model, fsdp=both), MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
+    made = plan(models.tree("llama3-70b", layers=2), mesh, paths=rules)
+    assert {made[f"{at}/{one}_proj/weight"].spec for one in "qkv"} == {P("tensor", both)}
+    assert made[f"{at}/o_proj/weight"].spec == P(both, "tensor") and made["model/norm/weight"].spec == P(both)
 
 
 def test_the_fp8_checkpoint_of_deepseek_and_its_last_layer_have_rules():

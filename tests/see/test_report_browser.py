@@ -231,26 +231,6 @@ def test_a_click_on_the_map_zooms_and_shows_the_array(page):
     assert page.trail == ["all arrays"]
 
 
-def test_what_the_mouse_rests_on_is_explained(page):
-    page.run("document.getElementById('treemap').scrollIntoView({ block: 'center' })")
-    tip = page.one("#tip")
-
-    def rest_on(element):
-        webdriver.ActionChains(page.driver).move_to_element(element).perform()
-
-    def is_explained(_):
-        # Scrolling hides any tip, a moment later: what rests there already must come again.
-        rest_on(page.one("h1"))
-        rest_on(top(page, "embed"))
-        return tip.is_displayed()
-
-    support.WebDriverWait(page.driver, 5).until(is_explained)
-    assert "bf16[50257,1024]" in tip.text and "-,fsdp" in tip.text
-    assert "size 50257 is not divisible" in tip.text
-    rest_on(page.one("h1"))
-    assert not tip.is_displayed()
-
-
 def test_the_keyboard_reaches_everything_and_shows_where_it_is(page):
     page.run("document.activeElement.blur()")
     reached, seen = [], set()
