@@ -138,12 +138,6 @@ class Entries(NamedTuple):
         found = [(f"{at}", arg, self.known.get(at, self.more)) for at, arg in enumerate(args)]
         return found + [(f"`{key}`", kwargs[key], self.known.get(key, self.others)) for key in sorted(kwargs)]
 
-    def untaken(self, args: Sequence[object], kwargs: dict[str, object]) -> list[str]:
-        """The entries whose argument a call lacks, which is possible only for functions with `*args` or `**kwargs`."""
-        given = {*range(len(args)), *kwargs}
-        missing = [key for key, entry in self.known.items() if entry is not None and key not in given]
-        return [f"{key}" if isinstance(key, int) else f"`{key}`" for key in missing]
-
 
 def by_parameter(in_shardings: object, signature: inspect.Signature, name: str = "the step") -> Entries:
     names, known = positional_names(signature), list(signature.parameters)

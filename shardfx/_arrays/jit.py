@@ -359,12 +359,14 @@ class Jitted(Generic[P, R]):
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
         """Raises if the call lacks an argument that has an entry, and has another one that has none."""
-        untaken = self._in.untaken(args, kwargs)
-        given = self._in.of(args, kwargs) if untaken else ()
+        taken = {*range(len(args)), *kwargs}
+        missing = [key for key, entry in self._in.known.items() if entry is not None and key not in taken]
+        given = self._in.of(args, kwargs) if missing else ()
         bare = [which for which, arg, entry in given if entry is None and _ARRAY in jax.tree.leaves(arg)]
         if bare:
+            which = f"{missing[0]}" if isinstance(missing[0], int) else f"`{missing[0]}`"
             raise PlanMismatchError(
-                f"`in_shardings` has an entry for argument {untaken[0]} of `{self._name}{self._signature}`, which this "
+                f"`in_shardings` has an entry for argument {which} of `{self._name}{self._signature}`, which this "
                 f"call lacks, and none for argument {bare[0]}, which it has. Pass arguments by position for a tuple, "
                 "by name for a dict, or name them in the signature, which `functools.wraps` keeps for decorators."
             )

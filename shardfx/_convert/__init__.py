@@ -6,10 +6,10 @@ write and move arrays ask it for pieces and carry them out.
 """
 
 from .applied import PieceForm, form_of, is_dense, ordered, put, taken
-from .binding import near_names, structs_of, tree_structs
+from .binding import structs_of, tree_structs
 from .evaluate import cast, leaf_made
 from .expression import From
-from .patterns import pattern, sum_of
+from .patterns import near_names, pattern, sum_of
 from .pieces import (
     NOWHERE,
     Arithmetic,

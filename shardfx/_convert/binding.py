@@ -1,6 +1,5 @@
 """A map bound to the leaves of both trees: every rule with its leaves, checked before anything is read or moved."""
 
-import difflib
 import itertools as it
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,17 +9,14 @@ from .._ground.boxes import Box
 from .._ground.errors import MapError
 from .._ground.text import between_numbers, joined, plural, printable
 from .._ground.tree import flatten
-from .evaluate import Absent, cast, dim_of, evaluated, leaf_made, on_shapes
+from .evaluate import cast, dim_of, evaluated, leaf_made, on_shapes
 from .expression import From, Rules, counted_leaf, leaves_of
-from .patterns import Binding, Pattern, pattern, sum_of
+from .patterns import Binding, Pattern, near, pattern, sum_of
 from .pieces import Arithmetic, Made, Piece, Struct, composed, dense, hull, once, simplified, swapped, within
 
 
 TreeLeaf = Struct | Made
 _SHOWN = 20
-# Comparing names takes the product of their lengths, and there may be millions.
-_COMPARED_NAMES = 2000
-_COMPARED_CHARACTERS = 200
 
 
 def bound_steps(
@@ -75,8 +71,7 @@ def _forward(step: Rules, source: Mapping[str, TreeLeaf], target: Mapping[str, T
         try:
             made = evaluated(rule, binding, source, leaf, on_shapes)
         except MapError as error:
-            near = _near(error.path, source) if isinstance(error, Absent) else ""
-            problems.append((path, f"{str(error).removesuffix('.')}{near}. It is made by {rule}"))
+            problems.append((path, f"{str(error).removesuffix('.')}. It is made by {rule}"))
             failed += [pattern(leaf) for leaf in leaves_of(rule)]
             continue
         made = Made(made.shape, made.dtype, tuple(map(simplified, made.pieces)))
@@ -132,9 +127,9 @@ def places(
         elif hits:
             problems.append((path, f"two rules make it, `{hits[0][0].text}` and `{hits[1][0].text}`; keep one of them"))
         else:
-            problems.append((path, f"no rule makes it{_near(path, dict(step.made), 'the rule for')}"))
+            problems.append((path, f"no rule makes it{near(path, dict(step.made), 'the rule for')}"))
     for text in unused:
-        problems.append((text, f"this rule makes no leaf of the target{_near(text, target)}"))
+        problems.append((text, f"this rule makes no leaf of the target{near(text, target)}"))
     return found
 
 
@@ -150,7 +145,7 @@ def _inferred(
             continue
         if not bindings:
             first = next(iter(leaves_of(rule)), "")
-            problems.append((text, f"{rule} finds nothing in the source{_near(first, source)}"))
+            problems.append((text, f"{rule} finds nothing in the source{near(first, source)}"))
         for binding in bindings:
             path = pattern(text).filled(binding)
             assert path is not None
@@ -212,7 +207,7 @@ def _unused(
     for text in step.drop:
         # Backwards, a dropped array need not exist.
         if not step.inverted and not any(pattern(text).matched(path) is not None for path in source):
-            yield text, f"`drop` names it, and the source has no such leaf{_near(text, source)}"
+            yield text, f"`drop` names it, and the source has no such leaf{near(text, source)}"
     yield from _behind_gaps(step, source, used)
     drops = [*[pattern(text) for text in (*step.drop, *step.rest)], *failed]
     groups: dict[object, list[str]] = {}
@@ -243,22 +238,6 @@ def _endless(rule: From) -> Iterator[tuple[str, str]]:
             yield rule.args[0], text
     for part in rule.of:
         yield from _endless(part)
-
-
-def _near(path: str, names: Iterable[str], what: str = "") -> str:
-    shown = " or ".join(f"`{printable(name)}`" for name in near_names(path, names, 2, 0.6))
-    return f"; near {what + ' ' if what else ''}{shown}" if shown else ""
-
-
-def near_names(path: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
-    """The names most similar to `path`, found in bounded time even for hostile names."""
-    if len(path) > _COMPARED_CHARACTERS:
-        return []
-    found = [name for name in names if len(name) <= _COMPARED_CHARACTERS]
-    if len(found) > _COMPARED_NAMES:
-        template = "".join(between_numbers(path))
-        found = [name for name in found if name[-4:] == path[-4:] or "".join(between_numbers(name)) == template]
-    return difflib.get_close_matches(path, found[:_COMPARED_NAMES], n=most, cutoff=cutoff)
 
 
 def _raise(problems: Sequence[tuple[str, str]]) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._ground.errors import MapError
 from .._ground.spec import DType
 from .expression import From, check_number, counted_leaf
-from .patterns import Binding, pattern, sum_of
+from .patterns import Binding, near, pattern, sum_of
 from .pieces import (
     NOWHERE,
     Arithmetic,
@@ -29,14 +29,6 @@ from .pieces import (
     split,
     whole,
 )
-
-
-class Absent(MapError):
-    """The error for an expression that names a missing leaf."""
-
-    def __init__(self, message: str, path: str):
-        super().__init__(message)
-        self.path = path
 
 
 def evaluated(
@@ -67,14 +59,14 @@ def evaluated(
 
 
 def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
-    """The path of a leaf with the names in braces filled in; raises `Absent` if there is no such leaf."""
+    """The path of a leaf with the names in braces filled in, which is one of `leaves`."""
     path = pattern(text).filled(binding)
     if path is None:
         missing = [name for name in pattern(text).names if name not in binding]
         hint = f"`{{{missing[0]}}}` stands for nothing" if missing else "it counts with what is no number"
         raise MapError(f"`{text}` names no leaf: {hint}; write it into the target's path too, or use `.stack(...)`.")
     if path not in leaves:
-        raise Absent(f"the source has no `{path}`", path)
+        raise MapError(f"the source has no `{path}`{near(path, leaves)}")
     return path
 
 
@@ -93,7 +85,7 @@ def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> rang
         number += 1
     if not number:
         path = pattern(first).filled({**binding, over: 0}) or first
-        raise Absent(f"`.stack({over!r})` finds nothing: the source has no `{path}`", path)
+        raise MapError(f"`.stack({over!r})` finds nothing: the source has no `{path}`{near(path, leaves)}")
     return range(number)
 
 

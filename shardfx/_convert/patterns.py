@@ -1,14 +1,19 @@
 """Paths with names in braces, such as `layers/{i}/{part}/weight`, and the values of the names in a given path."""
 
 import dataclasses
+import difflib
 import functools as ft
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from .._ground.errors import MapError
+from .._ground.text import between_numbers, printable
 
 
 Binding = Mapping[str, str | int]
+# Comparing names takes the product of their lengths, and there may be millions.
+_COMPARED_NAMES = 2000
+_COMPARED_CHARACTERS = 200
 _FIELD = re.compile(r"\{([^{}]*)\}")
 _TERM = re.compile(r"\s*(?:(\d+)\s*\*\s*)?(?:([A-Za-z_]\w*)(\*?)|(\d+))\s*")
 
@@ -125,3 +130,19 @@ def pattern(text: str) -> Pattern:
         for at, piece in enumerate(pieces)
     ]
     return Pattern(text, parts, re.compile("".join(regex), re.DOTALL))
+
+
+def near(path: str, names: Iterable[str], what: str = "") -> str:
+    shown = " or ".join(f"`{printable(name)}`" for name in near_names(path, names, 2, 0.6))
+    return f"; near {what + ' ' if what else ''}{shown}" if shown else ""
+
+
+def near_names(path: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
+    """The names most similar to `path`, found in bounded time even for hostile names."""
+    if len(path) > _COMPARED_CHARACTERS:
+        return []
+    found = [name for name in names if len(name) <= _COMPARED_CHARACTERS]
+    if len(found) > _COMPARED_NAMES:
+        template = "".join(between_numbers(path))
+        found = [name for name in found if name[-4:] == path[-4:] or "".join(between_numbers(name)) == template]
+    return difflib.get_close_matches(path, found[:_COMPARED_NAMES], n=most, cutoff=cutoff)

@@ -84,7 +84,7 @@ class TreeMap:
         dropped, others = ((one,) if isinstance(one, str) else tuple(one) for one in (drop, rest))
         for text in (*dropped, *others):
             pattern(text)
-        _set(self, (Rules(tuple(made), dropped, bool(casts), False, others),))
+        object.__setattr__(self, "steps", (Rules(tuple(made), dropped, bool(casts), False, others),))
 
     @ft.cached_property
     def digest(self) -> str:
@@ -248,14 +248,10 @@ def bound_before(
     return bound(map, dict(source), dict(target))
 
 
-def _set(made: TreeMap, steps: tuple[Rules, ...]) -> None:
-    object.__setattr__(made, "steps", steps)
-
-
 def of_steps(steps: Iterable[Rules]) -> TreeMap:
     """A map of these steps, applied one after the other."""
     made = object.__new__(TreeMap)
-    _set(made, tuple(steps))
+    object.__setattr__(made, "steps", tuple(steps))
     return made
 
 
