@@ -57,10 +57,6 @@ class _Columns(NamedTuple):
     stacked: list[int]
 
 
-# Paths, templates, names, and counts of stacked dimensions.
-_Kept = tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...], tuple[int, ...]]
-
-
 def flatten(tree: PyTree) -> Flat:
     """The leaves of `tree`, each with its path, its path with every digit as 0, and its declared names."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -120,7 +116,7 @@ def _refuse_specs(leaves: list[Any], paths: tuple[str, ...]) -> None:
             )
 
 
-def _columns_of(treedef: TreeDef) -> _Kept:
+def _columns_of(treedef: TreeDef) -> tuple[tuple[Any, ...], ...]:
     """The paths, templates, declared names and stacked dimensions of the leaves."""
     try:
         return _remembered(treedef)
@@ -129,10 +125,10 @@ def _columns_of(treedef: TreeDef) -> _Kept:
         return _walked(treedef)
 
 
-def _walked(treedef: TreeDef) -> _Kept:
+def _walked(treedef: TreeDef) -> tuple[tuple[Any, ...], ...]:
     columns = _Columns([], [], [], [])
     _append(treedef, "", "", columns, {}, "")
-    return tuple(columns.paths), tuple(columns.templates), tuple(columns.names), tuple(columns.stacked)
+    return tuple(map(tuple, columns))
 
 
 _remembered = ft.lru_cache(maxsize=8)(_walked)

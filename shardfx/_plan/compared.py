@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .._ground.text import Shown, table, wrapped
-from .facts import NUMBERS, Facts, facts_of
+from .facts import NUMBERS, facts_of
 from .leaf import LeafPlan
 from .shard_plan import ShardPlan, check_plan
 
@@ -39,7 +39,12 @@ def differences(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
     check_plan("b", b)
     if a.digest == b.digest:
         return ()
-    lines = [*plan_lines(a, b), *[line for pair in pairs(a, b) for line in _lines(pair)]]
+    lines = [*plan_lines(a, b)]
+    for path, before, after, fields in pairs(a, b):
+        if before is None or after is None:
+            lines.append(f"leaf `{path}` is only in {'one' if after is None else 'the other'} plan")
+        for name in fields:
+            lines.append(f"leaf `{path}`: {name} is {vars(before)[name]} in one, {vars(after)[name]} in the other")
     return tuple(lines) or (OTHER_TREES,)
 
 
@@ -73,13 +78,6 @@ def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
         same = other is None or leaf == other
         yield Pair(leaf.path, leaf, other, () if same else tuple(n for n in names if vars(leaf)[n] != vars(other)[n]))
     yield from (Pair(path, None, leaf, ()) for path, leaf in there.items() if path not in here)
-
-
-def _lines(pair: Pair) -> list[str]:
-    if pair.before is None or pair.after is None:
-        return [f"leaf `{pair.path}` is only in {'one' if pair.after is None else 'the other'} plan"]
-    one, other = vars(pair.before), vars(pair.after)
-    return [f"leaf `{pair.path}`: {name} is {one[name]} in one, {other[name]} in the other" for name in pair.fields]
 
 
 def report(plan: ShardPlan, *, width: int | None = None) -> str:
@@ -117,32 +115,24 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
         ```
     """
     check_plan("plan", plan)
-    facts = facts_of(plan.content)
-    lines = _table(facts, width)
-    reasons = [wrapped(text, width) for text in facts.reasons]
-    parts = ["\n".join(lines), "\n".join(reasons), wrapped(facts.totals, width), wrapped(facts.replicated, width)]
-    return Shown("\n\n".join(part for part in parts if part))
+    rows, paragraphs = facts_of(plan.content)
+    return Shown("\n\n".join(["\n".join(_table(rows, width)), *[wrapped(text, width) for text in paragraphs]]))
 
 
-# The words of the column "why" that a narrow table keeps: `_BRIEF` the marks of reasons, the number of the rule and the
-# memory kind; `_MARKS` the marks and the memory kind.
-_BRIEF = re.compile(r"^(?:\[\d+\])*|paths\[\d+\]|in [\w]+$")
-_MARKS = re.compile(r"^(?:\[\d+\])*|in [\w]+$")
+# What the last column shows, "why": all; the marks of reasons, the number of the rule and the memory kind; the marks
+# and the memory kind.
+_SHOWN = (r".+", r"^(?:\[\d+\])*|paths\[\d+\]|in \w+$", r"^(?:\[\d+\])*|in \w+$")
 
 
-def _table(facts: Facts, width: int | None) -> list[str]:
+def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
     """Returns the rows as lines. If they exceed `width`, it shortens the last column, then drops it, and drops the
     column of counts.
     """
-    rows = [facts.header, *facts.cells]
-    for said in (None, _BRIEF, _MARKS):
-        shown = rows if said is None else [rows[0], *[(*row[:-1], _said(said, row[-1])) for row in rows[1:]]]
+    shown = rows
+    for kept in _SHOWN:
+        shown = [rows[0], *[(*row[:-1], " ".join(filter(None, re.findall(kept, row[-1])))) for row in rows[1:]]]
         lines = table(shown, right=NUMBERS)
         if width is None or max(map(len, lines)) <= width:
             return lines
     spare = ("arrays",) if any(row[-1] for row in shown[1:]) else ("why", "arrays")
     return table(shown, right=NUMBERS, width=width, spare=spare)
-
-
-def _said(what: re.Pattern[str], why: str) -> str:
-    return " ".join(part for part in what.findall(why) if part)

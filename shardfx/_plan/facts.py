@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from jax.sharding import AxisType
 
@@ -17,21 +16,12 @@ _HEADER = ("path", "arrays", "shape", "spec", "bytes/device", "why")
 NUMBERS = ("arrays", "bytes/device")
 
 
-class Facts(NamedTuple):
-    """A plan in words: a table, each reason once, the totals, and the largest replicated arrays.
+def facts_of(content: Content) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Returns a plan's report: a table under a header, and paragraphs with each reason once, the totals, and the
+    largest replicated arrays.
 
     No text contains control characters, which a terminal would interpret.
     """
-
-    header: tuple[str, ...]
-    cells: list[tuple[str, ...]]
-    reasons: list[str]
-    totals: str
-    replicated: str
-
-
-def facts_of(content: Content) -> Facts:
-    """Returns the content of a plan's report as a value."""
     groups = content.groups
     notes: dict[str, int] = {}
     dims: dict[str, set[int | None]] = {}
@@ -40,15 +30,14 @@ def facts_of(content: Content) -> Facts:
     table = [_HEADER, *[tuple(map(printable, _cells(group, notes, dims))) for group in groups]]
     if all(len(group.paths) == 1 for group in groups):
         table = [(cells[0], *cells[2:]) for cells in table]
-    reasons = [printable(f"[{number}] {text}.") for text, number in notes.items()]
-    return Facts(table[0], table[1:], reasons, printable(_totals(content)), printable(_replicated(groups)))
+    reasons = "\n".join([printable(f"[{number}] {text}.") for text, number in notes.items()])
+    return table, list(filter(None, [reasons, printable(_totals(content)), printable(_replicated(groups))]))
 
 
 def html_of(content: Content) -> str:
     """Returns the report as a plain HTML table with reasons and totals below it; all text is escaped."""
-    facts = facts_of(content)
-    below = [*facts.reasons, facts.totals, *([facts.replicated] if facts.replicated else [])]
-    return html_table([facts.header, *facts.cells], right=NUMBERS, below=below)
+    table, paragraphs = facts_of(content)
+    return html_table(table, right=NUMBERS, below="\n".join(paragraphs).splitlines())
 
 
 def _cells(group: Group, notes: dict[str, int], dims: Mapping[str, set[int | None]]) -> tuple[str, ...]:

@@ -157,13 +157,8 @@ def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRu
     def by_part(rules: Iterable[tuple[str, object]]) -> list[tuple[str, Any]]:
         return [(name, _renamed_entry(target, parts)) for name, target in rules]
 
-    return AxisRules(
-        by_part(axes.rules),
-        modes={mode: by_part(rules) for mode, rules in axes.modes},
-        units=axes.units,
-        aliases=axes.aliases,
-        axes=_renamed_axes(axes.axes, parts),
-    )
+    modes = {mode: by_part(rules) for mode, rules in axes.modes}
+    return dataclasses.replace(axes, rules=by_part(axes.rules), modes=modes, axes=_renamed_axes(axes.axes, parts))
 
 
 def _renamed(spec: PartitionSpec, parts: Mapping[str, tuple[str, ...]]) -> PartitionSpec:

@@ -1,5 +1,6 @@
 """Ordered rules from logical axis names to mesh axes, as an immutable value."""
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -103,8 +104,7 @@ class AxisRules(eqx.Module):
     @property
     def names(self) -> tuple[str, ...]:
         """Every logical name that has a rule or is an alias, in order of first appearance."""
-        listed = [*self.rules, *(rule for _, rules in self.modes for rule in rules), *self.aliases]
-        return tuple(dict.fromkeys(name for name, _ in listed))
+        return tuple(dict.fromkeys(name for name, _ in (*all_rules(self), *self.aliases)))
 
     def extend(self, rules: RulesLike = (), *, modes: Any = None, axes: Iterable[Any] = ()) -> "AxisRules":
         """New AxisRules with `rules` after these, as fallbacks with less priority.
@@ -184,7 +184,8 @@ class AxisRules(eqx.Module):
         for name in names:
             if name not in known:
                 raise RuleError(f"`without({name!r})`: no rule has that name{near(name, known)}.")
-        return self._with(
+        return dataclasses.replace(
+            self,
             rules=_drop(self.rules, names),
             modes=tuple((mode, _drop(rules, names)) for mode, rules in self.modes),
             units=_drop(self.units, names),
@@ -280,7 +281,7 @@ class AxisRules(eqx.Module):
             assert resolve(("embed_out",), rules).spec == P("fsdp")
             ```
         """
-        return self._with(aliases=(*self.aliases, (name, of)))
+        return dataclasses.replace(self, aliases=(*self.aliases, (name, of)))
 
     def merge(self, other: "AxisRules") -> "AxisRules":
         """The union of two sets of rules, with their fallbacks. Rules that contradict each other are an error.
@@ -341,11 +342,8 @@ class AxisRules(eqx.Module):
         return cls(dict(_rules(rules, "rules")))
 
     def _with_rules(self, mode: str | None, rules: list[Rule]) -> "AxisRules":
-        return self._with(rules=rules) if mode is None else self._with(modes={**dict(self.modes), mode: rules})
-
-    def _with(self, **fields: object) -> "AxisRules":
-        kept = {name: getattr(self, name) for name in ("rules", "modes", "units", "aliases", "axes")}
-        return AxisRules(**{**kept, **fields})
+        changed = {"rules": rules} if mode is None else {"modes": {**dict(self.modes), mode: rules}}
+        return dataclasses.replace(self, **changed)
 
 
 def rules_of_mode(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
@@ -368,8 +366,12 @@ def check_places(count: int, numbers: tuple[int, ...], what: str) -> None:
 
 def axes_in(rules: AxisRules) -> tuple[tuple[str, str], ...]:
     """Pairs of a logical name and a mesh axis that the name may use, in order, in every mode."""
-    listed = [*rules.rules, *(rule for _, given in rules.modes for rule in given)]
-    return tuple(dict.fromkeys((name, axis) for name, target in listed for axis in entry_axes(target)))
+    return tuple(dict.fromkeys((name, axis) for name, target in all_rules(rules) for axis in entry_axes(target)))
+
+
+def all_rules(rules: AxisRules) -> tuple[Rule, ...]:
+    """The base rules, and then the rules of every mode."""
+    return (*rules.rules, *(rule for _, given in rules.modes for rule in given))
 
 
 def declared_axes(axes: Iterable[object]) -> tuple[Any, ...]:

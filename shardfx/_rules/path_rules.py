@@ -269,8 +269,8 @@ def first_match(path: str, patterns: tuple[re.Pattern[str], ...]) -> int | None:
     return None
 
 
-# Elements of a regex that can distinguish digits: a digit, a character by its name, and a group that must occur again. The ends
-# of a range are characters too: a range without a digit at either end contains all ten digits or none.
+# Elements of a regex that can distinguish digits: a digit, a character by its name, and a group that must occur again.
+# The ends of a range are characters too: a range without a digit at either end contains all ten digits or none.
 _TELLS_DIGITS = re.compile(r"\d|\\N|\(\?P=")
 _ALL_DIGITS = re.compile(r"(?<!\\)\[0-9\]")
 

@@ -13,7 +13,7 @@ from .._ground.errors import RuleError, SpecError, UnmatchedError
 from .._ground.reason import Code, Decision, Reason, reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._ground.text import plural
-from .axis_rules import AxisRules, Rule, Target, alias_chain, check_axis_rules, near, repeated, rules_of_mode
+from .axis_rules import AxisRules, Rule, Target, alias_chain, all_rules, check_axis_rules, near, repeated, rules_of_mode
 from .strategies import Atomic
 
 
@@ -132,7 +132,7 @@ def check_known(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> No
 
 
 def _unruled(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> "list[_Slot]":
-    ruled = _ruled(rules)
+    ruled = {name for name, _ in all_rules(rules)}
     return [slot for slot in _slots(_entries(names), rules) if ruled.isdisjoint(slot.chain)]
 
 
@@ -164,7 +164,7 @@ def _resolve(entries: tuple[object, ...], rules: AxisRules, mode: str | None, un
         given = {slot.name: axis for axis, slot in user.items()}
     elif unmatched == "unconstrained":
         given = {slot.name: UNCONSTRAINED for slot in orphans}
-    _assign(active, slots, given, user)
+    _assign(active, len(rules.rules), mode, slots, given, user)
     spec = trimmed([_entry(entry, given) for entry in entries])
     reasons = [why for slot in slots if given.get(slot.name) is None for why in _reasons(slot, active, user)]
     return Decision(spec, tuple(sorted(reasons, key=lambda why: why.dim or 0)))
@@ -194,38 +194,34 @@ class Attempt:
 
 def attempts(names: Sequence[object] | PartitionSpec, rules: AxisRules, mode: str | None) -> tuple[Attempt, ...]:
     """The rules that [`shardfx.resolve`][] tries for an array, each with its outcome, in order."""
-    active, slots = _active(rules, mode), _slots(_entries(names), rules)
-    own = len(active) - len(rules.rules)
-    found: list[Attempt] = []
-    for number, slot, settled, taken in _assign(active, slots, {}, {}):
-        outcome = "settled" if settled else "blocked" if taken else "applied"
-        place = (mode, number) if number < own else (None, number - own)
-        users = tuple((axis, user.name, user.dim) for axis, user in taken)
-        found.append(Attempt(slot.name, slot.dim, *place, active[number], outcome, users))
-    return tuple(found)
+    slots = _slots(_entries(names), rules)
+    return tuple(_assign(_active(rules, mode), len(rules.rules), mode, slots, {}, {}))
 
 
 def _assign(
-    active: tuple[Rule, ...], slots: tuple[_Slot, ...], given: dict[str, Target], user: dict[str, _Slot]
-) -> list[tuple[int, _Slot, bool, list[tuple[str, _Slot]]]]:
-    """Gives each name the target of the first rule whose axes are free.
-
-    Each rule that is read for a name is listed: its number, the name, whether the name had a target already, and the
-    axes of the rule that other names use.
+    active: tuple[Rule, ...],
+    base: int,
+    mode: str | None,
+    slots: tuple[_Slot, ...],
+    given: dict[str, Target],
+    user: dict[str, _Slot],
+) -> list[Attempt]:
+    """Gives each name the target of the first rule whose axes are free. `base` is the number of base rules, which come
+    last in `active`.
     """
-    read = []
+    found, own = [], len(active) - base
     for number, (name, target) in enumerate(active):
+        place = (mode, number) if number < own else (None, number - own)
         for slot in slots:
-            if name not in slot.chain:
-                continue
-            axes, settled = entry_axes(target), slot.name in given
-            taken = [(axis, user[axis]) for axis in axes if axis in user]
-            read.append((number, slot, settled, taken))
-            if settled or taken:
-                continue
-            given[slot.name] = target
-            user.update((axis, slot) for axis in axes)
-    return read
+            if name in slot.chain:
+                axes = entry_axes(target)
+                taken = tuple((axis, user[axis].name, user[axis].dim) for axis in axes if axis in user)
+                outcome = "settled" if slot.name in given else "blocked" if taken else "applied"
+                found.append(Attempt(slot.name, slot.dim, *place, (name, target), outcome, taken))
+                if outcome == "applied":
+                    given[slot.name] = target
+                    user.update((axis, slot) for axis in axes)
+    return found
 
 
 def _reasons(slot: _Slot, active: tuple[Rule, ...], user: dict[str, _Slot]) -> list[Reason]:
@@ -316,11 +312,6 @@ def _units_of(entries: tuple[object, ...], rules: AxisRules) -> tuple[int, ...] 
         named = [units.get(name, 1) for member in _members(entry) for name in alias_chain(member, rules)]
         found.append(math.lcm(*own, *named))
     return tuple(found) if any(unit > 1 for unit in found) else None
-
-
-@ft.lru_cache(maxsize=256)
-def _ruled(rules: AxisRules) -> frozenset[str]:
-    return frozenset(name for name, _ in (*rules.rules, *(rule for _, given in rules.modes for rule in given)))
 
 
 @ft.lru_cache(maxsize=256)
