@@ -24,17 +24,11 @@ else:
     from .declared import field as field
 
 
-# Types of the entries of most arrays' names. A tuple of only these is names, not a container.
-_PLAIN = frozenset([str, type(None)])
-
-
 def _is_names(node: Any) -> bool:
     """Whether a node of a names tree holds the names of one array, rather than being a container."""
-    if node is None or (type(node) is tuple and _PLAIN.issuperset(map(type, node))):
+    if node is None or isinstance(node, PartitionSpec):
         return True
-    if isinstance(node, PartitionSpec):
-        return True
-    return type(node) in (tuple, list) and all(_is_name(entry) for entry in node)
+    return type(node) in (tuple, list) and all(map(_is_name, node))
 
 
 def _is_name(entry: object) -> bool:
@@ -159,8 +153,6 @@ def _kind(node: object) -> str:
 
 
 def _hashable(node: Any) -> Any:
-    if type(node) is tuple and _PLAIN.issuperset(map(type, node)):
-        return node
     if isinstance(node, PartitionSpec):
         # In JAX, a spec may have fewer entries than the array has dimensions.
         return (*entries_of(node), ...)
