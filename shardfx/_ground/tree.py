@@ -116,7 +116,7 @@ def _refuse_specs(leaves: list[Any], paths: tuple[str, ...]) -> None:
             )
 
 
-def _columns_of(treedef: TreeDef) -> tuple[tuple[Any, ...], ...]:
+def _columns_of(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
     """The paths, templates, declared names and stacked dimensions of the leaves."""
     try:
         return _remembered(treedef)
@@ -125,10 +125,11 @@ def _columns_of(treedef: TreeDef) -> tuple[tuple[Any, ...], ...]:
         return _walked(treedef)
 
 
-def _walked(treedef: TreeDef) -> tuple[tuple[Any, ...], ...]:
+def _walked(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
     columns = _Columns([], [], [], [])
     _append(treedef, "", "", columns, {}, "")
-    return tuple(map(tuple, columns))
+    paths, templates, names, stacked = map(tuple, columns)
+    return paths, templates, names, stacked
 
 
 _remembered = ft.lru_cache(maxsize=8)(_walked)

@@ -227,8 +227,9 @@ class Unused(NamedTuple):
         """A phrase that says why the rule decides about no array."""
         if self.nearest is not None:
             return f"matches no path of the tree; the nearest path is `{self.nearest}`"
-        more = f" and {len(self.arrays) - 1} more" if len(self.arrays) > 1 else ""
-        return f"is shadowed: all that it matches (`{self.arrays[0]}`{more}) goes to {' and '.join(self.takers)}"
+        first, *others = self.arrays
+        more = f" and {len(others)} more" if others else ""
+        return f"is shadowed: all that it matches (`{first}`{more}) goes to {' and '.join(self.takers)}"
 
 
 # Strings that are no path of any tree: only a regex that matches every path matches them.

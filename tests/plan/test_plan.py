@@ -4,7 +4,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
 from shardfx import AxisRules, Code, MeshSpec, PathRules, ShardPlan, fsdp, plan, replicate
-from shardfx._plan import differences
 
 
 MESH = MeshSpec({"data": 2, "fsdp": 2, "tensor": 2})
@@ -97,13 +96,3 @@ def test_equal_plans_share_a_trace_and_different_meshes_do_not():
     run(made.on(Mesh(devices, MESH.axis_names)), 1.0)
     run(made.on(Mesh(devices[::-1], MESH.axis_names)), 1.0)
     assert len(traces) == 3
-
-
-def test_differences():
-    one, two = (plan(TREE, MESH, paths=PathRules([("w", P(axis)), ("b", P())])) for axis in ("data", "fsdp"))
-    assert differences(one, one) == ()
-    lines = differences(one, two)
-    assert lines[0].startswith("leaf `w`: requested is") and lines[1].startswith("leaf `w`: spec is")
-    fewer = plan({"w": TREE["w"]}, MESH, paths=PathRules([("w", P("data"))]))
-    assert "leaf `b` is only in one plan" in differences(one, fewer)
-    assert "leaf `b` is only in the other plan" in differences(fewer, one)
