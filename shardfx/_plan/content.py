@@ -285,11 +285,7 @@ def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
 
 def joined_contents(contents: dict[str, Content]) -> Content:
     """Returns the content of the plan of a dict of trees, from the contents by key; see `shardfx.ShardPlan.join`."""
-    first = next(iter(contents.values()))
-    for what, field in (("mesh", "mesh"), ("devices", "jax_mesh"), ("mode", "mode")):
-        _require_same(what, {name: vars(content)[field] for name, content in contents.items()})
-    axes = {name: content.axes for name, content in contents.items() if content.axes is not None}
-    _require_same("axes", axes)
+    mesh, jax_mesh, mode, axes = (_common(what, contents) for what in ("mesh", "jax_mesh", "mode", "axes"))
     rows, index, paths = [], [], []
     for name, content in contents.items():
         for path, i in content.skeleton.in_order(list(content.numbered)):
@@ -297,18 +293,21 @@ def joined_contents(contents: dict[str, Content]) -> Content:
             index.append(i + len(rows) if i >= 0 else -1)
         rows += content.rows
     treedef = jax.tree.structure({name: content.skeleton.numbered for name, content in contents.items()})
-    joined_axes = next(iter(axes.values()), None)
     strict = any(content.strict for content in contents.values())
-    skeleton = Skeleton(tuple(paths), treedef)
-    return Content(first.mesh, first.jax_mesh, joined_axes, first.mode, rows, index, skeleton, strict)
+    return Content(mesh, jax_mesh, axes, mode, rows, index, Skeleton(tuple(paths), treedef), strict)
 
 
-def _require_same(what: str, values: dict[str, Any]) -> None:
-    (first, expected), *rest = values.items() or [("", None)]
+def _common(what: str, contents: dict[str, Content]) -> Any:
+    """Returns the value that this field has in all plans; raises if it differs. Plans without `axes` fit all others."""
+    values = {name: vars(content)[what] for name, content in contents.items()}
+    (first, expected), *rest = [pair for pair in values.items() if what != "axes" or pair[1] is not None] or [
+        ("", None)
+    ]
     for name, value in rest:
         if value != expected:
             one, two = (str(it.device_ids.tolist()) if isinstance(it, Mesh) else repr(it) for it in (expected, value))
             raise PlanMismatchError(
-                f"`join`: the plans `{first}` and `{name}` differ in their {what} ({one:.200} and {two:.200}); make "
-                "both for the same mesh, rules and mode, on the same devices or both without (`plan.off()`)."
+                f"`join`: the plans `{first}` and `{name}` differ in `{what}` ({one:.200} and {two:.200}); make both "
+                "for the same mesh, rules and mode, on the same devices or both without (`plan.off()`)."
             )
+    return expected

@@ -426,21 +426,20 @@ def target_of(plan: object, what: str) -> Target:
     structs.
     """
     if isinstance(plan, ShardPlan):
-        content = plan.content
-        leaves = content.skeleton.in_order(list(content.numbered))
-        arrays = [path for path, number in leaves if number >= 0]
-        others = [(at, path, None) for at, (path, number) in enumerate(leaves) if number < 0]
-        return Target(list(zip(arrays, jax.tree.leaves(plan.structs), strict=True)), others, content.skeleton.treedef)
-    flat = flatten(plan)
-    rows = list(zip(flat.paths, flat.leaves, flat.is_array, strict=True))
+        skeleton, structs = plan.content.skeleton, iter(jax.tree.leaves(plan.structs))
+        pairs, treedef = skeleton.in_order(list(plan.content.numbered)), skeleton.treedef
+        rows = [(path, next(structs) if number >= 0 else None, number >= 0) for path, number in pairs]
+    else:
+        flat = flatten(plan)
+        rows, treedef = list(zip(flat.paths, flat.leaves, flat.is_array, strict=True)), flat.treedef
+        # A tree without any array is a mistake, such as a file's name.
+        for path, leaf, _ in [row for row in rows if row[2]] or rows:
+            if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) or leaf.sharding is None:
+                raise PlanMismatchError(
+                    f"`{what}` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s with shardings; leaf "
+                    f"`{printable(path)}` ({type(leaf).__name__}) has none. Make a plan with "
+                    "`shardfx.plan(tree, mesh, ...)`."
+                )
     arrays = [(path, leaf) for path, leaf, is_array in rows if is_array]
     others = [(at, path, leaf) for at, (path, leaf, is_array) in enumerate(rows) if not is_array]
-    # A tree without any array is a mistake, such as a file's name.
-    for path, leaf in arrays or [(path, leaf) for _, path, leaf in others]:
-        if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) or leaf.sharding is None:
-            raise PlanMismatchError(
-                f"`{what}` needs a ShardPlan, or a tree of `jax.ShapeDtypeStruct`s with shardings; leaf "
-                f"`{printable(path)}` ({type(leaf).__name__}) has none. Make a plan with "
-                "`shardfx.plan(tree, mesh, ...)`."
-            )
-    return Target(arrays, others, flat.treedef)
+    return Target(arrays, others, treedef)

@@ -175,10 +175,8 @@ def test_a_notebook_shows_a_plan_as_a_table_with_the_facts_of_the_report(made):
 
 
 def test_plans_of_leaves_and_codes_read_well():
-    kinds = {"memory_kinds": [("<b>", "pinned_host")]}
-    leaf = plan({"<b>\x1b[31m": struct(8, 6)}, MESH, paths=PathRules([("<b>", P("data", "tensor"))]), **kinds)[
-        "<b>\x1b[31m"
-    ]
+    rules, kinds = PathRules.parse("<b>->data.tensor"), [("<b>", "pinned_host")]
+    (leaf,) = plan({"<b>\x1b[31m": struct(8, 6)}, MESH, paths=rules, memory_kinds=kinds).leaves
     assert repr(leaf) == (
         rf"LeafPlan(<b>\x1b[31m: f32[8,6]; {leaf.spec}; by paths[0] <b>; in pinned_host; 96 of 192 bytes per device; "
         "dim 1: size 6 is not divisible by `tensor` (4); use axes whose product divides 6)"

@@ -375,6 +375,7 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         (lambda: STRICT.replace("(", P()), RuleError, "the path of no array, and no regex that compiles"),
         (lambda: STRICT.replace("w", P("dta")), SpecError, r"leaf `w`: .* no axis 'dta' \(did you mean 'data'\?\)"),
         (lambda: STRICT.replace("w", ("mpl", None)), UnmatchedError, "`w`: no rule for the logical names `mpl` .dim 0"),
+        (lambda: STRICT.replace("w", P("data", "data")), RuleError, "uses mesh axis `data` twice; use it once"),
         (lambda: STRICT.replace("w", FSDP), SpecError, "the plan is strict, and .* would be cut down"),
         (lambda: named(NAMES, paths=PathRules([("w", P())])), RuleError, r"\(`w`\) goes to the names of the leaves"),
         (lambda: named({"w": ("rows", None)}, AXES.with_alias("rows", of="btach")), UnmatchedError, "'rows'"),
@@ -410,7 +411,7 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
             "`a/v` it has a list with the keys '0', '1', and the tree",
         ),
         (lambda: ShardPlan.join(a=MADE, b=OTHER), PlanMismatchError, r"4}\) and .*'data': AxisType.Explicit"),
-        (lambda: ShardPlan.join(a=MADE, b=FEWER), PlanMismatchError, "the plans `a` and `b` differ in their mesh"),
+        (lambda: ShardPlan.join(a=MADE, b=FEWER), PlanMismatchError, "the plans `a` and `b` differ in `mesh`"),
         (
             lambda: MADE.on(FEWER.mesh.build(jax.devices())),
             PlanMismatchError,
