@@ -35,9 +35,10 @@ class Chip:
         of a chip, in one direction.
     - `torus_dims`: the number of dimensions of the network, with two links in each; 0 if a switch joins the chips.
     - `island_chips`: the largest number of chips that this network joins.
-    - `dcn_bytes_per_second`: a chip's share of its host's network, one way.
+    - `dcn_bytes_per_second`: bytes per second in one direction of a host's network, divided by the chips of the host.
     - `devices_per_chip`: the number of devices that JAX shows for it.
-    - `tile`: rows and columns of what it pads the last two dimensions of an array to; `None` where it pads nothing.
+    - `tile`: the rows and columns to whose multiples the chip pads the last two dimensions of an array; `None` if it
+        does not pad.
     - `kinds`: JAX's names for it (`device.device_kind`).
     - `sources`: pairs of a field and where its value is from, "*" for all fields that are not named. "secondary" is
         a source that is not the vendor's; "sources differ" names the other value.
@@ -126,7 +127,7 @@ def near_cube(count: int, dims: int) -> tuple[int, ...]:
 
 
 class Ring(NamedTuple):
-    """A part of a dimension of a slice that a mesh axis covers. It is closed if links join its ends."""
+    """The chips of one dimension of a slice that a mesh axis covers. The ring is closed if links join its ends."""
 
     size: int
     closed: bool

@@ -94,9 +94,9 @@ class Collective(NamedTuple):
 
     - `kind`: one of `KINDS`.
     - `arrays`: the arrays of its result on one device.
-    - `parts`: the bytes of each; of a sum of which a device keeps a part, those of the part.
-    - `groups`: arrays of shape (groups, members) of device numbers, one for each size that groups have; for a permute
-        one of shape (pairs, 2), sender and receiver, those that send to themselves left out.
+    - `parts`: the bytes of each array. In a reduce-scatter these are the bytes of one device's shard.
+    - `groups`: arrays of shape (groups, members) of device numbers, one array for each group size. A permute has one
+        array of shape (pairs, 2), with senders and receivers, without devices that send to themselves.
     """
 
     kind: str
@@ -120,7 +120,9 @@ class Collective(NamedTuple):
         return max(own.shape[1] for own in self.groups)
 
     def wire_bytes(self, apart: np.ndarray) -> Fraction:
-        """The bytes that enter a device from devices with another number in `apart`, as the mean over all devices."""
+        """The bytes that enter a device, as the mean over all devices. Bytes count between devices that have different
+        numbers in `apart`.
+        """
         received = KINDS[self.kind].received
         return sum((received(self.bytes, apart[own]) for own in self.groups), Fraction(0)) / len(apart)
 
@@ -144,7 +146,7 @@ def collective_of(instruction: Instruction, devices: int) -> Collective | None:
 
 
 def channel_of(instruction: Instruction) -> int | None:
-    """The instruction's `channel_id`, by which the compiler tells collectives apart; `None` without one."""
+    """The instruction's `channel_id`, which is different for different collectives; `None` without one."""
     found = re.search(r"\bchannel_id=(\d+)", instruction.structure)
     return int(found[1]) if found else None
 

@@ -24,7 +24,7 @@ class Surplus:
     - `axes`: the mesh axes along which it is sent; none for the rest.
     - `leaf`: the parameters that it is about, or `None`.
     - `expected`, `found`: the bytes of each kind of collective.
-    - `passes`: the passes of the compiler that the estimate has at this line. One of them did otherwise.
+    - `passes`: the compiler passes that the estimate applies at this line. The compiler did not apply one of them.
     - `why`: the explanation of the difference, in words.
     """
 
@@ -47,9 +47,10 @@ class Comparison:
 
     **Arguments:**
 
-    - `rows`: a [`shardfx.cost.Surplus`][] for each line and mesh axes, the largest first. Last comes the rest.
+    - `rows`: a [`shardfx.cost.Surplus`][] for each line and mesh axes, the largest first. The last row is for all other
+        lines.
     - `estimated`, `compiled`: the traffic that was compared.
-    - `less`: the same where less is sent than was estimated.
+    - `less`: the rows of lines that send less than the estimate.
     """
 
     rows: tuple[Surplus, ...]
@@ -110,7 +111,7 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
     **Returns:**
 
     A [`shardfx.cost.Comparison`][]. Bytes along the same mesh axes that the compiler sends at another line are no
-    difference. Differences below a thousandth of all bytes are one row together.
+    difference. All differences below a thousandth of all bytes are one row.
 
     **Raises:**
 

@@ -127,11 +127,11 @@ def compile_for(
 
     **Arguments:**
 
-    - `step`, `args`: as in [`shardfx.cost.estimate`][]. A plan that the step closes over must
-        be without devices ([`shardfx.ShardPlan.off`][]) or on those of the target.
+    - `step`, `args`: as in [`shardfx.cost.estimate`][]. A plan that the step closes over must have no devices
+        ([`shardfx.ShardPlan.off`][]) or the devices of the target.
     - `target`: a TPU topology such as "tpu:v5p:4x4x4"; "cpu" for this machine's (emulated) CPU devices; or devices, or
         a Mesh of them.
-    - `mesh`: the mesh of the arguments, where it spans slices that their shardings do not know.
+    - `mesh`: the mesh of the arguments with its slices, which the arguments' shardings do not hold.
 
     **Returns:**
 

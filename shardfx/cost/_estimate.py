@@ -136,13 +136,13 @@ def estimate(
 
     **Arguments:**
 
-    - `step`: a function of trees; or what `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][] returned, whose
-        shardings and donation count; or what its `.trace` returned, alone.
-    - `args`: its arguments: arrays or structs, as `plan.structs`. What is no array stays as it is. Their shardings say
-        how they lie. Results are free where nothing says how they lie, as in JAX.
+    - `step`: a function of trees; or a function of `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][], whose
+        shardings and donation count; or the result of its `.trace`, without `args`.
+    - `args`: its arguments: arrays or structs with shardings, as `plan.structs`, and any other values. The compiler
+        chooses the shardings of results that have none, as in JAX.
     - `compiler`: "tpu", "gpu" or "cpu".
-    - `mesh`: the mesh whose axes the rows name; that of the arguments by default. A MeshSpec with `dcn` also says what
-        crosses slices.
+    - `mesh`: the mesh whose axes the rows name; the mesh of the arguments by default. With a MeshSpec that has `dcn`,
+        the rows also count bytes between slices.
 
     **Returns:**
 

@@ -54,8 +54,8 @@ def phase_of(op_name: str) -> Phase:
 class Instruction(NamedTuple):
     """One instruction of HLO: its result type, its operands, and the rest of its line.
 
-    `passes` names the compiler passes that would make this instruction, and `unsure` is the share of its bytes that the
-    compiler may send otherwise, for the reason in `note`. All three are empty in a program as it was read.
+    `passes` names the compiler passes that would make this instruction. `unsure` is the fraction of its bytes that the
+    compiler may or may not send, for the reason in `note`. All three are empty in a program that was read from text.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Instruction(NamedTuple):
 
     @property
     def rendezvous(self) -> str | None:
-        """The name that a send and its receive share; `None` for other instructions."""
+        """The name that is equal for a send and its receive; `None` for other instructions."""
         if self.opcode not in ("send", "recv"):
             return None
         found = _RENDEZVOUS.search(self.attributes)
@@ -90,7 +90,7 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """The path of JAX's operations that the instruction came from."""
+        """JAX's name stack of the operation that was lowered to this instruction."""
         found = _OP_NAME.search(self.attributes)
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
@@ -129,7 +129,7 @@ class HloModule:
     partitions: int = 1
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
-        """The source lines that an instruction came from, innermost first."""
+        """The source lines of the operation that was lowered to an instruction, innermost first."""
         if found := _FRAME.search(instruction.attributes):
             return self.stacks.get(int(found[1]), ())
         if found := _OLD_SOURCE.search(instruction.attributes):

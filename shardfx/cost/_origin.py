@@ -15,7 +15,7 @@ from ._hlo_text import PRODUCTS, HloModule, Instruction
 from ._live.program import LiveOp, Uses, program_of, reached
 
 
-# These return their first operand, reshaped or in part. Those with several operands return each of them.
+# These return their first operand, or a reshape or slice of it. Those with several operands return each of them.
 _PASSES = frozenset(
     "copy copy-start copy-done convert bitcast bitcast-convert reshape transpose slice dynamic-slice pad opt-barrier "
     "slice-start slice-done recv-done while".split()
@@ -62,10 +62,10 @@ class Origins:
                 self._becomes[sender.reads[0]].append(op.makes[0])
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
-        """The source lines that an instruction came from.
+        """The source lines of the operation that was lowered to an instruction.
 
-        A layout change of a result has no line of its own. It gets the line that made the value which is sent, or else
-        the line that uses the value which arrives.
+        A change of a result's sharding has no line of its own. It gets the line that made the value before the change,
+        else the line that uses the value after it.
         """
         op = self._ops.get(id(instruction))
         if op is None:
@@ -89,10 +89,10 @@ class Origins:
             op = self._carried[value][0] if value in self._carried else self._uses.maker.get(value)
 
     def gathered(self, instruction: Instruction, element: int) -> str | None:
-        """The argument that an instruction moves a part of, by the name that JAX gave it; `None` if it moves a computed
-        value.
+        """The argument, by JAX's name for it, that an instruction sends, or of which it sends a slice; `None` if it
+        sends a computed value.
 
-        `element` is the index of the array, of those that the instruction moves.
+        `element` is the index of the array among those that the instruction sends.
         """
         op = self._ops.get(id(instruction))
         moved = () if op is None else self._senders.get(op, op).reads[element:]
@@ -102,7 +102,7 @@ class Origins:
         """The argument that a reduction's result is added to in the end, which is the argument whose gradient it is;
         `None` without one.
 
-        `element` is the index of the array, of those in the result.
+        `element` is the index of the array in the instruction's result.
         """
         op = self._ops.get(id(instruction))
         for begun in () if op is None else _of_one(op, element):
@@ -128,7 +128,7 @@ class Origins:
         return tuple(found)
 
     def _argument(self, value: int) -> str | None:
-        """The argument that a value is, or is a part of; `None` for a computed value."""
+        """The argument that a value is equal to or a slice of; `None` for a computed value."""
         for _ in range(_FAR):
             if value in self._names:
                 return self._names[value].op_name or None

@@ -76,7 +76,7 @@ class Graph:
                 self.operations_of[value].append(at)
             for out in made.outs:
                 self.makers.setdefault(out, at)
-        # For each loop-carried array, the array that one iteration hands to the next in its place.
+        # For each loop-carried array, the array that one iteration gives the next in its place.
         self.ended = {made.ins[1]: made.ins[0] for made in self.operations if made.name == "return"}
         self.paths = ft.lru_cache(maxsize=4096)(self._paths)
 
@@ -156,8 +156,8 @@ class Graph:
         return Lost(back[-1].dim, holder, last, operation, next(named, self._put(last)))
 
     def _ended(self, one: Holder) -> Holder:
-        """The dimension of the array that an iteration hands on in place of a loop-carried array; other dimensions as
-        they are.
+        """The dimension of the array that one iteration gives the next in place of a loop-carried array; dimensions of
+        other arrays as they are.
         """
         return Holder(self.ended.get(one.value, one.value), one.dim)
 
@@ -184,7 +184,7 @@ class Graph:
         return self._ended(stack)
 
     def _beside(self, here: Holder) -> Iterator[tuple[int, Holder]]:
-        """The dimensions that share a factor with `here` in an operation, each with that operation."""
+        """The dimensions that have a factor in common with `here` in an operation, each with that operation."""
         for at in self.operations_of[here.value]:
             factors = {factor for one, factor in self.factors[at] if one == here}
             for one, factor in self.factors[at]:

@@ -71,8 +71,8 @@ def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
 
 
 def _called(module: HloModule, name: str, instruction: Instruction, own: Runs) -> Iterator[tuple[str, Runs, int]]:
-    """The computations that an instruction calls, each with its loops and branches and the number of times per run of
-    the instruction. `own` has those of the instruction's computation, with a count of 0.
+    """The computations that an instruction calls, each with its loops and branches, and with the number of calls in one
+    run of the instruction. `own` has the loops and branches of the instruction's computation, and a count of 0.
     """
     around = module.computations[name]
     if instruction.opcode == "while":

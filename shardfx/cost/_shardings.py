@@ -34,9 +34,9 @@ class Origin:
 
     **Arguments:**
 
-    - `axis`: the mesh axis; a part of one as Shardy writes it, "fsdp:(1)2".
+    - `axis`: the mesh axis; a sub-axis is written as Shardy writes it, "fsdp:(1)2".
     - `by`: the argument, result or constraint that has it: "params/layers/up", "the constraint at train.py:41".
-    - `chain`: the lines of your program over which it came, from there to the array.
+    - `chain`: the lines of your program that carry the axis, from its origin to the array.
     """
 
     axis: str
@@ -90,14 +90,14 @@ class ArrayRow:
 
     **Arguments:**
 
-    - `source`: the innermost line of your own program that makes it; `None` where the program does not say.
+    - `source`: the innermost line of your own program that makes the array; `None` if the program does not name one.
     - `operation`: StableHLO's name of the operation, such as "dot_general".
-    - `phase`: "forward", "backward" or "recomputed", where JAX says which pass it is of.
-    - `loop`: the line of the innermost loop that makes it once a turn; `None` outside loops.
-    - `shape`, `dtype`: those of the whole array.
+    - `phase`: "forward", "backward" or "recomputed"; "" if JAX does not name the pass.
+    - `loop`: the line of the innermost loop that makes the array in each iteration; `None` outside loops.
+    - `shape`, `dtype`: the shape and the dtype of the whole array.
     - `spec`: its spec.
     - `bytes_per_device`: bytes of one device's shard.
-    - `origins`: for each mesh axis of `spec`, where it comes from.
+    - `origins`: the origin of each mesh axis of `spec`.
     - `number`: the array's number in the step.
     """
 
@@ -121,7 +121,7 @@ class StepShardings:
 
     **Arguments:**
 
-    - `rows`: the arrays that operations make, the largest part of a device first.
+    - `rows`: the arrays that operations make, the largest on one device first.
     - `mesh`: the mesh.
     - `notes`: further notes.
     """
@@ -165,7 +165,7 @@ class StepShardings:
 
         **Arguments:**
 
-        - `least_bytes`: the fewest bytes of one device's part.
+        - `least_bytes`: the fewest bytes of an array on one device.
         """
         axes = {axis for axis, size in self.mesh.shape.items() if size > 1}
         large = (row for row in self.rows if row.bytes_per_device >= least_bytes)
@@ -395,9 +395,7 @@ class _Known:
         return tuple(dict.fromkeys(f"{place_text(self.lines[one.operation])}: {self.sentence(one)}" for one in largest))
 
     def sentence(self, one: Conflict) -> str:
-        """The sentence about a conflict: what the operation's arrays have the axis for, and which of them
-        is gathered.
-        """
+        """The sentence about a conflict: the two arrays of the operation that have the axis, and which is gathered."""
         made = self.graph.operations[one.operation]
         both = " and ".join(self._told(holder, one.axis) for holder in (one.kept, one.moved))
         return f"gathered over {one.axis}: {both} both lie on it, and the {made.name} keeps the first"

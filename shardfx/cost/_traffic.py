@@ -26,7 +26,7 @@ from ._traffic_rows import Traffic, TrafficRow, largest_first
 
 # The note of the rows in a branch that sends less than another branch.
 IDLE = "one branch of a conditional runs: the one that sends most counts, the others are listed with 0 calls."
-# The note of the rows of an exchange whose pieces differ in size.
+# The note of the rows of an all-to-all whose shards differ in size.
 RAGGED = "a ragged exchange sends what its sizes say when it runs: all that it has room for counts, in equal parts."
 # The computation in which a TPU sums and keeps a shard of the sum.
 _SCATTERS = "all-reduce-scatter"
@@ -43,8 +43,8 @@ def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None
 
     **Arguments:**
 
-    - `compiled`: `filter_jit(...).lower(...).compile()`, or what `jax.jit` gives; a lowered program, which is compiled
-        first; or the text of an optimized HLO module. From CPUs, GPUs and TPUs.
+    - `compiled`: a compiled program of `jax.jit`, `filter_jit` or [`shardfx.cost.compile_for`][]; a lowered program,
+        which is compiled first; or the text of an optimized HLO module. It may be for CPUs, GPUs or TPUs.
     - `mesh`: the mesh whose axes are named in the rows; read from the program's shardings if it has them. A MeshSpec
         with `dcn`, or a Mesh of devices in several slices, also says what crosses slices.
 
@@ -143,7 +143,7 @@ class _ModuleReader:
         return Origins(self.module)
 
     def collectives(self, runs: Mapping[str, tuple[Runs, ...]]) -> list[_Found]:
-        """Each collective once for every way in which its computation runs."""
+        """The collectives of the module. One that runs in several branches or loops has a row for each."""
         instructions = [(name, one) for name in runs for one in self.module.computations[name].values()]
         fusions = {target: one.name for _, one in instructions if one.opcode == "fusion" for _, target in one.called}
         found: list[_Found] = []

@@ -29,18 +29,18 @@ class TrafficRow:
         of a conditional that has a branch which sends more.
     - `dtype`: the dtype that it sends, in HLO's notation.
     - `group_size`: the number of devices that exchange with each other.
-    - `axes`: the mesh axes along which they differ; empty where no mesh is known.
-    - `source`: the innermost line of your own program that it came from; `None` where the program does not say.
-    - `stack`: all lines, innermost first.
-    - `leaf`: the path of the parameter that it gathers, or whose gradient it adds up; several are joined by ", ".
-    - `shares`: the bytes of each leaf, `None` for those of none.
-    - `windowed`: whether it is a loop of permutes in the place of a gather or a reduction.
+    - `axes`: the mesh axes along which these devices differ; empty if no mesh is known.
+    - `source`: the innermost line of your own program that causes it; `None` if the program does not name one.
+    - `stack`: the lines of the call stack that causes it, innermost first.
+    - `leaf`: the path of the parameter that it gathers, or whose gradient it reduces; several are joined by ", ".
+    - `shares`: pairs of a leaf and its bytes. Bytes that belong to no leaf have `None` as their leaf.
+    - `windowed`: whether a loop of permutes replaces the gather or the reduction.
     - `note`: further notes, or "".
     - `passes`: the compiler's passes that made it from another collective, if the program was not finished by a
         compiler.
     - `unsure_bytes`: bytes by which the finished program may differ from `wire_bytes`, in either direction.
     - `arrays`: the arrays of its result on one device, as `f32[8,128]`.
-    - `phase`: "forward", "backward" or "recomputed", where JAX says which pass it is of.
+    - `phase`: "forward", "backward" or "recomputed"; "" if JAX does not name the pass.
     """
 
     kind: str

@@ -20,8 +20,8 @@ class LocalChunk:
     **Arguments:**
 
     - `slices`: one `slice(start, stop)` per dimension.
-    - `replica_id`: the number of this process among those that own the same part. The processes numbered 0 own every
-        element once.
+    - `replica_id`: the number of this process among the processes that own these elements. The chunks with number 0
+        hold every element once.
 
     !!! Example
 
@@ -40,14 +40,14 @@ class LocalChunk:
 
 @dataclasses.dataclass(frozen=True)
 class DataLayout:
-    """The part of the data that a process loads.
+    """The shard of the data that a process loads.
 
     **Arguments:**
 
     - `batch_size`: rows in the global batch.
-    - `shard_id`: the number of the part of the data that this process loads, of `num_shards`.
-    - `num_shards`: into how many parts the processes divide the data.
-    - `is_first_host_in_replica_set`: whether no process before this one loads the same part.
+    - `shard_id`: the number of the shard that this process loads.
+    - `num_shards`: the number of shards into which the processes divide the data.
+    - `is_first_host_in_replica_set`: whether no process with a lower number loads the same shard.
 
     !!! Example
 
@@ -75,11 +75,11 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
     - `shape`: the shape of the whole array.
     - `spec`: the sharding of the array.
     - `grid`: the box of the mesh that each process has; see [`shardfx.hosts.grid_of`][].
-    - `process_index`: the process whose chunk is returned; any process can ask for any.
+    - `process_index`: the process whose chunk is returned, this one or another.
 
     **Returns:**
 
-    The chunk, and the index of this process's copy among all copies.
+    The chunk.
 
     **Raises:**
 
@@ -115,7 +115,7 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
 
 
 def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> int:
-    """The number of a process's part of an array sharded over `axes`, counted in processes.
+    """The number of a process's shard of an array that is sharded over `axes`. The devices of a process have one shard.
 
     **Arguments:**
 
@@ -185,14 +185,14 @@ def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) ->
 def data_layout(
     batch_size: int | None, axes: str | Iterable[str] | None, grid: HostGrid, process_index: int
 ) -> DataLayout:
-    """The part of the data that a process loads if batches are sharded over `axes`.
+    """The shard of the data that a process loads if batches are sharded over `axes`.
 
     **Arguments:**
 
     - `batch_size`: rows in the global batch; `None` for one row per device along `axes`.
     - `axes`: the mesh axes of the batch dimension, in order; `None` or `()` if every process loads all of it.
     - `grid`: the box of the mesh that each process has.
-    - `process_index`: the number of the process; any one can ask for any.
+    - `process_index`: the number of the process, this one or another.
 
     **Returns:**
 

@@ -30,7 +30,7 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
     **Raises:**
 
     `PlanMismatchError` with the first leaf or rule that differs, how, and between which processes; or with the
-    processes that did not come.
+    processes that did not call it.
 
     !!! Example
 
@@ -77,7 +77,7 @@ def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
 
 
 def _meet(wait_seconds: float) -> None:
-    """Returns when all processes are here. A collective would wait for them without end."""
+    """Returns when every process has called it. A collective would wait for an absent process without end."""
     client = coordination()
     if client is None:
         return  # a runtime that has connected its processes by itself
@@ -86,9 +86,9 @@ def _meet(wait_seconds: float) -> None:
         who = absent(client, "shardfx.assert_same_plan", wait_seconds, jax.process_index())
     except jax.errors.JaxRuntimeError as error:
         first = str(error).splitlines()[0][:200]
-        raise PlanMismatchError(f"the processes do not meet in `assert_same_plan` ({first}); {fix}.") from error
+        raise PlanMismatchError(f"the processes do not all call `assert_same_plan` ({first}); {fix}.") from error
     if who:
-        raise PlanMismatchError(f"{who} did not come within {wait_seconds:g} s to `assert_same_plan`; {fix}.")
+        raise PlanMismatchError(f"{who} did not call `assert_same_plan` within {wait_seconds:g} s; {fix}.")
 
 
 def _exchange(message: bytes) -> list[bytes]:

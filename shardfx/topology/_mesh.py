@@ -152,7 +152,7 @@ class MeshSpec(eqx.Module):
 
         **Arguments:**
 
-        - `mesh`: any mesh; a MeshSpec comes back as it is.
+        - `mesh`: any mesh. A MeshSpec is returned unchanged.
 
         **Returns:**
 

@@ -32,7 +32,7 @@ class DeviceOrder:
     - `method`: `"mesh_utils"` (JAX's order), `"mesh_utils, physical axes split"`, `"torus"`
         ([`shardfx.topology.torus_order`][]) or `"as given"`; `"hybrid: "` comes before it where the mesh
         spans several slices.
-    - `reasons`: why it is not JAX's own order, and what was changed in it; empty where nothing was.
+    - `reasons`: the reasons for an order that is not JAX's own, and the changes to it; empty for JAX's own order.
     - `mean_hops`: for each mesh axis, the mean number of links between neighbours within a slice; `None` for devices
         without coordinates.
 

@@ -95,7 +95,7 @@ def test_processes_with_other_plans_are_told_where_they_differ(job):
 def test_a_process_that_does_not_agree_is_named(job):
     *others, last = [result["alone"] for result in job]
     for text, seconds in others:
-        assert text.startswith("process 3 did not come within 1 s to `assert_same_plan`; call it once on every process")
+        assert text.startswith("process 3 did not call `assert_same_plan` within 1 s; call it once on every process")
         assert seconds < 10
     assert "`assert_same_plan`" in last[0], "it hears of it too, in one way or the other"
 
