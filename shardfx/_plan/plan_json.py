@@ -190,7 +190,7 @@ def decode_strategy(data: Any) -> Strategy:
     return strategy_of(name, axes, min_bytes, skip)
 
 
-@ft.cache
+@ft.lru_cache(maxsize=1)
 def _key_dtypes() -> dict[str, DType]:
     """The dtypes of PRNG keys by their names in JSON, found without making a key."""
     kinds = ("threefry2x32", "rbg", "unsafe_rbg")
