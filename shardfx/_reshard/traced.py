@@ -15,7 +15,7 @@ from .destinations import require_movable
 from .flight import carry_out
 from .move import move_of
 from .steps.program import placed, program
-from .steps.redistribute import abstract, is_explicit, layouts, redistribute, same_order, settled
+from .steps.redistribute import is_explicit, layouts, redistribute, same_order, settled
 
 
 def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
@@ -101,7 +101,7 @@ def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
         return
     auto = [name for name, kind in kinds.items() if kind != AxisType.Explicit]
     used = {axis for entry in entries_of(dst.spec) for axis in entry_axes(entry)}
-    if abstract(src.mesh) != abstract(dst.mesh) or used & {*auto}:
+    if src.mesh.abstract_mesh != dst.mesh.abstract_mesh or used & {*auto}:
         raise SpecError(
             f"inside `jit` an array cannot move to {dst.spec} on a mesh of mixed axis types, {kinds}: types say how "
             "Explicit axes cut it, and nothing says it of Auto ones; give all axes of the mesh one type, or reshard "
@@ -146,7 +146,7 @@ def _abstract_eval(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
     if not is_explicit(dst):
         return x
     entries = (*entries_of(dst.spec), *[None] * (x.ndim - len(entries_of(dst.spec))))
-    return x.update(sharding=NamedSharding(abstract(dst.mesh), PartitionSpec(*entries)))
+    return x.update(sharding=NamedSharding(dst.mesh.abstract_mesh, PartitionSpec(*entries)))
 
 
 def _transpose(cotangent: object, _: object, *, src: NamedSharding, dst: NamedSharding) -> list[Any]:

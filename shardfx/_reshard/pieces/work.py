@@ -292,7 +292,7 @@ def _assembly(
     sent_before: tuple[tuple[int, int], ...] = (),
 ) -> Assembly:
     devices = _Devices(leaf, sources, lost)
-    cuts, scaled = _cuts(leaf, made, sources, devices, sent_before), dict[str, ScaledArray]()
+    cuts, scaled = _cuts(made, sources, devices, sent_before), dict[str, ScaledArray]()
     way = _way(made, [one.sharding for one in sources], leaf.sharding, copies, cuts, devices)
     if way == "programs" and any(piece.value.scale is not None for piece in made.pieces):
         made, scaled = _scaled_first(made)
@@ -300,50 +300,40 @@ def _assembly(
         ends |= {key: ends[one.source]._replace(path=key, dtype=one.dtype) for key, one in scaled.items()}
         sources = [ends[key] for key in dict.fromkeys(name for piece in made.pieces for name in names_of(piece))]
         devices = _Devices(leaf, sources, lost)
-        cuts = _cuts(leaf, made, sources, devices, sent_before)
+        cuts = _cuts(made, sources, devices, sent_before)
     assert leaf.sharding is not None
-    here, shapes = {one.path: devices.left(one) for one in sources}, {one.path: shard_of(one) for one in sources}
-    ends = (devices.every, devices.left(leaf), here, shapes)
+    here, shapes = {path: devices.left(own) for path, own in devices.sources.items()}, map(shard_of, sources)
+    ends = (devices.every, devices.left(devices.target), here, dict(zip(here, shapes, strict=True)))
     found = Assembly(leaf.sharding, made.shape, made.dtype, shard_of(leaf)[0], way, made.pieces, scaled, cuts, *ends)
-    return _filled(found, leaf, sources, devices) if way == "host" and devices.are_named else found
+    return _filled(found, sources, devices) if way == "host" and devices.are_named else found
 
 
 class _Devices:
     """The devices of an array and of its sources, without the lost ones, and the position of each.
 
-    If one sharding has no devices, ids identify the devices.
+    If one sharding has no devices, ids identify the devices. `target` and `sources` are the device and the box of each
+    shard of these arrays; a NumPy array has the device `None`.
     """
 
     def __init__(self, leaf: MovedLeaf, sources: Sequence[MovedLeaf], lost: Sequence[object]):
         self.are_named = all(has_devices(one.sharding) for one in (*sources, leaf) if one.sharding is not None)
-        self.lost = {*map(self._key, lost)}
-        left = [device for one in sources for device in self._ordered(one) if device not in self.lost]
-        self.every = tuple(dict.fromkeys((*left, *self._ordered(leaf))))
-        self.places = {device: at for at, device in enumerate(self.every)}
+        key_of = (lambda device: device) if self.are_named else (lambda device: getattr(device, "id", device))
+        self.lost = {*map(key_of, lost)}
+        ends = [[(key_of(device), box) for device, box in device_boxes(one).items()] for one in (*sources, leaf)]
+        self.target, self.sources = ends[-1], dict(zip([one.path for one in sources], ends, strict=False))
+        left = [device for own in ends[:-1] for device, _ in own if device not in self.lost and device is not None]
+        self.every = tuple(dict.fromkeys((*left, *[device for device, _ in self.target])))
+        self.places = {None: _NOBODY} | {device: at for at, device in enumerate(self.every)}
 
-    def _key(self, device: Any) -> Any:
-        return device if self.are_named else getattr(device, "id", device)
-
-    def _ordered(self, leaf: MovedLeaf) -> list[Any]:
-        return [] if leaf.sharding is None else [*map(self._key, _ordered(leaf.sharding))]
-
-    def left(self, leaf: MovedLeaf) -> tuple[Any, ...]:
+    def left(self, shards: Sequence[tuple[Any, Box]]) -> tuple[Any, ...]:
         """The devices of an array that are in `every`."""
-        return tuple(device for device in self._ordered(leaf) if device in self.places)
+        return tuple(device for device, _ in shards if device is not None and device in self.places)
 
-    def boxes(self, leaf: MovedLeaf) -> list[tuple[int | None, Box]]:
-        """The position of the device, and the box, of each shard of an array or of its key data.
-
-        A NumPy array is held by no device; a lost device has no position.
-        """
-        found = device_boxes(leaf).items()
-        return [(_NOBODY if device is None else self.places.get(self._key(device)), box) for device, box in found]
-
-    def holders(self, leaf: MovedLeaf) -> dict[Box, list[int]]:
-        """The devices that hold each box of an array."""
-        lost, held = {self.places.get(device) for device in self.lost}, dict[Box, list[int]]()
-        for at, box in self.boxes(leaf):
-            held.setdefault(box, []).extend([] if at is None or at in lost else [at])
+    def holders(self, path: str) -> dict[Box, list[int]]:
+        """The devices that hold each box of a source; a NumPy array is held by no device."""
+        held: dict[Box, list[int]] = {}
+        for device, box in self.sources[path]:
+            held.setdefault(box, []).extend([] if device in self.lost else [self.places[device]])
         return held
 
 
@@ -378,14 +368,10 @@ def _way(
 
 
 def _cuts(
-    leaf: MovedLeaf,
-    made: Made,
-    sources: Sequence[MovedLeaf],
-    devices: _Devices,
-    sent_before: tuple[tuple[int, int], ...],
+    made: Made, sources: Sequence[MovedLeaf], devices: _Devices, sent_before: tuple[tuple[int, int], ...]
 ) -> Cuts:
-    alike = {one[1:]: (data_of(one.shape, one.dtype)[1], devices.holders(one)) for one in sources}
-    targets = [(at, box) for at, box in devices.boxes(leaf) if at is not None]
+    alike = {one[1:]: (data_of(one.shape, one.dtype)[1], devices.holders(one.path)) for one in sources}
+    targets = [(devices.places[device], box) for device, box in devices.target]
     process_of = {at: one.process_index for at, one in enumerate(devices.every) if devices.are_named}
     return cuts_of(made, targets, {one.path: alike[one[1:]] for one in sources}, process_of, sent_before)
 
@@ -399,12 +385,12 @@ def device_boxes(leaf: MovedLeaf) -> dict[Any, Box]:
     return {device: (*found[device], *more) for device in _ordered(leaf.sharding)}
 
 
-def _filled(found: Assembly, leaf: MovedLeaf, sources: Sequence[MovedLeaf], devices: _Devices) -> Assembly:
+def _filled(found: Assembly, sources: Sequence[MovedLeaf], devices: _Devices) -> Assembly:
     """The plan with the NumPy copies of this process: one shard for each box, since replicas share it."""
     first: dict[Box, int] = {}
-    for at, box in devices.boxes(leaf):
-        if at is not None and devices.every[at].process_index == jax.process_index():
-            first.setdefault(box, at)
+    for device, box in devices.target:
+        if device.process_index == jax.process_index():
+            first.setdefault(box, devices.places[device])
     cuts: dict[int, list[Cut]] = {at: [] for at in first.values()}
     for cut in found.cuts.made:
         if cut.receiver in cuts:

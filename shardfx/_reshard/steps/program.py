@@ -22,7 +22,6 @@ from .redistribute import (
     NO_MESH,
     MoveStep,
     Redistribution,
-    abstract,
     is_explicit,
     labelled,
     layouts,
@@ -56,7 +55,7 @@ def program(
     if not steps:
         return placed(x, dst)
     mapped = ft.partial(_moving, src=src, steps=steps, like=like, cut=cut)
-    if abstract(src.mesh) == abstract(dst.mesh):
+    if src.mesh.abstract_mesh == dst.mesh.abstract_mesh:
         return mapped(placed(x, src), spec=dst.spec)
     # The shards concatenated along dimension 0 in device order mean the same on either mesh, so nothing moves here.
     x = placed(mapped(placed(x, src), spec=flat(src.mesh)), NamedSharding(dst.mesh, flat(dst.mesh)))
@@ -134,7 +133,7 @@ def flat(mesh: Mesh | AbstractMesh) -> PartitionSpec:
 
 def placed(x: Shaped[Array, "..."], sharding: NamedSharding) -> Shaped[Array, "..."]:
     """Constrains a traced `x` to `sharding`, for mesh axes of any type. XLA moves the array if needed."""
-    with jax.sharding.use_abstract_mesh(abstract(sharding.mesh)):
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         if is_explicit(sharding):
             return jax.sharding.reshard(x, sharding)
         return lax.with_sharding_constraint(x, sharding)
@@ -142,7 +141,7 @@ def placed(x: Shaped[Array, "..."], sharding: NamedSharding) -> Shaped[Array, ".
 
 def _mapped(body, mesh: Mesh | AbstractMesh, source: PartitionSpec, target: PartitionSpec):
     def run_on(x):
-        with jax.sharding.use_abstract_mesh(abstract(mesh)):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             # JAX cannot infer the replication that the steps establish.
             return jax.shard_map(body, mesh=mesh, in_specs=source, out_specs=target, check_vma=False)(x)
 

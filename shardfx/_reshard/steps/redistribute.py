@@ -223,11 +223,6 @@ def settled(spec: PartitionSpec) -> PartitionSpec:
     return canonical(PartitionSpec(*[entry_axes(entry) or None for entry in entries_of(spec)]))
 
 
-def abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
-    """The `AbstractMesh` of a mesh."""
-    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-
-
 def is_explicit(sharding: NamedSharding) -> bool:
     """Whether any mesh axis of the sharding is of type `Explicit`, so that array types carry shardings."""
     return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
