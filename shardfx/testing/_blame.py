@@ -197,7 +197,7 @@ class Blame:
                 region.add(number)
                 waiting += [(one, self.records[number]) for one in self.records[number].reads if one >= 0]
         if leaving and min(leaving) < min(region, default=math.inf):
-            return self.named(min(leaving), [])
+            return self.named(min(leaving), set())
         apart = self.without_counterpart(region)
         starts = (
             number
@@ -205,7 +205,7 @@ class Blame:
             if all(one in apart or self.is_right(one, self.records[number]) for one in self.records[number].reads)
         )
         first = next(starts, min(region, default=None))
-        return None if first is None else self.named(first, self.behind(first, region))
+        return None if first is None else self.named(first, region)
 
     def without_counterpart(self, region: set[int]) -> set[int]:
         """The records that no value on one device corresponds to: positions of devices, and shards of right arrays."""
@@ -221,18 +221,17 @@ class Blame:
                 found.add(number)
         return found
 
-    def behind(self, first: int, region: set[int]) -> list[int]:
-        """The wrong operands of an equation, and theirs, back to right ones."""
+    def named(self, first: int, region: set[int]) -> Fault:
+        """The fault to show: the equation itself, and of the wrong values that it depends on the last collective, the
+        last value that lacks a collective, and the positions.
+        """
         seen: set[int] = set()
         waiting = [first]
         while waiting:
             left = {one for one in self.records[waiting.pop()].reads if one in region} - seen
             seen |= left
             waiting += left
-        return sorted(seen - {first})
-
-    def named(self, first: int, behind: list[int]) -> Fault:
-        """The fault to show: the last collective, the values that lack one, the positions, and the equation itself."""
+        behind = sorted(seen - {first})
         reads = self.records[first].reads
         waits = [one for one in reads if one in self.found and {*self.found[one].roles.values()} & {*MERGED}]
         sent = [one for one in behind if self.records[one].primitive in _COLLECTIVES]

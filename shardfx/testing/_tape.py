@@ -39,15 +39,7 @@ _Made: TypeAlias = tuple[_Arrays, Sequence[int]]
 # The values with which a loop starts an iteration.
 CARRY = "carry"
 # These operate on the bits of their dtype.
-_BITS = (
-    "bitcast_convert_type",
-    "random_bits",
-    "rng_bit_generator",
-    "random_gamma",
-    "pallas_call",
-    "ffi_call",
-    "pure_callback",
-)
+_BITS = "bitcast_convert_type random_bits rng_bit_generator random_gamma pallas_call ffi_call pure_callback".split()
 
 
 class Record(NamedTuple):
@@ -109,34 +101,34 @@ class Tape:
 
     def run(self, jaxpr: jex.Jaxpr, consts: _Arrays, args: _Arrays, ids: Sequence[int]) -> _Made:
         """The results of a jaxpr, and the numbers of their records."""
-        arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(self.widened, consts), *args), strict=True))
-        numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*self.unknown(consts), *ids), strict=True))
+        values = zip((*map(self.widened, consts), *args), (*self.unknown(consts), *ids), strict=True)
+        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
 
-        def read(atom: jex.Var | jex.Literal) -> Any:
-            if not isinstance(atom, jex.Literal):
-                return arrays[atom]
-            is_own = self.wide is None
-            return atom.val if is_own else jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
-
-        def number(atom: jex.Var | jex.Literal) -> int:
-            return -1 if isinstance(atom, jex.Literal) else numbers[atom]
+        def read(atoms: Sequence[Any]) -> tuple[list[Any], list[int]]:
+            """The arrays of some variables, and the numbers of their records."""
+            found = [(self.literal(one), -1) if isinstance(one, jex.Literal) else known[one] for one in atoms]
+            return [array for array, _ in found], [number for _, number in found]
 
         frames = self.frames
         entered = {**dict.fromkeys(_INLINED, self.inlined), "custom_linear_solve": self.solved}
         entered |= {"scan": self.scan, "while": self.loop, "cond": self.branch, "shard_map": self.shard_map}
         for equation in jaxpr.eqns:
             self.frames = tuple(one for one in frames_of(equation) if not is_library(one)) or frames
-            ins, reads = [*map(read, equation.invars)], [*map(number, equation.invars)]
+            ins, reads = read(equation.invars)
             if equation.primitive.name in entered:
                 outs, made = entered[equation.primitive.name](equation, ins, reads)
             else:
                 outs = self.applied(jaxpr, equation, ins)
                 made = self.all_kept(equation, outs, reads)
                 outs = [self.values.get(at, out) for at, out in zip(made, outs, strict=True)]
-            arrays.update(zip(equation.outvars, outs, strict=True))
-            numbers.update(zip(equation.outvars, made, strict=True))
+            known.update(zip(equation.outvars, zip(outs, made, strict=True), strict=True))
         self.frames = frames
-        return [*map(read, jaxpr.outvars)], [*map(number, jaxpr.outvars)]
+        return read(jaxpr.outvars)
+
+    def literal(self, atom: Any) -> Any:
+        """The value of a literal in the jaxpr."""
+        is_own = self.wide is None
+        return atom.val if is_own else jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
 
     def unknown(self, arrays: Sequence[object]) -> list[int]:
         """New record numbers for arrays that no equation makes."""
@@ -186,16 +178,13 @@ class Tape:
     def param(self, param: Any) -> Any:
         """A parameter of an equation, with wider dtypes."""
         if isinstance(param, jex.ClosedJaxpr | jex.Jaxpr):
-            return self.anew(param)
+            jaxpr, consts = opened(param)
+            structs = [jax.ShapeDtypeStruct(var.aval.shape, _wider(var.aval.dtype, self.wide)) for var in jaxpr.invars]
+            inner = Tape(alone=self.alone, wide=self.wide)
+            made = jax.make_jaxpr(lambda *args: inner.run(jaxpr, consts, args, [-1] * len(args))[0])(*structs)
+            return made if isinstance(param, jex.ClosedJaxpr) else made.jaxpr
         is_dtype = isinstance(param, np.dtype) or (isinstance(param, type) and issubclass(param, np.generic))
         return _wider(np.dtype(param), self.wide) if is_dtype else param
-
-    def anew(self, given: object) -> Any:
-        jaxpr, consts = opened(given)
-        structs = [jax.ShapeDtypeStruct(var.aval.shape, _wider(var.aval.dtype, self.wide)) for var in jaxpr.invars]
-        inner = Tape(alone=self.alone, wide=self.wide)
-        made = jax.make_jaxpr(lambda *args: inner.run(jaxpr, consts, args, [-1] * len(args))[0])(*structs)
-        return made if isinstance(given, jex.ClosedJaxpr) else made.jaxpr
 
     def bound(self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: _Arrays) -> _Arrays:
         if not self.alone:

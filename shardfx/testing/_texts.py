@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from .._ground.spec import entries_of, unreduced_kind
 from .._ground.text import array_text, between_numbers, bytes_text, joined_exactly, plural, printable, spec_text
-from .._plan import Content, Row, ShardPlan, check_plan
+from .._plan import Row, ShardPlan, check_plan
 from .._step import place_text
 from ..cost import Frame, StepShardings, Traffic, TrafficRow
 from ..cost._collective import KINDS
@@ -62,7 +62,15 @@ def plan_text(plan: ShardPlan) -> str:
     check_plan("plan", plan)
     content = plan.content
     total, each = content.total_bytes
-    lines = [_PLAN_FORMAT, f"mesh {_mesh_text(content)}", *([f"mode {plan.mode}"] if plan.mode is not None else [])]
+    mesh = content.mesh
+    slices = [
+        f"slices {name}={count}" for name, count in zip(mesh.axis_names, mesh.dcn_sizes, strict=True) if count > 1
+    ]
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = [f"{name}={kind.name}" for name, kind in kinds if kind is not AxisType.Auto]
+    sizes = ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+    lines = [_PLAN_FORMAT, printable(" ".join(["mesh", sizes, *slices, *explicit]))]
+    lines += [f"mode {plan.mode}"] if plan.mode is not None else []
     lines += [f"{plural(len(plan), 'array')}, {total:,} bytes, {each:,} per device", ""]
     groups: dict[tuple[Any, ...], list[str]] = {}
     texts = [_row_text(row) for row in content.rows]
@@ -132,15 +140,6 @@ def assert_same_text(kind: str, text: str, expected: str | os.PathLike[str], *, 
         accept = f"replace the text with `{kind}_text({kind})`" if is_text else f"run {writes}"
         head = f"the {kind} is not that of {where}.\nTo accept the new one, {accept}.\n"
         raise AssertionError("\n".join([head, *lines]))
-
-
-def _mesh_text(content: Content) -> str:
-    mesh = content.mesh
-    slices = [f"{name}={count}" for name, count in zip(mesh.axis_names, mesh.dcn_sizes, strict=True) if count > 1]
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = [f"{name}={kind.name}" for name, kind in kinds if kind is not AxisType.Auto]
-    sizes = ",".join(f"{name}={size}" for name, size in mesh.shape.items())
-    return printable(" ".join([sizes, *[f"slices {text}" for text in slices], *explicit]))
 
 
 def _row_text(row: Row) -> str:
