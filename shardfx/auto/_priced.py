@@ -72,20 +72,17 @@ def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, mod
     )
     if work.cycles and chip.name in _UNITS:
         compute = work.cycles / (float(chip.flops("bfloat16")) / (2 * _UNITS[chip.name]))
-    exposed = hidden = 0.0
+    taken = {"exposed": 0.0, "hidden": 0.0}
     for row in seconds(sent, chip, one.mesh).rows:
         calls = 1 if row.traffic.calls is None else row.traffic.calls
-        taken = row.seconds / model.network + calls * model.call_seconds
-        if row.traffic.leaf is None:
-            exposed += taken
-        else:
-            hidden += taken
+        kind = "exposed" if row.traffic.leaf is None else "hidden"
+        taken[kind] += row.seconds / model.network + calls * model.call_seconds
     return dataclasses.replace(
         one,
-        seconds=compute + exposed + max(0.0, hidden - model.overlap * compute),
+        seconds=compute + taken["exposed"] + max(0.0, taken["hidden"] - model.overlap * compute),
         compute_seconds=compute,
-        exposed_seconds=exposed,
-        hidden_seconds=hidden,
+        exposed_seconds=taken["exposed"],
+        hidden_seconds=taken["hidden"],
         traffic=largest_first(sent),
     )
 

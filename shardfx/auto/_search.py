@@ -5,8 +5,8 @@ import dataclasses
 import functools as ft
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 from jaxtyping import PyTree
@@ -41,7 +41,6 @@ _LESS = "use more devices, a smaller batch, or remat"
 # The number of candidates that are compiled on request.
 COMPILED = 12
 _NO_LIMITS = Limits()
-_Result = TypeVar("_Result")
 
 
 def search(
@@ -193,12 +192,14 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
             return error
 
     def add(ones: Sequence[Candidate]) -> None:
-        for one, found in zip(ones, _in_threads(priced, ones), strict=True):
-            if isinstance(found, ProgramError):
-                refused[one] = found
-            else:
-                made[one] = found
-            tell(f"partitioned candidate {len(made) + len(refused)}: {one.title}")
+        # XLA partitions the next program while this one is read.
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+            for one, found in zip(ones, pool.map(priced, ones), strict=True):
+                if isinstance(found, ProgramError):
+                    refused[one] = found
+                else:
+                    made[one] = found
+                tell(f"partitioned candidate {len(made) + len(refused)}: {one.title}")
 
     def ranked() -> list[Candidate]:
         return sorted(made, key=lambda one: rank(made[one]))
@@ -220,18 +221,13 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
     # Constraints reduce communication. Without sharded parameters there is little for the compiler to get wrong.
     worth = dict.fromkeys([*ranked()[:2], *by_core, *ranked()])
     worth = [one for one in worth if any(names != ("batch",) for _, names in one.assignments)][:constrained]
-    better = _in_threads(ft.partial(_better, pricer), [made[one] for one in worth])
-    for number, (one, other) in enumerate(zip(worth, better, strict=True), start=1):
-        tell(f"constrained candidate {number} of {len(worth)}: {one.title}")
-        made[one] = other
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        better = pool.map(ft.partial(_better, pricer), [made[one] for one in worth])
+        for number, (one, other) in enumerate(zip(worth, better, strict=True), start=1):
+            tell(f"constrained candidate {number} of {len(worth)}: {one.title}")
+            made[one] = other
     names = {one.title for one in usual}
     return sorted(made.values(), key=rank), {other.title for one, other in made.items() if one.title in names}
-
-
-def _in_threads(call: Callable[[Candidate], _Result], ones: Sequence[Candidate]) -> Iterator[_Result]:
-    """The results of a call for each candidate. XLA partitions the next program while this one is read."""
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        yield from pool.map(call, ones)
 
 
 def _counts(size: int, devices: int) -> tuple[int, int]:
@@ -296,18 +292,10 @@ class Frontier:
 
     def __str__(self) -> str:
         rows = [("devices", "batch", "a step", "examples/s", "a device", "fits", "mesh")]
-        rows += [
-            (
-                str(point.devices),
-                str(point.batch),
-                ms(point.candidate.seconds),
-                f"{point.per_second:.4g}",
-                bytes_text(point.candidate.memory_bytes),
-                "yes" if point.candidate.fits else "no",
-                point.candidate.title,
-            )
-            for point in self.points
-        ]
+        for point in self.points:
+            one = point.candidate
+            counts = str(point.devices), str(point.batch), ms(one.seconds), f"{point.per_second:.4g}"
+            rows.append((*counts, bytes_text(one.memory_bytes), "yes" if one.fits else "no", one.title))
         return "\n".join(table(rows, right={"devices", "batch", "a step", "examples/s", "a device"}))
 
     __repr__ = first_lines

@@ -48,7 +48,7 @@ def test_a_step_on_one_gpu_from_plan_to_program():
     here = ONE.build(jax.devices()[:1])
     compiled = sfx.filter_jit(step, in_shardings=tuple(one.on(here) for one in plans)).lower(model, x).compile()
     made = sfx.cost.traffic(compiled)
-    assert made.rows == () and str(made) == "no traffic: a step on one device sends nothing."
+    assert made.rows == () and str(made).startswith("no traffic: ")
     assert sfx.cost.seconds(made, "h200", ONE).seconds == 0
     ours = (eqx.combine(plans[0].structs, model), plans[1].structs)  # a model that holds functions
     assert sfx.cost.estimate(step, *ours).wire_bytes == 0
