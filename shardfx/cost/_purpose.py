@@ -1,17 +1,16 @@
 """The purpose of each array that a step takes, found from what the step does with it rather than from its name."""
 
 import collections
+import itertools
 import math
 from collections.abc import Iterator, Sequence, Set
-from typing import NamedTuple, TypeAlias
-
-import jax
+from typing import NamedTuple
 
 from .._ground.tree import flatten
 from .._step import Parameter, Step
 from ._collective import MOVING
 from ._hlo_text import ELEMENTWISE, PIECES, VIEWS
-from ._live.program import LiveOp, OpenedProgram, Uses, reached
+from ._live.program import OpenedProgram, Uses, reached
 
 
 # Operations that update an argument. If the optimizer's state is sharded further than the parameters, so is the update,
@@ -36,10 +35,6 @@ class Taken(NamedTuple):
     result: int | None
 
 
-# A subtree of the arguments or the results: the paths below it, each with the index of its array.
-_Node: TypeAlias = tuple[tuple[str, int], ...]
-
-
 def taken(step: Step, program: OpenedProgram) -> tuple[Taken, ...]:
     """The arrays that a step takes, each with its purpose, in the order of the program's parameters.
 
@@ -56,14 +51,12 @@ def taken(step: Step, program: OpenedProgram) -> tuple[Taken, ...]:
     ours = step.arguments
     dtypes = [program.buffers[value].dtype for value in program.entry.carried]
     uses = Uses(program)
-    back = {
-        at: to
-        for at, to in _returned(step, dtypes).items()
-        if _comes_from(program.entry.results[to], program.entry.carried[at], uses)
-    }
+    entry = program.entry
+    same = _returned(step, program)
+    back = {at: to for at, to in same.items() if _comes_from(entry.results[to], entry.carried[at], uses)}
     trains = any("transpose(" in op.instruction.op_name for op in uses.ops)
     groups: list[str] = []
-    for at, value in enumerate(program.entry.carried):
+    for at, value in enumerate(entry.carried):
         if at not in back:
             groups.append("")
         elif not trains:
@@ -85,41 +78,38 @@ def taken(step: Step, program: OpenedProgram) -> tuple[Taken, ...]:
     return tuple(found)
 
 
-def _returned(step: Step, dtypes: Sequence[str]) -> dict[int, int]:
+def _returned(step: Step, program: OpenedProgram) -> dict[int, int]:
     """For each array of the arguments that a result replaces, the number of that result."""
-    info = flatten(step.traced.out_info)
-    results = [(path, leaf) for path, leaf, yes in zip(info.paths, info.leaves, info.is_array, strict=True) if yes]
-    made = [(path, (leaf.shape, _short(leaf.dtype))) for path, leaf in results]
-    given = [(one.path, (one.shape, dtype)) for one, dtype in zip(step.arguments, dtypes, strict=True)]
-    by_kind: dict[object, list[_Node]] = collections.defaultdict(list)
-    for node in _nodes(made):
-        by_kind[_kind(node, made)].append(node)
+    info, dtypes = flatten(step.traced.out_info), [buffer.dtype for buffer in program.buffers]
+    results = itertools.compress(zip(info.paths, info.leaves, strict=True), info.is_array)
+    made = [(path, (leaf.shape, dtypes[at])) for (path, leaf), at in zip(results, program.entry.results, strict=True)]
+    given = [(one.path, (one.shape, dtypes[at])) for one, at in zip(step.arguments, program.entry.carried, strict=True)]
+    alike: dict[object, list[list[int]]] = collections.defaultdict(list)
+    for kind, numbers in _subtrees(made):
+        alike[kind].append(numbers)
     found: dict[int, int] = {}
     gone: set[int] = set()
-    for node in _nodes(given):
-        if any(at in found for _, at in node):
-            continue
-        for other in by_kind.get(_kind(node, given), ()):
-            if gone.isdisjoint(at for _, at in other):
-                found.update((at, to) for (_, at), (_, to) in zip(node, other, strict=True))
-                gone.update(at for _, at in other)
-                break
+    for kind, numbers in _subtrees(given):
+        if found.keys().isdisjoint(numbers):
+            other = next((one for one in alike[kind] if gone.isdisjoint(one)), ())
+            found.update(zip(numbers, other, strict=False))
+            gone.update(other)
     return found
 
 
-def _nodes(leaves: Sequence[tuple[str, object]]) -> Iterator[_Node]:
-    """The subtrees of a tree, the larger ones first; subtrees of one depth are in order."""
-    parts = [path.split("/") for path, _ in leaves]
+def _subtrees(arrays: Sequence[tuple[str, object]]) -> Iterator[tuple[object, list[int]]]:
+    """The subtrees of a tree, the larger ones first: the structure of each, and the numbers of its arrays.
+
+    Each array is its path, and its shape and dtype.
+    """
+    parts = [path.split("/") for path, _ in arrays]
     for depth in range(max(map(len, parts), default=0) + 1):
-        below: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+        below: dict[tuple[str, ...], list[tuple[list[str], int]]] = {}
         for at, own in enumerate(parts):
             if len(own) >= depth:
-                below.setdefault(tuple(own[:depth]), []).append(("/".join(own[depth:]), at))
-        yield from (tuple(sorted(found)) for found in below.values())
-
-
-def _kind(node: _Node, leaves: Sequence[tuple[str, object]]) -> object:
-    return tuple((path, leaves[at][1]) for path, at in node)
+                below.setdefault(tuple(own[:depth]), []).append((own[depth:], at))
+        for found in map(sorted, below.values()):
+            yield tuple((*path, arrays[at][1]) for path, at in found), [at for _, at in found]
 
 
 def _comes_from(result: int, given: int, uses: Uses) -> bool:
@@ -147,11 +137,7 @@ def _is_read_forward(value: int, uses: Uses) -> bool:
             yield from op.makes if op.opcode in VIEWS or op.opcode == "convert" else ()
 
     readers = (op for one in reached([value], forms) for op, _, _ in uses.users.get(one, ()))
-    return any("jvp(" in op.instruction.op_name or not _is_update(op) for op in readers)
-
-
-def _is_update(op: LiveOp) -> bool:
-    return op.opcode in ELEMENTWISE or op.opcode in VIEWS
+    return any("jvp(" in op.instruction.op_name or op.opcode not in ELEMENTWISE | VIEWS for op in readers)
 
 
 def _leading(ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
@@ -178,14 +164,3 @@ def _moment(path: str, parameters: Set[str]) -> str:
         if "/".join(parts[at:]) in parameters:
             return f"optimizer: {'/'.join(parts[1:at]) or parts[0]}"
     return "optimizer: the rest" if len(parts) > 1 or not parameters else f"optimizer: {path}"
-
-
-def _short(dtype: jax.typing.DTypeLike) -> str:
-    """A dtype as HLO names it."""
-    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
-        return "u32"
-    name = jax.numpy.dtype(dtype).name
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s"), ("complex", "c")):
-        if name.startswith(long):
-            return short + name.removeprefix(long)
-    return "pred" if name == "bool" else name
