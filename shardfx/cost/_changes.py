@@ -1,7 +1,9 @@
 """Single changes that would save memory, each applied and counted, and the largest batch that fits."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -46,6 +48,16 @@ class Change:
     sources: tuple[Frame, ...] = ()
 
 
+class _After(NamedTuple):
+    """A change as in `Change`, and the peak that is estimated after it."""
+
+    what: str
+    peak_bytes: int
+    how: str
+    host_bytes: int = 0
+    sources: tuple[Frame, ...] = ()
+
+
 def changes_of(known: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
     """The changes that save memory, the one that saves most first.
 
@@ -54,33 +66,31 @@ def changes_of(known: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
     - `known`: the step.
     - `peak_bytes`: the peak of the step as it is, which a compiler may have counted.
     """
-    before = known.held.peak_bytes
     found: list[Change] = []
-    for what, after, how, host_bytes, sources in _changed(known):
-        peak = peak_bytes - before + after
-        fits = peak <= known.chip.usable_hbm_bytes_per_device
-        found.append(Change(what, before - after, peak, fits, how, host_bytes, sources))
-    worth = [one for one in found if one.saves_bytes > _WORTH * peak_bytes]
-    return tuple(sorted(worth, key=lambda one: -one.saves_bytes))
+    for what, after, how, *more in _changed(known):
+        saves = known.held.peak_bytes - after
+        fits = peak_bytes - saves <= known.chip.usable_hbm_bytes_per_device
+        if saves > _WORTH * peak_bytes:
+            found.append(Change(what, saves, peak_bytes - saves, fits, how, *more))
+    return tuple(sorted(found, key=lambda one: -one.saves_bytes))
 
 
-# The title of a change, the bytes that are then needed, its code, the bytes on the host, and its lines.
-_Row = tuple[str, int, str, int, tuple[Frame, ...]]
-
-
-def _changed(known: StepOnChip) -> Iterator[_Row]:
-    axes = _data_axes(known)
+def _changed(known: StepOnChip) -> Iterator[_After]:
+    dims = [one.dims for one in known.step.arguments]
+    used = [axis for at in known.of_group("batch") for axes in dims[at] or () for axis in axes]
+    axes = tuple(axis for axis in dict.fromkeys(used) if known.step.mesh.axis_size(axis) > 1)
     over = ", ".join(f'"{axis}"' for axis in axes)
     over = over if len(axes) == 1 else f"({over})"
     state, ours = known.of_group("optimizer"), known.of_group("parameters")
-    if axes and state:
-        what = f"ZeRO-1: the optimizer's state cut over {' and '.join(axes)} too"
-        yield from _under(known, what, _over(known, state, axes), f"follow(optimizer.init, params_plan, over={over})")
-    if axes and ours:
-        what = f"ZeRO-3: parameters and the optimizer's state cut over {' and '.join(axes)} too"
-        yield from _under(
-            known, what, _over(known, (*ours, *state), axes), f"follow(lambda tree: tree, params_plan, over={over})"
-        )
+    cuts = (
+        ("ZeRO-1: the optimizer's state", state, "optimizer.init"),
+        ("ZeRO-3: parameters and the optimizer's state", (*ours, *state) if ours else (), "lambda tree: tree"),
+    )
+    for name, chosen, init in cuts if axes else ():
+        if (arguments := _over(known, chosen, axes)) != dims:
+            what = f"{name} cut over {' and '.join(axes)} too"
+            with contextlib.suppress(ProgramError):  # XLA may not partition the step so
+                yield _After(what, known.under(arguments).peak_bytes, f"follow({init}, params_plan, over={over})")
     yield from _of_moments(known)
     returned = [at for at, one in enumerate(known.taken) if one.result is not None]
     if not all(known.step.arguments[at].donated for at in returned):
@@ -88,31 +98,15 @@ def _changed(known: StepOnChip) -> Iterator[_Row]:
         names = dict.fromkeys(known.step.arguments[at].path.partition("/")[0] for at in returned)
         told = ", ".join(f'"{name}"' for name in names)
         how = f"filter_jit(step, donate={told if len(names) == 1 else f'({told})'})"
-        yield "donate what the step returns anew", known.of(known.module, donated=donated).peak_bytes, how, 0, ()
+        yield _After("donate what the step returns anew", known.of(known.module, donated=donated).peak_bytes, how)
     if axes and (found := constrained(known)) is not None:
         what = f"constrain the activations along {' and '.join(axes)}, as the batch"
-        yield what, found.peak_bytes, found.how, 0, found.sources
+        yield _After(what, found.peak_bytes, found.how, 0, found.sources)
     after = known.of(known.module, recomputes=True).peak_bytes
-    yield "recompute each layer in the backward pass", after, "jax.lax.scan(jax.checkpoint(layer), x, layers)", 0, ()
+    yield _After("recompute each layer in the backward pass", after, "jax.lax.scan(jax.checkpoint(layer), x, layers)")
     batch = batch_of(known)
     if batch is not None and batch > 1 and batch % 2 == 0 and (half := with_batch(known, batch // 2)) is not None:
-        how = f"a batch of {batch // 2}, or a scan over 2 microbatches"
-        yield "half the batch", half.held.peak_bytes, how, 0, ()
-
-
-def _under(known: StepOnChip, what: str, arguments: Sequence[Dims | None], how: str) -> Iterator[_Row]:
-    if list(arguments) == [one.dims for one in known.step.arguments]:
-        return
-    try:
-        yield what, known.under(arguments).peak_bytes, how, 0, ()
-    except ProgramError:
-        return  # XLA cannot partition the step so
-
-
-def _data_axes(known: StepOnChip) -> tuple[str, ...]:
-    """The mesh axes that shard the batch."""
-    cut = [axis for at in known.of_group("batch") for axes in known.step.arguments[at].dims or () for axis in axes]
-    return tuple(axis for axis in dict.fromkeys(cut) if known.step.mesh.axis_size(axis) > 1)
+        yield _After("half the batch", half.held.peak_bytes, f"a batch of {batch // 2}, or a scan over 2 microbatches")
 
 
 def _over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
@@ -130,7 +124,7 @@ def _over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> li
     return found
 
 
-def _of_moments(known: StepOnChip) -> Iterator[_Row]:
+def _of_moments(known: StepOnChip) -> Iterator[_After]:
     """The change that keeps the optimizer's state in bfloat16, and the change that keeps it in host memory."""
     held, taken = known.held, known.taken
     moments = [at for at in known.of_group("optimizer") if taken[at].argument.shape and not taken[at].argument.on_host]
@@ -143,7 +137,7 @@ def _of_moments(known: StepOnChip) -> Iterator[_Row]:
     if wide:
         less = sum(sizes(at) - sizes(at) * 2 // (8 if taken[at].dtype == "f64" else 4) for at in wide)
         how = "optax.scale_by_adam(mu_dtype=jnp.bfloat16), and cast the others in the step"
-        yield "moments in bfloat16", held.peak_bytes - less, how, 0, ()
+        yield _After("moments in bfloat16", held.peak_bytes - less, how)
     if moments:
         # The largest array is on the device while it is updated.
         less = sum(map(sizes, moments)) - max(held.arguments[at] for at in moments)
@@ -152,7 +146,7 @@ def _of_moments(known: StepOnChip) -> Iterator[_Row]:
             "jax.device_put(state, jax.memory.Space.Device), and .Host for what it returns"
         )
         here = sum(held.arguments[at] for at in moments)
-        yield "moments in host memory", held.peak_bytes - less, how, here, ()
+        yield _After("moments in host memory", held.peak_bytes - less, how, here)
 
 
 def batch_of(known: StepOnChip) -> int | None:
@@ -172,7 +166,8 @@ def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
     if not batch:
         return None
     usable, offset = known.chip.usable_hbm_bytes_per_device, peak_bytes - known.held.peak_bytes
-    unit = max(_parts(known, known.step.arguments[at].dims) for at in known.of_group("batch"))
+    dims = [known.step.arguments[at].dims for at in known.of_group("batch")]
+    unit = max(known.step.mesh.axis_size(own[0]) if own else 1 for own in dims)
     unit = unit if batch % unit == 0 else 1
     needs = {batch: peak_bytes}
     for tried in range(_TRIES):
@@ -190,10 +185,6 @@ def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
     return max((count for count, need in needs.items() if need <= usable), default=0)
 
 
-def _parts(known: StepOnChip, dims: Dims | None) -> int:
-    return known.step.mesh.axis_size(dims[0]) if dims else 1
-
-
 def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None, unit: int, *, halves: bool) -> int:
     """The batch to try next: between one that fits and one that does not, or about twice the largest that fits."""
     if over is None:
@@ -209,24 +200,21 @@ def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None,
 
 def with_batch(known: StepOnChip, batch: int) -> StepOnChip | None:
     """The step for another number of examples; `None` if the step's code only works for its own number."""
-    ours = {known.step.arguments[at].path for at in known.of_group("batch")}
-    names = argument_names(known.function, len(known.step.args))
-    args = [_resized(arg, name, ours, batch) for name, arg in zip(names, known.step.args, strict=True)]
     if known.function is None:
         return None
+    ours = {known.step.arguments[at].path for at in known.of_group("batch")}
+    args: list[object] = []
+    for arg, name in zip(known.step.args, argument_names(known.function, len(known.step.args)), strict=True):
+        flat = flatten(arg)
+        leaves = [
+            jax.ShapeDtypeStruct((batch, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
+            if "/".join(filter(None, (name, path))) in ours
+            else leaf
+            for leaf, path in zip(flat.leaves, flat.paths, strict=True)
+        ]
+        args.append(jax.tree.unflatten(flat.treedef, leaves))
     try:
         other = StepOnChip(step_of(known.function, args, known.step.given_mesh), known.chip, known.function)
         return other if other.held else None
     except (TypeError, ValueError, ProgramError):
         return None
-
-
-def _resized(arg: object, name: str, paths: set[str], batch: int) -> object:
-    flat = flatten(arg)
-    leaves = [
-        jax.ShapeDtypeStruct((batch, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
-        if "/".join(part for part in (name, path) if part) in paths
-        else leaf
-        for leaf, path in zip(flat.leaves, flat.paths, strict=True)
-    ]
-    return jax.tree.unflatten(flat.treedef, leaves)
