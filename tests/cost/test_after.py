@@ -1,4 +1,4 @@
-"""What compilers do behind the partitioner: small programs before and after, and compiled ones to the byte."""
+"""The passes of compilers after the partitioner: small programs, and the collectives that are left."""
 
 import pytest
 
@@ -10,6 +10,7 @@ from shardfx.cost._runs import runs_of
 
 _ALL = "channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true"
 _FOURS = "channel_id=1, replica_groups=[2,4]<=[8], use_global_device_ids=true"
+_PAIRS = "channel_id=2, replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids=true"
 
 
 def _sent(text, platform):
@@ -24,7 +25,10 @@ def _sent(text, platform):
 
 
 def _entry(*lines):
-    return "HloModule step, num_partitions=8\n\nENTRY %main {\n  " + "\n  ".join(lines) + "\n}\n"
+    """A program of these instructions, each as its type and its operation; the first is %v0, the last the root."""
+    *before, last = [f"%v{at} = {line}" for at, line in enumerate(lines)]
+    body = "\n  ".join([*before, f"ROOT {last}"])
+    return f"HloModule step, num_partitions=8\n\nENTRY %main {{\n  {body}\n}}\n"
 
 
 def _loop(body):
@@ -61,6 +65,87 @@ ENTRY %main {{
 """
 
 
+_ONCE = "lhs_contracting_dims={1}, rhs_contracting_dims={1}"
+
+
+def _gathered(last):
+    """A gather of f32[8,8] shards whose transpose one operation reads."""
+    gather = f"f32[64,8] all-gather(%v0), {_ALL}, dimensions={{0}}"
+    return _entry("f32[8,8] parameter(0)", gather, "f32[8,64] transpose(%v1), dimensions={1,0}", last)
+
+
+def _by_columns(columns):
+    """A product of a concatenation with a gathered matrix of so many columns."""
+    return _entry(
+        f"f32[8,{columns}] parameter(0)",
+        "f32[16,8] parameter(1)",
+        f"f32[64,{columns}] all-gather(%v0), {_ALL}, dimensions={{0}}",
+        "f32[16,64] concatenate(%v1, %v1, %v1, %v1, %v1, %v1, %v1, %v1), dimensions={1}",
+        f"f32[16,{columns}] dot(%v3, %v2), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}",
+    )
+
+
+def _product(rows):
+    """A product of so many rows with a gathered weight."""
+    return _entry(
+        f"bf16[{rows},1024] parameter(0)",
+        "bf16[128,1024] parameter(1)",
+        f"bf16[1024,1024] all-gather(%v1), {_ALL}, dimensions={{0}}",
+        f"bf16[{rows},1024] dot(%v0, %v2), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}",
+    )
+
+
+def _rows(part):
+    """A gather of so many numbers per device."""
+    gather = f"s32[{8 * part}] all-gather(%v0), {_ALL}, dimensions={{0}}"
+    return _entry(f"s32[{part}] parameter(0)", gather, f"s32[{8 * part}] negate(%v1)")
+
+
+_ADDED = f"%r = f32[8,8] all-reduce(%w), {_ALL}, to_apply=%add\n  "
+_ACCUMULATED = _loop(f"{_ADDED}%new = f32[8,8] add(%s, %r)")
+_READ = _loop(f"{_ADDED}%sum = f32[8,8] add(%s, %r)\n  %new = f32[8,8] negate(%sum)")
+_SUMS = _entry(
+    "f32[8,16] parameter(0)",
+    "f32[16,8] parameter(1)",
+    f"f32[8,16] all-reduce(%v0), {_ALL}, to_apply=%add",
+    f"f32[16,8] all-reduce(%v1), {_ALL}, to_apply=%add",
+    "f32[8,16] transpose(%v3), dimensions={1,0}",
+    "f32[8,16] add(%v2, %v4)",
+    "f32[8,16] negate(%v5)",
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "platform", "sent"),
+    [
+        # A loop that only adds up a sum reduces it once, after its last iteration.
+        (_ACCUMULATED, "tpu", ("all-reduce", "f32", 1, 256)),
+        (_ACCUMULATED, "gpu", ("all-reduce", "f32", 5, 256)),
+        (_READ, "tpu", ("all-reduce", "f32", 5, 256)),
+        (_SUMS, "tpu", ("all-reduce", "f32", 1, 512)),
+        # Gathers that only products at the default precision read are sent in bfloat16.
+        (_gathered(f"f32[8,8] dot(%v2, %v2), {_ONCE}"), "tpu", ("all-gather", "bf16", 1, 1024)),
+        (
+            _gathered(f"f32[8,8] dot(%v2, %v2), {_ONCE}, operand_precision={{highest,highest}}"),
+            "tpu",
+            ("all-gather", "f32", 1, 2048),
+        ),
+        (_gathered("f32[8,64] negate(%v2)"), "tpu", ("all-gather", "f32", 1, 2048)),
+        # A product with a vector is in float32.
+        (_by_columns(1), "tpu", ("all-reduce", "f32", 1, 256)),
+        (_by_columns(2), "tpu", ("all-gather", "bf16", 1, 256)),
+        # A product that takes longer than its gather hides a ring of permutes.
+        (_product(512), "tpu", ("all-gather", "bf16", 1, 2 * 2**20)),
+        (_product(560), "tpu", ("collective-permute", "bf16", 1, 9 * 2**18)),
+        # Rows that do not fill the lanes are gathered by a sum.
+        (_rows(64), "tpu", ("all-reduce", "s32", 1, 2048)),
+        (_rows(256), "tpu", ("all-gather", "s32", 1, 8192)),
+    ],
+)
+def test_the_collective_that_a_compiler_leaves(text, platform, sent):
+    assert _sent(text, platform) == [sent]
+
+
 @pytest.mark.parametrize(
     "groups",
     [
@@ -70,47 +155,22 @@ ENTRY %main {{
         "replica_groups=mesh['a'=2,'b'=4] {'b'}",
     ],
 )
-def test_all_forms_of_groups_are_equal(groups):
+def test_gathers_whose_groups_are_written_in_other_forms_are_one(groups):
     text = _entry(
-        "%x = f32[8,4] parameter(0)",
-        f"%g.1 = f32[32,4] all-gather(%x), channel_id=1, {groups}, dimensions={{0}}, use_global_device_ids=true",
-        f"%g.2 = f32[32,4] all-gather(%x), {_FOURS.replace('=1,', '=2,', 1)}, dimensions={{0}}",
-        "ROOT %t = (f32[32,4], f32[32,4]) tuple(%g.1, %g.2)",
+        "f32[8,4] parameter(0)",
+        f"f32[32,4] all-gather(%v0), channel_id=1, {groups}, use_global_device_ids=true, dimensions={{0}}",
+        f"f32[32,4] all-gather(%v0), {_FOURS.replace('=1,', '=2,', 1)}, dimensions={{0}}",
+        "(f32[32,4], f32[32,4]) tuple(%v1, %v2)",
     )
-    text = text.replace("use_global_device_ids=true, dimensions={0}", "dimensions={0}, use_global_device_ids=true")
     assert _sent(text, "tpu") == [("all-gather", "f32", 1, 512)]
 
 
-def test_tpus_reduce_what_a_loop_adds_up_once():
-    body = f"""%r = f32[8,8] all-reduce(%w), {_ALL}, to_apply=%add
-  %new = f32[8,8] add(%s, %r)"""
-    text = _loop(body)
-    assert _sent(text, "tpu") == [("all-reduce", "f32", 1, 256)]
-    assert _sent(text, "gpu") == [("all-reduce", "f32", 5, 256)]
-    read = text.replace("%new = f32[8,8] add(%s, %r)", "%sum = f32[8,8] add(%s, %r)\n  %new = f32[8,8] negate(%sum)")
-    assert _sent(read, "tpu") == [("all-reduce", "f32", 5, 256)]
-
-
-def test_tpus_reduce_a_sum_of_sums_once():
+def test_a_reduction_of_a_reduction_is_one_over_both_axes():
     text = _entry(
-        "%x = f32[8,16] parameter(0)",
-        "%y = f32[16,8] parameter(1)",
-        f"%r.1 = f32[8,16] all-reduce(%x), {_ALL}, to_apply=%add",
-        f"%r.2 = f32[16,8] all-reduce(%y), {_ALL}, to_apply=%add",
-        "%t = f32[8,16] transpose(%r.2), dimensions={1,0}",
-        "%s = f32[8,16] add(%r.1, %t)",
-        "ROOT %n = f32[8,16] negate(%s)",
-    )
-    assert _sent(text, "tpu") == [("all-reduce", "f32", 1, 512)]
-
-
-def test_tpus_reduce_over_both_axes_at_once():
-    pairs = "channel_id=2, replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids=true"
-    text = _entry(
-        "%x = f32[8] parameter(0)",
-        f"%r.1 = f32[8] all-reduce(%x), {_FOURS}, to_apply=%add",
-        f"%r.2 = f32[8] all-reduce(%r.1), {pairs}, to_apply=%add",
-        "ROOT %n = f32[8] negate(%r.2)",
+        "f32[8] parameter(0)",
+        f"f32[8] all-reduce(%v0), {_FOURS}, to_apply=%add",
+        f"f32[8] all-reduce(%v1), {_PAIRS}, to_apply=%add",
+        "f32[8] negate(%v2)",
     )
     module = as_compiled(parse_hlo(text), "tpu")
     (own,) = [one for one in module.computations["main"].values() if one.opcode == "all-reduce"]
@@ -129,15 +189,15 @@ def test_tpus_reduce_over_both_axes_at_once():
         ("f32[512,128]", "f32[256,128]", "all-reduce"),  # a part of two devices
     ],
 )
-def test_tpus_scatter_sums_of_which_each_keeps_a_part(before, after, kind):
+def test_sums_of_which_each_device_keeps_a_slice_are_scattered(before, after, kind):
     text = _entry(
-        f"%x = {before} parameter(0)",
-        "%at = s32[] parameter(1)",
-        f"%r = {before} all-reduce(%x), {_FOURS}, to_apply=%add",
-        f"%d = {after} dynamic-slice(%r, %at, %at)",
-        f"ROOT %n = {after} negate(%d)",
+        f"{before} parameter(0)",
+        "s32[] parameter(1)",
+        f"{before} all-reduce(%v0), {_FOURS}, to_apply=%add",
+        f"{after} dynamic-slice(%v2, %v1, %v1)",
+        f"{after} negate(%v3)",
     )
-    own = as_compiled(parse_hlo(text), "tpu").computations["main"].get("d")
+    own = as_compiled(parse_hlo(text), "tpu").computations["main"].get("v3")
     assert [one[0] for one in _sent(text, "tpu")] == [kind]
     # GPUs scatter whatever the tiles.
     assert [one[0] for one in _sent(text, "gpu")] == ["reduce-scatter" if after != "f32[256,128]" else "all-reduce"]
@@ -145,65 +205,7 @@ def test_tpus_scatter_sums_of_which_each_keeps_a_part(before, after, kind):
         assert own is not None and (own.passes, own.unsure) == (("tpu-all-reduce-scatter-fusion",), 1.0)
 
 
-_ONCE = "lhs_contracting_dims={1}, rhs_contracting_dims={1}"
-
-
-@pytest.mark.parametrize(
-    ("last", "dtype"),
-    [
-        (f"f32[8,8] dot(%t, %t), {_ONCE}", "bf16"),
-        (f"f32[8,8] dot(%t, %t), {_ONCE}, operand_precision={{highest,highest}}", "f32"),
-        ("f32[8,64] negate(%t)", "f32"),
-    ],
-)
-def test_tpus_gather_what_products_alone_read_in_bfloat16(last, dtype):
-    text = _entry(
-        "%x = f32[8,8] parameter(0)",
-        f"%g = f32[64,8] all-gather(%x), {_ALL}, dimensions={{0}}",
-        "%t = f32[8,64] transpose(%g), dimensions={1,0}",
-        f"ROOT %d = {last}",
-    )
-    assert [one[1] for one in _sent(text, "tpu")] == [dtype]
-
-
-def test_products_that_take_longer_than_their_gather_are_windowed():
-    def step(rows):
-        return _entry(
-            f"%x = bf16[{rows},1024] parameter(0)",
-            "%w = bf16[128,1024] parameter(1)",
-            f"%g = bf16[1024,1024] all-gather(%w), {_ALL}, dimensions={{0}}",
-            f"ROOT %d = bf16[{rows},1024] dot(%x, %g), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}",
-        )
-
-    assert [one[0] for one in _sent(step(512), "tpu")] == ["all-gather"]
-    assert [one[0] for one in _sent(step(560), "tpu")] == ["collective-permute"]
-
-
-def test_each_pass_names_what_it_stands_for():
+def test_each_pass_has_a_name_and_a_link():
     for passes in PASSES.values():
         assert all(one.link for one in passes)
         assert len({one.name for one in passes}) == len(passes)
-
-
-def test_tpus_multiply_by_a_vector_in_float32():
-    def step(columns):
-        return _entry(
-            f"%x = f32[8,{columns}] parameter(0)",
-            "%w = f32[16,8] parameter(1)",
-            f"%g = f32[64,{columns}] all-gather(%x), {_ALL}, dimensions={{0}}",
-            "%l = f32[16,64] concatenate(%w, %w, %w, %w, %w, %w, %w, %w), dimensions={1}",
-            f"ROOT %d = f32[16,{columns}] dot(%l, %g), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}",
-        )
-
-    assert [one[1] for one in _sent(step(1), "tpu")] == ["f32"]
-    assert [one[1] for one in _sent(step(2), "tpu")] == ["bf16"]
-
-
-@pytest.mark.parametrize(("part", "kind"), [(64, "all-reduce"), (256, "all-gather")])
-def test_tpus_gather_small_rows_by_a_sum(part, kind):
-    text = _entry(
-        f"%x = s32[{part}] parameter(0)",
-        f"%g = s32[{8 * part}] all-gather(%x), {_ALL}, dimensions={{0}}",
-        f"ROOT %n = s32[{8 * part}] negate(%g)",
-    )
-    assert [one[0] for one in _sent(text, "tpu")] == [kind]

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
+import jax
+
 from .._hlo_text import Array, HloModule, Instruction, Result, index_of, result_of
 
 
@@ -134,8 +136,8 @@ class _Opener:
         bound = [self.new(self.result(one.result)) for one in parameters]
         ops: list[LiveOp] = []
         made = self.read(self.module.entry, bound, ops)
-        named = {leaf: one for one, values in zip(parameters, bound, strict=True) for leaf in leaves(values)}
-        return OpenedProgram(self.buffers, Body((*named,), tuple(leaves(made)), ops), (*named.values(),))
+        named = {leaf: one for one, values in zip(parameters, bound, strict=True) for leaf in jax.tree.leaves(values)}
+        return OpenedProgram(self.buffers, Body((*named,), tuple(jax.tree.leaves(made)), ops), (*named.values(),))
 
     def new(self, result: Result) -> Values:
         """New numbers for the arrays of an instruction's result."""
@@ -174,7 +176,7 @@ class _Opener:
         if one.opcode in _END and isinstance(first, tuple):
             return first[1]
         is_same = one.opcode in _SAME or (one.opcode == "custom-call" and _IDENTITIES.search(one.attributes))
-        if is_same and operands and _is_like(operands[0], self.result(one.result)):
+        if is_same and operands and isinstance(operands[0], int) == isinstance(self.result(one.result), Array):
             return operands[0]
         called = [target for _, target in one.called]
         if one.opcode in _CALLS:
@@ -184,11 +186,12 @@ class _Opener:
         if one.opcode == "while":
             return self.loop(one, operands[0], ops)
         makes = self.new(self.result(one.result))
-        bodies: tuple[Body, ...] = ()
-        if one.opcode == "conditional":
-            bodies = tuple(self.body(target, [own], ()) for target, own in zip(called, operands[1:], strict=True))
-        reads = tuple(leaf for operand in operands for leaf in leaves(operand))
-        ops.append(LiveOp(one, reads, tuple(leaves(makes)), bodies, self.calls))
+        bodies: list[Body] = []
+        for target, own in zip(called, operands[1:], strict=True) if one.opcode == "conditional" else ():
+            inner: list[LiveOp] = []
+            bodies.append(Body((), tuple(jax.tree.leaves(self.read(target, [own], inner))), inner))
+        reads = tuple(jax.tree.leaves(operands))
+        ops.append(LiveOp(one, reads, tuple(jax.tree.leaves(makes)), (*bodies,), self.calls))
         return makes
 
     def opened(self, call: Instruction, name: str, bound: Sequence[Values], ops: list[LiveOp]) -> Values:
@@ -197,10 +200,6 @@ class _Opener:
         made = self.read(name, bound, ops)
         self.calls = before
         return made
-
-    def body(self, name: str, bound: Sequence[Values], carried: tuple[int, ...]) -> Body:
-        ops: list[LiveOp] = []
-        return Body(carried, tuple(leaves(self.read(name, bound, ops))), ops)
 
     def loop(self, one: Instruction, initial: Values, ops: list[LiveOp]) -> Values:
         """The values that a loop returns. A value that the loop never changes keeps its number inside and after the
@@ -219,7 +218,7 @@ class _Opener:
         inside, outside = renewed(), renewed()
 
         def changed(values: Sequence[Values]) -> tuple[int, ...]:
-            return tuple(leaf for at in changes for leaf in leaves(values[at]))
+            return tuple(jax.tree.leaves([values[at] for at in changes]))
 
         turn: list[LiveOp] = []
         root = self.read(body, [inside], turn)
@@ -250,17 +249,6 @@ class _Opener:
         given = body[holder.operands[0]]
         is_kept = given.opcode == "tuple" and index not in self.changes(dict(holder.called)["body"])
         return is_kept and self.hands_on(body, given.operands[index], at)
-
-
-def leaves(values: Values) -> list[int]:
-    """The value numbers in a nested tuple, in order."""
-    if isinstance(values, int):
-        return [values]
-    return [leaf for one in values for leaf in leaves(one)]
-
-
-def _is_like(values: Values, result: Result) -> bool:
-    return isinstance(values, int) == isinstance(result, Array)
 
 
 def _number(parameter: Instruction) -> int:
