@@ -108,10 +108,10 @@ def find(name: str | Chip) -> Chip:
     asked = _plain(name)
     if asked not in known:
         near = difflib.get_close_matches(asked, known, n=3, cutoff=0.5)
-        meant = f"did you mean {' or '.join(dict.fromkeys(known[one].name for one in near))}? " if near else ""
+        meant = f"; did you mean {' or '.join(dict.fromkeys(known[one].name for one in near))}? " if near else ". "
         raise ChipError(
-            f"there is no chip {name!r:.80}{f'; {meant}' if meant else '. '}There are "
-            f"{', '.join(chip.name for chip in CHIPS)}. Make your own with `shardfx.chips.Chip(...)`."
+            f"there is no chip {name!r:.80}{meant}There are {', '.join(chip.name for chip in CHIPS)}. Make your own "
+            "with `shardfx.chips.Chip(...)`."
         )
     return known[asked]
 

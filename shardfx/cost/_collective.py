@@ -347,13 +347,8 @@ def is_transfer(instruction: Instruction) -> bool:
 
 def slices_of(module: HloModule) -> int:
     """The number of slices that the transfers of a program span; 1 without transfers."""
-    transfers = [
-        instruction
-        for computation in module.computations.values()
-        for instruction in computation.values()
-        if is_transfer(instruction)
-    ]
-    names = {name // SLICE for one in transfers for row in _target(one)[0] for name in row}
+    instructions = (one for computation in module.computations.values() for one in computation.values())
+    names = {name // SLICE for one in filter(is_transfer, instructions) for row in _target(one)[0] for name in row}
     return max(1, max(names, default=1) - min(names, default=1) + 1)
 
 

@@ -85,16 +85,11 @@ class Graph:
         """For each operation, the dimensions of its arrays, each with its major-most factor, the one that a mesh axis
         shards.
         """
-        return [
-            [
-                (Holder(value, dim), own[0])
-                for values, dims in ((made.ins, made.factors.ins), (made.outs, made.factors.outs))
-                for value, each in zip(values, dims, strict=False)
-                for dim, own in enumerate(each)
-                if own
-            ]
-            for made in self.operations
-        ]
+        found = []
+        for made in self.operations:
+            pairs = [*zip(made.ins, made.factors.ins, strict=False), *zip(made.outs, made.factors.outs, strict=False)]
+            found.append([(Holder(value, dim), own[0]) for value, dims in pairs for dim, own in enumerate(dims) if own])
+        return found
 
     def axes_of(self, holder: Holder) -> tuple[str, ...]:
         """The mesh axes that shard one dimension of an array."""

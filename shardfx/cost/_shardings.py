@@ -199,10 +199,9 @@ class StepShardings:
         """The row of an array in memory, found by its line and its size on one device, and the reason why it is not
         smaller.
         """
-        own = [row for row in self.rows if row.source == array.source]
-        size = math.prod(array.buffer.shape)
-        alike = [row for row in own if row.bytes_per_device * 8 // bits(row.dtype) == size]
-        row = next((row for row in alike if row.phase == array.phase), next(iter(alike), None))
+        size, own = math.prod(array.buffer.shape), (row for row in self.rows if row.source == array.source)
+        alike = (row for row in own if row.bytes_per_device * 8 // bits(row.dtype) == size)
+        row = min(alike, key=lambda row: row.phase != array.phase, default=None)
         if row is None:
             return None, self._known.gathered(array.source)
         return row, next(map(str, self.wanted(row)), "")

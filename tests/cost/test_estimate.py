@@ -241,13 +241,8 @@ def test_explicit_axes_are_read_off_the_types():
 
 
 def test_the_same_step_under_another_mesh_is_not_traced_again():
-    traced = []
-
-    def step(x, w):
-        traced.append(1)
-        return jnp.sin(x @ w).sum()
-
-    shapes = (64, 32), (32, 16)
+    traced, shapes = [], ((64, 32), (32, 16))
+    step = lambda x, w: traced.append(1) or jnp.sin(x @ w).sum()
     made = step_of(step, [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes])
     for mesh, dims in (({"a": 8}, [((), ("a",)), (("a",), ())]), ({"a": 2, "b": 4}, [(("a",), ()), ((), ("b",))])):
         spec = MeshSpec(mesh)

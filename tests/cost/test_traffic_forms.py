@@ -216,17 +216,14 @@ def test_what_a_loop_asks_before_each_trip_and_a_leaf_in_a_branch():
 CALLED_TWICE = f"""HloModule m, num_partitions=4
 
 %g (p: f32[4]) -> f32[16] {{
-  %p = f32[4]{{0}} parameter(0)
   ROOT %h = f32[16]{{0}} all-gather(%p), {ALL}
 }}
 
 %left (p: f32[4]) -> f32[16] {{
-  %p = f32[4]{{0}} parameter(0)
   ROOT %c = f32[16]{{0}} call(%p), to_apply=%g
 }}
 
 %right (p: f32[4]) -> f32[16] {{
-  %p = f32[4]{{0}} parameter(0)
   %c = f32[16]{{0}} call(%p), to_apply=%g
   ROOT %d = f32[16]{{0}} call(%p), to_apply=%g
 }}
@@ -238,7 +235,6 @@ CALLED_TWICE = f"""HloModule m, num_partitions=4
 }}
 
 %less (p: f32[4]) -> f32[16] {{
-  %p = f32[4]{{0}} parameter(0)
   ROOT %a = f32[20]{{0}} all-gather(%p), {ALL}
 }}
 

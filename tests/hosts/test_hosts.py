@@ -189,8 +189,7 @@ def batch(rows=8):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_global_batch_is_placed_as_planned(kind):
-    mesh = MeshSpec({"data": 4, "tensor": 2}, axis_types=kind).build(jax.devices())
-    made = batch_plan(mesh)
+    made = batch_plan(MeshSpec({"data": 4, "tensor": 2}, axis_types=kind).build(jax.devices()))
     out = hosts.global_batch(batch(), made)
     jax.tree.map(np.testing.assert_array_equal, gather(out), batch())
     assert jax.tree.map(lambda array: array.sharding, out) == made.shardings

@@ -32,14 +32,8 @@ boxes = st.lists(st.integers(1, 6), min_size=1, max_size=4).filter(lambda box: m
 
 def hops(path, box, closed):
     """How far successive places are apart, by brute force."""
-    out = []
-    for a, b in itertools.pairwise(path):
-        steps = [
-            min(abs(p - q), size - abs(p - q)) if ring else abs(p - q)
-            for p, q, size, ring in zip(a, b, box, closed, strict=True)
-        ]
-        out.append(sum(steps))
-    return out
+    far = lambda p, q, size, ring: min(abs(p - q), size - abs(p - q)) if ring else abs(p - q)
+    return [sum(map(far, a, b, box, closed)) for a, b in itertools.pairwise(path)]
 
 
 def is_permutation(order, bounds):
@@ -82,11 +76,7 @@ OTHER = [SimpleNamespace(id=i, process_index=i // 2) for i in range(3)]
             [chips(HOST)[2:]],
             r"6 devices span bounds \(2, 2, 1, 2\), but none sits at \(0, 0, 0, 0\)",
         ),
-        (
-            topology.positions,
-            [chips(HOST, slices=2)],
-            r"2 of the 16 .* at \(0, 0, 0, 0\); slices are ordered one by one",
-        ),
+        (topology.positions, [chips(HOST, slices=2)], r"2 of the 16 .* \(0, 0, 0, 0\); slices are ordered one by one"),
         (topology.coords, [OTHER[0], 0], "`local_device_count` is 0; it must be at least 1"),
         (topology.hybrid_shape, [1, 8, 0], "`processes` is 0; it must be at least 1"),
         (topology.torus_order, [(2, 2), (2, 3)], r"sizes \(2, 3\) have 6 devices, but bounds \(2, 2\) hold 4"),
