@@ -62,19 +62,19 @@ def load(
     - `plan`: a [`shardfx.ShardPlan`][] on devices, or a tree of `jax.ShapeDtypeStruct`s with shardings, or of arrays
         that the loaded ones shall be placed like.
     - `map`: a [`shardfx.TreeMap`][] that makes the plan's leaves from the checkpoint's arrays, if these have other
-        names, shapes or values. Each process reads what its shards are made of. For weights that are scaled, cast
-        twice, or scattered element by element, at most 4 MiB per thread are in use beside the result.
+        names, shapes or values. Each process reads only the parts that its shards are made of. For weights that are
+        scaled, cast twice, or scattered element by element, at most 4 MiB per thread are in use beside the result.
     - `dtype`: `None`: the checkpoint must have the plan's dtypes. `"plan"`: cast to the plan's dtypes on the way. A
         dtype: cast all floating-point arrays to it.
-    - `memory_limit_bytes`: the most that is in host memory on its way to a device. By default it is 1 GiB or the
-        largest shard, whichever is larger. On a CPU nothing is on its way: the memory that is read into becomes the
-        array's.
-    - `gap_bytes`: bytes that no device of the process needs are skipped where as many lie in a row, and read along
-        where fewer do; `plan_reads` says what that is. A read costs about as much as 4 KiB from the page cache, so for
-        columns of short rows 4096 is faster; on a network file system, where a read takes long, more still.
-    - `missing_chunks`: the treatment of missing chunks in stores of chunks. `"raise"`: a chunk that is not there was
-        lost, which is an error. `"fill"`: it holds the array's fill value, as zarr has it; right for arrays whose
-        writer leaves such chunks out.
+    - `memory_limit_bytes`: the limit for bytes that are in host memory on their way to a device. By default it is
+        1 GiB or the largest shard, whichever is larger. On a CPU there are no such bytes: the memory that is read into
+        becomes the array's.
+    - `gap_bytes`: a gap of bytes that no device of the process needs is skipped if it has at least this length, and
+        read otherwise; `plan_reads` counts these bytes. A read costs about as much as 4 KiB from the page cache, so for
+        columns of short rows 4096 is faster, and on a network file system, where a read takes long, a larger number.
+    - `missing_chunks`: the treatment of missing chunks in stores of chunks. `"raise"`: a missing chunk was lost, which
+        is an error. `"fill"`: a missing chunk holds the array's fill value, as zarr defines it; this is right for
+        arrays whose writer leaves such chunks out.
     - `unread`: the treatment of the checkpoint's arrays that no leaf is made of, such as those of layers that the plan
         lacks. `"raise"`: an error that names them. `"allow"`: they are left out. Arrays that `plan.select` left out of
         the plan are left out here too, and a map states itself what it drops.
@@ -232,10 +232,10 @@ Group = list[tuple[Unit, list[np.ndarray]]]
 
 
 class Flight:
-    """The groups of units that are being read. They start and end in order, and the limit bounds their bytes.
+    """The groups of units that are being read. They start and end in order, and a limit bounds their bytes.
 
-    Values that have arrived are, by leaf, in `filled` if their memory becomes the array's, otherwise in `placed`, on
-    devices.
+    The results, by the number of the leaf, are in `filled` if their memory becomes the array's. Otherwise they are on
+    devices, in `placed`.
     """
 
     def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress):

@@ -50,7 +50,7 @@ class Fetch(NamedTuple):
 
     - `entry`: the array.
     - `boxes`: parts of it.
-    - `homes`: for each box, the number of the leaf's box that it is part of, and its position in that box's memory;
+    - `homes`: for each box, the number of the leaf's box that contains it, and its position in that box's memory;
         `None` if the boxes are those of the leaf.
     """
 
@@ -178,8 +178,8 @@ class ProcessReads:
     **Arguments:**
 
     - `process_index`: the number of the process.
-    - `needed_bytes`: the bytes of its shards as the checkpoint stores them, replicas within the process once.
-    - `read_bytes`: the bytes that it reads for them (of stores of chunks: the chunks that they touch, uncompressed).
+    - `needed_bytes`: the bytes of the process's shards as the checkpoint stores them; replicas count once.
+    - `read_bytes`: the bytes that the process reads for them. For a store of chunks: the uncompressed chunks.
     - `reads`: the number of reads.
     """
 
@@ -239,8 +239,8 @@ def plan_reads(
     **Arguments:**
 
     - `index`, `plan`, `map`, `dtype`, `unread`, `gap_bytes`: as in `load`; the plan need not have devices.
-    - `processes`: for a plan without devices: over how many processes its mesh is spread, each with as many devices,
-        consecutive in the mesh's order. By default 1. A plan on devices knows.
+    - `processes`: for a plan without devices, the number of processes, by default 1. Each gets equally many devices,
+        consecutive in the mesh's order. For a plan on devices, the processes are those of its devices.
 
     **Returns:**
 

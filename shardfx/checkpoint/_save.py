@@ -75,23 +75,22 @@ def save(
     **Arguments:**
 
     - `path`: the directory to make, which must not exist; or a file that ends in `.safetensors`.
-    - `tree`: the planned tree, of JAX arrays, or of NumPy arrays that are equal on all processes. All processes save a
-        tree of NumPy arrays alone together, too. PRNG keys are saved with the name of their implementation, and
-        Python's numbers, a step counter for one, in the file's metadata. Other leaves that are no arrays, functions and
-        strings, are not saved.
-    - `plan`: its plan. The arrays are written as they are placed, whether that is by this plan or not. Without one, the
-        plan that is written says how they lie; arrays on different meshes get none.
+    - `tree`: the planned tree, of JAX arrays, or of NumPy arrays that are equal on all processes. If it holds NumPy
+        arrays only, every process must call this. PRNG keys are saved with the name of their implementation. Python's
+        numbers, such as a step counter, are saved in the file's metadata. Functions and strings are not saved.
+    - `plan`: the tree's plan. The arrays are written as they are placed, even if that is not by this plan. Without a
+        plan, one is written that states the arrays' own shardings; arrays on different meshes get none.
     - `map`: a [`shardfx.TreeMap`][] that makes the arrays of another layout from the tree's. Those are written, under
         its names, as Hugging Face's libraries read them, and without the plan, which is the tree's. Each process writes
         the values of its own shards, so that no array is ever assembled in one process.
-    - `like`: for a map that goes backwards, as `map.inverse()` does: a tree of structs of what is to be written,
-        `checkpoint.structs(index)` of the checkpoint that was read, for one.
-    - `overwrite`: replace the file, at once and as a whole, if it exists. A directory cannot be replaced so: save
+    - `like`: for a map that goes backwards, as `map.inverse()` does: a tree of structs of the arrays to write, such as
+        `checkpoint.structs(index)` of the checkpoint that was read.
+    - `overwrite`: whether to replace an existing file, at once and as a whole. A directory cannot be replaced so: save
         to a new name, then remove the old one.
-    - `file_bytes`: a directory gets a further file where one would get larger than this.
+    - `file_bytes`: the size above which the arrays of a directory are divided into several files.
     - `progress`: whether to show a line on stderr; by default if that is a terminal.
-    - `wait_seconds`: seconds that the processes wait for one that has not called this yet. A process that has called
-        it, and then fails or dies, is noticed within 30 seconds, however long the others wait.
+    - `wait_seconds`: seconds that the processes wait for a process that has not called this yet. A process that fails
+        or dies later is noticed within 30 seconds.
 
     **Raises:**
 

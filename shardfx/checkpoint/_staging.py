@@ -97,7 +97,7 @@ class LeftOver:
     - `path`: the path of the file or directory.
     - `target`: the path that it was to be renamed to.
     - `nbytes`: bytes on the disk.
-    - `age_seconds`: since something was last written to it.
+    - `age_seconds`: seconds since the last write.
     """
 
     path: str
@@ -116,13 +116,14 @@ def left_over(
 
     **Arguments:**
 
-    - `directory`: the one in which checkpoints are saved; those below it are not looked at.
-    - `older_than_seconds`: only what nothing was written to for so long. A save that is under way writes all the time.
-    - `remove`: whether to remove what is found.
+    - `directory`: the directory in which checkpoints are saved. Directories below it are not searched.
+    - `older_than_seconds`: files and directories that were written to more recently than this are left out, since a
+        save that is under way writes all the time.
+    - `remove`: whether to remove the files and directories that are found.
 
     **Returns:**
 
-    What was found, by name.
+    The files and directories, in the order of their names.
 
     !!! Example
 

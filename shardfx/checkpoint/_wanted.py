@@ -31,11 +31,11 @@ class WantedLeaf:
 
     **Arguments:**
 
-    - `path`, `shape`, `dtype`, `sharding`: those of the array that is read.
-    - `entries`: the arrays that it is made of.
+    - `path`, `shape`, `dtype`, `sharding`: the path, shape, dtype and sharding of the array that is read.
+    - `entries`: the stored arrays that the leaf is made of.
     - `pieces`: the parts of the entries, and their positions; `None` if the leaf is the stored array unchanged.
-    - `keys`: the dtype of the PRNG keys that the bits are of, if they are.
-    - `is_cast_by_map`: whether a map says all casts, so that no number is refused for what a cast makes of it.
+    - `keys`: for key data, the dtype of the PRNG keys.
+    - `is_cast_by_map`: whether a map states every cast. Then no value is refused because a cast changes it.
     """
 
     path: str
@@ -166,9 +166,9 @@ def _leaf(
     what: str,
     made: Made | None = None,
 ) -> WantedLeaf:
-    """The leaf of a shape and dtype, `planned` as another one perhaps; raises if that needs a cast that is not allowed.
+    """A leaf with this shape, read from arrays of dtype `stored`; raises if the planned dtype needs a forbidden cast.
 
-    A map has `made` the leaf; without one it is its one entry.
+    `made` is the map's result for the leaf; without a map, the leaf is its only entry.
     """
     if not _is_keys(planned.dtype, stored, what):
         to = _dtype(planned.dtype, stored, dtype, what)

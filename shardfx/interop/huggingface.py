@@ -25,8 +25,8 @@ STYLES: dict[str, str | None] = {
     "ep_dispatch_experts": None,
 }
 _PACKED = 2
-# The names in checkpoints for the parts of one expert, if the plan has all experts in one parameter; w1 and w3 are gate
-# and up. They are from `transformers/conversion_mapping.py` of 5.23.
+# Checkpoints have parameters of single experts under these names; the plan has one parameter for all experts. w1 and w3
+# are gate and up. The names are from `transformers/conversion_mapping.py` of 5.23.
 _ON_DISK = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("down_proj", "w2")}
 
 
@@ -35,9 +35,10 @@ class Plans(NamedTuple):
 
     **Arguments:**
 
-    - `tensor`: `base_model_tp_plan`; empty where there is none.
-    - `expert`: `base_model_ep_plan`; empty likewise.
-    - `head`: `_tp_plan` of the model's class, of what lies beside the base model: `lm_head`; empty likewise.
+    - `tensor`: `base_model_tp_plan`; empty if the class has none.
+    - `expert`: `base_model_ep_plan`; empty if the class has none.
+    - `head`: `_tp_plan` of the model's class, for parameters outside of the base model (`lm_head`); empty if the class
+        has none.
     """
 
     tensor: dict[str, str]
@@ -55,7 +56,7 @@ class Style:
     - `style`: the name of the style.
     - `axis`: the mesh axes.
     - `unit`: the number of elements of the sharded dimension that form an indivisible unit.
-    - `is_one_expert`: whether the parameter is of one expert, as checkpoints have it, and the plan's of all.
+    - `is_one_expert`: whether the parameter belongs to one expert, as in checkpoints; the plan's belongs to all.
     """
 
     key: str

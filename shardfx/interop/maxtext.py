@@ -30,8 +30,8 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
     **Arguments:**
 
     - `config`: the content of a rule file, as `yaml.safe_load` gives it.
-    - `base`: the `logical_axis_rules` of the base configuration. A name of which the file has rules loses those of the
-        base, whose other rules go first; a custom mesh and rule file has no base.
+    - `base`: the `logical_axis_rules` of the base configuration. The file's rules replace the base's rules of the same
+        names, and follow the base's other rules. A custom mesh and rule file has no base.
 
     **Returns:**
 

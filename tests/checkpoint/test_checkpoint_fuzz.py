@@ -1,4 +1,4 @@
-"""Any bytes as any of the headers that `checkpoint.read_index` reads: a checked index comes back, or one error."""
+"""For any bytes in the place of a header, `checkpoint.read_index` returns a checked index or raises one error."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Files that are wrong in ways that once went unsaid, or took the process with them."""
+"""Damaged and hostile files are refused with a message, in bounded memory and time."""
 
 import concurrent.futures
 import itertools as it
@@ -36,7 +36,7 @@ def wanted(mesh, shape=(8,), dtype=np.float32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
 
 
-# Loads one checkpoint after the other: what each says, and by how many MiB the process has grown meanwhile.
+# Loads one checkpoint after the other, and prints each error and the MiB by which the process has grown.
 LOADS = """
     import json, sys
     import jax, numpy as np
@@ -60,7 +60,7 @@ LOADS = """
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """What a process of its own, which must end by itself, says of each of the files that could take it along."""
+    """The errors of a separate process, which must end by itself, for the files that could end it."""
     makers = {**dict.fromkeys(TOO_LARGE, too_large), **dict.fromkeys(BOMBS, bombed), **dict.fromkeys(PIPES, piped)}
     makers |= {"outside": led_outside}
     paths = {name: tmp_path_factory.mktemp("hostile") for name in makers}

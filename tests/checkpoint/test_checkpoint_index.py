@@ -1,4 +1,4 @@
-"""Reading what a checkpoint holds: every safetensors layout, and files that want to do harm."""
+"""The index of a checkpoint: every layout of safetensors, and damaged and hostile files."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Loading under a plan: the right bytes, only those, each once, in memory that JAX keeps."""
+"""Loading under a plan reads the right bytes, no others, each once, into memory that JAX keeps."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Loading and saving through a map: bitwise what the map makes of whole arrays."""
+"""Loading and saving through a map give, bit by bit, the arrays that the map makes of whole arrays."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Saving: bit by bit under any other plan again, and nothing lost whoever is killed and whenever."""
+"""A saved tree is loaded bit by bit under any other plan, and a save that is killed at any call loses nothing."""
 
 import errno
 import json

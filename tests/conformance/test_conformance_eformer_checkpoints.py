@@ -1,4 +1,4 @@
-"""eformer's `serialization.sharding_utils`: what was measured, and what is better here."""
+"""Every vector measured on eformer's `serialization.sharding_utils`, and cases that no vector has."""
 
 import json
 import re

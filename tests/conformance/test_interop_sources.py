@@ -1,4 +1,4 @@
-"""What the tests of other libraries' rules take for granted, compared with the libraries' own sources."""
+"""The assumptions of the tests about other libraries' rules, compared with the sources of those libraries."""
 
 import ast
 import collections

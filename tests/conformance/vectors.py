@@ -1,6 +1,6 @@
-"""Vectors measured on other libraries: what each must give here.
+"""Vectors measured on other libraries, and the result that shardfx must give for each.
 
-A "conform" vector gives what was measured. A "deviate" one gives what is stated beside its id, with the reason.
+For a "conform" vector that is the measured result. For a "deviate" vector it stands beside its id, with the reason.
 """
 
 import contextlib
