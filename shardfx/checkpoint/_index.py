@@ -199,14 +199,13 @@ def _read_directory(where: FilePlace, path: str, names: list[str]) -> Index:
         return _indexed("eformer", where, stores.eformer_entries(where))
     if stores.ORBAX_METADATA in names:
         return _indexed("orbax", where, stores.orbax_entries(where))
-    stores.require_finished(where, names)
+    stores.raise_if_no_tree(where, names)
     if stores.OCDBT_MANIFEST in names:
         return _indexed("ocdbt", where, stores.ocdbt_entries(where))
     if weights:
         return _of_files(where, [inside(where, name) for name in weights])
     entries = stores.zarr_entries(where)
     if not entries:
-        stores.raise_if_step(where, names)
         steps = [os.path.join(path, name) for name in names if name[-1].isdigit()]
         hint = f" It holds {some(steps)}: if these are steps of a run, name one." if steps else ""
         raise CheckpointError(

@@ -48,10 +48,6 @@ class _Tensor:
     file: str
     offset: int
 
-    @property
-    def nbytes(self) -> int:
-        return _nbytes(self.value)
-
 
 def save(
     path: str | os.PathLike[str],
@@ -191,7 +187,7 @@ def write(
             afterwards.callback(remove_partial, staging)
 
         together.alone(ft.partial(begin, path, staging, headers, is_file, overwrite, text))
-        total = sum(tensor.nbytes for tensor in tensors)
+        total = sum(_nbytes(tensor.value) for tensor in tensors)
         bar = Progress("saving", total, progress)
         writes = _writes(tensors, together.is_first, afterwards)
         together.finish(writes, bar.advance, total, ft.partial(commit, staging, path, is_file, overwrite))
@@ -272,7 +268,7 @@ def _writes(
     writes: list[concurrent.futures.Future[int]] = []
     for file, own in it.groupby(tensors, lambda one: one.file):
         # Tensors that are small together: one thread task for each would cost more.
-        groups = grouped(own, lambda one: one.nbytes, COPY_BYTES)
+        groups = grouped(own, lambda one: _nbytes(one.value), COPY_BYTES)
         writes += [pool.submit(_write, files[file], group, is_first, stop) for group in groups]
     return [*writes, *[pool.submit(_flush, file, tuple(writes)) for file in files.values()]]
 

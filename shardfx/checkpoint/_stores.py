@@ -364,20 +364,16 @@ _TRACES = ("_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "ocdbt.proces
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
-def raise_if_step(where: FilePlace, names: list[str]) -> None:
-    """Raises for a step of Orbax's CheckpointManager, which is not a tree but holds trees in directories."""
+def raise_if_no_tree(where: FilePlace, names: list[str]) -> None:
+    """Raises for a directory of Orbax without its metadata: a step, which holds trees, or an incomplete checkpoint."""
     items = [name for name in names if os.path.isfile(os.path.join(where.directory, name, ORBAX_METADATA))]
     if items:
         raise CheckpointError(
             f"{where.directory!r} is a step of Orbax's CheckpointManager with the items {items[:20]}; name one, as in "
             f"`read_index({os.path.join(where.directory, items[0])!r})`."
         )
-
-
-def require_finished(where: FilePlace, names: list[str]) -> None:
-    """Raises for a directory of Orbax that lacks its metadata, since arrays may be missing too."""
     traces = [name for name in names if name in _TRACES]
-    if traces and not any(os.path.isfile(os.path.join(where.directory, name, ORBAX_METADATA)) for name in names):
+    if traces:
         raise CheckpointError(
             f"{where.directory!r} is a checkpoint of Orbax, as {quoted(traces[0])} shows, without {ORBAX_METADATA}: "
             "its save was interrupted, or files were lost, and nothing says which arrays it had. Copy the whole "

@@ -30,8 +30,6 @@ _SILENT_SECONDS = 20.0
 # How long a failed process waits for the others, to tell them its error.
 _LINGER_SECONDS = 20.0
 
-Notes = Mapping[int, Mapping[str, Any]]
-
 
 def holders_of(tree: object) -> tuple[int, ...]:
     """The processes that save a tree: those with devices of its arrays, or all if no array is on devices."""
@@ -213,11 +211,11 @@ class Together:
                 f"written to {self.what}: it has died, or hangs. If the new checkpoint is there, it is complete."
             )
 
-    def _share(self, note: Mapping[str, Any]) -> Notes:
+    def _share(self, note: Mapping[str, Any]) -> dict[int, Any]:
         """Leaves a note, and returns the notes of all processes."""
         return {self.me: note} if len(self.members) == 1 else self._run(self._round, note)
 
-    def _round(self, note: Mapping[str, Any]) -> Notes:
+    def _round(self, note: Mapping[str, Any]) -> dict[int, Any]:
         # A process can be at most one round ahead of the others, so two folders suffice.
         self._rounds += 1
         folder = f"{self._name}/notes/{self._rounds % 2}"

@@ -82,12 +82,12 @@ def played(service, *acts):
         return [future.result() for future in futures]
 
 
-def saving(did, wrote=10, commit=None):
+def saving(did, wrote=10, begin=None, commit=None):
     """The whole save of one process; `did` lists the work of the first process alone."""
 
     def act(together):
         token = together.agree({"path": "'it'"}, ())
-        together.alone(lambda: did.append("began"))
+        together.alone(begin or (lambda: did.append("began")))
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             writes = [pool.submit(lambda: wrote)]
             together.finish(writes, lambda _: None, 30, commit or (lambda: did.append("committed")))
@@ -103,8 +103,9 @@ def raising(error):
     return fails
 
 
-def test_an_error_of_the_first_process_alone_is_told_to_all():
-    first, *others = played(Service(), *it.repeat(saving([], commit=raising(OSError("disk full"))), 3))
+@pytest.mark.parametrize("work", ["begin", "commit"])
+def test_an_error_of_the_first_process_alone_is_told_to_all(work):
+    first, *others = played(Service(), *it.repeat(saving([], **{work: raising(OSError("disk full"))}), 3))
     assert isinstance(first, OSError)
     assert all("failed on process 3, with OSError: disk full" in str(other) for other in others)
 
