@@ -51,7 +51,7 @@ def infer_mode(shape: tuple[int, ...] | None, dim: int | None) -> str:
 
     **Raises:**
 
-    `RuleError` if `shape` is missing; `SpecError` if the shape has no such dimension.
+    `RuleError` if `shape` is missing or `dim` is a bool; `SpecError` if the shape has no such dimension.
 
     !!! Example
 
@@ -69,6 +69,8 @@ def infer_mode(shape: tuple[int, ...] | None, dim: int | None) -> str:
     """
     if dim is None:
         return tokens.MODE_TRAIN
+    if isinstance(dim, bool):
+        raise RuleError(f"`infer_mode({shape}, {dim})`: the dimension is an int, not a bool; use {int(dim)}.")
     if shape is None:
         raise RuleError(f"`infer_mode(None, {dim})`: the mode depends on the size of dim {dim}; pass the shape.")
     if not -len(shape) <= dim < len(shape):
