@@ -262,7 +262,7 @@ def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
 
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([^\]]*)\]")
-_BITS = re.compile(r"^(?:[suf](\d+)\w*|bf(16)|c(64|128))$")
+_BITS = re.compile(r"(?:[sufc]|bf)(\d+)\w*")
 # A bounded dynamic size counts as its bound.
 _SIZES = re.compile(r"^(?:<=)?\d+(?:,(?:<=)?\d+)*$|^$")
 _INDEX = re.compile(r"\bindex=(\d+)")
@@ -288,10 +288,10 @@ class Array(NamedTuple):
         """
         if self.dtype in _NO_MEMORY:
             return 0
-        found = _BITS.match("s8" if self.dtype == "pred" else self.dtype)
+        found = _BITS.fullmatch("s8" if self.dtype == "pred" else self.dtype)
         if found is None:
             raise ProgramError(f"the size of `{self}` is not known")
-        return int(next(filter(None, found.groups())))
+        return int(found[1])
 
     @property
     def bytes(self) -> Fraction:

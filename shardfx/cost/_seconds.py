@@ -157,8 +157,7 @@ def _row(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip
     far = row.dcn_bytes / chip.dcn_bytes_per_second * chip.devices_per_chip
     if not chip.torus_dims and row.group_size > chip.island_chips:
         # A group larger than a switch's group of chips also sends between such groups.
-        share = 1 / chip.island_chips
-        far += row.wire_bytes * share / chip.dcn_bytes_per_second
+        far += row.wire_bytes / chip.island_chips / chip.dcn_bytes_per_second
         why += f", and the network between islands of {chip.island_chips}"
     return SecondsRow(row, near + far, far, rate, why)
 

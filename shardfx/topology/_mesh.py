@@ -94,11 +94,10 @@ class MeshSpec(eqx.Module):
                 raise MeshError(
                     f"mesh axis `{name}` of size {size} cannot span {slices!r} slices; `dcn` must divide the size."
                 )
-        unknown = [name for name, size in zip(self.axis_names, self.axis_sizes, strict=True) if size == -1]
         if math.prod(int(size) for size in self.axis_sizes if size != -1) > _MOST_DEVICES:
             raise MeshError(f"mesh axes {self.axis_names} have more devices than JAX can number; use smaller sizes.")
-        if len(unknown) > 1:
-            raise MeshError(f"mesh axes {unknown} are both -1; at most one size can be filled from the device count.")
+        if self.axis_sizes.count(-1) > 1:
+            raise MeshError(f"mesh {self} has two sizes of -1; at most one can be filled from the device count.")
 
     def __repr__(self) -> str:
         kinds = {name: kind.name for name, kind in zip(self.axis_names, self.axis_types, strict=True)}

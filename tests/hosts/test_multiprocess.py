@@ -77,16 +77,16 @@ def test_processes_with_other_plans_are_told_where_they_differ(job):
     for index, result in enumerate(job):
         other = last if index == 0 else 0
         messages = result["agreement"] if index in (0, last) else job[0]["agreement"]
-        pair = f"the plans of process {index} and process {other} differ: "
-        if index in (0, last):
-            assert messages["spec"].startswith(pair + "leaf `")
-            assert messages["shape"].startswith(pair + "leaf `more` is only in ")
-            assert messages["devices"].startswith(pair + "the devices of the mesh are ")
-            ours, theirs = ("From('w').times(2.0)", "From('w')")[:: 1 if index == last else -1]
-            text = (
-                f"the maps of process {index} and process {other} differ: `out/w <- {ours}` in one, `out/w <- {theirs}`"
-            )
-            assert messages["map"].startswith(text)
+        ours, theirs = ("From('w').times(2.0)", "From('w')")[:: 1 if index == last else -1]
+        starts = {
+            "spec": "plans, leaf `",
+            "shape": "plans, leaf `more` is only in ",
+            "devices": "plans, the devices of the mesh are [",
+            "map": f"maps, `out/w <- {ours}` in one, `out/w <- {theirs}`",
+        }
+        for what, start in starts.items() if index in (0, last) else ():
+            kind, _, first = start.partition(", ")
+            assert messages[what].startswith(f"the {kind} of process {index} and process {other} differ: {first}")
             assert "one has a plan, the other a map" in messages["map and plan"]
         # No process goes on to a collective that others will never join.
         assert set(result["agreement"]) == {"spec", "shape", "devices", "map", "map and plan"}

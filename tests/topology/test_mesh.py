@@ -50,7 +50,7 @@ def test_a_mesh_is_a_value():
         (lambda: MeshSpec([("a", 1), ("a", 2)]), r"`a` occurs twice in \('a', 'a'\); give each axis one name"),
         (lambda: MeshSpec({"a": 0}), "`a` has size 0; use a positive integer, or -1 for the rest"),
         (lambda: MeshSpec({"": 2}), "named by a non-empty string, not ''"),
-        (lambda: MeshSpec({"a": -1, "b": -1}), r"\['a', 'b'\] are both -1; at most one size"),
+        (lambda: MeshSpec({"a": -1, "b": -1}), "mesh a=-1,b=-1 has two sizes of -1; at most one"),
         (lambda: MeshSpec({"a": 4}, dcn={"a": 3}), "`a` of size 4 cannot span 3 slices; `dcn` must divide the size"),
         (lambda: MeshSpec({"a": 4}, dcn={"b": 2}), r"`dcn` names mesh axis `b`, but the mesh has \('a',\)"),
         (lambda: MeshSpec({"a": 4}, axis_types={"b": EXPLICIT}), "`axis_types` names mesh axis `b`"),
