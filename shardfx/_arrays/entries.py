@@ -177,7 +177,7 @@ def parameter_names(signature: inspect.Signature, args: Sequence[object], kwargs
 
 
 def arity(signature: inspect.Signature) -> int | None:
-    """The number of positional arguments of a call that needs no binding; `None` if all calls need it."""
+    """The number of positional arguments with which a call needs no `Signature.bind`; `None` if every call needs it."""
     count = len(positional_names(signature))
     return count if count == len(signature.parameters) else None
 

@@ -91,7 +91,7 @@ def filter_jit(
     A function with the signature of `fn`. Keyword arguments are bound to their positions, so that they are sharded too.
     Its `.trace(...)` and `.lower(...)` take arguments or ShapeDtypeStructs, and return what those of `jax.jit` return;
     `.compile()` of a lowered one returns a function with the signature of `fn` again, for the same static arguments.
-    For a module with functions, lower with `equinox.combine(plan.structs, model)`, since `plan.structs` alone has none.
+    A plan has no functions: for a module with functions, lower with `equinox.combine(plan.structs, model)`.
 
     Plans without devices can be traced and lowered: `.trace(plan.structs).lower(lowering_platforms=("tpu",))`. The
     result of `.trace` lists the arguments and results of the function, with their paths and shardings.

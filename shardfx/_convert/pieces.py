@@ -398,12 +398,8 @@ def dense(piece: Piece) -> Iterator[Piece]:
 
 def once(piece: Piece) -> Piece:
     """The piece without repetitions: of equal elements only the first."""
-    return Piece(piece.value, piece.source, piece.target, _once(piece.factors))
-
-
-@ft.lru_cache(maxsize=4096)
-def _once(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
-    return tuple(f for f in factors if f.source_dim != NOWHERE)
+    kept = tuple([f for f in piece.factors if f.source_dim != NOWHERE])
+    return Piece(piece.value, piece.source, piece.target, kept)
 
 
 def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:

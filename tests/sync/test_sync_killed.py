@@ -40,19 +40,21 @@ def whole(line):
     return int(revision)
 
 
+def first(engine):
+    """The first line of an engine that has a revision."""
+    return next(line for line in engine.stdout if line.startswith("has") and "None" not in line)
+
+
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_an_engine_keeps_one_revision_when_its_trainer_is_killed(started, seed):
     trainer = started("trainer")
     engine = started("engine", int(trainer.stdout.readline()))
-    line = engine.stdout.readline()
-    while not line.startswith("has") or "None" in line:
-        line = engine.stdout.readline()
+    shown = first(engine)
     time.sleep(random.Random(seed).random() / 2)
     trainer.kill()
-    killed, last, shown = time.monotonic(), 0, line
+    killed, last = time.monotonic(), 0
     while shown.startswith("has"):
-        last = whole(shown)
-        shown = engine.stdout.readline()
+        last, shown = whole(shown), engine.stdout.readline()
     assert time.monotonic() - killed < 2 + 1
     assert shown.startswith("kept") and whole(shown) == last and "whole" in shown
 
@@ -62,16 +64,10 @@ def test_a_trainer_goes_on_when_its_engine_is_killed(started, seed):
     trainer = started("trainer")
     port = int(trainer.stdout.readline())
     engine = started("engine", port)
-    while "[" not in engine.stdout.readline():
-        pass
+    first(engine)
     time.sleep(random.Random(seed).random() / 2)
     engine.kill()
-    other = started("engine", port)
-    assert trainer.poll() is None
-    line = other.stdout.readline()
-    while "None" in line:
-        line = other.stdout.readline()
-    assert line.startswith("has") and whole(line) > 0
+    assert whole(first(started("engine", port))) > 0
     assert trainer.poll() is None
 
 

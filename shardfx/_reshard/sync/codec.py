@@ -108,9 +108,9 @@ def _form(data: Any, dtypes: Mapping[str, np.dtype], dtype: np.dtype) -> WireFor
     _require((path is None) == isinstance(number, int | float), f"the value {data[0]!r:.80}")
     scale = None if scale is None else Scale(str(scale[0]), _ints(scale[1]))
     read = [_dtype(to) if isinstance(to, str) else Arithmetic(*to) for to in casts]
-    signs = {to.sign for to in read if isinstance(to, Arithmetic)}
-    numbers = [to.number for to in read if isinstance(to, Arithmetic)]
-    _require(signs <= {*"*/+-"} and all(isinstance(one, int | float) for one in numbers), f"the casts {casts!r:.80}")
+    counted = [to for to in read if isinstance(to, Arithmetic)]
+    are_known = all(sign in ("*", "/", "+", "-") and isinstance(number, int | float) for sign, number in counted)
+    _require(are_known, f"the casts {casts!r:.80}")
     value = Value(None if path is None else str(path), number, scale, tuple(read))
     factors = tuple([Factor(*map(int, one)) for one in digits])
     for size, here, step, there, step_there in factors:
