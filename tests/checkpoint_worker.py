@@ -93,7 +93,6 @@ def saves_and_loads():
     result["steps"] = (manager.steps(), manager.latest())
     result["right.managed"] = right(manager.load(plans["others"]))
     result["right.numpy"] = right(checkpoint.load(FOLDER / "numpy", plans["rows"]))
-    result["errors"] = errors(plans["rows"])
     return result
 
 
@@ -135,23 +134,6 @@ def through_a_map(plans):
     return result
 
 
-def errors(made):
-    """What each process gets where one of them fails, or saves elsewhere."""
-    arrays, pwrite = shardfx.shard(tree(), made), os.pwritev
-
-    def full(*args):
-        if jax.process_index() == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return pwrite(*args)
-
-    os.pwritev = full
-    found = []
-    for path in (FOLDER / "failed", FOLDER / f"elsewhere-{jax.process_index() % 2}"):
-        found.append(saved(path, arrays, made)[0])
-        os.pwritev = pwrite
-    return found
-
-
 def saved(path, arrays, made, **options):
     """What saving says if it fails, and how long it took."""
     started, text = time.monotonic(), "saved"
@@ -191,7 +173,9 @@ def disagreements():
     def tried(name, odd, *given, path: Any = FOLDER / "never", **options):
         """Of the process `odd` the arguments are others."""
         multihost_utils.sync_global_devices(name)
-        result[name] = saved(path, *(given if me == odd else (arrays, made)), **(options if me == odd else {}))
+        result[name] = saved(
+            path, *(given if me == odd and given else (arrays, made)), **(options if me == odd else {})
+        )
 
     def cut(name, odd, after_seconds, late=None):
         """On the process `odd` somebody presses Ctrl-C."""
@@ -204,8 +188,15 @@ def disagreements():
         result[name] = saved(FOLDER / "never", arrays, made)
         os.pwritev = pwrite
 
-    tried("overwrite", 2, arrays, made, path=file, overwrite=True)
-    tried("file_bytes", 0, arrays, made, file_bytes=1000)
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    pwritev, os.pwritev = os.pwritev, full if me == 2 else os.pwritev
+    tried("full disk", 2)
+    os.pwritev = pwritev
+    tried("elsewhere", 1, path=FOLDER / f"elsewhere-{me % 2}")
+    tried("overwrite", 2, path=file, overwrite=True)
+    tried("file_bytes", 0, file_bytes=1000)
     tried("leaf", 1, arrays | {"whole": "text"}, made)
     tried("leaf of the first", 0, arrays | {"whole": "text"}, made)
     tried("tree", 3, None, made)
@@ -213,7 +204,7 @@ def disagreements():
     tried("other plan", 2, arrays, other)
     tried("dtype", 1, half, halved)
     tried("placed otherwise", 1, shardfx.reshard(arrays, other), made)
-    tried("path", 2, arrays, made, path=7 if me == 2 else FOLDER / "never")
+    tried("path", 2, path=7 if me == 2 else FOLDER / "never")
     times = TreeMap({"x": From("rows").times(float(me == 1) + 1)}, drop=["both", "columns", "whole", "wide"])
     multihost_utils.sync_global_devices("map")
     result["map"] = saved(FOLDER / "never", arrays, made, map=times)
