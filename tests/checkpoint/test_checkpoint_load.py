@@ -315,24 +315,16 @@ def test_small_tensors_are_read_together(tmp_path, reads):
         assert len(reads) <= most
 
 
-def test_memory_kinds_and_other_shardings(tmp_path):
+def test_memory_kinds_other_shardings_and_progress(tmp_path, capsys):
     array = random((8, 8), np.float32)
     save_file({"a": array, "b": array}, tmp_path / "x.safetensors")
     pinned = NamedSharding(MESH.build(jax.devices()), P("a"), memory_kind="pinned_host")
     wanted = {"a": pinned, "b": SingleDeviceSharding(jax.devices()[5])}
     structs = {name: jax.ShapeDtypeStruct((8, 8), np.float32, sharding=one) for name, one in wanted.items()}
-    for name, loaded in checkpoint.load(tmp_path, structs).items():
-        assert loaded.sharding == wanted[name] and same_bytes(loaded, array)
-
-
-def test_progress_is_a_line_on_a_terminal(tmp_path, capsys):
-    array = random((8, 8), np.float32)
-    save_file({"a": array}, tmp_path / "x.safetensors")
-    plan = {"a": struct(array, P())}
-    checkpoint.load(tmp_path, plan)
-    assert capsys.readouterr().err == ""
-    checkpoint.load(tmp_path, plan, progress=True)
-    assert "loading [########################] 0.00 of 0.00 GB" in capsys.readouterr().err
+    for progress, line in ((None, ""), (True, "loading [########################] 0.00 of 0.00 GB")):
+        for name, loaded in checkpoint.load(tmp_path, structs, progress=progress).items():
+            assert loaded.sharding == wanted[name] and same_bytes(loaded, array)
+        assert line in (told := capsys.readouterr().err) and bool(told) == bool(line)
 
 
 def test_arrays_that_no_leaf_is_made_of_are_an_error(tmp_path, reads):

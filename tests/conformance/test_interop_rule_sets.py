@@ -3,6 +3,7 @@
 import ast
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -99,24 +100,16 @@ def test_what_styles_do(path, shape, spec):
     assert specs_of({path: struct(shape)}, huggingface.rules_of(PLAN))[path] == spec
 
 
-def test_parts_of_packed_weights_stay_apart():
+def test_parts_of_packed_weights_and_heads_stay_whole():
     tree = {"layers.0.mlp.experts.gate_up_proj": struct((8, 256, 64)), "layers.0.mlp.w.weight": struct((64, 256))}
-    rules = huggingface.rules_of(PLAN)
-    two = plan(tree, MeshSpec({"tensor": 2}), paths=rules)
-    assert [leaf.spec for leaf in two.leaves] == [P(None, "tensor"), P(None, "tensor")]
-    four = plan(tree, MeshSpec({"tensor": 4}), paths=rules)
+    tree |= {"layers.0.self_attn.q_proj.weight": struct((64, 32))}
+    rules = huggingface.rules_of(PLAN, units={"q_proj": 32})
+    two, four = (plan(tree, MeshSpec({"tensor": size}), paths=rules) for size in (2, 4))
+    assert [leaf.spec for leaf in two.leaves] == [P(None, "tensor"), P(None, "tensor"), P("tensor")]
     for leaf in four.leaves:
         assert leaf.spec == P() and [why.code for why in leaf.reasons] == [Code.unit]
     refined = plan(tree, MeshSpec({"tensor": 4}), paths=rules, refine=True)
     assert refined.leaves[0].spec == P(None, "tensor_0")
-
-
-def test_heads_are_not_cut():
-    rules = huggingface.rules_of(PLAN, units={"q_proj": 32})
-    tree = {"layers.0.self_attn.q_proj.weight": struct((64, 32))}
-    (leaf,) = plan(tree, MESH, paths=rules).leaves
-    assert leaf.spec == P() and leaf.reasons[0].code is Code.unit
-    assert specs_of(tree, rules, MeshSpec({"tensor": 2})) == {leaf.path: P("tensor")}
 
 
 class LlamaConfig:
@@ -218,14 +211,9 @@ def test_maxtext_files_replace_the_rules_of_a_name():
 # Keras
 
 
-class TensorLayout:
-    """As Keras's, of which only the axes matter."""
-
-    def __init__(self, axes):
-        self.axes = axes
-
-
-LAYOUT = {".*dense.*kernel": (None, "model"), ".*dense.*bias": TensorLayout(("model",)), "out/dense/kernel": ("model",)}
+# Of Keras's TensorLayout, only the axes matter.
+BIAS = SimpleNamespace(axes=("model",))
+LAYOUT = {".*dense.*kernel": (None, "model"), ".*dense.*bias": BIAS, "out/dense/kernel": ("model",)}
 
 
 def test_a_layout_map_matches_whole_paths():
@@ -276,17 +264,10 @@ def test_the_maps_of_keras_hub():
 
 
 def test_two_mappings_of_a_trainer():
-    trainer = {
-        "tensor_parallel_axes": ["mlp", "heads"],
-        "axis_resources": {"vocab": "model"},
-        "parameter_axis_resources": {"mlp": ["model", "data"]},
-    }
-    both = levanter.mappings_of(trainer)
-    assert dict(both.compute.rules) == {
-        "vocab": "model",
-        "mlp": "model",
-        "heads": "model",
-        "batch": ("replica", "data"),
+    trainer = {"tensor_parallel_axes": ["mlp", "heads"], "axis_resources": {"vocab": "model"}}
+    both = levanter.mappings_of(trainer | {"parameter_axis_resources": {"mlp": ["model", "data"]}})
+    assert dict(both.compute.rules) == dict.fromkeys(("vocab", "mlp", "heads"), "model") | {
+        "batch": ("replica", "data")
     }
     assert dict(both.parameter.rules) == {**dict(both.compute.rules), "mlp": ("model", "data"), "embed": "data"}
     assert levanter.mappings_of({"fsdp_axis": ["embed", "x"]}).parameter.names == ("batch", "embed", "x")
