@@ -163,13 +163,6 @@ def test_heads_are_not_cut():
     assert eyes[f"{layer}/q_proj/weight"].spec == P("tensor") == eyes[f"{layer}/q_proj/bias"].spec
 
 
-def test_mesh_axes_are_arguments():
-    rules = models.rules_for("mixtral-8x7b", "ep", fsdp="data", tensor="model", expert="ex")
-    mesh = MeshSpec({"ex": 4, "data": 2, "model": 2})
-    made = plan(few_layers("mixtral-8x7b", stack_experts=True), mesh, paths=rules)
-    assert made["model/layers/0/block_sparse_moe/experts/w2/weight"].spec == P("ex", "data", "model")
-
-
 def test_dtype_and_changes():
     tree = models.tree("deepseek-v3", layers=4, dtype=jnp.float8_e4m3fn)
     dtypes = {path: struct.dtype for path, struct in catalogue.paths_of(tree)}

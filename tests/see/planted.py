@@ -54,7 +54,7 @@ def by_path(*more: Any, rules: Any = None, **others: Any) -> dict[str, Any]:
 
 def by_name(axes: AxisRules = AXES, **others: Any) -> dict[str, Any]:
     """The clean set of names and axis rules."""
-    return {"tree": TREE, "mesh": MESH, "names": NAMES, "axes": axes, **others}
+    return {"tree": TREE, "mesh": MESH, "names": NAMES, "axes": axes} | others
 
 
 CLEAN: dict[str, dict[str, Any]] = {"paths": by_path(), "names": by_name()}
@@ -131,6 +131,17 @@ PLANTED: dict[str, Callable[[], dict[str, Any]]] = {
     "a rule after one for nothing": lambda: by_name(AxisRules([*AXES.rules, ("batch", None), ("batch", "fsdp")])),
     "a fallback that asks for more": lambda: by_name(AXES.extend([("embed", ("fsdp", "tensor"))])),
     "a large leaf that is whole": lambda: by_path((r"embed$", ()), rules=without(RULES, 2), replicated_bytes=2**18),
+    "a large leaf whose names are of nothing": lambda: by_name(
+        AXES.extend([("table", None)]), names=changed_names(embed=("table", None)), replicated_bytes=2**18
+    ),
+    "a size that one of two axes divides": lambda: by_name(
+        AXES.extend([("odd", ("fsdp", "tensor"))]),
+        names=changed_names(embed=("odd", None)),
+        tree={**TREE, "embed": leaf(1004, 256)},
+    ),
+    "a name whose axis is taken, under strict": lambda: by_name(
+        AXES.extend([("wide", "fsdp")]), names=changed_names(up=("wide", "embed")), strict=True
+    ),
     "a size that does not divide": lambda: by_path() | {"tree": {**TREE, "embed": leaf(1001, 256)}},
     "a size of names that does not divide": lambda: (
         by_name(AXES.extend([("odd", "tensor")]), names=changed_names(embed=("odd", "embed")))
@@ -215,6 +226,9 @@ FOUND = {
     "a rule after one for nothing": "dead-rule axes.rules[6] 'batch' -> fsdp",
     "a fallback that asks for more": "dead-rule axes.rules[5] 'embed' -> fsdp+tensor",
     "a large leaf that is whole": "replicated embed",
+    "a large leaf whose names are of nothing": "replicated embed",
+    "a size that one of two axes divides": "corrected embed",
+    "a name whose axis is taken, under strict": "corrected layers/{0..3}/mlp/up",
     "a size that does not divide": "corrected embed",
     "a size of names that does not divide": "corrected embed",
     "a head that is cut, said by its neighbour": "cut-head layers/{0..3}/attn/v_proj",

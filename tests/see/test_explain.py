@@ -47,17 +47,6 @@ def test_a_blocked_name_says_which_rule_took_its_axis():
     )
 
 
-def test_rules_of_a_mode_are_named_with_it():
-    axes = AxisRules([("embed", "fsdp")], modes={"serve": [("embed", "tensor")]})
-    made = sfx.plan({"w": leaf(64)}, MESH, names={"w": ("embed",)}, axes=axes, mode="serve")
-    (dim,) = explain(made, "w").dims
-    assert [(one.mode, one.number, one.outcome) for one in dim.tried] == [
-        ("serve", 0, "applied"),
-        (None, 0, "settled"),
-    ]
-    assert "axes.modes['serve'][0]: embed -> tensor: applies" in str(explain(made, "w"))
-
-
 def test_heads_that_are_not_cut():
     (dim, _) = explain(planned((512, 64), atomic(P("tensor"), (128, 1))), "w").dims
     assert (dim.unit, dim.dropped, dim.sizes) == (128, ("tensor",), (1024,))
@@ -74,6 +63,7 @@ def test_a_strategy_adds_axes():
 
 
 EMBED, KV = AxisRules([("embed", "fsdp")]), AxisRules([("kv", "tensor"), ("embed", "fsdp")])
+SERVE = EMBED.extend(modes={"serve": [("embed", "tensor")]})
 
 
 def by_names(shape, names, axes, **others):
@@ -88,6 +78,7 @@ def by_names(shape, names, axes, **others):
         (lambda: planned((8, 8), P("tensro"), unmatched="replicate"), "no `tensro`"),
         (lambda: by_names((8,), ("emebd",), EMBED, unmatched="replicate"), "did you mean 'embed'?"),
         (lambda: by_names((64,), (P.UNCONSTRAINED,), AxisRules([])), "gets: any"),
+        (lambda: by_names((64,), ("embed",), SERVE, mode="serve"), "axes.modes['serve'][0]: embed -> tensor: applies"),
         (lambda: by_names((6, 8), ("kv", "embed"), KV), "kv -> tensor: matches, and `tensor` is dropped"),
         (lambda: by_names((6, 8), ("kv", "embed"), KV), "embed -> fsdp: applies"),
         (lambda: planned((8, 8), P("tensor")).replace("w", P("fsdp")), "by replaced by hand"),
