@@ -105,6 +105,8 @@ def uncovered(draft: Draft) -> list[tuple[str, Row]]:
 def raise_unmatched(draft: Draft) -> None:
     """Raises if no rule covers some array, with the nearest rule for each such array."""
     found, patterns = uncovered(draft), [pattern for pattern, _ in draft.paths.rules]
+    if not found:
+        return
     lines = [
         f"  `{path}`: {row.dtype}{list(row.shape)}, {array_bytes(row.shape, row.dtype)} bytes" for path, row in found
     ]

@@ -37,50 +37,39 @@ def test_parse():
     )
 
 
+TEXTS = {
+    "a": "no `->` outside of brackets",
+    "a->b->c": "more than one `->`",
+    "|a->dp": "an empty alternative would match every path",
+    "a->d p": "'d p' is no mesh axis",
+    "a->": "'' is no mesh axis",
+    "a->x, b": "no `->`",
+    "a(->x": "no `->` outside of brackets",
+    "a->fsdp()": "'' is no mesh axis",
+    "a->fsdp(x)|y": "only the first target may be",
+}
+TARGETS = {
+    "data": r"('a') has the target 'data'",
+    3: "it must be a PartitionSpec, a tuple",
+    (1,): "1 in (1,) is no logical",
+}
+
+
 @pytest.mark.parametrize(
-    "text, message",
+    "make, message",
     [
-        ("a", "no `->`"),
-        ("a->b->c", "more than one `->`"),
-        ("|a->dp", "an empty alternative would match every path"),
-        ("->dp", "an empty alternative"),
-        ("a->d p", "'d p' is no mesh axis"),
-        ("a->", "'' is no mesh axis"),
-        ("a->x, b", "no `->`"),
-        ("a(->x", "no `->` outside of brackets"),
-        ("a->fsdp()", "'' is no mesh axis"),
-        ("a->fsdp(x)|y", "only the first target may be"),
+        *((lambda text=text: PathRules.parse(text), message) for text, message in TEXTS.items()),
+        *((lambda target=target: PathRules([("a", target)]), message) for target, message in TARGETS.items()),
+        (lambda: PathRules(["ab"]), "a path rule is a pair of a regex and a target"),
+        *((lambda axes=axes: fsdp(axes), "fsdp") for axes in ((), "", ("a", "a"))),
+        (lambda: fsdp("a", -1), "a number of bytes is not negative"),
+        (lambda: fsdp("x") | P("y"), "only the first target"),
+        (lambda: P("x") | replicate, "only the first target"),
     ],
 )
-def test_parse_shows_where(text, message):
+def test_malformed_rules_are_refused(make, message):
     with pytest.raises(RuleError, match=re.escape(message)):
-        PathRules.parse(text)
-
-
-@pytest.mark.parametrize(
-    "rule, message",
-    [
-        (("a", "data"), r"rule 0 \('a'\) has the target 'data'.*write `PartitionSpec\('data'\)`"),
-        (("a", 3), "it must be a PartitionSpec, a tuple of logical names"),
-        (("a", (1,)), "1 in \\(1,\\) is no logical name"),
-        ("ab", "a path rule is a pair of a regex and a target"),
-    ],
-)
-def test_malformed_rules(rule, message):
-    with pytest.raises(RuleError, match=message):
-        PathRules([rule])
-
-
-@pytest.mark.parametrize("axes, min_bytes", [((), 0), ("", 0), (("a", "a"), 0), ("a", -1)])
-def test_malformed_fsdp(axes, min_bytes):
-    with pytest.raises(RuleError, match="fsdp"):
-        fsdp(axes, min_bytes)
-
-
-def test_only_strategies_follow_a_bar():
-    for make in (lambda: fsdp("x") | P("y"), lambda: P("x") | replicate):
-        with pytest.raises(RuleError, match="only the first target"):
-            make()
+        make()
 
 
 BLIND = [r"layers/\d+/w", r"layers/[0-9]/w", r"layers/[^/]+/(q|k)_proj$", "[/-:]", r"(?<=x)a.*?\bb(?!c)"]

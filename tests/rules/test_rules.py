@@ -207,11 +207,7 @@ def test_without_takes_a_name_out_of_everything(pairs, name):
     assert name not in left.names and name not in dict(left.units)
     assert left.rules == tuple(pair for pair in rules.rules if pair[0] != name)
     assert left.modes == (("m", left.rules),)
-
-
-def test_without_takes_a_name_that_has_only_a_unit_or_an_alias():
     assert AxisRules(units={"a": 2}).without("a") == AxisRules(aliases={"a": "b"}).without("a") == AxisRules()
-    assert resolve(("a",), AxisRules({"a": "x", "b": "y"}).without("a").with_alias("a", "b")).spec == P("y")
 
 
 @given(RULES, RULES)
