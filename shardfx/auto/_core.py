@@ -270,7 +270,7 @@ def costs(
 
     With NumPy arrays nothing is compiled, which is faster for few pairs.
     """
-    xp = jnp if isinstance(sets, jax.Array) else np
+    xp: Any = jnp if isinstance(sets, jax.Array) else np
     axes = sets.shape[-1]
     # For each kind, the assignments of a set that divide its rows.
     has = (np.arange(2**axes)[:, None] // 2 ** np.arange(axes)) % 2 == 1
@@ -369,12 +369,12 @@ def find(terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, keep:
             made[: len(rows), :number] = rows
             priced = best_of_block(arrays, machine, made, sizes, between, np.int32(len(rows)), keep=keep)
             least = found[-1].seconds if len(found) == keep else math.inf
-            better = [
-                Found(*(tuple(part[:number].tolist()) for part in (made[at], sizes[share], between[share])), *cost)
-                for at, share, cost in zip(*(np.asarray(one).tolist() for one in priced), strict=True)
-                if cost[0] < least
-            ]
-            found = sorted([*found, *better], key=lambda one: one.seconds)[:keep]
+            for at, share, cost in zip(*(np.asarray(one).tolist() for one in priced), strict=True):
+                if cost[0] < least:
+                    parts = made[at], sizes[share], between[share]
+                    own: list[Any] = [tuple(part[:number].tolist()) for part in parts]
+                    found.append(Found(*own, *cost))
+            found = sorted(found, key=lambda one: one.seconds)[:keep]
     return found
 
 

@@ -165,7 +165,7 @@ class Tape:
         """The results of one equation."""
         if self.wide is None:
             return self.bound(jaxpr, equation, ins)
-        pairs = [*zip(map(jnp.asarray, ins), equation.invars, strict=True)]
+        pairs: list[tuple[Any, Any]] = [*zip(map(jnp.asarray, ins), equation.invars, strict=True)]
         if equation.primitive.name not in _BITS:
             # Some equations have a fixed dtype and refuse a wider one. Other errors are raised again below.
             with contextlib.suppress(TypeError, ValueError, NotImplementedError):

@@ -117,26 +117,6 @@ def adapters() -> tuple[Any, ...]:
     return sgd(loss), [{"down": f32(64, 8), "up": f32(8, 256)}] * 2, base, i32(16, 32)
 
 
-def state_space() -> tuple[Any, ...]:
-    def loss(p, tokens):
-        x = p["embed"][tokens]
-        inner, gate = jnp.split(x @ p["in_proj"], 2, -1)
-        into, out, step = inner @ p["B"], inner @ p["C"], jax.nn.softplus(inner @ p["dt"])
-
-        def cell(h, row):
-            x, d, b, c = row
-            h = h * jnp.exp(d[..., None] * p["A"]) + (d * x)[..., None] * b[:, None, :]
-            return h, jnp.einsum("bdn,bn->bd", h, c)
-
-        rows = jax.tree.map(lambda a: a.swapaxes(0, 1), (inner, step, into, out))
-        _, y = jax.lax.scan(cell, jnp.zeros((x.shape[0], 256, 16)), rows)
-        x = x + ((y.swapaxes(0, 1) + inner * p["D"]) * jax.nn.silu(gate)) @ p["out_proj"]
-        return token_loss(x @ p["embed"].T, tokens)
-
-    inner = {**{name: f32(256, 16) for name in "ABC"}, "D": f32(256), "dt": f32(256, 256)}
-    return sgd(loss), {"embed": f32(512, 128), "in_proj": f32(128, 512), "out_proj": f32(256, 128), **inner}, i32(8, 32)
-
-
 def positions() -> tuple[Any, ...]:
     def loss(p, tokens):
         x = p["wte"][tokens] + p["wpe"][: tokens.shape[1]]

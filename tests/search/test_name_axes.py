@@ -103,11 +103,6 @@ CALLED = {
         "1/wte": ("vocab", "embed"), "1/h/0/up": ("embed", "mlp_2"), "2": ("batch", "sequence"),
         "0/0/down": ("embed", "mlp"), "0/0/up": ("mlp", "mlp_2"),
     },
-    # The width is what tokens are looked up into, though more arrays have the inner dimension.
-    odd_models.state_space: {
-        "0/embed": ("vocab", "embed"), "0/in_proj": ("embed", "in_proj_1"), "0/out_proj": ("A_0", "embed"),
-        **{f"0/{name}": ("A_0", "A_1") for name in "ABC"}, "0/D": ("A_0",),
-    },
     # A table called `pos_embed` has no tokens in it, and one that is cut to the length none either.
     odd_models.positions: {
         "0/wte": ("vocab", "embed"), "0/wpe": ("positions_2", "embed"), "0/pos_embed": (None, "positions", "embed"),

@@ -122,13 +122,6 @@ def test_how_a_jitted_step_and_its_arrays_lie_is_chosen():
     assert all((one.seconds, one.rules) == (first.seconds, first.rules) for one in others)
 
 
-def test_the_memory_of_arguments_is_the_plans():
-    model = MODELS["scanned"]()
-    space = space_of(model, 16, "v5p")
-    for one in fastest(space, 5):
-        assert one.memory_bytes >= sum(made.bytes_per_device for made in one.plans)
-
-
 def test_grouped_heads_are_cut_behind_those_they_share():
     """2 key heads and 8 query heads: cut 8 ways, queries lie on both parts, keys on the first alone."""
     limits = Limits(always=("query_groups", "kv_heads"), never=("batch", "sequence", "embed", "vocab"))

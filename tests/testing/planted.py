@@ -97,12 +97,6 @@ def sum_doubled(wrong, x, w1, w2):
     return lax.psum(y, "t") if wrong else y  # wrong
 
 
-@planted(*MLP, ((6,), P()), out=P("d"))
-def bias_added_by_every_device(wrong, x, w1, w2, bias):
-    y = jax.nn.relu(x @ w1) @ w2
-    return lax.psum(y + bias, "t") if wrong else lax.psum(y, "t") + bias  # wrong
-
-
 @planted(*MLP, out=P("d"))
 def sum_left_out_in_a_loop(wrong, x, w1, w2):
     def layer(x, _):
@@ -152,26 +146,11 @@ def gradients_not_summed(wrong, w, x):
     return w - 0.1 * (g if wrong else lax.pmean(g, "d"))  # wrong
 
 
-@planted(ROWS, ((8,), P("d"), 2), out=P())
-def mean_of_means(wrong, x, mask):
-    total, count = jnp.sum(x * mask[:, None]), jnp.sum(mask) + 1 / lax.axis_size("d")
-    if wrong:
-        return lax.pmean(total / count, "d")  # wrong
-    return lax.psum(total, "d") / lax.psum(count, "d")
-
-
 @planted(CUT, out=P("d", "t"))
 def norm_over_a_cut_dimension(wrong, x):
     square = jnp.mean(x**2, axis=-1, keepdims=True)
     square = square if wrong else lax.pmean(square, "t")
     return x * lax.rsqrt(square + 1e-6)  # wrong
-
-
-@planted(CUT, out=P("d", "t"))
-def softmax_with_local_maxima(wrong, x):
-    top = x.max(-1, keepdims=True)
-    shifted = jnp.exp(x - (top if wrong else lax.pmax(top, "t")))  # wrong
-    return shifted / lax.psum(shifted.sum(-1, keepdims=True), "t")  # wrong
 
 
 @planted(CUT, out=P("d", "t"))
@@ -224,21 +203,6 @@ def mask_not_offset(wrong, q, kv):
     mask = rows[:, None] >= jnp.arange(kv.shape[1])
     weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
     return jnp.einsum("bqk,bkd->bqd", weights, kv)
-
-
-@planted(((8, 4, 6), P("d")), ((4, 6, 6), P("t")), out=P("d"))
-def experts_not_offset(wrong, x, experts):
-    first = 0 if wrong else lax.axis_index("t") * experts.shape[0]
-    own = lax.dynamic_slice_in_dim(x, first, experts.shape[0], 1)  # wrong
-    return lax.psum(jnp.einsum("bed,edf->bf", own, experts), "t")  # wrong
-
-
-@planted(((8, 16), P("d", "t")), out=P("d", "t"))
-def running_sum_of_parts(wrong, x):
-    totals = lax.all_gather(x.sum(-1), "t")
-    before = jnp.where(jnp.arange(totals.shape[0])[:, None] < lax.axis_index("t"), totals, 0).sum(0)
-    own = jnp.cumsum(x, -1)  # wrong
-    return own if wrong else own + before[:, None]  # wrong
 
 
 @planted(ROWS, ROWS, out=P("d"))
