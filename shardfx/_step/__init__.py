@@ -23,6 +23,7 @@ from .lowered import (
     meshes,
     name_stacks,
     opened,
+    operations,
     own_line,
     place_text,
 )

@@ -9,7 +9,7 @@ import dataclasses
 import functools as ft
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -171,7 +171,7 @@ def opaque(ins: Shapes, outs: Shapes) -> Factors:
     return Factors(tuple(sizes), tuple(dims[: len(ins)]), tuple(dims[len(ins) :]), replicated=whole)
 
 
-def _top_k(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
+def _top_k(ins: Shapes, outs: Shapes) -> Factors:
     """The factors of a top-k: the last dimension must be unsharded, and it is shorter in the results."""
     dims = tuple((dim,) for dim in range(len(ins[0])))
     return Factors(ins[0], (dims,), (dims,) * len(outs), replicated=frozenset({len(dims) - 1}))
@@ -211,16 +211,12 @@ def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
     return Factors(tuple(sizes), tuple(dims[:3]), (dims[3],), summed)
 
 
-_OWN: dict[str, Callable[[Op, Shapes, Shapes], Factors]] = {
-    "chlo.top_k": _top_k,
-    "chlo.ragged_dot": _ragged_dot,
-}
-
-
 def own(operation: Op, name: str, ins: Shapes, outs: Shapes) -> Factors | None:
     """The factors of an operation that Shardy has no rule for; `None` for an unknown operation."""
-    if name in _OWN:
-        return _OWN[name](operation, ins, outs)
+    if name == "chlo.top_k":
+        return _top_k(ins, outs)
+    if name == "chlo.ragged_dot":
+        return _ragged_dot(operation, ins, outs)
     # `chlo` is StableHLO's client dialect: in addition to the operations above, it has elementwise functions.
     return by_element(ins, outs) if name.startswith("chlo.") and ins else None
 

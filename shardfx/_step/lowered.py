@@ -4,7 +4,7 @@ import functools as ft
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.extend.core as jex
@@ -55,6 +55,15 @@ class Parameter(NamedTuple):
     path: str = ""
 
 
+def operations(module: Module) -> Iterator[Op]:
+    """The operations inside a module or an operation, in the order of the text."""
+    for region in module.operation.regions:
+        for block in region.blocks:
+            for op in block.operations:
+                yield op.operation
+                yield from operations(op)
+
+
 def parameters(module: Module) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
     """The arrays that the module takes and those that it returns. JAX has dropped arguments that nothing reads."""
     main = _main(module)
@@ -82,7 +91,8 @@ def mesh_of_arguments(module: Module) -> str | None:
     main = _main(module)
     for said in (*_said(main, "arg_attrs"), *_said(main, "res_attrs")):
         if "sdy.sharding" in said:
-            return _mesh_name(said["sdy.sharding"])
+            found = _REFERENCE.match(str(sdy.TensorShardingAttr(said["sdy.sharding"]).mesh_or_ref))
+            return found[1] if found else None
     return None
 
 
@@ -206,11 +216,6 @@ def _axis_text(axis: ir.Attribute) -> str:
     return f"{read.name}:({part.pre_size}){part.size}"
 
 
-def _mesh_name(sharding: ir.Attribute) -> str | None:
-    found = _REFERENCE.match(str(sdy.TensorShardingAttr(sharding).mesh_or_ref))
-    return found[1] if found else None
-
-
 def _name(location: ir.Location) -> str:
     found = _LOCATION.match(str(location))
     return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
@@ -230,14 +235,10 @@ def _with_sharding(said: Mapping[str, ir.Attribute], mesh: str, dims: Dims | Non
 def _sharded_inside(module: Module) -> set[str]:
     """The names of the operations inside the step that have a sharding of their own."""
     found: set[str] = set()
-
-    def look(op: Op) -> ir.WalkResult:
+    for op in operations(module):
         names = [name if isinstance(name, str) else name.name for name in op.attributes]
-        if op.name not in ("func.func", "builtin.module", "sdy.mesh") and any("shard" in name for name in names):
+        if op.name not in ("func.func", "sdy.mesh") and any("shard" in name for name in names):
             found.add(op.name)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(look)
     return found
 
 

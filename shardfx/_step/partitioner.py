@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from .._ground.errors import ProgramError
+from .._ground.errors import MeshError, ProgramError
 from .lowered import Dims
 
 
@@ -53,7 +53,7 @@ def partitioned(
 
     **Raises:**
 
-    `ProgramError` with XLA's own message if it cannot partition the program.
+    `ProgramError` with XLA's own message if it cannot partition the program; `MeshError` for more devices.
     """
     dumped = _FINISHED if finished else _PARTITIONED
     request = {"devices": devices, "options": dict(options), "seconds": seconds, "dumped": dumped}
@@ -81,13 +81,15 @@ def propagated(
 
 
 def _asked(module: bytes, request: dict[str, Any]) -> bytes:
+    if (count := request["devices"]) > MOST_DEVICES:
+        raise MeshError(f"XLA's CPU client has at most {MOST_DEVICES:,} devices, and the mesh has {count:,}; use less.")
     worker = _worker(os.getpid())
     if not worker.is_alive:
         _worker.cache_clear()
         worker = _worker(os.getpid())
     text, error = worker.ask(module, request)
     if error:
-        raise ProgramError(f"XLA cannot partition this step for {request['devices']} devices: {error:.2000}")
+        raise ProgramError(f"XLA cannot partition this step for {count} devices: {error:.2000}")
     return text
 
 

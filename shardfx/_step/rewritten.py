@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import stablehlo
 
-from .lowered import Op, bytecode
+from .lowered import Op, bytecode, operations
 
 
 # From this many columns per value on, the largest values of a matrix are a custom call. In 34 programs the limit lies
@@ -29,15 +29,7 @@ def rewritten(module: bytes, context: ir.Context) -> bytes:
     with context, ir.Location.unknown(context):
         parsed = ir.Module.parse(module)
         _inline_rolls(parsed)
-        found: list[Op] = []
-
-        def look(op: Op) -> ir.WalkResult:
-            if op.name in _FORMS:
-                found.append(op)
-            return ir.WalkResult.ADVANCE
-
-        parsed.operation.walk(look)
-        for op in found:
+        for op in [op for op in operations(parsed) if op.name in _FORMS]:
             is_other, written = _FORMS[op.name]
             if not is_other(op):
                 continue
@@ -52,15 +44,8 @@ def rewritten(module: bytes, context: ir.Context) -> bytes:
 def _inline_rolls(module: ir.Module) -> None:
     """Inlines the calls of `jnp.roll`, since libtpu inlines all calls first and rewrites some rolls."""
     functions = {ir.StringAttr(one.attributes["sym_name"]).value: one for one in module.body.operations}
-    calls: list[Op] = []
-
-    def look(op: Op) -> ir.WalkResult:
-        if op.name == "func.call" and _called(op).startswith("_roll_static"):
-            calls.append(op)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(look)
-    for call in calls:
+    calls = [op for op in operations(module) if op.name == "func.call"]
+    for call in [op for op in calls if _called(op).startswith("_roll_static")]:
         block = functions[_called(call)].regions[0].blocks[0]
         known = dict(zip(block.arguments, call.operands, strict=True))
         *body, last = (one.operation for one in block.operations)

@@ -16,7 +16,7 @@ from .._ground.tree import flatten
 from .._plan import ShardPlan
 from ..topology import MeshSpec
 from .lowered import Dims, Module, Parameter, bytecode, mesh_of_arguments, meshes, parameters, resharded
-from .partitioner import MOST_DEVICES, partitioned, propagated
+from .partitioner import partitioned, propagated
 from .rewritten import rewritten
 
 
@@ -174,10 +174,6 @@ class Step:
         """
         module = self.module(platform) if module is None else module
         mesh = self.mesh if mesh is None else mesh
-        if mesh.size > MOST_DEVICES:
-            raise MeshError(
-                f"XLA's CPU client has at most {MOST_DEVICES} devices, and the mesh {mesh} has {mesh.size}."
-            )
         if arguments is None and results is None and dict(mesh.shape) == dict(self.mesh.shape):
             text = bytecode(module)
         else:
@@ -191,8 +187,6 @@ class Step:
 
     def propagated(self, platform: Platform, *, module: Any = None) -> Any:
         """The step's module with the sharding of each array, and the origin of each of its mesh axes."""
-        if self.mesh.size > MOST_DEVICES:
-            raise MeshError(f"a mesh has at most {MOST_DEVICES} devices here, and {self.mesh} has {self.mesh.size}.")
         module = self.module(platform) if module is None else module
         taken, made = ([one.dims for one in arrays] for arrays in self.parameters)
         with module.context:

@@ -14,7 +14,7 @@ from jax.extend.mlir.dialects import sdy
 from .. import chips
 from .._ground.errors import ProgramError
 from .._ground.spec import entry_axes
-from .._step import Dims, Frame, Module, Op, Platform, Step, lines_of, meshes, own_line
+from .._step import Dims, Frame, Module, Op, Platform, Step, lines_of, meshes, operations, own_line
 from ._after import as_compiled
 from ._hlo_text import Array, HloModule, bytes_of, parse_hlo
 from ._live import Held, held
@@ -46,7 +46,11 @@ class StepOnChip:
     @ft.cached_property
     def module(self) -> HloModule:
         """The program of one device, after the compiler's passes."""
-        return as_compiled(parse_hlo(self.step.partitioned(self.platform)), self.platform)
+        return self.made()
+
+    def made(self, **changed: Any) -> HloModule:
+        """The program of one device, with what `Step.partitioned` takes `changed`."""
+        return as_compiled(parse_hlo(self.step.partitioned(self.platform, **changed)), self.platform)
 
     @ft.cached_property
     def held(self) -> Held:
@@ -82,20 +86,22 @@ class StepOnChip:
 
     def of(self, module: HloModule, *, donated: Sequence[bool] | None = None, recomputes: bool = False) -> Held:
         """The bytes that one device holds while it runs this module of the step."""
-        ours = self.step.arguments
-        donated = [one.donated for one in ours] if donated is None else donated
-        on_host = [one.on_host for one in ours]
-        is_tpu = self.platform == "tpu"
-        given = {"tile": self.chip.tile, "tpu": is_tpu, "recomputes": recomputes}
-        away = [one.on_host for one in self.step.parameters[1]]
-        return held(module, donated=donated, on_host=on_host, results_on_host=away, **given)
+        taken, returned = self.step.parameters
+        return held(
+            module,
+            donated=[one.donated for one in taken] if donated is None else donated,
+            on_host=[one.on_host for one in taken],
+            results_on_host=[one.on_host for one in returned],
+            tile=self.chip.tile,
+            tpu=self.platform == "tpu",
+            recomputes=recomputes,
+        )
 
     def written_as(self, module: Module) -> Held:
         """The bytes that one device holds if the step is another StableHLO module with the same arguments
         and results.
         """
-        text = self.step.partitioned(self.platform, module=module)
-        return self.of(as_compiled(parse_hlo(text), self.platform))
+        return self.of(self.made(module=module))
 
     def under(self, arguments: Sequence[Dims | None]) -> Held:
         """The bytes that one device holds under other shardings of the arguments. A result that replaces an argument
@@ -105,8 +111,7 @@ class StepOnChip:
         for one, dims in zip(self.taken, arguments, strict=True):
             if one.result is not None and results[one.result] is not None and dims is not None:
                 results[one.result] = dims
-        text = self.step.partitioned(self.platform, arguments=arguments, results=results)
-        return self.of(as_compiled(parse_hlo(text), self.platform))
+        return self.of(self.made(arguments=arguments, results=results))
 
 
 # How many of the largest arrays at the peak are examined, and how many times, since a constraint may show the next
@@ -198,16 +203,12 @@ def with_constraints(step: Step, told: Sequence[Wanted], platform: Platform) -> 
     mesh = next(name for name, own in meshes(module).items() if dict(own) == sizes)
     clone = module.operation.clone()
     found: list[tuple[Op, ir.Value, Wanted]] = []
-
-    def look(op: Op) -> ir.WalkResult:
-        line = own_line(lines_of((op.location,)))
-        for result in op.results if op.name not in _NO_ARRAY else ():
-            shape = tuple(result.type.shape) if isinstance(result.type, ir.RankedTensorType) else None
-            found.extend((op, result, one) for one in told if (line, shape) == (one.line, one.shape))
-        return ir.WalkResult.ADVANCE
-
     with clone.context, ir.Location.unknown(clone.context):
-        clone.walk(look)
+        for op in operations(clone):
+            line = own_line(lines_of((op.location,)))
+            for result in op.results if op.name not in _NO_ARRAY else ():
+                shape = tuple(result.type.shape) if isinstance(result.type, ir.RankedTensorType) else None
+                found.extend((op, result, one) for one in told if (line, shape) == (one.line, one.shape))
         for op, result, one in found:
             cut = [[sdy.AxisRefAttr.get(axis) for axis in entry_axes(entry)] for entry in one.spec]
             dims = [sdy.DimensionShardingAttr.get(axes, True) for axes in cut]

@@ -275,7 +275,7 @@ def fit(
             "`fit(step, *args, chip=...)`, as the step is called."
         )
     known = StepOnChip(step_of(step, args, mesh), chip, step if args else None)
-    rows, largest = _arguments(known, compiled)
+    rows, largest = _arguments(known)
     shapes = _gradient_shapes(known)
     temporaries = [_offender(one, shapes) for one in known.held.arrays]
     largest = tuple(sorted((*largest, *temporaries), key=lambda one: -one.bytes)[:_LARGEST])
@@ -303,28 +303,18 @@ def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
     return Fit(_sorted(found), chip, "arguments", tuple(_alike(largest)[:_LARGEST]))
 
 
-def _arguments(known: StepOnChip, compiled: object) -> tuple[list[FitRow], tuple[Offender, ...]]:
+def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[Offender, ...]]:
     """The arguments' bytes by group, and the largest arguments."""
     sizes: dict[str, list[int]] = {}
     largest: list[Offender] = []
-    counted = _as_compiled(known, compiled)
-    for at, (one, here) in enumerate(zip(known.taken, counted.held.arguments, strict=True)):
+    for at, (one, here) in enumerate(zip(known.taken, known.held.arguments, strict=True)):
         row = sizes.setdefault(one.group, [0, 0])
         if one.argument.on_host:
-            row[1] += counted.host_bytes(at)
+            row[1] += known.host_bytes(at)
         else:
             row[0] += here
             largest.append(Offender(one.argument.path, here, one.group))
     return [FitRow(group, here, host, exact=True) for group, (here, host) in sizes.items()], tuple(_alike(largest))
-
-
-def _as_compiled(known: StepOnChip, compiled: Any) -> StepOnChip:
-    """The step on its chip. If the step was compiled for a platform that pads nothing, the chip has no tiles."""
-    if compiled is None or known.chip.tile is None:
-        return known
-    plain = StepOnChip(known.step, dataclasses.replace(known.chip, tile=None))
-    measured = compiled.memory_analysis().argument_size_in_bytes
-    return min((known, plain), key=lambda one: abs(sum(one.held.arguments) - measured))
 
 
 def _temporaries(found: Sequence[Offender], known: StepOnChip) -> list[FitRow]:

@@ -60,7 +60,8 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
     runs = runs_of(module)
     flops, moved, cycles = 0.0, _written(module), 0
     notes: dict[str, None] = {}
-    bodies = _bodies(module) if tpu else set()
+    loops = [one.called for own in module.computations.values() for one in own.values() if one.opcode == "while"]
+    bodies = {dict(called)["body"] for called in loops} if tpu else set()
     for name, computation in module.computations.items():
         ways = runs.get(name, ())
         count = sum(own.count for own in ways)
@@ -89,12 +90,6 @@ def _moved(computation: Mapping[str, Instruction], instruction: Instruction, tpu
         if not in_loop or not _is_on_chip(computation, computation[name])
     ]
     return sum(read, _bytes(instruction))
-
-
-def _bodies(module: HloModule) -> set[str]:
-    """The names of the computations that are bodies of loops."""
-    found = [one.called for own in module.computations.values() for one in own.values() if one.opcode == "while"]
-    return {name for called in found for attribute, name in called if attribute == "body"}
 
 
 def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> bool:

@@ -97,17 +97,10 @@ def test_names_of_arguments_change_nothing():
 
 def test_a_step_is_traced_once_for_the_verdict():
     step, plans = plain()
-    count = 0
-
-    def counted(*args):
-        nonlocal count
-        count += 1
-        return step(*args)
-
-    found = fit(counted, *[one.structs for one in plans], chip=SMALL)
-    str(found)
-    assert count == 1
-    assert found.changes and count == 2  # half the batch is another step
+    calls = []
+    found = fit(lambda *args: calls.append(None) or step(*args), *[one.structs for one in plans], chip=SMALL)
+    assert str(found) and len(calls) == 1
+    assert found.changes and len(calls) == 2  # half the batch is another step
 
 
 def test_a_train_state_is_told_apart_by_what_reads_its_fields():
@@ -175,14 +168,6 @@ def test_each_change_saves_what_it_says():
     assert by_words(before, "ZeRO-3").saves_bytes > zero.saves_bytes
     assert by_words(before, "host memory").host_bytes == before.bytes_of("optimizer") - 4
     assert "ZeRO-1" in before.explain() and "ZeRO-1" not in str(before)
-
-
-def test_remat_is_priced_before_it_is_written():
-    before = fit(*made(batch=2048), chip=SMALL)
-    told = by_words(before, "recompute")
-    after = fit(*made(batch=2048, remat=True), chip=SMALL)
-    assert told.peak_bytes == pytest.approx(after.peak_bytes, rel=0.15) and after.peak_bytes < 0.8 * before.peak_bytes
-    assert not [change for change in after.changes if "recompute" in change.what]
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():

@@ -1,7 +1,5 @@
 """What one device holds while it runs a partitioned program: which arrays, from when to when, in which dtype."""
 
-import functools as ft
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,18 +87,14 @@ def test_the_operation_that_frees_most_runs_next():
     assert order in ([0, 2, 1, 3, 4], [1, 3, 0, 2, 4])
 
 
-def test_what_goes_by_elements_takes_no_memory():
-    (x,) = structs({"data": 4}, x=((4096, 512), P("data")))
+def test_fused_operations_take_no_memory_and_gathered_operands_count_whole():
+    x, w = structs({"data": 4}, x=((4096, 512), P("data")), w=((512, 32), P("data")))
     found = fit(lambda x: jnp.sum(jnp.tanh(x) * 2 + x), x, chip="h100")
     assert found.peak_bytes - found.bytes_of("batch") < 1024
-
-
-def test_an_operand_that_must_be_gathered_counts_whole_while_it_is_used():
-    x, w = structs({"data": 4}, x=((64, 128), P("data")), w=((128, 32), P("data")))
     found = fit(lambda x, w: x @ w, x, w, chip="h100")
-    assert found.bytes_of("copies in other layouts") == 128 * 32 * 4
+    assert found.bytes_of("copies in other layouts") == 512 * 32 * 4
     (copy,) = [one for one in found.largest if one.group == "copies in other layouts"]
-    assert copy.source is not None and copy.source.file == __file__ and copy.what == "f32[128,32]"
+    assert copy.source is not None and copy.source.file == __file__ and copy.what == "f32[512,32]"
 
 
 def test_loops_and_branches_count_at_their_worst():
@@ -131,20 +125,6 @@ def test_many_leaves_and_long_chains_by_elements_are_read_once():
 
     found = fit(step, params, chip="h100")
     assert sum(row.bytes for row in found.rows if row.exact) == 4 + 300 * 8 * 8 * 4 // 4
-
-
-def test_a_weight_is_gathered_again_where_its_layer_is_computed_again():
-    *params, batch = structs({"data": 4}, **dict.fromkeys("abc", ((256, 256), P("data"))), x=((1024, 256), P("data")))
-
-    def peak(prevent_cse):
-        layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w), prevent_cse=prevent_cse)
-
-        def step(params, batch):
-            return jax.grad(lambda params: jnp.sum(ft.reduce(layer, params, batch)))(params)
-
-        return fit(step, params, batch, chip="h100").peak_bytes
-
-    assert peak(prevent_cse=True) <= peak(prevent_cse=False)
 
 
 LAYERS, WIDTH, ROWS = 4, 1024, 4096
@@ -179,16 +159,6 @@ def test_what_waits_for_products_waits_in_bfloat16():
 )
 def test_what_is_read_as_it_is_written_is_kept_so(layer):
     assert not any(what.startswith(f"bf16[{LAYERS},") for what in _largest(layer, "v5e"))
-
-
-def test_what_a_loop_hands_on_and_what_a_step_returns_stay_as_they_are():
-    params, batch = structs({"data": 2}, w=((LAYERS, WIDTH, WIDTH), P()), x=((ROWS, WIDTH), P("data")))
-
-    def step(params, batch):
-        last, sums = jax.lax.scan(lambda x, w: (x @ w, x), batch, params)
-        return sums, last
-
-    assert fit(step, params, batch, chip="v5e").bytes_of("results") == (LAYERS + 1) * ROWS // 2 * WIDTH * 4
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ def test_a_change_saves_what_the_compiler_saves(before, words, change):
     after = peak(*changed(**change))
     assert told.peak_bytes == pytest.approx(after, rel=0.12)
     assert told.saves_bytes == pytest.approx(compiled - after, abs=0.1 * compiled)
+    if words != "half the batch":
+        assert not [one for one in fit(*changed(**change), chip=CHIP).changes if words in one.what]
 
 
 def test_a_step_that_keeps_its_state_on_the_host_needs_what_was_said(before):

@@ -33,14 +33,11 @@ def groups(made, one):
     return sizes
 
 
-def test_a_product_sums_over_a_factor_and_counts_its_operations():
+def test_products_and_reshapes_have_factors():
     (one,) = named(program(lambda x, w: x @ w, f32(8, 16), f32(16, 32)), "dot_general")
     (rows, summed), (also, columns) = one.factors.ins
     assert summed == also and one.factors.outs == ((rows, columns),)
     assert one.factors.reduction == {summed[0]} and one.flops == 2 * 8 * 16 * 32 and one.times == 1
-
-
-def test_a_reshape_has_several_factors_for_a_dimension():
     made = program(lambda x: x.reshape(4, 3, 6, 16), f32(4, 288))
     (one,) = named(made, "reshape")
     assert groups(made, one) == [[(4,), (3, 6, 16)], [(4,), (3,), (6,), (16,)]]
@@ -61,25 +58,28 @@ def test_a_scan_runs_as_often_as_it_is_long_and_walks_through_its_layers():
     assert not made.notes
 
 
-def test_loops_within_loops_and_from_other_ends():
-    def step(x):
-        return jax.lax.fori_loop(2, 10, lambda i, y: jax.lax.fori_loop(0, 3, lambda j, z: jnp.sin(z), y) + i, x)
-
-    made = program(step, f32(8))
-    assert {one.times for one in named(made, "sine")} == {24.0} and not made.notes
-    unknown = program(lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y), x), f32(8), jnp.int32(3))
-    assert {one.times for one in named(unknown, "sine")} == {1.0}
-    assert [*unknown.notes] == ["the trips of a loop are not in the program: it counts once"]
+def _nested(x):
+    return jax.lax.fori_loop(2, 10, lambda i, y: jax.lax.fori_loop(0, 3, lambda j, z: jnp.sin(z), y) + i, x)
 
 
-def test_a_bound_that_the_body_changes_is_not_known():
-    def step(x):
-        closer = lambda state: (state[0] + 1, state[1] - 1, jnp.sin(state[2]))
-        return jax.lax.while_loop(lambda state: state[0] < state[1], closer, (0, 10, x))[2]
+def _closing(x):
+    closer = lambda state: (state[0] + 1, state[1] - 1, jnp.sin(state[2]))
+    return jax.lax.while_loop(lambda state: state[0] < state[1], closer, (0, 10, x))[2]
 
-    made = program(step, f32(8))
-    assert {one.times for one in named(made, "sine")} == {1.0}
-    assert [*made.notes] == ["the trips of a loop are not in the program: it counts once"]
+
+@pytest.mark.parametrize(
+    ("step", "args", "times"),
+    [
+        (_nested, (), 24.0),
+        (lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y), x), (jnp.int32(3),), None),
+        (_closing, (), None),
+    ],
+)
+def test_loops_count_as_often_as_they_run_or_say_that_nothing_is_known(step, args, times):
+    made = program(step, f32(8), *args)
+    assert {one.times for one in named(made, "sine")} == {times or 1.0}
+    notes = [] if times else ["the trips of a loop are not in the program: it counts once"]
+    assert [*made.notes] == notes
 
 
 def test_branches_count_for_their_share():

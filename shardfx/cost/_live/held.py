@@ -142,7 +142,26 @@ def held(
     """
     program = program_of(module)
     memory = _Memory(module, narrowed(program) if tpu else program, tile, tpu)
-    return memory.held(donated, on_host, results_on_host, recomputes)
+    if recomputes:
+        memory.changed = recomputed(program, memory.uses, memory.bytes_of)
+    entry = program.entry
+    spare = [program.buffers[value] for value, yes in zip(entry.carried, donated, strict=False) if yes]
+    results: list[int] = []
+    for value, is_away in itertools.zip_longest(entry.results, results_on_host, fillvalue=False):
+        buffer = program.buffers[value]
+        is_alias = buffer in spare and not is_away
+        if is_alias:
+            spare.remove(buffer)
+        results.append(0 if is_alias or is_away else memory.bytes_of(value))
+    away = {value for value, yes in zip(entry.carried, on_host, strict=False) if yes}
+    arguments = tuple(0 if value in away else memory.bytes_of(value) for value in entry.carried)
+    timeline: list[int] = []
+    peak = memory.peak(entry, timeline, dict(zip(entry.results, results, strict=True)))
+    temporary = peak.bytes + memory.changed.kept_bytes
+    ahead = min(sum(arguments), max(0, _ON_CHIP - temporary)) if tpu else 0
+    found = tuple(sorted(map(memory.described, peak.values), key=lambda one: -one.bytes))
+    beside = sum(arguments) + sum(results) + memory.changed.kept_bytes
+    return Held(arguments, tuple(results), temporary + ahead, found, tuple(beside + one for one in timeline))
 
 
 class _Peak(NamedTuple):
@@ -164,31 +183,6 @@ class _Memory:
         if value in self.changed.values:
             return 0
         return bytes_of(self.program.buffers[value], self.tile)
-
-    def held(
-        self, donated: Sequence[bool], on_host: Sequence[bool], results_on_host: Sequence[bool], recomputes: bool
-    ) -> Held:
-        """The memory of the program, with these arguments donated or in host memory."""
-        if recomputes:
-            self.changed = recomputed(self.program, self.uses, self.bytes_of)
-        entry = self.program.entry
-        spare = [self.program.buffers[value] for value, yes in zip(entry.carried, donated, strict=False) if yes]
-        results: list[int] = []
-        for value, is_away in itertools.zip_longest(entry.results, results_on_host, fillvalue=False):
-            buffer = self.program.buffers[value]
-            is_alias = buffer in spare and not is_away
-            if is_alias:
-                spare.remove(buffer)
-            results.append(0 if is_alias or is_away else self.bytes_of(value))
-        away = {value for value, yes in zip(entry.carried, on_host, strict=False) if yes}
-        arguments = tuple(0 if value in away else self.bytes_of(value) for value in entry.carried)
-        timeline: list[int] = []
-        peak = self.peak(entry, timeline, dict(zip(entry.results, results, strict=True)))
-        temporary = peak.bytes + self.changed.kept_bytes
-        ahead = min(sum(arguments), max(0, _ON_CHIP - temporary)) if self.tpu else 0
-        found = tuple(sorted(map(self.described, peak.values), key=lambda one: -one.bytes))
-        beside = sum(arguments) + sum(results) + self.changed.kept_bytes
-        return Held(arguments, tuple(results), temporary + ahead, found, tuple(beside + one for one in timeline))
 
     def described(self, value: int) -> HeldArray:
         """A temporary with the operation that made it. For a loop's result this is the operation in the loop's body."""
