@@ -220,7 +220,8 @@ def numbers_of(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
         if name not in known:
             raise RuleError(
                 f"`limits` names {name!r}, which no dimension of the step's arguments "
-                f"has{near_name(name, tuple(known))}; there are {', '.join(sorted(known))}. `name_axes(step, ...)` shows where each is."
+                f"has{near_name(name, tuple(known))}; there are {', '.join(sorted(known))}. `name_axes(step, ...)` "
+                "shows where each is."
             )
     return {name: known[name] for name in names}
 
