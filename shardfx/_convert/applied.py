@@ -54,9 +54,8 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
             for dim, size in enumerate(block):
                 by = xp.repeat(by, size, axis=dim)
             return x * by[tuple(slice(size) for size in x.shape)]
-        case "times" | "plus", number:
-            return changed(x, Arithmetic("*" if op == "times" else "+", number))
-    raise NotImplementedError(op)
+    # The others are `times` and `plus`.
+    return changed(x, Arithmetic("*" if op == "times" else "+", *args))
 
 
 def applied(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
