@@ -21,7 +21,7 @@ from .._plan import ShardPlan, shardings_of_leaves
 
 
 def targets(form: PyTree, tree: PyTree, leaves: Sequence[Any], treedef: Any, what: str) -> list[Sharding | None]:
-    """The sharding of each leaf; `None` for a leaf that is no array or that is to be left alone.
+    """The sharding of each leaf; `None` for a leaf that is no array or does not move.
 
     **Arguments:**
 

@@ -314,8 +314,8 @@ def journey_of(tree: object, dst: object, map: TreeMap, copies: bool) -> Journey
     every = [*arrays.items(), *target.arrays]
     leaves = [MovedLeaf(path, tuple(x.shape), x.dtype, end) for (path, x), end in zip(every, shardings, strict=True)]
     sources, targets = tuple(leaves[: len(arrays)]), tuple(leaves[len(arrays) :])
-    for leaf in targets:
-        with naming(str, leaf.path):
+    for path, leaf in target.arrays:
+        with naming(str, path):
             _require_devices(leaf.sharding)
     if jax.process_count() > 1:
         ends = {end for end in shardings if end is not None}

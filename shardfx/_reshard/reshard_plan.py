@@ -30,23 +30,23 @@ class LeafMove:
     **Arguments:**
 
     - `path`, `shape`, `dtype`: those of the array.
-    - `src`, `dst`: its shardings; of what is put together, that of the first array that it is made of.
-    - `how`: "in place" or "relabel" (it needs nothing), "memory kind", "steps" (over one device set), "tiles" (between
-        device sets), or "pieces" (a map puts it together from parts of other arrays).
+    - `src`, `dst`: its shardings. With "pieces", `src` is the sharding of the first of its sources.
+    - `how`: "in place" or "relabel" (no byte moves), "memory kind", "steps" (over one device set), "tiles" (between
+        device sets), or "pieces" (a map makes it of parts of other arrays).
     - `steps`: the collectives, for "steps": one `MoveStep` each, in order.
     - `links`: bytes per (sender, receiver), for "tiles" and "pieces"; what a device takes from itself is left out. A
         device is its id where it is known, else its place in the mesh.
     - `missing`: the elements that only lost devices hold, as boxes of (start, stop) per dimension.
-    - `copied`: whether `reshard` will not take the steps: the devices are all played by this process's CPU, and it
-        copies from shard to shard in the memory that they share. The costs are those of the steps all the same.
+    - `copied`: whether `reshard` copies from shard to shard instead, because all devices are CPU devices of this
+        process and share its memory. The costs are those on devices with separate memories.
     - `wire_bytes`: bytes that enter a device, the mean over the target's devices.
     - `dcn_bytes`: the part of `wire_bytes` that comes from another slice (or node), for "steps"; an upper bound if
         slices do not line up with mesh axes.
     - `lower_bound_bytes`: the same for the best algorithm there could be.
-    - `source_bytes`, `target_bytes`: bytes of a device's shard before and after the move. If several arrays are made of
-        one, it counts as the source of the last of them, with which it can be donated.
-    - `peak_bytes`: the most that a device's memory holds of this array while it moves, source and target included. What
-        lies in host memory counts only while it is copied to the device to change its layout there.
+    - `source_bytes`, `target_bytes`: bytes of a device's shard before and after the move. A source of several arrays
+        counts for the last of them, with which it can be donated.
+    - `peak_bytes`: the most bytes of this array in a device's memory during the move, source and target included. A
+        shard in host memory counts only while the device holds a copy of it.
     - `made_of`: with a map, the paths of the arrays that it is made of.
     - `rounds`: for "pieces", in how many rounds programs exchange them; in each a device sends and receives one piece.
     """

@@ -125,7 +125,7 @@ _move = jex.core.Primitive("shardfx_move")
 
 
 def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
-    """The moved array outside of programs, as in a gradient without `jit`. An array's own sharding counts there, not
+    """The moved array outside of programs, as in a gradient without `jit`. It reads the array's own sharding, not
     `src`.
     """
     if not isinstance(dst.mesh, Mesh):

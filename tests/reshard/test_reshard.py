@@ -513,15 +513,6 @@ def test_offloading_by_regex_and_back():
     assert_equal(back, state())
 
 
-@both_ways
-def test_memory_kind_and_layout_change_together(move):
-    x = jax.device_put(host((24, 8)), sharding((8,), "a"))
-    there = move(x, sharding((2, 4), "b", "a", kind="pinned_host"))
-    assert there.sharding == sharding((2, 4), "b", "a", kind="pinned_host")
-    back = move(there, sharding((2, 3), "b"))
-    np.testing.assert_array_equal(back, host((24, 8)))
-
-
 def test_offloads_are_bounded_in_flight():
     away = sharding((8,), "a", kind="pinned_host")
     source = [jax.device_put(host((64,), i), sharding((8,), "a")) for i in range(40)]

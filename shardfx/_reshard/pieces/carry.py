@@ -166,20 +166,19 @@ class Means:
 
     def block(self, work: Assembly, names: Sequence[str], devices: tuple[Any, ...], key: str) -> jax.Array:
         """A source's shards as a program's argument, cached, since many leaves can be made of one stack."""
-        scaled = work.scaled.get(key)
-        if scaled is None:
-            paths = (names[int(key)],)
-        else:
-            paths = (names[int(scaled.source)], names[int(scaled.scale.path)], f"{scaled.scale.block} {scaled.dtype}")
-        if (paths, devices) not in self.joined_up:
-            array = self.shards.leaf(paths[0])
-            array = array if scaled is None else self._scaled(scaled, array, self.shards.leaf(paths[1]))
+        scaled, kind = work.scaled.get(key), ""
+        paths = [names[int(key if scaled is None else scaled.source)]]
+        if scaled is not None:
+            paths, kind = [*paths, names[int(scaled.scale.path)]], f"{scaled.scale.block} {scaled.dtype}"
+        known = (*paths, kind), devices
+        if known not in self.joined_up:
+            array, *by = map(self.shards.leaf, paths)
+            array = array if scaled is None else self._scaled(scaled, array, *by)
             with _on(devices):
-                shards = {
-                    device: _in_memory(one, device.default_memory().kind) for device, one in _shards(array).items()
-                }
-                self.joined_up[paths, devices] = blocks(devices, *work.source_shapes[key], shards)
-        return self.joined_up[paths, devices]
+                here = _shards(array).items()
+                shards = {device: _in_memory(one, device.default_memory().kind) for device, one in here}
+                self.joined_up[known] = blocks(devices, *work.source_shapes[key], shards)
+        return self.joined_up[known]
 
     def _scaled(self, one: ScaledArray, x: jax.Array, by: jax.Array) -> jax.Array:
         """An array multiplied by its scales, with the array's own sharding."""
@@ -232,7 +231,7 @@ def begun(work: Assembly, names: Sequence[str], means: Means) -> Callable[[], ja
 
 def _together(
     work: Assembly, names: Sequence[str], means: Means, step: Exchange, places: Any, out: jax.Array | None
-) -> jax.Array:
+) -> jax.Array | None:
     """The shards of an array whose sources are on the same devices, after one more program."""
     devices = work.devices
     given = [means.block(work, names, devices, key) for key in step.keys]

@@ -132,7 +132,7 @@ def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np
 
 
 def _ranked(who: np.ndarray, what: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Devices sorted by the shards `what`, these shards, and the rank of each device among those with equal ones."""
+    """The devices `who` sorted by their shards `what`, the sorted shards, and each device's rank among equal ones."""
     order = np.argsort(what, kind="stable")
     ascending = what[order]
     return who[order], ascending, np.arange(len(what)) - np.searchsorted(ascending, ascending, side="left")
