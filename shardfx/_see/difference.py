@@ -252,17 +252,11 @@ def _what(row: LeafDiff) -> str:
     if row.before is None or row.after is None:
         return "only in the first" if row.after is None else "only in the second"
     told = [*map(str, row.axes)]
-    for name in row.fields:
-        one, two = vars(row.before)[name], vars(row.after)[name]
-        if name not in _SHOWN:
-            told.append(f"{name}: {_value(one)} -> {_value(two)}")
-    if not told and row.fields:
-        told = [f"{name} differs" for name in row.fields if name in ("requested", "reasons")]
+    for name in [name for name in row.fields if name not in _SHOWN]:
+        values = [vars(leaf)[name] for leaf in (row.before, row.after)]
+        told.append(f"{name}: {' -> '.join(spec_text(one) if isinstance(one, tuple) else str(one) for one in values)}")
+    told = told or [f"{name} differs" for name in row.fields if name in ("requested", "reasons")]
     return ", ".join(told) or "-"
-
-
-def _value(value: object) -> str:
-    return spec_text(value) if isinstance(value, tuple) else str(value)
 
 
 def _totals(found: Diff) -> str:

@@ -189,13 +189,10 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
 
 def _found(plan: ShardPlan, where: str) -> LeafPlan:
     """The array at a path, or the first array that a regex matches if the matches differ in numbers only."""
-    if where in plan:
-        return plan[where]
     try:
-        pattern = re.compile(where)
+        groups = {} if where in plan else together(filter(re.compile(where).search, plan), between_numbers)
     except re.error:
-        return plan[where]
-    groups = together(filter(pattern.search, plan), between_numbers)
+        groups = {}
     if not groups:
         return plan[where]
     if len(groups) > 1:

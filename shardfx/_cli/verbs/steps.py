@@ -215,7 +215,11 @@ def search(
     names their dimensions by what the step does with them. XLA's partitioner makes the program of one device for the
     best candidates and for the strategies that people usually write; without --verify nothing is compiled further.
     """
-    hardware = _hardware(target, devices, chip)
+    if (target is None) == (devices is None):
+        raise UsageError("say what the devices are: --target tpu:v5e:4x4, or --devices 16 --chip h100")
+    if devices is not None and chip is None:
+        raise UsageError(f"--devices {devices} does not say which chip; add one, as --chip h100")
+    hardware = {"devices": target or devices, "chip": chip}
     require_writable(code_file, json_file)
     function, args = load_bare_step(step, kwargs)
     also = [made_of(name, AxisRules, "AxisRules, whose names are those of `name_axes`") for name in rules]
@@ -230,15 +234,6 @@ def search(
     if code_file is not None:
         write(found[0].code().removesuffix("\n"), code_file)
     return 0 if found[0].fits else 1
-
-
-def _hardware(target: str | None, devices: int | None, chip: str | None) -> dict[str, Any]:
-    """Returns the arguments of `shardfx.auto.search` that describe the devices."""
-    if (target is None) == (devices is None):
-        raise UsageError("say what the devices are: --target tpu:v5e:4x4, or --devices 16 --chip h100")
-    if devices is not None and chip is None:
-        raise UsageError(f"--devices {devices} does not say which chip; add one, as --chip h100")
-    return {"devices": target or devices, "chip": chip}
 
 
 def _table(found: Sequence[Candidate]) -> str:

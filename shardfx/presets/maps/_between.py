@@ -160,9 +160,9 @@ def _taken(source: Place, want: Place, sizes: Sizes) -> From:
     """
     source, want = _apart(source, want, sizes.apart), _apart(want, source, sizes.apart)
     made, counts = _opened(source, want, sizes)
-    entry = want.range if want.range is not None and not want.range.step else None
-    in_path = [axis for axis in source.in_path if entry is None or axis != entry.axis]
-    more, less = _only_in_one(source, want, (*source.axes, *in_path), entry)
+    single = want.range if want.range is not None and not want.range.step else None
+    in_path = [axis for axis in source.in_path if single is None or axis != single.axis]
+    more, less = _only_in_one(source, want, (*source.axes, *in_path), single)
     groups = [tuple(axis for axis in group if axis not in more) for group in want.dims]
     # A group that is one dimension in both arrays is not split, unless an axis in it changes its size.
     whole = [group for group in groups if group in source.dims and not any(map(sizes.resized, group))]
@@ -174,7 +174,7 @@ def _taken(source: Place, want: Place, sizes: Sizes) -> From:
         dims += _axes_of(group, whole)
     # An axis that is in the target's path has an array for each entry, so the index there is its own name.
     taken: dict[str, int | str] = {axis: axis for axis in source.axes if axis in want.in_path}
-    taken |= {entry.axis: entry.start} if entry is not None and entry.axis in source.axes else {}
+    taken |= {single.axis: single.start} if single is not None and single.axis in source.axes else {}
     for axis, index in (taken | dict.fromkeys(less, 0)).items():
         dim = dims.index((axis,))
         made = (_resized(made, axis, dim, sizes) if index == axis else made).at(index, dim=dim)
@@ -192,16 +192,20 @@ def _taken(source: Place, want: Place, sizes: Sizes) -> From:
         made = _cut(made, want.range, order.index((want.range.axis,)))
     for dim, group in enumerate([group for group in groups if group]):
         made = made.merge(dim, len(group)) if len(group) > 1 and group not in whole else made
-    return _counted(_repeated(made, want, more, sizes), want.entry)
+    made, entry = _repeated(made, want, more, sizes), want.entry
+    if isinstance(entry, Counted):
+        made = made.times(entry.times) if entry.times != 1 else made
+        made = made.plus(entry.plus) if entry.plus else made
+    return made
 
 
-def _only_in_one(source: Place, want: Place, here: Paths, entry: Range | None) -> tuple[list[str], list[str]]:
+def _only_in_one(source: Place, want: Place, here: Paths, single: Range | None) -> tuple[list[str], list[str]]:
     """Returns the axes that only the target has, along which its entries are repeated, and those that only the source
     has.
     """
     there = (*want.axes, *want.in_path)
     more = [axis for axis in want.axes if axis not in here]
-    less = [axis for axis in here if axis not in there and (entry is None or axis != entry.axis)]
+    less = [axis for axis in here if axis not in there and (single is None or axis != single.axis)]
     if less and more or any(axis in want.in_path for axis in there if axis not in here):
         raise MapError(
             f"`{want.kind}` has other axes in both layouts: {' '.join(here)} in `{source.path}`, {' '.join(there)} in "
@@ -226,14 +230,6 @@ def _resized(made: From, axis: str, dim: int, sizes: Sizes) -> From:
     if size is None:
         return made
     return made.pad_to(size, dim=dim) if size > sizes.source[axis] else made.slice(0, size, dim=dim)
-
-
-def _counted(made: From, entry: Entry) -> From:
-    """Returns the expression with the factor and the addend of a `Counted` target applied."""
-    if isinstance(entry, Counted):
-        made = made.times(entry.times) if entry.times != 1 else made
-        made = made.plus(entry.plus) if entry.plus else made
-    return made
 
 
 def _repeated(made: From, want: Place, more: Sequence[str], sizes: Sizes) -> From:

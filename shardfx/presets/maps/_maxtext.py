@@ -98,10 +98,10 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
         path = f"decoder/{layers}/{block}{suffix}/{rest}" if layers else name
         entry = _as_kept(str(family), kind, f"{kind}: {' '.join([first, axis, *others])}", sizes)
         rows[f"{prefix}{path.replace('{moe}', moe)}"] = entry
-    apart = {"dim": "two half"} if interleaved_rope else {}
-    return TreeLayout(
-        rows, sizes=sizes | {"two": 2, "half": _size(sizes, "dim", "head_dim") // 2} if apart else sizes, apart=apart
-    )
+    if not interleaved_rope:
+        return TreeLayout(rows, sizes=sizes)
+    halves = {"two": 2, "half": _size(sizes, "dim", "head_dim") // 2}
+    return TreeLayout(rows, sizes=sizes | halves, apart={"dim": "two half"})
 
 
 def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
