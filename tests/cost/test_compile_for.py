@@ -32,7 +32,7 @@ def step(params, batch):
 
 
 class _Program:
-    """What JAX compiles, as far as memory is asked for."""
+    """A compiled program of JAX whose memory can be read."""
 
     def __init__(self, platform, peak):
         counted = {"argument": 700, "output": 300, "alias": 100, "temp": 500, "generated_code": 1}
@@ -67,10 +67,8 @@ def test_what_a_program_needs_is_what_its_compiler_adds_up_to(platform, peak, ne
 def test_it_is_what_jax_compiles_and_pickles():
     made = structs()
     first = compile_for(jax.jit(step, donate_argnums=0), *made, target="cpu")
-    mesh = MESH.build(jax.devices())
-    on = {name: one.on(mesh) for name, one in plans().items()}
-    jitted = filter_jit(step, in_shardings=on, donate="params")
-    theirs = jitted.lower(*[one.structs for one in on.values()]).compile()
+    on = {name: one.on(MESH.build(jax.devices())) for name, one in plans().items()}
+    theirs = filter_jit(step, in_shardings=on, donate="params").lower(*[one.structs for one in on.values()]).compile()
     assert traffic(first).by("kind") == traffic(theirs).by("kind") and traffic(first).wire_bytes > 0
     assert {row.axes for row in traffic(first).rows} == {row.axes for row in traffic(theirs).rows}
     memory = theirs.memory_analysis()
@@ -110,16 +108,16 @@ def test_targets_that_are_devices_and_errors(as_users_run_it):
         compile_for(jnp.sum, x.structs, target="cpu")
 
 
-def gather(axis_sizes, spec, shape=(1024, 1024)):
-    """The traffic of one gather of an f32 array on 8 devices."""
+def moved(axis_sizes, spec, *out):
+    """The traffic of one change of an f32 array's spec on 8 devices."""
     mesh = MeshSpec(axis_sizes)
-    x = plan(jax.ShapeDtypeStruct(shape, jnp.float32), mesh, paths=PathRules([(".*", spec)]))
-    whole = jax.NamedSharding(mesh.abstract(), P())
-    return traffic(compile_for(jax.jit(lambda x: x + 0, out_shardings=whole), x.structs, target="cpu")), mesh
+    x = plan(jax.ShapeDtypeStruct((1024, 1024), jnp.float32), mesh, paths=PathRules([(".*", spec)]))
+    after = jax.NamedSharding(mesh.abstract(), P(*out))
+    return traffic(compile_for(jax.jit(lambda x: x + 0, out_shardings=after), x.structs, target="cpu")), mesh
 
 
 def test_a_gather_takes_its_bytes_over_the_links_of_its_ring():
-    made, mesh = gather({"data": 8}, P("data"))
+    made, mesh = moved({"data": 8}, P("data"))
     (row,) = made.rows
     chip = dataclasses.replace(chips.find("v5p"), link_bytes_per_second=1e9)
     # 8 chips of a 2x2x2: three lines of two. One ring of 8 closed at its ends: both ways.
@@ -138,7 +136,7 @@ def test_a_gather_takes_its_bytes_over_the_links_of_its_ring():
 
 
 def test_two_axes_on_a_torus_use_the_links_of_both():
-    made, mesh = gather({"x": 2, "y": 4}, P("x", "y"))
+    made, mesh = moved({"x": 2, "y": 4}, P("x", "y"))
     found = seconds(made, "v4", mesh, slice="1x2x4")
     rates = {row.traffic.axes: row.bytes_per_second / 45e9 for row in found.rows}
     assert all(rates[axes] == {"x": 1, "y": 2, "x y": 3}[" ".join(axes)] for axes in rates) and rates
@@ -147,20 +145,14 @@ def test_two_axes_on_a_torus_use_the_links_of_both():
 
 
 def test_the_worked_answers_of_an_all_to_all_and_of_slices():
-    mesh = MeshSpec({"data": 8}, dcn={"data": 2})
-    x = plan(jax.ShapeDtypeStruct((64, 64), jnp.float32), mesh, paths=PathRules([(".*", P("data"))]))
-    flat = MeshSpec({"data": 8})
-    columns = jax.NamedSharding(flat.abstract(), P(None, "data"))
-    rows = plan(x.structs, flat, paths=PathRules([(".*", P("data"))])).structs
-    made = compile_for(jax.jit(lambda x: x + 0, out_shardings=columns), rows, target="cpu")
-    (row,) = traffic(made).rows
+    made, mesh = moved({"data": 8}, P("data"), None, "data")
+    (row,) = made.rows
     assert row.kind == "all-to-all"
     # On a ring an exchange of an array of V bytes takes V / 4 of the ring's bandwidth, both ways (Scaling book, 3).
-    found = seconds(traffic(made), "v4", flat, slice="1x1x8")
-    assert found.seconds == pytest.approx(64 * 64 * 4 * 7 / 8 / 4 / (2 * 45e9))
-    across = traffic(made, mesh)
-    assert across.dcn_bytes > 0
-    slow = seconds(across, "v4", mesh).rows[0]
+    found = seconds(made, "v4", mesh, slice="1x1x8")
+    assert found.seconds == pytest.approx(1024 * 1024 * 4 * 7 / 8 / 4 / (2 * 45e9))
+    across = dataclasses.replace(made, rows=(dataclasses.replace(row, dcn_bytes=row.wire_bytes // 2),))
+    slow = seconds(across, "v4", MeshSpec({"data": 8}, dcn={"data": 2})).rows[0]
     assert slow.dcn_seconds == pytest.approx(across.dcn_bytes / 6.25e9) and slow.seconds > slow.dcn_seconds
 
 

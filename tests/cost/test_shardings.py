@@ -154,8 +154,9 @@ def test_a_lost_batch_is_found_and_mended_by_the_constraint_that_is_told():
     assert estimate(*decoder(constrained=True)).wire_bytes < estimate(*decoder(constrained=False)).wire_bytes
 
 
-def test_rows_of_one_parameter_and_of_one_line():
-    found = shardings(*decoder(constrained=False))
+def test_rows_of_one_parameter_and_of_one_line_and_the_reasons_of_collectives():
+    step, *args = decoder(constrained=False)
+    found = shardings(step, *args)
     shaped = found.of("params/down").rows
     assert shaped and all(any(one.by == "params/down" for one in row.origins) for row in shaped)
     assert any(one.chain for row in shaped for one in row.origins)
@@ -167,11 +168,6 @@ def test_rows_of_one_parameter_and_of_one_line():
         found.at("x.py:1")
     with pytest.raises(UnknownPathError, match="did you mean 'params/down'"):
         found.of("params/dwon")
-
-
-def test_what_is_sent_says_why():
-    step, *args = decoder(constrained=False)
-    found = shardings(step, *args)
     sent = found.annotate(estimate(step, *args))
     summed = next(row for row in sent.rows if row.source and row.source.place == LINES["block"])
     assert "summed over fsdp" in summed.note and "from params/down" in summed.note
