@@ -51,8 +51,9 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
 
 
 def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Calls the function that a user names, which takes no mesh, and returns its step and arguments without
-    shardings; the arguments and errors are those of `load_step`.
+    """Returns the training step and the arguments that a user's function makes, without shardings.
+
+    The function takes no mesh. Arguments and errors are those of `load_step`.
     """
     function, args = _made(name, kwargs, None)
     bare = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
@@ -153,8 +154,9 @@ def _mesh_of(name: str, structs: object) -> MeshSpec:
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """The arguments of a command line that name a model, a mesh and rules, before they are parsed; `how` has those that
-    `shardfx.plan` takes as they are.
+    """The arguments of a command line that name a model, a mesh and rules, before they are parsed.
+
+    `how` holds the keyword arguments of `shardfx.plan` that need no parsing.
     """
 
     model: str | None

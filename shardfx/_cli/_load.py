@@ -215,8 +215,11 @@ def _sorted(found: object, what: str) -> Rules:
 
 
 def made_of(name: str, kind: type, what: str) -> Any:
-    """Returns the object that a name refers to, or that it makes if it is a function; raises if that is no `kind`,
-    which `what` describes.
+    """Returns the object of class `kind` that a name refers to, or that the named function returns.
+
+    **Raises:**
+
+    `UsageError` for an object of another class, with `what`, a description of `kind`.
     """
     found = attribute(name)
     found = calling(f"`{name}()`", found) if callable(found) and not isinstance(found, kind) else found
@@ -303,8 +306,11 @@ def rule_set_names() -> tuple[str, ...]:
 
 
 def parse_slice(text: str) -> chips.Slice:
-    """Returns the TPU slice that a text such as "tpu:v5p:8x8x8" describes, in the form of
-    [`shardfx.chips.parse_slice`][]; raises a `UsageError` that names the wrong part of another text.
+    """Returns the TPU slice that a text names, as [`shardfx.chips.parse_slice`][] reads it: "tpu:v5p:8x8x8".
+
+    **Raises:**
+
+    `UsageError` for a text that names no TPU slice.
     """
     try:
         made = chips.parse_slice(text)

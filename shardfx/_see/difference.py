@@ -31,7 +31,7 @@ class AxisMove:
     **Arguments:**
 
     - `axis`: the mesh axis.
-    - `src`, `dst`: the dimension that it cuts in the first plan and in the second; `None` where it cuts none.
+    - `src`, `dst`: the dimension that the axis shards in the first plan and in the second; `None` if it shards none.
     """
 
     axis: str

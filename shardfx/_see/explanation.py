@@ -43,11 +43,11 @@ class DimExplanation:
     - `wanted`: the mesh axes that its rule, or all rules for its name that could apply, asked for.
     - `kept`: the axes in `wanted` that shard the dimension.
     - `dropped`: the axes in `wanted` that do not.
-    - `added`: the axes beside them that cut it: of `fsdp(...)` after a rule, for one.
-    - `reasons`: why axes were dropped.
+    - `added`: mesh axes that shard the dimension and are not in `wanted`, such as those of an `fsdp(...)` after a rule.
+    - `reasons`: the plan's reasons for the dropped axes.
     - `sizes`: if the size is at fault, the nearest sizes below and above that all wanted axes divide.
-    - `free`: mesh axes that cut no dimension of the array, and would cut this one evenly.
-    - `changes`: sentences on what would change it.
+    - `free`: mesh axes that shard no dimension of the array, and that divide this dimension.
+    - `changes`: changes that would remove the reasons, a sentence each.
     """
 
     dim: int

@@ -120,7 +120,9 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
 
 
 def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -> Finding:
-    """The finding about some arrays, with the bytes that each device holds beyond those that their rules ask for."""
+    """The finding about some arrays. Its bytes are those that each device holds beyond the sharding that the rules ask
+    for.
+    """
     content, sizes, lost = subject.content, subject.content.mesh.shape, 0
     for row, group in ((one.group.row, one.group) for one in shorts):
         axes = [axis for target in (row.requested, *row.strategies) for axis in axes_of_target(target)]
@@ -131,7 +133,9 @@ def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -
 
 
 def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
-    """Code that asks for no more than the arrays can have, or that splits a mesh axis for them."""
+    """Code under which the rules ask for the sharding that the arrays have, or under which mesh axes are split so that
+    the arrays get more.
+    """
     content, lines, targets = subject.content, dict[str, None](), dict[Any, list[str]]()
     for group, reasons, _ in shorts:
         row = group.row

@@ -69,7 +69,7 @@ def lint(
     **Returns:**
 
     `Findings`: a tuple of `Finding`s, most bytes first, which prints as a table. Each has a `fix`: statements over the
-    names of these arguments that resolve it.
+    names of these arguments, which `lint` proposes and does not try.
 
     **Raises:**
 

@@ -145,8 +145,8 @@ def _cut(made: From, span: Range, dim: int) -> From:
 
 
 def _apart(place: Place, other: Place, apart: Mapping[str, Paths]) -> Place:
-    """Returns `place` with those of its axes split that the layout of the `other` place splits (`apart` maps an axis to
-    its sub-axes).
+    """Returns `place` with an axis replaced by its sub-axes wherever the array of `other` has these sub-axes. `apart`
+    maps an axis to its sub-axes.
     """
     split = {axis: parts for axis, parts in apart.items() if set(parts) <= {*other.axes}}
     dims = [tuple(one for axis in group for one in split.get(axis, (axis,))) for group in place.dims]
@@ -156,7 +156,8 @@ def _apart(place: Place, other: Place, apart: Mapping[str, Paths]) -> Place:
 def _taken(source: Place, want: Place, sizes: Sizes) -> From:
     """Returns the expression that turns the weight in one source array into the weight of a target array.
 
-    Along the way, each dimension holds one axis, or a group of axes that is one dimension in both arrays.
+    The expression is built step by step. Each dimension then holds one axis, or a group of axes that is one dimension
+    in both arrays.
     """
     source, want = _apart(source, want, sizes.apart), _apart(want, source, sizes.apart)
     made, counts = _opened(source, want, sizes)
@@ -200,8 +201,8 @@ def _taken(source: Place, want: Place, sizes: Sizes) -> From:
 
 
 def _only_in_one(source: Place, want: Place, here: Paths, single: Range | None) -> tuple[list[str], list[str]]:
-    """Returns the axes that only the target has, along which its entries are repeated, and those that only the source
-    has.
+    """Returns the axes that only the target has, and the axes that only the source has. The target repeats its entries
+    along the first.
     """
     there = (*want.axes, *want.in_path)
     more = [axis for axis in want.axes if axis not in here]
@@ -218,7 +219,7 @@ def _only_in_one(source: Place, want: Place, here: Paths, single: Range | None) 
 
 
 def _axes_of(group: Paths, whole: Sequence[Paths]) -> list[Paths]:
-    """Returns the group alone if it stays whole, else a group for each of its axes."""
+    """Returns a list of the group if it is in `whole`, else of one group for each of its axes."""
     return [group] if group in whole else [(axis,) for axis in group]
 
 
