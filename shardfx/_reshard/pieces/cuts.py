@@ -28,7 +28,7 @@ from ..._convert import (
     swapped,
     within,
 )
-from ..._ground.boxes import Box, volume
+from ..._ground.boxes import Box, common, volume
 from ..._ground.spec import bits
 
 
@@ -258,21 +258,16 @@ def _cut(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) ->
     for part in within(piece, box):
         part = shifted(part, [-low for low, _ in box])
         for cell in source.overlapping(hull(swapped(part))):
-            for own in _inside(part, cell):
+            other = swapped(part)
+            if common(hull(other), cell) is None:
+                continue
+            for own in [swapped(shifted(one, [-low for low, _ in cell])) for one in within(other, cell)]:
                 if not source.senders[cell].holders:
                     starts = [low for low, _ in cell]
                     missing[hull(shifted(swapped(once(own)), starts))] = None
                     continue
                 size = -(-once(own).elements * min(widths) // 8)
                 yield Cut(-1, -1, own, size, max(widths)), source.senders[cell]
-
-
-def _inside(part: Piece, cell: Box) -> list[Piece]:
-    """The parts of a piece that are in a box of the source, relative to the start of the box."""
-    other = swapped(part)
-    if any(high <= low or stop <= start for (start, stop), (low, high) in zip(hull(other), cell, strict=True)):
-        return []
-    return [swapped(shifted(one, [-low for low, _ in cell])) for one in within(other, cell)]
 
 
 def first_casts(casts: Sequence[object], dtype: object) -> int:

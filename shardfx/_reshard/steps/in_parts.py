@@ -115,7 +115,8 @@ def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> tuple[tuple[int,
 
 def _part_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[MoveStep]) -> int:
     kinds = [step.kind for step in steps]
-    if not _fills_tiles(blocks):
+    tile = _TILE[-len(blocks) :]
+    if any(size % full for size, full in zip(blocks[-len(tile) :], tile, strict=True)):
         return _PARTS if {"all_to_all", "all_gather"} & {*kinds} else 1
     if len(whole) > 2 and kinds[-1] == "all_to_all" and "permute" in kinds:
         return _PARTS_OF_STACKS
@@ -142,11 +143,6 @@ def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kin
     one_tile_wide = step.target.piece_shape(whole)[-1] == _TILE[1]
     cuts_rows = not any(splits[:-1]) and (one_tile_wide or (bool(earlier) and "permute" not in earlier))
     return "permute" in later or cuts_rows
-
-
-def _fills_tiles(shape: Sequence[int]) -> bool:
-    tile = _TILE[-len(shape) :]
-    return all(size % full == 0 for size, full in zip(shape[-len(tile) :], tile, strict=True))
 
 
 def in_parts(piece: Any, move: Callable[[Any], Any], cut: PartCut, *, as_on_tpus: bool = True) -> Any:

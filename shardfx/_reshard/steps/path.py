@@ -187,14 +187,12 @@ class PermutationPrices:
         # Each device sends its shard to one other, so a group serves at most as many requests as it has copies.
         span, have, want = int(want.max()) + 1, have[moves], want[moves]
         for (cheap, group), (weight, _) in it.pairwise(self.levels):
-            near = _count_in_common(group[moves] * span + have, group[moves] * span + want)
+            # The size of the multiset intersection of the two sides.
+            marked = np.sort(
+                np.concatenate([2 * (group[moves] * span + side) + at for at, side in enumerate((have, want))])
+            )
+            starts = np.flatnonzero(np.diff(marked >> 1, prepend=-1))
+            wants = np.add.reduceat(marked & 1, starts)
+            near = int(np.minimum(wants, np.diff(starts, append=len(marked)) - wants).sum())
             total += (weight - cheap) * (moving - near) * share
         return total + STEP
-
-
-def _count_in_common(first: np.ndarray, second: np.ndarray) -> int:
-    """The size of the multiset intersection of two integer arrays."""
-    marked = np.sort(np.concatenate((2 * first, 2 * second + 1)))
-    starts = np.flatnonzero(np.diff(marked >> 1, prepend=-1))
-    seconds = np.add.reduceat(marked & 1, starts)
-    return int(np.minimum(seconds, np.diff(starts, append=len(marked)) - seconds).sum())
