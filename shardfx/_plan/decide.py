@@ -103,7 +103,7 @@ def asked_by_target(
     strategies = skipping(steps, range(stacked))
     if isinstance(first, tuple):
         return asked_by_names(first, tuple(leaf.shape), rule, axes, mode, units, strategies)
-    spec = PartitionSpec() if isinstance(first, Replicate) else first
+    spec: Any = PartitionSpec() if isinstance(first, Replicate) else first
     return Request(None, spec, rule, padded_units(units, len(leaf.shape)), strategies, ())
 
 

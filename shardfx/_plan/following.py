@@ -285,17 +285,18 @@ def _followed(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
     """Returns the request of an array from JAX's propagated sharding or from the planned array in its path; `None` if
     it has neither.
     """
-    names = units = namesake = rule = None
+    names = units = namesake = None
     source, dims = _source(path, tuple(leaf.shape), plan)
     if source is not None:
         names, units, namesake = _kept(source.names, dims), _kept(source.units, dims, 1), _spec_at(source, dims)
-        rule = f"path and shape of `{_starred(source.path)}`"
     if isinstance(leaf.sharding, NamedSharding) and entries_of(canonical(leaf.sharding.spec)):
         spec, rule = canonical(leaf.sharding.spec), "the sharding that `init` gives it"
-        if spec != namesake:
-            # The array may be transposed: then its dimensions do not correspond to those of the array in its path.
-            return Request(None, spec, rule, None, (), ())
-    return None if namesake is None else Request(names, namesake, rule, units, (), ())
+        # The array may be transposed: then its dimensions do not correspond to those of the array in its path.
+        same = spec == namesake
+        return Request(names if same else None, spec, rule, units if same else None, (), ())
+    if source is None or namesake is None:
+        return None
+    return Request(names, namesake, f"path and shape of `{_starred(source.path)}`", units, (), ())
 
 
 def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, tuple[int | None, ...]]:

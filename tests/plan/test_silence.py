@@ -31,7 +31,7 @@ ON = MADE.on(MESH.build(jax.devices()))
 KV = AxisRules([("heads", "tensor"), ("kv", "tensor")], units={"heads": 16, "kv": 16})
 
 
-def ruled(target, tree=TREE, mesh=MESH, **keywords):
+def ruled(target, tree=TREE, mesh: Any = MESH, **keywords):
     return plan(tree, mesh, paths=PathRules([("", target)]), **keywords)
 
 
