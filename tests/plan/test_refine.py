@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from shardfx import AxisRules, Code, MeshSpec, PathRules, ShardPlan, constrain, follow, fsdp, plan, report, shard
 from shardfx.errors import SpecError
@@ -163,9 +163,3 @@ def test_refined_and_plain_arrays_mix_in_one_jit_and_keep_their_place():
         out = jax.jit(lambda a, b, names=names: constrain(a["w"] @ b["kv"], names, refined))(other, placed)
         assert out.sharding.spec == P("data", "tensor_0")
     np.testing.assert_array_equal(out, np.asarray(tree["w"]) @ np.asarray(tree["kv"]))
-
-
-def test_explicit_axes_stay_explicit():
-    mesh = MeshSpec({"t": 4}, axis_types=AxisType.Explicit)
-    refined = plan({"w": jnp.ones(6)}, mesh, paths=PathRules([("w", P("t"))]), refine=True)
-    assert refined.mesh.axis_types == (AxisType.Explicit, AxisType.Explicit)

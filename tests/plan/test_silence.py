@@ -185,13 +185,6 @@ def test_optional_changes_nothing_else():
     assert ruled(target) == ruled(optional(target)) and optional(optional(P())) == optional(P())
 
 
-def test_memory_kinds_that_never_apply():
-    kinds = [("mlp", "pinned_host"), ("wi", "device")]
-    with pytest.raises(RuleError, match=r"`memory_kinds` entry 1, the regex 'wi', is shadowed: .* rule 0 \('mlp'\)"):
-        ruled(P(), MLP, memory_kinds=kinds)
-    assert ruled(P(), MLP, memory_kinds=kinds, unused="allow")["mlp/wi"].memory_kind == "pinned_host"
-
-
 # --- names and axes that nobody knows
 
 
@@ -244,6 +237,7 @@ def test_a_mesh_axis_that_is_declared():
 def test_a_plan_remembers_that_it_is_strict():
     assert STRICT.strict and not MADE.strict and STRICT != MADE and "strict" not in MADE.to_json()
     assert sfx._plan.differences(STRICT, MADE) == ("strict is True in one plan, False in the other",)
+    assert sfx._plan.differences(plan({}, MESH, axes=AXES), MADE) == ("leaf `w` is only in the other plan",)
     for made in (
         *(ShardPlan.from_json(STRICT.to_json()), sfx.follow(lambda x: x, STRICT), STRICT.select("w")),
         *(STRICT.replace("w", P()), ShardPlan.join(a=STRICT, b=MADE), STRICT.on(MESH.build(jax.devices()))),
@@ -407,6 +401,7 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
             RuleError,
             "root it has a list with the keys '0', and the tree",
         ),
+        (lambda: ruled(P(), {"f": len}), LeafTypeError, "no arrays: it is of type dict, and its leaf `f` is of type built"),
         (lambda: ruled(P("data"), TWICE), RuleError, "two arrays of the tree have the path `a/b`"),
         (
             lambda: named({"a": {"w": (), "v": [(), ()]}}, tree=DEEP),

@@ -31,12 +31,6 @@ class Registered:
     width: int = dataclasses.field(metadata={"static": True}, default=3)
 
 
-@struct.dataclass
-class Struct:
-    w: Any
-    function: Any = struct.field(pytree_node=False, default=None)
-
-
 @jax.tree_util.register_pytree_node_class
 class WithoutKeys(list):
     def tree_flatten(self):
@@ -63,7 +57,6 @@ W = np.arange(128, dtype=np.float32).reshape(8, 16)
 TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "namedtuple": (lambda: Pair(W, [W, Pair(W, None)]), ("x", "y/0", "y/1/x")),
     "registered dataclass": (lambda: {"d": Registered(W), "e": [Registered(W, 5)]}, ("d/w", "e/0/w")),
-    "flax dataclass": (lambda: {"d": Struct(W, print)}, ("d/w",)),
     "node without keys": (lambda: WithoutKeys([W, {"b": W}]), ("0", "1/b")),
     "FrozenDict": (lambda: FrozenDict({"params": {"Dense_0": {"kernel": W}}}), ("params/Dense_0/kernel",)),
     "OrderedDict": (lambda: collections.OrderedDict([("z", W), ("a", W)]), ("z", "a")),

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardfx import AxisRules, Code, MeshSpec, atomic, plan, resolve
 from shardfx._ground.spec import canonical, entry_axes
-from shardfx.errors import RuleError, SpecError, UnmatchedError
+from shardfx.errors import RuleError, SpecError
 
 
 U = P.UNCONSTRAINED
@@ -147,13 +147,6 @@ def test_names_without_a_rule_resolve_by_the_policy(promise, entries, rules, unm
     assert resolve(entries, rules, unmatched=unmatched).spec == spec, promise
 
 
-def test_raise_names_every_orphan_and_the_nearest_rules():
-    with pytest.raises(UnmatchedError) as error:
-        resolve(("bach", "batch", "zz"), AxisRules({"batch": "x", "embed": None}), unmatched="raise")
-    assert "`bach` (dim 0) (did you mean 'batch'?), `zz` (dim 2)." in str(error.value)
-    assert "rules.extend([('bach', None)])" in str(error.value)
-
-
 MODES = AxisRules(
     {"a": "x", "b": "y"},
     modes={"train": (), "decode": {"s": None, "a": None, "b": "x", "new": "w"}, "insert": {"b": "z"}},
@@ -240,15 +233,6 @@ def test_merge_reaches_modes_units_and_aliases():
     modes = {"m": [("a", "y"), ("c", "y")], "n": ()}
     merged = AxisRules({"a": "x", "c": "z"}, modes=modes, units={"a": 2, "c": 3}, aliases={"b": "a", "d": "b"})
     assert one.merge(two) == merged
-
-
-@given(RULES)
-@settings(max_examples=100)
-def test_last_wins_is_a_dictionary(pairs):
-    rules = AxisRules.last_wins(pairs)
-    assert dict(rules.rules) == dict(AxisRules(pairs).rules)
-    assert len(rules.rules) == len(dict(pairs))
-    assert AxisRules.last_wins(rules.rules) == rules
 
 
 def test_everything_is_part_of_equality_and_hash():
