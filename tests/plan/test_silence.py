@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import shardfx as sfx
 from shardfx import AxisRules, Code, MeshSpec, PathRules, ShardPlan, optional, plan
 from shardfx.errors import (
+    LeafTypeError,
     MeshError,
     PlanMismatchError,
     RuleError,
@@ -401,7 +402,7 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
             RuleError,
             "root it has a list with the keys '0', and the tree",
         ),
-        (lambda: ruled(P(), {"f": len}), LeafTypeError, "no arrays: it is of type dict, and its leaf `f` is of type built"),
+        (lambda: ruled(P(), {"f": len}), LeafTypeError, "no arrays: it is of type dict, and its leaf `f` is"),
         (lambda: ruled(P("data"), TWICE), RuleError, "two arrays of the tree have the path `a/b`"),
         (
             lambda: named({"a": {"w": (), "v": [(), ()]}}, tree=DEEP),
