@@ -198,9 +198,8 @@ def units_of(leaves: Sequence[WantedLeaf], asked_limit: int | None) -> tuple[lis
         if unit.staging_bytes <= limit:
             units.append(unit)
             continue
-        *each, final = unit.kind
-        for *one, nbytes in zip(*each, unit.kind.sizes, strict=True):
-            units.append(unit._replace(kind=Kind(*[(part,) for part in one], final), nbytes=nbytes))
+        for box, devices, shape, nbytes in zip(*unit.kind[:4], strict=True):
+            units.append(unit._replace(kind=Kind((box,), (devices,), (shape,), (nbytes,), False), nbytes=nbytes))
     return units, limit
 
 

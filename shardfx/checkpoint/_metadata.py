@@ -80,8 +80,8 @@ def to_text(numbers: Mapping[str, object]) -> str:
     """Numbers by path, as text for the metadata."""
     rows: dict[str, list[str]] = {}
     for path, value in numbers.items():
-        is_wide = type(value) is int and abs(value) >= _WIDE
-        rows[path] = [type(value).__name__, hex(value) if is_wide else repr(value)]
+        text = hex(value) if type(value) is int and abs(value) >= _WIDE else repr(value)
+        rows[path] = [type(value).__name__, text]
     return json.dumps(rows, separators=(",", ":"))
 
 

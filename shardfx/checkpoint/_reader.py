@@ -9,7 +9,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -177,7 +177,7 @@ def _read(run: Sequence[Bytes]) -> None:
 def _read_runs(descriptor: int, offset: int, memory: np.ndarray, span: Span, entry: FileArray) -> None:
     """Reads the runs of a span one after the other into memory."""
     for number in range(span.runs):
-        row = memory[number * span.run_bytes : (number + 1) * span.run_bytes]
+        row: Any = memory[number * span.run_bytes : (number + 1) * span.run_bytes]
         # The general case takes longer than a short read.
         if os.preadv(descriptor, [row], offset) != span.run_bytes:
             _read([Bytes(descriptor, offset, span.run_bytes, [row], entry)])

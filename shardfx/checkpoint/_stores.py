@@ -327,13 +327,13 @@ def eformer_entries(where: FilePlace) -> tuple[StoreArray | ListedArray, ...]:
     prefixes = content.get("prefixes", {})
     if not isinstance(prefixes, dict):
         raise CheckpointError(f"{real!r}: `prefixes` must map each prefix to a list of arrays.")
-    found: list[StoreArray | ListedArray] = []
+    entries: list[StoreArray | ListedArray] = []
     for group, rows in [(None, content.get("arrays", [])), *prefixes.items()]:
         if not isinstance(rows, list):
             what = "`arrays`" if group is None else f"prefix {quoted(group)}"
             raise CheckpointError(f"{real!r}: {what} must be a list.")
-        found += [_listed(where, real, group, row) for row in rows]
-    return tuple(found)
+        entries += [_listed(where, real, group, row) for row in rows]
+    return tuple(entries)
 
 
 def _listed(where: FilePlace, real: str, group: str | None, row: object) -> StoreArray | ListedArray:

@@ -78,7 +78,8 @@ class Together:
     """The processes of one save. All of them call the same methods in the same order."""
 
     def __init__(self, what: str, me: int, members: tuple[int, ...], client: Any):
-        self.what, self.me, self.members, self.is_first = what, me, members, me == members[0]
+        self.what, self.me, self.members, self._first = what, me, members, members[0]
+        self.is_first = me == self._first
         self._client, self._rounds = client, 0
         self._name = self._barrier = f"shardfx.save/{digest_of(map(str, members))}"
         # Ctrl-C interrupts a wait for this thread, and the thread's exchange still completes.
@@ -116,7 +117,7 @@ class Together:
                 groups.setdefault(note["facts"].get(name, "nothing"), []).append(process)
             if len(groups) > 1:
                 raise self._differing(name, groups, lines)
-        token = notes[self.members[0]]["token"]
+        token = notes[self._first]["token"]
         # A process that hung and is at this barrier later meets none of a later save.
         self._barrier = f"{self._name}/{token}"
         return token
@@ -207,7 +208,7 @@ class Together:
             if not str(error).startswith("DEADLINE_EXCEEDED"):
                 raise
             return (
-                f"{named(self.members[:1])} gave no sign of life for {_SILENT_SECONDS:g} s after everything was "
+                f"{named([self._first])} gave no sign of life for {_SILENT_SECONDS:g} s after everything was "
                 f"written to {self.what}: it has died, or hangs. If the new checkpoint is there, it is complete."
             )
 

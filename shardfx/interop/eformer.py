@@ -247,7 +247,7 @@ def _node(tree: PyTree) -> _Node:
     data = None if tree is None else treedef.node_data()
     if data is None:
         return _Node(None, None, {})
-    return _Node(*data, {jtu.keystr(key, simple=True): child for key, child in children})
+    return _Node(data[0], data[1], {jtu.keystr(key, simple=True): child for key, child in children})
 
 
 def replicate(tree: PyTree, mesh: Mesh) -> PyTree:

@@ -105,7 +105,9 @@ def raising(error):
 
 @pytest.mark.parametrize("work", ["begin", "commit"])
 def test_an_error_of_the_first_process_alone_is_told_to_all(work):
-    first, *others = played(Service(), *it.repeat(saving([], **{work: raising(OSError("disk full"))}), 3))
+    full = raising(OSError("disk full"))
+    act = saving([], begin=full) if work == "begin" else saving([], commit=full)
+    first, *others = played(Service(), *it.repeat(act, 3))
     assert isinstance(first, OSError)
     assert all("failed on process 3, with OSError: disk full" in str(other) for other in others)
 

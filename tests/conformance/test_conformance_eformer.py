@@ -188,7 +188,7 @@ def test_with_sharding_constraint(vector):
     spec = given["spec"] if "spec" in given else tuple(given["sharding"])
     spec = P(*map(entry, spec["spec"])) if isinstance(spec, dict) else spec
     array = jnp.ones(given.get("array_shape", (8, 8)))
-    value = {"a": array} if "dict" in given.get("note", "") else array
+    value: Any = {"a": array} if "dict" in given.get("note", "") else array
     without = "mesh" in given and given["mesh"] is None
     devices = built(mesh)
     made = plan({"x": array}, mesh if without else devices, paths=PathRules([("x", P())]))
