@@ -58,6 +58,8 @@ def test_descriptions_are_read(name, kind, bounds, processes):
     assert topology.bounds(devices) == bounds and {device.device_kind for device in devices} == {kind}
     assert sorted(topology.positions(devices).ravel()) == list(range(math.prod(bounds)))
     assert len({device.process_index for device in devices}) == processes
+    with pytest.raises(MeshError, match="no description of the TPU topology 'v5e:3x7'.*not divisible"):
+        tpu.mesh_of("tpu:v5e:3x7", MeshSpec({"data": 21}))
 
 
 @needs_libtpu
@@ -286,9 +288,3 @@ def test_what_the_compiler_has_no_room_for_says_so():
 def test_without_libtpu_it_is_said_how_to_get_it():
     with pytest.raises(MeshError, match=r"'v5e:4x4'.*pip install \"shardfx\[aot\]\""):
         tpu.devices_of("tpu:v5e:4x4")
-
-
-@needs_libtpu
-def test_a_topology_that_there_is_not():
-    with pytest.raises(MeshError, match="no description of the TPU topology 'v5e:3x7'.*not divisible"):
-        tpu.mesh_of("tpu:v5e:3x7", MeshSpec({"data": 21}))

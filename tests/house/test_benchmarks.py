@@ -2,15 +2,13 @@
 
 import gc
 import json
-import time
-import xml.etree.ElementTree
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from benchmarks import __main__ as command, _plots, _report
+from benchmarks import __main__ as command, _report
 from benchmarks._case import Apart, Case, Finding, Limit, Race, Rival, Skip, memcpy
 from benchmarks._progress import Progress
 from benchmarks._runner import Options, Record, run_suite
@@ -126,27 +124,6 @@ def test_the_pages_and_plots_are_what_the_committed_results_give():
     assert {file.name for file in made} >= {"benchmarks.md", "benchmarks_speed.svg"}
     for file, text in made.items():
         assert file.read_text() == text, f"{file.name}: run python -m benchmarks docs"
-
-
-def test_a_plot_shows_every_race_and_is_xml():
-    def slow(given):
-        time.sleep(0.01)
-        return bytes(given)
-
-    entries = [Case("ours wins", lambda: race(theirs=slow)), Case("<theirs> & ours", lambda: race(ours=slow))]
-    made = document(run(*entries))
-    assert _plots.plots({"quick": made}) == {}
-    full = {"full": {**made, "quick": False}}
-    [(name, (text, drawn))] = _plots.plots(full).items()
-    assert name == "benchmarks_speed.svg" and "faster" in text
-    picture = xml.etree.ElementTree.fromstring(drawn)
-    titles = [title.text or "" for title in picture.iter("{http://www.w3.org/2000/svg}title")]
-    assert [title.split(":")[0] for title in titles[1:]] == ["ours wins", "<theirs> & ours"]
-    assert _plots.OURS in drawn and _plots.SLOWER in drawn
-    [wins, loses] = _plots.races(full)
-    assert wins.speedups["theirs"] > 1 > loses.speedups["theirs"]
-    page = _report.page(full)
-    assert "| ours wins" in page and "## full: test" in page and "results/full.json" in page
 
 
 @pytest.mark.parametrize("name", list(command.SUITES))

@@ -93,7 +93,8 @@ use axes whose product divides 10[...]
 
 >>> resolve(("batch", "embd"), BATCH, unmatched="raise")
 UnmatchedError: no rule for the logical names `embd` (dim 1) (did you mean 'embed'?). The rules have ('batch', \
-'embed'); add one with `rules.extend([('embd', None)])`, or pass `unmatched="replicate"`. For mesh axes use a PartitionSpec.
+'embed'); add one with `rules.extend([('embd', None)])`, or pass `unmatched="replicate"`. For mesh axes use a \
+PartitionSpec.
 
 >>> plan(TREE, MESH, paths=PathRules([("mlp/w_in", P("data")), ("decoder/nrm", P())]))
 UnmatchedError: no rule covers 4 of 5 leaves; add path rules or names for them, end the path rules with `(".*", \
