@@ -273,16 +273,13 @@ def _columns(form: object, what: str) -> list[MovedLeaf]:
 def _wanted(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedLeaf]:
     """The leaves of `src` with the shardings of `dst`, if neither is a plan."""
     leaves, treedef = jax.tree.flatten(src)
-    wanted = [
-        target
-        for leaf, target in zip(leaves, targets(dst, src, leaves, treedef, "dst"), strict=True)
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-    ]
-    structs = jax.tree.leaves(dst)
-    arrays = [leaf for leaf in structs if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)]
-    for leaf, other in zip(ours, arrays, strict=False) if len(arrays) == len(ours) else ():
-        _require_same(leaf, other.shape, other.dtype)
-    return [leaf._replace(sharding=target or leaf.sharding) for leaf, target in zip(ours, wanted, strict=True)]
+    kinds, ends = jax.Array | jax.ShapeDtypeStruct, targets(dst, src, leaves, treedef, "dst")
+    wanted = [end for leaf, end in zip(leaves, ends, strict=True) if isinstance(leaf, kinds)]
+    arrays = [leaf for leaf in jax.tree.leaves(dst) if isinstance(leaf, kinds)]
+    if len(arrays) == len(ours):
+        for leaf, other in zip(ours, arrays, strict=True):
+            _require_same(leaf, other.shape, other.dtype)
+    return [leaf._replace(sharding=end or leaf.sharding) for leaf, end in zip(ours, wanted, strict=True)]
 
 
 def _require_same(leaf: MovedLeaf, shape: tuple[int, ...], dtype: object) -> None:

@@ -192,12 +192,10 @@ def _permute(piece: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ..
 def _all_gather(piece: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
     for dim, groups in gathered(step.source, step.target, like):
         gather = ft.partial(lax.all_gather, axis_name=axes, axis_index_groups=groups.tolist())
-        piece = _either(piece, ft.partial(gather, axis=dim, tiled=True), ft.partial(_stacked, gather, dim))
+        shape = (*piece.shape[:dim], -1, *piece.shape[dim + 1 :])
+        stacked = lambda piece, gather=gather, dim=dim, shape=shape: jnp.moveaxis(gather(piece), 0, dim).reshape(shape)
+        piece = _either(piece, ft.partial(gather, axis=dim, tiled=True), stacked)
     return piece
-
-
-def _stacked(gather: Callable[[Array], Array], dim: int, piece: Array) -> Array:
-    return jnp.moveaxis(gather(piece), 0, dim).reshape(*piece.shape[:dim], -1, *piece.shape[dim + 1 :])
 
 
 def _either(piece: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]) -> Array:

@@ -91,24 +91,22 @@ class Problem:
     takes_detours: bool = False
 
 
-def search(problem: Problem, *, most: int | None = None) -> Path | None:
+def search(problem: Problem) -> Path | None:
     """The cheapest path of steps, or the best path found when the budget is used up.
 
     **Arguments:**
 
     - `problem`: the move.
-    - `most`: the number of layouts to examine before the best path so far is returned. The default takes a
-        fraction of a second.
 
     **Returns:**
 
     The path, or `None` if no steps along these factors lead from one end to the other.
     """
     source, target = problem.source, problem.target
-    if most is None:  # smaller for more devices and for meshes with slow axes
-        devices = source.layout.size
-        most = _FEW_LAYOUTS if devices <= 16 else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 8_000_000 // devices))
-        most //= len(levels(source))
+    # The number of layouts to examine takes a fraction of a second: fewer for more devices, and if some axes are slow.
+    devices = source.layout.size
+    most = _FEW_LAYOUTS if devices <= 16 else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 8_000_000 // devices))
+    most //= len(levels(source))
     narrow = dataclasses.replace(problem, room=tuple(map(math.lcm, source.layout.counts, target.layout.counts)))
     path, cost, looked = explore(narrow, most // 2, math.inf)
     factors = [prime for size in source.layout.sizes for prime in primes(size)]
