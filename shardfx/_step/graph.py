@@ -241,8 +241,9 @@ class _Walk:
         if asked is None or "LT" not in str(asked.attributes["comparison_direction"]) or asked.operands[0] not in given:
             return None, None
         first, bound = asked.operands
-        at = [*given].index(first)
-        if bound in given and ended[[*given].index(bound)] != body.arguments[[*given].index(bound)]:
+        order: list[ir.Value] = [*given]
+        at = order.index(first)
+        if bound in given and ended[order.index(bound)] != body.arguments[order.index(bound)]:
             return None, at
         counter = body.arguments[at]
         added = _maker(ended[at], "add")

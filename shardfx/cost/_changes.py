@@ -67,11 +67,11 @@ def changes_of(known: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
     - `peak_bytes`: the peak of the step as it is, which a compiler may have counted.
     """
     found: list[Change] = []
-    for what, after, how, *more in _changed(known):
-        saves = known.held.peak_bytes - after
+    for one in _changed(known):
+        saves = known.held.peak_bytes - one.peak_bytes
         fits = peak_bytes - saves <= known.chip.usable_hbm_bytes_per_device
         if saves > _WORTH * peak_bytes:
-            found.append(Change(what, saves, peak_bytes - saves, fits, how, *more))
+            found.append(Change(one.what, saves, peak_bytes - saves, fits, one.how, one.host_bytes, one.sources))
     return tuple(sorted(found, key=lambda one: -one.saves_bytes))
 
 

@@ -170,7 +170,7 @@ def _after(computation: Computation, loop: Instruction, sums: Mapping[int, Instr
     for name, own in computation.items():
         made[name] = renamed(own, names)
         index = index_of(own)
-        if index in sums and own.operands[0] == loop.name:
+        if index is not None and index in sums and own.operands[0] == loop.name:
             reduction = with_operands(sums[index], (name,))
             dtype, shape = reduction.result.partition("[")[0], own.result.partition("[")[2]
             names[name] = f"{reduction.name}.after.{name}"

@@ -209,7 +209,7 @@ class _Memory:
         makes = [tuple(filter(self.is_array, op.makes)) for op in ops]
         reads = [frozenset(self.reads(op)) for op in ops]
         order = listed(reads, makes, self.bytes_of)
-        ops, makes, reads = ([those[at] for at in order] for those in (ops, makes, reads))
+        ops, makes, reads = [ops[at] for at in order], [makes[at] for at in order], [reads[at] for at in order]
         born = {value: at for at, values in enumerate(makes) for value in values}
         last = born | {value: at for at, values in enumerate(reads) for value in values}
         # Results are written to the buffers that the body carries, or to those of its caller.
