@@ -47,7 +47,7 @@ class Finding:
     - `where`: the leaf's path, with ranges if several are alike; or the rule, name or mesh axis.
     - `bytes`: bytes that the mistake costs each device; 0 if that is not known.
     - `message`: the mistake, in a sentence with the actual values.
-    - `fix`: code that resolves the finding: statements over the names of the arguments of `lint`, which it does not try.
+    - `fix`: code that resolves the finding: statements over the names of `lint`'s arguments. `lint` does not try them.
     """
 
     __module__ = "shardfx"
