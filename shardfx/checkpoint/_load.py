@@ -6,7 +6,7 @@ import functools as ft
 import itertools as it
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -17,7 +17,9 @@ from .._convert import TreeMap
 from .._ground.boxes import Box, array_of, boxes_here
 from .._ground.copying import buffers
 from .._ground.errors import CheckpointError, PlanMismatchError
+from .._ground.spec import DType
 from .._ground.text import printable
+from .._plan import ShardPlan
 from . import _stores as stores
 from ._entry import FileArray, StoreArray
 from ._files import ChangedError, require_seen_unchanged
@@ -30,12 +32,45 @@ from ._stores import MissingChunks
 from ._wanted import Unread, WantedLeaf, box_bytes, wanted
 
 
+T = TypeVar("T")
 Source = str | os.PathLike[str] | Index
 
 _STAGING_BYTES = 2**30
 _WORKERS = 8
 _CALL_BYTES = 8192
 _TRIES = 16
+
+
+class LoadOptions(TypedDict, total=False):
+    """The keyword arguments of `load`."""
+
+    dtype: DType
+    memory_limit_bytes: int | None
+    gap_bytes: int
+    missing_chunks: MissingChunks
+    unread: Unread
+    root: str | os.PathLike[str] | None
+    progress: bool | None
+
+
+@overload
+def load(path: Source, plan: ShardPlan, map: TreeMap | None = None, **options: Unpack[LoadOptions]) -> PyTree: ...
+
+
+@overload
+def load(
+    path: Source, plan: jax.ShapeDtypeStruct, map: TreeMap | None = None, **options: Unpack[LoadOptions]
+) -> jax.Array: ...
+
+
+@overload
+def load(
+    path: Source, plan: dict[str, jax.ShapeDtypeStruct], map: TreeMap | None = None, **options: Unpack[LoadOptions]
+) -> dict[str, jax.Array]: ...
+
+
+@overload
+def load(path: Source, plan: T, map: TreeMap | None = None, **options: Unpack[LoadOptions]) -> T: ...
 
 
 def load(
