@@ -225,9 +225,9 @@ def coming(
 
     **Returns:**
 
-    A function that waits for the copies and returns the array. Its shards are buffers that were filled once. If each is
-    a contiguous part of one old shard, and sharing keeps no more memory alive than copies take, the shards share the
-    source's memory. JAX knows that it is shared, and does not write to it if one of the two is donated.
+    A function that waits for the copies and returns the array. If each new shard is a contiguous part of one old shard,
+    and sharing keeps no more memory alive than copies take, the new shards share the source's memory. JAX knows this,
+    and does not write to shared memory if one of the two arrays is donated.
     """
     shared = _shared(targets, fillings, names, shards, np.dtype(wanted.dtype))
     if shared is not None:
