@@ -58,17 +58,15 @@ class Limits:
     def __post_init__(self):
         both = sorted({*self.never} & {*self.always, *(name for name, _ in self.least)})
         if both:
-            raise RuleError(f"`limits` wants {both[0]!r} cut, and `never` forbids it; take it out of one of them.")
-        for name, pieces in self.least:
-            if pieces < 1:
-                raise RuleError(f"`least` wants {name!r} in {pieces} pieces; the fewest that there can be are 1.")
+            raise RuleError(f"`limits` wants {both[0]!r} sharded, and `never` forbids it; take it out of one of them.")
+        for name, shards in self.least:
+            if shards < 1:
+                raise RuleError(f"`least` wants {shards} shards of {name!r}; give 1 or more.")
         if self.free_bytes < 0:
             raise RuleError(f"`free_bytes` is {self.free_bytes}; 0 leaves all memory to the step.")
         for name, size in self.wanted_axes:
             if size is not None and size < 2:
-                raise RuleError(
-                    f"`axes` wants {name!r} of size {size}; an axis that shares something out has 2 or more."
-                )
+                raise RuleError(f"`axes` wants {name!r} of size {size}; give 2 or more.")
 
     @property
     def wanted_axes(self) -> tuple[tuple[str, int | None], ...]:
@@ -194,8 +192,8 @@ def _limited(space: Space) -> Terms:
     for name, number in numbers_of(tuple(wanted), space.classes).items():
         if number not in used:
             raise SpecError(
-                f"`limits` wants {name!r} cut, and no mesh axis of {space.devices} devices within the other limits "
-                f"cuts its size {space.classes.groups[number].size}; pad it, let `rules` cut it, take it out of "
+                f"`limits` wants {name!r} sharded, and no mesh axis of {space.devices} devices within the other limits "
+                f"divides its size {space.classes.groups[number].size}; pad it, let `rules` shard it, take it out of "
                 "`never`, or do not want it."
             )
         terms["least"][used.index(number)] = wanted[name]

@@ -59,7 +59,7 @@ LIMITED = {**V5E, "limits": Limits(always=("batch",))}
             mlp_step(64, 256, 3),
             LIMITED,
             SpecError,
-            "'batch' cut, and no mesh axis of 8 devices .* cuts its size 3; pad",
+            "'batch' sharded, and no mesh axis of 8 .* divides its size 3; pad",
         ),
     ],
 )

@@ -56,7 +56,10 @@ def test_a_limit_holds(limits, holds):
         ),
         ({"never": ("batch", "mlp", "embed")}, r"within the limits .*; without `never='batch'`, or without"),
         ({"never": ("batch", "mlp"), "rules": TWO}, r"without `rules` there is one"),
-        ({"always": ("embed",), "rules": TWO}, r"of 8 devices within the other limits cuts its size 64; pad it, let"),
+        (
+            {"always": ("embed",), "rules": TWO},
+            r"of 8 devices within the other limits divides its size 64; pad it, let",
+        ),
     ],
 )
 def test_a_limit_that_leaves_nothing_is_named(limits, message):
@@ -69,11 +72,11 @@ def test_a_limit_that_leaves_nothing_is_named(limits, message):
     [
         (
             {"never": ("mlp",), "always": ("mlp",)},
-            "`limits` wants 'mlp' cut, and `never` forbids it; take it out of one",
+            "`limits` wants 'mlp' sharded, and `never` forbids it; take it out of one",
         ),
-        ({"least": (("batch", 0),)}, "`least` wants 'batch' in 0 pieces; the fewest that there can be are 1"),
+        ({"least": (("batch", 0),)}, "`least` wants 0 shards of 'batch'; give 1 or more"),
         ({"free_bytes": -1}, "`free_bytes` is -1; 0 leaves all memory to the step"),
-        ({"axes": (("data", 1),)}, "`axes` wants 'data' of size 1; an axis that shares something out has 2 or"),
+        ({"axes": (("data", 1),)}, "`axes` wants 'data' of size 1; give 2 or more"),
         ({"axes": ("tensr",)}, "wants a mesh axis 'tensr', and no assignment of this step is called so.*tensor"),
         (
             {"never": ("mpl",)},
