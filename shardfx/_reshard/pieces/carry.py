@@ -1,9 +1,9 @@
 """The assembly of the target's arrays from live arrays, one array after the other.
 
 If both sides have the same devices, one program cuts out the pieces, exchanges them and writes them into shards. It
-takes a block of each side's shape on every device, since an argument has one shape. If the sides have different devices,
-three programs avoid these blocks: the source's devices concatenate their pieces, all devices exchange these parcels,
-and the target's devices write the pieces into shards.
+takes a block of each side's shape on every device, since an argument has one shape. If the sides have different
+devices, three programs avoid these blocks: the source's devices concatenate their pieces, all devices exchange these
+parcels, and the target's devices write the pieces into shards.
 """
 
 import dataclasses
