@@ -41,8 +41,8 @@ class Parameter(NamedTuple):
 
     - `name`: its name in the text of compiled programs, "params['w']"; empty for results.
     - `shape`: the shape of the whole array.
-    - `dims`: the mesh axes that cut each dimension; `None` where nothing says how it lies.
-    - `donated`: whether a result may take over its memory.
+    - `dims`: the mesh axes that shard each dimension; `None` for a free sharding.
+    - `donated`: whether a result may reuse its memory.
     - `on_host`: whether it is in host memory.
     - `path`: the path of a named argument, with the step's parameter in front: "params/layers/0/w".
     """

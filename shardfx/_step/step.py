@@ -71,7 +71,7 @@ class Step:
 
     - `traced`: as `jax.jit(f).trace(...)` returns it.
     - `args`: the arguments of the step.
-    - `paths`: the paths of its arrays, by their names in the text of programs, where these names are not paths.
+    - `paths`: the paths of its arrays, by their names in the text of programs, if JAX's names are not paths.
     - `given_mesh`: the mesh that the caller named, or that the plans are for.
     """
 
@@ -163,8 +163,8 @@ class Step:
         **Arguments:**
 
         - `platform`: the platform whose lowering is partitioned.
-        - `mesh`, `arguments`, `results`: another mesh, and other shardings of what `arguments` names and of the
-            results. Nothing is traced or lowered again.
+        - `mesh`, `arguments`, `results`: another mesh, and other shardings of the arrays in `Step.arguments` and of the
+            results. The step is not traced or lowered again.
         - `module`: another form of the step's StableHLO module for this platform.
 
         **Raises:**

@@ -45,11 +45,11 @@ class FitRow:
     **Arguments:**
 
     - `group`: "parameters", "gradients", "optimizer: mu" (one row for each moment), "batch", "KV cache", "other",
-        "results" (new values beside the old ones), "activations", "copies in other layouts", "temporaries"; of plans
-        without a step their names.
+        "results" (new values beside the old ones), "activations", "copies in other layouts", "temporaries"; for
+        plans without a step, the names under which they were joined.
     - `bytes`: bytes in the chip's memory, tile padding included.
     - `host_bytes`: bytes in host memory, if a plan puts them there.
-    - `exact`: whether the compiler says so, or the shardings; if not, it is estimated.
+    - `exact`: whether the compiler or the shardings give these bytes; if not, they are estimated.
     """
 
     group: str
@@ -60,17 +60,17 @@ class FitRow:
 
 @dataclasses.dataclass(frozen=True)
 class Offender:
-    """One array, or several alike, among the largest at the worst moment.
+    """One of the largest arrays at the worst moment, or several arrays whose paths differ only in numbers.
 
     **Arguments:**
 
-    - `what`: its path; of what the step makes its dtype and its shape on one device.
+    - `what`: the path of an argument; for a temporary, its dtype and its shape on one device.
     - `bytes`: bytes on one device.
     - `group`: as in [`shardfx.cost.FitRow`][].
     - `source`: the line of your program that makes it; `None` for an argument.
     - `phase`: "forward", "backward" or "recomputed", where JAX says which pass makes it.
     - `spec`, `origins`: the sharding of the whole array, and the origin of each mesh axis; set only in `Fit.moment`.
-    - `why`: why it is not smaller, in a sentence, where that is known; of `Fit.moment` alone.
+    - `why`: the reason for its size, in a sentence, where it is known; set only in `Fit.moment`.
     """
 
     what: str
@@ -93,7 +93,7 @@ class Fit:
     - `chip`: the chip.
     - `how`: "compiled": the compiler's own numbers; "estimated": from the program of one device that XLA's partitioner
         makes; "arguments": there is no step, and nothing else is counted.
-    - `largest`: the arrays that take most at the worst moment.
+    - `largest`: the largest arrays at the worst moment.
     - `notes`: further notes.
     """
 

@@ -1,5 +1,5 @@
-"""Rewrites of reductions that compilers for TPUs make: sums of sums, sums in loops, and sums of which each device keeps
-a slice.
+"""Rewrites of reductions that compilers make: of sums of reductions, of reductions in loops, and of reductions whose
+result each device slices.
 """
 
 import math

@@ -103,7 +103,7 @@ class Held:
     - `results`: bytes of each result; 0 for one that takes over the memory of a donated argument, or is moved to the
         host.
     - `temporary_bytes`: bytes at the worst moment, beside arguments and results.
-    - `arrays`: the temporaries of that moment, largest first. Those that lie where a result will are among them.
+    - `arrays`: the temporaries of that moment, largest first, with those that use the memory of a later result.
     - `timeline`: the bytes in memory while each operation of the entry runs, in their order.
     """
 
@@ -133,12 +133,12 @@ def held(
 
     **Arguments:**
 
-    - `module`: the program of one device behind XLA's partitioner.
+    - `module`: the program of one device, as XLA's partitioner leaves it.
     - `donated`: for each parameter of the entry, whether a result may reuse its memory.
     - `on_host`, `results_on_host`: for each parameter and each result, whether it is in host memory.
     - `tile`: the rows and columns that the chip pads the last two dimensions of an array to.
     - `tpu`: whether the TPU's compiler places its arrays.
-    - `recomputes`: counts as if the backward pass computed each layer of a loop again.
+    - `recomputes`: whether to count as if the backward pass computed each layer of a loop again.
     """
     program = program_of(module)
     memory = _Memory(module, narrowed(program) if tpu else program, tile, tpu)
@@ -203,7 +203,7 @@ class _Memory:
 
         - `body`: the body.
         - `timeline`: the bytes of each moment are appended to it.
-        - `rooms`: the bytes of each result that has memory of its own. Temporaries lie there until the result is made.
+        - `rooms`: the bytes of each result with its own memory. Temporaries use that memory until the result is made.
         """
         ops = [op for op in body.ops if op.bodies or any(map(self.is_array, op.makes))]
         makes = [tuple(filter(self.is_array, op.makes)) for op in ops]
