@@ -173,6 +173,8 @@ class From:
         ```
     """
 
+    __module__ = "shardfx"
+
     op: str
     of: tuple["From", ...]
     args: tuple[Any, ...]

@@ -61,6 +61,8 @@ class TreeMap:
         ```
     """
 
+    __module__ = "shardfx"
+
     steps: tuple[Rules, ...]
 
     def __init__(

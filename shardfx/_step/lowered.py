@@ -245,6 +245,8 @@ def _sharded_inside(module: Module) -> set[str]:
 class Frame(NamedTuple):
     """A source line of a traced program."""
 
+    __module__ = "shardfx.cost"
+
     file: str
     line: int
     function: str

@@ -52,6 +52,8 @@ class Candidate:
     - `comparison`: the differences between the compiled and the partitioned program.
     """
 
+    __module__ = "shardfx.auto"
+
     mesh: MeshSpec
     rules: AxisRules
     assignments: tuple[tuple[str, tuple[str, ...]], ...]

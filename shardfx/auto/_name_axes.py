@@ -261,6 +261,8 @@ class NamedAxis:
     pairs of a primitive and the source line of the operation.
     """
 
+    __module__ = "shardfx.auto"
+
     name: str
     size: int
     places: tuple[str, ...]
@@ -274,6 +276,8 @@ class NamedAxes:
     `names` has one tree of names for each argument of the step, for `plan(args[i], ..., names=found.names[i])`. `notes`
     names the operations that were not understood. `str(...)` is a table with the origin of each axis.
     """
+
+    __module__ = "shardfx.auto"
 
     names: tuple[PyTree, ...]
     axes: tuple[NamedAxis, ...]

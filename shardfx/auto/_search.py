@@ -258,6 +258,8 @@ def _better(pricer: Pricer, one: Candidate) -> Candidate:
 class FrontierPoint:
     """A candidate that no other candidate for its devices and batch beats in both time and memory."""
 
+    __module__ = "shardfx.auto"
+
     batch: int
     candidate: Candidate
 
@@ -275,6 +277,8 @@ class FrontierPoint:
 @dataclasses.dataclass(frozen=True)
 class Frontier:
     """The points that [`shardfx.auto.frontier`][] found, by devices, batch and seconds. `str(...)` is a table."""
+
+    __module__ = "shardfx.auto"
 
     points: tuple[FrontierPoint, ...]
 

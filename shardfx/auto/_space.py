@@ -48,6 +48,8 @@ class Limits:
         ```
     """
 
+    __module__ = "shardfx.auto"
+
     never: tuple[str, ...] = ()
     always: tuple[str, ...] = ()
     least: tuple[tuple[str, int], ...] = ()

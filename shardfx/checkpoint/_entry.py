@@ -28,6 +28,8 @@ class FileArray:
     - `offset`: the position of the array's first byte in the file.
     """
 
+    __module__ = "shardfx.checkpoint"
+
     path: str
     shape: tuple[int, ...]
     dtype: DType
@@ -57,6 +59,8 @@ class StoreArray:
     - `group`: in an eformer index of version 2, the prefix under which it is listed.
     """
 
+    __module__ = "shardfx.checkpoint"
+
     path: str
     shape: tuple[int, ...]
     dtype: DType
@@ -84,6 +88,8 @@ class ListedArray:
     - `stored`: the dtype in the words of the index.
     - `group`: the prefix under which it is listed.
     """
+
+    __module__ = "shardfx.checkpoint"
 
     path: str
     shape: tuple[int, ...] | None

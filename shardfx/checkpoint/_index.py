@@ -48,6 +48,8 @@ class Index:
     - `metadata`: the metadata in a safetensors header.
     """
 
+    __module__ = "shardfx.checkpoint"
+
     format: str
     directory: str
     entries: tuple[ArrayEntry, ...]

@@ -61,6 +61,8 @@ class Manager:
         ```
     """
 
+    __module__ = "shardfx.checkpoint"
+
     def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = 3, wait_seconds: float = 25.0):
         if keep is not None and keep < 1:
             raise CheckpointError(f"`keep={keep}` would keep no checkpoint; give 1 or more, or `None` for all.")

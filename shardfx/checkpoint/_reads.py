@@ -183,6 +183,8 @@ class ProcessReads:
     - `reads`: the number of reads.
     """
 
+    __module__ = "shardfx.checkpoint"
+
     process_index: int
     needed_bytes: int
     read_bytes: int
@@ -197,6 +199,8 @@ class ProcessReads:
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
     """The reads of a load under a plan, process by process. Made by `plan_reads`."""
+
+    __module__ = "shardfx.checkpoint"
 
     processes: tuple[ProcessReads, ...]
 

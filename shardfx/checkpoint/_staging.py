@@ -100,6 +100,8 @@ class LeftOver:
     - `age_seconds`: seconds since the last write.
     """
 
+    __module__ = "shardfx.checkpoint"
+
     path: str
     target: str
     nbytes: int

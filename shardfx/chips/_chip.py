@@ -44,6 +44,8 @@ class Chip:
         a source that is not the vendor's; "sources differ" names the other value.
     """
 
+    __module__ = "shardfx.chips"
+
     name: str
     hbm_bytes: int
     usable_hbm_bytes: int

@@ -36,6 +36,8 @@ _CLOUD = re.compile(r"(?:tpu:)?(v\d\w*)-([1-9]\d{0,8})")
 class Slice(NamedTuple):
     """Chips of one kind along each dimension of their network; along one dimension if a switch joins them."""
 
+    __module__ = "shardfx.chips"
+
     chip: Chip
     extents: tuple[int, ...]
 

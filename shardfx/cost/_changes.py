@@ -39,6 +39,8 @@ class Change:
     - `sources`: the lines of your program that it is about, where it is about lines.
     """
 
+    __module__ = "shardfx.cost"
+
     what: str
     saves_bytes: int
     peak_bytes: int

@@ -28,6 +28,8 @@ class Surplus:
     - `why`: the explanation of the difference, in words.
     """
 
+    __module__ = "shardfx.cost"
+
     extra_bytes: int
     source: Frame | None
     axes: tuple[str, ...]
@@ -52,6 +54,8 @@ class Comparison:
     - `estimated`, `compiled`: the traffic that was compared.
     - `less`: the rows of lines that send less than the estimate.
     """
+
+    __module__ = "shardfx.cost"
 
     rows: tuple[Surplus, ...]
     estimated: Traffic

@@ -35,6 +35,8 @@ class MemoryAnalysis:
     arguments and results, so that arguments, temporaries and results add up to more than the program needs.
     """
 
+    __module__ = "shardfx.cost"
+
     argument_size_in_bytes: int
     output_size_in_bytes: int
     alias_size_in_bytes: int
@@ -86,6 +88,8 @@ class CompiledFor:
     - `seconds`: seconds that the compiler took.
     - `device_ids`: the ids of the devices that it was compiled for, in the order of the mesh.
     """
+
+    __module__ = "shardfx.cost"
 
     text: str
     memory: MemoryAnalysis

@@ -52,6 +52,8 @@ class FitRow:
     - `exact`: whether the compiler or the shardings give these bytes; if not, they are estimated.
     """
 
+    __module__ = "shardfx.cost"
+
     group: str
     bytes: int
     host_bytes: int = 0
@@ -72,6 +74,8 @@ class Offender:
     - `spec`, `origins`: the sharding of the whole array, and the origin of each mesh axis; set only in `Fit.moment`.
     - `why`: the reason for its size, in a sentence, where it is known; set only in `Fit.moment`.
     """
+
+    __module__ = "shardfx.cost"
 
     what: str
     bytes: int
@@ -96,6 +100,8 @@ class Fit:
     - `largest`: the largest arrays at the worst moment.
     - `notes`: further notes.
     """
+
+    __module__ = "shardfx.cost"
 
     rows: tuple[FitRow, ...]
     chip: chips.Chip

@@ -28,6 +28,8 @@ class SecondsRow:
     - `why`: a description of those links.
     """
 
+    __module__ = "shardfx.cost"
+
     traffic: TrafficRow
     seconds: float
     dcn_seconds: float
@@ -48,6 +50,8 @@ class Seconds:
     - `rows`: one for each collective, longest first.
     - `chip`: the chip.
     """
+
+    __module__ = "shardfx.cost"
 
     rows: tuple[SecondsRow, ...]
     chip: chips.Chip

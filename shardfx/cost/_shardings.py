@@ -39,6 +39,8 @@ class Origin:
     - `chain`: the lines of your program that carry the axis, from its origin to the array.
     """
 
+    __module__ = "shardfx.cost"
+
     axis: str
     by: str
     chain: tuple[Frame, ...]
@@ -56,6 +58,8 @@ class Wanted:
     - `line`: the line that makes the first array without it.
     - `shape`, `dtype`, `spec`: that array, and its spec with the axis.
     """
+
+    __module__ = "shardfx.cost"
 
     axis: str
     dim: int
@@ -101,6 +105,8 @@ class ArrayRow:
     - `number`: the array's number in the step.
     """
 
+    __module__ = "shardfx.cost"
+
     source: Frame | None
     operation: str
     phase: Phase
@@ -125,6 +131,8 @@ class StepShardings:
     - `mesh`: the mesh.
     - `notes`: further notes.
     """
+
+    __module__ = "shardfx.cost"
 
     rows: tuple[ArrayRow, ...]
     mesh: MeshSpec

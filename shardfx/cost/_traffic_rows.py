@@ -43,6 +43,8 @@ class TrafficRow:
     - `phase`: "forward", "backward" or "recomputed"; "" if JAX does not name the pass.
     """
 
+    __module__ = "shardfx.cost"
+
     kind: str
     wire_bytes: int
     dcn_bytes: int
@@ -74,6 +76,8 @@ class Traffic:
     - `devices`: the number of devices that run the step.
     - `axes`: the axes of its mesh; empty if no mesh is known.
     """
+
+    __module__ = "shardfx.cost"
 
     rows: tuple[TrafficRow, ...]
     devices: int
@@ -163,6 +167,8 @@ class TrafficDifference:
 
     - `rows`: (kind, axes, source, leaf), bytes of the first, bytes of the second; the largest difference first.
     """
+
+    __module__ = "shardfx.cost"
 
     rows: tuple[tuple[_Kind, int, int], ...]
 

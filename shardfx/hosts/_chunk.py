@@ -34,6 +34,8 @@ class LocalChunk:
         ```
     """
 
+    __module__ = "shardfx.hosts"
+
     slices: tuple[slice, ...]
     replica_id: int
 
@@ -60,6 +62,8 @@ class DataLayout:
         assert rows_of_this_process == 16 and layout.is_first_host_in_replica_set
         ```
     """
+
+    __module__ = "shardfx.hosts"
 
     batch_size: int
     shard_id: int

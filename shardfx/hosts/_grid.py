@@ -30,6 +30,8 @@ class HostGrid(eqx.Module):
         ```
     """
 
+    __module__ = "shardfx.hosts"
+
     axis_names: tuple[str, ...] = eqx.field(static=True)
     chunk_ids: tuple[tuple[int, ...], ...] = eqx.field(static=True)
     _sizes: tuple[int, ...] = eqx.field(static=True)

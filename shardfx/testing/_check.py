@@ -33,6 +33,8 @@ class CheckedOutput:
     - `allowed`: the largest difference that rounding explains.
     """
 
+    __module__ = "shardfx.testing"
+
     path: str
     difference: float
     at: tuple[int, ...]
@@ -56,6 +58,8 @@ class CheckedStep:
     - `lines`: the lines of the first equation that differs, and of the equations that make its operands.
     - `story`: the facts about this equation, in words.
     """
+
+    __module__ = "shardfx.testing"
 
     outputs: tuple[CheckedOutput, ...]
     is_finite: bool = True

@@ -48,6 +48,8 @@ class DeviceOrder:
         ```
     """
 
+    __module__ = "shardfx.topology"
+
     devices: np.ndarray
     method: str
     reasons: tuple[str, ...]

@@ -34,6 +34,8 @@ class Channel(Protocol):
     unharmed or raises [`shardfx.errors.SyncError`][]. It never waits longer than its time-out for a dead peer.
     """
 
+    __module__ = "shardfx.sync"
+
     def put(self, round: int, pieces: Sequence[np.ndarray]) -> None:
         """Sends the pieces of a round. When it returns, their memory may be overwritten."""
         ...

@@ -29,6 +29,8 @@ class JaxChannel:
     - `timeout_seconds`: after which a round that was not pulled, or did not come, is lost.
     """
 
+    __module__ = "shardfx.sync"
+
     def __init__(self, server: Any, address: str, session: int, *, device: Any = None, timeout_seconds: float = 30.0):
         self._server, self._peer = server, server.connect(address)
         self._session, self._timeout = session, timeout_seconds

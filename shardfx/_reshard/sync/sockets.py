@@ -143,6 +143,8 @@ class Sender:
     - `timeout_seconds`: after which a receiver that neither reads nor writes counts as dead.
     """
 
+    __module__ = "shardfx.sync"
+
     def __init__(
         self,
         plan: TransferPlan,
@@ -234,6 +236,8 @@ class Receiver:
 
     `PlanMismatchError` if the plan has no part for this process, or a sender's address is missing.
     """
+
+    __module__ = "shardfx.sync"
 
     def __init__(
         self,

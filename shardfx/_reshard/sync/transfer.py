@@ -183,6 +183,8 @@ class TransferPlan:
     - `kinds`, `leaves`: the arrays of the target, and what arrays that are made alike have in common.
     """
 
+    __module__ = "shardfx.sync"
+
     settings: str
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
