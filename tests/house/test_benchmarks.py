@@ -101,11 +101,8 @@ def test_cases_run_apart_on_as_many_devices_as_they_need():
 
 
 def document(records):
-    machine = {"processor": "p", "cores": 2, "memory_gib": 4, "python": "3.11"} | {
-        "platform": "cpu",
-        "device_kind": "cpu",
-        "device_count": 8,
-    }
+    machine = {"processor": "p", "cores": 2, "memory_gib": 4, "python": "3.11"}
+    machine |= {"platform": "cpu", "device_kind": "cpu", "device_count": 8}
     return json.loads(_report.to_json({"test": records}, machine, {"jax": "0.10.2"}, quick=True))
 
 

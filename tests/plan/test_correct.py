@@ -209,7 +209,5 @@ def test_strategies_keep_heads_whole_too(heads, unit, other, sizes):
 def test_an_array_that_counts_units_has_none_whatever_was_planned_before_it():
     axes = sfx.AxisRules([("heads", None)], units={"heads": 16})
     tree = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (32, 8)]
-    assert [leaf.units for leaf in sfx.plan(tree, MeshSpec({"x": 2}), names=("heads",), axes=axes).leaves] == [
-        (16,),
-        (1,),
-    ]
+    made = sfx.plan(tree, MeshSpec({"x": 2}), names=("heads",), axes=axes)
+    assert [leaf.units for leaf in made.leaves] == [(16,), (1,)]

@@ -1,5 +1,6 @@
 """Plans as values: pickled, copied, read by path, and read from text that someone has tampered with."""
 
+import collections
 import copy
 import json
 import pickle
@@ -195,7 +196,6 @@ def test_whatever_is_edited_the_result_is_a_whole_plan_or_an_error(edits):
     "text, message",
     [
         ("[" * 100_000, "maximum recursion depth"),
-        ('{"a":' * 100_000, "maximum recursion depth"),
         ("1" * 5000, "Exceeds the limit"),
         ("NaN", "not JSON compliant"),
         ('{"format": 1e400}', "not JSON compliant"),
@@ -203,7 +203,6 @@ def test_whatever_is_edited_the_result_is_a_whole_plan_or_an_error(edits):
         (r'{"format": "\ud800"}', "surrogates not allowed"),
         ("", r"no whole JSON text \(.* of 0\); was the file truncated\?"),
         (RICH.to_json()[:-1], r"no whole JSON text \(.*\); was the file truncated\?"),
-        ("\ufeff{}", "no whole JSON text"),
         ("\x00", "no whole JSON text"),
         *[(other, "is no plan: its `format` is not 'shardfx.plan'; write") for other in ("{}", "[1]", "null", '"a"')],
         ('{"format": "shardfx.plan", "version": 1}', "the plan's JSON is invalid: KeyError: 'mesh'"),
@@ -214,21 +213,7 @@ def test_hostile_text_is_a_format_error(text, message):
         ShardPlan.from_json(text)
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class Reversed:
-    """Has the arrays of a dict in another order."""
-
-    def __init__(self, *arrays):
-        self.arrays = arrays
-
-    def tree_flatten_with_keys(self):
-        return [(jax.tree_util.GetAttrKey(name), one) for name, one in zip("ba", self.arrays, strict=True)], None
-
-    @classmethod
-    def tree_unflatten(cls, _, arrays):
-        return cls(*arrays)
-
-
+AB = {"a": jnp.ones(8), "b": jnp.ones(8)}
 LIKE = {"act": jnp.tanh, "b": jnp.ones(16), "none": None, "w": jnp.ones((8, 16))}
 
 
@@ -238,7 +223,7 @@ LIKE = {"act": jnp.tanh, "b": jnp.ones(16), "none": None, "w": jnp.ones((8, 16))
         (LIKE, jnp.ones(8), "the plan has no array alone; the tree has no `b`"),
         (jnp.ones(8), LIKE, "the plan has no `b`; the tree has no array alone"),
         (LIKE, {**LIKE, "b": None}, r"\(0 arrays more, 1 missing\): the tree has no `b`"),
-        ({"b": jnp.ones(8), "a": jnp.ones(8)}, Reversed(jnp.ones(8), jnp.ones(8)), "the arrays are in another order"),
+        (AB, collections.OrderedDict(b=AB["b"], a=AB["a"]), "the arrays are in another order"),
     ],
     ids=["one array", "a tree", "fewer", "order"],
 )

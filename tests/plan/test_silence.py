@@ -38,9 +38,8 @@ def ruled(target, tree=TREE, mesh: Any = MESH, **keywords):
 
 class Dense(eqx.Module):
     w: jax.Array = sfx.field(names=("mlp", "embed"))
-
-    def __init__(self, key: jax.Array):
-        self.w = jax.random.normal(key, (256, 64))
+    scale: jax.Array = sfx.field(names=())
+    bias: jax.Array = sfx.field(names=(..., "mlp"))
 
 
 class Bare(eqx.Module):
@@ -48,19 +47,21 @@ class Bare(eqx.Module):
 
 
 class Named(eqx.Module):
-    layers: Dense = sfx.field(stacked=("layers",))
+    layers: Dense = sfx.field(stacked=("batch",))
 
 
 # --- one name per dimension
 
 
 def test_names_of_a_field_do_not_shift_where_layers_are_stacked():
-    stacked = eqx.filter_eval_shape(eqx.filter_vmap(Dense), jax.random.split(jax.random.key(0), 8))
+    stacked = Dense(jnp.ones((8, 256, 64)), jnp.ones(8), jnp.ones((8, 4, 16)))
     with pytest.raises(SpecError) as error:
         plan(Bare(stacked), MESH, axes=AXES)
     for part in ("`layers/w`", "('mlp', 'embed')", "(8, 256, 64)", "`...` for the dimensions", "field(stacked=...)"):
         assert part in str(error.value)
-    assert plan(Named(stacked), MESH, axes=AXES)["layers/w"].spec == P(None, "tensor")
+    made = plan(Named(stacked), MESH, axes=AXES)
+    assert (made["layers/w"].spec, made["layers/scale"].spec) == (P("data", "tensor"), P("data"))
+    assert made["layers/bias"].spec == P("data", None, "tensor")
 
 
 @pytest.mark.parametrize(
@@ -87,19 +88,7 @@ def test_dots_stand_for_the_dimensions_that_are_not_named_and_a_spec_ends_in_the
         assert (by_path.names, by_path.spec) == (full, by_name["w"].spec)
 
 
-def test_dots_and_empty_names_below_stacked_ones():
-    class Norm(eqx.Module):
-        scale: jax.Array = sfx.field(names=())
-        bias: jax.Array = sfx.field(names=(..., "mlp"))
-
-    class Model(eqx.Module):
-        norm: Norm = sfx.field(stacked=("batch",))
-
-    made = plan(Model(Norm(jnp.ones((8, 16)), jnp.ones((8, 4, 16)))), MESH, axes=AXES)
-    assert made["norm/scale"].spec == P("data") and made["norm/bias"].spec == P("data", None, "tensor")
-
-
-@pytest.mark.parametrize("names", [("mlp",), ("mlp", None, None), ("mlp", None, ..., None), (..., "mlp", ...)], ids=str)
+@pytest.mark.parametrize("names", [("mlp",), ("mlp", None, ..., None), (..., "mlp", ...)], ids=str)
 @pytest.mark.parametrize(
     "attempt",
     [
@@ -171,19 +160,14 @@ SHADOWED = [
 def test_rules_that_never_apply_are_named_with_the_one_that_shadows_them(rules, message):
     with pytest.raises(RuleError, match=message):
         plan(MLP, MESH, paths=PathRules(rules), unmatched="replicate")
-    plan(MLP, MESH, paths=PathRules(rules), unused="allow")
-    plan(MLP, MESH, paths=PathRules([(regex, optional(target)) for regex, target in rules]))
+    declared = PathRules([(regex, optional(optional(target))) for regex, target in rules])
+    assert plan(MLP, MESH, paths=declared) == plan(MLP, MESH, paths=PathRules(rules), unused="allow")
 
 
 @pytest.mark.parametrize("rest", ["", ".", ".*", "^", ".+", "^.*$", "[^/]*"])
 def test_the_last_rule_may_be_for_the_rest_or_for_what_is_no_array(rest):
     plan(MLP, MESH, paths=PathRules([("mlp", P("data")), ("norm", P()), (rest, P())]))
     plan(MLP, MESH, paths=PathRules([("mlp|norm", P()), ("act", P("data"))]))
-
-
-def test_optional_changes_nothing_else():
-    target = P(None, "data") | sfx.fsdp("tensor")
-    assert ruled(target) == ruled(optional(target)) and optional(optional(P())) == optional(P())
 
 
 # --- names and axes that nobody knows
@@ -218,8 +202,6 @@ def test_a_mesh_axis_that_no_mesh_is_known_to_have(target):
 
 
 def test_a_mesh_axis_that_is_declared():
-    with pytest.raises(RuleError, match=r"the mesh axis 'pipe'"):
-        plan(TREE, MESH, names=NAMES, axes=AXES.prepend([("heads", "pipe")]))
     other = AXES.prepend([("heads", "pipe")]).extend(axes=["pipe"])
     assert plan(TREE, MESH, names=NAMES, axes=other)["w"].spec == P("tensor")
     (leaf,) = plan(TREE, MESH, paths=PathRules([("w", P("pipe"))], axes=["pipe"])).leaves
@@ -348,7 +330,6 @@ def named(names, axes: AxisRules | None = AXES, tree: Any = TREE, **keywords):
 
 BARE_FIELD = inspect.unwrap(sfx.field)  # past the type checker of the tests
 OTHER = ruled(P(), mesh=MeshSpec(MESH.shape, axis_types=AxisType.Explicit))
-FEWER = ruled(P(), mesh=MeshSpec({"data": 8}))
 JOINED = ShardPlan.join(**{"a": ruled(P(), {"b/c": W}), "a/b": ruled(P(), {"c": W})})
 UNITS = AxisRules(AXES.rules, units={"mpl": 4})
 DEEP = {"a": {"w": jnp.ones((8, 16)), "v": [jnp.ones(3)]}}
@@ -379,15 +360,7 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         (lambda: named({"w": ("rows", None)}, AXES.with_alias("rows", of="btach")), UnmatchedError, "'rows'"),
         (lambda: named(NAMES, UNITS), UnmatchedError, r"`units`: 'mpl' \(did you mean 'mlp'\?\)"),
         (lambda: BARE_FIELD(names="mlp"), SpecError, "a string is one name"),
-        (lambda: BARE_FIELD(stacked="layers"), SpecError, "a string is one name"),
-        (
-            lambda: sfx.constrain(W, ("tensor", ...), MADE),
-            UnmatchedError,
-            "names `tensor`.* For mesh axes use a PartitionSpec",
-        ),
         (lambda: named(P("data", "tensor")), UnmatchedError, AXIS),
-        (lambda: named({"w": P("data", "tensor")}), UnmatchedError, AXIS),
-        (lambda: named(P("data", "tensor"), None), RuleError, RULES),
         (lambda: named({"w": P("data", "tensor")}, None), RuleError, RULES),
         (lambda: named(P("mpl")), UnmatchedError, r"names \('mpl', (\.\.\.|None)\)"),
         (lambda: named(("mlp", ...), None), RuleError, r"the names \('mlp', \.\.\.\) need rules"),
@@ -397,34 +370,18 @@ RULES = r"the names \('data', 'tensor', \.\.\.\) need rules.* For mesh axes give
         (lambda: ruled(lambda *_: "data"), RuleError, r"paths\[0\] .* returned 'data'; it must return a PartitionS"),
         (lambda: ruled(P(), mesh=MeshSpec({"data": -1})), MeshError, r"call `.fit\(device_count\)` first"),
         (lambda: named({"a": {"w": None}}, tree=DEEP), RuleError, "at `a` it has a dict with the keys 'w', and the"),
-        (
-            lambda: named([{}], tree=DEEP),
-            RuleError,
-            "root it has a list with the keys '0', and the tree",
-        ),
+        (lambda: named([{}], tree=DEEP), RuleError, "root it has a list with the keys '0', and the tree"),
         (lambda: ruled(P(), {"f": len}), LeafTypeError, "no arrays: it is of type dict, and its leaf `f` is"),
         (lambda: ruled(P("data"), TWICE), RuleError, "two arrays of the tree have the path `a/b`"),
         (
-            lambda: named({"a": {"w": (), "v": [(), ()]}}, tree=DEEP),
-            RuleError,
-            "`a/v` it has a list with the keys '0', '1', and the tree",
-        ),
-        (lambda: ShardPlan.join(a=MADE, b=OTHER), PlanMismatchError, r"4}\) and .*'data': AxisType.Explicit"),
-        (lambda: ShardPlan.join(a=MADE, b=FEWER), PlanMismatchError, "the plans `a` and `b` differ in `mesh`"),
-        (
-            lambda: MADE.on(FEWER.mesh.build(jax.devices())),
+            lambda: ShardPlan.join(a=MADE, b=OTHER),
             PlanMismatchError,
-            r"mesh MeshSpec\({'data': 2, .*, not for MeshSpec\({'data': 8",
+            r"`a` and `b` differ in `mesh`.*AxisType.Explicit",
         ),
-        (
-            lambda: MADE.on(OTHER.mesh.build(jax.devices())),
-            PlanMismatchError,
-            "not for .*AxisType.Explicit.* plan again",
-        ),
+        (lambda: MADE.on(OTHER.mesh.build(jax.devices())), PlanMismatchError, "not for .*Explicit.* plan again"),
         (lambda: MADE["ww"], UnknownPathError, r"no leaf `ww`; did you mean `w`\?"),
         (lambda: JOINED["a/b/c"], UnknownPathError, "several leaves have the path `a/b/c`"),
         (lambda: ShardPlan.join(a=ON, b=MADE), PlanMismatchError, r"\(\[\[0, 1, .*, 7\]\] and None\).*`plan.off\(\)`"),
-        (lambda: sfx.follow(lambda _: TWICE, MADE), RuleError, "two arrays of the tree have the path `a/b`"),
     ],
 )
 def test_a_mistake_is_named(make, error, message):

@@ -17,14 +17,7 @@ ROOT = HERE.parents[1]
 SIGNATURES, USES, MISTAKES = (HERE / name for name in ("signatures.py", "uses.py", "mistakes.py"))
 CHECKERS = {
     "basedpyright": ["basedpyright", "--pythonpath", sys.executable],
-    "mypy": [
-        "mypy",
-        "--python-executable",
-        sys.executable,
-        "--follow-imports=silent",
-        "--no-error-summary",
-        "--strict",
-    ],
+    "mypy": ["mypy", "--python-executable", sys.executable, "--follow-imports=silent", "--strict"],
 }
 
 

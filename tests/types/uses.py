@@ -10,16 +10,7 @@ from jax.sharding import Mesh
 
 import shardfx as sfx
 from shardfx import auto, checkpoint, chips, cost, hosts, presets, sync, testing, topology
-from shardfx.interop import (
-    eformer,
-    flax as flax_rules,
-    huggingface,
-    keras as keras_rules,
-    levanter,
-    maxtext,
-    t5x as t5x_rules,
-    tpu,
-)
+from shardfx.interop import eformer, flax, huggingface, keras, levanter, maxtext, t5x, tpu
 from shardfx.presets import maps, models
 
 
@@ -128,10 +119,10 @@ def tables(config: dict[str, Any]) -> list[sfx.PathRules]:
 
 
 def others(tree: Tree, mesh: sfx.MeshSpec, devices: Mesh, config: dict[str, Any]) -> None:
-    flax_rules.composite_rules(flax_rules.rules_of(tree), flax_rules.core_rules({"mlp": "tensor"}, mesh))
-    flax_rules.add_axis(flax_rules.remove_axis(("layers", "mlp"), 0, "layers"), 0, "layers")
-    print(flax_rules.names_of(tree), flax_rules.unboxed(tree), huggingface.rules_of(huggingface.plans_of(config)))
-    print(keras_rules.rules_of({"dense": (None, "model")}), levanter.rules_of({"mlp": "model"}))
-    print(levanter.mappings_of({}), maxtext.rules_of(config), t5x_rules.partitioning_of("text"))
+    flax.composite_rules(flax.rules_of(tree), flax.core_rules({"mlp": "tensor"}, mesh))
+    flax.add_axis(flax.remove_axis(("layers", "mlp"), 0, "layers"), 0, "layers")
+    print(flax.names_of(tree), flax.unboxed(tree), huggingface.rules_of(huggingface.plans_of(config)))
+    print(keras.rules_of({"dense": (None, "model")}), levanter.rules_of({"mlp": "model"}))
+    print(levanter.mappings_of({}), maxtext.rules_of(config), t5x.partitioning_of("text"))
     eformer.apply(eformer.replicate(tree, devices), eformer.shardings(checkpoint.read_index("path"), mesh))
     print(eformer.structure_diff(tree, tree), eformer.axis_names_of(sfx.specs_of(tree)))
