@@ -25,19 +25,14 @@ def plans():
     return [sfx.plan(TREE, mesh, paths=RULES, axes=AXES) for mesh in meshes]
 
 
-NO_SHARDING = [lambda _, names=names: names for names in (("batch", None), ["batch", ...], "batch")]
-NO_SHARDING += [
-    lambda plan, what=what: getattr(plan, what) for what in ("axes", "mesh", "jax_mesh", "leaves", "structs")
-]
-TEXT = r"holds .*, of type \w+, which is no sharding; give a plan, `plan.sharding\(names\)`"
-
-
-@pytest.mark.parametrize("given", NO_SHARDING)
-def test_what_is_no_sharding_is_named(plans, given):
-    with pytest.raises(PlanMismatchError, match=f"`in_shardings` {TEXT}"):
-        filter_jit(lambda tree, x: x, in_shardings=(plans[0], given(plans[0])))
-    with pytest.raises(PlanMismatchError, match=f"`out_shardings` {TEXT}"):
-        filter_jit(lambda x: x, out_shardings={"y": given(plans[0])})
+def test_what_is_no_sharding_is_named(plans):
+    made, text = plans[0], r"holds .*, of type \w+, which is no sharding; give a plan, `plan.sharding\(names\)`"
+    parts = (made.axes, made.mesh, made.jax_mesh, made.leaves, made.structs)
+    for given in (("batch", None), ["batch", ...], "batch", *parts):
+        with pytest.raises(PlanMismatchError, match=f"`in_shardings` {text}"):
+            filter_jit(lambda tree, x: x, in_shardings=(made, given))
+        with pytest.raises(PlanMismatchError, match=f"`out_shardings` {text}"):
+            filter_jit(lambda x: x, out_shardings={"y": given})
 
 
 def test_plans_on_several_meshes_are_named(plans):
@@ -59,13 +54,11 @@ def test_plans_on_several_meshes_are_named(plans):
 def test_an_array_on_other_devices_than_its_entry_is_not_moved(plans, other):
     """JAX moves one that would be cut alike at the first call; at the second the runtime fails, or crashes."""
     step = filter_jit(lambda tree: tree, in_shardings=(plans[0],))
-    there = sfx.shard(TREE, plans[other])
-    for given in (there, sfx.shard(TREE, plans[0]), there):
-        if given is there:
-            with pytest.raises(PlanMismatchError, match=r"`w` of argument 0 .* lies on devices \[(4|3)"):
-                step(given)
-        else:
-            assert np.array_equal(step(given)["w"], TREE["w"])
+    here, there = (sfx.shard(TREE, plan) for plan in (plans[0], plans[other]))
+    for _ in range(2):
+        with pytest.raises(PlanMismatchError, match=r"`w` of argument 0 .* lies on devices \[(4|3)"):
+            step(there)
+        assert np.array_equal(step(here)["w"], TREE["w"])
     # What is on no devices yet, or on none of its own choice, goes where the entry says.
     for given in (TREE, {"w": jnp.asarray(TREE["w"])}):
         assert step(given)["w"].sharding == plans[0].shardings["w"]

@@ -39,8 +39,7 @@ def test_a_model_is_initialised_sharded_without_a_full_copy():
     weight = model.mlp.layers[1].weight
     assert weight.addressable_shards[0].data.shape == (32, 16)
     assert compiled.memory_analysis().output_size_in_bytes <= PARAMS.bytes_per_device + 256  # a pointer per output
-    reference = Net(KEY)
-    assert np.array_equal(weight, reference.mlp.layers[1].weight)
+    assert np.array_equal(weight, Net(KEY).mlp.layers[1].weight)
 
 
 def test_it_is_a_decorator_of_functions_and_methods():
@@ -55,8 +54,8 @@ def test_it_is_a_decorator_of_functions_and_methods():
             traces.append(x)
             return self.by * x
 
-    assert np.array_equal(Scale(jnp.array(3.0)).apply(X), 3 * X)
-    assert np.array_equal(Scale(jnp.array(2.0)).apply(X), 2 * X)
+    for by in (2.0, 3.0):
+        assert np.array_equal(Scale(jnp.array(by)).apply(X), by * X)
     assert len(traces) == 1
     assert Scale.apply.__doc__ == "Scales."
 
@@ -175,11 +174,7 @@ def test_arguments_of_another_dtype_or_shape_name_the_leaf():
 
 
 def test_results_that_do_not_fit_name_the_leaf():
-    with pytest.raises(
-        PlanMismatchError,
-        match=r"what `.*<lambda>` returns is not the tree that its plan is for: leaf `y` is bfloat16\[8, 16\], but the "
-        r"plan is for float32\[8, 16\]; plan the tree that you use",
-    ):
+    with pytest.raises(PlanMismatchError, match=r"what `.*<lambda>` returns is not .*: leaf `y` is bfloat16\[8, 16\]"):
         filter_jit(lambda x: {"x": x, "y": x.astype(jnp.bfloat16)}, out_shardings=BATCH)(X)
     with pytest.raises(PlanMismatchError, match=r"returns is not the tree that .* \(1 array more, 0 missing\): .* `z`"):
         filter_jit(lambda x: {"x": x, "y": x, "z": x}, out_shardings=BATCH)(X)
@@ -190,15 +185,14 @@ def test_results_that_do_not_fit_name_the_leaf():
 
 
 def test_shardings_that_do_not_fit_name_the_leaf():
-    data = DATA
     wanted = (
         r"the sharding of argument 0 of `.*<lambda>` does not fit its leaf `a`, float32\[3\]: the spec is "
         r"\w+\('data',\) on a mesh {'data': 2, 'fsdp': 2, 'tensor': 2}; `correct\(.*, \(3,\), mesh\)` gives"
     )
     with pytest.raises(PlanMismatchError, match=wanted):
-        filter_jit(lambda tree: tree, in_shardings=data)({"a": jnp.ones(3)})
+        filter_jit(lambda tree: tree, in_shardings=DATA)({"a": jnp.ones(3)})
     with pytest.raises(PlanMismatchError, match=r"the sharding of `b` of what .* does not fit it, float32\[\]"):
-        filter_jit(lambda x: {"b": x.sum()}, out_shardings={"b": data})(X)
+        filter_jit(lambda x: {"b": x.sum()}, out_shardings={"b": DATA})(X)
 
 
 def test_a_function_that_fails_fails_as_it_does():
@@ -223,12 +217,11 @@ def test_lowering_with_the_structs_of_a_plan():
 def test_what_is_compiled_keeps_its_static_arguments():
     compiled = filter_jit(lambda x, scale: x * scale).lower(X, 2).compile()
     assert np.array_equal(compiled(X, 2), 2 * X) and np.array_equal(compiled(x=X, scale=2), 2 * X)
-    with pytest.raises(
-        PlanMismatchError, match=r"was compiled for other arguments.*\(\[2\] then, \[2.0\] now\); lower it with"
-    ):
-        compiled(X, 2.0)
-    with pytest.raises(PlanMismatchError, match=r"was compiled for other arguments.*\(\[2\] then, \[2, 2\] now\)"):
-        compiled(X, (2, 2))
+    for given, shown in ((2.0, "2.0"), ((2, 2), "2, 2")):
+        with pytest.raises(
+            PlanMismatchError, match=rf"was compiled for other .*\(\[2\] then, \[{shown}\] now\); lower"
+        ):
+            compiled(X, given)
 
 
 def test_a_plan_of_few_arrays_takes_the_rest_as_it_comes():

@@ -24,12 +24,6 @@ X = np.ones(4, np.float32)
 @dataclasses.dataclass(frozen=True)
 class Config:
     value: object
-    inner: object = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Named:
-    value: object
     note: object = dataclasses.field(default=None, compare=False)
 
 
@@ -41,21 +35,13 @@ class Level(enum.IntEnum):
     ONE = 1
 
 
-class Act(enum.StrEnum):
-    RELU = "relu"
-
-
 Pair = collections.namedtuple("Pair", "a b")
 
 
 class Module(eqx.Module):
-    array: jax.Array
+    array: jax.Array | None
     value: object = eqx.field(static=True)
     leaf: object = None
-
-
-class Bare(eqx.Module):
-    value: object = eqx.field(static=True)
 
 
 def signed(value):
@@ -66,13 +52,10 @@ def signed(value):
 DIFFERENT = [
     (1, 1.0),
     (1, True),
-    (0, False),
     (0.0, -0.0),
-    (0, -0.0),
     (1 + 0j, 1),
     (complex(0.0, 0.0), complex(0.0, -0.0)),
     ("a", Text("a")),
-    ("relu", Act.RELU),
     (1, Level.ONE),
     (frozenset({1}), frozenset({1.0})),
     (frozenset({(1, 2)}), frozenset({(1, True)})),
@@ -89,7 +72,7 @@ def around(value):
         "pair": Pair(value, 2),
         "static field": Module(jnp.ones(2), value),
         "leaf of a module": Module(jnp.ones(2), "same", value),
-        "module without arrays": Bare(value),
+        "module without arrays": Module(None, value),
         "nested in a field": Module(jnp.ones(2), (1, (value,))),
         "field of a dataclass": Config(value),
         "key": {value: "text"} if not isinstance(value, complex | frozenset | Config) else value,
@@ -124,7 +107,7 @@ def test_equal_values_of_one_type_are_one_program(value, place):
 
 ONE_PROGRAM = [
     (math.nan, float("nan"), np.float64("nan").item()),
-    (Named(1, "a"), Named(1, 2)),  # a field that is not compared
+    (Config(1, "a"), Config(1, 2)),  # a field that is not compared
     (np.float32(2), np.float32(3), jnp.float32(4)),  # arrays
 ]
 
@@ -151,7 +134,7 @@ def test_static_values_are_not_kept_and_structures_within_a_bound():
         return token
 
     # A value is kept for the next call alone; in a structure it is kept with the structure.
-    for around_it, calls, most in ((lambda token: token, 20, 1), (Bare, 300, 200)):
+    for around_it, calls, most in ((lambda token: token, 20, 1), (lambda token: Module(None, token), 300, 200)):
         run = filter_jit(lambda x, tree: x)
         with jax.disable_jit():  # each would be a program
             for _ in range(calls):

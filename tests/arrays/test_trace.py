@@ -38,9 +38,8 @@ def traced(**kwargs):
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_plans_without_devices_are_traced_and_lowered(platform):
     params, _ = plans()
-    text = (
-        traced(out_shardings={"new": params, "y": None, "text": None}).lower(lowering_platforms=(platform,)).as_text()
-    )
+    made = traced(out_shardings={"new": params, "y": None, "text": None})
+    text = made.lower(lowering_platforms=(platform,)).as_text()
     assert 'sdy.mesh @mesh = <["data"=2, "tensor"=4]>' in text
     assert text.count('#sdy.sharding<@mesh, [{}, {"tensor"}]>') == 2  # `w` as it comes in, and as it goes out
 
@@ -113,8 +112,7 @@ def test_a_call_needs_devices(kind):
     here = params.on(params.mesh.build(jax.devices()))
     sharding = NamedSharding(params.mesh.abstract(), P("data"))
     assert isinstance(sharding.mesh, AbstractMesh)
-    functions = [run(in_shardings=(params, batch)), run(in_shardings=(here,), out_shardings=sharding)]
-    for jitted in functions:
+    for jitted in (run(in_shardings=(params, batch)), run(in_shardings=(here,), out_shardings=sharding)):
         assert jitted.trace(params.structs, batch.structs).lower(lowering_platforms=("tpu",)).as_text()
         with pytest.raises(PlanMismatchError, match=r"was called, .* `plan.on\(plan.mesh.build\(jax.devices\(\)\)\)`"):
             jitted(PARAMS, BATCH)

@@ -184,7 +184,11 @@ def test_random_maps_lead_back(case):
 
 LAYERS = {f"layers.{i}.w": np.ones((4, 3), np.float32) for i in (0, 1, 3)}
 LEFT_OUT = [
-    (None, "layers.{i}.{x*}", r"layers.3.w: `.stack\('i'\)` stops before it, at a number that is missing; say how many"),
+    (
+        None,
+        "layers.{i}.{x*}",
+        r"layers.3.w: `.stack\('i'\)` stops before it, at a number that is missing; say how many",
+    ),
     (2, "layers.{i}.x", r"layers.\{i\}.x: `drop` names it, and the source has no such leaf"),
 ]
 

@@ -1,5 +1,6 @@
 """Transfers between jobs: bit for bit what NumPy makes, each byte sent once, and nothing written by what is damaged."""
 
+import contextlib
 import json
 import random
 import socket
@@ -67,41 +68,29 @@ def drawn(draw, tree):
     return {path: shardfx.correct(P(*draw(ENTRIES)[: leaf.ndim]), leaf.shape, mesh).spec for path, leaf in tree.items()}
 
 
-def carried(plan, arrays, dst, processes=(1, 1)):
-    """What all receivers get, and the bytes that were put."""
-    found = []
-    for receiver in range(processes[1]):
-        wires = {sender: Wire() for sender in plan.senders_to(receiver)}
-        for sender, wire in wires.items():
-            send(plan, arrays, wire, 7, sender=sender, receiver=receiver)
-        sent = sum(piece.nbytes for wire in wires.values() for _, piece in wire.pieces)
-        wires = wires or {0: Wire()}
-        if not sent:
-            wires[min(wires)].commit(7)
-        made, revision = receive(plan, dst, wires, receiver=receiver)
-        assert revision == 7
-        found.append((made, sent))
-    return found
+def carried(plan, arrays, dst):
+    """What the receiver gets, and the bytes that were put."""
+    wires = {sender: Wire() for sender in plan.senders_to(0)}
+    for sender, wire in wires.items():
+        send(plan, arrays, wire, 7, sender=sender, receiver=0)
+    sent = sum(piece.nbytes for wire in wires.values() for _, piece in wire.pieces)
+    wires = wires or {0: Wire()}
+    if not sent:
+        wires[min(wires)].commit(7)
+    made, revision = receive(plan, dst, wires, receiver=0)
+    assert revision == 7
+    return made, sent
 
 
 @settings(max_examples=40, deadline=None)
 @given(case=maps(), data=st.data())
 def test_random_maps_between_random_plans_give_what_numpy_gives(case, data):
     made, arrays = written(case)
-    whole = made.apply(arrays)
+    whole, limit = made.apply(arrays), data.draw(st.sampled_from([16, 1 << 20]))
     specs = drawn(data.draw, arrays), drawn(data.draw, whole)
-    src, dst = planned(arrays, specs[0], mesh(0)), planned(whole, specs[1], mesh(4))
-    plan = plan_transfer(src, dst, made, limit_bytes=data.draw(st.sampled_from([16, 1 << 20])))
-    tree = {path: jax.device_put(leaf, src.shardings[path]) for path, leaf in arrays.items()}
-    again = from_json(to_json(plan))
-    ((found, sent),) = carried(again, tree, dst)
-    for path, leaf in whole.items():
-        same(found[path], leaf)
-        assert found[path].sharding == dst.shardings[path]
-    assert sent == plan.wire_bytes
+    plan = moved(arrays, specs[0], made, specs[1], limit)
     # The two jobs plan without the other's devices.
-    abroad = planned(arrays, specs[0]), planned(whole, specs[1])
-    other = plan_transfer(*abroad, made, limit_bytes=plan.limit_bytes)
+    other = plan_transfer(planned(arrays, specs[0]), planned(whole, specs[1]), made, limit_bytes=limit)
     assert other.digest == plan.digest and to_json(other) == to_json(plan)
 
 
@@ -126,7 +115,7 @@ def job(processes=(1, 1), **changes):
     src = planned(tree, specs, mesh(0))
     dst = planned(tree, {**specs, "wide": P("b", "a")}, mesh(4))
     plan = plan_transfer(src, dst, processes=processes, **changes)
-    return src, dst, plan, {path: jax.device_put(leaf, src.shardings[path]) for path, leaf in tree.items()}
+    return src, dst, plan, jax.device_put(tree, src.shardings)
 
 
 def bits(leaf):
@@ -135,7 +124,7 @@ def bits(leaf):
 
 def test_each_leaf_arrives_and_each_byte_is_sent_once_per_process():
     src, dst, plan, tree = job()
-    ((found, sent),) = carried(plan, tree, dst)
+    found, sent = carried(plan, tree, dst)
     for path, leaf in tree.items():
         same(bits(found[path]), bits(leaf))
         assert found[path].dtype == leaf.dtype and found[path].sharding == dst.shardings[path]
@@ -144,40 +133,39 @@ def test_each_leaf_arrives_and_each_byte_is_sent_once_per_process():
     assert sent == sum(np.asarray(bits(leaf)).nbytes * halves.get(path, 1) for path, leaf in tree.items())
 
 
-def moved(tree, specs, made, target_specs):
-    """The bytes that are sent for a map, whose arrays arrive as NumPy makes them."""
+def moved(tree, specs, made, target_specs, limit_bytes=1 << 20):
+    """The plan of a transfer through a map, whose arrays arrive as NumPy makes them and in as many bytes as planned."""
     whole = made.apply({path: np.asarray(leaf) for path, leaf in tree.items()})
     src, dst = planned(tree, specs, mesh(0)), planned(whole, target_specs, mesh(4))
-    plan = plan_transfer(src, dst, made)
-    arrays = {path: jax.device_put(leaf, src.shardings[path]) for path, leaf in tree.items()}
-    ((found, sent),) = carried(from_json(to_json(plan)), arrays, dst)
+    plan = plan_transfer(src, dst, made, limit_bytes=limit_bytes)
+    found, sent = carried(from_json(to_json(plan)), jax.device_put(tree, src.shardings), dst)
     assert sent == plan.wire_bytes
     for path, leaf in whole.items():
         same(found[path], leaf)
-    return sent
+        assert found[path].sharding == dst.shardings[path]
+    return plan
 
 
 def test_a_cast_is_made_where_it_leaves_fewer_bytes_to_send():
     tree = {"w": jnp.arange(32, dtype=jnp.float32).reshape(4, 8)}
     for first, second in (("float32", "bfloat16"), ("bfloat16", "float32")):
         made = TreeMap({"v": From("w").cast(first).cast(second)})
-        assert moved(tree, {"w": P("a")}, made, {"v": P(None, "a")}) == 32 * 2
+        assert moved(tree, {"w": P("a")}, made, {"v": P(None, "a")}).wire_bytes == 32 * 2
 
 
-@pytest.mark.parametrize(
-    ("dtype", "to", "count"),
-    [
-        (jnp.int8, "bfloat16", 32 + 4 * 4),  # as it is, with its scales
-        (jnp.float8_e4m3fn, "float32", 32 + 4 * 4),
-        (jnp.int4, "bfloat16", 16 + 4 * 4),
-        (jnp.int32, "bfloat16", 32 * 2),  # as the product
-        (jnp.int8, "int8", 32),
-    ],
-)
+SCALED = [
+    ("float8_e4m3fn", "float32", 32 + 4 * 4),  # as it is, with its scales
+    ("int4", "bfloat16", 16 + 4 * 4),
+    ("int32", "bfloat16", 32 * 2),  # as the product
+    ("int8", "int8", 32),
+]
+
+
+@pytest.mark.parametrize("dtype, to, count", SCALED)
 def test_what_is_scaled_is_sent_as_what_is_smaller(dtype, to, count):
     tree = {"q": jnp.arange(32).reshape(4, 8).astype(dtype), "s": jnp.float32([[1, 2], [3, 4]])}
     made = TreeMap({"w": From("q").scale("s", block=(2, 4)).cast(to)})
-    assert moved(tree, {"q": P("b"), "s": P()}, made, {"w": P("a")}) == count
+    assert moved(tree, {"q": P("b"), "s": P()}, made, {"w": P("a")}).wire_bytes == count
 
 
 def test_what_a_process_needs_in_several_places_is_sent_once():
@@ -186,10 +174,11 @@ def test_what_a_process_needs_in_several_places_is_sent_once():
     repeated = From("k").repeat(2, dim=1, unit=2)
     made = TreeMap({"k": repeated, "kq": From.concat([repeated, From("q")], dim=1)})
     places = {"k": P(None, ("a", "b")), "kq": P(None, ("a", "b"))}
-    assert moved(tree, {"k": P("a"), "q": P("b")}, made, places) == 4 * (64 + 64 + 8 * 16)
-    specs = planned(tree, {"k": P("a"), "q": P("b")}), planned(made.apply(tree), places)
+    specs = {"k": P("a"), "q": P("b")}
+    assert moved(tree, specs, made, places).wire_bytes == 4 * (64 + 64 + 8 * 16)
+    ends = planned(tree, specs), planned(made.apply(tree), places)
     # Of two processes each needs half of the heads of `k`; the first half of `kq` is all heads, the second is `q`.
-    assert plan_transfer(*specs, made, processes=(2, 2)).wire_bytes == 4 * (64 + 64 + 8 * 16)
+    assert plan_transfer(*ends, made, processes=(2, 2)).wire_bytes == 4 * (64 + 64 + 8 * 16)
 
 
 @pytest.mark.parametrize("receiver", range(4))
@@ -257,9 +246,8 @@ def test_a_damaged_plan_is_an_error_or_writes_each_element_once():
 @pytest.fixture
 def served():
     src, dst, plan, tree = job()
-    sender = Sender(plan, SECRET, timeout_seconds=2)
-    yield src, dst, plan, tree, sender
-    sender.close()
+    with contextlib.closing(Sender(plan, SECRET, timeout_seconds=2)) as sender:
+        yield src, dst, plan, tree, sender
 
 
 def receiver_of(plan, dst, *senders, secret=SECRET):
@@ -343,9 +331,10 @@ def test_what_the_engine_still_holds_of_an_older_revision_is_never_written(serve
 
 def test_two_senders_and_one_that_is_behind():
     _, dst, plan, tree = job((2, 1))
-    senders = [Sender(plan, SECRET, process=number, timeout_seconds=2) for number in range(2)]
-    receiver = receiver_of(plan, dst, *senders)
-    try:
+    with contextlib.ExitStack() as closing:
+        made = [Sender(plan, SECRET, process=number, timeout_seconds=2) for number in range(2)]
+        senders = [closing.enter_context(contextlib.closing(sender)) for sender in made]
+        receiver = receiver_of(plan, dst, *senders)
         for revision in (1, 2):
             for sender in senders:
                 sender.publish(tree, revision)
@@ -356,9 +345,6 @@ def test_two_senders_and_one_that_is_behind():
         with pytest.raises(SyncError, match="offer the revisions"):
             receiver.pull()
         assert receiver.revision == 2
-    finally:
-        for sender in senders:
-            sender.close()
 
 
 def test_damaged_pieces_are_errors():
@@ -385,14 +371,11 @@ def test_damaged_pieces_are_errors():
 
 
 def test_a_peer_that_drips_counts_as_dead():
-    sender = Sender(job()[2], SECRET, timeout_seconds=0.5)
-    try:
+    with contextlib.closing(Sender(job()[2], SECRET, timeout_seconds=0.5)) as sender:
         with socket.create_connection(sender.address) as connection, pytest.raises(OSError):
             for _ in range(100):
                 connection.sendall(b"x")
                 time.sleep(0.1)
-    finally:
-        sender.close()
 
 
 def test_transfer_servers_of_jax_carry_a_plan():
