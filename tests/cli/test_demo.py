@@ -9,36 +9,20 @@ from jax.sharding import AxisType
 
 from shardfx import MeshSpec, misplaced, shard
 from shardfx._cli import demo
-from shardfx._cli.demo import (
-    AXIS_RULES,
-    HEAD_DIM,
-    KV_HEADS,
-    LAYERS,
-    TOLERANCE,
-    Run,
-    Transformer,
-    batch,
-    default_mesh,
-    make_plans,
-    show,
-    start_sharded,
-    start_unsharded,
-    stdlib_text,
-)
 from shardfx.testing import CheckedStep
 
 
-RUN = Run(steps=4, batch_size=8, length=32)
+RUN = demo.Run(steps=4, batch_size=8, length=32)
 
 
 @pytest.fixture(scope="module")
 def text():
-    return stdlib_text(max_bytes=200_000)
+    return demo.stdlib_text(max_bytes=200_000)
 
 
 @pytest.fixture(scope="module")
 def unsharded(text):
-    return demo.train(start_unsharded(RUN), text, RUN)
+    return demo.train(demo.start_unsharded(RUN), text, RUN)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +35,8 @@ def unsharded(text):
 )
 def test_sharded_training_equals_unsharded(layout, axis_types, text, unsharded):
     mesh = MeshSpec.parse(layout, axis_types=axis_types)
-    plans = make_plans(mesh.build(jax.devices()[: mesh.size]), RUN)
-    started = start_sharded(plans, RUN)
+    plans = demo.make_plans(mesh.build(jax.devices()[: mesh.size]), RUN)
+    started = demo.start_sharded(plans, RUN)
     losses = demo.train(started, text, RUN, place=lambda tokens: shard(tokens, plans.batch))
     assert losses == pytest.approx(unsharded, abs=1e-5)
     assert losses[-1] < losses[0] - 0.3
@@ -61,8 +45,8 @@ def test_sharded_training_equals_unsharded(layout, axis_types, text, unsharded):
 
 
 def test_state_is_made_in_shards():
-    plans = make_plans(default_mesh(8).build(jax.devices()), RUN)
-    step, model, state = start_sharded(plans, RUN)
+    plans = demo.make_plans(demo.default_mesh(8).build(jax.devices()), RUN)
+    step, model, state = demo.start_sharded(plans, RUN)
     assert not misplaced(model, plans.model) and not misplaced(state, plans.optimizer)
     assert [leaf.sharding for leaf in jax.tree.leaves(model)] == jax.tree.leaves(plans.model.shardings)
     tokens = jnp.zeros((RUN.batch_size, RUN.length + 1), jnp.int32)
@@ -73,12 +57,12 @@ def test_state_is_made_in_shards():
 
 
 def test_every_array_of_the_model_is_named_and_heads_stay_whole():
-    plans = make_plans(MeshSpec.parse("fsdp=2,tensor=4"), RUN)
+    plans = demo.make_plans(MeshSpec.parse("fsdp=2,tensor=4"), RUN)
     for leaf in plans.model.leaves:
-        assert leaf.names is not None and set(leaf.names) <= set(AXIS_RULES.names)
+        assert leaf.names is not None and set(leaf.names) <= set(demo.AXIS_RULES.names)
         assert [why.code.name for why in leaf.reasons] == ["unit"] * (leaf.path in ("layers/key", "layers/value"))
     key = plans.model["layers/key"]
-    assert key.shape == (LAYERS, 128, KV_HEADS * HEAD_DIM) and key.spec == jax.P(None, "fsdp")
+    assert key.shape == (demo.LAYERS, 128, demo.KV_HEADS * demo.HEAD_DIM) and key.spec == jax.P(None, "fsdp")
     assert plans.model["layers/query"].spec == jax.P(None, "fsdp", "tensor")
     # Apart from counters, the optimizer state holds two moments, sharded as the parameters are.
     moments = [leaf for leaf in plans.optimizer.leaves if leaf.shape]
@@ -88,10 +72,10 @@ def test_every_array_of_the_model_is_named_and_heads_stay_whole():
 
 
 def test_no_position_sees_a_later_byte():
-    model = Transformer(key=jax.random.key(0))
+    model = demo.Transformer(key=jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (1, 12), 0, 256)
     changed = tokens.at[0, 7].add(1)
-    apply = eqx.filter_jit(Transformer.__call__)
+    apply = eqx.filter_jit(demo.Transformer.__call__)
     before, after = apply(model, tokens), apply(model, changed % 256)
     np.testing.assert_array_equal(before[0, :7], after[0, :7])
     assert not np.allclose(before[0, 7:], after[0, 7:])
@@ -99,7 +83,7 @@ def test_no_position_sees_a_later_byte():
 
 def test_batches_depend_on_seed_and_step_alone(text):
     one, again, later, other = (
-        batch(text, step, size=4, length=16, seed=seed) for step, seed in ((3, 0), (3, 0), (4, 0), (3, 1))
+        demo.batch(text, step, size=4, length=16, seed=seed) for step, seed in ((3, 0), (3, 0), (4, 0), (3, 1))
     )
     assert (one == again).all() and (one != later).any() and (one != other).any()
     assert one.shape == (4, 16) and one.dtype == np.int32
@@ -110,15 +94,15 @@ def test_batches_depend_on_seed_and_step_alone(text):
     "count, shape", [(1, (1, 1, 1)), (2, (1, 1, 2)), (3, (3, 1, 1)), (4, (1, 2, 2)), (6, (3, 1, 2)), (64, (16, 2, 2))]
 )
 def test_default_mesh(count, shape):
-    mesh = default_mesh(count)
+    mesh = demo.default_mesh(count)
     assert mesh.axis_names == ("data", "fsdp", "tensor") and mesh.axis_sizes == shape
 
 
 def test_show_notices_curves_that_differ(capsys, monkeypatch):
-    curves = iter([[5.0, 4.0], [5.0, 4.0 + 2 * TOLERANCE]])
+    curves = iter([[5.0, 4.0], [5.0, 4.0 + 2 * demo.TOLERANCE]])
     monkeypatch.setattr(demo, "train", lambda *args, **how: next(curves))
     monkeypatch.setattr(demo.testing, "check_step", lambda *args: CheckedStep(()))
-    assert not show(default_mesh(1), jax.devices()[:1], Run(steps=2, batch_size=8, length=32), width=100)
+    assert not demo.show(demo.default_mesh(1), jax.devices()[:1], demo.Run(steps=2, batch_size=8, length=32), width=100)
     out = capsys.readouterr().out
     assert "THE CURVES DIFFER" in out and max(map(len, out.splitlines())) <= 100
-    assert TOLERANCE < 1e-3
+    assert demo.TOLERANCE < 1e-3

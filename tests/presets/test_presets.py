@@ -7,26 +7,11 @@ from jax.sharding import PartitionSpec as P
 from shardfx import presets, resolve
 from shardfx._ground.spec import canonical
 from shardfx.errors import RuleError, SpecError
-from shardfx.presets import Layout, eformer, infer_mode, t5x
+from shardfx.presets import Layout, eformer, infer_mode, t5x, tokens
 from shardfx.presets.layouts import HiddenStateSharding
-from shardfx.presets.tokens import (
-    BATCH,
-    DP,
-    EMBED,
-    FSDP,
-    GENERATION_MODES,
-    HEAD,
-    KV_LENGTH,
-    MODE_DECODE,
-    MODE_INSERT,
-    MODE_PREFILL,
-    MODE_TRAIN,
-    TOKENS,
-    TP,
-)
 
 
-MODES = (MODE_TRAIN, MODE_PREFILL, MODE_DECODE, MODE_INSERT)
+MODES = (tokens.MODE_TRAIN, tokens.MODE_PREFILL, tokens.MODE_DECODE, tokens.MODE_INSERT)
 PRESETS = {"eformer": eformer(), **{f"t5x({a}, {p})": t5x(a, p) for a in (1, 2) for p in (1, 2)}}
 
 
@@ -62,14 +47,14 @@ def test_eformer_has_the_27_fields():
     assert len(fields) == 27
     decode = [field for field in fields if field.startswith("decode_")]
     assert len(decode) == 7
-    assert set(TOKENS) == set(fields) - set(decode)
-    assert {field.removeprefix("decode_") for field in decode} < set(TOKENS)
-    assert len(set(TOKENS.values())) == 20
+    assert set(tokens.TOKENS) == set(fields) - set(decode)
+    assert {field.removeprefix("decode_") for field in decode} < set(tokens.TOKENS)
+    assert len(set(tokens.TOKENS.values())) == 20
 
 
-@pytest.mark.parametrize("field", TOKENS)
+@pytest.mark.parametrize("field", tokens.TOKENS)
 def test_every_field_decides_its_token(field):
-    token = TOKENS[field]
+    token = tokens.TOKENS[field]
     assert spec(token, **{field: "other"}) == P("other")
     if not field.endswith("parallel_axis"):
         assert spec(token, **{field: ("x", "y")}) == P(("x", "y"))
@@ -79,29 +64,29 @@ def test_every_field_decides_its_token(field):
 @pytest.mark.parametrize("field", [f for f in inspect.signature(eformer).parameters if f.startswith("decode_")])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_decode_field_decides_its_token_in_the_generation_modes(field, mode):
-    base = field.removeprefix("decode_")
-    token = TOKENS[base]
-    assert spec(token, mode=mode, **{base: "base", field: "gen"}) == P("gen" if mode in GENERATION_MODES else "base")
+    base, is_generation = field.removeprefix("decode_"), mode in tokens.GENERATION_MODES
+    token = tokens.TOKENS[base]
+    assert spec(token, mode=mode, **{base: "base", field: "gen"}) == P("gen" if is_generation else "base")
     # B38: three states. `None` replicates, which eformer's own tokens could not say.
-    wanted = P() if mode in GENERATION_MODES else P("base")
-    assert spec(token, mode=mode, **{base: "base", field: None}) == wanted
+    assert spec(token, mode=mode, **{base: "base", field: None}) == (P() if is_generation else P("base"))
 
 
 def test_one_mesh_axis_may_be_for_data_and_for_parameters():
     rules = eformer(data_parallel_axis="data", fully_sharded_data_parallel_axis="data")
-    assert resolve((BATCH, EMBED), rules).spec == resolve((FSDP, TP), rules).spec == P("data", "tp")
+    for names in ((tokens.BATCH, tokens.EMBED), (tokens.FSDP, tokens.TP)):
+        assert resolve(names, rules).spec == P("data", "tp")
 
 
 def test_overriding_is_explicit_and_part_of_the_value():
     # B35, B46: eformer's registry is outside the hash, and aliases the caller's lists.
     rules = eformer()
     with pytest.raises(RuleError, match="has rules; use `rules.without"):
-        rules.with_alias(DP, TP)
-    changed = rules.without(DP).with_alias(DP, TP)
+        rules.with_alias(tokens.DP, tokens.TP)
+    changed = rules.without(tokens.DP).with_alias(tokens.DP, tokens.TP)
     assert changed != rules and hash(changed) != hash(rules)
-    resolved = jax.jit(lambda x, given: x * len(resolve((DP,), given).spec[0] or ""), static_argnums=1)
-    assert int(resolved(1, rules.prepend({DP: "d"}))) == 1
-    assert int(resolved(1, changed.prepend({TP: "tensor"}))) == 6
+    resolved = jax.jit(lambda x, given: x * len(resolve((tokens.DP,), given).spec[0] or ""), static_argnums=1)
+    assert int(resolved(1, rules.prepend({tokens.DP: "d"}))) == 1
+    assert int(resolved(1, changed.prepend({tokens.TP: "tensor"}))) == 6
 
 
 def test_layouts_are_all_there():
@@ -131,7 +116,7 @@ def test_the_mode_of_a_hidden_state_follows_from_its_shape(length, fields, wante
 
 
 def test_a_generation_rule_that_is_blocked_does_not_fall_back_to_training():
-    decision = resolve((KV_LENGTH, HEAD), eformer(decode_head_axis="sp"), mode=MODE_DECODE)
+    decision = resolve((tokens.KV_LENGTH, tokens.HEAD), eformer(decode_head_axis="sp"), mode=tokens.MODE_DECODE)
     assert decision.spec == P("sp")
     assert [(why.code.name, why.dim, why.axes) for why in decision.reasons] == [("blocked", 1, ("sp",))]
 
@@ -139,11 +124,11 @@ def test_a_generation_rule_that_is_blocked_does_not_fall_back_to_training():
 @pytest.mark.parametrize(
     "shape, dim, wanted",
     [
-        ((2, 1, 32), 1, MODE_DECODE),
-        ((2, 32, 1), -1, MODE_DECODE),
-        ((2, 8, 32), 1, MODE_TRAIN),
-        ((2, 1), None, MODE_TRAIN),
-        (None, None, MODE_TRAIN),
+        ((2, 1, 32), 1, tokens.MODE_DECODE),
+        ((2, 32, 1), -1, tokens.MODE_DECODE),
+        ((2, 8, 32), 1, tokens.MODE_TRAIN),
+        ((2, 1), None, tokens.MODE_TRAIN),
+        (None, None, tokens.MODE_TRAIN),
         (None, 1, "the mode depends on the size of dim 1; pass the shape"),
         ((2, 1), 2, r"the shape has no dim -?\d; use one below 2"),
         ((2, 1), -3, r"the shape has no dim -?\d; use one below 2"),
