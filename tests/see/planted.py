@@ -17,7 +17,7 @@ def leaf(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-MESH = MeshSpec({"fsdp": 4, "tensor": 2})
+MESH, SQUARE = MeshSpec({"fsdp": 4, "tensor": 2}), MeshSpec({"fsdp": 4, "tensor": 4})
 LAYER = {
     "attn": {"q_proj": leaf(512, 256), "k_proj": leaf(256, 256), "v_proj": leaf(256, 256), "o_proj": leaf(256, 512)},
     "mlp": {"up": leaf(1024, 256), "down": leaf(256, 1024)},
@@ -76,6 +76,14 @@ def with_attention(**leaves: Any) -> Any:
     return {**TREE, "layers": [{**LAYER, "attn": {**LAYER["attn"], **leaves}}] * 4}
 
 
+def axes_with(name: str, target: Any) -> AxisRules:
+    return AXES.extend([(name, target)])
+
+
+def tree_with(vocab: int) -> Any:
+    return {**TREE, "embed": leaf(vocab, 256)}
+
+
 def without(rules: list[Any], *numbers: int) -> list[Any]:
     return [rule for at, rule in enumerate(rules) if at not in numbers]
 
@@ -103,170 +111,122 @@ CLEAN |= {
     "one number": {"tree": leaf(), "mesh": MeshSpec({})},
     "one key": {"tree": jax.random.key(0), "mesh": MeshSpec({})},
 }
-# Arguments with a mistake.
-PLANTED: dict[str, Callable[[], dict[str, Any]]] = {
-    "a spec that is too long": lambda: by_path((r"norm$", P(None, "fsdp")), rules=without(RULES, 4)),
-    "names of another length": lambda: by_name(names=changed_names(up=("mlp",))),
-    "a name twice": lambda: by_name(names=changed_names(up=("embed", "embed"))),
-    "names without rules": lambda: {"tree": {"w": leaf(8, 8)}, "mesh": MESH, "names": {"w": ("a", "b")}},
-    "names of another tree": lambda: by_name(names={"embed": ("vocab", "embed")}),
-    "an unknown mode": lambda: by_name(mode="trian"),
-    "an unknown memory kind": lambda: by_path(memory_kinds=(("embed", "pinned_hosts"),)),
-    "a leaf without a rule": lambda: by_path(rules=without(RULES, 4)),
-    "a name that is misspelled": lambda: by_name(names=changed_names(up=("mpl", "embed"))),
-    "a name that nobody knows": lambda: by_name(names=changed_names(up=("wholly_new", "embed"))),
-    "a unit of no name": lambda: by_name(AxisRules(AXES.rules, units={"headz": 64})),
-    "a mesh axis that is misspelled": lambda: by_path(rules=[*RULES[:4], (r"norm$", P("fspd"))]),
-    "a mesh axis of axis rules that is misspelled": lambda: by_name(AXES.extend([("vocab", "fdsp")])),
-    "a mesh axis that is not there": lambda: by_name(AXES.extend([("vocab", "pipeline")])),
-    "a mesh axis that nobody uses": lambda: by_path() | {"mesh": MeshSpec({"data": 2, "fsdp": 4, "tensor": 2})},
-    "a rule that matches nothing": lambda: by_path((r"lm_haed", P("tensor"))),
-    "a memory kind that matches nothing": lambda: by_path(memory_kinds=(("opt_state", "pinned_host"),)),
-    "a rule behind one that takes all": lambda: by_path(
-        rules=[*RULES, (r"v_proj", P("fsdp", "tensor")), (r".*", replicate)]
+# A finding is its code and what it is about; "; " is between two.
+CUT_HEADS = "cut-head layers/{0..3}/attn/k_proj; cut-head layers/{0..3}/attn/v_proj"
+ALL_KINDS = ("mlp/up", "mlp/down", "norm", *[f"attn/{name}" for name in LAYER["attn"]])
+UNMATCHED = [f"unmatched {path}" for path in ("embed", "head", *[f"layers/{{0..3}}/{kind}" for kind in ALL_KINDS])]
+# The findings of a mistake, and the arguments with the mistake.
+PLANTED: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+    ("unplannable layers/{0..3}/norm", lambda: by_path((r"norm$", P(None, "fsdp")), rules=without(RULES, 4))),
+    ("unplannable layers/{0..3}/mlp/up", lambda: by_name(names=changed_names(up=("mlp",)))),
+    ("unplannable layers/{0..3}/mlp/up", lambda: by_name(names=changed_names(up=("embed", "embed")))),
+    ("unplannable w", lambda: {"tree": {"w": leaf(8, 8)}, "mesh": MESH, "names": {"w": ("a", "b")}}),
+    ("; ".join(["invalid names", *UNMATCHED]), lambda: by_name(names={"embed": ("vocab", "embed")})),
+    ("invalid mode 'trian'", lambda: by_name(mode="trian")),
+    ("invalid memory_kinds[0] 'embed'", lambda: by_path(memory_kinds=(("embed", "pinned_hosts"),))),
+    ("unmatched layers/{0..3}/norm", lambda: by_path(rules=without(RULES, 4))),
+    ("unknown-name name 'mpl'", lambda: by_name(names=changed_names(up=("mpl", "embed")))),
+    ("unknown-name name 'wholly_new'", lambda: by_name(names=changed_names(up=("wholly_new", "embed")))),
+    ("unknown-name units 'headz'", lambda: by_name(AxisRules(AXES.rules, units={"headz": 64}))),
+    ("absent-axis mesh axis 'fspd'", lambda: by_path(rules=[*RULES[:4], (r"norm$", P("fspd"))])),
+    ("absent-axis mesh axis 'fdsp'", lambda: by_name(axes_with("vocab", "fdsp"))),
+    ("absent-axis mesh axis 'pipeline'", lambda: by_name(axes_with("vocab", "pipeline"))),
+    ("unused-axis mesh axis 'data'", lambda: by_path(mesh=MeshSpec({"data": 2, "fsdp": 4, "tensor": 2}))),
+    ("unused-rule paths[0] 'lm_haed'", lambda: by_path((r"lm_haed", P("tensor")))),
+    ("unused-rule memory_kinds[0] 'opt_state'", lambda: by_path(memory_kinds=(("opt_state", "pinned_host"),))),
+    (
+        "shadowed-rule paths[5] 'v_proj'",
+        lambda: by_path(rules=[*RULES, (r"v_proj", P("fsdp", "tensor")), (r".*", replicate)]),
     ),
-    "a special rule behind a wide one": lambda: by_path(
-        rules=[(r"_proj|mlp|norm", fsdp("fsdp")), (r"o_proj", P("fsdp", "tensor")), *RULES[2:4]]
+    (
+        "shadowed-rule paths[1] 'o_proj'",
+        lambda: by_path(rules=[(r"_proj|mlp|norm", fsdp("fsdp")), (r"o_proj", P("fsdp", "tensor")), *RULES[2:4]]),
     ),
-    "a rule after one for nothing": lambda: by_name(AxisRules([*AXES.rules, ("batch", None), ("batch", "fsdp")])),
-    "a fallback that asks for more": lambda: by_name(AXES.extend([("embed", ("fsdp", "tensor"))])),
-    "a large leaf that is whole": lambda: by_path((r"embed$", ()), rules=without(RULES, 2), replicated_bytes=2**18),
-    "a large leaf whose names are of nothing": lambda: by_name(
-        AXES.extend([("table", None)]), names=changed_names(embed=("table", None)), replicated_bytes=2**18
+    (
+        "dead-rule axes.rules[6] 'batch' -> fsdp",
+        lambda: by_name(AxisRules([*AXES.rules, ("batch", None), ("batch", "fsdp")])),
     ),
-    "a size that one of two axes divides": lambda: by_name(
-        AXES.extend([("odd", ("fsdp", "tensor"))]),
-        names=changed_names(embed=("odd", None)),
-        tree={**TREE, "embed": leaf(1004, 256)},
+    ("dead-rule axes.rules[5] 'embed' -> fsdp+tensor", lambda: by_name(axes_with("embed", ("fsdp", "tensor")))),
+    ("replicated embed", lambda: by_path((r"embed$", ()), rules=without(RULES, 2), replicated_bytes=2**18)),
+    (
+        "replicated embed",
+        lambda: by_name(axes_with("table", None), names=changed_names(embed=("table", None)), replicated_bytes=2**18),
     ),
-    "a name whose axis is taken, under strict": lambda: by_name(
-        AXES.extend([("wide", "fsdp")]), names=changed_names(up=("wide", "embed")), strict=True
+    (
+        "corrected embed",
+        lambda: by_name(
+            axes_with("odd", ("fsdp", "tensor")), names=changed_names(embed=("odd", None)), tree=tree_with(1004)
+        ),
     ),
-    "a size that does not divide": lambda: by_path() | {"tree": {**TREE, "embed": leaf(1001, 256)}},
-    "a size of names that does not divide": lambda: (
-        by_name(AXES.extend([("odd", "tensor")]), names=changed_names(embed=("odd", "embed")))
-        | {"tree": {**TREE, "embed": leaf(1001, 256)}}
+    (
+        "corrected layers/{0..3}/mlp/up",
+        lambda: by_name(axes_with("wide", "fsdp"), names=changed_names(up=("wide", "embed")), strict=True),
     ),
-    "a head that is cut, said by its neighbour": lambda: by_path(
-        (r"q_proj$", atomic(P("tensor", "fsdp"), (256, 1))), (r"k_proj$", atomic(P(None, "fsdp"), (256, 1)))
+    ("corrected embed", lambda: by_path(tree=tree_with(1001))),
+    (
+        "corrected embed",
+        lambda: by_name(axes_with("odd", "tensor"), names=changed_names(embed=("odd", "embed")), tree=tree_with(1001)),
     ),
-    "a head that is cut, said by a norm": lambda: (
-        by_path((r"k_norm", replicate)) | {"tree": with_attention(k_norm=leaf(256))}
-    ),
-    "a head that is cut, said by the user": lambda: by_name(head_dim=256),
-    "heads of the usual width that are cut": lambda: (
-        by_path(tree=with_attention(q_proj=leaf(2048, 256), o_proj=leaf(256, 2048)))
-        | {"mesh": MeshSpec({"fsdp": 4, "tensor": 4})}
-    ),
-    "names in the wrong order": lambda: by_name(names=changed_names(**{"layers__2__mlp__up": ("embed", "mlp")})),
-    "one name for two axes": lambda: by_name(names=changed_names(embed=("mlp", "embed"))),
-    "a layer that is sharded otherwise": lambda: by_path((r"layers/3/mlp/up$", P("fsdp"))),
-    "a moment that is whole": lambda: {"tree": moments(P(), "fsdp=8")},
-    "ZeRO that does nothing": lambda: {"tree": moments()},
-    "names in the wrong order everywhere": lambda: by_name(names=changed_names(up=("embed", "mlp"))),
-    "a misspelled axis beside strategies": lambda: model(
-        "gemma2-2b", "fsdp_tp", "fsdp=4,tensor=4", ("embed_tokens", P("tesnor", "fsdp"))
-    ),
-    "a wide rule before a preset's": lambda: model(
-        "qwen3-8b", "fsdp_tp", "fsdp=4,tensor=4", ("self_attn", fsdp("fsdp"))
-    ),
-    "biases with the spec of weights": lambda: model(
-        "qwen2.5-7b", "fsdp_tp", "fsdp=4,tensor=4", (r"_proj.bias$", P("tensor", "fsdp"))
-    ),
-    "heads and their elements in the wrong order": lambda: {
-        "tree": {"q": leaf(4096, 32, 128), "k": leaf(4096, 8, 128), "o": leaf(32, 128, 4096)},
-        "mesh": MeshSpec({"fsdp": 4, "tensor": 4}),
-        "names": {"q": ("embed", "kv", "heads"), "k": ("embed", "kv_heads", "kv"), "o": ("heads", "kv", "embed")},
-        "axes": AxisRules([("embed", "fsdp"), ("heads", "tensor"), ("kv_heads", "tensor"), ("kv", None)]),
-    },
-    "one head cut, and the value's whole": lambda: model(
-        "gemma-2b", "fsdp_tp", "fsdp=2,tensor=2", (r"k_proj.weight$", P("tensor", "fsdp"))
-    ),
-    "the elements of heads cut": lambda: model(
-        "vit-b-16", "fsdp_tp", "fsdp=4,tensor=4", ("key.kernel", P(None, None, "tensor"))
-    ),
-    "the head whole": lambda: model("llama3-70b", "fsdp_tp", "fsdp=4,tensor=4", ("lm_head", replicate)),
-    "a number that finds others too": lambda: model(
-        "llama3.2-1b", "fsdp_tp", "fsdp=4,tensor=4", (r"layers.1.*up_proj", P(None, "fsdp")), layers=12
-    ),
-    "more experts than there are": lambda: model("llama4-scout", "ep", "expert=32,fsdp=2,tensor=2", layers=2),
-}
-# The findings that each mistake must be, a line for each: the code and what it is about.
-FOUND = {
-    "a spec that is too long": "unplannable layers/{0..3}/norm",
-    "names of another length": "unplannable layers/{0..3}/mlp/up",
-    "a name twice": "unplannable layers/{0..3}/mlp/up",
-    "names without rules": "unplannable w",
-    "names of another tree": (
-        "invalid names",
-        "unmatched embed",
-        "unmatched head",
-        "unmatched layers/{0..3}/mlp/up",
-        "unmatched layers/{0..3}/mlp/down",
-        "unmatched layers/{0..3}/norm",
-        "unmatched layers/{0..3}/attn/q_proj",
-        "unmatched layers/{0..3}/attn/k_proj",
-        "unmatched layers/{0..3}/attn/v_proj",
-        "unmatched layers/{0..3}/attn/o_proj",
-    ),
-    "an unknown mode": "invalid mode 'trian'",
-    "an unknown memory kind": "invalid memory_kinds[0] 'embed'",
-    "a leaf without a rule": "unmatched layers/{0..3}/norm",
-    "a name that is misspelled": "unknown-name name 'mpl'",
-    "a name that nobody knows": "unknown-name name 'wholly_new'",
-    "a unit of no name": "unknown-name units 'headz'",
-    "a mesh axis that is misspelled": "absent-axis mesh axis 'fspd'",
-    "a mesh axis of axis rules that is misspelled": "absent-axis mesh axis 'fdsp'",
-    "a mesh axis that is not there": "absent-axis mesh axis 'pipeline'",
-    "a mesh axis that nobody uses": "unused-axis mesh axis 'data'",
-    "a rule that matches nothing": "unused-rule paths[0] 'lm_haed'",
-    "a memory kind that matches nothing": "unused-rule memory_kinds[0] 'opt_state'",
-    "a rule behind one that takes all": "shadowed-rule paths[5] 'v_proj'",
-    "a special rule behind a wide one": "shadowed-rule paths[1] 'o_proj'",
-    "a rule after one for nothing": "dead-rule axes.rules[6] 'batch' -> fsdp",
-    "a fallback that asks for more": "dead-rule axes.rules[5] 'embed' -> fsdp+tensor",
-    "a large leaf that is whole": "replicated embed",
-    "a large leaf whose names are of nothing": "replicated embed",
-    "a size that one of two axes divides": "corrected embed",
-    "a name whose axis is taken, under strict": "corrected layers/{0..3}/mlp/up",
-    "a size that does not divide": "corrected embed",
-    "a size of names that does not divide": "corrected embed",
-    "a head that is cut, said by its neighbour": "cut-head layers/{0..3}/attn/v_proj",
-    "a head that is cut, said by a norm": ("cut-head layers/{0..3}/attn/k_proj", "cut-head layers/{0..3}/attn/v_proj"),
-    "a head that is cut, said by the user": (
-        "cut-head layers/{0..3}/attn/k_proj",
+    (
         "cut-head layers/{0..3}/attn/v_proj",
+        lambda: by_path(
+            (r"q_proj$", atomic(P("tensor", "fsdp"), (256, 1))), (r"k_proj$", atomic(P(None, "fsdp"), (256, 1)))
+        ),
     ),
-    "heads of the usual width that are cut": (
-        "cut-head layers/{0..3}/attn/k_proj",
-        "cut-head layers/{0..3}/attn/v_proj",
+    (CUT_HEADS, lambda: by_path((r"k_norm", replicate), tree=with_attention(k_norm=leaf(256)))),
+    (CUT_HEADS, lambda: by_name(head_dim=256)),
+    (
+        CUT_HEADS,
+        lambda: by_path(tree=with_attention(q_proj=leaf(2048, 256), o_proj=leaf(256, 2048)), mesh=SQUARE),
     ),
-    "names in the wrong order": ("contradicted-name layers/2/mlp/up", "uneven-layers layers/2/mlp/up"),
-    "one name for two axes": "contradicted-name embed, name 'mlp'",
-    "a layer that is sharded otherwise": "uneven-layers layers/3/mlp/up",
-    "a moment that is whole": ("replicated opt/0/nu/w", "optimizer-state opt/0/nu/w"),
-    "ZeRO that does nothing": "optimizer-state opt",
-    "names in the wrong order everywhere": "contradicted-name layers/{0..3}/mlp/up",
-    "a misspelled axis beside strategies": "absent-axis mesh axis 'tesnor'",
-    "a wide rule before a preset's": (
-        "shadowed-rule paths[3] '(q_proj|k_proj|v_proj).weight$'",
-        "shadowed-rule paths[4] 'o_proj.weight$'",
+    (
+        "contradicted-name layers/2/mlp/up; uneven-layers layers/2/mlp/up",
+        lambda: by_name(names=changed_names(**{"layers__2__mlp__up": ("embed", "mlp")})),
     ),
-    "biases with the spec of weights": (
-        "unplannable model/layers/{0..3}/self_attn/q_proj/bias",
-        "unplannable model/layers/{0..3}/self_attn/k_proj/bias",
-        "unplannable model/layers/{0..3}/self_attn/v_proj/bias",
+    ("contradicted-name embed, name 'mlp'", lambda: by_name(names=changed_names(embed=("mlp", "embed")))),
+    ("uneven-layers layers/3/mlp/up", lambda: by_path((r"layers/3/mlp/up$", P("fsdp")))),
+    ("replicated opt/0/nu/w; optimizer-state opt/0/nu/w", lambda: {"tree": moments(P(), "fsdp=8")}),
+    ("optimizer-state opt", lambda: {"tree": moments()}),
+    ("contradicted-name layers/{0..3}/mlp/up", lambda: by_name(names=changed_names(up=("embed", "mlp")))),
+    (
+        "absent-axis mesh axis 'tesnor'",
+        lambda: model("gemma2-2b", "fsdp_tp", "fsdp=4,tensor=4", ("embed_tokens", P("tesnor", "fsdp"))),
     ),
-    "heads and their elements in the wrong order": "contradicted-name q",
-    "one head cut, and the value's whole": (
-        "corrected model/layers/{0..3}/self_attn/v_proj/weight",
-        "cut-head model/layers/{0..3}/self_attn/k_proj/weight",
+    (
+        "shadowed-rule paths[3] '(q_proj|k_proj|v_proj).weight$'; shadowed-rule paths[4] 'o_proj.weight$'",
+        lambda: model("qwen3-8b", "fsdp_tp", "fsdp=4,tensor=4", ("self_attn", fsdp("fsdp"))),
     ),
-    "the elements of heads cut": "cut-head Transformer/encoderblock_{0..3}/MultiHeadDotProductAttention_0/key/kernel",
-    "the head whole": "replicated lm_head/weight",
-    "a number that finds others too": "uneven-layers model/layers/{1,10..11}/mlp/up_proj/weight",
-    "more experts than there are": (
-        "corrected language_model/model/layers/{0..1}/feed_forward/experts/down_proj",
-        "corrected language_model/model/layers/{0..1}/feed_forward/experts/gate_up_proj",
+    (
+        "; ".join(f"unplannable model/layers/{{0..3}}/self_attn/{one}_proj/bias" for one in "qkv"),
+        lambda: model("qwen2.5-7b", "fsdp_tp", "fsdp=4,tensor=4", (r"_proj.bias$", P("tensor", "fsdp"))),
     ),
-}
+    (
+        "contradicted-name q",
+        lambda: {
+            "tree": {"q": leaf(4096, 32, 128), "k": leaf(4096, 8, 128), "o": leaf(32, 128, 4096)},
+            "mesh": SQUARE,
+            "names": {"q": ("embed", "kv", "heads"), "k": ("embed", "kv_heads", "kv"), "o": ("heads", "kv", "embed")},
+            "axes": AxisRules([("embed", "fsdp"), ("heads", "tensor"), ("kv_heads", "tensor"), ("kv", None)]),
+        },
+    ),
+    (
+        ("corrected model/layers/{0..3}/self_attn/v_proj/weight; cut-head model/layers/{0..3}/self_attn/k_proj/weight"),
+        lambda: model("gemma-2b", "fsdp_tp", "fsdp=2,tensor=2", (r"k_proj.weight$", P("tensor", "fsdp"))),
+    ),
+    (
+        "cut-head Transformer/encoderblock_{0..3}/MultiHeadDotProductAttention_0/key/kernel",
+        lambda: model("vit-b-16", "fsdp_tp", "fsdp=4,tensor=4", ("key.kernel", P(None, None, "tensor"))),
+    ),
+    ("replicated lm_head/weight", lambda: model("llama3-70b", "fsdp_tp", "fsdp=4,tensor=4", ("lm_head", replicate))),
+    (
+        "uneven-layers model/layers/{1,10..11}/mlp/up_proj/weight",
+        lambda: model("llama3.2-1b", "fsdp_tp", "fsdp=4,tensor=4", (r"layers.1.*up_proj", P(None, "fsdp")), layers=12),
+    ),
+    (
+        (
+            "corrected language_model/model/layers/{0..1}/feed_forward/experts/down_proj; "
+            "corrected language_model/model/layers/{0..1}/feed_forward/experts/gate_up_proj"
+        ),
+        lambda: model("llama4-scout", "ep", "expert=32,fsdp=2,tensor=2", layers=2),
+    ),
+]
