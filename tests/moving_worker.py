@@ -12,7 +12,6 @@ from shardfx import From, TreeMap
 from shardfx._reshard.move import move_of
 from shardfx._reshard.mover import reshard
 from shardfx._reshard.reshard_plan import plan_reshard
-from shardfx.errors import MapError, MeshError, MoveError
 
 
 def values(shape, dtype="float32"):
@@ -93,14 +92,9 @@ def case(name, **options):
 
 def limited(name, **options):
     """Under the least limit that works, as the error about a smaller one says it."""
-    try:
-        case(name, memory_limit_bytes=10, **options)
-    except MoveError as error:
-        text = str(error)
-        return case(name, memory_limit_bytes=int(text.split("`memory_limit_bytes=")[-1].split("`")[0]), **options) | {
-            "error": text
-        }
-    return {"error": "none"}
+    text, _ = multiprocess_worker.raised(case, name, memory_limit_bytes=10, **options)
+    least = int(text.split("`memory_limit_bytes=")[-1].split("`")[0])
+    return case(name, memory_limit_bytes=least, **options) | {"error": text}
 
 
 def owned_by_one_process():
@@ -138,16 +132,10 @@ def moves():
     result["many"] = all(right(moved[str(i)], values((24, 8)) + i, dst) for i in range(100))
     single = move_of((24, 48), jnp.dtype("float32"), many["0"].sharding, dst).assembly
     result["way"] = None if single is None else single.way
-    uneven = NamedSharding(made["three"], P("a"))
-    try:
-        reshard(many | {"odd": placed(values((8, 8)), NamedSharding(made["all"], P("a")))}, uneven)
-    except ValueError as error:
-        result["error"] = str(error)
-    try:
-        lost = [device for device in jax.devices() if device.process_index == 0]
-        reshard(many["0"], dst, lost=lost)
-    except MeshError as error:
-        result["lost"] = str(error)
+    odd = many | {"odd": placed(values((8, 8)), NamedSharding(made["all"], P("a")))}
+    result["error"], _ = multiprocess_worker.raised(reshard, odd, NamedSharding(made["three"], P("a")))
+    lost = [device for device in jax.devices() if device.process_index == 0]
+    result["lost"], _ = multiprocess_worker.raised(reshard, many["0"], dst, lost=lost)
     if jax.process_count() == 4:
         result["maps"] = through_maps()
         result["matrices"] = multiprocess_worker.matrices()
@@ -232,16 +220,11 @@ def through_maps():
     mesh = meshes()["grid"]
     tree = {"w": placed(values((16, 24)), spread(mesh, (16, 24)))}
     struct = {"x": jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=spread(mesh, (16, 24)))}
-    try:
-        reshard(tree, struct, map=TreeMap({"x": From("w").times(float(jax.process_index() == 1) + 1)}))
-    except MapError as error:
-        result["other map"] = str(error)
-    try:
-        mapped("odd", memory_limit_bytes=10)
-    except MoveError as error:
-        result["error"] = str(error)
-        # Pieces as they are fit into this.
-        result["limited"] = mapped("odd", memory_limit_bytes=1 << 20)
+    times = TreeMap({"x": From("w").times(float(jax.process_index() == 1) + 1)})
+    result["other map"], _ = multiprocess_worker.raised(reshard, tree, struct, map=times)
+    result["error"], _ = multiprocess_worker.raised(mapped, "odd", memory_limit_bytes=10)
+    # Pieces as they are fit into this.
+    result["limited"] = mapped("odd", memory_limit_bytes=1 << 20)
     return result
 
 

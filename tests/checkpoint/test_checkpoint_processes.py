@@ -83,7 +83,7 @@ def test_a_manager_keeps_the_last_steps_and_numpy_arrays_are_saved_once(job):
     folder, results = job
     names = {path.name for path in folder.iterdir() if path.is_dir()}
     assert names == {"rows", "others", "rows-mapped", "others-mapped", "numpy", "run"}
-    assert [(result["steps"], result["numpy"]) for result in results] == [(((2, 3), 3), "saved")] * 4
+    assert [(result["steps"], result["numpy"]) for result in results] == [(((2, 3), 3), "no error")] * 4
     assert sorted(path.name for path in (folder / "run").iterdir()) == ["step-2", "step-3"]
     specs = [checkpoint.saved_plan(folder / name)["rows"].spec for name in ("run/step-3", "rows")]
     assert specs[0] == specs[1]
@@ -127,7 +127,7 @@ def test_what_one_process_finds_wrong_all_say_soon(quarrel, name):
 def test_after_all_that_saves_are_right_and_nothing_lies_about(quarrel):
     folder, results = quarrel
     for result in results:
-        assert result["good"][0] == result["again"][0] == result["after"][0] == "saved"
+        assert result["good"][0] == result["again"][0] == result["after"][0] == "no error"
         assert result["right"] and result["ours"] and result["pair"]
         # However many saves there were: of the four and of the pair, each one's last two notes, and a result.
         assert len(result["left behind"]) == 2 * 4 + 1 + 2 * 2 + 1
@@ -145,7 +145,7 @@ def test_a_process_that_does_not_come_is_named(quarrel):
 def test_only_those_who_hold_arrays_save_them(quarrel):
     for number, result in enumerate(quarrel[1]):
         one, two = result["one process's"][0], result["two processes'"][0]
-        assert (one == "saved") == (number == 0) and (two == "saved") == (number in (1, 2))
+        assert (one == "no error") == (number == 0) and (two == "no error") == (number in (1, 2))
         assert number == 0 or "they lie on process 0: call `save` there alone" in one
         assert number in (1, 2) or "they lie on processes 1, 2: call `save` there alone" in two
 

@@ -69,7 +69,7 @@ def test_batches_and_parameters_come_back_whole_and_a_short_batch_is_an_error_th
         np.testing.assert_array_equal(doubled, 2 * worker.batches()[0]["x"])
         assert "data" in spec
         message = f"leaf `x` has shape (1, 16) here, but process {index} owns ({rows}, 16) of (24, 16)"
-        assert result["short"].startswith(message) and "pass `pad=0`" in result["short"]
+        assert message in result["short"] and "pass `pad=0`" in result["short"]
 
 
 def test_processes_with_other_plans_are_told_where_they_differ(job):
@@ -86,7 +86,7 @@ def test_processes_with_other_plans_are_told_where_they_differ(job):
         }
         for what, start in starts.items() if index in (0, last) else ():
             kind, _, first = start.partition(", ")
-            assert messages[what].startswith(f"the {kind} of process {index} and process {other} differ: {first}")
+            assert f"Error: the {kind} of process {index} and process {other} differ: {first}" in messages[what]
             assert "one has a plan, the other a map" in messages["map and plan"]
         # No process goes on to a collective that others will never join.
         assert set(result["agreement"]) == {"spec", "shape", "devices", "map", "map and plan"}
@@ -95,7 +95,7 @@ def test_processes_with_other_plans_are_told_where_they_differ(job):
 def test_a_process_that_does_not_agree_is_named(job):
     *others, last = [result["alone"] for result in job]
     for text, seconds in others:
-        assert text.startswith("process 3 did not call `assert_same_plan` within 1 s; call it once on every process")
+        assert "process 3 did not call `assert_same_plan` within 1 s; call it once on every process" in text
         assert seconds < 10
     assert "`assert_same_plan`" in last[0], "it hears of it too, in one way or the other"
 
