@@ -4,7 +4,6 @@ docs/migrating_eformer.md tells readers where shardfx deviates.
 """
 
 import contextlib
-import dataclasses
 import functools as ft
 from typing import Any
 
@@ -12,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance.vectors import Suite, U, decoded, entry, missing_on, outcome, raises
+from _devices import Chip, objects
+from conformance.vectors import Raises, Suite, U, decoded, entry, missing_on, outcome
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import shardfx
@@ -51,8 +51,8 @@ DEVIATIONS: dict[str, tuple[Any, str]] = {
     "eformer-0007": (P("tp"), "B4: of a tuple that does not divide, the subset with the largest product is kept"),
     "eformer-0008": (P("dp"), "B4"),
     "eformer-0009": (P("dp"), "B4: only the absent member is dropped"),
-    "eformer-0013": (raises(SpecError, "has 2 entries, but shape"), "B5: a spec longer than the rank is an error"),
-    "eformer-0014": (raises(SpecError, "has 1 entry, but shape"), "B5"),
+    "eformer-0013": (Raises(SpecError, "has 2 entries, but shape"), "B5: a spec longer than the rank is an error"),
+    "eformer-0014": (Raises(SpecError, "has 1 entry, but shape"), "B5"),
     "eformer-0017": (P(U, "tp"), "B10: UNCONSTRAINED is kept"),
     "eformer-0018": (P(U, U), "B10"),
     "eformer-0022": (P("dp"), "B6: the first dimension that asks for an axis has it"),
@@ -60,15 +60,15 @@ DEVIATIONS: dict[str, tuple[Any, str]] = {
     "eformer-0029": (P("dp"), "B11: the mesh is an argument, jax.set_mesh makes no difference"),
     # with_sharding_constraint
     "eformer-0033": (P(), "B8: P() replicates"),
-    "eformer-0036": (raises(SpecError, "has 2 entries, but shape"), "B5"),
+    "eformer-0036": (Raises(SpecError, "has 2 entries, but shape"), "B5"),
     "eformer-0037": (P("dp", "tp"), "B11: works under jax.set_mesh"),
-    "eformer-0038": (raises(PlanMismatchError, "the plan has none"), "no silent no-op without devices"),
-    "eformer-0041": (raises(LeafTypeError, "takes one array, not dict"), "B7: nothing is swallowed"),
+    "eformer-0038": (Raises(PlanMismatchError, "the plan has none"), "no silent no-op without devices"),
+    "eformer-0041": (Raises(LeafTypeError, "takes one array, not dict"), "B7: nothing is swallowed"),
     "eformer-0042": (P("dp", "tp"), "B14: Explicit axes go through jax.sharding.reshard"),
     "eformer-0043": (P("dp", "tp"), "B7, B14"),
     # reading
     "eformer-0056": ((), "B18: UNCONSTRAINED names no axis"),
-    "eformer-0062": (raises(MeshError, "an axis occurs twice"), "an axis cannot shard a dimension twice"),
+    "eformer-0062": (Raises(MeshError, "an axis occurs twice"), "an axis cannot shard a dimension twice"),
     "eformer-0077": (2, "the size of a mesh axis is known outside of shard_map too"),
     "eformer-0114": (P("dp"), "structs with a sharding are read like arrays"),
     "eformer-0116": (P("dp"), "B25: a mesh is needed for bare PartitionSpecs alone"),
@@ -80,8 +80,8 @@ DEVIATIONS: dict[str, tuple[Any, str]] = {
     ),
     "eformer-0083": ({"b": P(), "i": None}, "B22: arrays of rank 0 are replicated, whatever the rules say"),
     "eformer-0086": ({"i": None}, "leaves that are no arrays need no rule"),
-    "eformer-0087": (raises(SpecError, "has 3 entries"), "B5"),
-    "eformer-0088": (raises(SpecError, "has 3 entries"), "B5"),
+    "eformer-0087": (Raises(SpecError, "has 3 entries"), "B5"),
+    "eformer-0088": (Raises(SpecError, "has 3 entries"), "B5"),
     "eformer-0089": ({"layer/bias": None, "layer/weight": None}, "B21: ints are no arrays"),
     "eformer-0097": ({"a": P()}, "the target None replicates"),
     "eformer-0099": (["a", "z"], "B20: JAX sorts the keys of dicts, and says so"),
@@ -92,14 +92,14 @@ DEVIATIONS: dict[str, tuple[Any, str]] = {
     # create_pattern_based_partition_spec
     "eformer-0105": ([P(None, "tp")], "B24: None is a token"),
     "eformer-0106": ([P("dp"), P("tp")], "B24: spaces round tokens do not count"),
-    "eformer-0107": (raises(RuleError, "a rule has no `->`"), "B24: a malformed rule is an error"),
-    "eformer-0110": (raises(RuleError, "an empty alternative would match every path"), "B24"),
+    "eformer-0107": (Raises(RuleError, "a rule has no `->`"), "B24: a malformed rule is an error"),
+    "eformer-0110": (Raises(RuleError, "an empty alternative would match every path"), "B24"),
     # make_shard_and_gather_fns
     "eformer-0122": (P(), "B16: P() replicates on the mesh"),
     "eformer-0123": ("ArrayImpl", "B15: NumPy arrays are placed like others"),
     "eformer-0125": (P(), "corrected, with a reason; strict=True raises"),
     # resolve_axis: an axis is used once, so the results are specs that JAX accepts
-    "eformer-0183": (raises(RuleError, "uses mesh axis `dp` twice"), "B43: dp twice on one dimension means nothing"),
+    "eformer-0183": (Raises(RuleError, "uses mesh axis `dp` twice"), "B43: dp twice on one dimension means nothing"),
     "eformer-0191": ([None], "B37: a name can be registered as replicated"),
     "eformer-0194": ([("tp", "dp")], 'with unmatched="keep"; the default replicates, at both levels'),
     "eformer-0197": (["dp"], "B39: an alias keeps the decode rule"),
@@ -118,11 +118,11 @@ DEVIATIONS: dict[str, tuple[Any, str]] = {
     "eformer-0219": ([("sp", "fsdp", "dp")], "B43"),
     "eformer-0223": (["model", None, None], "B6"),
     "eformer-0224": (["head_axis"], "fields are not dereferenced: a string is a mesh axis"),
-    "eformer-0225": (raises(RuleError, "mode 'bogus' is unknown"), "B40"),
+    "eformer-0225": (Raises(RuleError, "mode 'bogus' is unknown"), "B40"),
     "eformer-0243": (["model", "model"], "B44: rules are made from their arguments, so nothing is left behind"),
     # PartitionManager
     "eformer-0246": ([("fsdp", "dp"), None, "tp"], "dp on two dimensions: JAX refuses what the original returns"),
-    "eformer-0253": (raises(RuleError, "an int, not a bool"), "B42"),
+    "eformer-0253": (Raises(RuleError, "an int, not a bool"), "B42"),
     "eformer-0254": ([("fsdp", "dp")], "B41: names come from one argument"),
     "eformer-0276": (P("fsdp", "tp"), "B4: the part of (fsdp, dp) that divides is kept"),
     "eformer-0277": (P("dp", "tp"), "B4: the mesh has no fsdp, dp is kept"),
@@ -234,35 +234,22 @@ def test_sizes_and_indices_inside_shard_map(vector):
         if size and not isinstance(wanted, list):
             assert MESH.axis_size(names) == wanted
             return
-
-        def per_device():
-            value = MESH.axis_size(names) if size else jax.lax.axis_index(names)
-            return jnp.full((1, 1), value)
-
-        out = jax.shard_map(per_device, mesh=built(MESH), in_specs=(), out_specs=P("dp", "tp"))()
+        value = lambda: jnp.full((1, 1), MESH.axis_size(names) if size else jax.lax.axis_index(names))
+        out = jax.shard_map(value, mesh=built(MESH), in_specs=(), out_specs=P("dp", "tp"))()
         assert out.tolist() == (wanted if isinstance(wanted, list) else [[wanted] * 4] * 2)
 
 
 @SUITE.of("constraints.match_partition_rules")
 def test_match_partition_rules(vector):
     given = vector["inputs"]
-    rules = PathRules(
-        [(regex, None if target is None else P(*map(entry, target["spec"]))) for regex, target in given["rules"]]
-    )
+    rules = PathRules([(regex, target and P(*map(entry, target["spec"]))) for regex, target in given["rules"]])
     order = given.get("tree_key_order")
     tree = {key: jax.ShapeDtypeStruct((4,), "int8") for key in order} if order else leaves(given["tree"])
     # Elements become bytes: int8 leaves have as many of one as of the other. `None` stood for an environment variable.
-    smallest = given.get("min_size", 0)
-    strict = given.get("strict", True) and vector["id"] != "eformer-0089"
+    smallest = 16384 if given.get("min_size", 0) is None else given.get("min_size", 0)
+    unmatched = "raise" if given.get("strict", True) and vector["id"] != "eformer-0089" else "replicate"
     with outcome(SUITE.expected(vector)) as wanted:
-        made = plan(
-            tree,
-            ONE,
-            paths=rules,
-            min_bytes=16384 if smallest is None else smallest,
-            unmatched="raise" if strict else "replicate",
-            unused="allow",
-        )
+        made = plan(tree, ONE, paths=rules, min_bytes=smallest, unmatched=unmatched, unused="allow")
         assert (list(made.specs) if order else made.specs) == wanted
 
 
@@ -316,10 +303,8 @@ def test_shard_and_gather(vector):
     given, mesh = vector["inputs"], built(meshes(vector))
     value = np.ones((8, 8), np.float32) if "value" in given else jnp.ones(given.get("array_shape", (8, 8)))
     made = plan({"x": value}, mesh, paths=PathRules([("x", decoded(given["spec"]))]), unmatched="replicate")
-    placed = shard({"x": value}, made)["x"]
-    wanted = SUITE.expected(vector)
-    if "gather" in given.get("call", ""):
-        placed = gather(placed)
+    placed, wanted = shard({"x": value}, made)["x"], SUITE.expected(vector)
+    placed = gather(placed) if "gather" in given.get("call", "") else placed
     if isinstance(wanted, str):
         assert type(placed).__name__ == wanted
         return
@@ -380,10 +365,8 @@ def test_resolve_axis(vector):
     with outcome(SUITE.expected(vector)) as wanted:
         rules = registered(eformer(**fields(given["paxis"])), given.get("registry", ()))
         unmatched = "keep" if vector["id"] in KEEP else "raise"
-        specs = [
-            resolve(names_of(given["axes"]), rules, mode=MODES.get(mode, mode), unmatched=unmatched).spec
-            for mode in modes
-        ]
+        decided = ft.partial(resolve, names_of(given["axes"]), rules, unmatched=unmatched)
+        specs = [decided(mode=MODES.get(mode, mode)).spec for mode in modes]
         if "modes" in given:
             assert specs == [canonical(P(entry(axes))) for axes in wanted]
         else:
@@ -393,9 +376,7 @@ def test_resolve_axis(vector):
 @SUITE.of("PartitionAxis.__init__", "PartitionAxis.replace")
 def test_fields(vector):
     rules, wanted = eformer(**vector["inputs"]["overrides"]), SUITE.expected(vector)
-    fields = (
-        wanted if isinstance(wanted, dict) else dict(zip(("tensor_parallel_axis", "head_axis"), wanted, strict=True))
-    )
+    fields = wanted if isinstance(wanted, dict) else {"tensor_parallel_axis": wanted[0], "head_axis": wanted[1]}
     for field, target in fields.items():
         token = TOKENS[field.removeprefix("decode_")]
         mode = "decode" if field.startswith("decode_") else "train"
@@ -433,10 +414,8 @@ def test_manager_resolve(vector):
 
 @SUITE.of("PartitionManager.shard")
 def test_manager_shard(vector):
-    given = vector["inputs"]
-    x = jnp.ones(given["array_shape"])
-    names = names_of(given["axes"])
-    mesh = built(meshes(vector))
+    given, mesh = vector["inputs"], built(meshes(vector))
+    x, names = jnp.ones(given["array_shape"]), names_of(given["axes"])
     made = plan(x, mesh, names=names, axes=eformer(**given["paxis"]), mode=MODES[given["mode"]])
     for placed in (shard(x, made), constrain(x, names, made), jax.jit(lambda x: constrain(x, names, made))(x)):
         assert placed.sharding.is_equivalent_to(NamedSharding(mesh, SUITE.expected(vector)), x.ndim)
@@ -457,19 +436,12 @@ def test_create_mesh(vector):
         assert [list(mesh.axis_names), kinds, list(mesh.shape.values())] == SUITE.expected(vector)
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    id: int
-    process_index: int
-
-
 @SUITE.of("mesh.calculate_host_mesh_shape")
 def test_host_mesh_shape(vector):
     given = vector["inputs"]
     shape, local = given["global_mesh_shape"], given["total_devices(local)"]
     axes = {f"axis{i}": size for i, size in enumerate(shape)}
-    devices = np.empty(np.prod(shape), object)
-    devices[:] = [Device(i, i // local) for i in range(len(devices))]
+    devices = objects([Chip(i, (i, 0, 0), 0, i // local, "cpu") for i in range(np.prod(shape))])
     with outcome(SUITE.expected(vector)) as wanted:
         grid = hosts.grid_of(Mesh(devices.reshape(shape), tuple(axes)))
         assert [size // grid.num_chunks[axis] for axis, size in axes.items()] == wanted

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conformance.vectors import Suite, U, entry, missing_on, outcome, raises, spec_of
+from conformance.vectors import Raises, Suite, U, entry, missing_on, outcome, spec_of
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -33,21 +33,21 @@ SKIPPED = {
 # id -> (what shardfx gives, why not what flax gives)
 DEVIATIONS: dict[str, tuple[Any, str]] = {
     "flax-0028": (P(("x", "y")), "as flax, with a reason; a rule ('b', 'w') after it is the fallback (B86)"),
-    "flax-0029": (raises(RuleError, "uses mesh axis `x` twice"), "B86: an axis twice in one rule"),
+    "flax-0029": (Raises(RuleError, "uses mesh axis `x` twice"), "B86: an axis twice in one rule"),
     "flax-0044": (P("x", "y"), "the members of a tuple are names like others"),
-    "flax-0045": (raises(SpecError, "is no entry of an array's names"), "names are strings"),
+    "flax-0045": (Raises(SpecError, "is no entry of an array's names"), "names are strings"),
     "flax-0053": (P("x"), "a mapping is an ordered list of pairs"),
-    "flax-0056": (raises(SpecError, "`a` occurs twice"), "B80: one axis cannot shard two dimensions"),
+    "flax-0056": (Raises(SpecError, "`a` occurs twice"), "B80: one axis cannot shard two dimensions"),
     "flax-0057": (P("x"), "B80: the second name is blocked, with a reason"),
     "flax-0059": (P(("x", "y"), "z"), "the members of a tuple are names like others"),
     "flax-0060": (P("y"), "last_wins reads rules as flax.core does; AxisRules(rules) reads them as linen does (B29)"),
-    "flax-0066": (raises(SpecError, "is no entry of an array's names"), "B80: names are not made with str()"),
+    "flax-0066": (Raises(SpecError, "is no entry of an array's names"), "B80: names are not made with str()"),
     "flax-0067": (P("x"), "any string is a name"),
     "flax-0069": (P(U), "B80: names are not made with str()"),
     "flax-0070": (P(("a", "b")), "B80: names are not made with str()"),
     "flax-0078": ((("a", "x"), ("a", "y"), ("b", "z")), "B29: fallbacks are kept"),
     "flax-0080": ((("a", "x"), ("a", "y")), "B29: rules that begin alike agree"),
-    "flax-0081": (raises(RuleError, "map 'a' to"), "B29: they disagree about the first choice, so nothing is dropped"),
+    "flax-0081": (Raises(RuleError, "map 'a' to"), "B29: they disagree about the first choice, so nothing is dropped"),
     "flax-0082": ((("a", ("x", "y")),), "a list and a tuple are equal"),
     "flax-0092": (P(), "B81: no names resolve to P()"),
     "flax-0093": (P("x"), "B81: lists are sequences of names"),
@@ -60,7 +60,7 @@ DEVIATIONS: dict[str, tuple[Any, str]] = {
     "flax-0128": ({"w": P("x", "y")}, "B30: a tuple of strings is the names of an array"),
     "flax-0129": ({"w": P("x", "y")}, "B30"),
     "flax-0137": (["in", "out", "layers"], "B88: -1 is the last dimension of the result"),
-    "flax-0140": (raises(SpecError, "has no such name"), "B88: no assert, also under python -O"),
+    "flax-0140": (Raises(SpecError, "has no such name"), "B88: no assert, also under python -O"),
     "flax-0141": (["in", "out"], "B88: padding is undone"),
 }
 
@@ -140,9 +140,8 @@ def test_rules_of_the_model_and_of_a_variable(vector):
         if vector["function"] == "core.spmd.get_pspec":
             return
         mesh = MeshSpec([tuple(axis) for axis in given["mesh"]])
-        variable = nnx.Param(
-            jnp.ones((4, 4)), out_sharding=tuple(names), sharding_rules=given["sharding_rules"], eager_sharding=False
-        )
+        said = {"out_sharding": tuple(names), "sharding_rules": given["sharding_rules"]}
+        variable = nnx.Param(jnp.ones((4, 4)), **said, eager_sharding=False)
         axes = interop.composite_rules(rules_of(vector, "context_rules"), interop.rules_of({"w": variable}))
         made = plan({"w": jnp.ones((4, 4))}, mesh, names=interop.names_of({"w": variable}), axes=axes)
         assert made["w"].spec == wanted
@@ -189,10 +188,8 @@ def test_shard_value(vector):
 
 @SUITE.of("linen.spmd.with_logical_constraint")
 def test_with_logical_constraint(vector):
-    given = vector["inputs"]
-    mesh = XY.build(jax.devices())
-    x = jnp.ones((8, 8))
-    axes = AxisRules(rules_of(vector))
+    given, axes = vector["inputs"], AxisRules(rules_of(vector))
+    mesh, x = XY.build(jax.devices()), jnp.ones((8, 8))
     made = plan(x, mesh, paths=PathRules([("", P())]), axes=axes, unmatched="replicate")
     constrain = ft.partial(shardfx.constrain, unmatched="replicate")
     # Without names, or without rules to read them by, flax leaves the array as it is; that is said by None.
@@ -255,13 +252,8 @@ def test_a_scanned_layer_has_the_name_of_its_new_dimension(vector):
         def __call__(self, x, _):
             return nn.Dense(4, kernel_init=init, use_bias=False)(x), None
 
-    scanned: Any = nn.scan(
-        Layer,
-        variable_axes={"params": 0},
-        split_rngs={"params": True},
-        length=8,
-        metadata_params={nn.PARTITION_NAME: "layers"},
-    )
+    metadata = {nn.PARTITION_NAME: "layers"}
+    scanned: Any = nn.scan(Layer, {"params": 0}, split_rngs={"params": True}, length=8, metadata_params=metadata)
     boxed = jax.eval_shape(scanned().init, jax.random.key(0), jnp.ones((2, 4)), None)
     found = jax.tree.leaves(interop.names_of(boxed), is_leaf=lambda node: isinstance(node, tuple))
     wanted = tuple(vector["expected"])

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 from _devices import chips, objects
-from conformance.vectors import Suite, entry, outcome, raises
+from conformance.vectors import Raises, Suite, entry, outcome, spec_of
 from jax.sharding import Mesh, PartitionSpec as P
 
 from shardfx import AxisRules, MeshSpec, PathRules, constrain, hosts, plan, resolve, topology
-from shardfx._ground.spec import canonical, entry_axes
+from shardfx._ground.spec import entry_axes
 from shardfx.presets import t5x
 
 
@@ -86,10 +86,9 @@ def test_submesh_order(vector):
 def test_hybrid_shape(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     is_error = vector["tag"] == "deviate" or "raises" in expected
-    with outcome(raises(ValueError, "use one of") if is_error else expected) as wanted:
-        ici, dcn = topology.hybrid_shape(
-            *(inputs[name] for name in ("num_partitions", "local_device_count", "process_count"))
-        )
+    with outcome(Raises(ValueError, "use one of") if is_error else expected) as wanted:
+        counts = inputs["num_partitions"], inputs["local_device_count"], inputs["process_count"]
+        ici, dcn = topology.hybrid_shape(*counts)
         assert (list(ici), list(dcn)) == (wanted["ici_mesh_shape"], wanted["dcn_mesh_shape"])
         assert [a * b for a, b in zip(ici, dcn, strict=True)] == [wanted["shape"][name] for name in ("data", "model")]
 
@@ -118,10 +117,6 @@ def slices_grid():
 
 def grid_for(inputs):
     return t5x_grid() if inputs.get("mesh") == T5X_MESH else slices_grid()
-
-
-def spec_of(entries):
-    return P(*map(entry, entries))
 
 
 def assert_chunk(chunk, shape, expected, replica):
@@ -193,8 +188,7 @@ def test_local_chunk(vector):
     spec, process = spec_of(inputs["mesh_axes"]), inputs["process_index"]
     if vector["id"] == "t5x-0253":
         # T5X had no tuple entries.
-        chunk = hosts.local_chunk(shape, spec, grid, process)
-        assert chunk == hosts.LocalChunk((slice(32, 64), slice(0, 16)), 0)
+        assert hosts.local_chunk(shape, spec, grid, process) == hosts.LocalChunk((slice(32, 64), slice(0, 16)), 0)
     elif vector["tag"] == "deviate":
         with pytest.raises(ValueError, match="not divisible|entries|twice|no axis"):
             hosts.local_chunk(shape, spec, grid, process)
@@ -217,7 +211,7 @@ def test_shard_id(vector):
 @SUITE.of("LocalChunker.get_replica_id")
 def test_replica_id(vector):
     axes, process = entry(vector["inputs"]["sharded_mesh_axes"]), vector["inputs"]["process_index"]
-    error = raises(ValueError, "no axis 'zz'")
+    error = Raises(ValueError, "no axis 'zz'")
     with outcome(error if vector["tag"] == "deviate" else vector["expected"]) as wanted:
         assert hosts.replica_id(axes, grid_for(vector["inputs"]), process) == wanted
 
@@ -228,8 +222,7 @@ def test_slices(vector):
     assert dict(zip(grid.axis_names, grid.chunk_ids[process], strict=True)) == expected["chunk_ids"]
     assert dict(grid.num_chunks) == expected["num_chunks"]
     pieces, replica = expected["chunk (32,64) [data,model]"]
-    chunk = hosts.local_chunk((32, 64), P("data", "model"), grid, process)
-    assert_chunk(chunk, (32, 64), pieces, replica)
+    assert_chunk(hosts.local_chunk((32, 64), P("data", "model"), grid, process), (32, 64), pieces, replica)
     for function in (hosts.shard_id, hosts.replica_id):
         for axes in ((), ("data",), ("replica", "data")):
             key = f"{function.__name__}({','.join(axes) or '()'})"
@@ -274,30 +267,23 @@ def axis_rules(rules):
 
 @SUITE.of("PjitPartitioner._data_axis")
 def test_data_axis(vector):
-    expected = vector["expected"]
-    assert data_axes(vector["inputs"]["logical_axis_rules"]) == entry(expected)
+    assert data_axes(vector["inputs"]["logical_axis_rules"]) == entry(vector["expected"])
 
 
 @SUITE.of("PjitPartitioner.get_mesh_axes (leaf)")
 def test_mesh_axes_of_a_leaf(vector):
     inputs, expected = vector["inputs"], vector["expected"]
-    mesh = MeshSpec({"data": 2, "model": 2})
-    rules = inputs.get("logical_axis_rules", [])
+    mesh, axes = MeshSpec({"data": 2, "model": 2}), axis_rules(inputs.get("logical_axis_rules", []))
     tree = {"w": jax.ShapeDtypeStruct((4, 4), np.float32)}
-    planned = plan(
-        tree,
-        mesh,
-        names={"w": inputs["logical_axes"] and tuple(inputs["logical_axes"])},
-        axes=axis_rules(rules),
-        unmatched="replicate",
-    )
-    assert planned.specs["w"] == (canonical(spec_of(expected["spec"])) if expected else P())
+    names = {"w": inputs["logical_axes"] and tuple(inputs["logical_axes"])}
+    planned = plan(tree, mesh, names=names, axes=axes, unmatched="replicate")
+    assert planned.specs["w"] == (spec_of(expected["spec"]) if expected else P())
 
 
 @SUITE.of("BasePartitioner.__init__")
 def test_contradictory_partitioner_arguments(vector):
     # There is no second argument to contradict a submesh; one of the wrong rank is refused.
-    submesh, error = vector["inputs"]["model_parallel_submesh"], raises(ValueError, "has 2 dimensions, but `bounds`")
+    submesh, error = vector["inputs"]["model_parallel_submesh"], Raises(ValueError, "has 2 dimensions, but `bounds`")
     with outcome(vector["inputs"].get("num_partitions", error)) as wanted:
         assert topology.submesh_order((4, 4, 1, 2), (2, 2, 1, 2), submesh).shape[1] == wanted
 
@@ -327,17 +313,14 @@ def listed(rules):
 
 
 def preset(inputs):
-    return t5x(
-        inputs["activation_partitioning_dims"],
-        inputs["parameter_partitioning_dims"],
-        [tuple(rule) for rule in inputs.get("additional_rules") or ()],
-    )
+    added = [tuple(rule) for rule in inputs.get("additional_rules") or ()]
+    return t5x(inputs["activation_partitioning_dims"], inputs["parameter_partitioning_dims"], added)
 
 
 @SUITE.of("standard_logical_axis_rules")
 def test_standard_rules(vector):
     inputs, expected = vector["inputs"], vector["expected"]
-    with outcome(raises(ValueError, "use 1 or 2") if isinstance(expected, dict) else expected) as wanted:
+    with outcome(Raises(ValueError, "use 1 or 2") if isinstance(expected, dict) else expected) as wanted:
         rules = listed(preset(inputs))
         assert (rules[-len(wanted) :] if "returns" in inputs else rules) == wanted
 
@@ -346,7 +329,7 @@ def test_standard_rules(vector):
 def test_standard_rules_resolve(vector):
     inputs, expected = vector["inputs"], vector["expected"]
     found = resolve(tuple(inputs["array_dim_names"]), preset(inputs)).spec
-    assert found == canonical(spec_of(expected["spec"]))
+    assert found == spec_of(expected["spec"])
 
 
 @SUITE.of("PjitPartitioner.logical_axis_rules")

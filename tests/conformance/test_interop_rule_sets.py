@@ -145,15 +145,13 @@ EXPERTS = huggingface.Plans(
 )
 
 
-@pytest.mark.parametrize(
-    "module, gate, up, down",
-    [("mlp", "gate_proj", "up_proj", "down_proj"), ("block_sparse_moe", "w1", "w3", "w2")],
-)
+ON_DISK = [("mlp", "gate_proj", "up_proj", "down_proj"), ("block_sparse_moe", "w1", "w3", "w2")]
+
+
+@pytest.mark.parametrize("module, gate, up, down", ON_DISK)
 def test_experts_under_their_names_on_disk(module, gate, up, down):
     at = f"model.layers.0.{module}.experts.7"
-    tree = {f"{at}.{name}.weight": struct((128, 64)) for name in (gate, up)} | {
-        f"{at}.{down}.weight": struct((64, 128))
-    }
+    tree = {f"{at}.{name}.weight": struct((64, 128) if name == down else (128, 64)) for name in (gate, up, down)}
     specs = specs_of(tree, huggingface.rules_of(EXPERTS))
     assert list(specs.values()) == [P("tensor") if down not in path else P(None, "tensor") for path in specs]
     with pytest.raises(RuleError, match="'grouped_gemm' .* shards the dimension of experts, and .* is one expert;"):
@@ -321,28 +319,25 @@ def test_gin_files_of_experts():
     weight = {"wi": struct((16, 32, 64))}
     made = plan(weight, mesh, names={"wi": ("expert", None, "expert_mlp")}, axes=read.rules)
     assert made["wi"].spec == P("expert", None, "model")
-    said = (
-        MOE
-        + "NUM_MODEL_PARTITIONS = 4\nmoe_partitioning.MoePjitPartitioner.logical_axis_rules = [('expert', 'data')]\n"
-    )
-    read = t5x.partitioning_of(said)
+    said = "NUM_MODEL_PARTITIONS = 4\nmoe_partitioning.MoePjitPartitioner.logical_axis_rules = [('expert', 'data')]\n"
+    read = t5x.partitioning_of(MOE + said)
     assert (read.num_partitions, read.rules.rules) == (4, (("expert", "data"),))
     # The function of that name beside the plain partitioner has no rules for experts.
     plain = MOE + "moe_partitioning.MoePjitPartitioner.logical_axis_rules = @base.standard_logical_axis_rules()\n"
     assert t5x.partitioning_of(plain).rules == presets.t5x()
 
 
-@pytest.mark.parametrize(
-    "text, told",
-    [
-        ("", "the text binds no partitioner"),
-        ("from t5x import models\nBATCH_SIZE = 8\n", "Includes are not read: give their texts before it"),
-        ("train.partitioner = @mine.OwnPartitioner()\n", "`OwnPartitioner` is none of T5X's partitioners"),
-        ("mine.OwnPartitioner.num_partitions = 1\n", "`OwnPartitioner` is none of T5X's partitioners"),
-    ],
-)
-def test_gin_files_without_a_known_partitioner_are_refused(text, told):
-    with pytest.raises(RuleError, match=told):
+UNKNOWN_PARTITIONERS = {
+    "": "the text binds no partitioner",
+    "from t5x import models\nBATCH_SIZE = 8\n": "Includes are not read: give their texts before it",
+    "train.partitioner = @mine.OwnPartitioner()\n": "`OwnPartitioner` is none of T5X's partitioners",
+    "mine.OwnPartitioner.num_partitions = 1\n": "`OwnPartitioner` is none of T5X's partitioners",
+}
+
+
+@pytest.mark.parametrize("text", UNKNOWN_PARTITIONERS)
+def test_gin_files_without_a_known_partitioner_are_refused(text):
+    with pytest.raises(RuleError, match=UNKNOWN_PARTITIONERS[text]):
         t5x.partitioning_of(text)
 
 
@@ -353,9 +348,7 @@ def test_gin_files():
     assert sizes == t5x.Partitioning(presets.t5x(), 2, None)
     later = GIN + "\npartitioning.PjitPartitioner.num_partitions = 8\n"
     assert t5x.partitioning_of(later).num_partitions == 8
-    by_hand = t5x.partitioning_of(
-        "partitioning.PjitPartitioner.logical_axis_rules = [\n    ('batch', 'data'),\n    ('vocab', None),\n]\n"
-    )
-    assert by_hand.rules.rules == (("batch", "data"), ("vocab", None))
+    text = "partitioning.PjitPartitioner.logical_axis_rules = [\n    ('batch', 'data'),\n    ('vocab', None),\n]\n"
+    assert t5x.partitioning_of(text).rules.rules == (("batch", "data"), ("vocab", None))
     with pytest.raises(RuleError, match="is bound to `%RULES`, which is no constant"):
         t5x.partitioning_of("partitioning.PjitPartitioner.logical_axis_rules = %RULES\n")

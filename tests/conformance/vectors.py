@@ -4,9 +4,9 @@ For a "conform" vector that is the measured result. For a "deviate" vector it st
 """
 
 import contextlib
+import dataclasses
 import json
 import re
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[2]
 U = P.UNCONSTRAINED
 
 
-class Raises(types.SimpleNamespace):
+@dataclasses.dataclass
+class Raises:
     """What a vector gives where it raises."""
 
-
-def raises(error: Any, match: str = ".") -> Raises:
-    return Raises(error=error, match=match)
+    error: Any
+    match: str = "."
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def decoded(value: Any) -> Any:
     """A value of a vector, its specs and errors read."""
     if isinstance(value, dict):
         if "raises" in value:
-            return raises((ValueError, TypeError))
+            return Raises((ValueError, TypeError))
         entries = value.get("spec", value.get("named_sharding"))
         return {key: decoded(item) for key, item in value.items()} if entries is None else spec_of(entries)
     return [decoded(item) for item in value] if isinstance(value, list) else value
