@@ -42,15 +42,11 @@ def test_a_wrong_leaf_of_a_tree_is_found():
             check(None, wrong)
 
 
-def require(peer):
-    if peer in ("eformer", "scalax"):
-        pytest.importorskip(peer, reason=f"{peer} is a rival of the benchmarks; the extra `bench` installs it")
-
-
 @pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")  # eformer
 @pytest.mark.parametrize("name", ["whole_jit", "jit_per_leaf", "device_put", "eformer", "scalax"])
 def test_peers_move_every_leaf(name):
-    require(name)
+    if name in ("eformer", "scalax"):
+        pytest.importorskip(name, reason=f"{name} is a rival of the benchmarks; the extra `bench` installs it")
     here, there = ends(jax.devices()[:8])
     values = {"w": np.arange(64.0).reshape(8, 8).astype(np.float32), "norm": np.arange(8.0, dtype=np.float32)}
     src = {"w": here, "norm": NamedSharding(here.mesh, P("x"))}

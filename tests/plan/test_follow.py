@@ -12,20 +12,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx import (
-    AxisRules,
-    MeshSpec,
-    PathRules,
-    ShardPlan,
-    checkpoint,
-    filter_jit,
-    follow,
-    fsdp,
-    plan,
-    plan_reshard,
-    reshard,
-    shard,
-)
+from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, filter_jit, follow, fsdp, plan, shard
 from shardfx._ground.spec import canonical
 from shardfx.errors import RuleError
 
@@ -221,10 +208,6 @@ def test_two_steps_under_the_plan_equal_two_steps_on_one_device(name, over):
     assert not over or state_here["0/mu/embed"].bytes_per_device * 8 == state_here["0/mu/embed"].bytes
 
 
-MLP = eqx.nn.MLP(16, 8, 32, 2, key=jax.random.key(0))
-MLP_RULES = PathRules([("weight", P("tensor", "fsdp")), ("bias", P("tensor"))])
-
-
 def test_other_arguments_and_other_plans(params_plan):
     batch = plan({"x": jnp.ones((8, 128))}, MESH, paths=PathRules.parse("x->data"))
 
@@ -271,23 +254,8 @@ def test_names_and_units_go_to_copies_and_histories_and_not_to_the_transposed():
     assert history.spec == P(None, None, "tensor", "fsdp")
 
 
-def made_state(model):
-    optimizer = optax.adamw(1e-3)
-    return {"model": model, "opt": optimizer.init(eqx.filter(model, eqx.is_array)), "step": jnp.zeros((), jnp.int32)}
-
-
-def test_a_train_state_keeps_the_leaves_that_are_no_arrays(tmp_path):
-    mesh = MESH.build(jax.devices())
-    model_plan = plan(MLP, mesh, paths=MLP_RULES)
-    made, state = follow(made_state, model_plan), made_state(MLP)
-    assert [made[f"model/{leaf.path}"].spec for leaf in model_plan.leaves] == [leaf.spec for leaf in model_plan.leaves]
-    placed = shard(state, made)
-    assert placed["model"].activation is state["model"].activation
-    assert reshard(placed, made)["opt"][0].mu.layers[0].weight.sharding.spec == P("tensor", "fsdp")
-    assert plan_reshard(made, made).wire_bytes == 0
-    checkpoint.save(tmp_path / "state", placed, made)
-    assert checkpoint.saved_plan(tmp_path / "state", like=state).on(mesh) == made
-    assert filter_jit(lambda s: s, in_shardings=made)(placed)["step"] == 0
+def train_state(model):
+    return {"model": model, "opt": ADAM(eqx.filter(model, eqx.is_array)), "step": jnp.zeros((), jnp.int32)}
 
 
 def t5x_adafactor(params: Any) -> Any:
@@ -320,8 +288,11 @@ BASE = {"q": {"weight": struct(8, 64, 128)}, "o": {"weight": struct(64, 64)}}
 BASES = plan(BASE, MeshSpec({"fsdp": 4, "tensor": 2}), paths=BASE_RULES)
 LORA = {"q": {"a": struct(8, 64, 16), "b": struct(8, 16, 128)}, "o": {"a": struct(64, 16), "b": struct(16, 64)}}
 SCALES = {"q": {"scale": struct(8, 8, 2)}, "o": {"scale": struct(64), "zero": struct(2, 64), "all": struct()}}
+# The activations of a model are leaves that are no arrays.
+MODEL = plan(eqx.nn.MLP(16, 8, 32, 2, key=jax.random.key(0)), MESH, paths=PathRules([("", fsdp("tensor"))]))
 ADAM, INNER = optax.adamw(1e-3).init, {"a": {"w": {"y": jnp.zeros((128, 256))}}}
 STATES: dict[str, tuple[ShardPlan, Callable[[Any], Any], dict[str, Any]]] = {
+    "model": (MODEL, train_state, {}),
     "path": (SMALL_PLAN, lambda tree: {"z": {"a": {"w": jnp.zeros((256, 128))}}, "same": tree["a"]["w"]}, {}),
     "compiler": (LEFT, ADAM, {}),
     "history": (SMALL_PLAN, optax.lbfgs(memory_size=10).init, {}),
@@ -344,6 +315,9 @@ STATES: dict[str, tuple[ShardPlan, Callable[[Any], Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "state, path, spec, says",
     [
+        ("model", "model/layers/0/weight", P("tensor"), "the sharding that `init` gives it|"),
+        ("model", "opt/0/mu/layers/0/bias", P("tensor"), "the sharding that `init` gives it|"),
+        ("model", "step", P(), "rank 0"),
         ("path", "z/a/w", P("fsdp", "tensor"), "path and shape of `a/w`"),
         ("path", "same", P("fsdp", "tensor"), "the sharding that `init` gives it"),
         ("compiler", "0/mu/w", P(None, "data"), ""),

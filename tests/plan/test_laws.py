@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import catalogue
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +21,6 @@ from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, atomic, correct, 
 from shardfx._ground.spec import canonical, entries_of, entry_axes, pinned
 from shardfx.auto import replan
 from shardfx.errors import SpecError
-from shardfx.presets import hf
 
 
 U = P.UNCONSTRAINED
@@ -284,7 +282,3 @@ def test_plans_are_the_same_in_every_process_and_under_every_hash_seed():
         assert done.returncode == 0, done.stderr
         printed.add(done.stdout)
     assert len(printed) == 1
-    # And in this process, whose hash seed is another one.
-    mesh = MeshSpec({"data": 2, "fsdp": 3, "tensor": 8}, dcn={"data": 2})
-    made = plan(catalogue.MODELS["gpt2"].make(), mesh, paths=hf.gpt2())
-    assert f"gpt2 {made.digest}" in printed.pop()

@@ -30,7 +30,6 @@ def planned(tree, target: Any = replicate, mesh=MESH, **keywords):
     "tree, paths",
     [
         ({"layers": {"0": {"w": 8}}}, ["layers/0/w"]),
-        ({"layers": {str(number): {"w": 8} for number in (0, 1)}}, ["layers/{0..1}/w"]),
         ({"layers": {str(number): {"w": 8} for number in (7, 3, 5, 4)}}, ["layers/{3..5,7}/w"]),
         ({"layers": {str(number): {"w": 8} for number in (0, 1, 3, 5, 6, 8)}}, ["layers/{0..1,3,..,8}/w"]),
         ({"h": [{"experts": [{"w": 8}] * 3}] * 2}, ["h/{0..1}/experts/{0..2}/w"]),

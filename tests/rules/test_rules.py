@@ -286,10 +286,8 @@ def test_units_come_from_atomic_entries_and_from_rules(promise, names, units):
     [
         ([("a", "x", "y")], r"`rules`: \('a', 'x', 'y'\) is no pair that begins with a name"),
         ([(1, "x")], r"`rules`: \(1, 'x'\) is no pair that begins with a name; write \(name, value\)"),
-        (["ab"], "`rules`: 'ab' is no pair"),
         ([("a", 1)], r"`rules`: \('a', 1\) has no valid target; use a mesh axis"),
         ([("a", ("x", None))], "has no valid target"),
-        ([("a", {"x"})], "has no valid target"),
         ([("a", ("x", ("y",)))], "has no valid target"),
         ([("a", ("x", "x"))], r"`rules`: \('a', \('x', 'x'\)\) uses mesh axis `x` twice; use it once"),
     ],
@@ -312,7 +310,6 @@ UNITS: list[Any] = [0, -1, 1.5, True, None]
     "make, message",
     [
         (lambda: AxisRules(axes=[""]), "it declares mesh axes by their names"),
-        (lambda: AxisRules(axes=[3]), "it declares mesh axes by their names"),
         (lambda: AxisRules(axes=[None]), "it declares mesh axes by their names"),
         *((lambda unit=unit: AxisRules(units=[("a", unit)]), UNIT) for unit in UNITS),
         (lambda: AxisRules(units=[("a", 1), ("a", 2)]), "`units` gives 'a' twice"),
@@ -322,7 +319,6 @@ UNITS: list[Any] = [0, -1, 1.5, True, None]
         (lambda: AB.with_alias("", of="a"), "'' cannot be an alias of 'a'"),
         (lambda: AB.with_alias("a", "b"), r"be an alias of 'b', but has rules; use `rules.without\('a'\)`"),
         (lambda: AxisRules(aliases={"x": "y", "y": "x"}), "circle: 'x' -> 'y' -> 'x'"),
-        (lambda: AxisRules().with_alias("x", "x"), "circle: 'x' -> 'x'"),
         (lambda: AxisRules(aliases={"x": "y", "y": "z"}).with_alias("z", "x"), "circle"),
         (lambda: AB.without("bb"), r"`without\('bb'\)`: no rule has that name \(did you mean 'b'\?\)"),
         (lambda: AB.merge(AxisRules(modes={"decode": {"a": "z"}})), "mode 'decode' map 'a' to"),
