@@ -229,7 +229,9 @@ _meant_for = Primitive("meant_for")
 
 
 def _lowered(ctx: Any, x: object, *, sizes: tuple[tuple[str, int], ...]) -> list[Any]:
-    """Refuses to lower an identity in a program for another number of devices than a mesh of these sizes has."""
+    """Raises if the lowered program is for another number of devices than a mesh of these sizes has; changes nothing
+    else.
+    """
     match ctx.module_context.axis_context:
         # Without devices, as in an export, and inside `shard_map`, there is nothing to compare.
         case object(num_devices=int(count)) if count != math.prod(size for _, size in sizes):

@@ -31,7 +31,9 @@ def _is_entry(node: object) -> bool:
 
 
 def checked(form: object, what: str) -> Any:
-    """The form itself. Raises for an entry that names no mesh or devices; `what` is the argument's name."""
+    """Returns `form`, the argument named `what`, after a check. Raises if an entry is a bare PartitionSpec, or no
+    sharding at all.
+    """
     for entry in jax.tree.leaves(form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)):
         if isinstance(entry, PartitionSpec):
             raise PlanMismatchError(
@@ -60,7 +62,7 @@ def key_of(sharding: object) -> Any:
 
 
 def shardings_in(form: object) -> dict[Any, Any]:
-    """All shardings in a form, by their keys. The entry `None` comes first."""
+    """The distinct shardings in an argument such as `in_shardings`, by their keys. `None` comes first."""
     found = {None: None}
     for entry in jax.tree.leaves(form, is_leaf=_is_entry):
         shardings = entry.content.row_shardings if isinstance(entry, ShardPlan) else (entry,)
@@ -120,7 +122,7 @@ def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
 
 
 class Entries(NamedTuple):
-    """The entries of `in_shardings`: by position or name, for `*args` and for `**kwargs`."""
+    """The value of `in_shardings`: an entry for each positional or named parameter, for `*args` and for `**kwargs`."""
 
     known: dict[int | str, Any]
     more: Any = None
@@ -214,7 +216,8 @@ def donated(donate: Any, signature: inspect.Signature) -> Donated:
 
 
 def bound(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a call as the function gets them: keyword arguments by position, defaults filled in.
+    """The arguments of a call as the function receives them: keyword arguments become positional where they can, and
+    defaults are filled in.
 
     **Raises:**
 

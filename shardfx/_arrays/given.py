@@ -18,7 +18,7 @@ from ..topology import MeshSpec
 
 
 class Given(NamedTuple):
-    """A leaf of the function or of its arguments.
+    """One leaf of a jitted function or of its arguments, with the sharding that `in_shardings` gives it.
 
     **Arguments:**
 
@@ -48,7 +48,7 @@ def is_placed(kind: type) -> bool:
 
 
 def raise_gone_or_shared(given: Iterable[Given]) -> None:
-    """Raises for an array whose buffers were deleted, or that is donated and given twice."""
+    """Raises for an array whose buffers were deleted, and for one that a call passes twice and donates."""
     seen: dict[int, Given] = {}
     for one in given:
         if one.leaf.is_deleted():
@@ -73,7 +73,7 @@ def _is_moved(one: Given) -> bool:
 
 
 def raise_elsewhere(given: Iterable[Given], error: Exception | None) -> None:
-    """Raises for the first array whose sharding is not that of its entry."""
+    """Raises for the first array whose sharding differs from its entry of `in_shardings`."""
     for one in given:
         own = struct_of(one.leaf).sharding
         is_known = own is not None and isinstance(one.wanted, Sharding)
@@ -86,8 +86,8 @@ def raise_elsewhere(given: Iterable[Given], error: Exception | None) -> None:
 
 
 def raise_apart(places: Iterable[tuple[str, object]]) -> None:
-    """Raises if two shardings have different devices, or the same in another order. Each comes with a text
-    for messages.
+    """Raises if two shardings have different devices, or the same devices in another order. Each sharding comes with
+    its name in messages.
     """
     pairs = [(what, devices) for what, sharding in places if (devices := _in_order(sharding))]
     for what, devices in pairs[1:]:
@@ -100,9 +100,10 @@ def raise_apart(places: Iterable[tuple[str, object]]) -> None:
 
 
 def raise_apart_from_entry(given: Iterable[Given]) -> None:
-    """Raises for an array that is on other devices than its entry, if that is for several devices.
+    """Raises for an array that is on other devices than its entry of `in_shardings`. Entries of one device are not
+    checked.
 
-    If its sharding there would be the same, JAX moves it at the first call, and the next call fails in the runtime.
+    If the two shardings differ in devices only, JAX moves the array at the first call, and the next call fails.
     """
     for one in given:
         is_checked = isinstance(one.wanted, NamedSharding) and one.wanted.num_devices > 1
@@ -130,7 +131,9 @@ def is_abstract(sharding: object) -> bool:
 
 @ft.lru_cache(maxsize=4096)
 def lies_as(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether all devices hold the same boxes under both shardings. A mesh without devices is compared by positions."""
+    """Whether every device holds the same part of the array under both shardings. For a mesh without devices, positions
+    in the mesh stand for the devices.
+    """
     if memory_kind(found) != memory_kind(wanted) or _reductions(found) != _reductions(wanted):
         return False
     if found == wanted:

@@ -388,7 +388,9 @@ class Jitted(Generic[P, R]):
         raise_elsewhere(arrays, error)
 
     def _returned(self, out: Any) -> tuple[TracedArray, ...]:
-        """The arrays of the results, in the order of the program's results."""
+        """The path and struct of each array that the function returns, in the order of the compiled program's
+        results.
+        """
         if type(out) is not Parted:
             pairs = zip(tree_paths(jax.tree.structure(out)), jax.tree.leaves(out), strict=True)
             return tuple(TracedArray(path, struct_of(leaf)) for path, leaf in pairs)

@@ -36,7 +36,7 @@ def mark(value: object) -> Hashable:
 
 
 def node_data(treedef: Any) -> list[Any]:
-    """The data of a tree's nodes, beside leaves: static fields of modules, and dict keys that are no texts."""
+    """The static data of a tree's inner nodes: static fields of modules, and dict keys that are not strings."""
     found: list[Any] = []
     nodes = [treedef]
     for node in nodes:
@@ -75,7 +75,9 @@ class Static:
 
 
 def joined(treedef: Any, order: Sequence[int], lists: Sequence[Sequence[Any]]) -> Any:
-    """The tree whose leaves are in these lists, in order. `order` says in which list each leaf is."""
+    """The tree with this structure, with each leaf taken from one of several lists. `order` has the index of the list
+    for each leaf.
+    """
     left = [*map(iter, lists)]
     return treedef.unflatten([next(left[at]) for at in order])
 
@@ -83,7 +85,9 @@ def joined(treedef: Any, order: Sequence[int], lists: Sequence[Sequence[Any]]) -
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rest:
-    """The structure of a function's results, the list in which each of them is, and those that are no arrays."""
+    """The structure of a function's results, the index of the list that holds each result, and the results that are not
+    arrays.
+    """
 
     treedef: Any
     order: list[int]
@@ -91,7 +95,7 @@ class Rest:
 
 
 class Parted(NamedTuple):
-    """The results of a function, in lists: the arrays of each sharding in `out_shardings`, and the rest."""
+    """The results of a function: one list of arrays for each sharding in `out_shardings`, and the other results."""
 
     lists: Any
     rest: Any

@@ -83,8 +83,8 @@ def _is_in_jax(arrays: Mapping[str, object]) -> bool:
 
 
 def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, object], made: Mapping[str, Made]) -> dict[str, Any]:
-    """The target's leaves by the operations of each rule, step by step. It does not use pieces, so that the two can be
-    compared.
+    """Makes the target's leaves by running the operations of each rule. It does not use pieces, and so serves to check
+    them.
     """
     xp = jnp if _is_in_jax(arrays) else np
     leaves, structs = dict(arrays), structs_of(arrays, arrays.values())
@@ -141,7 +141,7 @@ Digits = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
 class PieceForm(NamedTuple):
-    """A piece without its position. Pieces of one form share a program.
+    """A piece without its position. Pieces of one form run the same compiled program.
 
     **Arguments:**
 
@@ -190,7 +190,9 @@ def is_dense(size: int, digits: Sequence[tuple[int, int]]) -> bool:
 
 
 def taken(x: jax.Array, digits: Digits) -> jax.Array:
-    """The elements of a box that the digits reach, with one dimension for each digit."""
+    """The elements of a box at the positions that the digits enumerate, as an array with one dimension for each
+    digit.
+    """
     axis = 0
     for size, own in digits:
         if is_dense(size, own):
@@ -207,19 +209,19 @@ def taken(x: jax.Array, digits: Digits) -> jax.Array:
 
 
 def _below(own: Sequence[tuple[int, int]], step: int) -> int:
-    """The number of elements from the first to the last that the digits with steps below `step` reach."""
+    """The number of elements that the digits with a step below `step` span, from the first to the last."""
     return 1 + sum((count - 1) * each for count, each in own if each < step)
 
 
 def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
-    """A dimension as `count` rows of `step` elements, with zeros at the end of the last row."""
+    """`x` with dimension `axis` reshaped to `count` rows of `step` elements. Zeros fill the last row."""
     missing = count * step - x.shape[axis]
     padded = jnp.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)])
     return padded.reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :])
 
 
 def ordered(piece: jax.Array, form: PieceForm) -> jax.Array:
-    """The digits in the order of the target, repeated ones included."""
+    """A piece with its dimensions, one for each digit, in the order of the target. Repeated digits are broadcast."""
     piece = piece.transpose([number for number in form.order if number != NOWHERE])
     counts = [count for _, own in form.target for count, _ in own]
     shape = [1 if number == NOWHERE else count for number, count in zip(form.order, counts, strict=True)]
@@ -227,7 +229,7 @@ def ordered(piece: jax.Array, form: PieceForm) -> jax.Array:
 
 
 def put(box: jax.Array, digits: Digits, piece: jax.Array, axis: int) -> jax.Array:
-    """A box with the elements that the digits reach replaced by `piece`."""
+    """A copy of `box` in which `piece` replaces the elements at the positions that the digits enumerate."""
     if axis == box.ndim:
         return piece.reshape(box.shape)
     if all(is_dense(size, own) for size, own in digits):

@@ -22,7 +22,9 @@ _SHOWN = 20
 def bound_steps(
     steps: Sequence[Rules], source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None
 ) -> Mapping[str, Made]:
-    """How each leaf of a target is made by the steps of a map, one after the other, in the target's order."""
+    """Returns, for each leaf of the target, its shape, its dtype and its pieces, after all steps of a map. Leaves are
+    in the target's order.
+    """
     made: Mapping[str, Made] | None = None
     known: Mapping[str, TreeLeaf] = source
     for step, there in zip(steps, _targets(steps, target), strict=True):
@@ -34,8 +36,8 @@ def bound_steps(
 
 
 def _targets(steps: Sequence[Rules], target: Mapping[str, Struct] | None) -> Sequence[Mapping[str, Struct] | None]:
-    """The target of each step if it is known. The target of a step before an inverted one follows from the inverted
-    step's rules.
+    """The leaves that each step of a map makes; `None` where they are unknown. Before an inverted step they are what
+    its rules, applied forward, make of the leaves after it.
     """
     found = [target]
     for after in reversed(steps[1:]):
@@ -112,7 +114,7 @@ def places(
     target: Mapping[str, TreeLeaf] | None,
     problems: list[tuple[str, str]],
 ) -> Iterable[tuple[str, From, Binding]]:
-    """Each leaf of the target, its rule, and the values of the names in braces."""
+    """Yields each leaf of the target with its rule and the values of the names in braces."""
     if target is None:
         return _inferred(step, source, problems)
     rules = [(pattern(text), rule) for text, rule in step.made]
@@ -157,7 +159,7 @@ def _inferred(
 
 
 def _bindings(text: str, rule: From, source: Mapping[str, TreeLeaf]) -> Iterator[dict[str, Any]]:
-    """All values that the names in a target's path can have, from the paths and shapes of the source."""
+    """Yields every combination of values for the names in a target's path, from the paths and shapes of the source."""
     names = pattern(text).names
     found: list[dict[str, Any]] = [{}]
     for leaf in leaves_of(rule):
@@ -175,7 +177,9 @@ def _bindings(text: str, rule: From, source: Mapping[str, TreeLeaf]) -> Iterator
 def _counted(
     names: Sequence[str], binding: dict[str, Any], text: str, rule: From, source: Mapping[str, TreeLeaf]
 ) -> Iterator[dict[str, Any]]:
-    """Bindings for names that occur only in `at`: one for each index of that dimension."""
+    """Yields `binding` extended by the names that occur only in `at`, once for each index of the dimension that `at`
+    removes.
+    """
     if not names:
         yield binding
         return
@@ -220,7 +224,7 @@ def _unused(
 
 
 def _behind_gaps(step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str, None]) -> Iterator[tuple[str, str]]:
-    """Leaves after a gap in a stack's numbers. The stack stops at the first number that the source lacks."""
+    """Yields leaves that a stack without a count does not reach: it stops at the first number that the source lacks."""
     for over, text in dict.fromkeys(one for _, rule in step.made for one in _endless(rule)):
         for path in source:
             binding = None if path in used else pattern(text).matched(path)
@@ -231,7 +235,9 @@ def _behind_gaps(step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str,
 
 
 def _endless(rule: From) -> Iterator[tuple[str, str]]:
-    """The name that each stack without a count goes through, with the leaf that it counts."""
+    """Yields each stack without a count in an expression: the name that it counts over, and the leaf whose paths it
+    counts.
+    """
     if rule.op == "stack" and len(rule.args) == 2:
         text = counted_leaf(rule)
         if text is not None:
@@ -258,7 +264,7 @@ def _raise(problems: Sequence[tuple[str, str]]) -> None:
 
 
 def _through(made: Mapping[str, Made], between: Mapping[str, Made]) -> Mapping[str, Made]:
-    """Two steps of a map as one: leaves made of intermediate leaves, expressed in leaves of the source."""
+    """Composes two steps of a map: leaves made of intermediate leaves become leaves made of the source's leaves."""
     found = {}
     for path, one in made.items():
         pieces: list[Piece] = []
@@ -275,7 +281,7 @@ def _through(made: Mapping[str, Made], between: Mapping[str, Made]) -> Mapping[s
 
 
 def _backward(forward: Mapping[str, Made], source: Mapping[str, TreeLeaf]) -> Mapping[str, Made]:
-    """The sources of a map, made of its targets."""
+    """The pieces of an inverted map: each leaf of the forward map's source, made of leaves of its target."""
     back: dict[str, list[Piece]] = {path: [] for path in source}
     problems: list[tuple[str, str]] = []
     for path, made in forward.items():
@@ -302,7 +308,9 @@ def _backward(forward: Mapping[str, Made], source: Mapping[str, TreeLeaf]) -> Ma
 
 
 def _back(casts: Sequence[object], dtype: object) -> tuple[Any, ...]:
-    """The casts that undo these casts. Arithmetic is undone in the dtype in which it was done."""
+    """The casts that invert `casts` and end in `dtype`. Arithmetic is inverted in the dtype in which it was
+    computed.
+    """
     kinds, found = [dtype], []
     for to in casts:
         kinds.append(kinds[-1] if isinstance(to, Arithmetic) else to)

@@ -71,7 +71,9 @@ def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
 
 
 def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> range:
-    """The numbers that a stack goes through: its own count, or as many as the source has of its first leaf."""
+    """The numbers that a stack counts over: up to its `count`, or up to the first number for which the source lacks the
+    stack's first leaf.
+    """
     over, first = made.args[0], counted_leaf(made)
     if len(made.args) > 2:
         return range(made.args[2])
@@ -90,7 +92,7 @@ def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> rang
 
 
 def _inner_stacks(made: From) -> list[str]:
-    """The names that the stacks within an expression go through."""
+    """The names that the stacks inside an expression count over."""
     own = [made.args[0]] if made.op == "stack" else []
     return [*own, *[name for part in made.of for name in _inner_stacks(part)]]
 
@@ -183,7 +185,9 @@ def _reshape(parts: Sequence[Made], *sizes: int) -> Made:
 
 
 def _placed(made: Made, order: Sequence[int | None], shape: tuple[int, ...]) -> Made:
-    """A value with other dimensions. Each is one of the present dimensions, or `None` for a new one."""
+    """A value with its dimensions reordered to `shape`: `order` has an old dimension for each new one, or `None` for
+    one that is inserted.
+    """
     return Made(shape, made.dtype, tuple(renumbered(piece, order) for piece in made.pieces))
 
 
@@ -296,7 +300,7 @@ def cast(made: Made, to: Any) -> Made:
 
 
 def _then(made: Made, step: Any, dtype: Any) -> Made:
-    """A value after one more cast or arithmetic operation."""
+    """A value with one more cast or arithmetic operation appended. The result has dtype `dtype`."""
     pieces = [piece._replace(value=piece.value._replace(casts=(*piece.value.casts, step))) for piece in made.pieces]
     return Made(made.shape, dtype, tuple(pieces))
 

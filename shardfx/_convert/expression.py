@@ -43,7 +43,9 @@ FORMS: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
 
 
 def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
-    """The name and the kind of each argument of an operation with `count` arguments. Most names are empty."""
+    """The name and the kind of each argument of operation `op` when it is called with `count` arguments. The name is ""
+    for a positional argument.
+    """
     words = FORMS[op][1].split()
     last = words[-1]
     if last.endswith("*"):
@@ -364,7 +366,7 @@ def leaves_of(made: From) -> list[str]:
 
 
 def counted_leaf(stack: From) -> str | None:
-    """The first leaf in a stack that has the stack's name, whose numbers the stack goes through; `None` without one."""
+    """The first leaf in a stack whose path has the name that the stack counts over; `None` if no path has it."""
     return next((leaf for leaf in leaves_of(stack.of[0]) if stack.args[0] in pattern(leaf).names), None)
 
 

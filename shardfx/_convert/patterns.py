@@ -31,7 +31,7 @@ class Sum:
         return self.terms[0][1] if len(self.terms) == 1 and self.terms[0][0] == 1 and not self.rest else None
 
     def value(self, binding: Binding) -> str | int | None:
-        """The value of the sum; `None` if a name has no value, or no number where a number is needed."""
+        """The value of the sum; `None` if a name has no value, or has text where the sum needs a number."""
         if self.name is not None:
             return binding.get(self.name)
         found = [(count, binding.get(name)) for count, name in self.terms]
@@ -40,7 +40,9 @@ class Sum:
         return self.rest + sum(count * value for count, value in found if isinstance(value, int))
 
     def solved(self, value: str | int) -> tuple[str, str | int] | None:
-        """The one name of the sum, and its number if the sum is `value`; `None` if there is no solution."""
+        """Solves the sum for its one name: the name, and the number for which the sum is `value`; `None` if there is no
+        solution.
+        """
         if self.name is not None:
             return self.name, value
         if len(self.terms) != 1 or not isinstance(value, int):

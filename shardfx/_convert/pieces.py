@@ -93,7 +93,7 @@ def dtypes_of(casts: Iterable[object]) -> list[Any]:
 
 
 class Value(NamedTuple):
-    """The origin of a piece's elements, and the operations on them.
+    """The array or constant that a piece's elements come from, and the operations applied to them.
 
     **Arguments:**
 
@@ -110,7 +110,8 @@ class Value(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """One digit: its number of values, and the step of one more of it on each side.
+    """One digit of a piece's index: its number of values, and how far one increment moves along a dimension of the
+    source and of the target.
 
     On a side where `dim` is `NOWHERE`, the factor repeats the same element.
     """
@@ -196,7 +197,7 @@ def _swapped(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
 
 
 def moved(place: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
-    """The position `by` elements further along a dimension; the same position if `dim` is `NOWHERE`."""
+    """A position moved by `by` elements along dimension `dim`; the same position if `dim` is `NOWHERE`."""
     return place if dim == NOWHERE or not by else (*place[:dim], place[dim] + by, *place[dim + 1 :])
 
 
@@ -221,7 +222,7 @@ def span(factors: Sequence[Factor]) -> int:
 
 
 def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
-    """The elements of a piece between `start` and `stop` along a dimension of the target, as few pieces."""
+    """Divides a piece: its elements from `start` to `stop` along a dimension of the target, as few pieces."""
     own = along(piece, dim)
     low, length = piece.target[dim], span(own)
     if start <= low and low + length <= stop:
@@ -372,7 +373,9 @@ def hull(piece: Piece) -> Box:
 
 
 def from_start(piece: Piece, box: Box) -> list[int]:
-    """The distance of a piece from the start of a box, along each dimension in which it is inside the box."""
+    """The offset of a piece from the start of a box, for each dimension. It is 0 where the piece extends beyond the
+    box.
+    """
     pairs = zip(hull(piece), box, strict=True)
     return [low - start if start <= low and high <= stop else 0 for (low, high), (start, stop) in pairs]
 
@@ -397,13 +400,14 @@ def dense(piece: Piece) -> Iterator[Piece]:
 
 
 def once(piece: Piece) -> Piece:
-    """The piece without repetitions: of equal elements only the first."""
+    """The piece without repetitions: of several copies of one source element, it keeps the first."""
     kept = tuple([f for f in piece.factors if f.source_dim != NOWHERE])
     return Piece(piece.value, piece.source, piece.target, kept)
 
 
 def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
-    """The elements that `outer` takes from an array that `inner` fills, taken from the source of `inner` instead.
+    """The pieces of two maps in a row as one map: elements that `outer` reads from an array come from the source of
+    `inner`, which fills that array.
 
     **Arguments:**
 

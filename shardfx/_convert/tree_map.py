@@ -90,7 +90,7 @@ class TreeMap:
 
     @ft.cached_property
     def digest(self) -> str:
-        """A text that is equal for equal maps, on every process."""
+        """A checksum of the map, equal on every process for equal maps."""
         return hashlib.sha256(self.to_json().encode("utf-8", "surrogatepass")).hexdigest()
 
     @ft.cached_property
@@ -132,8 +132,8 @@ class TreeMap:
     def inverse(self) -> "TreeMap":
         """The inverse map, from this map's targets to its sources.
 
-        Of repeated values it takes the first, and padding is cut off. Casts are made back. A leaf that is partly
-        dropped, sliced or scaled has no inverse, which is an error if it is used.
+        It keeps the first of repeated values, removes padding, and casts back to the dtypes of the source. A leaf that
+        is partly dropped, sliced or scaled has no inverse, which is an error if it is used.
         """
         return of_steps([dataclasses.replace(step, inverted=not step.inverted) for step in reversed(self.steps)])
 
@@ -223,7 +223,7 @@ def _step_of(data: Any) -> Rules:
 
 
 def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None) -> Mapping[str, Made]:
-    """A map bound to the leaves of both trees.
+    """Applies a map to the leaves of two trees, by their shapes, and checks that it covers them.
 
     **Arguments:**
 
@@ -246,7 +246,7 @@ def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struc
 def bound_before(
     map: TreeMap, source: tuple[tuple[str, Struct], ...], target: tuple[tuple[str, Struct], ...]
 ) -> Mapping[str, Made]:
-    """As `bound`, from a bounded cache."""
+    """Calls `bound` through a bounded cache."""
     return bound(map, dict(source), dict(target))
 
 

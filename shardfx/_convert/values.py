@@ -70,9 +70,10 @@ class Landing(NamedTuple):
 
 
 def landings(piece: Piece, box: Box) -> Iterator[Landing]:
-    """A piece as boxes of its source. Each has one stride per dimension in memory that holds `box` of the target.
+    """Divides the part of a piece inside a box of the target. Each of the results is a box of the source and one stride
+    per dimension in the memory that holds `box`.
 
-    The pieces inside of the box. For repeated elements, each position is a landing.
+    Repeated elements have one landing for each position.
     """
     shape = tuple(stop - start for start, stop in box)
     strides = strides_of(shape)
@@ -113,7 +114,7 @@ def _one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
 
 
 def seen(memory: np.ndarray, landing: Landing) -> np.ndarray:
-    """A landing as a view of the memory, with the dimensions of the source."""
+    """The part of the target's memory that a landing describes, as a view with the dimensions of the source."""
     shape = tuple(stop - start for start, stop in landing.source)
     strides = tuple(stride * memory.itemsize for stride in landing.strides)
     return strided(memory.reshape(-1)[landing.offset :], shape, strides)
@@ -154,7 +155,7 @@ def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
 
 
 def constant(piece: Piece) -> Any:
-    """The number of a piece that is no part of an array, after its casts."""
+    """The constant that fills a piece, after its casts."""
     value = np.asarray(piece.value.number)
     for to in piece.value.casts:
         value = changed(value, to)

@@ -76,7 +76,7 @@ def of_numpy(nbytes: int) -> np.ndarray:
 def buffers(
     wanted: Sequence[tuple[tuple[int, ...], Any]], allocate: Callable[[int], np.ndarray] = of_numpy
 ) -> list[np.ndarray]:
-    """Uninitialised arrays of these shapes and dtypes, in one allocation that is freed with the last of them.
+    """Uninitialised arrays of these shapes and dtypes, in one allocation that is freed when no array uses it.
 
     `allocate` returns an array of that many bytes, at any address.
     """

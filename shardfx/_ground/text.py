@@ -216,7 +216,7 @@ def spec_text(partitions: Sequence[object]) -> str:
 
 
 def entry_text(entry: object) -> str:
-    """One entry of a spec or of names as text."""
+    """One entry of a spec, or of logical names, as text."""
     if isinstance(entry, tuple):
         return "+".join(map(entry_text, entry)) or "-"
     if isinstance(entry, str):

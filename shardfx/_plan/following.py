@@ -152,8 +152,8 @@ def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
 
 
 def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object, ...]) -> tuple[Any, str]:
-    """Returns the result of `init` as structs; and, if JAX could not give these shardings, its error as text,
-    else "".
+    """Returns the result of `init` as structs, with shardings where JAX can propagate them, and JAX's error as text
+    where it cannot, else "".
     """
     mesh = plan.mesh.abstract()
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
@@ -202,7 +202,7 @@ def _shapes(init: Callable[..., object], given: tuple[object, ...], mesh: Abstra
 
 @dataclasses.dataclass
 class _Follower:
-    """The arguments of one call of `follow`, and its findings so far.
+    """The arguments of one call of `follow`, and the rows and errors that it has found.
 
     **Arguments:**
 

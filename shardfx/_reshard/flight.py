@@ -34,7 +34,7 @@ _MOST_ASSEMBLED_ON_CPU = 2
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The work of moving one tree. Arrays of the target are numbered.
+    """The moves, placements and assemblies that make one target tree. Each of its arrays has a number.
 
     **Arguments:**
 
@@ -43,7 +43,7 @@ class Job:
     - `placements`: NumPy arrays that have yet to be placed, and their shardings.
     - `assemblies`: the arrays that are assembled from parts of others: the number of each, the paths of its sources,
         and its plan.
-    - `arrays`: the arrays that these read, by path.
+    - `arrays`: the arrays that assemblies read, by path.
     - `kept`: the `id` of each array of the source that stays.
     - `copies`: whether devices of the CPU may move their shards by copies in the memory that they share.
     """
@@ -74,7 +74,7 @@ def require_room(job: Job, limit_bytes: int) -> None:
 
 
 def carried_out(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Array]:
-    """Carries out a job, and returns the arrays that it made, by number."""
+    """Runs a job, and returns a dict of the arrays that it made, with their numbers in the target as keys."""
     order = list(job.moves.items())
     if donate:  # moves that shrink arrays go first, so that those that grow find the room
         order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
@@ -101,7 +101,7 @@ def carried_out(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, ja
 
 
 class _Flight:
-    """Makes the target's arrays in order, with a few of them in flight at a time."""
+    """The state of a running job: it makes the target's arrays in order, and bounds how many are in flight."""
 
     def __init__(self, job: Job, limit_bytes: int | None, donate: bool, pool: ThreadPoolExecutor):
         self.made: dict[int, jax.Array] = {}
@@ -127,7 +127,7 @@ class _Flight:
         return carry_out(move, x, limit_bytes=self._limit_bytes, pool=self._pool)
 
     def move(self, move: Move, leaf: jax.Array) -> jax.Array:
-        """One array moved to another sharding. Its buffers are donated when no later move reads it."""
+        """Moves one array to another sharding. It donates the array's buffers if no later move reads them."""
         self.window.make_room(move.extra_bytes)
         self._left[id(leaf)] -= 1
         give_up = self.donate and not self._left[id(leaf)] and id(leaf) not in self._kept
@@ -141,7 +141,8 @@ class _Flight:
         return made
 
     def assemble(self, at: int, names: tuple[str, ...], assembly: Assembly) -> None:
-        """Starts to assemble an array, and waits for the one before. If sources are donated, it waits for this one too.
+        """Starts to assemble an array, and waits for the previous one. If sources are donated, it also waits for this
+        array.
 
         On CPUs two are copied at a time. More take more memory, and the kernel gives fresh pages slowly.
         """
@@ -152,7 +153,7 @@ class _Flight:
             self.land()
 
     def finish(self) -> None:
-        """Waits for all arrays in flight, and deletes donated sources that nothing was made of."""
+        """Waits for all arrays in flight, and deletes donated sources that no array of the target reads."""
         self.land()
         if self.donate:
             self.window.drain()
@@ -160,7 +161,7 @@ class _Flight:
                 self._give_up(leaf)
 
     def land(self) -> None:
-        """Waits for the copies in other threads."""
+        """Waits for the copies that run in other threads."""
         if self._coming is None:
             return
         (at, names, assembly, there), self._coming = self._coming, None
@@ -197,7 +198,7 @@ class Window:
         self.bytes = 0
 
     def add(self, array: jax.Array, count: int, most: int = _IN_FLIGHT_COUNT) -> None:
-        """Adds an array of `count` bytes that is in flight, and waits while more than `most` arrays are."""
+        """Adds an array of `count` bytes to the arrays in flight, and waits while they are more than `most`."""
         self.pending.append((array, count))
         self.bytes += count
         while len(self.pending) > most:

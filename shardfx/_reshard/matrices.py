@@ -171,7 +171,7 @@ def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
 def _mapped(
     fn: Callable[..., object], exchange: OwnerExchange, arrays: Sequence[Any], states: PyTree, mesh: Any
 ) -> tuple[list[Any], Any]:
-    """The arrays of an exchange after `fn`, and the new states, by one `shard_map`."""
+    """Applies `fn` to all matrices of an exchange in one `shard_map`, and returns the arrays and the new states."""
     parts = exchange.parts
     here = [NamedSharding(mesh, part.spec(part.entries)) for part in parts]
     specs = [part.spec(part.laid) for part in parts]
@@ -192,8 +192,8 @@ def _mapped(
 
 
 def _owned(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: Any, states: PyTree) -> tuple[Any, Any]:
-    """The matrices of one stack that a device owns after `fn`, and their states, computed one after the
-    other in a loop.
+    """Applies `fn`, one matrix after another in a scan, to the matrices of one stack that a device owns. Returns the
+    rows and the new states.
     """
     starts, stack = exchange.starts(number), exchange.stacks[number]
 
@@ -226,7 +226,7 @@ def _owned(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: 
 
 
 def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
-    """One row for each owner, with a device's pieces of all arrays."""
+    """The row of elements that a device sends to each owner: its pieces of all arrays."""
     column, unit = iter(arrays), exchange.unit
     pieces = [
         jnp.concatenate([next(column).reshape(-1, *stack.piece) for _ in stack.parts]) for stack in exchange.stacks
@@ -242,7 +242,7 @@ def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
-    """The arrays' shards from the rows: the inverse of `packed`."""
+    """The arrays' shards, from the rows that owners send back: the inverse of `packed`."""
     pieces: list[list[jax.Array]] = [[] for _ in exchange.stacks]
     order: list[list[int]] = [[] for _ in exchange.stacks]
     for owners, held in _alike(exchange):
@@ -261,7 +261,9 @@ def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
 
 
 def _alike(exchange: OwnerExchange) -> Iterator[tuple[np.ndarray, list[tuple[int, np.ndarray]]]]:
-    """Owners with equally many matrices of each stack: their numbers, and for each stack their matrices, by owner."""
+    """Yields groups of owners that hold equally many matrices of each stack: the owners' numbers, and for each stack
+    the matrices of each owner.
+    """
     found: dict[tuple[int, ...], list[int]] = {}
     for owner, own in enumerate(exchange.holds):
         found.setdefault(tuple(stack for stack, _ in own), []).append(owner)
@@ -271,7 +273,7 @@ def _alike(exchange: OwnerExchange) -> Iterator[tuple[np.ndarray, list[tuple[int
 
 
 def _taken(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
-    """Some of the rows, as a slice if they are consecutive, else by their numbers."""
+    """The rows with these numbers. Consecutive rows are a slice instead of a gather."""
     first, count = int(numbers[0]), len(numbers)
     if not np.array_equal(numbers, np.arange(first, first + count)):
         return rows[numbers]
@@ -279,12 +281,12 @@ def _taken(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
 
 
 def sent(exchange: OwnerExchange, rows: jax.Array) -> jax.Array:
-    """Each row at its owner; or each row back at its sender, which is the same all-to-all."""
+    """Sends each row to its owner, or back to its sender, by an all-to-all."""
     return jax.lax.all_to_all(rows, exchange.axes, 0, 0, tiled=True) if len(exchange.holds) > 1 else rows
 
 
 def joined(exchange: OwnerExchange, stack: Stack, pieces: jax.Array) -> jax.Array:
-    """A matrix assembled from its pieces."""
+    """Assembles a whole matrix from the pieces of all devices: the inverse of `apart`."""
     every, grid, order = _grid(exchange, stack)
     # Of the devices that hold the same piece, the first one's copy is taken.
     pieces = pieces.reshape(*every, *stack.piece)[tuple(slice(size) for size in grid)]
@@ -292,7 +294,7 @@ def joined(exchange: OwnerExchange, stack: Stack, pieces: jax.Array) -> jax.Arra
 
 
 def apart(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array:
-    """The pieces of a matrix, one for each device."""
+    """Splits a whole matrix into the piece of each device: the inverse of `joined`."""
     every, grid, order = _grid(exchange, stack)
     pieces = matrix.reshape([(*grid, *stack.piece)[at] for at in order]).transpose(np.argsort(order))
     pieces = jnp.broadcast_to(pieces, (*every, *stack.piece))
@@ -300,8 +302,8 @@ def apart(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array
 
 
 def _grid(exchange: OwnerExchange, stack: Stack) -> tuple[list[int], list[int], list[int]]:
-    """For each of the owners' axes, its size and the number of parts into which it divides a matrix; and the order in
-    which the dimensions of stacked pieces, owners' axes first, form a matrix.
+    """How a stack's pieces form a matrix: the size of each of the owners' axes, the number of parts into which it
+    divides a matrix, and the order for `transpose`.
     """
     axes, laid = exchange.axes, stack.parts[0].laid
     cuts = {axis for own in laid for axis in own}

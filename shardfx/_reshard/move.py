@@ -75,16 +75,14 @@ class Move:
 
     @ft.cached_property
     def aside_bytes(self) -> int:
-        """Bytes of the copies that programs need if an end is in another memory than they compute in."""
+        """Bytes of copies in device memory, which programs need if source or target is in host memory."""
         if self.plan is None and (self.assembly is None or self.assembly.way != "programs"):
             return 0
         return copies_bytes(self.shape, self.dtype, self.src, self.dst)
 
     @ft.cached_property
     def extra_bytes(self) -> int:
-        """The most bytes needed beside the shards of source and target in one memory, which may be a device's or the
-        host's.
-        """
+        """The most bytes that one memory (a device's or the host's) holds besides the shards of source and target."""
         if self.plan is not None:
             return _program_bytes(self.plan, self.shape, self.dtype) * sharers(self.dst.device_set) + self.aside_bytes
         if self.assembly is None:
@@ -119,7 +117,7 @@ class Move:
         return cut if cut is None or self.bytes_in(cut) <= limit_bytes else self.cut_in(max(self.shape))
 
     def bytes_in(self, cut: PartCut) -> int:
-        """The bytes that the steps take in parts, source and target included."""
+        """The bytes that the move holds if its steps run in parts, source and target included."""
         return -(-(self.held_bytes - self.aside_bytes) * cut.part // cut.block) + self.aside_bytes
 
     @property
@@ -222,7 +220,9 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
 
 @ft.lru_cache(maxsize=1024)
 def _after(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
-    """A move between device sets, planned again for senders that have sent more than other replicas."""
+    """The same move between device sets, with senders chosen again: `sent_before` has the bytes that some have already
+    sent.
+    """
     ends = (move.shape, move.dtype, move.src, move.dst, move.lost, move.copies)
     return dataclasses.replace(move, assembly=assembly_between(*ends, sent_before))
 
@@ -239,7 +239,7 @@ def _share(sharding: Sharding) -> bool:
 
 
 def _one_set(*ends: Sharding) -> bool:
-    """Whether both ends are on the same devices. A mesh without devices has devices numbered from 0."""
+    """Whether both shardings are on the same devices. In a mesh without devices, positions stand for device ids."""
     if all(map(has_devices, ends)):
         return ends[0].device_set == ends[1].device_set
     first, second = (

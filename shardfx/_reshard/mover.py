@@ -147,7 +147,7 @@ def resharded(
     lost: Iterable[object] = (),
     copies: bool = True,
 ) -> PyTree:
-    """As `reshard`. Without `copies`, CPU devices are treated as devices with separate memories."""
+    """The implementation of `reshard`. `copies=False` treats CPU devices as if each had its own memory, for tests."""
     lost, limit_bytes = lost_devices(lost), _whole_bytes(memory_limit_bytes)
     if map is not None:
         if lost or src is not None:
@@ -170,7 +170,7 @@ def resharded(
 
 
 def _moved(job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: bool) -> list[Any]:
-    """The leaves, with the arrays that a job makes in their places.
+    """Runs a job, and returns the leaves with the arrays that it made in place of the old ones.
 
     The copies of a move count as explicit ones, as those of `jax.device_put` do. Its programs are compiled under
     `jax.disable_jit` too, since they would not move if they ran one operation at a time.

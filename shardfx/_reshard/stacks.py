@@ -33,9 +33,9 @@ class Matrices(NamedTuple):
 
     - `at`: the number of the array in the plan.
     - `many`, `rest`: the sizes of its leading dimensions, and of the others.
-    - `cut`: the mesh axes that cut the first leading dimension.
-    - `entries`, `laid`: the axes that cut each of the others in the plan, and when they travel.
-    - `matrix`: rows and columns.
+    - `cut`: the mesh axes that shard the first leading dimension.
+    - `entries`, `laid`: the mesh axes that shard each other dimension, in the plan and during the exchange.
+    - `matrix`: the numbers of rows and columns.
     """
 
     at: int
@@ -60,8 +60,8 @@ class Matrices(NamedTuple):
 class Stack(NamedTuple):
     """Matrices of equal shape, dtype and layout.
 
-    - `parts`: the arrays that they come from.
-    - `piece`: the shape of what a device has of one matrix.
+    - `parts`: the arrays that hold the matrices.
+    - `piece`: the shape of one device's shard of a matrix.
     - `width`: the number of units in the piece.
     """
 
@@ -80,10 +80,10 @@ class OwnerExchange(NamedTuple):
     """Stacks of one dtype whose matrices go to their owners in one all-to-all.
 
     - `stacks`: the stacks to exchange.
-    - `cut`: the mesh axes that cut the dimension that counts matrices. These matrices stay where they are along them.
-    - `axes`: the mesh axes whose devices share out the matrices.
-    - `unit`: the shape of what is counted on the wire: a device's piece of a matrix, or some elements of a row.
-    - `holds`: for each owner its matrices in order, each as the number of its stack and its own number in that.
+    - `cut`: the mesh axes that shard the dimension that counts matrices. Matrices do not move along these axes.
+    - `axes`: the mesh axes whose devices are the owners.
+    - `unit`: the shape of one unit of the sent rows: a device's piece of a matrix, or some elements of a row.
+    - `holds`: for each owner its matrices in order, each as the number of its stack and its index in the stack.
     - `sizes`: the sizes of the mesh axes.
     """
 
@@ -100,12 +100,12 @@ class OwnerExchange(NamedTuple):
 
     @property
     def parts(self) -> list[Matrices]:
-        """The arrays of all stacks."""
+        """The arrays whose matrices the exchange sends."""
         return [part for stack in self.stacks for part in stack.parts]
 
     @property
     def width(self) -> int:
-        """The number of units that a device sends to each owner."""
+        """The number of units that a device sends to each owner, padding included."""
         return max(sum(self.stacks[stack].width for stack, _ in own) for own in self.holds)
 
     def starts(self, number: int) -> Int[np.ndarray, "owners slots"]:
@@ -213,7 +213,7 @@ def _cost(one: Matrices) -> float:
 
 
 def _alike(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
-    """The arrays grouped by the shape and layout of their matrices."""
+    """The arrays grouped by the shape and sharding of their matrices."""
     found: dict[tuple[Any, ...], list[Matrices]] = {}
     for one in arrays:
         found.setdefault((one.rest, one.matrix, one.laid), []).append(one)
@@ -221,7 +221,7 @@ def _alike(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
 
 
 class _Dealer:
-    """Assigns matrices to the owners along some mesh axes."""
+    """Chooses an owner device for each matrix, among the devices along some mesh axes."""
 
     def __init__(self, cut: tuple[str, ...], axes: tuple[str, ...], sizes: Mapping[str, int]):
         self.cut, self.axes, self.sizes = cut, axes, sizes
@@ -232,11 +232,11 @@ class _Dealer:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def count(self, one: Matrices) -> int:
-        """The number of matrices of an array that the owners share."""
+        """The number of matrices of an array in one group of owners."""
         return one.number // self.size(self.cut)
 
     def laid(self, one: Matrices) -> Matrices:
-        """The matrices of an array sharded over all axes of their owners, as far as sizes divide, and over no other
+        """The array sharded, for the exchange, over as many of the owners' axes as its sizes allow, and over no other
         axis.
         """
         entries = [[axis for axis in own if axis in self.axes] for own in one.entries]
@@ -292,7 +292,7 @@ class _Dealer:
             yield [one for parts in left.values() for one in parts]
 
     def within(self, arrays: Sequence[Matrices], limit: int | None) -> Iterator[Sequence[Matrices]]:
-        """Groups of the arrays such that the memory of two exchanges and one matrix stays within the limit."""
+        """Yields groups of arrays for which two exchanges and one whole matrix fit into the memory limit."""
         some: list[Matrices] = []
         most = math.inf if limit is None else limit
         for one in arrays:

@@ -138,7 +138,7 @@ def _unruled(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> "list
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """One logical name of an array: its dimension, and the names whose rules apply to it."""
+    """One logical name of an array, the dimension that it names, and the chain of its aliases."""
 
     name: str
     dim: int
@@ -206,8 +206,8 @@ def _assign(
     given: dict[str, Target],
     user: dict[str, _Slot],
 ) -> list[Attempt]:
-    """Gives each name the target of the first rule whose axes are free. `base` is the number of base rules, which come
-    last in `active`.
+    """Gives each logical name the target of the first rule whose mesh axes are free, and returns the outcome of every
+    rule. `base` is the number of base rules at the end of `active`.
     """
     found, own = [], len(active) - base
     for number, (name, target) in enumerate(active):
@@ -247,7 +247,9 @@ def _entry(entry: object, given: Mapping[str, Target]) -> Any:
 
 
 def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
-    """The names in `entries`. Names that share rules are in an order that does not depend on their dimensions."""
+    """A slot for each logical name in `entries`. Aliases of one name are in the order in which they were added,
+    whatever their dimensions.
+    """
     placed = [(name, dim) for dim, entry in enumerate(entries) for name in _members(entry)]
     slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]
     if twice := repeated([slot.name for slot in slots]):
@@ -260,7 +262,9 @@ def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
 
 
 def _entries(names: Any) -> tuple[Any, ...]:
-    """`names` as hashable values, each entry of a known kind."""
+    """An array's names as a hashable tuple. Raises if it is no sequence with a name, a tuple of names or `None` per
+    dimension.
+    """
     if _is_plain(names):
         return names
     if isinstance(names, PartitionSpec):

@@ -208,7 +208,7 @@ def _planned(a: ShardPlan, b: ShardPlan, paths: Sequence[str]) -> dict[str, Leaf
 
 
 def _of_paths(plan: ShardPlan, paths: Sequence[str]) -> ShardPlan:
-    """The plan of a flat tree with these arrays of a plan, in this order."""
+    """A plan of only the arrays at these paths, as a flat tree in this order."""
     numbers = dict(plan.content.numbered)
     skeleton = Skeleton(tuple(paths), jax.tree.structure([*paths]))
     return ShardPlan(plan.content.replaced(index=[numbers[path] for path in paths], skeleton=skeleton))

@@ -188,7 +188,9 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
 
 
 def _found(plan: ShardPlan, where: str) -> LeafPlan:
-    """The array at a path, or the first array that a regex matches if the matches differ in numbers only."""
+    """The array at a path, or the first array whose path a regex matches. Raises if the matched paths differ in more
+    than numbers.
+    """
     try:
         groups = {} if where in plan else together(filter(re.compile(where).search, plan), between_numbers)
     except re.error:

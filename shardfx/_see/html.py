@@ -148,7 +148,7 @@ def _row(row: Group, mesh: MeshSpec) -> dict[str, object]:
 
 
 def _lost(leaf: Row) -> list[list[str]]:
-    """For each dimension, the mesh axes that a rule asked for and that do not shard it."""
+    """For each dimension, the mesh axes that were requested and that do not shard it."""
     asked, given = _axes(leaf, leaf.requested), _axes(leaf, leaf.spec)
     pairs = zip(asked[: len(given)], given, strict=True)
     return [[axis for axis in wanted or [] if axis not in (got or [])] for wanted, got in pairs]

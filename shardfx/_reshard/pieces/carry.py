@@ -52,7 +52,9 @@ def _sent_shape(form: PieceForm) -> list[int]:
 
 @ft.lru_cache(maxsize=256)
 def cutting(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...], block: Block) -> Any:
-    """The jitted function in which the source's devices cut out their pieces and concatenate them to a block."""
+    """A jitted function on the source's devices: each slices its pieces out of its shards and concatenates them to one
+    block.
+    """
     dtype, (shape, to) = sources[0][1], block
     # Casts before sending act on values, not on their bits.
     own = carried(dtype, devices) if sent_dtype(rounds[0].form, dtype) == dtype else dtype
@@ -72,7 +74,7 @@ def cutting(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[
 
 @ft.lru_cache(maxsize=256)
 def sending(devices: tuple[object, ...], found: tuple[Parcel, ...]) -> Any:
-    """The jitted function in which all devices exchange parcels. It reuses the memory of its argument."""
+    """A jitted function in which devices send blocks to each other by permutes. It donates its argument."""
 
     def run(sent: jax.Array) -> jax.Array:
         start = 0
@@ -90,7 +92,7 @@ def sending(devices: tuple[object, ...], found: tuple[Parcel, ...]) -> Any:
 def putting(
     devices: tuple[object, ...], rounds: tuple[Round, ...], source_dtype: object, target: Block, begins: bool
 ) -> Any:
-    """The jitted function in which the target's devices write the received pieces into its shards.
+    """A jitted function on the target's devices: each writes the received pieces into its shard.
 
     **Arguments:**
 
@@ -122,7 +124,7 @@ def zeros(devices: tuple[object, ...], block: Block) -> Any:
 
 @dataclasses.dataclass
 class Means:
-    """The arrays, limits and caches that all arrays of one tree are assembled with.
+    """The arrays, memory limits and caches that the assembly of every array of one tree uses.
 
     **Arguments:**
 
@@ -159,13 +161,15 @@ class Means:
         self.begun_bytes += count
 
     def forget(self, path: str) -> None:
-        """Drops the references to an array that nothing more is made of."""
+        """Drops the references to an array that no later assembly reads."""
         self.shards.forget(path)
         for key in [key for key in self.joined_up if path in key[0]]:
             del self.joined_up[key]
 
     def block(self, work: Assembly, names: Sequence[str], devices: tuple[Any, ...], key: str) -> jax.Array:
-        """A source's shards as a program's argument, cached, since many leaves can be made of one stack."""
+        """One source's shards as an array on the program's devices. It is cached, since many leaves can be slices of
+        one stacked array.
+        """
         scaled, kind = work.scaled.get(key), ""
         paths = [names[int(key if scaled is None else scaled.source)]]
         if scaled is not None:
@@ -201,7 +205,7 @@ def _times(scale: Scale, dtype: Any, sharding: object) -> Any:
 
 
 def begun(work: Assembly, names: Sequence[str], means: Means) -> Callable[[], jax.Array]:
-    """Starts to assemble one array.
+    """Starts to assemble one array from shards of its sources.
 
     **Arguments:**
 
@@ -232,7 +236,9 @@ def begun(work: Assembly, names: Sequence[str], means: Means) -> Callable[[], ja
 def _together(
     work: Assembly, names: Sequence[str], means: Means, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
-    """The shards of an array whose sources are on the same devices, after one more program."""
+    """Runs one program of an assembly whose source and target are on the same devices, and returns the updated
+    shards.
+    """
     devices = work.devices
     given = [means.block(work, names, devices, key) for key in step.keys]
     sources = tuple(work.source_shapes[key] for key in step.keys)
@@ -248,7 +254,8 @@ def _together(
 def _apart(
     work: Assembly, names: Sequence[str], means: Means, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
-    """The shards of an array whose sources are on other devices, after three more programs.
+    """Runs one step of an assembly whose source and target are on different devices, as three programs (slice, send,
+    write), and returns the updated shards.
 
     `None` if this process has none of the array's devices.
     """
@@ -291,7 +298,7 @@ def _shards(array: jax.Array) -> dict[Any, jax.Array]:
 
 
 def _on(devices: tuple[object, ...]) -> Any:
-    """A context with the abstract mesh of these devices, since the caller may be under the mesh of others."""
+    """A context that sets the abstract mesh of these devices. The caller may have set the mesh of other devices."""
     return jax.sharding.use_abstract_mesh(sharding_of(devices).mesh.abstract_mesh)
 
 
@@ -309,7 +316,9 @@ def _crosses(devices: Sequence[Any]) -> bool:
 def _steps(
     work: Assembly, limit_bytes: int | None, most_bytes: int
 ) -> tuple[tuple[Exchange, tuple[jax.Array | None, ...]], ...]:
-    """The programs of an array, each with the positions of its pieces, on all devices or on those of each side."""
+    """The programs of an assembly, each with its pieces' positions as arrays: one on all devices, or one on the devices
+    of each side.
+    """
     number, found = {device: at for at, device in enumerate(work.devices)}, []
     for step in work.exchanges(limit_bytes, most_bytes):
         sides = (work.source_devices[step.keys[0]], work.target_devices) if work.is_apart else (work.devices,)

@@ -33,13 +33,13 @@ from ..._ground.spec import bits
 
 
 class Cut(NamedTuple):
-    """One piece that one device takes from one shard.
+    """One piece of a shard that one device sends to another, or copies within itself.
 
     **Arguments:**
 
-    - `sender`, `receiver`: devices, by the numbers that the boxes were given with; equal where nothing travels.
-    - `piece`: counted from the start of the sender's shard, and of the receiver's. Of a constant the source is nothing;
-        of what is scaled it is counted in the whole array, because it takes two.
+    - `sender`, `receiver`: the numbers of the two devices; equal if the device copies its own elements.
+    - `piece`: the elements, with positions in the sender's shard and in the receiver's. A constant has no source. A
+        scaled piece has positions in the whole source array, since it reads two arrays.
     - `bytes`: the bytes sent, if sender and receiver differ.
     - `bits`: bits of an element in its widest dtype: that of the array, of the wire, or of the target.
     """
@@ -52,15 +52,15 @@ class Cut(NamedTuple):
 
     @property
     def room_bytes(self) -> int:
-        """Bytes of the memory range that a piece spans, the gaps between its elements included: the larger of source
-        and target.
+        """Bytes of memory that the piece spans in source or target, whichever is more, gaps between its elements
+        included.
         """
         return -(-_extent(self.piece) * self.bits // 8)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cuts:
-    """The pieces that each shard of an array is assembled from.
+    """The pieces that assemble every shard of an array, each with its sender and receiver.
 
     Each element that a device needs and does not have enters it once.
 
@@ -112,7 +112,8 @@ class Cuts:
 
 
 class Senders:
-    """The replicas of one shard. It chooses the nearest, and of those the one that has sent the fewest bytes.
+    """The replicas of one shard, any of which can send it. `take` chooses the nearest, and of equally near ones the
+    replica that has sent the fewest bytes.
 
     **Arguments:**
 
@@ -192,7 +193,7 @@ def cuts_of(
     process_of: Mapping[int, int],
     sent_before: Iterable[tuple[int, int]] = (),
 ) -> Cuts:
-    """The pieces of shards that each device takes to assemble an array.
+    """Decides which device sends which piece of a shard to which device, to assemble an array.
 
     A device takes elements that it holds from itself. Of several other holders, those in the receiver's process come
     first, and among them the one that has sent the fewest bytes. Senders are chosen for the largest pieces first.
@@ -271,7 +272,7 @@ def _cut(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) ->
 
 
 def first_casts(casts: Sequence[object], dtype: object) -> int:
-    """How many casts are made before sending: those up to the smallest dtype."""
+    """The number of leading casts that the sender applies: up to the one with the fewest bits per element."""
     sizes = [bits(dtype)]
     for to in casts:
         sizes.append(sizes[-1] if isinstance(to, Arithmetic) else bits(to))

@@ -62,7 +62,7 @@ class Exchange(NamedTuple):
 def exchanges(
     cuts: Sequence[Cut], count: int, receivers: int, most_bytes: int | None, homes: Mapping[str, object]
 ) -> list[Exchange]:
-    """The programs that carry out cuts. Devices are numbered from 0 to `count`.
+    """The programs that carry out cuts. Devices are numbered from 0 to `count - 1`.
 
     **Arguments:**
 
@@ -189,7 +189,7 @@ def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
 
 
 def put_in(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: jax.Array) -> jax.Array:
-    """A shard with a received piece written into it. `dtype` is that of the source."""
+    """Returns the shard `out` with a received piece written into it. `dtype` is the source's."""
     form = step.form
     piece = ordered(bitcast(_cast(piece, form.casts[first_casts(form.casts, dtype) :]), out.dtype), form)
     starts, sizes = list(place[-1 - len(form.target) : -1]), [size for size, _ in form.target]
@@ -201,7 +201,7 @@ def put_in(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: 
 
 
 def joined(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one shard in an array whose shards are concatenated along the first dimension."""
+    """The shape of one shard where all shards are concatenated along dimension 0. A scalar becomes `(1,)`."""
     return shape or (1,)
 
 

@@ -147,7 +147,7 @@ class LocalShards:
         return found
 
     def leaf(self, path: str) -> Any:
-        """An array; of PRNG keys their key data."""
+        """The array at a path. For PRNG keys it is the array of their key data."""
         if path not in self._bits:
             leaf = self._arrays[path]
             self._bits[path] = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
@@ -190,13 +190,15 @@ class LocalShards:
         return leaf.addressable_data(number)
 
     def forget(self, path: str) -> None:
-        """Drops the references to an array."""
+        """Drops the references to the array at a path."""
         self._bits.pop(path, None)
         for key in [key for key in self._known if key[0] == path]:
             del self._known[key]
 
     def give_up(self, but: Container[int] = (), only: int | None = None) -> None:
-        """Deletes the shards of the only array, except those in `but`; or `only` one of them."""
+        """Deletes shards of the array that this object owns: all except those in `but`, or only the shard number
+        `only`.
+        """
         (path,) = self._owned
         for number, shard in enumerate(self._owned[path]):
             if only in (None, number) and number not in but and not shard.is_deleted():
@@ -285,7 +287,7 @@ def put_together(
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> jax.Array:
-    """As `coming`, for one array that no map changes. Each old shard is deleted as soon as it has been read."""
+    """Does the work of `coming` for one array without a map, and deletes each old shard as soon as it has been read."""
     itemsize = np.dtype(wanted.dtype).itemsize
     if math.prod(wanted.shape) * itemsize < _PAGE_BYTES or all(one.is_part for one in fillings):
         made = coming(wanted, targets, fillings, ("",), shards, pool)()
@@ -329,7 +331,9 @@ def as_bytes(buffer: np.ndarray) -> np.ndarray:
 
 
 def _begun(views: Iterable[Views], nbytes: int, pool: ThreadPoolExecutor | None) -> list[Future[None]]:
-    """Starts to copy `nbytes` bytes; large copies run in other threads."""
+    """Starts to copy `nbytes` bytes. Small copies finish at once; large copies run in threads, whose futures it
+    returns.
+    """
     if pool is None or nbytes < 2 * _TASK_BYTES:
         _copy_all(views)
         return []

@@ -41,7 +41,7 @@ _NOBODY = -1
 
 
 class MovedLeaf(NamedTuple):
-    """An array of either tree: its path, shape, dtype and sharding. NumPy arrays have no sharding.
+    """An array before or after a move: its path, shape, dtype and sharding. A NumPy array has no sharding.
 
     For a plan without devices, `mesh` says how it spans slices.
     """
@@ -123,7 +123,7 @@ class Assembly:
 
     @ft.cached_property
     def is_elsewhere(self) -> bool:
-        """Whether this process has no device that takes part."""
+        """Whether this process owns none of the devices that take part."""
         own = jax.process_index()
         if self.way == "programs":
             return all(device.process_index != own for device in self.devices)
@@ -131,7 +131,7 @@ class Assembly:
 
     @ft.cached_property
     def is_apart(self) -> bool:
-        """Whether some of the devices hold shards of one side only."""
+        """Whether source and target are on different devices, at least in part."""
         count = len(self.devices)
         return any(len(ends) < count for ends in (self.target_devices, *self.source_devices.values()))
 
@@ -166,7 +166,7 @@ class Assembly:
 
     @property
     def _times(self) -> int:
-        """The largest number of copies of a program's pieces in one memory at a time.
+        """How many copies of a program's pieces one memory holds at its worst moment.
 
         If the sides have different devices, the last step holds the received pieces beside the target's old and new
         values.
@@ -309,7 +309,7 @@ def _assembly(
 
 
 class _Devices:
-    """The devices of an array and of its sources, without the lost ones, and the position of each.
+    """The devices of an array and of its sources, numbered, without the lost devices.
 
     If one sharding has no devices, ids identify the devices. `target` and `sources` are the device and the box of each
     shard of these arrays; a NumPy array has the device `None`.
@@ -326,11 +326,11 @@ class _Devices:
         self.places = {None: _NOBODY} | {device: at for at, device in enumerate(self.every)}
 
     def left(self, shards: Sequence[tuple[Any, Box]]) -> tuple[Any, ...]:
-        """The devices of an array that are in `every`."""
+        """The devices of these shards that are not lost."""
         return tuple(device for device, _ in shards if device is not None and device in self.places)
 
     def holders(self, path: str) -> dict[Box, list[int]]:
-        """The devices that hold each box of a source; a NumPy array is held by no device."""
+        """The devices that hold each box of a source, by number. No device holds a NumPy array."""
         held: dict[Box, list[int]] = {}
         for device, box in self.sources[path]:
             held.setdefault(box, []).extend([] if device in self.lost else [self.places[device]])
@@ -345,7 +345,7 @@ def _way(
     cuts: Cuts,
     devices: _Devices,
 ) -> Literal["programs", "host"]:
-    """The way to assemble an array. It is the same on every process."""
+    """Whether programs on devices or NumPy copies on the host assemble an array. All processes decide alike."""
     if not devices.are_named:
         return "programs" if sources else "host"
     every = {device for end in (*sources, target) if end is not None for device in end.device_set}
@@ -411,14 +411,16 @@ def shard_of(leaf: MovedLeaf) -> tuple[tuple[int, ...], Any]:
 
 
 def _ordered(end: Sharding) -> list[Any]:
-    """Devices in an order that is the same on every process; of a mesh without any, their places in it."""
+    """The devices of a sharding in an order that is equal on every process; for an abstract mesh, positions in it."""
     if isinstance(end, NamedSharding):
         return list(end.mesh.devices.flat if isinstance(end.mesh, Mesh) else range(end.mesh.size))
     return sorted(end.device_set, key=lambda device: device.id)
 
 
 def _scaled_first(made: Made) -> tuple[Made, dict[str, ScaledArray]]:
-    """An array whose scaled sources are arrays of their own, and these."""
+    """Separates scales from a map: each source times its scales becomes one array, and the returned pieces read that
+    array.
+    """
     scaled: dict[str, ScaledArray] = {}
     pieces = []
     for piece in made.pieces:

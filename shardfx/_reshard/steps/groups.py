@@ -123,7 +123,9 @@ def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.
 
 
 def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np.ndarray, held: np.ndarray) -> None:
-    """Assigns senders in place: the k-th device that needs a shard receives from the k-th free device that holds it."""
+    """Sets senders in place: the k-th device that lacks a shard receives it from the k-th free device that holds this
+    shard.
+    """
     (without, wanted, first), (free, held, second) = (_ranked(without, wanted), _ranked(free, held))
     pair = len(sender) + 1
     keys = wanted * pair + first, held * pair + second
@@ -132,7 +134,9 @@ def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np
 
 
 def _ranked(who: np.ndarray, what: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The devices `who` sorted by their shards `what`, the sorted shards, and each device's rank among equal ones."""
+    """The devices `who` sorted by their shards `what`, the sorted shards, and the rank of each device among those with
+    the same shard.
+    """
     order = np.argsort(what, kind="stable")
     ascending = what[order]
     return who[order], ascending, np.arange(len(what)) - np.searchsorted(ascending, ascending, side="left")

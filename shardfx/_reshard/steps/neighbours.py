@@ -89,7 +89,7 @@ class Neighbours:
                     yield axes[kept:], (*dims[:dim], axes[:kept], *dims[dim + 1 :])
 
     def all_to_alls(self, dims: ShardDims, each: float, spare: float) -> Priced:
-        """The layouts that an all-to-all reaches at a cost below `spare`. `each` is added to each cost."""
+        """Yields the layouts that an all-to-all reaches, with its cost plus `each`, if that is below `spare`."""
         pieces = self.held.pieces(dims)
         for kept, moving, gainers in _departures(dims):
             cost = self.prices.all_to_all(pieces, moving) + each
@@ -106,7 +106,9 @@ class Neighbours:
                     yield tuple(after), cost
 
     def permutes(self, dims: ShardDims, spare: float) -> Priced:
-        """The layouts in which one factor becomes the last of its dimension. A cost above `spare` is not exact."""
+        """Yields the layouts in which one factor becomes the minor-most of its dimension, with the cost of that
+        permute. Costs above `spare` are not exact.
+        """
         share = 1 / self.held.pieces(dims)
         for dim, axes in enumerate(dims):
             for place in range(len(axes) - 1):
@@ -132,7 +134,7 @@ class Neighbours:
         return runs
 
     def _ways(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> dict[tuple[int, ...], list[ShardDims]]:
-        """The assignments of the factors `moving` to the dimensions `gainers`, by the resulting shard counts."""
+        """All ways to add the factors `moving` to the dimensions `gainers`, grouped by the resulting shard counts."""
         found = self._found_ways.get((moving, gainers))
         if found is None:
             found = self._found_ways[moving, gainers] = {}
@@ -141,7 +143,8 @@ class Neighbours:
         return found
 
     def _far_distribution(self, moving: tuple[int, ...], gainers: tuple[int, ...]) -> list[ShardDims]:
-        """The assignment of `moving` to dimensions that the far end has, if there are too many factors to try all.
+        """With too many factors to try all assignments, the one assignment of `moving` that the other end of the move
+        has; else none.
 
         An empty list if there are few factors.
         """

@@ -273,7 +273,9 @@ def _expand(dims: ShardDims, side: _Side, best: _Best, most: int, same_factors: 
 
 
 def _cross(dims: ShardDims, match: ShardDims, side: _Side, best: _Best) -> None:
-    """Updates `best` with the path that crosses between `dims` and the other side's layout `match`."""
+    """Updates `best` with the path that permutes shards between the layout `dims` and the other side's layout
+    `match`.
+    """
     before, after = (dims, match) if side is best.forward else (match, dims)
     spare = best.cost - best.forward.cost[before] - best.homeward.cost[after]
     have, want = best.forward.held.numbers(before), best.homeward.held.numbers(after)
@@ -282,7 +284,7 @@ def _cross(dims: ShardDims, match: ShardDims, side: _Side, best: _Best) -> None:
 
 
 def _meet(before: ShardDims, after: ShardDims, crossing: float, best: _Best) -> None:
-    """Updates `best` if the path through these two layouts is cheaper than the best path so far."""
+    """Updates `best` if the path through the layouts `before` and `after` is cheaper."""
     paid = best.forward.cost.get(before, math.inf)
     total = paid + crossing + best.homeward.cost.get(after, math.inf)
     if total < best.cost - _ROUNDING:

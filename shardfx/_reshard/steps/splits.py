@@ -201,7 +201,7 @@ def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
 
 
 def levels(end: End) -> list[tuple[float, np.ndarray]]:
-    """For each link weight, from low to high: the weight, and the group of each device.
+    """For each distinct link weight, from low to high: the weight, and the number of each device's group.
 
     Within a group a byte costs at most that weight.
     """

@@ -103,7 +103,7 @@ def _form_data(form: WireForm) -> list[object]:
 
 
 def _form(data: Any, dtypes: Mapping[str, np.dtype], dtype: np.dtype) -> WireForm:
-    """A form, found again from its value and its digits."""
+    """Decodes a wire form from its JSON value; raises for invalid values."""
     (path, number, scale, casts), digits, rank, *_ = data
     _require((path is None) == isinstance(number, int | float), f"the value {data[0]!r:.80}")
     scale = None if scale is None else Scale(str(scale[0]), _ints(scale[1]))

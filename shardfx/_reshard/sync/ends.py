@@ -139,7 +139,7 @@ def _get(channel: Channel, number: int, steps: Sequence[ShardBytes | SentPiece],
 
 
 def _slots(steps: Sequence[ShardBytes | SentPiece]) -> Iterator[np.ndarray]:
-    """Buffers for the pieces of a round that are not bytes of a shard as they are sent."""
+    """Yields a new buffer for each piece of a round that is not one contiguous range of a shard."""
     sizes = [one.places[0].bytes for one in steps if isinstance(one, SentPiece)]
     return iter(buffers([((size,), np.dtype(np.uint8)) for size in sizes]))
 
@@ -152,8 +152,8 @@ Rounds = list[list[ShardBytes | SentPiece]]
 
 
 def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: int) -> Rounds:
-    """The rounds from one sender to one receiver, with the shard's bytes for each piece that is contiguous. Cached per
-    sharding.
+    """The pieces of each round from one sender to one receiver. A contiguous piece is given as its range of a shard's
+    bytes. The result is cached until a sharding changes.
     """
     key = "out", sender, receiver
     shardings, rounds = cast("tuple[dict[str, object], Rounds]", plan.known.get(key, ({}, [])))
@@ -167,7 +167,7 @@ def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: in
 
 
 def _held(shards: LocalShards, one: Transfer) -> ShardBytes | None:
-    """The bytes of a shard that are a piece as it is sent; `None` if the piece is not contiguous there."""
+    """The contiguous range of a shard's bytes that equals the piece as it is sent; `None` if there is no such range."""
     path = one.form.value.path or ""
     number = shards.with_all(path, hull(swapped(one.piece)))
     found = None if number is None else sent_from(one, shards.boxes(path)[number])
@@ -234,7 +234,7 @@ class _Spare:
             return self._memory[leaf][buffer]
 
     def bytes_of(self, span: ShardBytes) -> np.ndarray:
-        """A range of bytes of a leaf's buffer."""
+        """The bytes of a buffer in a range, as a writable view."""
         leaf, buffer, start, stop = span
         if (own := self._bytes.get((leaf, buffer))) is None:  # pyright: ignore[reportArgumentType]
             own = self._bytes[int(leaf), buffer] = as_bytes(self.memory(int(leaf), buffer))

@@ -114,7 +114,9 @@ def _end(leaf: MovedLeaf) -> object:
 
 
 class Sent(NamedTuple):
-    """How a value is sent: the dtype of its array, the casts on each side, and the same for its scales."""
+    """How elements of a source are sent: the dtype before casts, the casts, and the dtype of scales that are sent
+    too.
+    """
 
     value: Value
     path: str
@@ -124,7 +126,9 @@ class Sent(NamedTuple):
 
 
 def sent_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Sent:
-    """How a value of arrays with these dtypes is sent."""
+    """How elements of a source are sent, given the dtypes of all sources. Scales are sent separately if that takes
+    fewer bytes.
+    """
     assert value.path is not None
     dtype = dtypes[value.path]
     if value.scale is None:
@@ -136,7 +140,7 @@ def sent_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Sent:
 
 
 def form_of(one: Sent | None, piece: Piece, rank: int, dtype: np.dtype) -> WireForm:
-    """The wire form of a piece, or of a constant, which is not sent."""
+    """The wire form of a piece. A constant has a form too, but is not sent."""
     if one is None:
         return WireForm(piece.value, piece.factors, 0, 0, dtype, None)
     count = first_casts(one.casts, one.dtype)
@@ -145,7 +149,7 @@ def form_of(one: Sent | None, piece: Piece, rank: int, dtype: np.dtype) -> WireF
 
 
 class _Jobs(NamedTuple):
-    """The input that all leaves share: the process of each device of both jobs, and the sent values."""
+    """The arguments that all leaves have in common: the process of each device of both jobs, and limits."""
 
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
@@ -189,7 +193,9 @@ def _add(
     group: Iterable[tuple[int, Box]],
     jobs: _Jobs,
 ) -> None:
-    """Adds the pieces of buffers for which the same device sends each box of a source."""
+    """Appends the pieces of some buffers to the table. For all these buffers, each box of a source has the same
+    sender.
+    """
     alike: dict[Box, list[int]] = {}
     for number, box in group:
         alike.setdefault(box, []).append(number)
@@ -246,7 +252,9 @@ class _Table:
 
 
 def _alike(parts: Sequence[Cut]) -> Iterator[Cut]:
-    """Overlapping parts of a shard, divided where others begin and end, so that equal parts are sent in one form."""
+    """Yields the parts, with overlapping parts of a shard split at each other's edges, so that equal elements are sent
+    once.
+    """
     groups: dict[object, list[Cut]] = {}
     for part in parts:
         groups.setdefault(part.sender, []).append(part)
@@ -274,7 +282,9 @@ def _held(leaf: MovedLeaf) -> dict[Box, list[int]]:
 def _groups(
     buffers: Sequence[Buffer], held: Mapping[str, Mapping[Box, Sequence[int]]]
 ) -> dict[tuple[int, ...], list[int]]:
-    """The buffers grouped by the replica of each source that sends to them, which the receiver's number decides."""
+    """The buffers grouped by the replicas that send to them. The number of the receiving process chooses the
+    replica.
+    """
     replicas = [min(map(len, one.values())) for one in held.values()]
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, buffer in enumerate(buffers):

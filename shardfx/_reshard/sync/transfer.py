@@ -151,7 +151,9 @@ def _on_wire(form: WireForm) -> object:
 
 
 class SentLeaf(NamedTuple):
-    """An array of the target: its path, the shape and dtype of its bits, its digest, its kind, and its sources."""
+    """An array of the target: its path, the shape and dtype of its raw data, its digest, the number of its kind, and
+    its sources' paths.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -162,7 +164,7 @@ class SentLeaf(NamedTuple):
 
 
 class SentPiece(NamedTuple):
-    """One piece on the wire: the leaf's number, and each place that it fills, with the leaf's own names."""
+    """One piece on the wire: the number of its leaf, and the transfers that all have these same bytes."""
 
     leaf: int
     places: tuple[Transfer, ...]

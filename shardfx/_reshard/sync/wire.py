@@ -73,7 +73,7 @@ def _run(
 
 
 def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
-    """Writes a piece as it is sent: without repetitions, and scaled and cast if that makes it smaller.
+    """Writes a piece into `memory` as it is sent: each element once, and scaled and cast if that takes fewer bytes.
 
     **Arguments:**
 
@@ -97,7 +97,7 @@ def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
 
 
 def land(step: SentPiece, memory: np.ndarray, there: Memory) -> None:
-    """Writes a received piece to each of its places.
+    """Writes a received piece into every buffer that needs it.
 
     **Arguments:**
 
