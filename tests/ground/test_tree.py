@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from flax import struct
 from hypothesis import given, strategies as st
 
 import shardfx
@@ -85,18 +86,21 @@ def test_only_arrays_are_arrays():
     assert seen == [[True]]
 
 
-class Inner(eqx.Module):
+class Inner(struct.PyTreeNode):
     scale: jax.Array
     weight: jax.Array = shardfx.field(names=("mlp", "embed"))
+    width: int = struct.field(pytree_node=False, default=32)
 
 
-class Outer(eqx.Module):
+@jtu.register_dataclass
+@dataclasses.dataclass
+class Outer:
     blocks: list[Inner] = shardfx.field(stacked=("layers",))
     head: dict[str, jax.Array] = shardfx.field(names=("embed", "vocab"), default_factory=dict)
     plain: jax.Array | None = None
 
 
-def test_declared_names_go_down_to_the_arrays_below():
+def test_declared_names_of_every_dataclass_go_down_to_the_arrays_below():
     inner = Inner(weight=jnp.ones((3, 4, 6)), scale=jnp.ones((3, 4)))
     flat = flatten(Outer([inner, inner], {"a": jnp.ones((5, 7))}, jnp.ones(2)))
     assert dict(zip(flat.paths, flat.names, strict=True)) == {

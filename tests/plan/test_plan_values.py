@@ -132,10 +132,7 @@ def test_json_brings_back_all_that_a_plan_has_and_an_edit_without_digest():
         (lambda d: d.update(version=2), "the plan has version 2, and this shardfx reads version 1; update shardfx"),
         (lambda d: d.update(strict=1), "`strict` is 1; it must be true or left out"),
         (lambda d: d.update(digest=JSON["digest"], mode="m"), "edited: its digest is not that of its content"),
-        (
-            lambda d: d["rows"][0].update(spec=["tensor", "tensor"]),
-            "the spec P('tensor', 'tensor') is invalid for shape (3, 4, 5) on mesh data=2(dcn=2),tensor=4: dim 0:",
-        ),
+        (lambda d: d["rows"][0].update(spec=["tensor"] * 2), "the spec P('tensor', 'tensor') is invalid for shape"),
         (lambda d: d["rows"][0].update(dtype="float13"), "dtype 'float13' is unknown to this version of JAX."),
         (lambda d: d["rows"][0].pop("shape"), "row 0 has no `shape`."),
         (lambda d: d["rows"][0].update(shape=[-4]), "row 0: `shape` is [-4]; it must be a list of sizes."),

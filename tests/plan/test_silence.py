@@ -125,12 +125,8 @@ def test_trailing_nones_beyond_the_rank():
     assert made["w"].spec == sfx.correct(long, (8, 16), MESH).spec == made.replace("w", long)["w"].spec == P("tensor")
     rules = PathRules([("other", P(None, "tensor", None))])
     assert sfx.follow(lambda _: {"other": jnp.ones((5, 12))}, made, paths=rules)["other"].spec == P(None, "tensor")
-    for attempt in (
-        lambda: made.sharding(long, (8, 16)),
-        lambda: sfx.constrain(W, long, made),
-        lambda: plan(TREE, MESH, names={"w": P("mlp", None, None)}, axes=AXES),
-    ):
-        with pytest.raises(SpecError, match="has 3 entries, but shape|3 logical names"):
+    for attempt in (lambda: made.sharding(long, (8, 16)), lambda: sfx.constrain(W, long, made)):
+        with pytest.raises(SpecError, match="has 3 entries, but shape"):
             attempt()
 
 
@@ -140,23 +136,21 @@ def test_trailing_nones_beyond_the_rank():
 MLP = {"mlp": {"wi": jnp.ones((8, 8)), "wo": jnp.ones((8, 8))}, "norm": jnp.ones(8), "act": jnp.tanh}
 
 
-SHADOWED = [
-    (
-        [("mlp", P("data")), ("wi", P("tensor")), ("norm", P())],
-        r"rule 1, the regex 'wi', is shadowed: all that it matches \(`mlp/wi`\) goes to rule 0 \('mlp'\)\.",
-    ),
-    (
-        [("wi", P("data")), ("wo", P("data")), ("mlp", P("tensor")), ("norm", P())],
-        r"rule 2, .* \(`mlp/wi` and 1 more\) goes to rule 0 \('wi'\) and rule 1 \('wo'\)\.",
-    ),
-    (
-        [(".*", P()), ("norm", P()), ("nrm", P())],
-        r"(?s)rule 1, .* rule 0 \('\.\*'\)\.\n  rule 2, .* matches no path of the tree; the nearest path is `norm`",
-    ),
-]
-
-
-@pytest.mark.parametrize("rules, message", SHADOWED, ids=["by one", "by two", "by the rest"])
+@pytest.mark.parametrize(
+    "rules, message",
+    [
+        (
+            [("wi", P("data")), ("wo", P("data")), ("mlp", P("tensor")), ("norm", P())],
+            r"rule 2, .* \(`mlp/wi` and 1 more\) goes to rule 0 \('wi'\) and rule 1 \('wo'\)\.",
+        ),
+        (
+            [(".*", P()), ("norm", P()), ("nrm", P())],
+            r"(?s)rule 1, the regex 'norm', is shadowed: all that it matches \(`norm`\) goes to rule 0 \('\.\*'\)\.\n"
+            "  rule 2, .* matches no path of the tree; the nearest path is `norm`",
+        ),
+    ],
+    ids=["by two", "by the rest"],
+)
 def test_rules_that_never_apply_are_named_with_the_one_that_shadows_them(rules, message):
     with pytest.raises(RuleError, match=message):
         plan(MLP, MESH, paths=PathRules(rules), unmatched="replicate")
@@ -401,10 +395,9 @@ def mixed():
     return MeshSpec({"x": 4, "y": 2}, axis_types={"y": AxisType.Explicit}).build(jax.devices())
 
 
-@pytest.mark.parametrize("spec", [P(), P("y"), P(None, "y")])
-def test_a_move_on_a_mixed_mesh_leaves_no_auto_axis_behind(mixed, spec):
+def test_a_move_on_a_mixed_mesh_leaves_no_auto_axis_behind(mixed):
     x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mixed, P("x")))
-    target = NamedSharding(mixed, spec)
+    target = NamedSharding(mixed, P(None, "y"))
     moved = jax.jit(lambda x: sfx.reshard(x, target))(x)
     assert moved.sharding.is_equivalent_to(target, 2) and np.array_equal(moved, x)
 
@@ -422,9 +415,7 @@ def test_an_order_that_jax_would_turn_around_is_an_error(mixed):
 
 
 def test_meshes_that_differ_in_the_order_of_axes_are_other_meshes():
-    order = [("data", 2), ("tensor", 2)]
-    meshes = [MeshSpec(axes, axis_types=AxisType.Explicit).build(jax.devices()[:4]) for axes in (order, order[::-1])]
-    made = ruled(P("data"), mesh=meshes[0])
-    x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(meshes[1], P("data")))
-    with pytest.raises(PlanMismatchError, match="lies on a mesh"):
-        jax.jit(lambda x: sfx.constrain(x, P("data"), made))(x)
+    turned = MeshSpec({"tensor": 4, "data": 2}).build(jax.devices())
+    x = jax.device_put(W, NamedSharding(turned, P("data")))
+    with pytest.raises(PlanMismatchError, match="lies on a mesh tensor=4,data=2, but the plan is for data=2,tensor=4"):
+        jax.jit(lambda x: sfx.constrain(x, P("data"), ON))(x)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn, nnx, struct
+from flax import linen as nn, nnx
 from flax.core import FrozenDict
 from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 
@@ -150,24 +150,6 @@ def test_names_in_an_ordered_dict_belong_to_their_keys():
     assert (made["up"].spec, made["down"].spec) == (P("fsdp", "tensor"), P("tensor", "fsdp"))
     with pytest.raises(RuleError, match="no prefix of the tree.*'dwon', 'up'"):
         plan(tree, MESH, names=ordered([("dwon", None), ("up", None)]), axes=AXES)
-
-
-class Flax(struct.PyTreeNode):
-    w: jax.Array = field(names=("embed", "mlp"))
-    width: int = struct.field(pytree_node=False, default=32)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Plain:
-    layers: Flax = field(stacked=(None,))
-    b: jax.Array = field(names=("mlp",))
-
-
-def test_every_dataclass_declares_names():
-    tree = Plain(Flax(jnp.ones((3, 16, 32))), jnp.ones(32))
-    made = plan(tree, MESH, axes=AXES, paths=REST)
-    assert (made["layers/w"].spec, made["b"].spec) == (P(None, "fsdp", "tensor"), P("tensor"))
 
 
 @pytest.mark.parametrize("rules", [None, REST])
