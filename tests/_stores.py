@@ -6,13 +6,14 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 
-def zarr(directory, path, array, *, chunks, driver="zarr", ocdbt=False):
+def zarr(directory, path, array, *, chunks, driver="zarr", ocdbt=False, metadata=None):
     base = {"driver": "file", "path": f"{directory}/" if ocdbt else f"{directory}/{path}/"}
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{path}/"} if ocdbt else base
-    spec = {"driver": driver, "kvstore": kvstore}
-    layout = ts.ChunkLayout(chunk_shape=chunks)
-    store = ts.open(spec, create=True, dtype=ts.dtype(array.dtype), shape=array.shape, chunk_layout=layout)
-    store.result().write(array).result()
+    spec = {"driver": driver, "kvstore": kvstore} | ({"metadata": metadata} if metadata else {})
+    layout = ts.ChunkLayout(write_chunk_shape=chunks)
+    store = ts.open(spec, create=True, dtype=ts.dtype(array.dtype), shape=array.shape, chunk_layout=layout).result()
+    store.write(array).result()
+    return store.kvstore
 
 
 def orbax(path, tree, **how):

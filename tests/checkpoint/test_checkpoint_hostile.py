@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tensorstore as ts
 from _stores import eformer, orbax, zarr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from safetensors.numpy import save_file
@@ -114,23 +113,6 @@ def test_a_chunk_that_no_memory_holds_ends_no_process(hostile, name):
     assert TOO_LARGE[name][1] in hostile[name][0]
 
 
-def forged(directory, compressor, chunk, driver="zarr", codecs=()):
-    """An array of 8 floats in one chunk, of which the file holds something else."""
-    directory.mkdir(parents=True)
-    if driver == "zarr":
-        content = {"shape": [8], "chunks": [8], "dtype": "<f4", "zarr_format": 2, "order": "C"}
-        content |= {"compressor": compressor, "fill_value": None, "filters": None}
-        (directory / ".zarray").write_text(json.dumps(content))
-        (directory / "0").write_bytes(chunk)
-        return
-    grid = {"name": "regular", "configuration": {"chunk_shape": [8]}}
-    content = {"shape": [8], "chunk_grid": grid, "data_type": "float32", "zarr_format": 3, "node_type": "array"}
-    content |= {"codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, *codecs], "fill_value": 0.0}
-    (directory / "zarr.json").write_text(json.dumps(content | {"chunk_key_encoding": {"name": "default"}}))
-    (directory / "c").mkdir()
-    (directory / "c" / "0").write_bytes(chunk)
-
-
 def bomb(kind):
     """A file that unpacks to 64 MiB."""
     count = 2**26
@@ -139,25 +121,25 @@ def bomb(kind):
         return b"".join([packer.compress(bytes(2**24)) for _ in range(count >> 24)]) + packer.flush()
     compressor = {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 0} if kind == "blosc" else {"id": kind}
     with tempfile.TemporaryDirectory() as directory:
-        metadata = {"shape": [count], "chunks": [count], "dtype": "|u1", "compressor": compressor, "fill_value": 1}
-        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{directory}/"}, "metadata": metadata}
-        ts.open(spec, create=True).result().write(np.zeros(count, np.uint8)).result()
-        with open(f"{directory}/0", "rb") as file:
-            return file.read()
+        ones = np.ones(count, np.uint8)
+        return zarr(directory, "w", ones, chunks=[count], metadata={"compressor": compressor})["0"]
 
 
+LITTLE, BIG = ({"name": "bytes", "configuration": {"endian": endian}} for endian in ("little", "big"))
 BOMBS = ("gzip", "zlib", "bz2", "zstd", "blosc", "blosc in zarr3", "sparse", "sparse zarr3")
 
 
 def bombed(folder, kind):
+    """An array of 8 floats in one chunk, whose file is larger, or unpacks to more."""
     is_new, packed = kind.endswith("zarr3"), kind.split()[0]
-    driver = "zarr3" if is_new else "zarr"
+    blosc = {"name": "blosc", "configuration": {"cname": "zstd", "clevel": 1, "shuffle": "noshuffle", "typesize": 1}}
+    codecs = {"codecs": [LITTLE, blosc]} if packed == "blosc" else {}
+    metadata = codecs if is_new else {"compressor": None if packed == "sparse" else {"id": packed}}
+    zarr(folder, "w", np.ones(8, np.float32), chunks=[8], driver="zarr3" if is_new else "zarr", metadata=metadata)
+    chunk = folder / "w" / ("c/0" if is_new else "0")
+    chunk.write_bytes(b"" if packed == "sparse" else bomb(packed))
     if packed == "sparse":
-        forged(folder / "w", None, b"", driver)
-        os.truncate(folder / "w" / ("c/0" if is_new else "0"), 2**26)
-    else:
-        blosc = {"cname": "zstd", "clevel": 1, "shuffle": "noshuffle", "typesize": 1, "blocksize": 0}
-        forged(folder / "w", {"id": packed}, bomb(packed), driver, [{"name": "blosc", "configuration": blosc}])
+        os.truncate(chunk, 2**26)
 
 
 @pytest.mark.parametrize("kind", BOMBS)
@@ -169,30 +151,15 @@ def test_a_chunk_that_unpacks_to_more_than_it_is_takes_no_memory(hostile, kind):
     assert f"{claim}, and a chunk of it has 32; it is damaged" in text if claim else "cannot be read" in text
 
 
-def chunked(directory, chunk, driver="zarr3", is_database=False, **metadata):
-    """An array in chunks, and the store of its files."""
-    array, base = np.arange(64, dtype=np.float32).reshape(8, 8), {"driver": "file", "path": f"{directory}/"}
-    store = {"driver": "ocdbt", "base": base, "path": "w/"} if is_database else base | {"path": f"{directory}/w/"}
-    grid = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}}}
-    spec = {
-        "driver": driver,
-        "kvstore": store,
-        "metadata": metadata | (grid if driver == "zarr3" else {"chunks": chunk}),
-    }
-    ts.open(spec, create=True, dtype=ts.float32, shape=[8, 8]).result().write(array).result()
-    return array, ts.KvStore.open(store).result()
-
-
 def sharded(chunk, codecs, **index):
     return {"name": "sharding_indexed", "configuration": {"chunk_shape": chunk, "codecs": codecs, **index}}
 
 
-LITTLE, BIG = ({"name": "bytes", "configuration": {"endian": endian}} for endian in ("little", "big"))
 BLOSC, SUM = {"name": "blosc"}, {"name": "crc32c"}
 # How an array is packed, the file of its last chunk, and where the first chunk in that begins.
 PACKED = {
-    "zarr .": ({"driver": "zarr", "dimension_separator": "."}, "1.0", 0),
-    "zarr /": ({"driver": "zarr", "dimension_separator": "/"}, "1/0", 0),
+    "zarr .": ({"dimension_separator": "."}, "1.0", 0),
+    "zarr /": ({"dimension_separator": "/"}, "1/0", 0),
     **{
         f"zarr3 {mark}": ({"codecs": [BLOSC], "chunk_key_encoding": {"name": name, "configuration": more}}, key, 0)
         for mark, name, more, key in (
@@ -217,21 +184,24 @@ PACKED = {
 @pytest.mark.parametrize("name", PACKED)
 def test_chunks_packed_by_blosc_load_if_their_claims_are_true(tmp_path, mesh, name, is_database):
     metadata, key, first = PACKED[name]
-    if name.startswith("zarr "):
+    driver = name.split()[0].replace("shards,", "zarr3")
+    if driver == "zarr":
         metadata = metadata | {"compressor": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1}}
-    array, store = chunked(tmp_path, [4, 8], is_database=is_database, **metadata)
+    array = np.arange(64, dtype=np.float32).reshape(8, 8)
+    store = zarr(tmp_path, "w", array, chunks=[4, 8], driver=driver, ocdbt=is_database, metadata=metadata)
     assert np.array_equal(checkpoint.load(tmp_path, {"w": wanted(mesh, (8, 8))})["w"], array)
     # The last of the chunks claims too much; its bytes begin with blosc's version.
-    held = store.read(key).result().value
+    held = store[key]
     last = held.rindex(held[first : first + 4])
-    store.write(key, held[: last + 4] + b"\xff\xff\xff\x7f" + held[last + 8 :]).result()
+    store[key] = held[: last + 4] + b"\xff\xff\xff\x7f" + held[last + 8 :]
     claim = f"claims to unpack to 2147483647 bytes, and a chunk of it has {64 if 'shards' in name else 128}"
     with pytest.raises(CheckpointError, match=claim):
         checkpoint.load(tmp_path, {"w": wanted(mesh, (8, 8))})
 
 
 def test_a_shard_whose_table_cannot_be_read_is_not_unpacked(tmp_path, mesh):
-    chunked(tmp_path, [8, 8], codecs=[sharded([4, 8], [sharded([2, 8], [LITTLE, BLOSC])])])
+    metadata = {"codecs": [sharded([4, 8], [sharded([2, 8], [LITTLE, BLOSC])])]}
+    zarr(tmp_path, "w", np.ones((8, 8), np.float32), chunks=[8, 8], driver="zarr3", metadata=metadata)
     with pytest.raises(CheckpointError, match="behind a table that is packed or nested itself"):
         checkpoint.load(tmp_path, {"w": wanted(mesh, (8, 8))})
 

@@ -91,8 +91,6 @@ def test_a_module_is_saved_by_its_paths_and_other_libraries_can_read_it(tmp_path
     assert arrays.keys() == {leaf.path for leaf in made.leaves}
     assert np.array_equal(arrays["layers/0/weight"], model.layers[0].weight)
     assert checkpoint.saved_plan(tmp_path / "step").digest == made.digest
-    again = eqx.combine(checkpoint.load(tmp_path / "step", made), model)
-    assert np.allclose(again(jnp.ones(4)), model(jnp.ones(4)), rtol=1e-5)
 
 
 def test_a_large_tree_is_spread_over_files(tmp_path):
@@ -241,7 +239,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(tmp_path, monkey
 
 
 KILLED = """
-import os, resource, signal, sys
+import os, signal, sys
 import jax, jax.numpy as jnp
 jax.config.update("jax_num_cpu_devices", 2)
 import shardfx
@@ -250,19 +248,15 @@ from shardfx import MeshSpec, PathRules, checkpoint
 tree = {"w": jnp.full((64, 8), 2.0), "b": jnp.full(8, 2.0)}
 made = shardfx.plan(tree, MeshSpec({"a": 2}).build(jax.devices()), paths=PathRules.parse("w->a, b->replicate"))
 arrays = shardfx.shard(tree, made)
-def saved_by_a_child(path, limit_bytes=resource.RLIM_INFINITY):
+def saved_by_a_child(path):
     if os.fork() == 0:
         try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
             checkpoint.save(path, arrays, made, overwrite=True)
             os._exit(0)
-        except OSError as error:
-            os._exit(error.errno)
         except BaseException:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.wait()[1])
 
-print("limited", saved_by_a_child(sys.argv[1] + "/step", 1000), *os.listdir(sys.argv[1]), flush=True)
 left = 0
 for name in ("pwritev", "fsync", "rename", "replace", "link", "mkdir"):
     def dying(*args, original=getattr(os, name), **kwargs):
@@ -285,7 +279,7 @@ for target in ("model.safetensors", "step"):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """What a program says whose children are limited, then killed one after the other, each a system call later.
+    """What a program says whose children are killed one after the other, each a system call later.
 
     For each target the number, the exit status, and the values that are there when a child has ended.
     """
@@ -295,7 +289,6 @@ def killed(tmp_path_factory):
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None and child.stdout is not None
-        limited = child.stdout.readline().split()
         checkpoint.save(folder / "model.safetensors", arrays, made)
         for line in child.stdout:
             target, number, status = line.split()
@@ -306,17 +299,12 @@ def killed(tmp_path_factory):
             seen[target].append((int(number), int(status), values))
             child.stdin.write("\n")
             child.stdin.flush()
-    return folder, limited, seen
-
-
-def test_a_limit_of_the_system_on_file_sizes_changes_nothing(killed):
-    """A real error of the kernel, in the middle of a file."""
-    assert killed[1] == ["limited", str(errno.EFBIG)]
+    return folder, seen
 
 
 @pytest.mark.parametrize("target", ["model.safetensors", "step"])
 def test_whoever_is_killed_leaves_the_old_checkpoint_whole(killed, target):
-    folder, _, seen = killed
+    folder, seen = killed
     *dead, last = seen[target]
     assert len(dead) >= 4 and all(status == -signal.SIGKILL for _, status, _ in dead)
     # All old, or all new once the rename was done; never mixed, and never new before the end.
