@@ -9,7 +9,6 @@ from hypothesis import given, settings, strategies as st
 from shardfx._convert import Struct
 from shardfx._convert.evaluate import leaf_made
 from shardfx._convert.pieces import hull, swapped
-from shardfx._ground.boxes import volume
 from shardfx._reshard.pieces.cuts import cuts_of
 from shardfx._reshard.pieces.exchange import matchings
 
@@ -50,45 +49,27 @@ def moves(draw):
     return shape, draw(layouts(shape)), draw(layouts(shape))
 
 
-def put_together(shape, sources, targets, made):
-    """Carries the cuts out on NumPy arrays; returns the shard of each target device."""
-    whole = np.arange(math.prod(shape)).reshape(shape)
-    held = {device: whole[tuple(slice(*i) for i in b)] for device, b in sources}
-    built = {device: np.full([stop - start for start, stop in b], -1) for device, b in targets}
-    for one in made:
-        target, box = built[one.receiver], tuple(slice(*i) for i in hull(one.piece))
-        assert (target[box] == -1).all()
-        target[box] = held[one.sender][tuple(slice(*i) for i in hull(swapped(one.piece)))]
-    return whole, built
+def index(b):
+    return tuple(slice(*interval) for interval in b)
 
 
 @settings(deadline=None, max_examples=200)
 @given(moves())
-def test_every_target_is_put_together_exactly_once(move):
+def test_every_target_is_put_together_exactly_once_from_what_it_holds_and_exactly_what_it_lacks(move):
     shape, sources, targets = move
-    made = cuts(8, sources, targets)
-    whole, built = put_together(shape, sources, targets, made.made)
+    made = cuts(16, sources, targets)
     assert not made.missing
-    for device, b in targets:
-        np.testing.assert_array_equal(built[device], whole[tuple(slice(*i) for i in b)])
-
-
-@settings(deadline=None, max_examples=200)
-@given(moves())
-def test_exactly_what_a_device_lacks_travels(move):
-    shape, sources, targets = move
-    held = dict(sources)
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    held = {device: whole[index(b)] for device, b in sources}
+    built = {device: np.full([stop - start for start, stop in b], -1) for device, b in targets}
+    for one in made.made:
+        target, place = built[one.receiver], index(hull(one.piece))
+        assert (target[place] == -1).all()
+        target[place] = held[one.sender][index(hull(swapped(one.piece)))]
     lacking = 0
     for device, b in targets:
-        own = held.get(device)
-        overlap = (
-            0
-            if own is None
-            else math.prod(max(0, min(e, f) - max(s, t)) for (s, e), (t, f) in zip(own, b, strict=True))
-        )
-        lacking += volume(b) - overlap
-    made = cuts(16, sources, targets)
-    assert made.wire_bytes == 2 * lacking
+        np.testing.assert_array_equal(built[device], whole[index(b)])
+        lacking += np.setdiff1d(whole[index(b)], held.get(device, ())).size
     assert sum(made.sent_bytes.values()) == made.wire_bytes == 2 * lacking
 
 
@@ -98,15 +79,10 @@ def test_lost_shards_are_named_exactly(move, data):
     shape, sources, targets = move
     kept = data.draw(st.lists(st.sampled_from(sources), unique=True, max_size=len(sources)))
     made = cuts(8, sources, targets, lost={device for device, _ in sources} - {device for device, _ in kept})
-    have = np.zeros(shape, bool)
-    for _, b in kept:
-        have[tuple(slice(*i) for i in b)] = True
-    need = np.zeros(shape, bool)
-    for _, b in targets:
-        need[tuple(slice(*i) for i in b)] = True
-    missing = np.zeros(shape, bool)
-    for b in made.missing:
-        missing[tuple(slice(*i) for i in b)] = True
+    have, need, missing = masks = np.zeros((3, *shape), bool)
+    for at, boxes in enumerate(([b for _, b in kept], [b for _, b in targets], made.missing)):
+        for b in boxes:
+            masks[(at, *index(b))] = True
     np.testing.assert_array_equal(missing, need & ~have)
 
 

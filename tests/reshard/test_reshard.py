@@ -84,22 +84,6 @@ def test_one_sharding_is_for_all_arrays_and_a_prefix_for_those_below():
     assert half["p"]["w"] is source["p"]["w"] and half["q"].sharding == other
 
 
-def test_what_is_in_place_is_not_touched():
-    source = put(state(), sharding((8,), "a"))
-    again = reshard(source, {"layers": sharding((8,), "a"), "step": None, "name": None}, donate=True)
-    for before, after in zip(jax.tree.leaves(source["layers"]), jax.tree.leaves(again["layers"]), strict=True):
-        assert before is after and not after.is_deleted()
-
-
-def test_a_mesh_of_other_names_relabels_without_a_copy():
-    x = jax.device_put(host((8, 4)), sharding((4, 2), "a"))
-    target = NamedSharding(mesh((4, 2), "pq"), P("p"))
-    moved = reshard(x, target)
-    assert moved.sharding == target
-    pointers = [[shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards] for array in (x, moved)]
-    assert pointers[0] == pointers[1]
-
-
 def test_rows_of_a_replicated_array_share_its_memory_and_outlive_it():
     x = jax.device_put(np.arange(64 * 64, dtype=np.float32).reshape(64, 64), NamedSharding(mesh((8,)), P()))
     first = np.asarray(x).__array_interface__["data"][0]
@@ -147,15 +131,9 @@ def test_a_thousand_leaves_with_twenty_moves_take_twenty_programs_or_fewer():
     assert_equal(moved, [np.asarray(x) for x in source[200:]])
 
 
-def test_a_thousand_programs_do_not_stop_the_runtime():
-    source = [jax.device_put(host((8, 2), i), sharding((8,), "a")) for i in range(1000)]
-    moved = through_programs(source, sharding((8,), None, None))
-    np.testing.assert_array_equal(moved[999], host((8, 2), 999))
-
-
 def moves_of_all_kinds():
     """A tree that takes every way, and where it goes to."""
-    keys = jax.device_put(jax.random.split(jax.random.key(0), 8), sharding((8,), "a"))
+    keys = jax.device_put(jax.random.split(jax.random.key(0, impl="rbg"), 8), sharding((8,), "a"))
     tree = {
         "steps": jax.device_put(host((96, 64)), sharding((8,), "a")),
         "smaller": jax.device_put(host((96, 64)), sharding((8,), "a")),
@@ -185,7 +163,8 @@ def test_a_move_is_what_was_asked_for(move, around, limit_bytes, capfd):
     with surroundings()[around]:
         moved = move(tree, wanted, memory_limit_bytes=limit_bytes)
     assert "transfer" not in capfd.readouterr().err
-    assert all(leaf.sharding.is_equivalent_to(wanted[name], leaf.ndim) for name, leaf in moved.items())
+    for name, leaf in moved.items():
+        assert leaf.sharding.is_equivalent_to(wanted[name], leaf.ndim) and leaf.dtype == tree[name].dtype
     assert_equal(numbers(moved), expected)
 
 
@@ -212,7 +191,7 @@ def test_donation_frees_what_moved_and_only_that(move):
         donate=True,
     )
     assert all(layer["w"].is_deleted() and not layer["b"].is_deleted() for layer in source["layers"])
-    assert not stays.is_deleted()
+    assert moved["t"] is stays and not stays.is_deleted()
     assert_equal(moved["s"], state())
 
 
@@ -226,10 +205,17 @@ def test_an_array_that_is_in_the_tree_twice_is_donated_once(move):
 
 
 @both_ways
-@pytest.mark.parametrize("stay", ["in place", "relabel"])
-def test_an_array_that_also_stays_is_not_donated(move, stay):
-    shared = jax.device_put(host((8, 8)), sharding((8,), "a"))
-    here = shared.sharding if stay == "in place" else NamedSharding(mesh((8,), "z"), P("z"))
+@pytest.mark.parametrize(
+    "source, here",
+    [
+        (lambda: sharding((8,), "a"), lambda: sharding((8,), "a")),
+        (lambda: sharding((8,), "a"), lambda: NamedSharding(mesh((8,), "z"), P("z"))),
+        (lambda: sharding((8,)), lambda: sharding((8,), order=range(7, -1, -1))),
+    ],
+    ids=["in place", "other names", "replicas in another order"],
+)
+def test_an_array_that_also_stays_is_not_donated(move, source, here):
+    shared, here = jax.device_put(host((8, 8)), source()), here()
     wanted = {"moves": sharding((2, 4), "b", "a"), "held": here, "parked": sharding((8,), "a", kind="pinned_host")}
     moved = move(dict.fromkeys(wanted, shared), wanted, donate=True)
     assert_equal(moved, dict.fromkeys(wanted, host((8, 8))))
@@ -526,36 +512,31 @@ def every_end():
     yield NamedSharding(mesh((2, 4), order=(4, 5, 6, 7, 0, 1, 2, 3)), P("a"))
 
 
+def pointers(array):
+    return {shard.device: shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+
+
 @both_ways
 @pytest.mark.parametrize("ours", range(len(list(every_end()))))
 def test_a_result_has_the_very_sharding_and_a_donated_source_is_gone_unless_it_is_shared(move, ours):
     ends = list(every_end())
     for theirs, dst in enumerate(ends):
         x = jax.make_array_from_callback((8, 8), ends[ours], lambda index: host((8, 8))[index].copy())
-        idle = move_of((8, 8), x.dtype, ends[ours], dst).idle
+        idle, before = move_of((8, 8), x.dtype, ends[ours], dst).idle, pointers(x)
         (leaf,) = plan_reshard(x, dst).leaves
         same = x.sharding.devices_indices_map((8, 8)) == dst.devices_indices_map((8, 8))
         assert same == idle == leaf.idle, (ends[ours], dst)
         moved = move(x, dst, donate=True)
         assert moved.sharding == dst and moved.sharding.mesh == dst.mesh and moved.committed, theirs
-        assert x.is_deleted() != idle
+        assert x.is_deleted() != idle and (not idle or pointers(moved) == before)
         np.testing.assert_array_equal(moved, host((8, 8)))
 
 
-def test_replicas_in_another_order_are_kept_where_the_array_also_moves():
-    """Their shards stay, so that no other place in the tree may give them up."""
-    x = jax.device_put(host((8, 8)), sharding((8,)))
-    turned = sharding((8,), order=range(7, -1, -1))
-    moved = through_programs({"a": x, "b": x}, {"a": turned, "b": sharding((8,), "a")}, donate=True)
-    assert not x.is_deleted()
-    assert_equal(moved, dict.fromkeys("ab", host((8, 8))))
-
-
 @pytest.mark.parametrize("make", [lambda: jnp.ones((8,)), lambda: jnp.asarray(2.0), lambda: jax.random.key(0)])
-def test_an_array_that_stays_is_committed_to_where_it_was_sent(make):
+def test_an_array_is_committed_to_where_it_was_sent(make):
     x = make()
     assert not x.committed
-    for dst in (x.sharding, NamedSharding(mesh((1,)), P())):
+    for dst in (x.sharding, *(NamedSharding(mesh((1,), order=(device,)), P()) for device in (0, 3))):
         moved = reshard([x], dst)[0]
         assert moved.committed and moved.sharding == dst
         assert moved.dtype == x.dtype and getattr(moved, "weak_type", None) == getattr(x, "weak_type", None)
@@ -570,17 +551,6 @@ def test_a_custom_layout_becomes_the_default_one():
     for form, match in ((turned, "`dst` is a Format, .* which is no sharding; use"), ({"a": turned}, "Format at `a`")):
         with pytest.raises(LeafTypeError, match=match):
             reshard(x if form is turned else {"a": x}, form)
-
-
-# Traced values
-
-
-def test_traced_values_must_go_to_a_named_sharding_with_a_source():
-    x = jax.device_put(host((8, 8)), sharding((2, 4), "a"))
-    with pytest.raises(SpecError, match="leaf `w`: inside `jit` an array can only move to a NamedSharding"):
-        jax.jit(lambda x: reshard({"w": x}, jax.sharding.SingleDeviceSharding(jax.devices()[0])))(x)
-    with pytest.raises(SpecError, match="leaf `w`: .*pass `src=`"):
-        jax.jit(lambda x: reshard({"w": x}, sharding((2, 4), "b")))(x)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="JAX 0.9 cannot end a jitted CPU program in host memory")
@@ -739,8 +709,10 @@ def test_planned_losses_are_listed():
     assert made.missing == {"": (((3, 4),),)}
     assert "lost: `` [3:4]" in str(made)
     source = {"v": jax.device_put(host((8,)), sharding((8,), "a"))}
-    with pytest.raises(MeshError, match=r"`v`: 1 of 8 elements are on lost devices only, the first of them \[3:4\]"):
-        reshard(source, sharding((2,), "a"), lost=jax.devices()[3:4])
+    message = r"`v`: 1 of 8 elements are on lost devices only, the first of them \[3:4\]; load it from a checkpoint"
+    with pytest.raises(MeshError, match=message):
+        reshard(source, sharding((2,), "a"), lost=jax.devices()[3:4], donate=True)
+    assert not source["v"].is_deleted()
 
 
 def test_plans_of_different_trees_are_an_error():

@@ -113,7 +113,7 @@ def ends(draw, count: int, rank: int):
         dim = draw(st.integers(0, rank))
         if dim < rank:
             dims[dim].append(axis)
-    order = draw(st.permutations(list(range(count)))) if draw(st.booleans()) else range(count)
+    order = random.Random(draw(st.integers(0, 9))).sample(range(count), count) if draw(st.booleans()) else range(count)
     weights = [draw(st.sampled_from([1.0, 1.0, 10.0])) for _ in sizes] if draw(st.booleans()) else ()
     return tuple(sizes), tuple(map(tuple, dims)), tuple(order), tuple(weights)
 
@@ -121,9 +121,10 @@ def ends(draw, count: int, rank: int):
 @st.composite
 def moves(draw):
     """An array's spare room per dimension and two layouts over the same devices, ranks 0 to 4."""
-    count = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 9, 10, 12, 14, 15, 16, 18, 20, 21, 24, 30, 36]))
-    rank = draw(st.integers(0, 4))
-    spare = draw(st.lists(st.sampled_from([0, 1, 1, 1, 2, 3]), min_size=rank, max_size=rank))
+    few, many = [1, 2, 3, 4, 6, 8, 9, 10, 12, 14, 15, 16, 18, 20, 21, 24, 30, 36], [192, 288, 384, 480]
+    count = draw(st.sampled_from(few + 2 * many))
+    rank = 2 if count in many else draw(st.integers(0, 4))
+    spare = [1] * rank if count in many else [draw(st.sampled_from([0, 1, 1, 1, 2, 3])) for _ in range(rank)]
     return spare, draw(ends(count, rank)), draw(ends(count, rank))
 
 
@@ -156,38 +157,6 @@ def test_any_ranks_factors_orders_and_empty_dimensions(move):
 )
 def test_factors_that_block_each_other_or_have_no_room(shape, src, dst):
     check(shape, src, dst)
-
-
-def test_dimensions_without_spare_room_on_devices_of_many_prime_factors():
-    rng = random.Random(0)
-    for _ in range(40):
-        count = rng.choice((192, 288, 384, 480))
-        src, dst = (tightly(rng, count) for _ in range(2))
-        shape = tuple(map(math.lcm, src.counts, dst.counts))
-        if math.prod(shape) <= 5000:
-            check(shape, src, dst)
-
-
-def tightly(rng: random.Random, count: int) -> StepLayout:
-    """A random layout over `count` devices in a random order, of two dimensions."""
-    sizes, left = [], count
-    while left > 1:
-        sizes.append(rng.choice([size for size in range(2, left + 1) if left % size == 0]))
-        left //= sizes[-1]
-    dims = [[], [], []]
-    for axis in rng.sample(range(len(sizes)), len(sizes)):
-        dims[rng.randrange(3)].append(axis)
-    return StepLayout(tuple(sizes), tuple(map(tuple, dims[:2])), tuple(rng.sample(range(count), count)))
-
-
-def test_a_path_is_soon_found_where_every_factor_is_prime_and_none_is_shared():
-    # Six slices in some order: the estimates of all layouts between the ends are alike.
-    order = np.random.default_rng(0).permutation(2880).tolist()
-    ends = StepLayout((288, 2, 5), ((2,),), tuple(range(2880))), StepLayout((36, 4, 20), ((0, 2),), tuple(order))
-    most = 500
-    found, _, looked = explore(Problem((720,), *refine(*ends, prime=True)), most, math.inf)
-    assert found is not None
-    assert looked <= 2 * most
 
 
 @pytest.mark.parametrize(
@@ -305,14 +274,6 @@ def _tile(dims, where: np.ndarray) -> np.ndarray:
     return number
 
 
-def test_no_sequence_of_steps_has_less_traffic_on_16_devices():
-    rng = np.random.default_rng(1)
-    for _ in range(40):
-        src, dst = (CATALOGUE[index] for index in rng.integers(len(CATALOGUE), size=2))
-        plan = redistribute((16, 16), 64, src, dst)
-        assert plan.wire_bytes == math.ceil(exhaustive(4, src, dst) * 16 * 16 * 8)
-
-
 @pytest.mark.parametrize(
     "src, dst",
     [
@@ -363,29 +324,40 @@ def in_slices(sizes: tuple[int, ...], dims, slices: int) -> StepLayout:
     return layout(mesh, P(*[tuple(names[axis] for axis in axes) for axes in dims]), len(dims))
 
 
-def test_some_path_is_soon_found_on_many_devices_in_slices():
-    # The source is cut finely enough only by factors of the dear axis, which seem to lead away from the target.
-    ends = [
-        layout(MeshSpec(dict(zip("abcd", sizes, strict=True)), dcn={"a": 4}), spec, 2)
-        for sizes, spec in (((4, 32, 2, 16), P("c", "d")), ((4, 2, 64, 8), P(("a", "b", "c"), "d")))
-    ]
-    problem = Problem((512, 16), *refine(*ends))
+ORDER = np.random.default_rng(0).permutation(2880).tolist()
+
+
+@pytest.mark.parametrize(
+    "shape, src, dst, prime",
+    [
+        # The source is cut finely enough only by factors of the dear axis, which seem to lead away from the target.
+        ((512, 16), in_slices((4, 32, 2, 16), [(2,), (3,)], 4), in_slices((4, 2, 64, 8), [(0, 1, 2), (3,)], 4), False),
+        # All factors are prime and none is shared: the estimates of all layouts between the ends are alike.
+        (
+            (720,),
+            StepLayout((288, 2, 5), ((2,),), tuple(range(2880))),
+            StepLayout((36, 4, 20), ((0, 2),), tuple(ORDER)),
+            True,
+        ),
+    ],
+)
+def test_some_path_is_soon_found(shape, src, dst, prime):
     most = 500
-    found, cost, looked = explore(problem, most, math.inf)
-    assert found is not None
-    assert looked <= most + 1
-    assert cost < math.inf
+    found, cost, looked = explore(Problem(shape, *refine(src, dst, prime=prime)), most, math.inf)
+    assert found is not None and cost < math.inf
+    assert looked <= 2 * most
 
 
-@pytest.mark.parametrize("slices", [2, 4])
-def test_no_sequence_of_steps_costs_less_on_16_devices_in_slices(slices):
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_no_sequence_of_steps_costs_less_on_16_devices(slices):
     rng = np.random.default_rng(slices)
     ends = [in_slices(end.sizes, end.dims, slices) for end in CATALOGUE if end.sizes[0] % slices == 0]
     for _ in range(20):
         src, dst = (ends[index] for index in rng.integers(len(ends), size=2))
         plan = check((16, 16), src, dst)
         cost = plan.wire_bytes + (DEAR - 1) * plan.dcn_bytes
-        assert cost == pytest.approx(exhaustive(4, src, dst, slow=slices.bit_length() - 1) * 16 * 16 * 8, abs=DEAR)
+        least = exhaustive(4, src, dst, slow=slices.bit_length() - 1) * 16 * 16 * 8
+        assert cost == pytest.approx(least, abs=1 if slices == 1 else DEAR)
 
 
 @pytest.mark.parametrize("known", [0, 1])
