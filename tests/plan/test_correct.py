@@ -160,25 +160,17 @@ def cuts(spec: P, shape: tuple[int, ...], mesh: MeshSpec, dim: int) -> list[int]
     return list(range(piece, shape[dim], piece))
 
 
-def preset(model: catalogue.Model, tensor: str | tuple[str, ...] = "tensor") -> sfx.PathRules:
-    assert model.preset is not None
-    return getattr(hf, model.preset)(**dict(model.arguments), tensor=tensor)
-
-
-def fused_tree(model: catalogue.Model) -> dict[str, jax.ShapeDtypeStruct]:
-    return {path: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for path, shape, _, _ in catalogue.fused_of(model)}
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_no_mesh_cuts_a_head_of_a_real_model_and_none_is_left_whole_for_nothing(name):
     model = MODELS[name]
-    tree, fused = fused_tree(model), catalogue.fused_of(model)
+    preset, fused = getattr(hf, str(model.preset)), catalogue.fused_of(model)
+    tree = {path: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for path, shape, _, _ in fused}
     # Every pattern of the catalogue finds leaves.
     assert len({(dim, unit) for _, _, dim, unit in fused}) == len({heads[1:] for heads in model.fused})
     for sizes in [*SIZES, *SEVERAL]:
         tensor = tuple(f"t{i}" for i in range(len(sizes)))
         mesh = MeshSpec({"fsdp": 4, **dict(zip(tensor, sizes, strict=True))})
-        made = sfx.plan(tree, mesh, paths=preset(model, tensor), unmatched="replicate")
+        made = sfx.plan(tree, mesh, paths=preset(**dict(model.arguments), tensor=tensor), unmatched="replicate")
         for path, shape, dim, unit in fused:
             leaf = made[path]
             found = cuts(leaf.spec, shape, mesh, dim)

@@ -237,7 +237,7 @@ def test_names_and_units_go_to_copies_and_histories_and_not_to_the_transposed():
     square = plan({"w": struct(8, 8)}, MESH, names={"w": ("heads", "embed")}, axes=HEADS)
     kept, turned, history = (
         follow(make, square)["w"]
-        for make in (itself, lambda tree: {"w": tree["w"].T}, lambda _: {"w": jnp.zeros((5, 3, 8, 8))})
+        for make in (lambda tree: tree, lambda tree: {"w": tree["w"].T}, lambda _: {"w": jnp.zeros((5, 3, 8, 8))})
     )
     assert kept.names == ("heads", "embed") and kept.units == (4, 1)
     assert turned.spec == P("fsdp", "tensor") and turned.names is None and turned.units is None
@@ -260,10 +260,6 @@ def t5x_adafactor(params: Any) -> Any:
 
 def struct(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def itself(tree):
-    return tree
 
 
 HEADS = AxisRules([("heads", "tensor"), ("embed", "fsdp")], units={"heads": 4})
@@ -297,7 +293,7 @@ STATES: dict[str, tuple[ShardPlan, Callable[[Any], Any], dict[str, Any]]] = {
     "over free": (FREE, ADAM, {"over": ("data", "fsdp")}),
     "over large": (FREE, ADAM, {"over": fsdp("data", min_bytes=1024)}),
     "over units": (NAMED, lambda tree: {**tree, "e": jnp.zeros((0, 3))}, {"over": "data"}),
-    "over each": (WHOLE, itself, {"over": ("x", "y")}),
+    "over each": (WHOLE, lambda tree: tree, {"over": ("x", "y")}),
     "adapters": (BASES, lambda _: LORA, {"adapters": [("[ab]$", "weight")]}),
     "scales": (BASES, lambda _: SCALES, {"scales": [("(scale|zero|all)$", "weight")]}),
 }

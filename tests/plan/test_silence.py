@@ -390,22 +390,20 @@ def test_a_callable_that_fails_is_named_and_chained():
 # --- meshes that mix Auto and Explicit axes, or turn them around
 
 
-@pytest.fixture
-def mixed():
-    return MeshSpec({"x": 4, "y": 2}, axis_types={"y": AxisType.Explicit}).build(jax.devices())
+MIXED = MeshSpec({"x": 4, "y": 2}, axis_types={"y": AxisType.Explicit}).build(jax.devices())
 
 
-def test_a_move_on_a_mixed_mesh_leaves_no_auto_axis_behind(mixed):
-    x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mixed, P("x")))
-    target = NamedSharding(mixed, P(None, "y"))
+def test_a_move_on_a_mixed_mesh_leaves_no_auto_axis_behind():
+    x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(MIXED, P("x")))
+    target = NamedSharding(MIXED, P(None, "y"))
     moved = jax.jit(lambda x: sfx.reshard(x, target))(x)
     assert moved.sharding.is_equivalent_to(target, 2) and np.array_equal(moved, x)
 
 
-def test_an_order_that_jax_would_turn_around_is_an_error(mixed):
-    x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mixed, P("x")))
+def test_an_order_that_jax_would_turn_around_is_an_error():
+    x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(MIXED, P("x")))
     rules = PathRules([("w", P(("x", "y")))])
-    made, strict = (plan({"w": x}, mixed, paths=rules, strict=strict) for strict in (False, True))
+    made, strict = (plan({"w": x}, MIXED, paths=rules, strict=strict) for strict in (False, True))
     for function in (lambda x: sfx.shard({"w": x}, made), lambda x: sfx.constrain(x, P(("x", "y")), strict)):
         with pytest.raises(SpecError, match=r"puts Explicit axes first inside `jit`; write \('y', 'x'\)"):
             jax.jit(function)(x)
