@@ -339,23 +339,6 @@ def test_a_path_of_thousands_of_parts_is_no_tree(tmp_path, mesh):
 # Files that change
 
 
-def test_a_file_that_is_written_to_while_it_is_read(tmp_path, mesh, monkeypatch):
-    save_file({"w": np.ones(8, np.float32)}, tmp_path / "x.safetensors")
-    index, data = checkpoint.read_index(tmp_path), (tmp_path / "x.safetensors").read_bytes()
-    preadv = os.preadv
-
-    def written(*given):
-        (tmp_path / "x.safetensors").write_bytes(data)
-        return preadv(*given)
-
-    monkeypatch.setattr(os, "preadv", written)
-    with pytest.raises(CheckpointError, match="was replaced or written to since its header was read"):
-        checkpoint.load(index, {"w": wanted(mesh)})
-    monkeypatch.setattr(os, "preadv", lambda *given: os.unlink(tmp_path / "x.safetensors") or preadv(*given))
-    with pytest.raises(CheckpointError, match="is missing|was replaced"):
-        checkpoint.load(tmp_path, {"w": wanted(mesh)})
-
-
 # How long a reader reads beside a writer.
 SECONDS = float(os.environ.get("SHARDFX_TEST_SECONDS", "0.7"))
 

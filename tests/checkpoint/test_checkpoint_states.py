@@ -3,7 +3,6 @@
 import enum
 import json
 
-import equinox as eqx
 import hypothesis as hyp
 import hypothesis.strategies as st
 import jax
@@ -130,18 +129,6 @@ def test_numbers_of_a_state_are_saved(tmp_path, mesh, name):
     assert checkpoint.load(tmp_path / name, made)["name"] is None
 
 
-def test_a_loaded_state_is_saved_again(tmp_path, mesh):
-    state = {"model": eqx.nn.Dropout(0.25), "w": jnp.arange(8.0), "step": 5, "key": jax.random.key(1)}
-    arrays, made = planned(state, mesh)
-    checkpoint.save(tmp_path / "1", arrays, made)
-    loaded = checkpoint.load(tmp_path / "1", made)
-    checkpoint.save(tmp_path / "2", loaded, made)
-    again = checkpoint.load(tmp_path / "2", made)
-    assert again["step"] == 5 and again["model"].p == 0.25 and np.array_equal(again["w"], state["w"])
-    checkpoint.save(tmp_path / "arrays", eqx.filter(arrays, eqx.is_array), made)
-    assert checkpoint.load(tmp_path / "arrays", made)["step"] is None
-
-
 def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
     arrays, made = planned({"w": jnp.arange(8.0), "step": 5}, mesh)
     assert isinstance(arrays, dict)
@@ -155,6 +142,8 @@ def test_a_number_that_the_checkpoint_lacks(tmp_path, mesh):
     ):
         with pytest.raises(CheckpointError, match=text):
             checkpoint.load(tmp_path / name, tree)
+    checkpoint.save(tmp_path / "arrays", {"w": arrays["w"]}, made)
+    assert checkpoint.load(tmp_path / "arrays", made)["step"] is None
     # A file of other origin has no numbers: those of the tree stay.
     assert checkpoint.load(tmp_path / "x.safetensors", arrays | {"step": 1}, unread="allow")["step"] == 1
 
