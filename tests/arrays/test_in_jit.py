@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from shardfx import AxisRules, Code, Decision, MeshSpec, PathRules, constrain, filter_jit, gather, plan, shard
+from shardfx import AxisRules, Code, Decision, MeshSpec, PathRules, constrain, gather, plan, shard
 from shardfx.errors import LeafTypeError, PlanMismatchError, SpecError
 
 
@@ -37,8 +37,7 @@ def test_shard_inside_jit_constrains(kind):
         assert tree["act"] is jnp.tanh
         return tree["w"], tree["b"]
 
-    replicated = NamedSharding(mesh_of(made), P())
-    w, b = double(jax.device_put(TREE["w"], replicated), jax.device_put(TREE["b"], replicated))
+    w, b = double(*jax.device_put((TREE["w"], TREE["b"]), NamedSharding(mesh_of(made), P())))
     assert w.sharding.is_equivalent_to(made.shardings["w"], 2) and b.sharding.is_equivalent_to(made.shardings["b"], 1)
     assert np.array_equal(w, 2 * TREE["w"])
     with pytest.raises(PlanMismatchError, match="leaf `w`"):
@@ -77,12 +76,11 @@ def test_constrain_can_explain(kind):
 
 
 def test_a_strict_plan_makes_constrain_strict():
-    strict, loose = made_for(AxisType.Auto, strict=True), made_for(AxisType.Auto)
+    strict = made_for(AxisType.Auto, strict=True)
     x = np.ones((8, 6), np.float32)
     with pytest.raises(SpecError, match="`strict=True`, and .* size 6 is not divisible by `tensor`"):
         jax.jit(lambda x: constrain(x, ("batch", "mlp"), strict))(x)
     assert constrain(x, ("batch", "mlp"), strict, strict=False).sharding.spec == P("data")  # pyright: ignore[reportAttributeAccessIssue]
-    assert constrain(x, ("batch", "mlp"), loose).sharding.spec == P("data")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @KINDS
@@ -145,16 +143,6 @@ def test_a_constraint_of_what_a_closed_over_array_makes_is_no_silence(on):
         with pytest.raises(PlanMismatchError, match="pass arrays that the function closes over as arguments"):
             jax.jit(lambda x: inside(w, x))(x)
     assert jax.jit(lambda x: inside(w, x))(jax.device_put(x, there.sharding(()))).sharding == product.sharding
-
-
-def test_a_plan_on_other_devices_is_an_error():
-    made = plan({"w": jnp.ones((8, 8))}, MeshSpec({"d": 4}), paths=PathRules([("w", P("d"))]))
-    here, there = (made.on(made.mesh.build(devices)) for devices in (jax.devices()[:4], jax.devices()[4:]))
-    step = lambda tree: constrain(tree["w"] * 2, P(None, "d"), there)
-    placed = shard({"w": jnp.ones((8, 8))}, here)
-    for call in (filter_jit(step, in_shardings=(here,)), jax.jit(step)):
-        with pytest.raises(ValueError, match="incompatible devices"):
-            call(placed)
 
 
 def test_gather_inside_jit_says_what_to_do():

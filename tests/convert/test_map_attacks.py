@@ -125,7 +125,8 @@ def test_names_in_a_circle():
 
 
 def test_numbers_of_numpy_are_plain_ones():
-    made = TreeMap({"x": leaf().split(np.int64(0), np.int32(3)).pad_to(5, value=np.float32(2))})
+    dim, size, value = np.int64(0), np.int32(3), np.float32(2)
+    made = TreeMap({"x": leaf().split(dim, size).pad_to(5, value=value)})  # pyright: ignore[reportArgumentType]
     assert made == TreeMap.from_json(made.to_json()) == TreeMap({"x": leaf().split(0, 3).pad_to(5, value=2.0)})
 
 
