@@ -161,9 +161,6 @@ def test_each_change_saves_what_it_says():
     assert zero.how == 'follow(optimizer.init, params_plan, over="data")'
     donated = by_words(before, "donate")
     assert donated.how == 'filter_jit(step, donate=("params", "opt"))'
-    assert donated.peak_bytes == fit(*made(donate=("params", "opt")), chip=SMALL).peak_bytes
-    half = by_words(fit(*made(batch=2048), chip=SMALL), "half the batch")
-    assert half.peak_bytes == fit(*made(batch=1024), chip=SMALL).peak_bytes
     # Old and new, half of each; the count stays.
     assert by_words(before, "bfloat16").saves_bytes == before.bytes_of("optimizer") - 4
     assert by_words(before, "ZeRO-3").saves_bytes > zero.saves_bytes

@@ -107,6 +107,11 @@ def one(line, n):
     return f"HloModule m, num_partitions={n}\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n  {line}\n}}\n"
 
 
+PAIRS = "channel_id=1, frontend_attributes={_xla_send_recv_source_target_pairs={{0,1},{1,2},{2,3}}}"
+RING = "channel_id=1, source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
+ALL = "channel_id=1, replica_groups=[1,4]<=[4], use_global_device_ids=true"
+
+
 @pytest.mark.parametrize(
     "line, devices, right",
     [
@@ -123,11 +128,27 @@ def one(line, n):
         ("%s = (bf16[8]{0:T(8,128)(2,1)S(1)}, bf16[32]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4]", 4, 48),
         ("%b = ((f32[8]{0}), f32[8]{0}) collective-broadcast-start(%x), replica_groups={{0,1,2,3}}", 4, 24),
         ("%a = ((s8[16]{0}, s8[16]{0}), s8[16]{0}) ragged-all-to-all-start(%x, %y), replica_groups={}", 4, 12),
-        ("%g = f4e2m1fn[4,8]{1,0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}", 4, 12),
-        ("%g = f8e4m3fn[32]{0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}", 4, 24),
-        ("%g = c64[4]{0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}", 4, 24),
+        ("%g = f4e2m1fn[4,8]{1,0} all-gather(%p), replica_groups=[1,4]<=[4]", 4, 12),
+        ("%g = f8e4m3fn[32]{0} all-gather(%p), replica_groups=[1,4]<=[4]", 4, 24),
+        ("%g = c64[4]{0} all-gather(%p), replica_groups=[1,4]<=[4]", 4, 24),
         ("%r = (f32[8]{0}, token[]) all-reduce(%x, %t), replica_groups={{0,1}}, to_apply=%add", 2, 32),
-        ("%g = f32[0,4]{1,0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={1}", 4, 0),
+        ("%g = f32[0,4]{1,0} all-gather(%p), replica_groups=[1,4]<=[4]", 4, 0),
+        # What a name that a user gives looks like is no attribute.
+        ('%r = f32[64] add(%t, %t), metadata={op_name="jit(f)/body=x/channel_id=3/add"}', 4, 0),
+        (f'%r = f32[64] all-gather(%t), {ALL}, metadata={{op_name="jit(f)/replica_groups={{{{0}}}}/add"}}', 4, 192),
+        # Texts without percent signs, and sizes that have a bound.
+        ("r.1 = f32[8]{0} all-reduce(f32[8]{0} p.1), replica_groups=[1,4]<=[4]", 4, 48),
+        ("%r = f32[<=8,2]{1,0} all-gather(%x), replica_groups=[1,4]<=[4]", 4, 48),
+        # An all-reduce in a computation of its own, begun: its operands come first.
+        ("%r = ((f32[8]), f32[8]) all-reduce-start(%t), replica_groups=[1,4]<=[4]", 4, 48),
+        # Several operands, begun; and slices of larger arrays.
+        (f"%r = ((f32[4], s8[8]), (f32[4], s8[8]), u32[], u32[]) collective-permute-start(%x, %y), {RING}", 4, 24),
+        (f"%r = f32[64,8]{{1,0}} collective-permute(%x, %y, %i, %j), {RING}, slice_sizes={{{{4,8}}}}", 4, 128),
+        (f"%r = (f32[9], s8[9]) collective-permute(%x, %y), {RING}, slice_sizes={{{{2}},{{3}}}}", 4, 11),
+        # A permute that a GPU's compiler wrote as a send and a receive.
+        (f"%r = (f32[64], u32[], token[]) recv(%t), {PAIRS}", 4, 192),
+        (f"%r = (f32[64], u32[], token[]) send(%x, %t), {PAIRS}", 4, 0),
+        ('%r = f32[64] custom-call(%t), custom_call_target="k", backend_config={"has_communication": false}', 4, 0),
     ],
 )
 def test_bytes_of_one_instruction(line, devices, right):

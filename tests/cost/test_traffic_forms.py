@@ -86,34 +86,7 @@ def test_permutes(devices, channel, data):
     assert row.wire_bytes == round(Fraction(64 * moved, devices))
 
 
-PAIRS = "_xla_send_recv_source_target_pairs={{0,1},{1,2},{2,3}}"
-RING = "channel_id=1, source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
 ALL = "channel_id=1, replica_groups=[1,4]<=[4], use_global_device_ids=true"
-
-
-@pytest.mark.parametrize(
-    "line, right",
-    [
-        # What a name that a user gives looks like is no attribute.
-        ('%r = f32[64] add(%t, %t), metadata={op_name="jit(f)/body=x/channel_id=3/add"}', 0),
-        (f'%r = f32[64] all-gather(%t), {ALL}, metadata={{op_name="jit(f)/replica_groups={{{{0}}}}/add"}}', 192),
-        # Texts without percent signs, and sizes that have a bound.
-        (f"r.1 = f32[8]{{0}} all-reduce(f32[8]{{0}} p.1), {ALL}", 48),
-        (f"%r = f32[<=8,2]{{1,0}} all-gather(%x), {ALL}", 48),
-        # An all-reduce in a computation of its own, begun: its operands come first.
-        (f"%r = ((f32[8]), f32[8]) all-reduce-start(%t), {ALL}", 48),
-        # Several operands, begun; and slices of larger arrays.
-        (f"%r = ((f32[4], s8[8]), (f32[4], s8[8]), u32[], u32[]) collective-permute-start(%x, %y), {RING}", 24),
-        (f"%r = f32[64,8]{{1,0}} collective-permute(%x, %y, %i, %j), {RING}, slice_sizes={{{{4,8}}}}", 128),
-        (f"%r = (f32[9], s8[9]) collective-permute(%x, %y), {RING}, slice_sizes={{{{2}},{{3}}}}", 11),
-        # A permute that a GPU's compiler wrote as a send and a receive.
-        (f"%r = (f32[64], u32[], token[]) recv(%t), channel_id=1, frontend_attributes={{{PAIRS}}}", 192),
-        (f"%r = (f32[64], u32[], token[]) send(%x, %t), channel_id=1, frontend_attributes={{{PAIRS}}}", 0),
-        ('%r = f32[64] custom-call(%t), custom_call_target="k", backend_config={"has_communication": false}', 0),
-    ],
-)
-def test_bytes_of_forms_that_are_seldom(line, right):
-    assert traffic(program(line, 4)).wire_bytes == right
 
 
 @pytest.mark.parametrize(

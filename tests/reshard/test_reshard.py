@@ -222,28 +222,6 @@ def test_an_array_that_also_stays_is_not_donated(move, source, here):
     assert moved["held"].sharding == here
 
 
-@pytest.mark.parametrize(
-    "dtype, target",
-    [
-        ("float8_e4m3", ((2, 2), "b", "a")),
-        ("float8_e5m2", ((2, 2, 2), ("c", "b"), "a")),
-        ("float8_e3m4", ((3,), "a")),
-        ("float4_e2m1fn", ((2, 4), None, "b")),
-    ],
-)
-def test_parts_keep_the_bits_of_small_floats(dtype, target):
-    sizes, *entries = target
-    made = Mesh(np.array(jax.devices())[: np.prod(sizes)].reshape(sizes), tuple("abc"[: len(sizes)]))
-    values = (np.arange(24 * 4) + 160).astype(np.uint8).reshape(24, 4)
-    values = (values % 16).astype(jnp.dtype(dtype)) if dtype.startswith("float4") else values.view(jnp.dtype(dtype))
-    x = jax.device_put(values, sharding((8,), "a"))
-    dst = NamedSharding(made, P(*entries))
-    with pytest.raises(MoveError, match="is too little") as error:
-        through_programs(x, dst, memory_limit_bytes=1)
-    moved = through_programs(x, dst, memory_limit_bytes=least_in(error))
-    assert np.asarray(moved).tobytes() == np.asarray(values).tobytes()
-
-
 def least_in(error):
     (least,) = re.findall(r"pass `memory_limit_bytes=(\d+)` or more", str(error.value))
     return int(least)

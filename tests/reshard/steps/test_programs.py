@@ -2,6 +2,7 @@ import contextlib
 import functools as ft
 import itertools as it
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from benchmarks._programs import lowered, planned, program_of, steps_program, wire_bytes
 from shardfx import MeshSpec, reshard
-from shardfx._ground.errors import LeafTypeError, MeshError, SpecError
+from shardfx._ground.errors import LeafTypeError, MeshError, MoveError, SpecError
 from shardfx._reshard.flight import carry_out
 from shardfx._reshard.move import move_of
 from shardfx._reshard.mover import resharded
 
 
-DTYPES = ("bool", "int4", "uint4", "int8", "uint32", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
-DTYPES += ("float4_e2m1fn", "bfloat16", "float16", "complex64")
+DTYPES = ("bool", "int4", "uint4", "int8", "uint32", "float8_e4m3", "float8_e4m3fn", "float8_e5m2")
+DTYPES += ("float8_e3m4", "float8_e8m0fnu", "float4_e2m1fn", "bfloat16", "float16", "complex64")
 KINDS = (AxisType.Auto, AxisType.Explicit)
 
 
@@ -92,16 +93,23 @@ def test_a_live_array_gets_from_anywhere_to_anywhere(ends, source_kind, target_k
 
 @pytest.mark.parametrize(
     "dtype, target",
-    [*it.product(DTYPES, ["other"]), *it.product(("bfloat16", "int4", "float8_e5m2"), ["same", "permuted"])],
+    [*it.product(DTYPES, ["other"]), *it.product(("bfloat16", "int4", "float8_e5m2"), ["same", "permuted", "fewer"])],
 )
-def test_every_dtype_keeps_its_bits(dtype, target):
+def test_every_dtype_keeps_its_bits_also_in_the_finest_parts(dtype, target):
     src, dst = pair()
     if target == "same":
         dst = NamedSharding(src.mesh, P(None, ("b", "a")))
     if target == "permuted":
         dst = NamedSharding(mesh(order=[3, 1, 4, 0, 5, 2, 6, 7], c=4, d=2), P("d", "c"))
+    if target == "fewer":
+        dst = NamedSharding(mesh(c=2, d=2), P("d", "c"))
     values = any_bits(jnp.dtype(dtype))
-    assert_lies(move(put(values, src), dst), values, dst)
+    x = put(values, src)
+    with pytest.raises(MoveError, match="is too little") as error:
+        resharded(x, dst, copies=False, memory_limit_bytes=1)
+    (least,) = re.findall(r"pass `memory_limit_bytes=(\d+)` or more", str(error.value))
+    for limit in (None, int(least)):
+        assert_lies(resharded(x, dst, copies=False, memory_limit_bytes=limit), values, dst)
 
 
 def any_bits(dtype: np.dtype) -> np.ndarray:
