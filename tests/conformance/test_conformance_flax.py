@@ -311,9 +311,8 @@ def test_axis_types(vector):
 
 @SUITE.of("per-variable meshes")
 def test_a_plan_per_mesh(vector):
-    devices = jax.devices()
     for at, (name, given) in enumerate(sorted(vector["inputs"].items())):
-        mesh = MeshSpec(dict.fromkeys(given["mesh"], 2)).build(devices[4 * at : 4 * at + 4])
+        mesh = MeshSpec(dict.fromkeys(given["mesh"], 2)).build(jax.devices()[4 * at : 4 * at + 4])
         x = jnp.ones((4, 4))
         made = plan(x, mesh, names=tuple(given["spec"]), axes=interop.core_rules((), mesh))
         assert made.leaves[0].spec == spec_of(vector["expected"][name]["spec"])

@@ -105,10 +105,6 @@ def t5x_mesh():
     return Mesh(objects(devices)[grid[tuple(np.moveaxis(order, -1, 0))]], ("data", "model"))
 
 
-def t5x_grid():
-    return hosts.grid_of(t5x_mesh())
-
-
 def slices_grid():
     """Two slices of 8 x 2 devices, two processes along `data` in each."""
     mesh = MeshSpec({"replica": 2, "data": 8, "model": 2})
@@ -116,7 +112,7 @@ def slices_grid():
 
 
 def grid_for(inputs):
-    return t5x_grid() if inputs.get("mesh") == T5X_MESH else slices_grid()
+    return hosts.grid_of(t5x_mesh()) if inputs.get("mesh") == T5X_MESH else slices_grid()
 
 
 def assert_chunk(chunk, shape, expected, replica):
@@ -129,7 +125,7 @@ def assert_chunk(chunk, shape, expected, replica):
 @SUITE.of("default_mesh+local_mesh")
 def test_default_mesh_and_its_local_part(vector):
     inputs, expected = vector["inputs"], vector["expected"]
-    mesh, grid = t5x_mesh(), t5x_grid()
+    mesh, grid = t5x_mesh(), hosts.grid_of(t5x_mesh())
     assert list(mesh.axis_names) == expected["axis_names"]
     assert dict(mesh.shape) == expected["global_shape"] and mesh.size == expected["size"]
     assert {n: grid.axis_sizes[n] // grid.num_chunks[n] for n in grid.axis_names} == expected["local_shape"]
@@ -163,11 +159,10 @@ def test_meshes_without_a_torus(vector):
 @SUITE.of("default_mesh (hybrid)")
 def test_hybrid_mesh(vector):
     expected, inputs = vector["expected"], vector["inputs"]
-    devices = chips((4, 2, 1, 1), slices=2)
     names, ici, dcn = ("replica", "data", "model"), inputs["ici_mesh_shape"], inputs["dcn_mesh_shape"]
     sizes = [a * b for a, b in zip(ici, dcn, strict=True)]
     spec = MeshSpec(zip(names, sizes, strict=True), dcn=dict(zip(names, dcn, strict=True)))
-    order = spec.order(devices)
+    order = spec.order(chips((4, 2, 1, 1), slices=2))
     assert [list(pair) for pair in spec.shape.items()] == expected["shape"]
     assert np.vectorize(lambda device: device.id)(order.devices).tolist() == expected["ids"]
     assert order.method == "hybrid: mesh_utils" and order.mean_hops == (0.0, 1.0, 1.0)
@@ -233,7 +228,7 @@ def test_slices(vector):
 @SUITE.of("BasePartitioner.get_data_layout")
 def test_data_layout(vector):
     inputs, expected = vector["inputs"], vector["expected"]
-    grid, process = t5x_grid(), inputs["process_index"]
+    grid, process = hosts.grid_of(t5x_mesh()), inputs["process_index"]
     if inputs["batch_size"] == 0:
         with pytest.raises(ValueError, match="a positive multiple of 8, or `None`"):
             hosts.data_layout(0, "data", grid, process)
@@ -250,7 +245,8 @@ def test_data_layout(vector):
 @SUITE.of("BasePartitioner.data_mesh_size/data_shards/data_shard_id/data_partition_spec")
 def test_data_properties(vector):
     size, shards, shard, spec = vector["expected"]
-    mesh, layout = t5x_mesh(), hosts.data_layout(None, "data", t5x_grid(), vector["inputs"]["process_index"])
+    mesh = t5x_mesh()
+    layout = hosts.data_layout(None, "data", hosts.grid_of(mesh), vector["inputs"]["process_index"])
     assert MeshSpec.of(mesh).axis_size("data") == size
     assert (layout.num_shards, layout.shard_id) == (shards, shard)
     assert resolve(("batch",), AxisRules([("batch", "data")])).spec == spec_of(spec["spec"])
@@ -328,8 +324,7 @@ def test_standard_rules(vector):
 @SUITE.of("standard_rules->logical_to_mesh_axes")
 def test_standard_rules_resolve(vector):
     inputs, expected = vector["inputs"], vector["expected"]
-    found = resolve(tuple(inputs["array_dim_names"]), preset(inputs)).spec
-    assert found == spec_of(expected["spec"])
+    assert resolve(tuple(inputs["array_dim_names"]), preset(inputs)).spec == spec_of(expected["spec"])
 
 
 @SUITE.of("PjitPartitioner.logical_axis_rules")

@@ -33,11 +33,8 @@ def boxed_mlp():
 
 
 def nnx_mlp():
-    def make():
-        metadata = {"out_sharding": ("embed", "mlp"), "eager_sharding": False}
-        return nnx.Linear(4, 8, rngs=nnx.Rngs(0), kernel_metadata=metadata)
-
-    return nnx.eval_shape(make)
+    metadata = {"out_sharding": ("embed", "mlp"), "eager_sharding": False}
+    return nnx.eval_shape(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0), kernel_metadata=metadata))
 
 
 # --- linen
