@@ -41,7 +41,7 @@ from .given import (
     struct_of,
     without_devices,
 )
-from .partition import Parted, Rest, Static, joined, node_data
+from .partition import FunctionArrays, Parted, Rest, Static, joined, node_data
 from .stages import Lowered, Traced, TracedArray
 
 
@@ -183,7 +183,7 @@ class Jitted(Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], in_shardings: object, out_shardings: object, donate: Donate):
-        self._fn, self._signature = fn, inspect.signature(fn)
+        self._fn, self._signature = FunctionArrays(fn), inspect.signature(fn)
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._in = by_parameter(checked(in_shardings, "in_shardings"), self._signature, self._name)
         self._out = checked(out_shardings, "out_shardings")
@@ -251,10 +251,9 @@ class Jitted(Generic[P, R]):
     def _run_compiled(self, static: Static, compiled: jax.stages.Compiled, args: object, kwargs: object) -> Any:
         call = self._bound(args, kwargs, runs=True)
         if call.static != static:
-            then, now = ([value for value in one.values if value is not self._fn] for one in (static, call.static))
             raise PlanMismatchError(
-                f"`{self._name}` was compiled for other arguments: they differ in their structure, or in what is no "
-                f"array ({then!r:.60} then, {now!r:.60} now); lower it with what you call it with."
+                f"`{self._name}` was compiled for other arguments: they differ in their structure, or in what is no array "
+                f"({static.values!r:.60} then, {call.static.values!r:.60} now); lower it with what you call it with."
             )
         out = compiled(*call.arrays)
         return out.joined() if type(out) is Parted else out
@@ -288,7 +287,7 @@ class Jitted(Generic[P, R]):
             return self._traced(static, arrays)
 
         # The name that profiles show.
-        traced.__name__ = traced.__qualname__ = getattr(self._fn, "__name__", type(self._fn).__name__)
+        traced.__name__ = traced.__qualname__ = getattr(self.__wrapped__, "__name__", type(self.__wrapped__).__name__)
         run = jax.jit(
             traced,
             static_argnums=0,
@@ -329,23 +328,25 @@ class Jitted(Generic[P, R]):
         lists: dict[object, list[Any]] = {"statics": [], **{key: [] for key in self._results}}
         numbers, order = {key: at for at, key in enumerate(lists)}, []
         for leaf, sharding in zip(leaves, spread(self._out, out, f"what `{self._name}` returns"), strict=True):
-            key = key_of(sharding) if is_traced(type(leaf)) else "statics"
+            key = key_of(sharding) if _is_array(leaf) else "statics"
             lists[key].append(leaf)
             order.append(numbers[key])
         statics = lists.pop("statics")
         return out if len(lists) == 1 and not statics else Parted([*lists.values()], Rest(treedef, order, statics))
 
     def _given(self, fn: Any, args: Any, kwargs: Any, *, shapes: bool = False) -> list[Given]:
-        """All leaves of the function and of its arguments; raises if they do not match their plans, with `shapes` also
-        in shape and dtype.
+        """The function's arrays and all leaves of its arguments; raises if they do not match their plans, with `shapes`
+        also in shape and dtype.
         """
-        rows: list[tuple[int | None, str, str, Any, Any, bool]]
-        rows = [(None, self._name, f"`{self._name}`", fn, None, False)]
+        rows: list[tuple[int, str, str, Any, Any, bool]] = []
         names = parameter_names(self._signature, args, kwargs)
         for at, (name, (which, arg, entry)) in enumerate(zip(names, self._in.of(args, kwargs), strict=True)):
             is_donated = (at if at < len(args) else None) in self._donated
             rows.append((at, name, f"argument {which} of `{self._name}`", arg, entry, is_donated))
-        found: list[Given] = []
+        found = [
+            Given(f"`{path}` of `{self._name}`", f"{self._name}/{path}", leaf, None, False, None)
+            for path, leaf in zip(self._fn.paths, [*filter(_is_array, jax.tree.leaves(fn))], strict=True)
+        ]
         for argument, name, what, tree, entry, is_donated in rows:
             leaves, treedef = jax.tree.flatten(tree)
             wanted = spread(entry, tree, what, shapes=shapes)
@@ -355,7 +356,7 @@ class Jitted(Generic[P, R]):
         return found
 
     def _arrays(self, call: _Call, *, shapes: bool = False) -> list[Given]:
-        return [one for one in self._given(*call.tree, shapes=shapes) if is_traced(type(one.leaf))]
+        return [one for one in self._given(*call.tree, shapes=shapes) if _is_array(one.leaf)]
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
         """Raises if the call lacks an argument that has an entry, and has another one that has none."""
@@ -399,3 +400,7 @@ class Jitted(Generic[P, R]):
             paths = it.compress(tree_paths(out.rest.treedef), [at == number for at in out.rest.order])
             found += [TracedArray(path, struct_of(leaf, sharding)) for path, leaf in zip(paths, leaves, strict=True)]
         return tuple(found)
+
+
+def _is_array(leaf: object) -> bool:
+    return is_traced(type(leaf))

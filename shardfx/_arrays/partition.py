@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .given import is_traced
+
 
 @ft.lru_cache(maxsize=1024)
 def _compared_fields(kind: type) -> tuple[str, ...]:
@@ -22,11 +24,12 @@ def mark(value: object) -> Hashable:
     """
     kind = type(value)
     if isinstance(value, float | complex):
-        return kind, repr(value)
+        # A subclass may have a text of its own.
+        return kind, (float if isinstance(value, float) else complex).__repr__(value)
     if isinstance(value, tuple | list):
         return kind, tuple(map(mark, value))
     if isinstance(value, dict):
-        return kind, tuple(map(mark, value.items()))
+        return kind, frozenset([(key, mark(key), mark(one)) for key, one in value.items()])
     if isinstance(value, set | frozenset):
         return kind, frozenset([(one, mark(one)) for one in value])
     if dataclasses.is_dataclass(kind):
@@ -49,6 +52,28 @@ def node_data(treedef: Any) -> list[Any]:
     return found
 
 
+@jax.tree_util.register_pytree_node_class
+class FunctionArrays:
+    """A function as a tree of its arrays. Structures with one function are equal, whether it can be hashed or not."""
+
+    def __init__(self, fn: Any):
+        pairs, self._treedef = jax.tree_util.tree_flatten_with_path(fn)
+        self._leaves = [leaf for _, leaf in pairs]
+        self._numbers = [at for at, leaf in enumerate(self._leaves) if is_traced(type(leaf))]
+        self.paths = [jax.tree_util.keystr(pairs[at][0], simple=True, separator="/") for at in self._numbers]
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], "FunctionArrays"]:
+        return tuple([self._leaves[at] for at in self._numbers]), self
+
+    @classmethod
+    def tree_unflatten(cls, own: "FunctionArrays", arrays: Sequence[Any]) -> Any:
+        """The function itself with these arrays."""
+        leaves = [*own._leaves]
+        for at, array in zip(own._numbers, arrays, strict=True):
+            leaves[at] = array
+        return own._treedef.unflatten(leaves)
+
+
 class Static:
     """The parts of a tree that are not traced.
 
@@ -62,8 +87,8 @@ class Static:
 
     def __init__(self, treedef: Any, is_array: tuple[bool, ...], values: Sequence[Any], parts: Sequence[Any]):
         self.treedef, self.is_array, self.values, self.parts = treedef, is_array, values, parts
-        # Marks say the rest of a number. NaN does not equal itself.
-        compared = tuple([None if isinstance(one, float | complex) else one for one in values])
+        # NaN does not equal itself.
+        compared = tuple([None if isinstance(one, float | complex) and one != one else one for one in values])
         self._key = is_array, compared, mark(parts), treedef
         self._hash = hash(self._key)
 

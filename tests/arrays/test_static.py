@@ -188,3 +188,39 @@ def test_defaults_count_and_so_do_names():
     run = filter_jit(lambda x, scale=2.0: traced.append(scale) or x * scale)
     found = [run(X), run(X, 3.0), run(X), run(X, 2.0), run(X, scale=3.0)]
     assert [float(one[0]) for one in found] == [2, 3, 2, 2, 3] and traced == [2.0, 3.0]
+
+
+class Rounded(float):
+    def __repr__(self):
+        return f"{float(self):.1f}"
+
+
+class Named(dict):
+    def __hash__(self):
+        return 1
+
+
+def test_equal_texts_and_equal_dicts_are_told_apart():
+    by = filter_jit(lambda by, x: float(by) * x)
+    assert by(Rounded(1.01), jnp.ones(1)) != by(Rounded(1.04), jnp.ones(1))
+    of = filter_jit(lambda names, x: (2 if names["a"] is True else 3) * x)
+    assert of(Named(a=1, b=True), jnp.ones(1)) == 3 and of(Named(b=1, a=True), jnp.ones(1)) == 2
+
+
+def test_a_function_need_not_be_hashable():
+    @dataclasses.dataclass
+    class Times:
+        by: float
+
+        def __call__(self, x):
+            return x * self.by
+
+    class Layer(eqx.Module):
+        weight: jax.Array
+        sizes: list = eqx.field(static=True)
+
+        def __call__(self, x):
+            return x * self.weight * self.sizes[0]
+
+    for fn in (Times(2.0), Layer(jnp.array(1.0), [2])):
+        assert filter_jit(fn)(jnp.ones(())) == 2
