@@ -216,7 +216,9 @@ _AROUND, _LAYOUTS = 2, 2
 
 
 def step_data(fit: Fit) -> dict[str, object] | None:
-    """The arrays of the worst moment, and the source lines with the arrays that each makes; `None` without a step."""
+    """The arrays in memory at the worst moment of a step, and its source lines with the arrays that each line makes;
+    `None` if `fit` has no step.
+    """
     known = fit.shardings
     return known and {"moment": [_held(one) for one in fit.moment if one.bytes], "source": _source(known.rows)}
 
@@ -242,7 +244,7 @@ def _held(one: Offender) -> dict[str, object]:
 
 
 def _source(rows: Sequence[ArrayRow]) -> list[dict[str, object]]:
-    """By file, the lines that make arrays and the lines around them, with the largest arrays of each."""
+    """For each source file, the lines that make arrays, their context, and the largest arrays of each line."""
     made: dict[str, dict[int, dict[str, None]]] = {}
     for row in rows:
         if row.source is not None:
@@ -419,8 +421,8 @@ def _within(
     pack: Callable[[Sequence[Any]], Any] = list,
     weight: Callable[[Any], int] | None = None,
 ) -> tuple[Any, list[Any]]:
-    """As many rows as fit into `characters`, packed and in order, and the rows left out. Heavier rows are
-    kept first.
+    """Packs as many rows as fit into `characters` of JSON, heavier rows first, and returns them and the rows that did
+    not fit.
     """
     numbers = range(len(rows))
     ranked = numbers if weight is None else sorted(numbers, key=lambda number: -weight(rows[number]))

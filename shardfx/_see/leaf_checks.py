@@ -38,7 +38,7 @@ def _asks(group: Group) -> str:
 
 
 def _sharded(subject: Subject, group: Group) -> str | None:
-    """Code that shards these arrays over a mesh axis; `None` if no axis divides them."""
+    """Code that a user can add to shard these arrays over a mesh axis; `None` if no axis divides them."""
     row, mode = group.row, subject.mode
     places = subject.divisible(row.shape, row.units)
     if not places or any(why.code is Code.small for why in row.reasons):
@@ -58,8 +58,8 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 
 
 def corrected(subject: Subject) -> Iterator[Finding]:
-    """Findings for arrays that are sharded less than their rule asks for; under `strict` for all arrays
-    with a reason. Arrays that one mesh axis does not divide are one finding.
+    """Findings for arrays that are sharded less than their rule requests; under `strict`, for all arrays with a reason.
+    Arrays that the same mesh axis does not divide are one finding.
     """
     content = subject.content
     if not any(row.reasons for row in content.rows):
@@ -101,7 +101,7 @@ _SHOWN = 3
 
 
 class _Short(NamedTuple):
-    """Arrays that are sharded less than their rule asks for, with the reasons and the severity of the finding."""
+    """Arrays that are sharded less than their rule requests, with the reasons and the severity of the finding."""
 
     group: Group
     reasons: tuple[Reason, ...]
@@ -133,8 +133,8 @@ def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -
 
 
 def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
-    """Code under which the rules ask for the sharding that the arrays have, or under which mesh axes are split so that
-    the arrays get more.
+    """Code that changes the rules to request the present sharding, or that splits mesh axes if that shards the arrays
+    further.
     """
     content, lines, targets = subject.content, dict[str, None](), dict[Any, list[str]]()
     for group, reasons, _ in shorts:
@@ -162,9 +162,9 @@ def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
 
 
 class _State(NamedTuple):
-    """Leaves of an optimizer's state, the row of their parameter, and the spec that follows the parameter's.
+    """Leaves of an optimizer's state, the row of their parameter, and the spec that they would have if sharded like it.
 
-    `is_whole` means that they have all of its dimensions, so they could be sharded further, as moments are.
+    `is_whole` means that the leaves have all dimensions of the parameter, as moments do, so that ZeRO-1 can shard them.
     """
 
     root: str
@@ -232,8 +232,8 @@ def _states(subject: Subject) -> list[_State]:
 
 
 def _state(root: str, group: Group, known: dict[str, Row]) -> _State | None:
-    """The state of a parameter, found by the end of its path, or by that without the last name as in `w/v_row`; `None`
-    for other leaves.
+    """The parameter that a leaf of the optimizer's state belongs to, found by the end of the leaf's path, such as `w`
+    or `w/v_row`; `None` for other leaves.
     """
     parts, shape = group.paths[0].split("/"), group.row.shape
     for at in range(1, len(parts)):
@@ -259,7 +259,7 @@ def _told(spec: PartitionSpec) -> str:
 
 
 def _over(subject: Subject, states: list[_State], axis: str) -> Iterator[tuple[Group, PartitionSpec]]:
-    """The states that could be sharded over a mesh axis too, each with its spec then."""
+    """Yields the states that could also be sharded over a mesh axis, each with its spec if it were."""
     for group in [state.group for state in states]:
         row = group.row
         request = Request(None, row.spec, None, row.units, (), ())
@@ -269,7 +269,7 @@ def _over(subject: Subject, states: list[_State], axis: str) -> Iterator[tuple[G
 
 
 def _of_states(subject: Subject, where: str, message: str, specs: list[tuple[Group, PartitionSpec]]) -> Finding:
-    """One finding for all states that another spec would shard further."""
+    """One finding for all states that these specs would shard further."""
     content, saved = subject.content, 0
     for group, spec in specs:
         shard = group.row._replace(spec=spec).byte_counts(content.mesh.shape)[1]

@@ -187,9 +187,7 @@ def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
 
 
 def _fitting(names: tuple[object, ...], rank: int) -> tuple[object, ...]:
-    """`names` shortened or extended to `rank` entries, each name once; none at all where some entry is no plain
-    name.
-    """
+    """`names` shortened or extended to `rank` entries, each name once; `()` if some entry is not a plain name."""
     if not all(name is None or name is ... or isinstance(name, str) for name in names):
         return ()
     once = [None if name in names[:at] else name for at, name in enumerate(names) if name is not ...][:rank]
@@ -285,8 +283,8 @@ def _unused(where: str, what: str, severity: Severity, why: Unused, fix: str) ->
 
 
 def _used(subject: Subject, why: Unused) -> str:
-    """Code that moves a shadowed rule in front of the others, or that removes it if the earlier rules would lose all
-    their leaves.
+    """Code that moves an unused rule before the rules that shadow it, or that removes it if those rules would become
+    unused.
     """
     takers = {number: wide for number, wide in subject.rules_for(why.arrays).items() if number is not None}
     if takers and all(takers.values()):

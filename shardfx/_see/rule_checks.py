@@ -113,7 +113,7 @@ def _pairs(names: _Names, shape: tuple[int, ...]) -> list[tuple[str, int]]:
 
 
 def _counts(groups: list[Group], names: list[_Names]) -> _Counts:
-    """How many arrays have each size for each name."""
+    """For each logical name, how many arrays have a dimension of that name with each size."""
     counts: _Counts = {}
     for group, own in zip(groups, names, strict=True):
         for name, size in _pairs(own, group.row.shape):
@@ -146,14 +146,16 @@ _LAST = re.compile(r"[/.](kernel|weight|scale|bias|embedding|value)$")
 
 
 def _agree(groups: list[Group]) -> bool:
-    """Whether several of the arrays are projections of one module."""
+    """Whether several of the arrays are in one module, as a layer's projections are."""
     ends = {_LAST.sub("", group.paths[0]).rpartition("/")[::2] for group in groups}
     inner = {(between_numbers(module), between_numbers(end)) for module, end in ends if module}
     return len(inner) > len({module for module, _ in inner})
 
 
 def _own_name(subject: Subject, group: Group, name: str, size: int) -> str:
-    """Code that gives the leaves another name with the same rules. For a ready plan it is code that sets their spec."""
+    """Code that gives the dimension an own name with the same rules. For a finished plan it is code that sets the
+    spec.
+    """
     if subject.is_plan:
         return subject.ruled(group.paths, group.row.spec)
     other = f"{name}_{size}"

@@ -96,7 +96,9 @@ class Subject:
         ]
 
     def cut(self, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> Any:
-        """A target that shards an array of this shape over one mesh axis; `replicate` if no axis divides it."""
+        """The target of a rule that shards an array of this shape over one mesh axis; `replicate` if no axis divides
+        it.
+        """
         skip = (0,) if len(shape) > 2 else ()
         return next((fsdp(axis, skip=skip) for _, axis in self.divisible(shape, units)), replicate)
 
@@ -114,7 +116,7 @@ class Subject:
 
     @ft.cached_property
     def _alike(self) -> collections.Counter[tuple[str, ...]]:
-        """The number of paths of each form, which is the text of a path between its numbers."""
+        """The number of leaves for each form of path, where a form is the path without its numbers."""
         return collections.Counter(map(between_numbers, self.content.skeleton.paths))
 
     def is_named(self, group: Group) -> bool:
@@ -122,7 +124,7 @@ class Subject:
         return group.row.rule == "names" and not self.is_plan
 
     def mended(self, group: Group, names: object, target: object) -> str:
-        """Code that gives leaves with names these names, and leaves without names the target."""
+        """Code for a fix: it changes the names of leaves that have names, and the rule's target for all others."""
         return self.renamed(group.paths, names) if self.is_named(group) else self.ruled(group.paths, target)
 
     def renamed(self, paths: Sequence[str], names: object) -> str:
@@ -130,10 +132,9 @@ class Subject:
         return f"names = auto.renamed(tree, {{{self.regex(paths)!r}: {code_of(names)}}}, names=names)"
 
     def ruled(self, paths: Sequence[str], target: object, *, last: bool = False) -> str:
-        """Code that gives leaves without names this target, by a rule before all others or after them.
+        """Code that gives leaves a target by a path rule before all other rules, or after them if `last`.
 
-        If one rule decides about these leaves only, its target is replaced: beside a new rule it would decide about
-        nothing.
+        If a rule applies to these leaves only, the code replaces its target: with a new rule it would apply to none.
         """
         ((number, wide), *others) = self.rules_for(paths).items()
         if self.paths is not None and number is not None and not wide and not others:
@@ -158,12 +159,14 @@ class Subject:
 
     @ft.cached_property
     def _deciding(self) -> tuple[dict[str, int | None], collections.Counter[int | None]]:
-        """For each leaf without names the number of the rule that decides about it, and the leaves of each rule."""
+        """For each leaf without names, the number of the first rule that matches it; and for each rule, how many leaves
+        it decides about.
+        """
         columns = zip(self.flat.paths, self.given, self.flat.is_array, strict=True)
         found = {path: first_match(path, self.patterns) for path, names, shaped in columns if shaped and names is None}
         return found, collections.Counter(found.values())
 
 
 def asked_by(group: Group) -> str:
-    """The rule that asked for the sharding of these leaves, or "its names"."""
+    """The text that names the rule of these arrays, or "its names"."""
     return "its names" if group.row.rule == "names" else str(group.row.rule)

@@ -43,9 +43,10 @@ class Factors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepValue:
-    """One array of the step. An array made of constants only is free: every device computes it in place.
+    """One array of the step. It is free if it depends on constants only, so that every device can compute any shard of
+    it.
 
-    `laid` is known if the module was propagated.
+    `laid` is its sharding, if Shardy has propagated shardings through the module.
     """
 
     shape: tuple[int, ...]
@@ -64,10 +65,10 @@ class Operation:
     """One operation, which runs `times` times: its operands and results, its factors, and its floating-point
     operations.
 
-    `name` is StableHLO's. Four names are this graph's own: "carry" hands an array to a loop or out of a branch,
-    "return" hands what one iteration made, beside what it was given, to the next, "use" says that a loop reads an array
-    until it ends, and "opaque" is one that nothing is known of. `counted` are the dimensions of its first operand that
-    the counter of a loop walks through, each with a number of the loop.
+    `name` is that of StableHLO, or one of four of this graph. "carry" passes an array into a loop or out of a branch.
+    "return" passes the result of one iteration to the next: its operands are that result and the initial value. "use"
+    marks an array that a loop reads until it ends. "opaque" is an unknown operation. `counted` lists the dimensions of
+    the first operand that a loop's counter indexes, each with the number of the loop.
     """
 
     name: str
@@ -136,8 +137,8 @@ def _mapped(mappings: Iterable[ir.Attribute]) -> tuple[tuple[tuple[int, ...], ..
 
 
 def by_element(ins: Shapes, outs: Shapes) -> Factors:
-    """The factors of an elementwise operation: each dimension of the result corresponds to that of every operand of its
-    shape.
+    """The factors of an elementwise operation: each dimension of the result has one factor with the operands of the
+    same shape.
     """
     shape = outs[0]
     same = tuple((dim,) for dim in range(len(shape)))
@@ -155,13 +156,13 @@ def by_element(ins: Shapes, outs: Shapes) -> Factors:
 
 
 def handed(shape: Shape, times: int = 2) -> Factors:
-    """The factors of an array that is passed on unchanged: the same dimensions in each of `times` arrays."""
+    """The factors of an operation that passes an array on: each dimension has one factor, in all `times` arrays."""
     dims = tuple((dim,) for dim in range(len(shape)))
     return Factors(shape, (dims,) * (times - 1), (dims,))
 
 
 def opaque(ins: Shapes, outs: Shapes) -> Factors:
-    """Factors that tie no dimensions together, and that no mesh axis may shard."""
+    """The factors of an unknown operation: each dimension has its own factor, which must be replicated."""
     sizes: list[int] = []
     dims = []
     for shape in (*ins, *outs):

@@ -61,13 +61,13 @@ def _value(kind: ir.Type) -> StepValue:
 
 
 def _ended(block: ir.Block) -> list[ir.Value]:
-    """The values that a block returns."""
+    """The operands of a block's terminator, which are the values that the block returns."""
     *_, last = block.operations
     return list(last.operands)
 
 
 def _maker(value: ir.Value, name: str) -> Op | None:
-    """The operation of this name that makes a value, in whatever dialect; `None` for another maker."""
+    """The operation that makes a value if it has this name, without its dialect; else `None`."""
     made = None if isinstance(value.owner, ir.Block) else value.owner
     return made if made is not None and made.name.rpartition(".")[2] == name else None
 
@@ -103,7 +103,7 @@ class _Walk:
         return Program(self.values, operations, tuple(arguments), tuple(results), self.notes)
 
     def new(self, values: Sequence[ir.Value], laid: Sequence[Laid | None] = ()) -> list[int]:
-        """New numbers for values."""
+        """Adds these MLIR values to the program, and returns their numbers."""
         pairs = itertools.zip_longest(values, laid)
         return [self.add(dataclasses.replace(_value(value.type), laid=own)) for value, own in pairs]
 
@@ -183,7 +183,7 @@ class _Walk:
         )
 
     def count(self, ins: Sequence[int], outs: Sequence[int]) -> None:
-        """Marks values that are computed from loop counters and literals only."""
+        """Records integer scalars that are computed only from a loop's counter and literals."""
         scalar = len(outs) == 1 and not self.values[outs[0]].shape and self.values[outs[0]].dtype.kind in "iu"
         numbers = [value for value in ins if self.values[value].dtype.kind in "iu"]
         known = all(value in self.literals or value in self.counters for value in numbers)
@@ -192,7 +192,9 @@ class _Walk:
             self.counters[outs[0]] = loops[0]
 
     def hand(self, name: str, ins: tuple[int, ...], times: float, op: Op, out: int | None = None) -> int:
-        """Appends an operation that passes an array on: into a loop, to its next iteration, or out of a branch."""
+        """Appends an operation that passes an array into a loop, to the next iteration, or out of a branch, and returns
+        the new array's number.
+        """
         if out is None:
             out = self.add(dataclasses.replace(self.values[ins[0]], free=False))
         factors = handed(self.values[ins[0]].shape, len(ins) + 1)
@@ -256,7 +258,7 @@ class _Walk:
         return float(max(0, math.ceil((stop - start) / step))), at
 
     def manual(self, op: Op, ins: Sequence[int], outs: Sequence[int], known: _Known, times: float) -> None:
-        """Appends the operations of a `shard_map`, whose arrays are shards."""
+        """Appends the operations of a `shard_map`. Its body computes on shards of the operands."""
         self.note("a `shard_map` shards arrays over a mesh of its own: that is not priced")
         block = op.regions[0].blocks[0]
         inner = self.new(block.arguments)
@@ -266,7 +268,9 @@ class _Walk:
         self.apart(self.enter(block, inner, known, times * shards), outs, times, op)
 
     def apart(self, ins: Sequence[int], outs: Sequence[int], times: float, op: Op) -> None:
-        """Ties arrays to their shards in the dimensions that are not sharded."""
+        """Appends operations between arrays and their shards in a `shard_map`. Unequal shapes have no factor in
+        common.
+        """
         for value, out in zip(ins, outs, strict=True):
             shapes = [self.values[value].shape], [self.values[out].shape]
             factors = by_element(*shapes) if shapes[0] == shapes[1] else opaque(*shapes)
@@ -274,7 +278,7 @@ class _Walk:
 
 
 def _is_free(name: str, ins: Sequence[StepValue], factors: Factors | None) -> bool:
-    """Whether an operation depends on constants only, so that every device computes its own shard in place."""
+    """Whether an operation depends on constants only, so that every device can compute any shard of its result."""
     if name == "broadcast_in_dim" and not ins[0].shape:
         return True
     is_plain = factors is not None and not factors.reduction and not factors.replicated
@@ -282,7 +286,7 @@ def _is_free(name: str, ins: Sequence[StepValue], factors: Factors | None) -> bo
 
 
 def _used(operations: list[Operation], results: Sequence[int]) -> list[Operation]:
-    """The operations whose results are used, inside loops too, as compilers keep them."""
+    """The operations that the results depend on, inside loops too. Compilers remove all others."""
     live, kept = set(results), [False] * len(operations)
     before = -1
     while before != len(live):

@@ -151,7 +151,7 @@ def _main(module: Module) -> Op:
 
 
 def _said(main: Op, attribute: str) -> list[dict[str, ir.Attribute]]:
-    """The attributes of each argument or result."""
+    """The attributes of each argument or result of `main`, as dicts."""
     if attribute not in main.attributes:
         kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
         return [{} for _ in (kind.inputs if attribute == "arg_attrs" else kind.results)]
@@ -222,7 +222,9 @@ def _name(location: ir.Location) -> str:
 
 
 def _with_sharding(said: Mapping[str, ir.Attribute], mesh: str, dims: Dims | None) -> dict[str, ir.Attribute]:
-    """The attributes with another sharding, and without the aliasing that depends on the old one."""
+    """An argument's attributes with another sharding. Input-output aliasing becomes plain donation, since it depends on
+    the old sharding.
+    """
     kept = {name: one for name, one in said.items() if name not in ("sdy.sharding", "tf.aliasing_output")}
     if "tf.aliasing_output" in said:
         kept["jax.buffer_donor"] = ir.BoolAttr.get(True)
@@ -233,7 +235,7 @@ def _with_sharding(said: Mapping[str, ir.Attribute], mesh: str, dims: Dims | Non
 
 
 def _sharded_inside(module: Module) -> set[str]:
-    """The names of the operations inside the step that have a sharding of their own."""
+    """The names of operations inside the step that have a sharding attribute."""
     found: set[str] = set()
     for op in operations(module):
         names = [name if isinstance(name, str) else name.name for name in op.attributes]
@@ -288,14 +290,14 @@ def own_line(stack: Sequence[Frame]) -> Frame | None:
 
 
 def place_text(source: Frame | None) -> str:
-    """A source line as tables show it, with its function."""
+    """A source line and its function as text for a table; "-" without a source line."""
     if source is None:
         return "-"
     return f"{source.place} {printable(source.function)}" if source.function else source.place
 
 
 def opened(given: object) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr and the constants of a jaxpr that may be closed."""
+    """The jaxpr and the constants of a `Jaxpr` or a `ClosedJaxpr`."""
     return (given.jaxpr, given.consts) if isinstance(given, jex.ClosedJaxpr) else (given, ())
 
 

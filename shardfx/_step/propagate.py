@@ -126,7 +126,7 @@ def _custom_calls(module: Any) -> list[Any]:
 
 
 def _without_tuple(call: Any) -> Any:
-    """The call with several results in the place of one tuple, since Shardy takes no tuples."""
+    """Replaces a custom call that returns a tuple by one with several results, since Shardy takes no tuples."""
     kinds = [result.type for result in call.results]
     if len(kinds) != 1 or not isinstance(kinds[0], ir.TupleType):
         return call
@@ -175,7 +175,7 @@ def _constraint(value: Any, dims: str, at: Any, location: Any) -> Any:
 
 
 def _said(call: Any) -> list[str]:
-    """The dimensions' axes of each array that a custom call names, as Shardy writes them."""
+    """The shardings that a custom call names, as text: the axes of each array's dimensions, in Shardy's form."""
     texts = []
     if "mhlo.frontend_attributes" in call.attributes:
         told = ir.DictAttr(call.attributes["mhlo.frontend_attributes"])

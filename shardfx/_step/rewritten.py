@@ -69,7 +69,7 @@ def _called(call: Op) -> str:
 
 
 def _is_first_rows(op: Op) -> bool:
-    """Whether a slice takes the first rows of one array of a stack."""
+    """Whether `op` slices the first rows of one array out of a stack of arrays."""
     outer = _sliced(op.operands[0])
     if outer is None:
         return False
@@ -81,14 +81,14 @@ def _is_first_rows(op: Op) -> bool:
 
 
 def _sliced(value: ir.Value) -> Op | None:
-    """The slice that a value is a reshape of; `None` if it is no such reshape."""
+    """The slice operation whose reshaped result is `value`; `None` if another operation made `value`."""
     reshape = _maker(value)
     made = _maker(reshape.operands[0]) if reshape is not None and reshape.name == "stablehlo.reshape" else None
     return made if made is not None and made.name == "stablehlo.slice" else None
 
 
 def _first_rows(op: Op) -> list[ir.Value]:
-    """The same rows sliced out of the stack directly, before the reshape."""
+    """Replaces a slice of a reshaped slice by one slice of the stack, and a reshape after it."""
     outer = _sliced(op.operands[0])
     assert outer is not None
     names = ("start_indices", "limit_indices", "strides")
@@ -98,14 +98,14 @@ def _first_rows(op: Op) -> list[ir.Value]:
 
 
 def _is_of_rows(op: Op) -> bool:
-    """Whether a concatenation rebuilds an array of a stack from its rows, so that the partitioner does not
-    see a roll.
-    """
+    """Whether a concatenation joins two row slices of a stack. The partitioner would take it for a roll."""
     return len(op.operands) == 2 and any(_sliced(one) is not None for one in op.operands)
 
 
 def _of_rows(op: Op) -> list[ir.Value]:
-    """The elementwise maximum of the two parts, each padded with the dtype's least number to the whole shape."""
+    """Replaces a concatenation by the elementwise maximum of its operands, each padded with the dtype's least
+    number.
+    """
     made = ir.RankedTensorType(op.results[0].type)
     dim = ir.IntegerAttr(op.attributes["dimension"]).value
     least = stablehlo.ConstantOp(
@@ -165,7 +165,7 @@ def _fft(op: Op) -> list[ir.Value]:
 
 
 def _by_matrix(value: ir.Value, dim: int) -> ir.Value:
-    """The product of one dimension with a square matrix in full precision."""
+    """The product of dimension `dim` with a square matrix, as complex numbers, at the highest precision."""
     kind = ir.RankedTensorType(value.type)
     size, rank = kind.shape[dim], kind.rank
     shape = [*(one for at, one in enumerate(kind.shape) if at != dim), size]
@@ -206,7 +206,7 @@ def _complex_dot(op: Op) -> list[ir.Value]:
 
 
 def _of_three(value: ir.Value, by: Callable[[ir.Value], ir.Value]) -> ir.Value:
-    """The complex result of three real products: of the sum of both parts, of the real parts and of the
+    """A complex product by three real products: of the sum of real and imaginary parts, of the real parts, and of the
     imaginary parts.
     """
     whole = by(_added(value))
@@ -225,7 +225,7 @@ def _added(value: ir.Value) -> ir.Value:
 
 
 def _resized(value: ir.Value, dim: int, size: int) -> ir.Value:
-    """The value with another size of dimension `dim`: shortened, or extended by its own beginning."""
+    """`value` with dimension `dim` truncated to `size`, or extended by a copy of its beginning."""
     shape = list(ir.RankedTensorType(value.type).shape)
     if shape[dim] == size:
         return value
@@ -245,7 +245,9 @@ def _is_column_of_count(op: Op) -> bool:
 
 
 def _column_of_count(op: Op) -> list[ir.Value]:
-    """The row numbers as a constant, since the partitioner does not follow them through a reshape."""
+    """Replaces a reshaped iota by a constant with the same numbers, since the partitioner does not follow an iota
+    through a reshape.
+    """
     kind = ir.RankedTensorType(op.results[0].type)
     numbers: Any = np.arange(max(kind.shape), dtype=np.int32).reshape(kind.shape)
     return [stablehlo.ConstantOp(ir.DenseElementsAttr.get(numbers)).result]

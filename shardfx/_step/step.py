@@ -54,9 +54,7 @@ class EquinoxJitted(Protocol):
 
 @runtime_checkable
 class _Named(Protocol):
-    """The traced step that `trace` of `shardfx.filter_jit` returns. It knows each array's path by its name
-    in the text.
-    """
+    """The traced step that `trace` of `shardfx.filter_jit` returns. It maps names in the program's text to paths."""
 
     traced: Any
     arrays: tuple[Any, ...]
@@ -127,7 +125,7 @@ class Step:
 
     @property
     def _any(self) -> Platform:
-        """A platform that the step is already lowered for; "tpu" if there is none."""
+        """A platform for which the step has been lowered; "tpu" if there is none."""
         for platform in self._lowered:
             return platform
         return "tpu"
@@ -137,7 +135,7 @@ class Step:
         return {}
 
     def path(self, name: str) -> str:
-        """The path of an array from its name in the program, with the argument's name in front."""
+        """The path of an array, such as `params/w`, from its name in the program."""
         return self.paths.get(name) or _path_of(name)
 
     @ft.cached_property
@@ -246,7 +244,7 @@ def _sharding_of(leaf: object) -> NamedSharding | None:
 
 
 def _without_devices(leaf: Any) -> object:
-    """A struct on the abstract mesh in the place of an array on devices, so that lowering needs no device."""
+    """The struct of an array on the abstract mesh of its sharding, so that lowering needs no device."""
     sharding = _sharding_of(leaf)
     if sharding is None or not isinstance(sharding.mesh, Mesh):
         return leaf
@@ -264,7 +262,7 @@ def _named(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
 def _traced(
     fn: Callable[..., object], args: Sequence[object], mesh: Any, donated: tuple[bool, bool] = (False, False)
 ) -> Step:
-    """The traced step of a function. Leaves that are not arrays are closed over, as in `equinox.filter_jit`."""
+    """Traces a function. Leaves that are not arrays become constants of the program, as in `equinox.filter_jit`."""
     flats = [flatten(arg) for arg in args]
     words = argument_names(fn, len(args))
     found = [

@@ -114,7 +114,7 @@ def require_arrays(args: Sequence[PyTree]) -> None:
 
 
 def noted(args: Sequence[PyTree]) -> contextlib.ExitStack:
-    """A context that adds a note to each error of the user's function: the shapes of its arguments."""
+    """A context that adds the shapes of the arguments as a note to each error of the user's function."""
 
     def note(_kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
@@ -143,7 +143,7 @@ class StepArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A traced step, and the leaves of its arguments."""
+    """A traced step with its arguments, and the classes of their dimensions."""
 
     tied: Tied
     flats: tuple[Flat, ...]

@@ -156,8 +156,8 @@ def ms(seconds: float) -> str:
 
 
 def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -> Iterator[Candidate]:
-    """The candidates without duplicates: a duplicate divides all arguments into the same shards as an earlier or known
-    candidate.
+    """The candidates without duplicates. Two candidates are duplicates if they divide all arguments into the same
+    shards.
     """
     seen = {_pieces(one) for one in known}
     for one in found:
@@ -173,7 +173,9 @@ def _pieces(one: Candidate) -> object:
 
 
 def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
-    """A sentence for each other candidate that compares the two, by the numbers whose texts differ."""
+    """Yields one sentence for each other candidate, which says how its seconds, traffic and memory differ from those of
+    `mine`.
+    """
     for other in others:
         computation = _more(other.compute_seconds - mine.compute_seconds, mine.seconds)
         told = [_more(other.seconds - mine.seconds, mine.seconds)]

@@ -16,7 +16,7 @@ _COPIES = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClassPlace:
-    """A position of a class: one sub-dimension of a dimension of an argument."""
+    """One dimension of an argument that belongs to a class, or one sub-dimension of a fused dimension."""
 
     argument: int
     dim: int
@@ -27,7 +27,7 @@ class ClassPlace:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ClassGroup:
-    """Classes that share one name: a single class, or classes at the same position of repeated layers."""
+    """Classes of dimensions that get one name: a single class, or the classes at one position of repeated layers."""
 
     roots: list[int]
     size: int
@@ -36,7 +36,7 @@ class ClassGroup:
 
 
 class Classes:
-    """Groups of classes, and the groups that each dimension of each argument consists of. `_name_axes.py` names the
+    """The groups of classes of a step, and the groups of each dimension of its arguments. `_name_axes.py` names the
     groups.
     """
 
@@ -63,11 +63,11 @@ class Classes:
         self.main, self.model = _model_arguments(traced)
 
     def of(self, leaf: int) -> ClassGroup:
-        """The group of a class."""
+        """The group that a class belongs to."""
         return self.groups[self.of_root[leaf]]
 
     def flat(self, argument: int) -> list[ClassGroup]:
-        """The groups of an argument's dimensions, one for each sub-dimension."""
+        """The group of each sub-dimension of an argument, in order."""
         return [self.of(leaf) for leaves in self.dims[argument] for leaf in leaves]
 
     def kept(self, leaves: Sequence[int]) -> int:
@@ -102,7 +102,9 @@ class Classes:
                     yield ClassPlace(argument, dim, at, len(leaves)), leaf
 
     def tie(self, first: int, second: int) -> bool:
-        """Merges two groups, unless some array has both; returns whether they are one group now."""
+        """Merges two groups if they have one size and no array in common; returns whether they are one group
+        afterwards.
+        """
         if first == second:
             return True
         a, b = self.groups[first], self.groups[second]
@@ -130,11 +132,11 @@ class Classes:
 
     @property
     def own(self) -> set[int]:
-        """The classes that arrays of the model have."""
+        """The classes that dimensions of the model's arrays belong to."""
         return {root for group in self.groups if self.in_model(group) for root in group.roots}
 
     def in_model(self, group: ClassGroup) -> list[ClassPlace]:
-        """The positions of a group that are in arguments of the model."""
+        """The dimensions of a group that are in arguments of the model."""
         return [place for place in group.places if place.argument in self.model]
 
     def live(self) -> list[ClassGroup]:

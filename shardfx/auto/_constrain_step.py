@@ -146,7 +146,9 @@ class _Walker:
         return list(map(read, jaxpr.outvars))
 
     def anew(self, given: object) -> Any:
-        """A parameter of an equation, with the jaxprs in it walked through too."""
+        """An equation's parameter. If it is a jaxpr, it is evaluated and traced again with `change` applied to its
+        equations.
+        """
         if type(given) is tuple:
             return tuple(map(self.anew, given))
         if not isinstance(given, jex.ClosedJaxpr | jex.Jaxpr):
@@ -158,7 +160,7 @@ class _Walker:
 
 
 class _Constrainer:
-    """Constrains the results of each equation to the shardings of the mesh axes' layouts."""
+    """Constrains each equation's results to the shardings that the search chose for them."""
 
     def __init__(self, layouts: Layouts, chosen: Mapping[str, AssignedLayout], mesh: Mesh | AbstractMesh):
         self.layouts, self.chosen, self.mesh = layouts, chosen, mesh
@@ -169,8 +171,8 @@ class _Constrainer:
                 self.operations.setdefault(int(tags[-1]), []).append(made)
 
     def __call__(self, number: int, name: str, outs: Sequence[Any]) -> Sequence[Any]:
-        """The results of an equation, each constrained to the sharding of the last value of its shape among its
-        operations.
+        """Constrains the results of equation number `number`. Each gets the sharding of the last value with its shape
+        among the operations that the equation lowers to.
         """
         values = self.layouts.program.values
         left = [value for made in self.operations.get(number, ()) for value in made.outs]
@@ -188,7 +190,7 @@ class _Constrainer:
         return found
 
     def spec(self, value: int, *, whole_where_summed: bool = False) -> PartitionSpec:
-        """The sharding of a value."""
+        """The PartitionSpec of a value under all mesh axes."""
         dims = self.layouts.parts[value]
         flat = [(dim, at) for dim, leaves in enumerate(dims) for at in range(len(leaves))]
         found: list[list[_Cut]] = [[] for _ in dims]
@@ -202,7 +204,9 @@ class _Constrainer:
         return PartitionSpec(*map(self.entry, dims, found))
 
     def entry(self, leaves: Sequence[int], given: Sequence[_Cut]) -> object:
-        """The mesh axes of a dimension, major-most first; UNCONSTRAINED if its sub-dimensions cannot be sharded so."""
+        """The entry of a spec for one dimension. It is UNCONSTRAINED if a spec cannot express the sharding of its
+        sub-dimensions.
+        """
         cut = sorted(given, key=lambda one: one[:2])
         sizes = [self.layouts.tied.sizes[leaf] for leaf in leaves]
         counts = [math.prod(self.mesh.shape[axis] for at, _, axis in cut if at == part) for part in range(len(leaves))]

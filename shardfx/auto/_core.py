@@ -127,7 +127,7 @@ def terms_of(layouts: Layouts, made: list[AssignedLayout]) -> Terms:
 
 
 def _added(rows: Sequence[tuple[np.ndarray, int, float]], count: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """The different masks of `count` assignments, and for each mask the sums of its amounts by column."""
+    """Sums amounts by mask and column: the distinct masks over `count` assignments, and a row of sums for each."""
     found: dict[bytes, np.ndarray] = {}
     for mask, column, amount in rows:
         found.setdefault(mask.tobytes(), np.zeros(columns))[column] += amount
@@ -166,12 +166,12 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def cut_by(made: list[AssignedLayout]) -> list[int]:
-    """The numbers of the classes that some assignment shards."""
+    """The numbers of the classes that at least one assignment shards."""
     return sorted(frozenset().union(*(layout.used for layout in made)))
 
 
 def padded(terms: Terms) -> Terms:
-    """The arrays that the core takes, filled up with assignments, rows and classes that do nothing.
+    """The terms padded with assignments, rows and classes that change no price.
 
     With this padding most searches of a process share one compiled program. Counts become float32, since only their
     leading digits matter.
@@ -228,7 +228,7 @@ class CostModel:
 
 
 def shares(devices: int, axes: int) -> Int[np.ndarray, "shares axes"]:
-    """All ordered factorizations of a number into exactly `axes` factors above 1."""
+    """All ways to write the number of devices as an ordered product of `axes` sizes above 1."""
     divisors = [size for size in range(2, devices + 1) if devices % size == 0]
     firsts = [(first, math.prod(first)) for first in itertools.product(divisors, repeat=axes - 1)]
     found = [(*first, devices // size) for first, size in firsts if size < devices and devices % size == 0]
@@ -246,8 +246,8 @@ def best_of_block(
     *,
     keep: int,
 ) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 2"]]:
-    """The best of the first `real` sets that fit, each with its best share: the set, the share and the
-    cost, in order.
+    """For the best of the first `real` sets, the index of the set, of its best axis sizes, and the cost. Sets that do
+    not fit in memory are left out.
     """
     seconds, memory = costs(arrays, machine, sets, sizes, slices)
     is_real = (jnp.arange(len(sets)) < real)[:, None]
@@ -265,8 +265,8 @@ def costs(
     sizes: Int[_Array, "shares axes"],
     slices: Int[_Array, "shares axes"],
 ) -> tuple[Float[_Array, "block shares"], Float[_Array, "block shares"]]:
-    """For each pair of a set and a share, the seconds of a step, infinite if the pair is not allowed, and the bytes of
-    memory.
+    """The seconds and the bytes of memory of a step, for each pair of a set of assignments and sizes of mesh axes.
+    Pairs that are not allowed take infinite seconds.
 
     With NumPy arrays nothing is compiled, which is faster for few pairs.
     """
@@ -297,7 +297,7 @@ def costs(
 
 
 def _kinds(divides: Bool[_Array, "*any axes"], axes: int) -> Float[_Array, "*any kinds"]:
-    """The kind of each row, one-hot."""
+    """A one-hot array with the kind of each row. The kind says which of a set's assignments divide the row."""
     codes = (divides.astype(np.int32) * 2 ** np.arange(axes, dtype=np.int32)).sum(-1)
     return (codes[..., None] == np.arange(2**axes)).astype(np.float32)
 
@@ -319,8 +319,8 @@ def _seconds_per_byte(
 
 
 def machine_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, extents: Sequence[int] = ()) -> Numbers:
-    """A chip and the cost model's assumptions as numbers for the core. `extents` are those of a slice, if
-    one was named.
+    """The chip's rates, under the cost model's assumptions, as numbers for the core. `extents` are the extents of a
+    slice that the user named.
     """
     link, dims, island = shared(chip, extents or extents_of(chip, devices))
     numbers = {
@@ -339,7 +339,9 @@ def machine_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, e
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """One candidate: the numbers of its assignments, the devices of each, and how many of these factors are slices."""
+    """One priced candidate: the numbers of its assignments, the size of each mesh axis, and how many slices each axis
+    spans.
+    """
 
     assignments: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -349,7 +351,7 @@ class Found:
 
 
 def find(terms: Terms, machine: Numbers, devices: int, slices: int = 1, *, keep: int = 256) -> list[Found]:
-    """The best sets of assignments in order, each with its best share of the devices.
+    """The best sets of assignments, the fastest first, each with its best sizes of mesh axes.
 
     All sets of up to four assignments are priced. If these have more than `_ALL` candidates, the last assignments are
     left out; the usual assignments come first.
@@ -389,8 +391,8 @@ def assignment_count(terms: Terms, by_count: Sequence[tuple[np.ndarray, np.ndarr
 def shares_of(
     devices: int, axes: int, slices: int
 ) -> tuple[Int[np.ndarray, "shares axes"], Int[np.ndarray, "shares axes"]]:
-    """All shares of the devices, and the number of slices that each axis spans. Each share occurs once for each axis
-    that can span all slices.
+    """All sizes of mesh axes for this number of devices, and how many slices each axis spans. One axis spans all
+    slices.
     """
     sizes = shares(devices, axes)
     if slices == 1:

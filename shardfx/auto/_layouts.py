@@ -109,12 +109,14 @@ class Layouts:
         self.labelled = list(kinds)
 
     def under(self, assignment: Assignment) -> AssignedLayout:
-        """The step under this assignment."""
+        """The layout of the step under this assignment."""
         return _Run(self, assignment).layout()
 
 
 def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
-    """The labels of one operation. A factor has one label for each of its sub-dimensions."""
+    """One operation with labels for the dimensions of its operands and results. A factor has one label for each of its
+    sub-dimensions.
+    """
     if made.name == "use":
         return _Labelled(made.name, (), (), (), frozenset(), ())
     sides = [*zip(made.ins, made.factors.ins, strict=True), *zip(made.outs, made.factors.outs, strict=True)]
@@ -146,7 +148,7 @@ def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
 
 
 class _Run:
-    """The program's operations in order, each divided and its operands moved as one assignment prefers."""
+    """The propagation of one assignment through the program, operation by operation."""
 
     def __init__(self, layouts: Layouts, assignment: Assignment):
         self.layouts, self.assignment = layouts, assignment
@@ -193,7 +195,9 @@ class _Run:
             self.used.add(self.layouts.flat[value][cut][0])
 
     def is_divided(self, number: int, made: Operation) -> bool:
-        """Moves the operands of an operation and sets its results; returns whether the axis divides the operation."""
+        """Adds the collectives that an operation's operands need, and sets the sharding of its results. Returns whether
+        the mesh axis divides the operation.
+        """
         if made.name == "use" or all(self.layouts.program.values[value].free for value in made.outs):
             return False
         if made.name in ("carry", "return"):
@@ -210,7 +214,7 @@ class _Run:
         return is_divided
 
     def hand_on(self, number: int, made: Operation) -> None:
-        """Lays a loop's state out as the assignment prefers, for the first iteration and for every other one."""
+        """Reshards a loop-carried value to the sharding that it has in the loop's body."""
         wanted = self.state[made.ins[1]] if made.name == "return" else self.preferred(made.outs[0])
         # A reshaped dimension may have more parts inside than outside. A value that cannot be followed is whole.
         if made.name == "carry" and wanted >= len(self.layouts.flat[made.ins[0]]):
@@ -219,7 +223,9 @@ class _Run:
         self.set(made.outs[0], wanted)
 
     def effect(self, made: _Labelled, states: tuple[int, ...]) -> _Effect:
-        """The effect of the assignment on an operation whose operands have these states."""
+        """Whether an operation is divided, and the shardings of its operands and results, given the operands' present
+        shardings.
+        """
         if PARTIAL in states and _stays_partial(made, states):
             return False, states, (PARTIAL,) * len(made.outs)
         label = self.label(made, states)
@@ -229,8 +235,8 @@ class _Run:
         return label is not None, tuple(_position(labels, label) for labels in made.ins), made_of
 
     def label(self, made: _Labelled, states: tuple[int, ...]) -> int | None:
-        """The label along which the operation is divided: of the labels in the first preferred class, the one that
-        moves the fewest bytes.
+        """The label along which the operation is divided. Among the labels of the class that the assignment prefers
+        most, it is the one that moves the fewest bytes.
         """
 
         def moved(label: int) -> float:
@@ -264,7 +270,7 @@ class _Run:
 
 
 def _stays_partial(made: _Labelled, states: tuple[int, ...]) -> bool:
-    """Whether the operation can be applied to unreduced sums."""
+    """Whether the operation may read unreduced operands and give an unreduced result, since it is linear in them."""
     if made.name in _LINEAR:
         return all(state == PARTIAL for state in states)
     others = [at for at, state in enumerate(states) if state != PARTIAL]
@@ -302,7 +308,7 @@ def assignments_of_rules(
 def seeds(
     layouts: Layouts, never: frozenset[int] = frozenset()
 ) -> tuple[list[tuple[Assignment, ...]], list[tuple[Assignment, ...]]]:
-    """Well-known strategies for a step, as far as it has the dimensions that they shard.
+    """Well-known strategies, restricted to the dimensions that the step has.
 
     They are data parallelism, fully sharded, tensor parallelism, separate experts, and pairs of these; then the same
     with sharded sequences. The rules of T5X, MaxText and Megatron are among them.
@@ -349,7 +355,8 @@ def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Ite
 
 
 def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
-    """The largest sets of classes that one axis can shard at once, since no array has two classes of the set.
+    """The largest sets of classes that one mesh axis can shard together. No array has dimensions of two classes in a
+    set.
 
     The smallest power of two in a set limits how far it can be sharded, so sets without their least divisible classes
     follow.

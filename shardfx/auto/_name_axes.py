@@ -85,7 +85,7 @@ class _Namer:
                 group.name = group.name or (name if isinstance(name, str) else "")
 
     def key_words(self) -> None:
-        """Names the dimension of a raw PRNG key's words, which is no batch and is never sharded."""
+        """Names the dimension of the words in raw PRNG keys. It is no batch and is never sharded."""
         values, arguments = self.tied.program.values, self.tied.program.arguments
         for group in self.unnamed():
             if group.size in _KEY_WORDS and all(
@@ -207,7 +207,7 @@ class _Namer:
                     group.name = "experts"
 
     def width(self) -> None:
-        """Names the model's width: the class that residual sums and most arrays of the model have.
+        """Names the model's width `embed`: the class of residual sums that more than one array of the model has.
 
         A model with several towers has several widths, each with its own residual sums.
         """

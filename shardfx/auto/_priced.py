@@ -57,7 +57,7 @@ _UNITS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2}
 
 
 def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, model: CostModel) -> Candidate:
-    """The candidate with the traffic of its program and the estimated seconds of one step.
+    """The candidate with the traffic of its program and an estimate of the seconds that one step takes.
 
     This is the only model of time: for a partitioned program, and for a compiled one that does not report its cycles.
     Computation takes the products at the peak rate, or the memory traffic at its bandwidth, whichever is longer.
@@ -116,7 +116,9 @@ class Pricer:
 
     @ft.cached_property
     def spare(self) -> tuple[int, ...]:
-        """The numbers of the arguments that the step donates or returns in a new version."""
+        """The numbers of the arguments that a step may donate: those that it donates already, and those that it returns
+        in a new version.
+        """
         return tuple(sorted({*self.donated, *(which for which, _ in self.results if which is not None)}))
 
     def states(self, classes: Classes) -> tuple[int, ...]:
@@ -148,7 +150,9 @@ class Pricer:
         )
 
     def _carried_on(self, step: Step, one: Candidate) -> _Read:
-        """The program's numbers on more devices than XLA partitions for, extrapolated from meshes with shorter axes."""
+        """The traffic, work and memory on more devices than XLA partitions for, extrapolated from meshes with shorter
+        axes.
+        """
         read: dict[tuple[int, ...], _Read] = {}
 
         def rows_on(mesh: MeshSpec) -> Sequence[TrafficRow]:
@@ -193,7 +197,8 @@ class Pricer:
 
 
 def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, int], ...]:
-    """The argument that each part of the result has the sharding of: one with the same structure, shapes and dtypes.
+    """For each part of the result, the argument with the same structure, shapes and dtypes. The two have the same
+    sharding.
 
     **Returns:**
 
@@ -218,7 +223,7 @@ def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, 
 
 
 def _filled(dims: Sequence[Sequence[Dims | None]], own: Sequence[Parameter]) -> list[Dims | None]:
-    """The entries of specs, with empty ones added for the dimensions that a spec leaves out."""
+    """The dimensions' axes of all arrays, with `()` for each dimension that a spec leaves out."""
     pairs = zip(itertools.chain(*dims), own, strict=True)
     return [None if dim is None else (*dim, *[()] * (len(one.shape) - len(dim))) for dim, one in pairs]
 

@@ -9,8 +9,8 @@ from .._step import Operation, Program
 
 
 class Parts:
-    """The parts of all dimensions, and the classes that they form. A part is a dimension, or a sub-dimension of a fused
-    one.
+    """A union-find over dimensions. A part is one dimension, or one sub-dimension of a fused dimension; tied parts form
+    a class.
     """
 
     def __init__(self):
@@ -32,7 +32,7 @@ class Parts:
         return part
 
     def leaves(self, part: int) -> list[int]:
-        """The classes that a part consists of, major-most first; none for a part of one element."""
+        """The classes of a part's sub-dimensions, major-most first; none for a part of size 1."""
         part = self.find(part)
         if part in self._children:
             return [leaf for child in self._children[part] for leaf in self.leaves(child)]
@@ -80,14 +80,14 @@ _MARKS = "scanned looked_up tokens batched contracted sliced chosen channels win
 
 
 class Tied:
-    """A program whose dimensions are tied by every operation.
+    """A program and the classes of its dimensions. Each operation ties the dimensions that have a factor in common.
 
     - `leaves`: for each dimension of each value the classes that it consists of, major-most first; `sizes` are the
         sizes of classes by number.
-    - `marked`: classes by the operations on them: loops run over them, an index looks them up (one for each token of a
-        sequence), products run over them in batches or sum over them, slices take some of them, top-k chooses among
-        them, convolutions use them as channels or as windows.
-    - `spatial`: the classes that convolutions slide along, with their position among these and the number of these.
+    - `marked`: for each kind of operation, the classes that such operations act on: loops run over them, an index looks
+        them up ("tokens": one index for each token of a sequence), products have them as batch or contracted
+        dimensions, slices take a part of them, top-k chooses among them, convolutions have them as channels or windows.
+    - `spatial`: the spatial dimensions of convolutions, each with its position among them and their number.
     """
 
     def __init__(self, program: Program):
@@ -125,7 +125,7 @@ def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
 
 
 def _tie(found: Tied, made: Operation) -> dict[object, int]:
-    """Ties the dimensions of one operation, and returns the part of each factor."""
+    """Ties the dimensions of one operation that have a factor in common, and returns the part of each factor."""
     sizes, parts = made.factors.sizes, found.parts
     first: dict[object, int] = {}
     fused: list[tuple[int, tuple[int, ...]]] = []

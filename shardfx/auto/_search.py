@@ -153,7 +153,7 @@ def opened(
     also: Sequence[AxisRules],
     tell: Tell,
 ) -> tuple[Space, Pricer]:
-    """The step's space of meshes and rules, and the traced step ready to be partitioned."""
+    """The search space of a step, and the traced step, ready for XLA to partition."""
     if asked.total == 1:
         raise MeshError("one device needs no plan: `search` chooses how several share the work.")
     require_arrays(args)
@@ -164,8 +164,8 @@ def opened(
 
 
 def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:
-    """The partitioned candidates, those that fit first and the fastest first, and the titles of those
-    written by hand.
+    """The candidates with the numbers of their partitioned programs: those that fit first, the fastest first. Also the
+    titles of the usual and of the caller's strategies.
     """
     most, constrained = _counts(len(bytecode(pricer.plain.module(pricer.platform))), space.devices)
     drawn = fastest(space, max(keep, min(_DRAWN, most)))
@@ -231,7 +231,7 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
 
 
 def _counts(size: int, devices: int) -> tuple[int, int]:
-    """How many programs of `size` bytes to partition, without constraints and with them."""
+    """How many programs of `size` bytes the search partitions: without constraints, and with them."""
     # Larger meshes are read on three smaller ones.
     each = _EACH + size * _BYTE + devices * _DEVICE
     each = each if devices <= DIRECT else 3 * (_EACH + size * _BYTE + LARGEST * _DEVICE)
@@ -244,7 +244,7 @@ def _counts(size: int, devices: int) -> tuple[int, int]:
 
 
 def _better(pricer: Pricer, one: Candidate) -> Candidate:
-    """The candidate without constraints, or with them if that is clearly faster or the only form that fits."""
+    """The candidate as it is, or with sharding constraints if these make it clearly faster or make it fit."""
     try:
         other = pricer.priced(one, constrained=True)
     except ProgramError:

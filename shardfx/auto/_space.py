@@ -159,7 +159,9 @@ def _found(space: Space, limit: int | float = math.inf) -> list[Found]:
 
 
 def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> Iterator[Candidate]:
-    """For each strategy, the candidate at position `place` of the core's order: those that fit in memory come first."""
+    """Yields, for each strategy, its best candidate, or the one at position `place` in the core's order. Candidates
+    that fit in memory come first.
+    """
     for way in ways:
         ranked = sorted(
             _priced(space, way, shares(space.devices, len(way))),
@@ -169,8 +171,8 @@ def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> It
 
 
 def near(space: Space, one: Candidate) -> Iterator[Candidate]:
-    """Neighbours of a candidate: a factor of two is moved from one mesh axis to another, or to a usual axis that it
-    lacks.
+    """Yields candidates that differ by one factor of two, moved from one mesh axis to another or to a usual axis that
+    is missing.
     """
     known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
     own = {known[names]: one.mesh.shape[axis] for axis, names in one.assignments}
@@ -187,7 +189,7 @@ def near(space: Space, one: Candidate) -> Iterator[Candidate]:
 
 
 def _limited(space: Space) -> Terms:
-    """The terms of the step, with the limits that the user sets."""
+    """The terms of the step, with the user's limits added."""
     limits, terms = space.limits, terms_of(space.layouts, space.made)
     wanted = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
     used = cut_by(space.made)
@@ -251,7 +253,9 @@ def _culprits(space: Space) -> str:
 
 
 def _priced(space: Space, way: tuple[int, ...], sizes: np.ndarray) -> list[Found]:
-    """A strategy with each of these axis sizes that divide. The first axis that can spans the slices."""
+    """Prices a strategy with each of these axis sizes that divides its dimensions. The first axis whose size allows it
+    spans the slices.
+    """
     can = sizes % space.slices == 0
     sizes, first = sizes[can.any(axis=1)], can[can.any(axis=1)].argmax(axis=1)
     spans = np.where(np.arange(len(way)) == first[:, None], space.slices, 1)
@@ -261,7 +265,7 @@ def _priced(space: Space, way: tuple[int, ...], sizes: np.ndarray) -> list[Found
 
 
 def various(space: Space, found: Iterable[Found], keep: int) -> Iterator[Candidate]:
-    """The best `keep` candidates with different plans."""
+    """The first `keep` candidates whose plans differ."""
     made = (_candidate(space, one) for one in found)
     return itertools.islice(without_twins(one for one in made if one is not None), keep)
 
