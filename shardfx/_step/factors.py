@@ -66,9 +66,9 @@ class Operation:
     operations.
 
     `name` is that of StableHLO, or one of four of this graph. "carry" passes an array into a loop or out of a branch.
-    "return" passes the result of one iteration to the next: its operands are that result and the initial value. "use"
-    marks an array that a loop reads until it ends. "opaque" is an unknown operation. `counted` lists the dimensions of
-    the first operand that a loop's counter indexes, each with the number of the loop.
+    "return" passes the result of one iteration to the next: its operands are that result and the value that the
+    iteration received. "use" marks an array that a loop reads until it ends. "opaque" is an unknown operation.
+    `counted` lists the dimensions of the first operand that a loop's counter indexes, each with the number of the loop.
     """
 
     name: str

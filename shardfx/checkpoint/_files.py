@@ -26,10 +26,10 @@ class ChangedError(CheckpointError):
 
 @dataclasses.dataclass(frozen=True)
 class FilePlace:
-    """A checkpoint's directory, and the directories whose files it may open, as real paths without links.
+    """A checkpoint's directory, and the other directories that its links may lead to, as real paths without links.
 
-    It remembers the files that were opened, each by its device, inode, size and time of change. Each must stay the
-    same, unchanged file as long as the checkpoint is read, because one file decides how the others are read.
+    It records each opened file by device, inode, size and time of change. Every file must stay unchanged until the
+    checkpoint has been read, because one file decides how the others are read.
     """
 
     directory: str
@@ -214,7 +214,9 @@ def _may_hold_odd_integers(data: bytes) -> bool:
 
 
 def _whole(text: str) -> int | float:
-    """An integer as other JSON readers take it: -0 is a float, and numbers too large for a double are errors."""
+    """An integer of JSON text as other JSON readers take it: -0 is a float, and a number too large for a double is an
+    error.
+    """
     if text == "-0":
         return -0.0
     if len(text) >= 2 * _BLOCK:
@@ -223,7 +225,7 @@ def _whole(text: str) -> int | float:
 
 
 def member(content: object, *names: str) -> Any:
-    """The value in nested JSON objects at these names; `None` if a name is missing."""
+    """The value in nested JSON objects under these names, one per level; `None` if a name is missing."""
     for name in names:
         content = content.get(name) if isinstance(content, dict) else None
     return content

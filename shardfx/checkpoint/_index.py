@@ -371,7 +371,7 @@ def _collision(path: str, paths: Sequence[str]) -> CheckpointError:
 
 
 def some(paths: Iterable[str]) -> str:
-    """The first of these paths, and the number of the others."""
+    """The first five of these paths, and the number of the others, as text."""
     names = list(paths)
     shown = ", ".join(map(quoted, names[:5]))
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "no arrays"

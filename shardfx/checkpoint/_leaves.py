@@ -44,7 +44,7 @@ from ._metadata import is_number
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """The arrays and numbers that are written.
+    """The arrays and Python numbers that a save writes.
 
     **Arguments:**
 
@@ -140,7 +140,7 @@ class Output:
 
 
 def _pieces_of(made: Made, sources: Mapping[str, object], is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
-    """The boxes that this process writes of an array that a map makes of others, each with its values."""
+    """Yields the boxes of a mapped array that this process writes, each with its values."""
     for piece in made.pieces:
         if piece.value.path is None:
             for part in dense(piece) if is_first else ():
@@ -163,7 +163,7 @@ def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, n
 
 
 def held(value: Any) -> Output:
-    """A copy of the boxes that this process writes of an array, so that the array may be deleted afterwards."""
+    """A copy in host memory of the boxes of an array that this process writes. The array may be deleted afterwards."""
     parts = [(box, np.array(memory)) for box, memory in shards_of(value, True)]
     everywhere = not isinstance(value, jax.Array)
     pieces = lambda is_first: iter(parts if is_first or not everywhere else ())
@@ -197,7 +197,7 @@ def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
-    """The arrays that a map makes of a tree's arrays."""
+    """The arrays to write if a save has a map: those that the map makes of the tree's arrays."""
     source = {}
     for path, value in leaves.arrays:
         keys = prng.key_named(leaves.kinds.get(path))

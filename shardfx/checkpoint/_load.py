@@ -167,18 +167,19 @@ def load(
 
 
 def is_final(sharding: Sharding) -> bool:
-    """Whether the host memory that a shard is read into becomes the array's own memory."""
+    """Whether the arrays are on CPU devices, so that a shard's bytes are read directly into the array's memory."""
     return all(device.platform == "cpu" for device in sharding.addressable_devices)
 
 
 def moved(filled: np.ndarray, devices: Sequence[object], sharding: Sharding) -> list[Any]:
-    """A box in host memory, transferred to each of the devices that hold it."""
+    """Copies a box from host memory to each device that holds it, and returns the single-device arrays."""
     kind = sharding.memory_kind
     return [jax.device_put(filled, SingleDeviceSharding(device, memory_kind=kind)) for device in devices]
 
 
 class Kind(NamedTuple):
-    """The common properties of leaves of one shape, dtype and sharding. A model has many leaves and few kinds.
+    """The boxes that this process holds of every leaf of one shape, dtype and sharding. A model has many leaves and few
+    kinds.
 
     **Arguments:**
 
@@ -196,7 +197,8 @@ class Kind(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Boxes of one leaf that are read at once.
+    """The boxes of one leaf that one group of reads fetches. A leaf that exceeds the memory limit becomes one unit per
+    box.
 
     **Arguments:**
 
@@ -212,12 +214,12 @@ class Unit(NamedTuple):
 
     @property
     def staging_bytes(self) -> int:
-        """The bytes that are on their way to devices after the read."""
+        """Bytes of host memory that the unit occupies until they have been copied to devices; 0 on CPUs."""
         return 0 if self.kind.is_final else self.nbytes
 
 
 def units_of(leaves: Sequence[WantedLeaf], asked_limit: int | None) -> tuple[list[Unit], int]:
-    """The units of leaves in the order of the files, and the limit for bytes in transfer at once."""
+    """Divides the leaves into units, in the order of the files. Also returns the memory limit, in bytes."""
     known: dict[object, Kind] = {}
     whole = [_unit(number, leaf, known) for number, leaf in enumerate(leaves)]
     staged = [(max(unit.kind.sizes, default=0), unit.leaf.path) for unit in whole if not unit.kind.is_final]
@@ -266,7 +268,7 @@ Group = list[tuple[Unit, list[np.ndarray]]]
 
 
 class Flight:
-    """The groups of units that are being read. They start and end in order, and a limit bounds their bytes.
+    """The groups of units that are being read, in order. A limit bounds the bytes on their way to devices.
 
     The results, by the number of the leaf, are in `filled` if their memory becomes the array's. Otherwise they are on
     devices, in `placed`.
@@ -280,7 +282,7 @@ class Flight:
         self.placed: dict[int, list[jax.Array]] = {}
 
     def admit(self, units: Sequence[Unit], tasks_of: Callable[[Group], Sequence[Task]]) -> None:
-        """Starts to read units, after waiting until they fit into the limit."""
+        """Starts to read units, as soon as they fit into the memory limit."""
         coming = sum(unit.staging_bytes for unit in units)
         while self._open and self._staging_bytes + coming > self._limit:
             self._land_first()
@@ -327,7 +329,7 @@ def _read(
     missing_chunks: MissingChunks,
     progress: bool | None,
 ) -> Flight:
-    """Reads the shards of this process, in parallel; they have landed."""
+    """Reads the shards of this process in parallel, and returns the Flight when all reads are finished."""
     units, limit = units_of(leaves, memory_limit_bytes)
     bar = Progress("loading", sum(unit.nbytes for unit in units), progress)
     workers = max(2, min(_WORKERS, os.cpu_count() or 1))
@@ -354,7 +356,7 @@ def _read(
 
 
 def _tasks(files: Files, gap_bytes: int, missing_chunks: MissingChunks, group: Group) -> list[Task]:
-    """The reads of a group as tasks for threads; one task if the group has several units."""
+    """The reads of a group, as functions for a pool of threads. A group of several units is one function."""
     reads: list[Read] = []
     others: list[Task] = []
     for unit, memory in group:
@@ -379,7 +381,7 @@ def _tasks(files: Files, gap_bytes: int, missing_chunks: MissingChunks, group: G
 
 
 def _assembled(landed: Flight, number: int, leaf: WantedLeaf) -> jax.Array:
-    """The leaf as an array; keys as keys."""
+    """The finished array of leaf number `number`. Key data becomes an array of PRNG keys."""
     if number in landed.placed:
         array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, landed.placed[number])
     else:

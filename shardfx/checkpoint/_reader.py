@@ -45,7 +45,7 @@ def memory_to_fill(nbytes: int) -> np.ndarray:
 
 
 class Bytes(NamedTuple):
-    """Consecutive bytes of a file, and the memory that they are read into or written from.
+    """A contiguous range of a file, and the memory that it is read into or written from.
 
     **Arguments:**
 
@@ -62,7 +62,7 @@ class Bytes(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A span of an array to read, and the memory of the boxes that it has parts of."""
+    """A span of a file to read, and the buffers of the boxes that need parts of it."""
 
     entry: FileArray
     span: Span
@@ -77,7 +77,7 @@ class Files:
     scratch: queue.SimpleQueue[np.ndarray]
 
     def read(self, reads: Sequence[Read]) -> int:
-        """Reads spans into the boxes that they have parts of, and returns the number of bytes read."""
+        """Reads spans, copies their parts to the boxes, and returns the number of bytes read."""
         scratch = self.scratch.get()
         try:
             for run in runs_of(self._in_place(reads, scratch)):
@@ -87,7 +87,9 @@ class Files:
         return sum([read.span.nbytes for read in reads])
 
     def _in_place(self, reads: Sequence[Read], scratch: np.ndarray) -> Iterator[Bytes]:
-        """The spans that are one run and are read into place. The other spans are read before the next one is given."""
+        """Yields the spans that one system call can read into their boxes' memory. All other spans are read here,
+        through scratch memory.
+        """
         for entry, span, targets in reads:
             views = [targets[part.number][part.index] for part in span.parts]
             descriptor, offset = self.descriptors[entry.file], entry.offset + span.offset
@@ -124,7 +126,7 @@ def spans_of(
 
 
 def part_in(memory: np.ndarray, dtype: DType, part: Part, strides: tuple[int, ...]) -> np.ndarray:
-    """A part as a view of its span's bytes."""
+    """A view of the part of a span that belongs to one box, in the span's bytes."""
     return np.ndarray(part.shape, dtype, memory.data, part.offset, strides)
 
 
@@ -134,7 +136,7 @@ def flat(view: np.ndarray) -> np.ndarray:
 
 
 def runs_of(pieces: Iterable[Bytes]) -> Iterator[list[Bytes]]:
-    """Pieces that follow each other in a file, as many as one call reads or writes."""
+    """Groups ranges that are adjacent in a file, up to as many as one system call takes."""
     run: list[Bytes] = []
     buffers = nbytes = 0
     for piece in pieces:

@@ -44,7 +44,7 @@ _MOST_LANDINGS = 512
 
 
 class Fetch(NamedTuple):
-    """Boxes of one stored array, in its own order of dimensions, and their positions in a leaf's memory.
+    """Boxes to read from one stored array, and where the elements of each box go in a leaf's memory.
 
     **Arguments:**
 
@@ -64,23 +64,23 @@ class Fetch(NamedTuple):
 
 
 def spans_into(entry: FileArray, fetch: Fetch, dtype: object, gap_bytes: int) -> tuple[Span, ...]:
-    """The reads of an array in a file, for memory of a dtype."""
+    """The byte ranges of a file to read for a fetch into memory of this dtype."""
     in_place = dtype == entry.dtype and (fetch.homes is None or all(map(_is_in_place, fetch.homes)))
     return spans_of(entry.shape, entry.dtype.itemsize, tuple(fetch.boxes), in_place, gap_bytes)
 
 
 def _is_in_place(home: tuple[int, Landing]) -> bool:
-    """Whether the bytes of a box have the same order in memory as in the file."""
+    """Whether a box's elements are in the same order in memory as in the file."""
     sizes = [stop - start for start, stop in home[1].source]
     pairs = zip(sizes, home[1].strides, strides_of(sizes), strict=True)
     return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
 
 
 def fetches(leaf: WantedLeaf, boxes: Sequence[Box]) -> tuple[list[Fetch], list[tuple[int, Piece]]]:
-    """The reads that fill `boxes` of a leaf, and the pieces whose values change while they are read.
-
-    Such a piece is scaled, cast twice, constant, or scattered in very small runs. Each comes with the number of its
+    """The reads that fill `boxes` of a leaf. Also the pieces that need more than a copy, each with the number of its
     box.
+
+    Such a piece is scaled, cast twice, constant, or scattered in very small runs.
     """
     if leaf.pieces is None:
         return [Fetch(leaf.entries[0], boxes, None)], []
@@ -111,7 +111,9 @@ def fetches(leaf: WantedLeaf, boxes: Sequence[Box]) -> tuple[list[Fetch], list[t
 
 
 def _landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[Landing, ...] | Piece]:
-    """The parts of a piece within a box: as positions in memory, or as pieces if their values change on the way."""
+    """Yields the parts of a piece within a box: as memory positions, or as a piece if its elements need more than a
+    copy.
+    """
     for part in within(piece, box):
         few = tuple(it.islice(landings(part, box), _MOST_LANDINGS + 1)) if is_plain else ()
         yield few if 0 < len(few) <= _MOST_LANDINGS else part
@@ -134,7 +136,9 @@ def gather(
     gap_bytes: int,
     missing_chunks: MissingChunks,
 ) -> int:
-    """Fills a piece in memory that holds `box` of a leaf, and returns the number of bytes read."""
+    """Reads a piece through scratch memory, applies its scales and casts, and writes it into the memory of `box`.
+    Returns the number of bytes read.
+    """
     entries = {entry.path: entry for entry in leaf.entries}
     read_bytes = 0
 
@@ -161,7 +165,7 @@ def _chunks(piece: Piece, entries: Mapping[str, FileArray | StoreArray]) -> Sequ
 
 
 def _gathered_fetches(leaf: WantedLeaf, gathered: Sequence[tuple[int, Piece]]) -> Iterator[Fetch]:
-    """The fetches that `gather` makes for these pieces."""
+    """Yields the reads that `gather` makes for these pieces, to count their bytes."""
     entries = {entry.path: entry for entry in leaf.entries}
     for _, whole in gathered:
         for piece in _chunks(whole, entries) if whole.value.path is not None else ():

@@ -121,7 +121,7 @@ def save(
 
 @dataclasses.dataclass(frozen=True)
 class SavedContent:
-    """The content of a save.
+    """The input of a save: the arrays, the plan and the metadata.
 
     **Arguments:**
 
@@ -229,8 +229,8 @@ def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:
 def _layout(
     leaves: Leaves, staging: str, extra: dict[str, str], file_bytes: int | None
 ) -> tuple[Headers, list[_Tensor]]:
-    """For each file its header, size and tensor names; and the position of each tensor. It is the same on
-    every process.
+    """The files of a save: for each its header, size and tensor names, and for each tensor its file and offset. Every
+    process computes the same.
     """
     most = float("inf") if file_bytes is None else file_bytes
     groups = list(grouped(leaves.arrays, lambda row: _nbytes(row[1]), most)) or [[]]
@@ -253,7 +253,8 @@ def _nbytes(value: Any) -> int:
 def _writes(
     tensors: Sequence[_Tensor], is_first: bool, afterwards: contextlib.ExitStack
 ) -> list[concurrent.futures.Future[int]]:
-    """Starts to write this process's shards; each result is a number of bytes, and the last ones flush the files.
+    """Starts to write this process's shards in threads, and returns futures with the number of bytes written. The last
+    futures flush the files.
 
     After an error, the caller waits `afterwards` for the writes that have begun, so that the other processes learn of
     it first.

@@ -17,7 +17,7 @@ _MOST_RUNS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The part of a span that belongs to one of the boxes.
+    """The elements of a span that one of the boxes contains.
 
     **Arguments:**
 
@@ -94,7 +94,9 @@ def spans(
 def _groups(
     wanted: list[tuple[int, Box]], cut: int, strides: tuple[int, ...], gap_bytes: int
 ) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-    """Groups of boxes with the same rows that are near each other along dimension `cut`, each with its hull."""
+    """Groups of boxes that are in the same rows and closer than `gap_bytes` along dimension `cut`, each with its
+    bounding box.
+    """
     ordered = sorted(wanted, key=lambda numbered: numbered[1])
     for outer, rows in itertools.groupby(ordered, key=lambda numbered: numbered[1][:cut]):
         members: list[tuple[int, Box]] = []
@@ -115,7 +117,9 @@ def _groups(
 def _pieces(
     box: Box, dim: int, strides: tuple[int, ...], itemsize: int, gap_bytes: int, limit: int
 ) -> Iterator[tuple[Box, int | None]]:
-    """A box divided into pieces, each with the dimension whose rows are read one by one; `None` if it is one run."""
+    """Divides a box into spans, each with the dimension along which it is read in separate runs; `None` if one run
+    reads it.
+    """
     while dim < len(box) and box[dim][1] - box[dim][0] == 1:
         dim += 1
     if dim == len(box) or _reach(box, dim, strides, itemsize) <= min(limit, gap_bytes):

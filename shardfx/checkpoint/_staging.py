@@ -22,7 +22,7 @@ Headers = Mapping[str, tuple[bytes, int, list[str]]]
 
 
 def begin(path: str, staging: str, headers: Headers, is_file: bool, overwrite: bool, plan: str | None) -> None:
-    """Creates the files of a save to `path` at their full size, with everything except the arrays.
+    """Creates the files of a save to `path` at their full size, with all headers and without the arrays' bytes.
 
     Raises if `path` exists or the disk has too little space; then nothing has been written.
     """

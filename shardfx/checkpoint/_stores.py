@@ -124,7 +124,7 @@ def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
-    """Checks what tensorstore would act on without checking: the files that it opens, and the sizes of chunks.
+    """Checks the files and the chunk sizes that metadata names, since tensorstore trusts them.
 
     A chunk is decoded in memory as a whole, and a size that exceeds the memory ends the process.
     """
@@ -188,7 +188,7 @@ def read_into(
 
 
 def _require_bounded(ts: Any, array: Any, entry: StoreArray, boxes: Sequence[Box]) -> None:
-    """Raises if one of the chunks that overlap the boxes would take more memory than its own size explains."""
+    """Raises if decompressing a chunk that overlaps the boxes would take more memory than the chunk's shape allows."""
     # tensorstore must read what was checked here, so it is told how to interpret the metadata.
     metadata = array.spec().to_json()["metadata"]
     if entry.key is not None and "'blosc'" not in repr(metadata):
@@ -220,7 +220,7 @@ def _require_bounded(ts: Any, array: Any, entry: StoreArray, boxes: Sequence[Box
 
 
 def _look_at(store: Any, directory: str, name: str) -> tuple[int, Callable[[int, int], bytes]]:
-    """The size of a chunk's file, and a function that reads a range of it."""
+    """The size in bytes of a stored chunk, and a function that reads a byte range of it."""
     if store is not None:
         value = store.read(name).result().value
         return len(value), lambda start, stop: value[start:stop]
@@ -254,7 +254,7 @@ def _codecs(listed: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
 def _begins(
     what: str, size: int, read: Callable[[int, int], bytes], shards: Mapping[str, Any], chunk: Sequence[int]
 ) -> list[int]:
-    """The positions in a shard's file at which blosc's buffers begin."""
+    """The offsets of blosc's buffers in a zarr3 shard file."""
     packed, table = _codecs(shards["codecs"]), _codecs(shards["index_codecs"])
     if "'blosc'" not in repr(shards["codecs"]):
         return []
@@ -284,7 +284,9 @@ def _spec_of(entry: StoreArray) -> dict[str, Any]:
 
 
 def _begin_read(ts: Any, array: Any, box: Box, target: np.ndarray) -> tuple[Any, np.ndarray | None]:
-    """A read that has started, and its buffer if the values must be checked before they are cast."""
+    """Starts a read into `target`. Returns its future, and a buffer if the values must be checked before the cast; else
+    `None`.
+    """
     source = array[tuple(slice(start, stop) for start, stop in box)][ts.d[:].translate_to[0]] if box else array
     stored = source.dtype.numpy_dtype
     if may_change(stored, target.dtype):
@@ -413,7 +415,7 @@ def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def _keys(real: str, name: str, row: object) -> tuple[list[str], bool]:
-    """The keys of a value from the tree's root on, and whether the value must be an array."""
+    """The path of a value in Orbax's `tree_metadata`, as keys from the root, and whether the value must be an array."""
     keys, value = member(row, "key_metadata"), member(row, "value_metadata")
     names = [key.get("key") for key in keys if isinstance(key, dict)] if isinstance(keys, list) else []
     texts = [str(key) for key in names if isinstance(key, str | int)]

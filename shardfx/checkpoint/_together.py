@@ -97,7 +97,7 @@ class Together:
             self._run(self._wait, wait_seconds, silence)
 
     def leave(self, error: BaseException | None) -> None:
-        """Tells the other processes the error of this one, unless they know the end of the save."""
+        """Sends this process's error to the other processes, unless the save is over."""
         if error is not None and not self._is_over:
             told = self._thread.submit(self._round, {"error": _text(error)})
             # If the service has failed too, the earlier error says more.
@@ -201,7 +201,7 @@ class Together:
                     self._client.key_value_set(f"{self._name}/result", failed, True)
 
     def _result(self) -> str:
-        """The error of the first process's commit; an empty string for a commit that succeeded."""
+        """The error of the first process's commit; "" if the commit succeeded."""
         try:
             return self._client.blocking_key_value_get(f"{self._name}/result", round(1000 * _SILENT_SECONDS))
         except jax.errors.JaxRuntimeError as error:
@@ -213,7 +213,7 @@ class Together:
             )
 
     def _share(self, note: Mapping[str, Any]) -> dict[int, Any]:
-        """Leaves a note, and returns the notes of all processes."""
+        """Publishes a note of this process, and returns the notes of all processes."""
         return {self.me: note} if len(self.members) == 1 else self._run(self._round, note)
 
     def _round(self, note: Mapping[str, Any]) -> dict[int, Any]:

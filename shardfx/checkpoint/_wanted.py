@@ -51,9 +51,9 @@ class WantedLeaf:
 def wanted(
     index: Index, plan: object, dtype: object, map: TreeMap | None = None, unread: Unread = "raise"
 ) -> tuple[list[WantedLeaf], Callable[[Sequence[Any]], Any]]:
-    """The stored arrays that each array of the plan is made of, and a function from the loaded arrays to the tree.
+    """For each array of the plan, the stored arrays to read; and a function that makes the tree from the loaded arrays.
 
-    One error names every leaf that cannot be read, or every array of which no leaf is made.
+    One error names every leaf that cannot be read, or every stored array that no leaf uses.
     """
     target = target_of(plan, "load")
     if map is not None:
@@ -93,9 +93,7 @@ def wanted(
 
 
 def _require_all_read(index: Index, target: Target) -> None:
-    """Raises for arrays of the checkpoint that no leaf is made of, such as those of a fourth layer if the plan has
-    three.
-    """
+    """Raises for stored arrays that no leaf uses, such as those of a fourth layer if the plan has three."""
     # A plan knows the paths of the arrays that `plan.select` left out.
     read = {path for path, _ in target.arrays} | {path for _, path, _ in target.others}
     left = [path for path in index.by_path if path not in read]
@@ -108,7 +106,7 @@ def _require_all_read(index: Index, target: Target) -> None:
 
 
 def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[WantedLeaf]:
-    """The leaves to read if a map says what they are made of."""
+    """The leaves to load through a map, each with the stored arrays that the map makes it of."""
     source = {entry.path: Struct(entry.shape or (), entry.dtype) for entry in index.entries}
     # The dtype of a leaf is decided below, by the rules of all loading.
     leaves = {path: Struct(tuple(leaf.shape), leaf.dtype if dtype is None else None) for path, leaf in target.arrays}

@@ -120,7 +120,7 @@ class Chip:
 
 
 def near_cube(count: int, dims: int) -> tuple[int, ...]:
-    """The extents of `count` chips that differ least, the smallest first."""
+    """The most cubic shape of `count` chips in `dims` dimensions, the smallest extent first."""
     if dims == 1:
         return (count,)
     root = round(count ** (1 / dims))
@@ -136,13 +136,13 @@ class Ring(NamedTuple):
 
     @property
     def ways(self) -> int:
-        """The number of sides from which bytes enter a device: 2 if the ring is closed, else 1."""
+        """The number of links over which bytes enter a device along the ring: 2 if it is closed, else 1."""
         return 2 if self.closed else 1
 
 
 class Shared(NamedTuple):
-    """The network of one mesh axis among several: bytes per second along one dimension, dimensions, devices of an
-    island.
+    """The average network of a slice, for mesh axes whose place on the torus is not known: bytes per second along one
+    dimension, number of dimensions, devices per island.
 
     An island is a group of chips that a switch joins; a torus has none.
     """
@@ -153,7 +153,7 @@ class Shared(NamedTuple):
 
 
 def extents_of(chip: Chip, devices: int) -> tuple[int, ...]:
-    """The extents of a slice of `devices` devices that differ least."""
+    """The most cubic shape of a slice of `devices` devices."""
     return near_cube(devices // chip.devices_per_chip or 1, chip.torus_dims or 1)
 
 
@@ -163,7 +163,7 @@ def closed(chip: Chip, extents: Sequence[int]) -> tuple[bool, ...]:
 
 
 def shared(chip: Chip, extents: Sequence[int]) -> Shared:
-    """The network of a slice as if all dimensions were equal: the mean of rings, with two ways, and lines, with one."""
+    """The average network of a slice. A closed dimension counts twice, since bytes travel in both directions."""
     link = float(chip.link_bytes_per_second)
     if not chip.torus_dims:
         return Shared(link, 0.0, float(chip.island_chips * chip.devices_per_chip))
@@ -172,9 +172,9 @@ def shared(chip: Chip, extents: Sequence[int]) -> Shared:
 
 
 def axes_on(chip: Chip, extents: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[Ring, ...]]:
-    """For each mesh axis, the dimensions of a slice that it covers.
+    """For each mesh axis, the dimensions of a slice that it spans.
 
-    From the last axis to the first, each takes from the remaining dimensions, whole ones first.
+    Dimensions are assigned from the last axis to the first, whole dimensions before parts.
     """
     ends, left, cores, found = closed(chip, extents), list(extents), chip.devices_per_chip, {}
     for name in reversed(tuple(sizes)):

@@ -58,7 +58,7 @@ class Slice(NamedTuple):
 
 
 def _existing(made: Slice, text: str) -> Slice:
-    """The slice; raises if there are no slices of this form. `text` is the name that was given."""
+    """Returns the slice; raises if its chip has no slice of this shape. `text` is the name that the user wrote."""
     chip, dims, extents = made.chip, made.chip.torus_dims or 1, made.extents
     if len(extents) != dims:
         raise MeshError(

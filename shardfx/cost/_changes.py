@@ -51,7 +51,7 @@ class Change:
 
 
 class _After(NamedTuple):
-    """A change as in `Change`, and the peak that is estimated after it."""
+    """A change to the step, with the step's estimated peak memory after it."""
 
     what: str
     peak_bytes: int
@@ -112,8 +112,8 @@ def _changed(known: StepOnChip) -> Iterator[_After]:
 
 
 def _over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
-    """The dimensions' axes of all arguments, with the `chosen` ones sharded over further axes on the dimension with the
-    largest shards.
+    """The mesh axes of all arguments' dimensions, if the `chosen` arguments were sharded over `axes` too, on their
+    largest dimensions.
     """
     found = [one.dims for one in known.step.arguments]
     for at in chosen:

@@ -320,12 +320,14 @@ class Where:
         self.ids = {id_: at for at, id_ in enumerate(ids)}
 
     def lifted(self, groups: Groups, number: int | None) -> Groups:
-        """Replica groups of one slice's device numbers as device ids: of all slices, or only of slice `number`."""
+        """Replica groups in one slice's device numbers, converted to positions in the mesh: for every slice, or only
+        for slice `number`.
+        """
         programs = self.programs if number is None else self.programs[number : number + 1]
         return tuple(np.concatenate([program[own] for program in programs]) for own in groups)
 
     def numbers(self, names: Sequence[int]) -> dict[int, int]:
-        """The device number for each name that hosts use."""
+        """The position in the mesh of each device, from the ids that transfers between slices use."""
         if all(name in self.ids for name in names):
             return {name: self.ids[name] for name in names}
         first = min(name // SLICE for name in names)
@@ -362,7 +364,9 @@ def transfer_of(instruction: Instruction, where: Where) -> Collective:
 
 
 def _target(instruction: Instruction) -> tuple[list[list[int]], str]:
-    """The groups of devices that exchange, by the names that hosts use, and the kind of the collective."""
+    """The groups of devices that a transfer between slices connects, by their ids in the text, and the kind of the
+    collective.
+    """
     found = _TARGET.search(instruction.attributes)
     if found is None or found[2] not in _KINDS:
         raise ProgramError(f"a transfer between slices does not say what goes whither: {instruction.text:.300}")

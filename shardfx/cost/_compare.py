@@ -167,7 +167,7 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
 
 @dataclasses.dataclass(eq=False)
 class _LineSent:
-    """The estimated and the compiled rows of one line along the same mesh axes, and the difference in bytes."""
+    """The estimated and the compiled rows of one source line and set of mesh axes, and the difference in bytes."""
 
     source: Frame | None
     axes: tuple[str, ...]
@@ -187,7 +187,9 @@ def _sent(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame
 
 
 def _surplus(places: Sequence[_LineSent], source: Frame | None = None, axes: tuple[str, ...] = ()) -> Surplus:
-    """The difference at one line along some mesh axes, or that of all other lines."""
+    """The difference at one source line along some mesh axes; without a line, the sum over all lines that have no row
+    of their own.
+    """
     ours, theirs = ([row for one in places for row in one.rows[side] if row.wire_bytes] for side in (0, 1))
     passes = tuple(dict.fromkeys(one for row in ours for one in row.passes))
     notes = dict.fromkeys(row.note for row in ours if row.note)

@@ -25,7 +25,7 @@ from ._shardings import ArrayRow, StepShardings, Wanted, shardings_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepOnChip:
-    """A step, and the chip whose memory it is counted for.
+    """A step and the chip on which its memory is counted.
 
     **Arguments:**
 
@@ -49,12 +49,14 @@ class StepOnChip:
         return self.made()
 
     def made(self, **changed: Any) -> HloModule:
-        """The program of one device, with what `Step.partitioned` takes `changed`."""
+        """The partitioned program of one device, after the compiler's passes. `changed` is passed on to
+        `Step.partitioned`.
+        """
         return as_compiled(parse_hlo(self.step.partitioned(self.platform, **changed)), self.platform)
 
     @ft.cached_property
     def held(self) -> Held:
-        """The bytes that one device holds."""
+        """The bytes that one device holds at the worst moment of the step."""
         return self.of(self.module)
 
     @ft.cached_property
@@ -85,7 +87,7 @@ class StepOnChip:
         return tuple(at for at, one in enumerate(self.taken) if one.group.partition(":")[0] == kind)
 
     def of(self, module: HloModule, *, donated: Sequence[bool] | None = None, recomputes: bool = False) -> Held:
-        """The bytes that one device holds while it runs this module of the step."""
+        """The bytes that one device holds while it runs this module."""
         taken, returned = self.step.parameters
         return held(
             module,
@@ -98,7 +100,7 @@ class StepOnChip:
         )
 
     def written_as(self, module: Module) -> Held:
-        """The bytes that one device holds if the step is another StableHLO module with the same arguments
+        """The bytes that one device would hold if the step's StableHLO module were another one with the same arguments
         and results.
         """
         return self.of(self.made(module=module))
@@ -147,8 +149,8 @@ class Constrained(NamedTuple):
 
 
 def constrained(known: StepOnChip) -> Constrained | None:
-    """The constraints that save memory, for arrays of the worst moment that lost the batch's mesh axis to another
-    argument.
+    """Constraints that save memory: they shard arrays of the worst moment over a mesh axis of the batch that
+    propagation gave to another argument.
 
     **Returns:**
 
@@ -180,8 +182,8 @@ def _held(known: StepOnChip, told: Sequence[Wanted]) -> Held | None:
 
 
 def _lost(known: StepOnChip, told: Sequence[Wanted]) -> Iterator[Wanted]:
-    """The constraints for lines of the largest arrays at the worst moment: mesh axes of the batch that these arrays
-    could have and lack.
+    """Constraints for the largest arrays at the worst moment that lack a mesh axis of the batch, although they could be
+    sharded over it.
     """
     batch = {known.step.arguments[at].path or known.step.arguments[at].name for at in known.of_group("batch")}
     held, found = known.held, known.shardings

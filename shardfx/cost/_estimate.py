@@ -72,13 +72,13 @@ def _with_sizes(mesh: MeshSpec, sizes: dict[str, int]) -> MeshSpec:
 
 
 def _form(row: TrafficRow) -> object:
-    """The fields of a row that are the same on meshes of all sizes."""
+    """The fields of a traffic row that do not depend on the size of the mesh."""
     return row.kind, row.axes, row.dtype, row.source, row.calls is None, row.calls == 0
 
 
 def _row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str) -> TrafficRow:
-    """The row on a larger mesh. Each pair in `doubled` is the row where one axis is doubled, and how many times that
-    axis doubles.
+    """A traffic row extrapolated to a larger mesh. Each pair in `doubled` is the row on a mesh with one axis doubled,
+    and how often that axis doubles.
     """
     group, bytes_each, calls = row.group_size, _payload(row), row.calls
     for other, times in doubled:
@@ -109,8 +109,8 @@ def _share(kind: str, group: int) -> float:
 
 
 def _power(other: float | int, one: float | int, times: int) -> float:
-    """The growth of a number when its axis doubles `times` times, if each doubling multiplies it as the
-    first one did.
+    """The factor by which a number grows if its axis doubles `times` times: `other / one`, rounded to a power of two,
+    to the power `times`.
     """
     return (2.0 ** round(math.log2(other / one))) ** times if one and other else 1.0
 

@@ -310,7 +310,7 @@ def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
 
 
 def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[Offender, ...]]:
-    """The arguments' bytes by group, and the largest arguments."""
+    """A row of bytes for each group of arguments, and the largest arguments."""
     sizes: dict[str, list[int]] = {}
     largest: list[Offender] = []
     for at, (one, here) in enumerate(zip(known.taken, known.held.arguments, strict=True)):
@@ -324,7 +324,7 @@ def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[Offender, ...]]:
 
 
 def _temporaries(found: Sequence[Offender], known: StepOnChip) -> list[FitRow]:
-    """The temporaries' bytes by group. Bytes that reuse the memory of results count once: they are subtracted from the
+    """A row of bytes for each group of temporaries. Temporaries that reuse the results' memory are subtracted from the
     largest groups.
     """
     sums: dict[str, int] = {}
@@ -374,9 +374,7 @@ _COPIES = MOVING | {"convert"}
 
 
 def _gradient_shapes(known: StepOnChip) -> set[tuple[int, ...]]:
-    """The sorted shapes of parameters and of their shards. A gradient of stacked layers may have its dimensions in
-    another order.
-    """
+    """The shapes by which gradients are recognized: those of parameters and of their shards, with sorted dimensions."""
     found: set[tuple[int, ...]] = set()
     for at in known.of_group("parameters"):
         found |= {tuple(sorted(known.taken[at].argument.shape)), tuple(sorted(known.shards[at]))}

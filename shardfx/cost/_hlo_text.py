@@ -82,7 +82,7 @@ class Instruction(NamedTuple):
 
     @property
     def rendezvous(self) -> str | None:
-        """The name that is equal for a send and its receive; `None` for other instructions."""
+        """The name that a `send` has in common with its `recv`; `None` for other instructions."""
         if self.opcode not in ("send", "recv"):
             return None
         found = _RENDEZVOUS.search(self.attributes)
@@ -209,7 +209,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _take_out(own: dict[str, Instruction], operand: str) -> None:
-    """Adds a `get-tuple-element` for an operand written as `param#0`."""
+    """Adds a `get-tuple-element` instruction for an operand that the text writes as `param#0`."""
     whole, mark, index = operand.rpartition("#")
     if not mark or operand in own:
         return

@@ -32,7 +32,9 @@ _FAR, _MANY = 64, 2000
 
 
 class Origins:
-    """Follows values through a program, from an operation back to an argument and forward to an update."""
+    """Finds the argument behind a value: backwards from a collective's operand, or forwards from its result to the
+    argument's update.
+    """
 
     def __init__(self, module: HloModule):
         self._module = module
@@ -77,7 +79,7 @@ class Origins:
         return next(filter(None, found), ())
 
     def _before(self, op: LiveOp | None) -> Iterator[LiveOp]:
-        """An operation and, backwards, the operations that made its first operand."""
+        """Yields an operation, then the one that made its first operand, and so on backwards."""
         for _ in range(_FAR):
             if op is None:
                 return
@@ -116,11 +118,13 @@ class Origins:
         return None
 
     def _later(self, begun: int) -> Iterator[int]:
-        """A value and the values that it becomes, the nearest first."""
+        """Yields a value and the values computed from it that may still be the same gradient or its shards, the nearest
+        first.
+        """
         return itertools.islice(reached([begun], self._onward), _MANY)
 
     def _next(self, value: int) -> tuple[int, ...]:
-        """The values that a value becomes by one operation, in the same shape, as a shard, or as a slice of a stack."""
+        """The results of a value's readers that have its shape, or that of a shard or a stack of it."""
         found = [*self._becomes.get(value, ())]
         for op, at, _ in self._uses.users.get(value, ()):
             made = () if op.opcode in _ENDS_HERE else _of_one(op, at)
@@ -128,7 +132,7 @@ class Origins:
         return tuple(found)
 
     def _argument(self, value: int) -> str | None:
-        """The argument that a value is equal to or a slice of; `None` for a computed value."""
+        """The name of the argument that a value equals or is a slice of; `None` for a computed value."""
         for _ in range(_FAR):
             if value in self._names:
                 return self._names[value].op_name or None
@@ -153,7 +157,7 @@ class Origins:
         return not opcodes.isdisjoint(PRODUCTS) or opcodes.isdisjoint((None, *_WHOLE))
 
     def _made_of(self, value: int) -> Iterable[int]:
-        """The operands of a value's operation; for a loop-carried value the body's result of the previous iteration."""
+        """The operands of the operation that made a value. For a loop-carried value, it is the body's result."""
         if value in self._carried:
             loop, at = self._carried[value]
             return (loop.bodies[0].results[at],)
@@ -171,7 +175,9 @@ class Origins:
 
 
 def _of_one(op: LiveOp, at: int) -> tuple[int, ...]:
-    """The values that an operation makes of operand number `at`. A collective's `-start` also returns its operands."""
+    """The results of an operation that correspond to operand number `at`. A collective's `-start` also returns its
+    operands.
+    """
     count = max(1, min(len(op.reads), len(op.makes)))
     return op.makes[at % count :: count]
 

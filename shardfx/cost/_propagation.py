@@ -29,19 +29,18 @@ Steps = Mapping[_T, tuple[int, _T] | None]
 
 
 class Holder(NamedTuple):
-    """One dimension of one array."""
+    """One dimension of one array, as a key."""
 
     value: int
     dim: int
 
 
 class Lost(NamedTuple):
-    """A mesh axis that an array lacks on a dimension, although a neighbouring array has it on the corresponding
-    dimension.
+    """The operation where a mesh axis stopped propagating: one of its arrays is sharded over the axis, and the other
+    has the corresponding dimension without it.
 
-    `holder` is the array that has the axis, `last` the array next to it that does not, and `operation` is between them.
-    `near` is the nearest array that a program can name: `last`, or the value that a loop reads from it if `last` is a
-    stack.
+    `holder` is the array with the axis, and `last` the neighbour without it. `near` is the array to constrain: `last`,
+    or the value that a loop reads from `last` if that is a stack.
     """
 
     dim: int
@@ -52,8 +51,8 @@ class Lost(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """An operation whose arrays have one mesh axis on two factors. The arrays of `kept` keep it, those of `moved` are
-    gathered.
+    """An operation two of whose factors have the same mesh axis in different arrays. The arrays of `kept` keep it;
+    those of `moved` are gathered.
     """
 
     operation: int
@@ -105,7 +104,9 @@ class Graph:
         return chain[::-1]
 
     def _paths(self, axis: str, origin: str) -> Steps[int]:
-        """For each array with this axis from this origin, the operation and the array from which it got the axis."""
+        """For each array with this axis from this origin, the previous array on a shortest path from the origin, and
+        the operation between the two.
+        """
         kind, _, number = origin.partition(": ")
         sources = self.constraints.get(origin, ())
         if kind in ("input", "output"):
@@ -133,8 +134,8 @@ class Graph:
         return found
 
     def lost(self, value: int, axis: str) -> Lost | None:
-        """The nearest array that has the axis on a corresponding dimension, for an array that lacks it there; `None`
-        without one.
+        """Where the mesh axis stopped propagating to an array that lacks it: the nearest operation with an array that
+        has the axis; `None` if no array has it.
         """
         shape = self.values[value].shape
         starts = [Holder(value, dim) for dim in range(len(shape)) if axis not in self.axes_of(Holder(value, dim))]
@@ -151,8 +152,8 @@ class Graph:
         return Lost(back[-1].dim, holder, last, operation, next(named, self._put(last)))
 
     def _ended(self, one: Holder) -> Holder:
-        """The dimension of the array that one iteration gives the next in place of a loop-carried array; dimensions of
-        other arrays as they are.
+        """For a loop-carried array, the same dimension of the array that the body returns in its place; other arrays
+        unchanged.
         """
         return Holder(self.ended.get(one.value, one.value), one.dim)
 
@@ -164,7 +165,9 @@ class Graph:
         return made.name in _OF_LOOPS
 
     def _put(self, stack: Holder) -> Holder:
-        """The dimension of the value that a loop's body writes into a stack, for a dimension of the stack."""
+        """For a dimension of a stack that a loop writes, the dimension of the value that the loop's body writes into
+        it.
+        """
         here = stack
         for _ in range(_DEEP):
             here = self._ended(here)
@@ -179,7 +182,7 @@ class Graph:
         return self._ended(stack)
 
     def _beside(self, here: Holder) -> Iterator[tuple[int, Holder]]:
-        """The dimensions that have a factor in common with `here` in an operation, each with that operation."""
+        """Yields the dimensions that have a factor in common with `here` in some operation, each with the operation."""
         for at in self.operations_of[here.value]:
             factors = {factor for one, factor in self.factors[at] if one == here}
             for one, factor in self.factors[at]:
@@ -203,7 +206,8 @@ class Graph:
 
 
 def _walked(before: dict[_T, tuple[int, _T] | None], beside: Callable[[_T], Iterable[tuple[int, _T]]]) -> Iterator[_T]:
-    """The items that a breadth-first walk reaches from those in `before`, each once. Their steps are added to `before`.
+    """Yields the items that a breadth-first search from the keys of `before` reaches. It records the predecessor of
+    each in `before`.
 
     `beside` gives the neighbours of an item, each with the operation between them.
     """

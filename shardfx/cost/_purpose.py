@@ -113,7 +113,7 @@ def _subtrees(arrays: Sequence[tuple[str, object]]) -> Iterator[tuple[object, li
 
 
 def _comes_from(result: int, given: int, uses: Uses) -> bool:
-    """Whether a result is an argument after elementwise operations and updates in place."""
+    """Whether a result is computed from an argument by elementwise operations and in-place updates only."""
 
     def before(value: int) -> Sequence[int]:
         op = uses.maker.get(value)
@@ -141,7 +141,7 @@ def _is_read_forward(value: int, uses: Uses) -> bool:
 
 
 def _leading(ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
-    """The size of the batch's first dimension; `None` if it cannot be told."""
+    """The size of the batch, which is the first dimension of its arrays; `None` if there are none."""
     left = [(one, dtype) for one, dtype, group in zip(ours, dtypes, groups, strict=True) if not group and one.shape]
     # A PRNG key has at most four words.
     whole = [one for one, dtype in left if _is_whole_number(dtype) and math.prod(one.shape) > 4]

@@ -71,8 +71,8 @@ def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
 
 
 def _called(module: HloModule, name: str, instruction: Instruction, own: Runs) -> Iterator[tuple[str, Runs, int]]:
-    """The computations that an instruction calls, each with its loops and branches, and with the number of calls in one
-    run of the instruction. `own` has the loops and branches of the instruction's computation, and a count of 0.
+    """Yields the computations that an instruction calls: for each its loops and branches, and how often one run of the
+    instruction calls it. `own` has the loops and branches around the instruction.
     """
     around = module.computations[name]
     if instruction.opcode == "while":
@@ -124,7 +124,9 @@ def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instr
 
 
 def _trips(start: int, step: int, stop: int, direction: str) -> int | None:
-    """The number of values of a counter for which a comparison holds; `None` if it never ends."""
+    """The number of iterations of a counted loop, from its start, step, bound and comparison; `None` if it never
+    ends.
+    """
     if not _HOLDS[direction](start, stop):
         return 0
     last = stop + {"LE": 1, "GE": -1}.get(direction, 0)
@@ -135,7 +137,9 @@ def _trips(start: int, step: int, stop: int, direction: str) -> int | None:
 def _opened(
     module: HloModule, scope: Mapping[str, Instruction], one: Instruction
 ) -> tuple[Instruction, Mapping[str, Instruction]]:
-    """The root of a fusion, with the instructions that it may read by name; another instruction as it is."""
+    """For a fusion, its root instruction and the instructions in scope there, by name; for another instruction itself
+    and its scope.
+    """
     if one.opcode != "fusion":
         return one, scope
     inner = module.computations[next(target for _, target in one.called)]
@@ -144,8 +148,8 @@ def _opened(
 
 
 def _value(module: HloModule, scope: Mapping[str, Instruction], name: str) -> tuple[int | None, int] | None:
-    """An integer in a loop: the index of a loop-carried variable, and the constant that is added to it. A constant has
-    no index; other values are `None`.
+    """A loop-carried integer plus a constant: the index of the integer (`None` for a constant alone), and the constant.
+    `None` for any other value.
     """
     if name not in scope:
         return None

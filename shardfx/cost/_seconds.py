@@ -144,7 +144,9 @@ def seconds(
 
 
 def _extents(given: str, usual: tuple[int, ...], chip: chips.Chip) -> tuple[int, ...]:
-    """The extents of a slice from their text; raises if they do not hold as many chips as the usual ones."""
+    """The extents of a slice, such as (4, 8), from their text; raises if they hold another number of chips than
+    `usual`.
+    """
     parts = given.lower().split("x")
     found = tuple(int(part) for part in parts if part.isdigit())
     if math.prod(found) != math.prod(usual) or {len(found), len(parts)} != {len(usual)}:

@@ -204,8 +204,8 @@ class StepShardings:
         return dataclasses.replace(traffic, rows=tuple(map(self._known.annotated, traffic.rows)))
 
     def of_held(self, array: HeldArray) -> tuple[ArrayRow | None, str]:
-        """The row of an array in memory, found by its line and its size on one device, and the reason why it is not
-        smaller.
+        """The row of an array in memory, found by its source line and size, and the reason why it is not sharded
+        further.
         """
         size, own = math.prod(array.buffer.shape), (row for row in self.rows if row.source == array.source)
         alike = (row for row in own if row.bytes_per_device * 8 // bits(row.dtype) == size)
@@ -297,7 +297,7 @@ def shardings_of(step: Step, platform: Platform, module: object = None) -> StepS
 
 
 class _Known:
-    """A propagated step, and the sentences about it."""
+    """A step after Shardy's propagation, with functions that explain it in sentences."""
 
     def __init__(self, step: Step, graph: Graph):
         self.step, self.graph = step, graph
@@ -369,7 +369,7 @@ class _Known:
         return tuple(flatten(self.step.traced.out_info).paths)
 
     def from_of(self, value: int, axis: str) -> str:
-        """The origin of an array's axis. For an argument this is the argument itself."""
+        """The name of the argument, result or constraint that gave a mesh axis to an array."""
         origin = self.graph.laid[value].origins.get(axis, "")
         if origin != "self":
             return self.name(origin)
@@ -402,7 +402,9 @@ class _Known:
         return tuple(dict.fromkeys(f"{place_text(self.lines[one.operation])}: {self.sentence(one)}" for one in largest))
 
     def sentence(self, one: Conflict) -> str:
-        """The sentence about a conflict: the two arrays of the operation that have the axis, and which is gathered."""
+        """A sentence about a conflict: which two arrays of an operation have the mesh axis, and which of them is
+        gathered.
+        """
         made = self.graph.operations[one.operation]
         both = " and ".join(self._told(holder, one.axis) for holder in (one.kept, one.moved))
         return f"gathered over {one.axis}: {both} both lie on it, and the {made.name} keeps the first"
@@ -413,7 +415,7 @@ class _Known:
         return f"dimension {holder.dim} of {array_text(value.dtype, value.shape)}{f' (from {by})' if by else ''}"
 
     def gathered(self, source: Frame | None, axes: Sequence[str] | None = None) -> str:
-        """The sentence about the largest conflict of a line; "" without one."""
+        """A sentence about the largest conflict at a source line; "" if there is none."""
         own = [one for one in self.graph.conflicts if self.lines[one.operation] == source]
         own = [one for one in own if axes is None or one.axis in axes]
         return self.sentence(max(own, key=lambda one: self._bytes(one.moved.value))) if own else ""
@@ -424,8 +426,8 @@ class _Known:
         return dataclasses.replace(row, note="; ".join(filter(None, (row.note, why))))
 
     def _summed(self, source: Frame | None, axes: Sequence[str]) -> str:
-        """The sentence about a sum that a line makes over a mesh axis, since its operands are sharded over it; ""
-        without one.
+        """A sentence about an all-reduce over one of `axes` at a source line: which contracted dimension is sharded
+        over the axis. "" if there is none.
         """
         for at, made in enumerate(self.graph.operations):
             if made.factors.reduction and self.lines[at] == source:

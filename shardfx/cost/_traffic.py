@@ -118,9 +118,9 @@ def read(
 
 
 class _Found(NamedTuple):
-    """The row of an instruction, and how often the instruction's computation runs.
+    """A traffic row, and how often its instruction's computation runs.
 
-    `key` is equal for the instructions that name one collective, and `begins` says that the collective begins here.
+    Instructions of one collective, such as its `-start` and `-done`, have equal keys; `begins` marks the first one.
     """
 
     row: TrafficRow
@@ -139,7 +139,7 @@ class _ModuleReader:
 
     @ft.cached_property
     def origins(self) -> Origins:
-        """The walks from values to arguments and updates."""
+        """The search for the arguments behind the module's collectives."""
         return Origins(self.module)
 
     def collectives(self, runs: Mapping[str, tuple[Runs, ...]]) -> list[_Found]:
@@ -207,8 +207,7 @@ class _ModuleReader:
         )
 
     def replaced(self, instruction: Instruction, collective: Collective) -> str:
-        """The kind of a collective. A permute in a windowed product has the kind of the collective that the window
-        replaces.
+        """The kind of a collective. A permute of a windowed product counts as the collective that the window replaces.
 
         The TPU's compiler replaces a gather before a product by permutes of one factor, and a reduction after a product
         by permutes of the partial sum.

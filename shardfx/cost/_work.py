@@ -77,7 +77,7 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
 
 
 def _moved(computation: Mapping[str, Instruction], instruction: Instruction, tpu: bool, in_loop: bool) -> float:
-    """Bytes that an operation reads and writes."""
+    """Bytes that an operation reads and writes in HBM."""
     if instruction.opcode in _IN_PLACE:
         part = _IN_PLACE[instruction.opcode]
         return 2.0 * _bytes(instruction if part is None else computation[instruction.operands[part]])
@@ -102,7 +102,7 @@ def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> boo
 
 
 def _written(module: HloModule) -> float:
-    """Bytes of the results that elementwise operations make, each read and written once."""
+    """Bytes of HBM traffic of the entry's elementwise results: each is read once and written once."""
     entry = module.computations[module.entry]
     root = root_of(entry)
     made = [entry[name] for name in root.operands] if root.opcode == "tuple" else [root]

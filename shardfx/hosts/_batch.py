@@ -82,7 +82,7 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
 
 
 def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
-    """The number of elements along each dimension that this process's devices hold."""
+    """The shape of the part of an array that this process's devices hold."""
     ranges = zip(*boxes_here(sharding, shape).values(), strict=True)
     return tuple(sum(stop - start for start, stop in set(own)) for own in ranges)
 
@@ -114,7 +114,7 @@ def _checked(leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int 
 
 
 def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None:
-    """Raises if one mask cannot stand for the rows of all leaves."""
+    """Raises unless all leaves have the same rows on this process, since one mask then says which rows are real."""
     found: dict[object, str] = {}
     for leaf, array in zip(leaves, arrays, strict=True):
         told = f"leaf `{leaf.path}` has shape {array.shape} here, of {leaf.shape} sharded as {leaf.spec}"

@@ -77,7 +77,7 @@ def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
 
 
 def _meet(wait_seconds: float) -> None:
-    """Returns when every process has called it. A collective would wait for an absent process without end."""
+    """Waits at a barrier until every process has called it. Unlike a collective, it raises after `wait_seconds`."""
     client = coordination()
     if client is None:
         return  # a runtime that has connected its processes by itself

@@ -49,7 +49,7 @@ class Compared(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """The first wrong equation, and the equations that make operands which it misinterprets."""
+    """The first wrong equation, and the equations that made wrong operands of it."""
 
     number: int
     sources: tuple[int, ...]
@@ -68,7 +68,7 @@ def differences(found: object, wanted: object) -> np.ndarray:
 
 
 def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
-    """The largest difference that rounding explains: eight times the change that rounding made in the reference."""
+    """The largest difference that rounding explains: eight times the effect that rounding had on the reference."""
     changed = max([float(differences(one, exact).max(initial=0.0)) for one in others], default=0.0)
     if not jnp.issubdtype(dtype, np.inexact):
         return math.inf if changed else 0.0  # rounding made two numbers equal, and one was chosen
@@ -77,7 +77,9 @@ def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
 
 
 def compared(record: Record, value: object, whole_record: Record, whole: Any, most: float) -> Compared:
-    """The comparison of a value under the plan with the value on one device."""
+    """Compares a value under the plan with the value on one device, under every way in which the devices' values may be
+    its shards or summands.
+    """
     axes, parts = _by_device(record, np.asarray(value))
     one, whole = _by_device(whole_record, np.asarray(whole))
     whole = whole.reshape(whole.shape[len(one) :])
@@ -113,7 +115,8 @@ def _by_device(record: Record, value: np.ndarray) -> tuple[list[tuple[str, int]]
 def _assembled(
     axes: Sequence[tuple[str, int]], parts: np.ndarray, shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[Role, ...], np.ndarray]]:
-    """Every array of a shape that the devices' values may be shards of, with the role of each mesh axis.
+    """Yields every array of shape `shape` that the devices' values may form, with the role of each mesh axis: a sharded
+    dimension, a reduction, or "same".
 
     Along axes of the role "same", the values of the devices are stacked in leading dimensions.
     """
@@ -141,7 +144,7 @@ def _assembled(
 
 
 def aligned(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[int, int]:
-    """For each record of one tape, the record of another tape for the same equation."""
+    """Matches equal equations of two tapes: for each record of one tape, the number of the other tape's record."""
     keys = [[(one.primitive, one.frames[:1]) for one in records] for records in (ours, theirs)]
     if keys[0] == keys[1]:
         return {at: at for at in range(len(ours))}
@@ -176,7 +179,7 @@ class Blame:
         return one.by_turn[turn] or self.records[number].primitive == CARRY
 
     def is_loose(self, number: int, reader: Record | None) -> bool:
-        """Whether a value leaves its `shard_map` before the collective that it needs."""
+        """Whether an unreduced value leaves its `shard_map` without the collective that it needs."""
         inside = {name for own in (reader.leading if reader else ()) if not isinstance(own, int) for name, _ in own}
         roles = self.found[number].roles if number in self.found else {}
         return any(role in MERGED and name not in inside for name, role in roles.items())
@@ -208,7 +211,7 @@ class Blame:
         return None if first is None else self.named(first, region)
 
     def without_counterpart(self, region: set[int]) -> set[int]:
-        """The records that no value on one device corresponds to: positions of devices, and shards of right arrays."""
+        """The records that correspond to no value on one device, such as device indices and slices of right arrays."""
         found: set[int] = set()
         for number in sorted(region):
             record = self.records[number]
@@ -222,8 +225,8 @@ class Blame:
         return found
 
     def named(self, first: int, region: set[int]) -> Fault:
-        """The fault to show: the equation itself, and of the wrong values that it depends on the last collective, the
-        last value that lacks a collective, and the positions.
+        """The fault to report: the wrong equation, and the most telling wrong values that it depends on, such as the
+        last collective and the last unreduced value.
         """
         seen: set[int] = set()
         waiting = [first]
@@ -247,7 +250,7 @@ _Axes = frozenset[str]
 
 
 def suspects(tape: Tape) -> tuple[str, ...]:
-    """The suspicious places in a step's `shard_map`s, in words, each once."""
+    """The suspicious operations in a step's `shard_map`s, one phrase each."""
     found: dict[str, None] = {}
     for body in tape.bodies:
         if not body.equation.params["check_vma"]:
@@ -257,7 +260,7 @@ def suspects(tape: Tape) -> tuple[str, ...]:
 
 
 def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
-    """The suspicious records of a `shard_map`'s body, and why."""
+    """Yields the suspicious records of a `shard_map`'s body, each with a phrase that says why."""
     params, records = body.equation.params, [tape.records[at] for at in body.numbers]
     axes = [axis for axis, size in params["mesh"].shape.items() if size > 1]
     cuts: dict[int, _Axes] = {}

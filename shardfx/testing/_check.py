@@ -221,7 +221,7 @@ def _data(leaf: Any) -> Any:
 
 
 class _Played:
-    """An evaluated jaxpr: the tape, the compiled program, the records of its results, and its arguments."""
+    """A compiled evaluation of a step's jaxpr that returns the results and the value of every record."""
 
     def __init__(self, traced: _Traced, *, alone: bool, wide: object = None, keeps: bool = False):
         self.arrays, self.ids = traced.arrays, list[int]()
@@ -253,7 +253,7 @@ class _Played:
 
 
 def _blamed(ours: _Traced, theirs: _Traced, found: CheckedStep, wide: object) -> CheckedStep:
-    """The comparison, extended by the first equation that differs."""
+    """The comparison, with the first wrong equation added."""
     try:
         played = _Played(ours, alone=False, wide=wide, keeps=True)
     except jax.errors.JaxRuntimeError as error:
@@ -278,7 +278,7 @@ def _blamed(ours: _Traced, theirs: _Traced, found: CheckedStep, wide: object) ->
 def _told(
     records: Sequence[Record], rows: Mapping[int, Compared], fault: Fault, ours: _Played, arrays: Mapping[int, Any]
 ) -> tuple[tuple[Frame, ...], list[str]]:
-    """The lines and the story of a fault."""
+    """The source lines of a fault, and the sentences that describe it."""
     record, one = records[fault.number], rows.get(fault.number, Compared(False))
     story = [f"the first equation that differs: {_equation(record, fault.number, arrays)}"]
     if one.is_same:

@@ -131,13 +131,13 @@ class Tape:
         return atom.val if is_own else jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
 
     def unknown(self, arrays: Sequence[object]) -> list[int]:
-        """New record numbers for arrays that no equation makes."""
+        """Numbers for arrays that are not the result of an equation. These numbers have no records."""
         return [next(self.count) for _ in arrays]
 
     def kept(
         self, name: str, var: Any, out: Any, reads: Sequence[int], axes: frozenset[str] = frozenset(), counted: int = 0
     ) -> int:
-        """The number of the new record for an equation's result."""
+        """Adds a record for an equation's result, and returns its number."""
         if jnp.issubdtype(out.dtype, jax.dtypes.extended):
             return max(reads, default=-1)  # a key
         number = len(self.records)
@@ -221,7 +221,7 @@ class Tape:
 
     @contextlib.contextmanager
     def within(self, start: int) -> Iterator[dict[int, Any]]:
-        """A context for the inner jaxpr of an equation. It gives the values of the inner records, which the equation
+        """A context for the inner jaxpr of an equation. It collects the values of the inner records, which the equation
         must return.
 
         JAX may trace it several times, so its records start again at `start`.
@@ -262,7 +262,7 @@ class Tape:
         return [*carry, *ys], ids
 
     def forgotten(self, closed: object, *args: object) -> _Arrays:
-        """The results of a closed jaxpr, whose equations get no records."""
+        """Evaluates a closed jaxpr without records for its equations, and returns the results."""
         start = len(self.records)
         with self.within(start):
             outs = self.run(*opened(closed), args, [-1] * len(args))[0]

@@ -96,9 +96,7 @@ _FAR = 100
 
 
 def gathered_once(known: Rewritten, computation: Computation) -> Computation:
-    """The computation where equal gathers whose users are near each other are merged, and a far user has a gather of
-    its own.
-    """
+    """The computation with equal all-gathers merged where their users are close to each other, as XLA merges them."""
     computation = _each_own(computation)
     users = users_of(computation)
     # The longest distance from each instruction to one without users, as XLA counts it.
@@ -124,7 +122,7 @@ def gathered_once(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _each_own(computation: Computation) -> Computation:
-    """The computation with one all-gather for each of its users, as the TPU's partitioner makes them."""
+    """The computation with a separate all-gather for each user, as the TPU's partitioner makes them."""
     users = users_of(computation)
     made: Computation = {}
     for name, own in computation.items():

@@ -62,8 +62,8 @@ def _is_hidden(known: Rewritten, computation: Computation, product: Instruction,
 
 
 def _permutes(known: Rewritten, sent: Instruction, shard: str) -> Instruction:
-    """A ring of permutes in the place of a collective. It sends all shards, and one more where two rings run in
-    opposite directions.
+    """The permutes of a ring that replaces a collective, as one instruction: one permute per shard, and one more where
+    two rings run in opposite directions.
     """
     rows = known.groups(sent)[0].tolist()
     size = len(rows[0])
@@ -169,7 +169,7 @@ def _each(module: HloModule, mark: Callable[[str, Instruction], Instruction]) ->
 
 
 def _marked(before: HloModule, one: Pass, name: str, own: Instruction) -> Instruction:
-    """The collective with the name of the pass, if the pass made or changed it."""
+    """The collective, with the pass's name added if the pass made or changed it."""
     old = before.computations.get(name, {}).get(own.name)
     if old is not None and old[1:3] == own[1:3] and old.attributes == own.attributes:
         return own

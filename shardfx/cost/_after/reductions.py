@@ -57,7 +57,7 @@ def added_once(known: Rewritten, computation: Computation) -> Computation:
 
 
 class _Waiting(NamedTuple):
-    """A value that is not reduced yet: the postponed reduction, its operand, and a term to add after the reduction."""
+    """An unreduced value: its postponed all-reduce, the operand, and a term to add after the all-reduce."""
 
     reduction: Instruction
     value: str
@@ -65,7 +65,9 @@ class _Waiting(NamedTuple):
 
 
 class _Adding:
-    """Rewrites one computation. Each reduction is postponed until an instruction other than a sum needs its result."""
+    """Rewrites one computation so that each all-reduce is postponed until an instruction other than a sum needs its
+    result.
+    """
 
     def __init__(self, computation: Computation, known: Rewritten):
         self.computation, self.known, self.users = computation, known, users_of(computation)
@@ -89,7 +91,7 @@ class _Adding:
             self.reduce(own.name)
 
     def waits(self, own: Instruction) -> _Waiting | None:
-        """The postponed reduction of an instruction's result; `None` if the instruction needs reduced operands."""
+        """The postponed all-reduce of an instruction's result; `None` if the instruction needs reduced operands."""
         found = [self.waiting.get(operand) for operand in own.operands]
         if own.opcode == "all-reduce" and len(found) == 1 and found[0] is None and len(self.users[own.name]) == 1:
             return _Waiting(own, self.names.get(own.operands[0], own.operands[0]))
@@ -131,7 +133,7 @@ class _Adding:
         return name
 
     def reduce(self, name: str) -> None:
-        """Makes the postponed reduction of a value, under the value's name."""
+        """Inserts the postponed all-reduce of a value, whose result gets the value's name."""
         if (waiting := self.waiting.pop(name, None)) is None:
             return
         own, whole = self.computation[name], name if waiting.rest is None else f"{name}.whole"
@@ -164,7 +166,7 @@ def summed_after(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _after(computation: Computation, loop: Instruction, sums: Mapping[int, Instruction]) -> Computation:
-    """The computation with a reduction of each of a loop's results in `sums`."""
+    """The computation with an all-reduce inserted after a loop, for each result of the loop that `sums` names."""
     made: Computation = {}
     names: dict[str, str] = {}
     for name, own in computation.items():
@@ -180,8 +182,8 @@ def _after(computation: Computation, loop: Instruction, sums: Mapping[int, Instr
 
 
 def _buffers(body: Computation, reduction: Instruction) -> tuple[int, ...]:
-    """The indices of the loop-carried elements to which an all-reduce is added; none if it is read otherwise, or if
-    anything else reads one of these elements.
+    """The indices of the loop-carried arrays to which the body adds an all-reduce's result. Empty if that result or one
+    of these arrays has any other reader.
     """
     users, last = users_of(body), root_of(body)
 
@@ -249,7 +251,9 @@ def summed_parts(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _order(users: Mapping[str, list[Instruction]], part: Instruction) -> tuple[int, ...]:
-    """The dimension order of a slice: that of the transposes if only transposes read it, else the slice's own."""
+    """The order of dimensions in which a slice is used: the transpose's if its only readers are equal transposes, else
+    its own.
+    """
     orders = {own.attributes.partition("}")[0] if own.opcode == "transpose" else "" for own in users[part.name]}
     dims = tuple(map(int, _NUMBER.findall(orders.pop()))) if len(orders) == 1 else ()
     return dims or tuple(range(len(array_of(part).shape)))

@@ -15,7 +15,8 @@ _FUSED = VIEWS | PIECES | ELEMENTWISE
 
 
 def sources_of(program: OpenedProgram, uses: Uses, *, tpu: bool) -> dict[int, frozenset[int]]:
-    """For each value, the arrays in memory from which it is computed; for a value that is such an array, itself.
+    """For each value of a program, the arrays in memory that it is computed from. A value with memory of its own maps
+    to itself.
 
     XLA fuses elementwise operations, views and slices with the operations that read them, so they make no arrays. A
     loop reads arrays only. So do products on GPUs and CPUs, where libraries compute them.

@@ -15,7 +15,7 @@ from .program import Body, LiveOp, OpenedProgram, Uses, program_of
 
 
 class Recomputed(NamedTuple):
-    """The effect of rematerializing each layer in the backward pass, for a step that does not do so.
+    """The change of memory if each layer were rematerialized in the backward pass.
 
     **Arguments:**
 
@@ -28,7 +28,7 @@ class Recomputed(NamedTuple):
 
 
 def recomputed(program: OpenedProgram, uses: Uses, bytes_of: Callable[[int], int]) -> Recomputed:
-    """The effect of rematerializing each layer; an empty one if that saves nothing.
+    """The change of memory if each layer were rematerialized; an empty one if that saves nothing.
 
     The arrays that a loop of the forward pass stacks for another loop are not kept. The values that the forward loop
     carries from layer to layer are.
@@ -52,9 +52,7 @@ def recomputed(program: OpenedProgram, uses: Uses, bytes_of: Callable[[int], int
 
 
 def _is_stack(loop: LiveOp, at: int, uses: Uses) -> bool:
-    """Whether a loop only writes one slice of the loop-carried array number `at` in each iteration, and never reads the
-    array.
-    """
+    """Whether a loop only writes slices of its loop-carried array number `at`, and never reads it."""
     body = loop.bodies[0]
     op = uses.maker.get(body.results[at])
     readers = [one for one, _, _ in uses.users.get(body.carried[at], ())]
@@ -165,7 +163,7 @@ def held(
 
 
 class _Peak(NamedTuple):
-    """The bytes of a body's temporaries at its worst moment, and their values."""
+    """The largest total of a body's temporaries, and the values that are live then."""
 
     bytes: int = 0
     values: tuple[int, ...] = ()
@@ -197,7 +195,8 @@ class _Memory:
         return HeldArray(buffer, size, op.opcode, op.instruction.op_name, line)
 
     def peak(self, body: Body, timeline: list[int], rooms: Mapping[int, int]) -> _Peak:
-        """The worst moment of a body, without the values that the body carries and returns.
+        """The moment of a body with the most bytes in temporaries. Values that the body carries and returns do not
+        count.
 
         **Arguments:**
 
@@ -248,8 +247,8 @@ class _Memory:
 
 
 def _started(ops: Sequence[LiveOp], reads: Sequence[frozenset[int]], born: Mapping[int, int]) -> dict[int, int]:
-    """The moment from which each collective's result occupies memory: that of the product that the collective overlaps
-    with.
+    """For each collective's result, the position from which it occupies memory: that of the product with which the
+    collective overlaps.
     """
     found: dict[int, int] = {}
     for at, op in enumerate(ops):

@@ -95,7 +95,9 @@ class _Narrowing:
         return False
 
     def is_by_vector(self, product: LiveOp) -> bool:
-        """Whether one side of a product has contracted dimensions only. The TPU computes such products in float32."""
+        """Whether one operand of a product has only contracted and batch dimensions. The TPU computes such products in
+        float32.
+        """
         # A product that is fused with the operations of its operands reads more than two arrays.
         if product.opcode != "dot" or len(product.reads) != 2:
             return False

@@ -55,7 +55,7 @@ class LiveOp:
 
 @dataclasses.dataclass(eq=False)
 class Body:
-    """The operations of the entry, of a loop's body or of a branch, in the order of the text."""
+    """The operations of the entry computation, of a loop's body or of a branch, in the order of the text."""
 
     carried: tuple[int, ...]
     results: tuple[int, ...]
@@ -107,7 +107,7 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 def reached(begun: Iterable[_T], onward: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
-    """The items that a breadth-first walk from `begun` reaches, each once, the nearest first."""
+    """Yields the items that a breadth-first search from `begun` reaches, each once, the nearest first."""
     waiting = collections.deque(dict.fromkeys(begun))
     seen = set(waiting)
     while waiting:
@@ -140,7 +140,7 @@ class _Opener:
         return OpenedProgram(self.buffers, Body((*named,), tuple(jax.tree.leaves(made)), ops), (*named.values(),))
 
     def new(self, result: Result) -> Values:
-        """New numbers for the arrays of an instruction's result."""
+        """Adds a buffer for each array of an instruction's result, and returns their numbers."""
         if isinstance(result, Array):
             self.buffers.append(result)
             return len(self.buffers) - 1
@@ -164,7 +164,7 @@ class _Opener:
         return root
 
     def made(self, one: Instruction, bound: Sequence[Values], known: dict[str, Values], ops: list[LiveOp]) -> Values:
-        """The values of an instruction's result. Its operations are appended to `ops`."""
+        """Appends an instruction's operations to `ops`, and returns the values of its result."""
         operands = [known[name] for name in one.operands if name in known]
         if one.opcode == "parameter":
             return bound[_number(one)]
@@ -195,15 +195,15 @@ class _Opener:
         return makes
 
     def opened(self, call: Instruction, name: str, bound: Sequence[Values], ops: list[LiveOp]) -> Values:
-        """The values that a call returns. The operations of the called computation are appended in the call's place."""
+        """Appends the operations of the computation that a call names, and returns the values of the call."""
         self.calls, before = (call, *self.calls), self.calls
         made = self.read(name, bound, ops)
         self.calls = before
         return made
 
     def loop(self, one: Instruction, initial: Values, ops: list[LiveOp]) -> Values:
-        """The values that a loop returns. A value that the loop never changes keeps its number inside and after the
-        loop.
+        """Appends a loop, and returns its values. A value that the body returns unchanged keeps its number in the loop
+        and after it.
         """
         body = dict(one.called)["body"]
         changes = self.changes(body)
@@ -237,7 +237,9 @@ class _Opener:
         return tuple(at for at, operand in enumerate(root.operands) if not self.hands_on(body, operand, at))
 
     def hands_on(self, body: dict[str, Instruction], made: str, at: int) -> bool:
-        """Whether `made` is element `at` of the body's parameter unchanged, directly or through nested loops."""
+        """Whether the body returns element `at` of its parameter unchanged as `made`, directly or through nested
+        loops.
+        """
         one = body[made]
         while one.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
             one = body[one.operands[0]]
