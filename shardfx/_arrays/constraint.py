@@ -200,7 +200,7 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
 
 
 def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> PartitionSpec:
-    """The part of a spec for `axes`, which are of one axis type."""
+    """The spec with only those mesh axes that are in `axes`, which all have one axis type."""
     parts = []
     for entry in entries_of(spec):
         if entry is UNCONSTRAINED:

@@ -130,7 +130,7 @@ class Entries(NamedTuple):
 
     @property
     def forms(self) -> list[Any]:
-        """All entries."""
+        """The entries of all parameters, as one list."""
         return [*self.known.values(), self.more, self.others]
 
     def of(self, args: Sequence[object], kwargs: dict[str, object]) -> list[tuple[str, Any, Any]]:

@@ -21,7 +21,7 @@ from .values import constant, fill
 
 
 def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
-    """The result of an operation on arrays of `xp`, which is `numpy` or `jax.numpy`; the shapes were checked before."""
+    """Applies an operation to arrays of `xp`, which is `numpy` or `jax.numpy`. The shapes must have been checked."""
     x: Any = parts[0] if parts else None
     match op, *args:
         case "constant", value, shape, dtype:
@@ -157,7 +157,7 @@ class PieceForm(NamedTuple):
 
 
 def form_of(piece: Piece) -> PieceForm:
-    """The form of a piece."""
+    """The form of a piece: its digits, their order and its casts, without its position."""
     sources, targets = _digits(swapped(piece)), _digits(piece)
     source = [f for own in sources for f in own]
     # Both sides give the same digit the same four numbers.

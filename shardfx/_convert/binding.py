@@ -356,7 +356,7 @@ def _grid_dims(boxes: Sequence[Box]) -> list[int]:
 
 
 def _outside(piece: Piece, box: Box) -> Iterator[Piece]:
-    """The parts of a dense piece that are outside of a box."""
+    """The parts of a box of elements (a dense piece) that another box does not contain."""
     mine = hull(piece)
     if any(stop <= low or high <= start for (start, stop), (low, high) in zip(mine, box, strict=True)):
         yield piece

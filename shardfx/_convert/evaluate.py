@@ -38,7 +38,7 @@ def evaluated(
     leaf: Callable[[str], Any],
     run: Callable[..., Any],
 ) -> Any:
-    """The value of an expression with these values for the names in braces.
+    """Evaluates an expression with these values for the names in braces.
 
     **Arguments:**
 
@@ -330,7 +330,7 @@ def _scale(parts: Sequence[Made], *block: int) -> Made:
 
 
 def on_shapes(op: str, parts: Sequence[Made], *args: Any) -> Made:
-    """The result of an operation on pieces."""
+    """Applies an operation to pieces, without any arrays."""
     return ON_SHAPES[op](parts, *args)
 
 

@@ -290,10 +290,10 @@ class From:
         return _new("plus", (self,), (number,))
 
     def scale(self, by: "From | str", *, block: Sequence[int]) -> "From":
-        """The array multiplied by one element of `by` per block, in float32: for weights stored as fp8 in blocks of 128
-        x 128.
+        """The array multiplied in float32 by one element of `by` for each block, as for weights stored as fp8 in blocks
+        of 128 x 128.
 
-        Both are leaves as they are stored; other operations come afterwards.
+        Both arrays are read as they are stored; apply other operations after it.
         """
         by = From(by) if isinstance(by, str) else by
         if self.op != "leaf" or by.op != "leaf":
@@ -372,7 +372,7 @@ def counted_leaf(stack: From) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """One step of a map.
+    """The rules of one map. A `TreeMap` applies one or several of them in a row.
 
     **Arguments:**
 

@@ -159,7 +159,7 @@ class Made:
 
 
 def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """The piece that is a whole array."""
+    """The piece that copies a whole array."""
     zero = (0,) * len(shape)
     return made_of(value, zero, zero, [Factor(size, dim, 1, dim, 1) for dim, size in enumerate(shape)])
 
@@ -167,7 +167,7 @@ def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
 def made_of(
     value: Value, source: tuple[int, ...], target: tuple[int, ...], factors: Iterable[Factor]
 ) -> tuple[Piece, ...]:
-    """The piece with these factors, without factors of size 1; no piece if a factor has size 0."""
+    """The piece with these factors, in a tuple. Factors of size 1 are left out; a factor of size 0 leaves no piece."""
     kept = tuple(factor for factor in factors if factor.size != 1)
     return () if any(factor.size == 0 for factor in kept) else (Piece(value, source, target, kept),)
 
@@ -179,7 +179,7 @@ def names_of(piece: Piece) -> tuple[str, ...]:
 
 
 def extended(piece: Piece, sizes: tuple[int, ...]) -> Piece:
-    """The piece of arrays with further dimensions of these sizes at the end, on both sides."""
+    """The same piece for arrays that have further trailing dimensions of these sizes, on both sides."""
     here, there, zero = len(piece.source), len(piece.target), (0,) * len(sizes)
     more = [Factor(size, here + at, 1, there + at, 1) for at, size in enumerate(sizes) if size != 1]
     return Piece(piece.value, (*piece.source, *zero), (*piece.target, *zero), (*piece.factors, *more))
@@ -202,7 +202,7 @@ def moved(place: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
 
 
 def rows(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
-    """The part of a piece in which a factor counts from `start` to `stop`."""
+    """The part of a piece for which one factor's digit is from `start` up to `stop`."""
     source = moved(piece.source, factor.source_dim, start * factor.source_step)
     target = moved(piece.target, factor.target_dim, start * factor.target_step)
     if start == 0 and stop == factor.size:
@@ -263,7 +263,9 @@ def shifted(piece: Piece, by: Sequence[int]) -> Piece:
 
 
 def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
-    """The piece in a target with other dimensions. Each is one of the present dimensions, or `None` for a new one."""
+    """The piece for a target with reordered dimensions: `order` has an old dimension for each new one, or `None` for
+    one that is inserted.
+    """
     target = tuple([0 if dim is None else piece.target[dim] for dim in order])
     return Piece(piece.value, piece.source, target, _renumbered(piece.factors, tuple(order)))
 
@@ -275,7 +277,7 @@ def _renumbered(factors: tuple[Factor, ...], order: tuple[int | None, ...]) -> t
 
 
 def merged(piece: Piece, dim: int, inner: int) -> Piece:
-    """The piece in a target whose dimensions `dim` and `dim + 1` are merged. The second has size `inner`."""
+    """The piece for a target whose dimensions `dim` and `dim + 1`, of which the second has size `inner`, are merged."""
     target = (*piece.target[:dim], piece.target[dim] * inner + piece.target[dim + 1], *piece.target[dim + 2 :])
     factors = []
     for factor in piece.factors:
@@ -288,7 +290,7 @@ def merged(piece: Piece, dim: int, inner: int) -> Piece:
 
 
 def split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
-    """The pieces in a target whose dimension `dim` is split into two, the second of size `inner`."""
+    """The pieces for a target whose dimension `dim` is split into two, the second of size `inner`."""
     order: list[int | None] = list(range(dim + 1))
     opened = renumbered(piece, [*order, None, *range(dim + 1, len(piece.target))])
     yield from _split(opened, dim, inner)
@@ -339,7 +341,7 @@ def _without(piece: Piece, factor: Factor) -> Piece:
 
 
 def simplified(piece: Piece) -> Piece:
-    """The same piece with as few factors as possible."""
+    """An equal piece with factors merged where possible."""
     return Piece(piece.value, piece.source, piece.target, _simplified(piece.factors))
 
 
@@ -387,7 +389,7 @@ def _reaches(factors: tuple[Factor, ...], rank: int) -> tuple[int, ...]:
 
 
 def dense(piece: Piece) -> Iterator[Piece]:
-    """The piece divided into pieces that each fill a box of the target."""
+    """Divides a piece into pieces that each fill a box of the target without gaps."""
     for dim in range(len(piece.target)):
         length = 1
         for factor in reversed(along(piece, dim)):

@@ -111,7 +111,7 @@ class Content:
 
     @ft.cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The arrays in the tree's order, grouped where repeated layers are planned alike; every view lists these."""
+        """The arrays in the tree's order. Arrays of repeated layers with equal rows are one group."""
         found: dict[tuple[Any, ...], list[str]] = {}
         for path, number in self.numbered:
             if number >= 0:

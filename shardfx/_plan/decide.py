@@ -43,7 +43,9 @@ from .leaf import Row
 
 
 class Request(NamedTuple):
-    """The sharding that a rule or names request for an array, before it is corrected to the mesh and the shape."""
+    """The sharding that a rule or logical names request for an array, before it is corrected to the mesh and the
+    shape.
+    """
 
     names: tuple[Any, ...] | None
     spec: PartitionSpec

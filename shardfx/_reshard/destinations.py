@@ -157,7 +157,9 @@ def named(sharding: Sharding) -> NamedSharding:
 
 
 def in_device_memory(sharding: Sharding) -> Sharding:
-    """The same sharding in the memory that programs compute in; the sharding itself if it is there already."""
+    """The same sharding in device memory, where programs compute; the sharding itself if it is in device memory
+    already.
+    """
     platform = min(sharding.device_set, key=lambda device: device.id).platform
     default = jax.local_devices(backend=platform)[0].default_memory().kind
     return sharding if sharding.memory_kind == default else sharding.with_memory_kind(default)

@@ -276,8 +276,8 @@ class _Dealer:
         return made.width * math.prod(made.unit)
 
     def apart(self, arrays: Sequence[Matrices]) -> Iterator[Sequence[Matrices]]:
-        """Groups of arrays that share an all-to-all so that padding is least: small arrays fill gaps that large ones
-        leave.
+        """Divides arrays into groups with one all-to-all each, so that padding is least: small arrays fill gaps that
+        large ones leave.
 
         An array that fills no gap has an all-to-all of its own, which takes less memory.
         """

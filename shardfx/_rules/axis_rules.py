@@ -438,7 +438,7 @@ def _target(name: str, target: object, what: str) -> Target:
 
 
 def repeated(names: Sequence[str]) -> list[str]:
-    """The names that occurred earlier in the same list, in order."""
+    """The names that occur more than once in a list: each occurrence after the first."""
     return [name for i, name in enumerate(names) if name in names[:i]]
 
 

@@ -37,7 +37,7 @@ def report_data(
     fit: Fit | None = None,
     chip: str | Chip | None = None,
 ) -> dict[str, Any]:
-    """The content of a report as dicts, lists, strings and numbers that `json.dumps` takes.
+    """The content of a report as plain data that `json.dumps` takes: dicts, lists, strings and numbers.
 
     It takes the arguments of [`shardfx.html_report`][]. The rows of `rows` are groups of arrays; `memory` has the bytes
     per device of each part of the tree, or of each group of `fit`. Names are unchanged: escape them where you show

@@ -120,9 +120,7 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
 
 
 def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -> Finding:
-    """The finding about some arrays. Its bytes are those that each device holds beyond the sharding that the rules ask
-    for.
-    """
+    """The finding about these arrays. Its bytes are those that each device holds beyond the requested sharding."""
     content, sizes, lost = subject.content, subject.content.mesh.shape, 0
     for row, group in ((one.group.row, one.group) for one in shorts):
         axes = [axis for target in (row.requested, *row.strategies) for axis in axes_of_target(target)]

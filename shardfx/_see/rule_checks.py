@@ -108,7 +108,7 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
 
 
 def _pairs(names: _Names, shape: tuple[int, ...]) -> list[tuple[str, int]]:
-    """The names of an array, each with the size of its dimension."""
+    """Pairs of a logical name and the size of its dimension, for one array."""
     return [(name, size) for name, size in zip(names, shape, strict=False) if isinstance(name, str) and size]
 
 

@@ -65,7 +65,9 @@ def operations(module: Module) -> Iterator[Op]:
 
 
 def parameters(module: Module) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """The arrays that the module takes and those that it returns. JAX has dropped arguments that nothing reads."""
+    """The arrays that the module takes, and the arrays that it returns. JAX has removed arguments that nothing
+    reads.
+    """
     main = _main(module)
     arguments = main.regions[0].blocks[0].arguments
     told = _said(main, "arg_attrs")

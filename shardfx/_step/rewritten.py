@@ -25,7 +25,7 @@ _COLUMNS = 70
 
 
 def rewritten(module: bytes, context: ir.Context) -> bytes:
-    """The bytecode of a StableHLO module with these operations rewritten as libtpu does."""
+    """The bytecode of a StableHLO module after the rewrites of this file, which libtpu also makes."""
     with context, ir.Location.unknown(context):
         parsed = ir.Module.parse(module)
         _inline_rolls(parsed)

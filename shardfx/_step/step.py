@@ -296,7 +296,7 @@ def _is_array(leaf: object) -> bool:
 
 
 def argument_names(fn: Callable[..., object], count: int) -> list[str]:
-    """The names of the function's first `count` arguments."""
+    """The parameter names of the function's first `count` arguments."""
     try:
         known = [
             name

@@ -124,7 +124,7 @@ class _Walker:
         self.count = 0
 
     def run(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        """The results of a jaxpr."""
+        """Evaluates a jaxpr, and returns its results after `change`."""
         arrays: dict[object, Any] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*arguments, *consts), strict=True))
 
         def read(atom: object) -> Any:

@@ -38,7 +38,9 @@ _Effect = tuple[bool, tuple[int, ...], tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """One collective: its kind, the value that it moves, how often it runs, and its position in the program."""
+    """One collective of the step: its kind, the value that it moves, how often it runs, and the operation that needs
+    it.
+    """
 
     kind: str
     value: int
@@ -48,8 +50,8 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AssignedLayout:
-    """The effect of an assignment: its collectives, the sharded dimension of each value, and the operations that it
-    divides.
+    """The result of an assignment: the collectives, the sharded dimension of each value, and which operations are
+    divided.
     """
 
     assignment: Assignment
@@ -80,7 +82,7 @@ class _Labelled(NamedTuple):
 
 
 class Layouts:
-    """The program in terms of sub-dimensions, ready to be laid out under any assignment."""
+    """The program with its dimensions as classes, from which `under` makes the layout of any assignment."""
 
     def __init__(self, classes: Classes, devices: int):
         self.classes, self.tied, self.program = classes, classes.tied, classes.program

@@ -129,7 +129,7 @@ class _Namer:
         return [dim for dim, names in enumerate(named) if "layers" not in names]
 
     def images(self) -> dict[ClassGroup, str]:
-        """The names that convolutions give to dimensions of the data, from their own dimension numbers."""
+        """The names of channels and spatial dimensions of images, from the dimension numbers of convolutions."""
         classes = self.classes
         found = {classes.of(leaf): "channels" for leaf in classes.marked["channels"] if leaf in classes.of_root}
         for leaf, (at, count) in self.tied.spatial.items():

@@ -43,8 +43,8 @@ from ._core import CostModel
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """The traffic, work and memory of a program. The memory is given with the step's own donation, and with all
-    possible donation.
+    """The traffic, work and memory of a program. The two numbers of memory are with the step's own donation, and with
+    all arguments donated that can be.
     """
 
     sent: Traffic

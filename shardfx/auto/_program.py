@@ -19,13 +19,13 @@ class Parts:
         self._children: dict[int, tuple[int, ...]] = {}
 
     def new(self, size: int) -> int:
-        """A new part of `size` elements."""
+        """Adds a part of `size` elements, and returns its number."""
         self.sizes.append(size)
         self._parent.append(len(self._parent))
         return len(self._parent) - 1
 
     def find(self, part: int) -> int:
-        """The part that represents the class of `part`."""
+        """The root of a part's class, as in any union-find."""
         while self._parent[part] != part:
             self._parent[part] = self._parent[self._parent[part]]
             part = self._parent[part]

@@ -79,7 +79,7 @@ class Index:
 
     @ft.cached_property
     def by_path(self) -> dict[str, ArrayEntry]:
-        """The entries by path."""
+        """The entries as a dict with paths as keys."""
         return {entry.path: entry for entry in self.entries}
 
     @property

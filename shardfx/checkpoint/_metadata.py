@@ -48,8 +48,8 @@ def key_named(name: object) -> DType:
 
 
 def of_bits(entry: FileArray, dtype: object) -> FileArray:
-    """The array of keys of `dtype` whose key data an array of integers is; the array itself if the shapes
-    do not fit.
+    """A file's integer array as the array of PRNG keys of `dtype` whose key data it is. If its shape does not fit, it
+    is returned unchanged.
     """
     one, rank = bits_of(dtype), len(entry.shape) - len(bits_of(dtype).shape)
     if rank < 0 or entry.shape[rank:] != one.shape or entry.dtype != one.dtype:

@@ -177,7 +177,7 @@ def _gathered_fetches(leaf: WantedLeaf, gathered: Sequence[tuple[int, Piece]]) -
 
 @dataclasses.dataclass(frozen=True)
 class ProcessReads:
-    """The reads of one process.
+    """The reads of one process in a load: how many, and of how many bytes.
 
     **Arguments:**
 

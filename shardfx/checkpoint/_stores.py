@@ -76,7 +76,7 @@ def zarr_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def _entry_in(where: FilePlace, path: str, directory: str) -> StoreArray | None:
-    """The array whose metadata is in `directory`; `None` if there is none."""
+    """The zarr array in a directory; `None` if the directory has no array's metadata."""
     for name, driver in METADATA.items():
         file = os.path.join(directory, name)
         if os.path.isfile(file):
@@ -88,7 +88,7 @@ def _entry_in(where: FilePlace, path: str, directory: str) -> StoreArray | None:
 
 
 def _described(path: str, file: str, key: str | None, content: Any, driver: str, where: str) -> StoreArray | None:
-    """The array with this metadata; `None` for a group of zarr3."""
+    """The zarr array that this metadata describes; `None` if it describes a group."""
     if driver == "zarr3" and member(content, "node_type") == "group":
         return None
     keys = ("dtype", ("chunks",)) if driver == "zarr" else ("data_type", _GRID)

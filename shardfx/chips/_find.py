@@ -77,7 +77,7 @@ def _existing(made: Slice, text: str) -> Slice:
 
 
 def find(name: str | Chip) -> Chip:
-    """The chip with a name.
+    """The chip that a name stands for, such as "v5p", "TPU v5 lite" or "h100".
 
     **Arguments:**
 
@@ -119,7 +119,7 @@ def find(name: str | Chip) -> Chip:
 
 
 def parse_slice(text: str) -> Slice:
-    """The slice with a name.
+    """Parses the name of a slice, such as "tpu:v5p:8x8x8" or "v5e-8", into its chip and extents.
 
     **Arguments:**
 

@@ -183,7 +183,7 @@ def platform_of(compiler: Platform | str) -> Platform:
 
 
 def estimated(step: Step, compiler: Platform) -> Traffic:
-    """The estimate of a traced step."""
+    """The estimated traffic of a traced step."""
     if step.mesh.size > DIRECT:
         for without in (SIZED, (*SIZED, TILED)):
             try:

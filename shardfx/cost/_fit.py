@@ -359,7 +359,7 @@ def _sorted(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
 
 
 def _alike(found: Sequence[Offender]) -> list[Offender]:
-    """The arrays with those merged whose paths differ in numbers only and whose sizes are equal; the largest first."""
+    """The arrays, the largest first. Those of equal size whose paths differ only in numbers are one entry."""
     groups: dict[tuple[object, ...], list[Offender]] = {}
     for one in found:
         groups.setdefault((between_numbers(one.what), one.bytes, one.group), []).append(one)

@@ -315,7 +315,7 @@ def arrays_in(result: str) -> tuple[Array, ...]:
 
 
 def array_of(instruction: Instruction) -> Array:
-    """The array that an instruction makes; the first one of a tuple."""
+    """The array that an instruction makes; for a tuple the first array in it."""
     return next(iter(arrays_in(instruction.result)), Array("", ()))
 
 

@@ -140,7 +140,7 @@ class StepShardings:
     _known: "_Known" = dataclasses.field(repr=False, compare=False)
 
     def at(self, line: str) -> "StepShardings":
-        """The arrays that one line makes.
+        """The rows of the arrays that one source line makes.
 
         **Arguments:**
 
@@ -156,7 +156,7 @@ class StepShardings:
         return dataclasses.replace(self, rows=tuple(lines[line]))
 
     def of(self, path: str) -> "StepShardings":
-        """The arrays that have a mesh axis from one argument or result.
+        """The rows of the arrays that got a mesh axis from this argument or result.
 
         **Arguments:**
 
@@ -194,7 +194,7 @@ class StepShardings:
         return self._known.conflicts
 
     def annotate(self, traffic: Traffic) -> Traffic:
-        """The same traffic, where each row has a note with the reason for the collective.
+        """A copy of the traffic in which each row's note gives the reason for the collective.
 
         **Arguments:**
 
@@ -215,7 +215,7 @@ class StepShardings:
         return row, next(map(str, self.wanted(row)), "")
 
     def to_json(self) -> str:
-        """The rows as JSON."""
+        """The rows as JSON text, a list of objects."""
         return json.dumps([_plain(row) for row in self.rows])
 
     def __str__(self) -> str:
@@ -275,7 +275,7 @@ def shardings(
 
 
 def explained(step: object, line: str, args: Sequence[object], compiler: Platform | str = "tpu") -> StepShardings:
-    """The arrays of one line of a step. The notes say what that line sends, and why."""
+    """The arrays that one source line of a step makes, with notes on the collectives of the line and their reasons."""
     known, platform = step_of(step, args), platform_of(compiler)
     found = shardings_of(known, platform)
     sent = found.annotate(estimated(known, platform)).rows
@@ -365,7 +365,7 @@ class _Known:
 
     @ft.cached_property
     def results(self) -> tuple[str, ...]:
-        """The paths of the results."""
+        """The path of each result of the step."""
         return tuple(flatten(self.step.traced.out_info).paths)
 
     def from_of(self, value: int, axis: str) -> str:
@@ -457,7 +457,7 @@ def _cells(row: ArrayRow) -> tuple[str, ...]:
 
 
 def _plain(row: ArrayRow) -> dict[str, Any]:
-    """A row as plain JSON values."""
+    """A row as dicts, lists, strings and numbers for JSON."""
     return {
         "line": row.source.place if row.source else None,
         "operation": row.operation,

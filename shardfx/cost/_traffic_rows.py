@@ -99,7 +99,7 @@ class Traffic:
         return sum(row.unsure_bytes for row in self.rows)
 
     def by(self, key: Key) -> dict[Any, int]:
-        """The bytes of one step, summed.
+        """The bytes of one step, summed by a field of the rows, such as the mesh axes.
 
         **Arguments:**
 
@@ -199,7 +199,7 @@ _HEADER = ("bytes/step", "kind", "axes", "group", "calls", "array", "pass", "lea
 
 
 def axes_text(axes: tuple[str, ...]) -> str:
-    """Mesh axes as tables show them."""
+    """The names of mesh axes as one text for a table."""
     return " x ".join(axes) or "-"
 
 

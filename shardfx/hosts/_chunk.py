@@ -235,7 +235,7 @@ def data_layout(
 
 
 def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple[LocalChunk, ...]:
-    """The parts of an array that a process's devices hold, from the list of devices, in any order.
+    """The parts of an array that a process's devices hold, for a sharding whose devices may be in any order.
 
     **Arguments:**
 
@@ -298,7 +298,7 @@ def _rows(dim: int, size: int, axes: tuple[str, ...], grid: HostGrid, process_in
 
 
 def _axes(axes: str | Iterable[str], grid: HostGrid) -> tuple[str, ...]:
-    """The names of the axes, checked."""
+    """The names of the mesh axes in `axes`; raises if the grid lacks one."""
     if isinstance(axes, set | frozenset):
         raise MeshError(f"mesh axes {sorted(axes)} came in a set, which has no order; pass a tuple.")
     names = (axes,) if isinstance(axes, str) else tuple(axes)

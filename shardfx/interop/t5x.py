@@ -120,7 +120,9 @@ def _standard(bound: dict[str, str], experts: bool) -> AxisRules:
 
 
 def _said(bound: dict[str, str], *names: str) -> Any:
-    """The value of the first of these names that has one; `None` if the file leaves it to the command line."""
+    """The value of the first of these gin names that is bound; `None` if none is, so that the command line must set
+    it.
+    """
     values = (_literal(bound, name, None, open_is_none=True) for name in names)
     return next((value for value in values if value is not None), None)
 
@@ -141,7 +143,7 @@ def _bindings(text: str) -> dict[str, str]:
 
 
 def _value_text(text: str) -> str:
-    """The first value in `text`: it ends with the line on which all its brackets are closed."""
+    """The first bound value in `text`, which ends at the end of a line with all brackets closed."""
     depth, at = 0, 0
     for at, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")

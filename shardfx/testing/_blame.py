@@ -30,7 +30,7 @@ _PIECES = _COLLECTIVES & {"ppermute", "all_gather", "all_to_all"} | frozenset(
 
 
 class Compared(NamedTuple):
-    """The result of an equation under the plan, compared with its result on one device.
+    """The comparison of an equation's result under the plan with its result on one device.
 
     **Arguments:**
 

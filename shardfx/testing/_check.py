@@ -216,7 +216,7 @@ def _traced(step: Callable[..., object], args: Sequence[object]) -> _Traced:
 
 
 def _data(leaf: Any) -> Any:
-    """The array itself; the key data of an array of PRNG keys."""
+    """The array itself; for PRNG keys their key data."""
     return jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
@@ -244,8 +244,8 @@ class _Played:
             self.compiled = jax.jit(run).lower(self.arrays, noise).compile(_QUICKLY)
 
     def __call__(self, kind: int = 0, seed: int = 0) -> tuple[list[np.ndarray], dict[int, Any]]:
-        """The results and the records' values, computed exactly or with rounding; `kind` and `seed` are
-        those of `Tape`.
+        """Runs the program, exactly or with rounding, and returns the results and the records' values. `kind` and
+        `seed` are those of `Tape`.
         """
         odd = np.array(2 * seed + 1, np.uint32)
         outs, values = self.compiled(self.arrays, (np.array(kind, np.int32), odd))

@@ -100,7 +100,7 @@ class Tape:
         self.count = it.count(-2, -1)
 
     def run(self, jaxpr: jex.Jaxpr, consts: _Arrays, args: _Arrays, ids: Sequence[int]) -> _Made:
-        """The results of a jaxpr, and the numbers of their records."""
+        """Evaluates a jaxpr, and returns its results and the numbers of their records."""
         values = zip((*map(self.widened, consts), *args), (*self.unknown(consts), *ids), strict=True)
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
 
@@ -156,13 +156,13 @@ class Tape:
         return [self.kept(name, var, out, reads, named, counted) for var, out in pairs]
 
     def widened(self, array: Any) -> Any:
-        """The array with floats at least as wide as `wide`."""
+        """The array, with floats cast to a dtype at least as wide as `wide`."""
         if self.wide is None or jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return array
         return jnp.asarray(array, _wider(array.dtype, self.wide))
 
     def applied(self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: _Arrays) -> _Arrays:
-        """The results of one equation."""
+        """Evaluates one equation, and returns its results."""
         if self.wide is None:
             return self.bound(jaxpr, equation, ins)
         pairs: list[tuple[Any, Any]] = [*zip(map(jnp.asarray, ins), equation.invars, strict=True)]
@@ -202,7 +202,7 @@ class Tape:
         return self.placed(outs, params.get("out_shardings", ())), ids
 
     def placed(self, arrays: _Arrays, asked: Sequence[Any]) -> _Arrays:
-        """The arrays with the shardings that a `jax.jit` inside the step asks for."""
+        """The arrays with the shardings that a `jax.jit` inside the step requests."""
         if self.alone:
             return arrays
         return [
@@ -213,7 +213,7 @@ class Tape:
         ]
 
     def solved(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """The results of a linear solve, whose equation also holds jaxprs for its derivatives."""
+        """Evaluates a linear solve, whose equation also holds jaxprs for its derivatives."""
         lengths, solve = equation.params["const_lengths"], equation.params["jaxprs"].solve
         first = lengths.matvec + lengths.vecmat
         own = [*range(first, first + lengths.solve), *range(sum(lengths), len(ins))]
@@ -232,7 +232,7 @@ class Tape:
         self.values = outer
 
     def held(self, start: int, values: dict[int, Any], leading: object) -> None:
-        """Stores the values of an inner jaxpr's records, with a further leading dimension."""
+        """Stores the values of an inner jaxpr's records, which get `leading` as a further leading dimension."""
         self.values.update(values)
         for at in range(start, len(self.records)):
             one = self.records[at]
@@ -270,7 +270,7 @@ class Tape:
         return outs
 
     def loop(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """The results of a `while` loop, which is one record."""
+        """Evaluates a `while` loop as one record, and returns its results."""
         params = equation.params
         one, two = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         outs = jax.lax.while_loop(
@@ -281,7 +281,7 @@ class Tape:
         return outs, self.all_kept(equation, outs, reads)
 
     def branch(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """The results of a conditional, which is one record."""
+        """Evaluates a conditional as one record, and returns its results."""
         branches = [ft.partial(self.forgotten, one) for one in equation.params["branches"]]
         outs = jax.lax.switch(ins[0], branches, *ins[1:])
         return outs, self.all_kept(equation, outs, reads)

@@ -280,7 +280,7 @@ def first_casts(casts: Sequence[object], dtype: object) -> int:
 
 
 def sent_bits(value: Value, dtype: object) -> int:
-    """Bits of an element as it is sent."""
+    """Bits per element on the wire, after the casts that the sender applies."""
     return min([bits(dtype), *map(bits, dtypes_of(value.casts))])
 
 

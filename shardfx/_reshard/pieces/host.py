@@ -69,7 +69,7 @@ class Copy(NamedTuple):
 
 
 class Filling(NamedTuple):
-    """The copies that one new shard is filled with.
+    """The pieces that fill one new shard: plain copies, and pieces whose values change.
 
     **Arguments:**
 
@@ -90,7 +90,7 @@ def filling(
     shapes: Sequence[tuple[tuple[int, ...], object]],
     orders: Sequence[Mapping[int, int]],
 ) -> Filling:
-    """The copies that fill a new shard.
+    """Decides for each piece of a new shard whether it is a plain copy of bytes.
 
     **Arguments:**
 
@@ -139,7 +139,7 @@ class LocalShards:
         self._owned = {path: [shard.data for shard in leaf.addressable_shards] for path, leaf in own.items()}
 
     def typed(self, path: str, number: int) -> np.ndarray:
-        """A shard as a NumPy array."""
+        """The shard with this number of an array, as a NumPy array."""
         found = self._known.get((path, number))
         if found is None:
             given = np.asarray(self._shard(path, number))

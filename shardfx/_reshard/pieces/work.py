@@ -241,7 +241,7 @@ def _known_assembly(
 
 
 def numbered(pieces: Sequence[Piece], names: Sequence[str]) -> tuple[Piece, ...]:
-    """The pieces with the number of each source, as text, in the place of its path."""
+    """The pieces with each source's path replaced by its number, as text."""
     numbers, found = {name: str(number) for number, name in enumerate(names)}, []
     for piece in pieces:
         value = piece.value

@@ -73,7 +73,7 @@ NextLayouts = Callable[[ShardDims, float], Iterator[tuple[ShardDims, float]]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """A move to plan.
+    """The input of the search: the layouts before and after a move, over common factors.
 
     **Arguments:**
 

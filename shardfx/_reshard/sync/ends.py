@@ -241,7 +241,7 @@ class _Spare:
         return own[start:stop]
 
     def wrote(self, leaf: int) -> None:
-        """Counts a piece as received."""
+        """Counts one received piece of a leaf. After the last one, the leaf becomes an array."""
         with self._lock:
             self._left[leaf] -= 1
             is_whole = not self._left[leaf]
@@ -249,7 +249,9 @@ class _Spare:
             self._make(leaf)
 
     def _allocate(self, one: int) -> None:
-        """Allocates the memory of a leaf and of the leaves in its group, which are the same ones at each revision."""
+        """Allocates memory for the new values of a leaf, and of all leaves in its group. Groups are the same at each
+        revision.
+        """
         leaves = enumerate(self._plan.leaves)
         wanted = [
             (number, at, (tuple(stop - start for start, stop in box), leaf.dtype))

@@ -105,7 +105,7 @@ def _data(pieces: Sequence[np.ndarray]) -> list[memoryview]:
 
 
 def _frames(pieces: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
-    """The pieces in groups that are sent with one header. A group is small enough to stay in the processor's cache."""
+    """Groups of pieces that have one header. Each group is small enough to stay in the processor's cache."""
     first, nbytes = 0, 0
     for at, piece in enumerate(pieces):
         if nbytes >= _FRAME_BYTES:

@@ -64,7 +64,7 @@ class Body:
 
 @dataclasses.dataclass(eq=False)
 class OpenedProgram:
-    """A program whose values are numbered.
+    """A program without calls, tuples and fusions, whose values are numbered.
 
     **Arguments:**
 
@@ -119,7 +119,7 @@ def reached(begun: Iterable[_T], onward: Callable[[_T], Iterable[_T]]) -> Iterat
 
 
 def program_of(module: HloModule) -> OpenedProgram:
-    """The expanded program of a module."""
+    """The program of a module, with tuples, copies, calls and fusions expanded."""
     return _Opener(module).program()
 
 
