@@ -33,7 +33,7 @@ def placed(leaves: list[Any], shardings: list[Any]) -> list[Any]:
 
 
 def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
-    """One array on a mesh of several processes, from an array that is global already or whole on each process."""
+    """Places one array on a mesh of several processes. The given array is global, or each process has all of it."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -359,7 +359,9 @@ class Jitted(Generic[P, R]):
         return [one for one in self._given(*call.tree, shapes=shapes) if _is_array(one.leaf)]
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
-        """Raises if the call lacks an argument that has an entry, and has another one that has none."""
+        """Raises if a parameter with an entry gets no argument, while an argument has no entry: the entry's name is
+        then probably wrong.
+        """
         taken = {*range(len(args)), *kwargs}
         missing = [key for key, entry in self._in.known.items() if entry is not None and key not in taken]
         given = self._in.of(args, kwargs) if missing else ()

@@ -235,8 +235,8 @@ def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., 
 
 
 def inputs_of(asked: PlanOptions) -> Inputs:
-    """Parses the arguments and loads the model and rules; tracing a model takes most of the time. Without rules and
-    without a mesh, a MODEL that is a stored plan brings both.
+    """Parses the arguments and loads the model and the rules. If no mesh and no rules are given, both come from MODEL,
+    which is then a stored plan.
 
     **Raises:**
 

@@ -56,7 +56,7 @@ def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
 
 
 def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
-    """The arguments of an operation as plain Python values; raises for invalid ones.
+    """Returns the arguments of an operation as plain Python values.
 
     **Raises:**
 
@@ -377,10 +377,10 @@ class Rules:
     **Arguments:**
 
     - `made`: pairs of the pattern of a target's path, and the expression that makes such a leaf.
-    - `drop`: patterns of leaves of the source that nothing is made of.
-    - `casts`: whether what comes out of another dtype than the target's is cast to it.
-    - `rest`: patterns of leaves that the source may have, and that nothing is made of.
-    - `inverted`: whether the step goes the other way: from the targets of these rules to their sources.
+    - `drop`: patterns of leaves of the source that the rules must not use.
+    - `casts`: whether results of another dtype than the target's are cast to it.
+    - `rest`: patterns of leaves that the source may have, and that the rules must not use.
+    - `inverted`: whether the rules are applied backwards, from their targets to their sources.
     """
 
     made: tuple[tuple[str, From], ...]

@@ -90,7 +90,7 @@ class Pattern:
         return tuple(dict.fromkeys(name for one in self.parts if isinstance(one, Sum) for _, name in one.terms))
 
     def filled(self, binding: Binding) -> str | None:
-        """The path with these values for its names; `None` if a name has no value."""
+        """The path with these values in place of its names; `None` if a name has no value."""
         done = []
         for part in self.parts:
             value = part if isinstance(part, str) else part.value(binding)

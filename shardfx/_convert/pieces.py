@@ -33,7 +33,7 @@ class Struct(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """The factors of an array's elements: one element of another array per block.
+    """Scales of an array's elements, as for quantised weights: another array has one scale for each block.
 
     **Arguments:**
 
@@ -437,7 +437,7 @@ def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
 
 
 def _through(part: Piece, digits: Sequence[Factor | None], box: Piece) -> Piece:
-    """A piece over the digits of an intermediate array, with the positions that the digits stand for."""
+    """Replaces, in a piece of an intermediate array, that array's digits by the positions in its source."""
     source = box.source
     for place, digit in zip(part.target, digits, strict=True):
         if digit is not None:

@@ -140,7 +140,7 @@ def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
 
 
 def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
-    """Writes values to a view, with the piece's casts."""
+    """Writes values into the view `there`, after the piece's casts."""
     if there.dtype == values.dtype and is_only(piece.value.casts, there.dtype):
         copy(as_bits(there), as_bits(values))
         return

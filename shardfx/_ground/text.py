@@ -21,8 +21,8 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def printable(text: str) -> str:
-    """`text` on one line that a terminal shows as it is: control characters, marks that reverse the direction of
-    writing, and halves of characters are escaped, as `repr` does.
+    """`text` on one line, with every character escaped that a terminal would not show: control characters, direction
+    marks, lone surrogates.
     """
     if text.isprintable():
         return text

@@ -117,7 +117,9 @@ def _refuse_specs(leaves: list[Any], paths: tuple[str, ...]) -> None:
 
 
 def _columns_of(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
-    """The paths, templates, declared names and stacked dimensions of the leaves."""
+    """For each leaf of a tree of this structure: its path, its path with every digit as 0, its declared names, and its
+    stacked dimensions.
+    """
     try:
         return _remembered(treedef)
     except ValueError:

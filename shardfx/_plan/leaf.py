@@ -143,7 +143,7 @@ class Skeleton:
         return jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
 
     def in_order(self, column: Sequence[object]) -> Sequence[Any]:
-        """Returns a value per leaf, given in the order of `paths`, in the order of the tree."""
+        """Reorders one value per leaf from the order of `paths` to the order of the tree."""
         return column if self.order is None else [column[i] for i in self.order]
 
     def filled(self, column: Sequence[object]) -> PyTree:

@@ -166,7 +166,9 @@ def in_device_memory(sharding: Sharding) -> Sharding:
 
 
 def copies_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
-    """The bytes of copies in device memory that programs need for each end in another memory."""
+    """Bytes of copies in device memory, which programs need of each array that is in host memory before or after the
+    move.
+    """
     away = [end for end in ends if in_host_memory(end)]
     return sum(array_bytes(end.shard_shape(shape), dtype) * sharers(end.device_set) for end in away)
 

@@ -155,7 +155,7 @@ def map_matrices(
 
 
 def _mesh_of(plan: ShardPlan, arrays: Sequence[object]) -> Any:
-    """The mesh of the program: that of the arrays' Explicit types, or the plan's."""
+    """The mesh of the program: the mesh in the arrays' types if these are Explicit, else the plan's mesh."""
     for array in arrays:
         mesh = jax.typeof(array).sharding.mesh
         if not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types):

@@ -269,7 +269,7 @@ class _Dealer:
         return OwnerExchange(stacks, self.cut, self.axes, unit, tuple(map(tuple, holds)), self.sizes)
 
     def total(self, arrays: Sequence[Matrices]) -> int:
-        """The number of elements that a device sends to each owner if these arrays share an all-to-all."""
+        """The number of elements that a device sends to each owner if one all-to-all sends all these arrays."""
         if not arrays:
             return 0
         made = _Dealer(self.cut, self.axes, self.sizes).dealt(arrays)

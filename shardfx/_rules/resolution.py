@@ -320,7 +320,7 @@ def _units_of(entries: tuple[object, ...], rules: AxisRules) -> tuple[int, ...] 
 
 @ft.lru_cache(maxsize=256)
 def _active(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
-    """The rules in force: those of the mode, then the base rules."""
+    """The rules of a mode, followed by the base rules."""
     return rules.rules if mode is None else rules_of_mode(rules, mode) + rules.rules
 
 

@@ -209,7 +209,7 @@ def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iter
 
 
 def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Findings for logical names, and for names with a unit, that have no rule."""
+    """Findings for logical names without a rule, in arrays or in `units`."""
     axes = subject.axes
     if axes is None:
         return

@@ -29,7 +29,7 @@ from .._rules import (
 
 
 def code_of(value: object) -> str:
-    """The target of a rule, or a value in one, as code; for a callable its `repr`."""
+    """The Python code of a rule's target, or of a part of it; for a callable its `repr`."""
     match value:
         case PartitionSpec():
             return f"PartitionSpec({', '.join(map(code_of, entries_of(value)))})"

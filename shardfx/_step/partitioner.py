@@ -132,7 +132,7 @@ class _Worker:
 
 @ft.lru_cache(maxsize=1)
 def _worker(_process_id: int) -> _Worker:
-    """The worker of this process. A forked child gets a worker of its own."""
+    """The process that partitions modules for this Python process. A forked child starts another one."""
     return _Worker()
 
 

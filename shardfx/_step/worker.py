@@ -128,8 +128,8 @@ def _text_from(folder: str, dumped: str, reading: int, deadline: float) -> tuple
 
 
 def _whole(path: str) -> bytes:
-    """A module's dumped text, or nothing until XLA has written all of it. The entry computation comes last, and ends
-    with a brace on a line.
+    """The text of a module that XLA dumps; "" until XLA has written all of it. The entry computation is the last, and
+    ends with a brace on a line.
     """
     with open(path, "rb") as file:
         # A large file is checked many times while it is written.

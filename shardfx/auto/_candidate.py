@@ -192,7 +192,7 @@ _AS_FAST = "as fast"
 
 
 def _more(seconds: float, of: float) -> str:
-    """The difference in seconds as text, or "as fast" if it is noise beside the step's time."""
+    """A difference in seconds as text; "as fast" if it is below a thousandth of the step's time."""
     return f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}" if abs(seconds) > 1e-3 * of else _AS_FAST
 
 

@@ -95,7 +95,7 @@ class Classes:
         return tuple(found)
 
     def _placed(self) -> Iterator[tuple[ClassPlace, int]]:
-        """The position of each sub-dimension of all arguments, with its class."""
+        """Yields each sub-dimension of all arguments as a position and a class."""
         for argument, dims in enumerate(self.dims):
             for dim, leaves in enumerate(dims):
                 for at, leaf in enumerate(leaves):

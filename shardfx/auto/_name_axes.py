@@ -74,7 +74,7 @@ class _Namer:
         return len(self.classes.dims[place.argument])
 
     def declared(self) -> None:
-        """Uses the names that the model's fields declare, before any other."""
+        """Gives groups the names that the model's fields declare. It runs before all other naming."""
         for group in self.unnamed():
             for place in group.places:
                 names = self.traced.arrays[place.argument].names

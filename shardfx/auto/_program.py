@@ -117,7 +117,7 @@ class Tied:
 
 
 def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
-    """Whether an operation needs a dimension unsharded, or reads only some of its elements."""
+    """Whether an operation needs a dimension unsharded, or reads only a part of the dimension's elements."""
     factors = made.factors
     short = math.prod(factors.sizes[factor] for factor in dim) != size
     apart = len(dim) > 1 and made.name in _WINDOWED

@@ -81,8 +81,9 @@ class Space:
 
     - `classes`: the step's dimensions by name.
     - `args`: its arguments as structs, without the shardings that arrays have now.
-    - `made`: the layout of each assignment.
-    - `usual`, `known`: strategies as numbers of assignments: the caller's and the usual ones; then the others.
+    - `made`: the layout of each assignment, by its number.
+    - `usual`: the caller's and the usual strategies, each a tuple of numbers of assignments.
+    - `known`: the other well-known strategies.
     - `limit_bytes`: the memory that a device may use.
     """
 

@@ -153,7 +153,9 @@ def runs_of(pieces: Iterable[Bytes]) -> Iterator[list[Bytes]]:
 
 
 def transfer(call: Callable[..., int], run: Sequence[Bytes]) -> int:
-    """Reads or writes a run by `os.preadv` or `os.pwritev`, and returns the number of bytes until the file's end."""
+    """Reads or writes a run in one or several calls of `os.preadv` or `os.pwritev`. Returns the number of bytes, fewer
+    at the file's end.
+    """
     left = [memory for piece in run for memory in piece.memory if memory.size]
     nbytes = sum([piece.nbytes for piece in run])
     moved = done = call(run[0].descriptor, left, run[0].offset) if nbytes else 0

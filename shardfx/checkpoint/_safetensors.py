@@ -48,7 +48,7 @@ OTHER = {
 
 @ft.lru_cache(maxsize=64)
 def stored_name(dtype: DType) -> str | None:
-    """The format's name for a dtype; `None` if the format cannot store it."""
+    """The name of a dtype in the safetensors format; `None` if safetensors cannot store it."""
     dtype = np.dtype(dtype)
     return NAMES.get(dtype, "U8" if dtype.name in OTHER else None)
 
@@ -160,7 +160,9 @@ def _depth(value: object) -> int:
 
 
 def _count(shape: list[int]) -> int:
-    """The number of elements. If a partial product overflows, as in 2**62 * 4 * 0, it is larger than any file."""
+    """The number of elements of a shape. If a partial product overflows 64 bits, as in 2**62 * 4 * 0, it is the largest
+    partial product.
+    """
     partial = list(it.accumulate(shape, operator.mul, initial=1))
     return max(partial) if max(partial) >= 2**64 else partial[-1]
 

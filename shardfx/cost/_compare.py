@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def different_bytes(self) -> int:
-        """The bytes that are sent on one side only: the sum over all rows of the difference without its sign."""
+        """The sum over all rows of the absolute difference in bytes."""
         return sum(abs(row.extra_bytes) for row in (*self.rows, *self.less))
 
     @property

@@ -43,9 +43,7 @@ Phase = Literal["", "forward", "backward", "recomputed"]
 
 
 def phase_of(op_name: str) -> Phase:
-    """Whether a path of JAX's operations belongs to the forward pass, the backward pass or a recomputation; "" without
-    a gradient.
-    """
+    """The pass that a JAX name stack belongs to: "forward", "backward" or "recomputed"; "" outside of a gradient."""
     if "rematted_computation" in op_name:
         return "recomputed"
     return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else ""

@@ -125,7 +125,7 @@ class Graph:
 
     @ft.cached_property
     def constraints(self) -> dict[str, list[int]]:
-        """For each constraint's name, the arrays that the constraint made."""
+        """For each sharding constraint, by its name, the arrays that the constraint returns."""
         found: dict[str, list[int]] = {}
         for made in self.operations:
             if made.name == "sharding_constraint":

@@ -334,7 +334,7 @@ class _Known:
 
     @property
     def loops(self) -> Iterator[Frame | None]:
-        """For each operation, the line of the loop around it."""
+        """Yields, for each operation, the source line of the innermost loop around it; `None` outside of loops."""
         around = []
         for made in self.graph.operations:
             is_within = made.location in around

@@ -16,7 +16,7 @@ Axes = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class KerasLayout:
-    """The target of a rule: the axes that a LayoutMap gives to paths that its key and no other key matches.
+    """A rule's target: the axes that a LayoutMap gives to paths. A path may match only one key of the map.
 
     **Arguments:**
 

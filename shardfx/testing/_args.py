@@ -25,7 +25,7 @@ _REFUSED = (TypeError, ValueError, AssertionError, IndexError, ZeroDivisionError
 
 
 def made(args: object, *, mild: bool) -> PyTree:
-    """The arguments with random arrays in the place of structs, on JAX's devices.
+    """The arguments with a random array on JAX's devices for each struct.
 
     **Arguments:**
 

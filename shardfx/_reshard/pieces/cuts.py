@@ -238,9 +238,7 @@ def cuts_of(
 
 
 def _choose(found: list[tuple[Cut, Senders | None]]) -> tuple[tuple[int, ...], ...]:
-    """Chooses the sender of each cut, and returns the replicas of the shards that had several senders to
-    choose from.
-    """
+    """Chooses the sender of each cut. Returns, for each shard that several devices could send, these devices."""
     replicas: dict[tuple[int, ...], None] = {}
     for at in sorted(range(len(found)), key=lambda at: -found[at][0].bytes):
         cut, senders = found[at]

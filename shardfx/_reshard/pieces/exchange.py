@@ -166,7 +166,7 @@ def carried(dtype: Any, devices: Sequence[Any]) -> Any:
 
 
 def bitcast(x: jax.Array, dtype: Any) -> jax.Array:
-    """The bits of an array as another dtype of the same width."""
+    """An array's bits, interpreted as another dtype of the same width."""
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
@@ -207,7 +207,7 @@ def joined(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @ft.lru_cache(maxsize=64)
 def sharding_of(devices: tuple[object, ...]) -> NamedSharding:
-    """The sharding of a program's blocks: the first dimension over all devices."""
+    """The sharding of the arrays in an exchange program: the first dimension is sharded over all devices."""
     return NamedSharding(Mesh(np.asarray(devices), (AXIS,)), PartitionSpec(AXIS))
 
 

@@ -137,7 +137,7 @@ class Assembly:
 
     @ft.cached_property
     def most_bytes(self) -> int:
-        """The bytes that programs may take on a device beside source and target: one shard of the target.
+        """The bytes that programs may take on a device besides source and target: one shard of the target.
 
         For small arrays it is more, since each program takes time.
         """
@@ -174,7 +174,7 @@ class Assembly:
         return 4 if self.is_apart else 3
 
     def extra_bytes(self, steps: Sequence[Exchange]) -> int:
-        """The most bytes that programs, one after the other, take in one memory beside source and target."""
+        """The most bytes that one memory holds besides source and target, if the programs run one after the other."""
         # The CPU's compiler drops the barriers between rounds, and may cut out all pieces before it sends the first.
         of_step = sum if self.is_apart or self.sharers > 1 else max
         return self._times * self.sharers * max([0, *[of_step(step.sizes) for step in steps]])

@@ -183,7 +183,9 @@ class _Stored:
 
     @staticmethod
     def of(shape: tuple[int, ...], cut: PartCut, as_on_tpus: bool) -> "_Stored":
-        """The storage order that needs the least memory on TPUs; the given order if not `as_on_tpus`."""
+        """The storage order of dimensions that needs the least memory on TPUs; the array's own order if not
+        `as_on_tpus`.
+        """
         order = _best_order(shape)[1] if as_on_tpus else tuple(range(len(shape)))
         return _Stored(order, order.index(cut.dim), shape[cut.dim] // cut.block, cut.block)
 
@@ -208,7 +210,7 @@ class _Stored:
         return self._for_each_strip(copy, lax.empty(tuple(shape), stored.dtype))
 
     def with_part(self, stored: object, part: Any, start: object, size: int) -> Any:
-        """`stored` with the chunk from `start` on of each block replaced by that of `part`."""
+        """A copy of `stored` in which the chunks of `part` replace the chunks from `start` on of all blocks."""
         copy = lambda index, stored: lax.dynamic_update_slice_in_dim(
             stored,
             lax.dynamic_slice_in_dim(part, index * size, size, self.dim),

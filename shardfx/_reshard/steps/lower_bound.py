@@ -102,7 +102,7 @@ class LowerBound:
         self._common_shares: dict[tuple[int, tuple[int, ...]], np.ndarray | None] = {}
 
     def __call__(self, dims: ShardDims) -> float:
-        """The least cost from the layout `dims` to the target, or from the source to the layout, as `far_is` says."""
+        """The least cost of a path between the layout `dims` and the far end of the move, which `far_is` names."""
         shares = [share for share in map(self._common_share, range(len(dims)), dims) if share is not None]
         if not shares:
             return 0.0

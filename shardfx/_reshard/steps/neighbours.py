@@ -21,7 +21,7 @@ Priced = Iterator[tuple[ShardDims, float]]
 
 
 class Neighbours:
-    """Lists the layouts one step away from a layout over the factors of one end.
+    """Lists the layouts that one step reaches from a layout, or from which one step reaches it.
 
     **Arguments:**
 

@@ -79,10 +79,9 @@ class Problem:
 
     - `room`: how many shards each dimension can have.
     - `source`, `target`: the ends, on factors.
-    - `takes_detours`: whether to gather before the crossing, to slice after it, and to permute the factors of a
-        dimension among the other steps, too. That is of use where factors of different sizes block each other, or some
-        cost more than others. It also is where the ends share no factors: pieces that all devices of a group hold need
-        not be brought to the places that the other end has for them.
+    - `takes_detours`: whether the search also tries to gather before the permutation between the meshes, to slice after
+        it, and to permute the factors of a dimension. This helps if factors of different sizes block each other, if
+        some cost more than others, and if source and target have no factors in common.
     """
 
     room: tuple[int, ...]

@@ -29,7 +29,7 @@ Memory = Callable[[int], np.ndarray]
 
 
 class ShardBytes(NamedTuple):
-    """A piece that is a contiguous range of a shard's bytes: the array, the shard's number, and the range.
+    """A piece that is one contiguous range of a shard's bytes: the array, the number of the shard, and the range.
 
     The sender knows its arrays by path, the receiver by number.
     """

@@ -54,7 +54,9 @@ class Rewritten:
         self.known: dict[str, Groups] = {}
 
     def details(self, instruction: Instruction) -> str:
-        """The attributes in which two different collectives differ."""
+        """The attributes that identify a collective. XLA may merge two collectives of one opcode and operand if these
+        are equal.
+        """
         details = _OWN.sub("", instruction.attributes)
         found = _GROUPS.search(details)
         return details if found is None else details.replace(found[0], _listed(self.groups(instruction)))

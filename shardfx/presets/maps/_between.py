@@ -201,8 +201,8 @@ def _taken(source: Place, want: Place, sizes: Sizes) -> From:
 
 
 def _only_in_one(source: Place, want: Place, here: Paths, single: Range | None) -> tuple[list[str], list[str]]:
-    """Returns the axes that only the target has, and the axes that only the source has. The target repeats its entries
-    along the first.
+    """Returns the axes that only the target has, along which it repeats its entries, and the axes that only the source
+    has.
     """
     there = (*want.axes, *want.in_path)
     more = [axis for axis in want.axes if axis not in here]
@@ -219,7 +219,7 @@ def _only_in_one(source: Place, want: Place, here: Paths, single: Range | None) 
 
 
 def _axes_of(group: Paths, whole: Sequence[Paths]) -> list[Paths]:
-    """Returns a list of the group if it is in `whole`, else of one group for each of its axes."""
+    """Returns the axes of a group as one dimension if the group is in `whole`, else as one dimension each."""
     return [group] if group in whole else [(axis,) for axis in group]
 
 

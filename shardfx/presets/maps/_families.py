@@ -73,8 +73,8 @@ def _rows(at: str, text: str, leaf: str = ".weight") -> Rows:
 
 
 def _with_biases(rows: Rows, dim: int = 0) -> Rows:
-    """Returns the rows, with a bias row added for each; dimension `dim` of a weight is its output, whose size the bias
-    has.
+    """Returns the rows with a row for its bias after each weight. The size of the bias is that of the weight's
+    dimension `dim`.
     """
     return rows | {path.replace(".weight", ".bias"): _bias(entry, dim) for path, entry in rows.items()}
 
