@@ -59,7 +59,7 @@ def evaluated(
 
 
 def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
-    """The path of a leaf with the names in braces filled in, which is one of `leaves`."""
+    """The path of a leaf with the names in braces filled in. Raises if it is not one of `leaves`."""
     path = pattern(text).filled(binding)
     if path is None:
         missing = [name for name in pattern(text).names if name not in binding]
@@ -107,7 +107,7 @@ def _index(index: int | str, binding: Binding) -> int:
 
 
 def dim_of(dim: int, rank: int, op: str) -> int:
-    """A dimension counted from the front."""
+    """A dimension as a non-negative number; raises if the array has no such dimension."""
     if not isinstance(dim, int) or not -rank <= dim < rank:
         raise MapError(f"`{op}` of dim {dim} on an array of {rank} dimensions.")
     return dim % rank
@@ -133,7 +133,7 @@ def _shape_after(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ..
 
 
 def leaf_made(path: str, struct: Struct | Made) -> Made:
-    """A leaf's value before any operation."""
+    """The value of an expression that is only a leaf."""
     return Made(tuple(struct.shape), struct.dtype, whole(Value(path), tuple(struct.shape)))
 
 

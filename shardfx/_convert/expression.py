@@ -377,9 +377,9 @@ class Rules:
     **Arguments:**
 
     - `made`: pairs of the pattern of a target's path, and the expression that makes such a leaf.
-    - `drop`: patterns of leaves of the source that the rules must not use.
+    - `drop`: patterns of leaves of the source that the rules leave out on purpose.
     - `casts`: whether results of another dtype than the target's are cast to it.
-    - `rest`: patterns of leaves that the source may have, and that the rules must not use.
+    - `rest`: patterns of leaves that the source may have, and that the rules do not use.
     - `inverted`: whether the rules are applied backwards, from their targets to their sources.
     """
 

@@ -100,7 +100,7 @@ class Value(NamedTuple):
     - `path`: the path of the array; `None` for a constant.
     - `number`: the constant.
     - `scale`: the scales that it is multiplied by, in float32.
-    - `casts`: the dtypes that it is cast to, and what it is counted with, one after the other.
+    - `casts`: the casts (dtypes) and arithmetic operations, in order.
     """
 
     path: str | None

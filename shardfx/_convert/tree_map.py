@@ -115,7 +115,7 @@ class TreeMap:
 
     @property
     def drop(self) -> tuple[str, ...]:
-        """The paths of leaves of the source that are not used."""
+        """The paths of the source's leaves that the map leaves out on purpose."""
         return self._one_step().drop
 
     @property

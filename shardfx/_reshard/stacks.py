@@ -49,7 +49,7 @@ class Matrices(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The number of matrices."""
+        """The number of matrices in the array."""
         return math.prod(self.many)
 
     def spec(self, entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
@@ -109,9 +109,7 @@ class OwnerExchange(NamedTuple):
         return max(sum(self.stacks[stack].width for stack, _ in own) for own in self.holds)
 
     def starts(self, number: int) -> Int[np.ndarray, "owners slots"]:
-        """The position of each matrix of a stack in the row that its owner receives from a device; -1 for
-        an empty slot.
-        """
+        """The position of each matrix of a stack in the rows that its owner receives; -1 for an empty slot."""
         rows: list[list[int]] = []
         for own in self.holds:
             stacks = [stack for stack, _ in own]

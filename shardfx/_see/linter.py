@@ -128,7 +128,7 @@ def lint(
 
 
 def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) -> Iterator[Finding]:
-    """The findings that need no more than a plan."""
+    """The findings for which a plan alone suffices, without the rules."""
     yield from corrected(subject)
     yield from replicated(subject, replicated_bytes)
     yield from cut_heads(subject, head_dim)

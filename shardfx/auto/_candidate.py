@@ -307,7 +307,7 @@ def jitted(step, plans):
 
 
 def _text(value: object) -> str:
-    """A value as Python code with double quotes."""
+    """A value as Python source code, with strings in double quotes."""
     if isinstance(value, tuple):
         inner = ", ".join(map(_text, value))
         return f"({inner},)" if len(value) == 1 else f"({inner})"

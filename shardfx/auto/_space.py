@@ -287,7 +287,9 @@ def _agrees(space: Space, one: Found, plans: Sequence[ShardPlan], axes: tuple[st
 
 
 def _candidate(space: Space, one: Found) -> Candidate | None:
-    """A candidate of the core, to be partitioned; `None` if no rules shard the arguments as its assignments do."""
+    """A priced candidate as plans and rules, ready to be partitioned; `None` if no rules shard the arguments as its
+    assignments do.
+    """
     orders = [space.names_of(space.made[number]) for number in one.assignments]
     built = mesh_and_rules(orders, one, (group.name for group in space.classes.live()))
     if built is None:

@@ -186,7 +186,7 @@ class Kind(NamedTuple):
     - `boxes`: the boxes of the leaf that this process holds.
     - `devices`: for each box, the devices that hold it.
     - `shapes`, `sizes`: for each box, its shape and its bytes.
-    - `is_final`: whether the memory that is read into becomes the array's, so that nothing is on its way to a device.
+    - `is_final`: whether bytes are read directly into the array's memory, so that no copy to a device follows.
     """
 
     boxes: tuple[Box, ...]
@@ -203,7 +203,7 @@ class Unit(NamedTuple):
     **Arguments:**
 
     - `number`: the number of the leaf.
-    - `leaf`, `kind`: the leaf, and the boxes of it that are read.
+    - `leaf`, `kind`: the leaf, and its boxes that are read.
     - `nbytes`: bytes of the boxes.
     """
 

@@ -143,7 +143,7 @@ class Together:
         **Arguments:**
 
         - `futures`: the work of this process; each gives the bytes that it wrote.
-        - `advance`: is told of these bytes.
+        - `advance`: a function that is called with these bytes, for a progress line.
 
         **Returns:**
 

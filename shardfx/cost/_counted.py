@@ -126,7 +126,7 @@ _NO_ARRAY = ("sdy.sharding_constraint", "stablehlo.while", "func.call", "stableh
 
 
 class Constrained(NamedTuple):
-    """Sharding constraints that shard activations over the batch's mesh axes again.
+    """Sharding constraints that shard activations over the batch's mesh axes, where propagation did not.
 
     **Arguments:**
 

@@ -203,7 +203,9 @@ def _dim(style: str, name: str, rank: int) -> int | None:
 
 
 def _on_disk(module: str, names: tuple[str, ...], prefix: str) -> str:
-    """A regex for the parameters of single experts in checkpoints, where Mixtral's expert module has another name."""
+    """A regex for the paths of single experts in checkpoints. Mixtral's checkpoints give the experts' module another
+    name.
+    """
     path = _path(module, prefix).replace("[./]mlp[./]", "[./](?:mlp|block_sparse_moe)[./]")
     return rf"^{path}[./]\d+[./](?:{'|'.join(names)})[./][^./]+$"
 

@@ -105,9 +105,7 @@ _FACTORS = (1, 2, 3, 5, 7, *(2**power for power in range(2, 16)))
 def _smaller(
     step: Any, args: PyTree, needs: Mapping[_Key, int], chosen: Mapping[_Key, int], key: _Key
 ) -> dict[_Key, int]:
-    """The chosen sizes with a small size for `key`, if the step can be traced with it. Sizes that differ
-    still differ.
-    """
+    """The chosen sizes with a small one for `key`, if the step can be traced with it. Unequal sizes stay unequal."""
 
     def is_taken(chosen: Mapping[_Key, int]) -> bool:
         try:

@@ -118,7 +118,7 @@ def putting(
 
 @ft.lru_cache(maxsize=256)
 def zeros(devices: tuple[object, ...], block: Block) -> Any:
-    """The jitted function in which each device makes a block of zeros."""
+    """A jitted function in which each device makes a block of zeros."""
     return jax.jit(lambda: jnp.zeros((len(devices) * block[0][0],), block[1]), out_shardings=sharding_of(devices))
 
 

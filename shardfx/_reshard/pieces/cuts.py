@@ -119,7 +119,7 @@ class Senders:
 
     - `holders`: devices; none where all are lost.
     - `process_of`: the process of each device.
-    - `sent`: the bytes that each device has sent; counted up on the way.
+    - `sent`: the bytes that each device has sent, which `take` updates.
     """
 
     def __init__(self, holders: Sequence[int], process_of: Mapping[int, int], sent: dict[int, int]):

@@ -113,7 +113,7 @@ Block = tuple[tuple[int, ...], Any]
 
 
 def mapped(devices: tuple[object, ...], body: Any, count: int, *donated: int) -> Any:
-    """The jitted function in which each device applies `body` to its blocks of `count` arrays.
+    """A jitted function in which each device applies `body` to its blocks of `count` arrays.
 
     Each array has its devices' blocks along its first dimension. `donated` are the arrays whose memory it reuses.
     """
@@ -126,7 +126,7 @@ def mapped(devices: tuple[object, ...], body: Any, count: int, *donated: int) ->
 def program(
     devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...], target: Block, begins: bool
 ) -> Any:
-    """The jitted function that writes pieces of some arrays into another array's shards.
+    """A jitted function that writes pieces of some arrays into another array's shards.
 
     **Arguments:**
 

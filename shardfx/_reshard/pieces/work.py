@@ -202,7 +202,9 @@ class Work(NamedTuple):
 def works_of(
     map: TreeMap, sources: tuple[MovedLeaf, ...], targets: tuple[MovedLeaf, ...], copies: bool
 ) -> tuple[Work, ...]:
-    """The plan for moving one tree into another, from a bounded cache."""
+    """How each array of the target moves or is assembled, for the move of a tree through a map. The result is
+    cached.
+    """
     here, there = ({leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in side} for side in (sources, targets))
     made, by_path = bound(map, here, there), {leaf.path: leaf for leaf in sources}
     known: dict[object, Assembly] = {}

@@ -244,5 +244,5 @@ def is_small_float(dtype: Any) -> bool:
 
 
 def moved(move: Callable[..., object], *arrays: object) -> Any:
-    """Applies `move` to traced arrays; on CPUs it moves small floats as integers of the same bits."""
+    """Wraps `move` for traced arrays. On CPUs it moves small floats as integers of the same bits."""
     return lax.platform_dependent(*arrays, cpu=on_bits(move), default=move)

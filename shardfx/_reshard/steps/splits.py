@@ -107,7 +107,7 @@ def _digit_keys(row: np.ndarray, size: int) -> dict[_Digit, bytes]:
 
 
 def _best_orders(layout: StepLayout, known: Sequence[dict[_Digit, bytes]], wanted: set[bytes]) -> list[tuple[int, ...]]:
-    """For each axis, the order of its primes with the most digits in `wanted`."""
+    """For each axis, the order of its prime factors for which the most digits are in `wanted`."""
     return [
         max(_orders(size), key=lambda order, keys=keys: sum(keys[digit] in wanted for digit in _digits_of(order)))
         for size, keys in zip(layout.sizes, known, strict=True)

@@ -203,7 +203,7 @@ class TransferPlan:
 
     @ft.cached_property
     def known(self) -> dict[object, object]:
-        """A cache for either end, so that later revisions need no planning."""
+        """A cache for the sender's or the receiver's own values, so that later revisions need no planning."""
         return {}
 
     @property

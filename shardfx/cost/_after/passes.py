@@ -92,7 +92,8 @@ class Pass(NamedTuple):
     - `name`: XLA's name for it.
     - `apply`: returns a computation of a module as it is after the pass.
     - `link`: the file of XLA that it stands for.
-    - `unsure`: the share of what it changes that the compiler may send otherwise, where it was found to differ.
+    - `unsure`: the fraction of the changed bytes that the compiler may send otherwise, where the two were found to
+        differ.
     """
 
     name: str
@@ -160,7 +161,7 @@ def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str]
 
 
 def _each(module: HloModule, mark: Callable[[str, Instruction], Instruction]) -> HloModule:
-    """The module with each collective as `mark` returns it, by the name of its computation."""
+    """A copy of the module in which `mark(computation, collective)` replaces each collective."""
     marked = {
         name: own | {key: mark(name, made) for key, made in own.items() if made.opcode in KINDS}
         for name, own in module.computations.items()

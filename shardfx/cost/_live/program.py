@@ -70,7 +70,7 @@ class OpenedProgram:
 
     - `buffers`: the dtype and shape of each value, by number.
     - `entry`: the body that runs. Its `carried` are the entry's parameters in order, with arrays of tuples one by one.
-    - `parameters`: the instruction of each of these.
+    - `parameters`: the instruction of each of these parameters.
     """
 
     buffers: list[Array]
