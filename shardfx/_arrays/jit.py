@@ -252,8 +252,9 @@ class Jitted(Generic[P, R]):
         call = self._bound(args, kwargs, runs=True)
         if call.static != static:
             raise PlanMismatchError(
-                f"`{self._name}` was compiled for other arguments: they differ in their structure, or in what is no array "
-                f"({static.values!r:.60} then, {call.static.values!r:.60} now); lower it with what you call it with."
+                f"`{self._name}` was compiled for other arguments: they differ in their structure, or in what is no "
+                f"array ({static.values!r:.60} then, {call.static.values!r:.60} now); lower it with what you call "
+                "it with."
             )
         out = compiled(*call.arrays)
         return out.joined() if type(out) is Parted else out
