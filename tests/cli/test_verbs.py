@@ -141,7 +141,7 @@ def test_version(capsys):
 def test_a_plan_that_was_written_is_a_model(here, capsys):
     flags = ("--mesh", "fsdp=4,tensor=2", "--rules", "my_model:BOTH")
     assert run("plan", "my_model:make", *flags, "--json", "plan.json") == 0
-    capsys.readouterr()
+    assert "on mesh fsdp=4,tensor=2 (8 devices)" in capsys.readouterr().out
     assert run("plan", "plan.json", "--json") == 0
     assert ShardPlan.from_json(capsys.readouterr().out) == ShardPlan.from_json(Path("plan.json").read_text())
     # With rules, its arrays are planned anew.
@@ -236,8 +236,6 @@ def test_what_a_verb_shows(words, shown, here, capsys):
 
 # A command, and the error that it prints.
 WRONG = transcript(r"""
-$ plan llama3-8b --kwargs layer=2 --mesh shard=8,model=2 --rules fsdp_tp:fsdp=shard,tensor=model
-`llama3-8b` has no number 'layer' (did you mean 'layers'?)
 $ plan llama3-8b --kwargs layers=2 --mesh shard=8 --rules fsdp_tp:date=shard
 unexpected keyword argument 'date'
 $ plan cut.json
@@ -260,16 +258,12 @@ $ traffic steps:needs_mesh --mesh fsdp=1024
 has 1,024 devices; at most 512 can be emulated
 $ traffic my_model:train_step --mesh fsdp=16
 JAX has started with 8 devices
-$ traffic steps:own_mesh --kwargs depth=2
-unexpected keyword argument 'depth'
 $ traffic steps:VALUE
 is 3; name a function that returns a step
 $ traffic my_model:train_step --mesh fsdp=8 --how estimate --target tpu:v5e:2x4
 --target is what is compiled for
 $ lint my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH --ignore corected
 the codes of findings are unplannable,
-$ explain llama3-8b model/norm/weigth --mesh fsdp=8,tensor=16 --rules tp
-model/norm/weight
 $ fit --mesh fsdp=2
 give a MODEL, as llama3-8b, or --step
 $ fit --step my_model:train_step --mesh fsdp=8 --compile
@@ -288,8 +282,6 @@ $ search no_model:step --target tpu:v5e:2x4 --write kept.py
 no_model
 $ report my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH --step my_model:train_step
 Missing option '--html'
-$ report my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH --step my_model:train_step --html no/where.html
-writing 'no/where.html' failed
 $ convert model-dir out --map my_model:OPTIMIZER
 it must be a TreeMap, or a function that makes one
 $ convert model-dir out --map bad.json
