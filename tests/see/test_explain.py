@@ -36,17 +36,6 @@ def test_names_say_what_each_rule_came_to():
     assert embed.free == ("tensor",)
 
 
-def test_a_blocked_name_says_which_rule_took_its_axis():
-    axes = AxisRules([("mlp", "tensor"), ("embed", "tensor")])
-    made = sfx.plan({"w": leaf(64, 64)}, MESH, names={"w": ("embed", "mlp")}, axes=axes)
-    embed, _ = explain(made, "w").dims
-    assert (embed.wanted, embed.dropped, embed.free) == (("tensor",), ("tensor",), ("fsdp",))
-    assert embed.changes == (
-        "`tensor` went to dim 1 (`mlp`) by axes.rules[0]; the rule that stands first wins",
-        "free mesh axes that cut it evenly: `fsdp` (4)",
-    )
-
-
 def test_heads_that_are_not_cut():
     (dim, _) = explain(planned((512, 64), atomic(P("tensor"), (128, 1))), "w").dims
     assert (dim.unit, dim.dropped, dim.sizes) == (128, ("tensor",), (1024,))
@@ -63,6 +52,7 @@ def test_a_strategy_adds_axes():
 
 
 EMBED, KV = AxisRules([("embed", "fsdp")]), AxisRules([("kv", "tensor"), ("embed", "fsdp")])
+BOTH = AxisRules([("mlp", "tensor"), ("embed", "tensor")])
 SERVE = EMBED.extend(modes={"serve": [("embed", "tensor")]})
 
 
@@ -81,6 +71,11 @@ def by_names(shape, names, axes, **others):
         (lambda: by_names((64,), ("embed",), SERVE, mode="serve"), "axes.modes['serve'][0]: embed -> tensor: applies"),
         (lambda: by_names((6, 8), ("kv", "embed"), KV), "kv -> tensor: matches, and `tensor` is dropped"),
         (lambda: by_names((6, 8), ("kv", "embed"), KV), "embed -> fsdp: applies"),
+        (
+            lambda: by_names((64, 64), ("embed", "mlp"), BOTH),
+            "`tensor` went to dim 1 (`mlp`) by axes.rules[0]; the rule",
+        ),
+        (lambda: by_names((64, 64), ("embed", "mlp"), BOTH), "free mesh axes that cut it evenly: `fsdp` (4)"),
         (lambda: planned((8, 8), P("tensor")).replace("w", P("fsdp")), "by replaced by hand"),
         (lambda: sfx.plan({"w": leaf()}, MESH), "rank 0"),
         (lambda: planned((0, 8), P("tensor")), "bf16[0,8], 0 B"),

@@ -294,16 +294,12 @@ def mlp(width: int, down: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     return {"up": f32(96, width), "down": f32(down or width, 96)}
 
 
-TABLE, NAMED = f32(1000, 96), {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
+TABLE, WIDE, NAMED = f32(1000, 96), ("wide", "embed"), {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
 # What is beside three layers of width 256, its names, and where a contradiction is found.
 CASES: dict[str, tuple[Any, Any, list[str]]] = {
     "experts of another width": ({"shared": mlp(100)}, {"shared": NAMED}, []),
     "a tower of another width": ({"eyes": {"up": f32(90, 200), "down": f32(200, 90)}}, {"eyes": NAMED}, []),
-    "a name that no axis cuts": (
-        {"q": f32(96, 192), "v": f32(96, 128)},
-        {"q": ("embed", "kv"), "v": ("embed", "kv")},
-        [],
-    ),
+    "a name that no axis cuts": ({"q": f32(96, 192), "v": f32(96, 128)}, dict.fromkeys("qv", ("embed", "kv")), []),
     "a product that does not fit": ({"odd": mlp(256, 250)}, {"odd": NAMED}, ["odd/down, name 'mlp'"]),
     "a table under another's name": ({"embed": TABLE}, {"embed": ("mlp", "embed")}, ["embed, name 'mlp'"]),
     "two tables under another's name": (
@@ -311,11 +307,7 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
         {"embed": ("mlp", "embed"), "head": ("embed", "mlp")},
         ["embed, name 'mlp'", "head, name 'mlp'"],
     ),
-    "an alias": (
-        {"embed": TABLE, "few": f32(300, 96)},
-        {"embed": ("wide", "embed"), "few": ("wide", "embed")},
-        ["few, name 'wide'"],
-    ),
+    "an alias": ({"embed": TABLE, "few": f32(300, 96)}, dict.fromkeys(("embed", "few"), WIDE), ["few, name 'wide'"]),
 }
 
 
