@@ -244,6 +244,9 @@ def test_what_is_done_apart_on_a_gpu_counts_once_a_trip_also_where_the_counter_i
             "reduce-scatter": (5, 5 * 3 * 64),
             "all-gather": (5, 5 * 3 * 64),
         }
+    # Five trips ask six times.
+    asked = LOOP.replace("%n =", f"%q = f32[64] all-reduce(%x), {ALL}\n  %n =").replace("COUNT", "7")
+    assert [(row.kind, row.wire_bytes) for row in traffic(asked).rows if row.calls == 6] == [("all-reduce", 6 * 384)]
     known = LOOP.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}')
     assert {row.calls for row in traffic(known).rows} == {9}
 

@@ -95,19 +95,17 @@ def test_rows_of_a_replicated_array_share_its_memory_and_outlive_it():
 
 
 def count_compilations(fn):
-    with jax.log_compiles(False):
-        events = []
+    events = []
 
-        def listen(event, duration_secs, **kwargs):
-            if event == "/jax/core/compile/backend_compile_duration":
-                events.append(event)
+    def listen(event, duration_secs, **kwargs):
+        events.append(event)
 
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        try:
-            fn()
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listen)
-    return len(events)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        fn()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return events.count("/jax/core/compile/backend_compile_duration")
 
 
 def rows(tree, wanted):
@@ -346,26 +344,24 @@ def test_a_failure_in_the_middle_says_what_moved(donate):
 
 
 @pytest.mark.parametrize(
-    "leaf, wanted, error, message",
+    "wanted, error, message",
     [
         (
-            lambda: host((6, 4)),
-            lambda: sharding((4,), "a"),
+            lambda: sharding((3,), "a"),
             SpecError,
-            r"`w`: dim 0 of shape \(6, 4\) does not divide into the 4 pieces .* pad it to 8",
+            r"`w`: dim 0 of shape \(8,\) does not divide .* pad it to 9",
         ),
-        (lambda: host((8,)), lambda: sharding((4,), None, "a"), SpecError, "`w`: .* more entries than the shape"),
-        (lambda: host((8,)), lambda: P("a"), LeafTypeError, "`dst` .* at `w`, .*, which is no sharding"),
+        (lambda: sharding((4,), None, "a"), SpecError, "`w`: .* more entries than the shape"),
+        (lambda: P("a"), LeafTypeError, "`dst` .* at `w`, .*, which is no sharding"),
         (
-            lambda: host((8,)),
             lambda: NamedSharding(MeshSpec({"a": 4}).abstract(), P("a")),
             MeshError,
             "`w`: the target .* without devices; use `plan.on",
         ),
     ],
 )
-def test_errors_come_before_anything_moves(leaf, wanted, error, message):
-    source = {"v": jax.device_put(host((8,)), sharding((8,), "a")), "w": jax.device_put(leaf(), jax.devices()[0])}
+def test_errors_come_before_anything_moves(wanted, error, message):
+    source = put({"v": host((8,)), "w": host((8,))}, sharding((8,), "a"))
     with pytest.raises(error, match=message):
         reshard(source, {"v": sharding((4,), "a"), "w": wanted()}, donate=True)
     assert not source["v"].is_deleted()
