@@ -59,8 +59,9 @@ def test_a_step_that_keeps_its_state_on_the_host_needs_what_was_said(before):
 def test_the_largest_batch_is_where_the_compiler_finds_no_room():
     state = ("params", "opt")
     chip = dataclasses.replace(CHIP, usable_hbm_bytes=4 * 2**20)
-    told = fit(*changed(donate=state, remat=True), chip=chip).largest_batch
-    assert told and told % 4 == 0
+    found = fit(*changed(donate=state, remat=True), chip=chip)
+    told = found.largest_batch
+    assert told and told % 4 == 0 and f"The largest batch that fits: {told} (now {found.batch})." in found.explain()
     fewer, more = (
         peak(*changed(donate=state, remat=True, sizes=dataclasses.replace(SMALL, batch=int(told * share) // 4 * 4)))
         for share in (0.9, 1.1)

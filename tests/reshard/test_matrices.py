@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from optax.contrib import _muon
 
 import shardfx as sfx
+from benchmarks._matrices import orthogonal
 from shardfx import AxisRules, From, MeshSpec, PathRules, TreeMap, fsdp, map_matrices, plan
 from shardfx.errors import LeafTypeError, MoveError, PlanMismatchError, RuleError, SpecError
 
@@ -20,20 +21,6 @@ from shardfx.errors import LeafTypeError, MoveError, PlanMismatchError, RuleErro
 FSDP = PathRules([(".*", fsdp("fsdp"))])
 # Whole matrices alone give these: of a part the norm is another.
 unit = lambda one: one / jnp.linalg.norm(one)
-
-
-def orthogonal(matrix):
-    """Five steps of Newton and Schulz, as Muon takes them."""
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if is_tall else matrix
-    x = x / (jnp.linalg.norm(x) + 1e-8)
-
-    def turned(_, x):
-        product = x @ x.T
-        return 3.4445 * x + (-4.775 * product + 2.0315 * product @ product) @ x
-
-    x = jax.lax.fori_loop(0, 5, turned, x)
-    return x.T if is_tall else x
 
 
 def matrices(count, shape=(16, 32), dtype=jnp.float32):

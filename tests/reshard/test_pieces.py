@@ -67,16 +67,10 @@ def assert_is(array, expected, sharding):
 @given(st.data())
 def test_any_layout_to_any_other_on_any_devices(data):
     src, dst = (data.draw(st.sampled_from(list(shardings(2)))) for _ in range(2))
+    # Programs take seconds to compile.
+    way = data.draw(st.sampled_from(15 * ["host"] + ["programs"]))
     expected = values((24, 24))
-    assert_is(transfer(jax.device_put(expected, src), dst), expected, dst)
-
-
-@pytest.mark.parametrize("pair", range(8))
-def test_programs_agree_with_numpy(pair):
-    pairs = list(it.product(list(shardings(2)), repeat=2))
-    src, dst = pairs[np.random.default_rng(pair).integers(len(pairs))]
-    expected = values((24, 24))
-    assert_is(transfer(jax.device_put(expected, src), dst, way="programs"), expected, dst)
+    assert_is(transfer(jax.device_put(expected, src), dst, way=way), expected, dst)
 
 
 @pytest.mark.parametrize("way", WAYS)
