@@ -29,10 +29,7 @@ def test_a_chip_is_found_by_the_names_that_people_and_jax_use(name, asked):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "v5q",
-            r"no chip 'v5q'; did you mean v5.*There are v2, .*mi300x. Make your own with `shardfx.chips.Chip",
-        ),
+        ("v5q", r"no chip 'v5q'; did you mean v5.*There are v2, .*mi300x. Make your own with `shardfx.chips.Chip"),
         ("abacus", "no chip 'abacus'. There are v2"),
         ("NVIDIA H100 PCIe", "did you mean"),  # a card of another form factor has other numbers
     ],

@@ -98,14 +98,6 @@ def test_senders_are_balanced_within_four_thirds_of_the_optimum(replicas, sizes)
     assert 3 * busiest <= 4 * min(np.bincount(choice, weights=sizes).max() for choice in choices)
 
 
-def test_a_device_takes_what_it_holds_itself():
-    whole = box((0, 4))
-    made = cuts(8, [(0, whole), (1, whole)], [(1, whole), (2, whole)])
-    assert [(one.sender, one.receiver) for one in made.made] == [(1, 1), (0, 2)]
-    assert made.links == {(0, 2): 4}
-    assert made.sent_bytes == {0: 4}
-
-
 def test_senders_of_the_receivers_process_come_first():
     whole = box((0, 4))
     sources = [(device, whole) for device in (0, 1, 2, 3)]

@@ -180,10 +180,7 @@ def test_gathers_along_factors_of_two_meshes_stay_two():
     ours = [StepLayout((2, 2, 2), (axes,), (0, 1, 2, 3, 4, 5, 6, 7)) for axes in ((0, 1, 2), (0, 1))]
     theirs = [StepLayout((2, 2, 2), (axes,), (1, 0, 4, 5, 2, 3, 6, 7)) for axes in ((1, 0), (1,))]
     found = path_along(ours, theirs)
-    assert [(step.kind, step.source, step.target) for step in found] == [
-        ("all_gather", *ours),
-        ("all_gather", *theirs),
-    ]
+    assert [(step.kind, step.source, step.target) for step in found] == [("all_gather", *ours), ("all_gather", *theirs)]
 
 
 def binary(end: StepLayout) -> StepLayout:
