@@ -190,8 +190,8 @@ def is_dense(size: int, digits: Sequence[tuple[int, int]]) -> bool:
 
 
 def taken(x: jax.Array, digits: Digits) -> jax.Array:
-    """The elements of a box at the positions that the digits enumerate, as an array with one dimension for each
-    digit.
+    """The elements of a box at the positions that the digits (factors of a mixed-radix index) enumerate, as an array
+    with one dimension for each digit.
     """
     axis = 0
     for size, own in digits:

@@ -110,8 +110,8 @@ class Value(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """One digit of a piece's index: its number of values, and how far one increment moves along a dimension of the
-    source and of the target.
+    """One factor ("digit") of a piece's mixed-radix index: its size, and the step of one increment along a dimension of
+    the source and of the target.
 
     On a side where `dim` is `NOWHERE`, the factor repeats the same element.
     """

@@ -251,7 +251,7 @@ def bound_before(
 
 
 def of_steps(steps: Iterable[Rules]) -> TreeMap:
-    """A map of these steps, applied one after the other."""
+    """The map that applies these steps one after the other."""
     made = object.__new__(TreeMap)
     object.__setattr__(made, "steps", tuple(steps))
     return made

@@ -75,7 +75,8 @@ def tree_paths(treedef: TreeDef) -> tuple[str, ...]:
 
 
 def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], nothing: str) -> list[int]:
-    """The numbers of the arrays at the path `where`; if there are none, of those whose path it matches as a regex.
+    """The numbers of the arrays at the path `where`. If there is none, `where` is a regex, and arrays count whose path
+    it matches.
 
     **Raises:**
 

@@ -285,7 +285,7 @@ def raise_unused(what: str, rules: Matcher, flat: Flat, given: Sequence[Any] | N
 
 
 def _axes_of(code: Code, row: Row) -> list[str]:
-    """Returns the mesh axes, or logical names, of the reasons with this code."""
+    """Returns the mesh axes, or the logical names, that the reasons with this code are about."""
     return [axis for why in row.reasons if why.code is code for axis in why.axes]
 
 

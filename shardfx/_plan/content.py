@@ -298,7 +298,9 @@ def joined_contents(contents: dict[str, Content]) -> Content:
 
 
 def _common(what: str, contents: dict[str, Content]) -> Any:
-    """Returns the value that this field has in all plans; raises if it differs. Plans without `axes` fit all others."""
+    """Returns the value of a field that is equal in all plans; raises if it differs. A plan without `axes` agrees with
+    every value.
+    """
     values = {name: vars(content)[what] for name, content in contents.items()}
     (first, expected), *rest = [pair for pair in values.items() if what != "axes" or pair[1] is not None] or [
         ("", None)

@@ -271,7 +271,7 @@ def _columns(form: object, what: str) -> list[MovedLeaf]:
 
 
 def _wanted(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedLeaf]:
-    """The leaves of `src` with the shardings of `dst`, if neither is a plan."""
+    """If neither `src` nor `dst` is a plan, the leaves of `src` with the shardings of `dst`."""
     leaves, treedef = jax.tree.flatten(src)
     kinds, ends = jax.Array | jax.ShapeDtypeStruct, targets(dst, src, leaves, treedef, "dst")
     wanted = [end for leaf, end in zip(leaves, ends, strict=True) if isinstance(leaf, kinds)]

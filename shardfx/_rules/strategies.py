@@ -62,7 +62,7 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
 
 
 def pipeline(left: object, right: object) -> "Pipeline":
-    """The targets of two sides of `|`, one after the other."""
+    """The targets of both sides of `|` in one Pipeline, the left side first."""
     steps = tuple(step for side in (left, right) for step in (side.steps if isinstance(side, Pipeline) else (side,)))
     if any(not isinstance(step, Strategy) for step in steps[1:]):
         raise RuleError(

@@ -120,7 +120,7 @@ class Subject:
         return collections.Counter(map(between_numbers, self.content.skeleton.paths))
 
     def is_named(self, group: Group) -> bool:
-        """Whether these leaves have names of their own, which take precedence over path rules."""
+        """Whether these leaves have logical names, which take precedence over path rules."""
         return group.row.rule == "names" and not self.is_plan
 
     def mended(self, group: Group, names: object, target: object) -> str:

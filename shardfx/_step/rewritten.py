@@ -151,7 +151,9 @@ def _top_k(op: Op) -> list[ir.Value]:
 
 
 def _fft(op: Op) -> list[ir.Value]:
-    """A Fourier transform as one matrix product per dimension. The values in the matrices do not matter here."""
+    """Replaces a Fourier transform by one matrix product per dimension. Only the shapes matter here, not the matrices'
+    values.
+    """
     value, made = op.operands[0], ir.RankedTensorType(op.results[0].type)
     kind = str(op.attributes["fft_type"])
     lengths = list(ir.DenseI64ArrayAttr(op.attributes["fft_length"]))

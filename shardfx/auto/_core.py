@@ -136,7 +136,7 @@ def _added(rows: Sequence[tuple[np.ndarray, int, float]], count: int, columns: i
 
 
 def _temporaries(program: Program) -> list[int]:
-    """The temporaries in memory at the worst moment of the unsharded step."""
+    """The numbers of the temporary values that are in memory at the worst moment of the unsharded step."""
     operations = program.operations
     born: dict[int, int] = {}
     dies = dict.fromkeys(program.results, len(operations))

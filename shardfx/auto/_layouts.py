@@ -178,7 +178,9 @@ class _Run:
         return AssignedLayout(self.assignment, tuple(self.events), tuple(self.cuts), shared, *sets)
 
     def preferred(self, value: int) -> int:
-        """The sub-dimension of a value that the assignment would shard, by position; `WHOLE` if there is none."""
+        """The position of the sub-dimension of a value that the assignment prefers to shard; `WHOLE` if it shards
+        none.
+        """
         flat = self.layouts.flat[value]
         for wanted in self.assignment:
             for position, (number, at) in enumerate(flat):

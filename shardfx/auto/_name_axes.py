@@ -97,7 +97,7 @@ class _Namer:
                 group.name = "key_words"
 
     def data(self) -> None:
-        """Names the dimensions of the data: the first is the batch, others are those of images, or the second is a
+        """Names the dimensions of the data: the first is the batch; the others are an image's, or the second is a
         sequence.
 
         The layers over which a loop runs do not count, such as those of a cache of keys and values.
@@ -124,7 +124,7 @@ class _Namer:
                 group.name = "features"
 
     def data_dims(self, place: ClassPlace) -> list[int]:
-        """The dimensions of an argument that no loop iterates over."""
+        """The dimensions of an argument, without those that a loop iterates over."""
         named = [{self.classes.of(leaf).name for leaf in leaves} for leaves in self.classes.dims[place.argument]]
         return [dim for dim, names in enumerate(named) if "layers" not in names]
 
@@ -238,8 +238,8 @@ class _Namer:
                 group.name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
 
     def is_between_widths(self, group: ClassGroup) -> bool:
-        """Whether matrices lead from the model's width into this dimension, and others lead from it back to
-        the width.
+        """Whether the model has matrices from its width to this dimension, and others from this dimension back to its
+        width.
         """
         places = [place for place in self.classes.in_model(group) or group.places if place.of == 1]
         wide = {p.dim for p in places if "embed" in [other.name for other in self.classes.flat(p.argument)]}

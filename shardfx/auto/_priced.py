@@ -122,8 +122,8 @@ class Pricer:
         return tuple(sorted({*self.donated, *(which for which, _ in self.results if which is not None)}))
 
     def states(self, classes: Classes) -> tuple[int, ...]:
-        """The numbers of the arguments that hold an optimizer's state: trees like the model's that the step returns in
-        a new version.
+        """The numbers of the arguments that hold an optimizer's state: they contain trees like the model's, and the
+        step returns them in a new version.
         """
         members = {classes.traced.arrays[argument].which for argument in classes.model} - {classes.main}
         return tuple(sorted(members & {which for which, _ in self.results if which is not None}))

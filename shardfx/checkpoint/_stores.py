@@ -367,7 +367,9 @@ _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 def raise_if_no_tree(where: FilePlace, names: list[str]) -> None:
-    """Raises for a directory of Orbax without its metadata: a step, which holds trees, or an incomplete checkpoint."""
+    """Raises for a directory that Orbax wrote, but that is not a tree of arrays: a training step, which contains trees,
+    or an incomplete checkpoint.
+    """
     items = [name for name in names if os.path.isfile(os.path.join(where.directory, name, ORBAX_METADATA))]
     if items:
         raise CheckpointError(

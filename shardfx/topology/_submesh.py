@@ -182,8 +182,8 @@ def _listed(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, .
 
 
 def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
-    """The dimension, X or Y, that T5X makes faster than Z, as the box fills a line of X or Y or a plane with Z; `None`
-    for other boxes.
+    """The dimension, X or Y, that T5X lets vary faster than Z in the mesh: for a box that fills a line of X or Y, or a
+    plane with Z. `None` for other boxes.
     """
     if len(bounds) != 4:
         return None

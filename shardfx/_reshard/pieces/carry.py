@@ -46,7 +46,7 @@ Parcel = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def _sent_shape(form: PieceForm) -> list[int]:
-    """The shape of a piece as it is sent. Repeated elements are sent once."""
+    """The shape of a piece on the wire, where repeated elements occur once."""
     return [count for _, own in form.source for count, _ in own]
 
 

@@ -176,7 +176,7 @@ def sent_dtype(form: PieceForm, dtype: object) -> Any:
 
 
 def cut_out(form: PieceForm, block: jax.Array, place: jax.Array) -> jax.Array:
-    """A piece of a shard as it is sent, with a dimension for each digit of the source."""
+    """Slices a piece out of a shard, as it is sent: with one dimension for each digit of the source."""
     piece = jax.lax.dynamic_slice(block, list(place[: len(form.source)]), [size for size, _ in form.source])
     return _cast(taken(piece, form.source), form.casts[: first_casts(form.casts, block.dtype)])
 

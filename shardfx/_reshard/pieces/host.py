@@ -214,7 +214,7 @@ def coming(
     shards: LocalShards,
     pool: ThreadPoolExecutor | None,
 ) -> Callable[[], jax.Array]:
-    """Starts to assemble an array in this process's memory from shards of others.
+    """Starts to assemble an array from shards in this process's memory, by NumPy copies or as views.
 
     **Arguments:**
 

@@ -73,7 +73,7 @@ def missing_share(source: End, target: End) -> Fraction:
 
 
 class LowerBound:
-    """A lower bound for the cost of the traffic between a layout and one end of the move.
+    """A lower bound on the cost of moving from a layout to the target, or from the source to the layout.
 
     Two things must be paid for, whatever the steps are. A device has to receive the elements that it needs and does not
     hold; each such byte costs at least as much as one over the cheapest axis. And a group of devices that only
@@ -113,7 +113,7 @@ class LowerBound:
         return bound + sum([group.bound(dims, self.needs_far) for group in self.dearer])
 
     def _common_share(self, dim: int, axes: tuple[int, ...]) -> np.ndarray | None:
-        """The fraction of a dimension that each device holds both here and at the far end.
+        """The fraction of a dimension that each device holds both in this layout and at the far end of the move.
 
         `None` if neither end shards the dimension.
         """

@@ -247,7 +247,9 @@ class _Best:
 
 
 def _settle(dims: ShardDims, side: _Side, best: _Best, most: int) -> None:
-    """Settles a layout: tries a crossing to each settled layout of the other side with the same counts."""
+    """Settles a layout, and tries a permutation to each settled layout of the other side that has the same shard
+    counts.
+    """
     counts, cost = side.held.counts(dims), side.cost[dims]
     side.settled.setdefault(counts, {})[dims] = None
     other = best.other(side)

@@ -115,7 +115,7 @@ def _best_orders(layout: StepLayout, known: Sequence[dict[_Digit, bytes]], wante
 
 
 def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], splits: Sequence[Split]) -> list[Split]:
-    """Multiplies neighbouring primes of an axis into one factor where neither end of the move needs them separate.
+    """Multiplies successive primes of an axis into one factor, except where source or target needs them separate.
 
     **Arguments:**
 
@@ -142,7 +142,9 @@ def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], 
 
 
 class _Primes:
-    """The prime factors of one end, the key of each, and the number of slices that it makes of its dimension."""
+    """The prime factors of the source's or the target's mesh axes. Each has a key and, if it shards a dimension, the
+    dimension and the number of shards up to this factor.
+    """
 
     def __init__(self, layout: StepLayout, keys: Sequence[bytes]):
         self.keys = keys
@@ -154,7 +156,9 @@ class _Primes:
             self.cuts |= {factor: (dim, count) for factor, count in zip(axes, counts, strict=True)}
 
     def must_end(self, factor: int, other: "_Primes", kept: set[int]) -> bool:
-        """Whether `factor` must not be joined with the next one, because the other end needs the two separate."""
+        """Whether two successive prime factors must stay separate, because the other end of the move uses only one of
+        them.
+        """
         here, after = (other.factors.get(key) for key in self.keys[factor : factor + 2])
         # The other end has both as neighbours that may be joined, or neither.
         is_alike = here == after or (here is not None and after == here + 1 and here not in kept)
@@ -256,7 +260,7 @@ def _end(layout: StepLayout, split: Split, place: np.ndarray) -> End:
 
 
 def _equally_dear(ours: End, theirs: End) -> list[End]:
-    """Both ends with weights that agree: a factor gets the highest weight that either end gives to a move along it."""
+    """Source and target with equal weights for equal factors: each factor gets the higher of its two weights."""
     ends = [ours, theirs]
     if not ours.layout.weights and not theirs.layout.weights:
         return ends

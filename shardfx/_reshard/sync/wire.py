@@ -41,7 +41,7 @@ class ShardBytes(NamedTuple):
 
 
 def sent_from(one: Transfer, shard: Box) -> tuple[int, int] | None:
-    """The range of bytes in a source's shard that is the piece as it is sent; `None` if there is no such range."""
+    """The range of bytes in a source's shard that is sent as the piece without any change; `None` if there is none."""
     if one.form.value.scale is not None or one.form.casts:
         return None
     start = [at - low for at, (low, _) in zip(one.source, shard, strict=True)]
@@ -50,8 +50,8 @@ def sent_from(one: Transfer, shard: Box) -> tuple[int, int] | None:
 
 
 def received_at(one: Transfer, sizes: Sequence[int], dtype: np.dtype) -> tuple[int, int] | None:
-    """The range of bytes in a buffer of these sizes that the received piece fills as it is; `None` if there is no such
-    range.
+    """The range of bytes in a buffer of these sizes that a received piece fills without any change; `None` if there is
+    none.
     """
     form = one.form
     is_repeated = any(factor.source_dim == NOWHERE for factor in form.factors)
