@@ -205,24 +205,13 @@ CONFIGS = {
     "no family": (maps.hugging_face, {}, r"for the `model_type` 'None'; there are llama,"),
     "maxtext": (maps.maxtext, {"model_type": "gpt2"}, r"no table of MaxText's names for 'gpt2'; there are"),
     "heads": (maps.engine, {"model_type": "gpt2", "n_head": 6}, r"6 heads do not divide into 4 shards; use another"),
-    "key heads": (
-        maps.engine,
-        {**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 3},
-        "3 key heads for 4 shards",
-    ),
-    "biases": (
-        maps.maxtext,
-        {**LLAMA, "attention_bias": True},
-        "MaxText has no `out_bias`, which this configuration has",
-    ),
+    "key heads": (maps.engine, {**LLAMA, "num_attention_heads": 12, "num_key_value_heads": 3}, "3 key heads for 4"),
+    "biases": (maps.maxtext, {**LLAMA, "attention_bias": True}, "MaxText has no `out_bias`, which this configuration"),
     "mlp biases": (maps.maxtext, {**LLAMA, "mlp_bias": True}, "has no `gate_bias` and no `up_bias` and no `down_bias`"),
     "blocks": (maps.maxtext, GEMMA, "the layers of Gemma 3 come in blocks of six; say `num_hidden_layers`"),
     "a root": (maps.maxtext, {"model_type": "gemma"}, r"hold a root of `hidden_size`, which the configuration"),
     "layers": (maps.stacked, {**LLAMA, "num_nextn_predict_layers": 1}, r"does not say `num_hidden_layers`; add it"),
-    **{
-        name: (maps.stacked, {**config_of("deepseek_v3"), name: None}, f"does not say `{name}`; add it")
-        for name in DIMS
-    },
+    **{one: (maps.stacked, {**config_of("deepseek_v3"), one: None}, f"does not say `{one}`; add it") for one in DIMS},
 }
 
 
@@ -243,11 +232,7 @@ PAIRS = {
     "a size": ({B: "q: (a b)"}, {B: "q: a b"}, r"needs the size of the axis `b`; say it: `layout.with_sizes\(b=...\)`"),
     "parts": ({B: "q: a", "r": "q: a"}, {B: "q: a"}, r"the source has `q` in q, r; give each a range of the same axis"),
     "a part": ({B: "q: a[:1] b", "r": "q: a[1:] b"}, {B: "q: (a b)"}, "`a` comes in parts, and must be a dimension of"),
-    "a turn": (
-        {B: "q: a[0::3]", "r": "q: a[2::3]"},
-        {B: "q: a"},
-        "of every 3 `q` the source has those from 0, 2, not all",
-    ),
+    "a turn": ({B: "q: a[0::3]", "r": "q: a[2::3]"}, {B: "q: a"}, "of every 3 `q` the source has those from 0, 2, not"),
     "an array per entry": ({A: "q: a"}, {B: "q: a"}, r"has `\{layers\}`, an axis that the target does not have"),
 }
 

@@ -71,10 +71,7 @@ def by_names(shape, names, axes, **others):
         (lambda: by_names((64,), ("embed",), SERVE, mode="serve"), "axes.modes['serve'][0]: embed -> tensor: applies"),
         (lambda: by_names((6, 8), ("kv", "embed"), KV), "kv -> tensor: matches, and `tensor` is dropped"),
         (lambda: by_names((6, 8), ("kv", "embed"), KV), "embed -> fsdp: applies"),
-        (
-            lambda: by_names((64, 64), ("embed", "mlp"), BOTH),
-            "`tensor` went to dim 1 (`mlp`) by axes.rules[0]; the rule",
-        ),
+        (lambda: by_names((64, 64), ("embed", "mlp"), BOTH), "`tensor` went to dim 1 (`mlp`) by axes.rules[0]; the"),
         (lambda: by_names((64, 64), ("embed", "mlp"), BOTH), "free mesh axes that cut it evenly: `fsdp` (4)"),
         (lambda: planned((8, 8), P("tensor")).replace("w", P("fsdp")), "by replaced by hand"),
         (lambda: sfx.plan({"w": leaf()}, MESH), "rank 0"),
