@@ -362,7 +362,6 @@ def test_errors_come_before_anything_moves(wanted, error, message):
     "limit, error, message",
     [
         ("1GB", LeafTypeError, "must be a whole number, not '1GB' of type str; give a number of bytes, such as"),
-        (1e9, LeafTypeError, "must be a whole number, not 1000000000.0 of type float; give a number of bytes"),
         (-1, MoveError, "`memory_limit_bytes=-1` is negative. Nothing was moved; give a number of bytes, such as"),
     ],
 )
@@ -411,8 +410,6 @@ def gone():
     [
         (lambda: [0, 1], r"`lost` holds 0, of type int, not a device; give an iterable of jax devices, such as `lost="),
         (lambda: gone(), "`lost` must be of type Iterable, not .*Device; give an iterable of jax devices, such as"),
-        (lambda: None, "`lost` must be of type Iterable, not NoneType"),
-        (lambda: "cpu:0", "`lost` holds 'c', of type str, not a device"),
         (lambda: [gone(), {gone()}], "`lost` holds .*, of type set, not a device"),
     ],
 )
