@@ -407,8 +407,8 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> D
     """Shards an unsharded dimension over the axes of `strategy`: the dimension that the largest product of these axes
     divides.
 
-    Of several such dimensions it takes the largest. `spec` must be corrected already. Axes that `spec` uses, and axes
-    that the mesh lacks, are left out with a reason.
+    Of several such dimensions it takes the one that the strategy prefers. `spec` must be corrected already. Axes that
+    `spec` uses, and axes that the mesh lacks, are left out with a reason.
     """
     if found := _too_small(leaf, strategy.axes, strategy.min_bytes):
         return Decision(spec, found)
@@ -418,7 +418,7 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> D
     if not free or (entries and not open_dims):
         return Decision(spec, tuple(reasons))
     dims = [dim for dim in open_dims if entries[dim] is None]
-    dim, kept = _roomiest(free, entries, leaf, sizes, dims)
+    dim, kept = _roomiest(strategy, free, entries, leaf, sizes, dims)
     if entries and not dims:
         text = f"no dimension is free for {_product(free, sizes)}: all that may be cut are sharded already"
         reasons.append(Reason(Code.indivisible, None, free, f"{text}; put the axes into the rule's spec"))
@@ -450,7 +450,7 @@ def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshS
         return request._replace(reasons=request.reasons + small)
     dims, added = over.open_dims(shape), ()
     while free:
-        dim, more = _roomiest(free, entries, leaf, sizes, dims)
+        dim, more = _roomiest(over, free, entries, leaf, sizes, dims)
         if dim is None:
             size, product = max(shape), math.prod(sizes[axis] for axis in free)
             what = f"{_product(free, sizes)} beside the axes that shard it already, and no other dimension is"
@@ -466,19 +466,24 @@ def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshS
 
 
 def _roomiest(
-    axes: tuple[str, ...], entries: Sequence[object], leaf: Leaf, sizes: Mapping[str, int], dims: Iterable[int]
+    strategy: Strategy,
+    axes: tuple[str, ...],
+    entries: Sequence[object],
+    leaf: Leaf,
+    sizes: Mapping[str, int],
+    dims: Iterable[int],
 ) -> tuple[int | None, tuple[str, ...]]:
     """Returns the dimension in `dims` that the largest product of `axes` divides, and those axes; `None` and no axes
     if none fits.
 
-    Ties go to a dimension that is not sharded, then to the one with the largest shards, then to the first. On a sharded
+    Ties go to a dimension that is not sharded, then to the one that `strategy` prefers, then to the first. On a sharded
     dimension the axes must divide its shards.
     """
     choices: list[tuple[Any, ...]] = [(0, None, ())]
     for dim in dims:
         left = leaf.shape[dim] // math.prod(sizes[axis] for axis in entry_axes(entries[dim]))
         if kept := _divisors(axes, left, leaf.units[dim], sizes):
-            rank = (math.prod(sizes[axis] for axis in kept), entries[dim] is None, left, -dim)
+            rank = (math.prod(sizes[axis] for axis in kept), entries[dim] is None, strategy.preference(left), -dim)
             choices.append((rank, dim, kept))
     return max(choices[1:], default=choices[0])[1:]
 

@@ -100,6 +100,10 @@ class Strategy:
         """
         return [dim for dim in range(len(shape)) if dim not in self.skip]
 
+    def preference(self, size: int) -> int:
+        """The rank of a dimension with shards of a size. Of dimensions that divide equally well, the highest wins."""
+        return size
+
     @property
     def text(self) -> str:
         """The strategy's name and axes, for a person."""

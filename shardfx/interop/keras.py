@@ -52,7 +52,7 @@ def rules_of(layout_map: Mapping[str, object]) -> PathRules:
 
     **Returns:**
 
-    [`shardfx.PathRules`][], all of them optional.
+    [`shardfx.PathRules`][], optional ones and a last one, which replicates all other arrays.
 
     **Raises:**
 

@@ -16,18 +16,26 @@ TREE = {"wide": jnp.ones((4, 16)), "odd": jnp.ones((8, 9)), "b": jnp.ones(16)}
 
 
 class Largest(Strategy):
-    """Cuts the largest dimension, or none."""
+    """Shards the largest dimension, or none."""
 
     def open_dims(self, shape):
         return sorted(super().open_dims(shape), key=lambda dim: -shape[dim])[:1]
 
 
-largest = ft.partial(strategy_of, "largest")
+class Smallest(Strategy):
+    """Shards the smallest free dimension that divides."""
+
+    def preference(self, size):
+        return -size
+
+
+largest, smallest = (ft.partial(strategy_of, name) for name in ("largest", "smallest"))
 
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch):
     monkeypatch.setitem(STRATEGIES, "largest", Largest)
+    monkeypatch.setitem(STRATEGIES, "smallest", Smallest)
 
 
 def test_it_is_planned_alone_and_after_others():
@@ -36,6 +44,13 @@ def test_it_is_planned_alone_and_after_others():
     assert made.specs == {"wide": P("data", "fsdp"), "odd": P("fsdp"), "b": P("fsdp")}
     (why,) = plan(TREE, MESH, paths=PathRules.parse(".*->largest(fsdp)"))["odd"].reasons
     assert why.dim is None and "9" in why.message
+
+
+def test_it_prefers_dimensions():
+    tree = {**TREE, "three": jnp.ones((8, 32, 16))}
+    made = plan(tree, MESH, paths=PathRules.parse("three->data|smallest(fsdp), .*->smallest(fsdp)"))
+    assert made.specs == {"three": P("data", None, "fsdp"), "wide": P("fsdp"), "odd": P("fsdp"), "b": P("fsdp")}
+    assert follow(lambda tree: tree, made, over=smallest("data"))["three"].spec == P("data", None, "fsdp")
 
 
 def test_it_is_read_from_text_and_from_json():
