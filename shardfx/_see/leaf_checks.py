@@ -46,7 +46,7 @@ def _sharded(subject: Subject, group: Group) -> str | None:
     if not subject.is_named(group):
         return subject.ruled(group.paths, subject.cut(row.shape, row.units))
     for dim, axis in places:
-        if row.names is not None and isinstance(name := row.names[dim], str):
+        if row.names and isinstance(name := row.names[dim], str):
             rule = f"[({name!r}, {axis!r})]"  # the array has no axis that could block it
             return f"axes = axes.prepend({rule if mode is None else f'modes={{{mode!r}: {rule}}}'})"
     return None

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._ground.errors import MeshError, RuleError, SpecError
+from .._ground.spec import entries_of, entry_axes
 from .._ground.text import between_numbers, joined, together
 from .._ground.tree import Flat, flatten
 from .._plan import (
@@ -249,9 +250,21 @@ def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
     for what, mode, rules in places:
         for number, (_, target) in enumerate(rules):
             code = code_of(target)
-            if repr(axis) in code and repr(meant) not in code:  # no array is sharded over one axis twice
-                of_mode = "" if mode is None else f", mode={mode!r}"
-                yield f"{what} = {what}.replace({number}, {code.replace(repr(axis), repr(meant))}{of_mode})"
+            if repr(axis) not in code:
+                continue
+            of_mode = "" if mode is None else f", mode={mode!r}"
+            # No array is sharded over one axis twice.
+            right = code_of(_without(target, axis)) if repr(meant) in code else code.replace(repr(axis), repr(meant))
+            if right != code:
+                yield f"{what} = {what}.replace({number}, {right}{of_mode})"
+
+
+def _without(target: object, axis: str) -> object:
+    """The target of a rule without a mesh axis; targets that wrap others as they are."""
+    if isinstance(target, PartitionSpec):
+        entries = [(entry, tuple(one for one in entry_axes(entry) if one != axis)) for entry in entries_of(target)]
+        return PartitionSpec(*[left or None if axis in entry_axes(entry) else entry for entry, left in entries])
+    return tuple(one for one in target if one != axis) if isinstance(target, tuple) else target
 
 
 def unused_findings(

@@ -10,7 +10,7 @@ def _peaks(**teraflops: int) -> tuple[tuple[str, float], ...]:
     return tuple((name, 1e12 * count) for name, count in teraflops.items())
 
 
-def _gib(count: float) -> int:
+def _gib(count: int | float) -> int:
     return int(count * 2**30)
 
 

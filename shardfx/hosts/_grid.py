@@ -141,7 +141,7 @@ def grid_of(mesh: Mesh) -> HostGrid:
             f"the {sizes[process]} devices of process {process} lie within "
             f"{tuple(first[process].tolist())} to {tuple(last[process].tolist())}",
         )
-    chunks = dict(zip(mesh.axis_names, owner.shape // extents[0], strict=True))
+    chunks = dict(zip(mesh.axis_names, (owner.shape // extents[0]).tolist(), strict=True))
     return HostGrid(mesh.shape, chunks, (first // extents).tolist())
 
 

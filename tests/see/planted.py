@@ -129,6 +129,7 @@ PLANTED: list[tuple[str, Callable[[], dict[str, Any]]]] = [
     ("unknown-name name 'wholly_new'", lambda: by_name(names=changed_names(up=("wholly_new", "embed")))),
     ("unknown-name units 'headz'", lambda: by_name(AxisRules(AXES.rules, units={"headz": 64}))),
     ("absent-axis mesh axis 'fspd'", lambda: by_path(rules=[*RULES[:4], (r"norm$", P("fspd"))])),
+    ("absent-axis mesh axis 'fspd'", lambda: by_path(rules=[*RULES[:4], (r"norm$", P(("fsdp", "fspd")))])),
     ("absent-axis mesh axis 'fdsp'", lambda: by_name(axes_with("vocab", "fdsp"))),
     ("absent-axis mesh axis 'pipeline'", lambda: by_name(axes_with("vocab", "pipeline"))),
     ("unused-axis mesh axis 'data'", lambda: by_path(mesh=MeshSpec({"data": 2, "fsdp": 4, "tensor": 2}))),
