@@ -7,11 +7,8 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from flax import struct
 from hypothesis import given, strategies as st
 
-import shardfx
-from shardfx import AxisRules, MeshSpec, plan
 from shardfx._ground.tree import flatten
 
 
@@ -84,32 +81,6 @@ def test_only_arrays_are_arrays():
     seen = []
     jax.jit(lambda x: seen.append(flatten({"x": x}).is_array))(jnp.ones(2))
     assert seen == [[True]]
-
-
-class Inner(struct.PyTreeNode):
-    scale: jax.Array
-    weight: jax.Array = shardfx.field(names=("mlp", "embed"))
-    width: int = struct.field(pytree_node=False, default=32)
-
-
-@jtu.register_dataclass
-@dataclasses.dataclass
-class Outer:
-    blocks: list[Inner] = shardfx.field(stacked=("layers",))
-    head: dict[str, jax.Array] = shardfx.field(names=("embed", "vocab"), default_factory=dict)
-    plain: jax.Array | None = None
-
-
-def test_declared_names_of_every_dataclass_go_down_to_the_arrays_below():
-    inner = Inner(weight=jnp.ones((3, 4, 6)), scale=jnp.ones((3, 4)))
-    flat = flatten(Outer([inner, inner], {"a": jnp.ones((5, 7))}, jnp.ones(2)))
-    assert dict(zip(flat.paths, flat.names, strict=True)) == {
-        **{f"blocks/{i}/weight": ("layers", "mlp", "embed") for i in (0, 1)},
-        **{"blocks/0/scale": None, "blocks/1/scale": None, "head/a": ("embed", "vocab"), "plain": None},
-    }
-    axes = AxisRules([("layers", None), ("mlp", "tensor"), ("embed", "fsdp"), ("vocab", "tensor")])
-    made = plan(Outer([inner]), MeshSpec({"fsdp": 2, "tensor": 2}), axes=axes, unmatched="replicate")
-    assert made["blocks/0/weight"].spec == jax.P(None, "tensor", "fsdp") and made["blocks/0/weight"].rule == "names"
 
 
 class Norms(eqx.Module):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn, nnx
+from flax import linen as nn, nnx, struct
 from flax.core import FrozenDict
 from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 
@@ -195,3 +195,29 @@ def test_names_of_flax_are_not_passed_over():
 def test_a_variable_that_is_tied_is_no_tree():
     with pytest.raises(RuleError, match="`embed/embedding` and `head` are one variable .* plan `nnx.state"):
         plan(Tied(), MESH, paths=REST)
+
+
+class Inner(struct.PyTreeNode):
+    scale: jax.Array
+    weight: jax.Array = field(names=("mlp", "embed"))
+    width: int = struct.field(pytree_node=False, default=32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Outer:
+    blocks: list[Inner] = field(stacked=("layers",))
+    head: dict[str, jax.Array] = field(names=("embed", "vocab"), default_factory=dict)
+    plain: jax.Array | None = None
+
+
+def test_declared_names_of_every_dataclass_go_down_to_the_arrays_below():
+    inner = Inner(weight=jnp.ones((3, 4, 6)), scale=jnp.ones((3, 4)))
+    tree = Outer([inner, inner], {"a": jnp.ones((5, 7))}, jnp.ones(2))
+    axes = AxisRules([("layers", None), ("mlp", "tensor"), ("embed", "fsdp"), ("vocab", "tensor")])
+    made = plan(tree, MeshSpec({"fsdp": 2, "tensor": 2}), axes=axes, unmatched="replicate")
+    assert {leaf.path: leaf.names for leaf in made.leaves} == {
+        **{f"blocks/{i}/weight": ("layers", "mlp", "embed") for i in (0, 1)},
+        **{"blocks/0/scale": None, "blocks/1/scale": None, "head/a": ("embed", "vocab"), "plain": None},
+    }
+    assert made["blocks/0/weight"].spec == P(None, "tensor", "fsdp") and made["blocks/0/weight"].rule == "names"
