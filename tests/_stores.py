@@ -1,12 +1,13 @@
 """Stores of chunks, written by the libraries that own their formats."""
 
 import json
+from typing import Any
 
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
 
-def zarr(directory, path, array, *, chunks, driver="zarr", ocdbt=False, metadata=None):
+def zarr(directory, path, array, *, chunks, driver="zarr", ocdbt=False, metadata=None) -> Any:
     base = {"driver": "file", "path": f"{directory}/" if ocdbt else f"{directory}/{path}/"}
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{path}/"} if ocdbt else base
     spec = {"driver": driver, "kvstore": kvstore} | ({"metadata": metadata} if metadata else {})

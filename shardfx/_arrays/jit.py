@@ -185,6 +185,7 @@ class Jitted(Generic[P, R]):
     def __init__(self, fn: Callable[P, R], in_shardings: object, out_shardings: object, donate: Donate):
         self._fn, self._signature = FunctionArrays(fn), inspect.signature(fn)
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
+        self._short_name = getattr(fn, "__name__", type(fn).__name__)
         self._in = by_parameter(checked(in_shardings, "in_shardings"), self._signature, self._name)
         self._out = checked(out_shardings, "out_shardings")
         self._donated = donated(donate, self._signature)
@@ -288,7 +289,7 @@ class Jitted(Generic[P, R]):
             return self._traced(static, arrays)
 
         # The name that profiles show.
-        traced.__name__ = traced.__qualname__ = getattr(self.__wrapped__, "__name__", type(self.__wrapped__).__name__)
+        traced.__name__ = traced.__qualname__ = self._short_name
         run = jax.jit(
             traced,
             static_argnums=0,

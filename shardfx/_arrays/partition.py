@@ -23,9 +23,11 @@ def mark(value: object) -> Hashable:
     dataclasses. NaN does not equal itself, but its mark does.
     """
     kind = type(value)
-    if isinstance(value, float | complex):
-        # A subclass may have a text of its own.
-        return kind, (float if isinstance(value, float) else complex).__repr__(value)
+    # A subclass may have a text of its own.
+    if isinstance(value, float):
+        return kind, float.__repr__(value)
+    if isinstance(value, complex):
+        return kind, complex.__repr__(value)
     if isinstance(value, tuple | list):
         return kind, tuple(map(mark, value))
     if isinstance(value, dict):

@@ -196,7 +196,7 @@ class Rounded(float):
 
 
 class Named(dict):
-    def __hash__(self):
+    def __hash__(self):  # pyright: ignore[reportIncompatibleVariableOverride]
         return 1
 
 
