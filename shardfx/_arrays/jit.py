@@ -183,7 +183,7 @@ class Jitted(Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], in_shardings: object, out_shardings: object, donate: Donate):
-        self._fn, self._signature = FunctionArrays(fn), inspect.signature(fn)
+        self._fn, self._plain, self._signature = FunctionArrays(fn), fn, inspect.signature(fn)
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._short_name = getattr(fn, "__name__", type(fn).__name__)
         self._in = by_parameter(checked(in_shardings, "in_shardings"), self._signature, self._name)
@@ -263,11 +263,12 @@ class Jitted(Generic[P, R]):
     def _bound(self, args: Any, kwargs: Any, *, runs: bool) -> _Call:
         if kwargs or len(args) != self._arity:
             args, kwargs = bound(self._name, self._signature, args, kwargs)
-        tree = self._fn, args, kwargs
+        # A function without arrays need not be flattened at each call.
+        tree = self._fn if self._fn.paths else None, args, kwargs
         leaves, treedef = jax.tree.flatten(tree)
         is_array = are_traced(tuple(map(type, leaves)))
         form = self._form(treedef, is_array)
-        arrays = [*it.compress(leaves, is_array)]
+        arrays = [*it.compress(leaves, is_array)] if form.statics else leaves
         call = _Call(tree, form, self._static(form, treedef, is_array, leaves), arrays)
         shardings = [one.sharding for at in form.watched if is_placed(type(one := arrays[at]))]
         if shardings != form.shardings:
@@ -325,7 +326,7 @@ class Jitted(Generic[P, R]):
     def _traced(self, static: Static, arrays: tuple[object, ...]) -> Any:
         fn, args, kwargs = joined(static.treedef, static.is_array, (static.values, arrays))
         self._given(fn, args, kwargs, shapes=True)
-        out = fn(*args, **kwargs)
+        out = (self._plain if fn is None else fn)(*args, **kwargs)
         leaves, treedef = jax.tree.flatten(out)
         lists: dict[object, list[Any]] = {"statics": [], **{key: [] for key in self._results}}
         numbers, order = {key: at for at, key in enumerate(lists)}, []
