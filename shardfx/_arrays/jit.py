@@ -183,7 +183,8 @@ class Jitted(Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], in_shardings: object, out_shardings: object, donate: Donate):
-        self._fn, self._plain, self._signature = FunctionArrays(fn), fn, inspect.signature(fn)
+        self._fn, self._signature = FunctionArrays(fn), inspect.signature(fn)
+        self._plain: Callable[..., R] = fn
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._short_name = getattr(fn, "__name__", type(fn).__name__)
         self._in = by_parameter(checked(in_shardings, "in_shardings"), self._signature, self._name)
