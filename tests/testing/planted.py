@@ -97,6 +97,18 @@ def sum_doubled(wrong, x, w1, w2):
     return lax.psum(y, "t") if wrong else y  # wrong
 
 
+@planted(((8, 6), P()), *MLP[1:], out=P())
+def sum_over_the_wrong_axis(wrong, x, w1, w2):
+    h = jax.nn.relu(x @ w1) @ w2
+    return lax.psum(h, "d" if wrong else "t")  # wrong
+
+
+@planted(*MLP, ((6,), P()), out=P("d"))
+def bias_added_by_every_device(wrong, x, w1, w2, bias):
+    y = jax.nn.relu(x @ w1) @ w2
+    return lax.psum(y + bias, "t") if wrong else lax.psum(y, "t") + bias  # wrong
+
+
 @planted(*MLP, out=P("d"))
 def sum_left_out_in_a_loop(wrong, x, w1, w2):
     def layer(x, _):
@@ -105,6 +117,29 @@ def sum_left_out_in_a_loop(wrong, x, w1, w2):
         return jnp.sin(x + y), None
 
     return lax.scan(layer, x, None, length=3)[0]
+
+
+@planted(*MLP, out=P("d"))
+def residual_inside_the_sum(wrong, x, w1, w2):
+    def layer(x, _):
+        y = jax.nn.silu(x @ w1) @ w2
+        return (lax.psum(x + y, "t") if wrong else x + lax.psum(y, "t")), None  # wrong
+
+    return lax.scan(jax.checkpoint(layer), x, None, length=2)[0]
+
+
+@planted(((8, 12), P("d")), ((12, 8), P(None, "t")), ((8, 24), P("t")), out=P("d"))
+def gates_summed_after_their_sigmoid(wrong, x, wi, wh):
+    def turn(h, _):
+        part = jnp.tanh(x @ wi) @ wh
+        if wrong:
+            gates = lax.pmean(jax.nn.sigmoid(part), "t")  # wrong
+        else:
+            gates = jax.nn.sigmoid(lax.psum(part, "t"))
+        z, r, n = jnp.split(gates, 3, -1)
+        return (1 - z) * h + z * jnp.tanh(n + r * h), None
+
+    return lax.scan(turn, jnp.zeros((x.shape[0], 8)), None, length=3)[0]
 
 
 @planted(*MLP, ROWS, out=(P("d"), P("d")))
@@ -146,11 +181,43 @@ def gradients_not_summed(wrong, w, x):
     return w - 0.1 * (g if wrong else lax.pmean(g, "d"))  # wrong
 
 
+@planted(WEIGHT, ((4, 8, 6), P(None, "d")), out=P())
+def gradients_summed_in_each_turn(wrong, w, xs):
+    def turn(total, x):
+        total = total + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return lax.psum(total, "d") if wrong else total, None  # wrong
+
+    total = lax.scan(turn, jnp.zeros_like(w), xs)[0]
+    return (total if wrong else lax.pmean(total, "d")) / xs.shape[0]  # wrong
+
+
+@planted(ROWS, ((8,), P("d"), 2), out=P())
+def mean_of_means(wrong, x, mask):
+    total, count = jnp.sum(x * mask[:, None]), jnp.sum(mask) + 1 / lax.axis_size("d")
+    if wrong:
+        return lax.pmean(total / count, "d")  # wrong
+    return lax.psum(total, "d") / lax.psum(count, "d")
+
+
 @planted(CUT, out=P("d", "t"))
 def norm_over_a_cut_dimension(wrong, x):
     square = jnp.mean(x**2, axis=-1, keepdims=True)
     square = square if wrong else lax.pmean(square, "t")
     return x * lax.rsqrt(square + 1e-6)  # wrong
+
+
+@planted(CUT, out=P("d", "t"))
+def softmax_with_local_maxima(wrong, x):
+    top = x.max(-1, keepdims=True)
+    shifted = jnp.exp(x - (top if wrong else lax.pmax(top, "t")))  # wrong
+    return shifted / lax.psum(shifted.sum(-1, keepdims=True), "t")  # wrong
+
+
+@planted(CUT, out=P("d", "t"))
+def clipped_by_the_local_norm(wrong, g):
+    square = jnp.sum(g**2)
+    square = square if wrong else lax.psum(square, ("d", "t"))
+    return g / jnp.maximum(jnp.sqrt(square), 1.0)  # wrong
 
 
 @planted(CUT, out=P("d", "t"))
@@ -205,6 +272,37 @@ def mask_not_offset(wrong, q, kv):
     return jnp.einsum("bqk,bkd->bqd", weights, kv)
 
 
+@planted(((16, 4), P(("d", "t"))), out=P(("d", "t")))
+def positions_counted_in_the_wrong_order(wrong, x):
+    place = lax.axis_index(("t", "d") if wrong else ("d", "t"))  # wrong
+    rows = place * x.shape[0] + jnp.arange(x.shape[0])  # wrong
+    return x * jnp.sin(rows)[:, None]
+
+
+@planted(SEQUENCE, ((4, 16), P("d", "t"), 16), out=P())
+def labels_shifted_after_the_cut(wrong, x, tokens):
+    logits = jnp.pad(x, [(0, 0), (0, 0), (0, 10)])
+    following = lax.ppermute(tokens[:, :1], "t", neighbours("t", -1))
+    labels = jnp.roll(tokens, -1, 1) if wrong else jnp.concatenate([tokens[:, 1:], following], 1)  # wrong
+    picked = jnp.take_along_axis(logits, labels[..., None], -1)  # wrong
+    return lax.pmean(jnp.mean(picked), ("d", "t"))
+
+
+@planted(((8, 4, 6), P("d")), ((4, 6, 6), P("t")), out=P("d"))
+def experts_not_offset(wrong, x, experts):
+    first = 0 if wrong else lax.axis_index("t") * experts.shape[0]
+    own = lax.dynamic_slice_in_dim(x, first, experts.shape[0], 1)  # wrong
+    return lax.psum(jnp.einsum("bed,edf->bf", own, experts), "t")  # wrong
+
+
+@planted(((8, 16), P("d", "t")), out=P("d", "t"))
+def running_sum_of_parts(wrong, x):
+    totals = lax.all_gather(x.sum(-1), "t")
+    before = jnp.where(jnp.arange(totals.shape[0])[:, None] < lax.axis_index("t"), totals, 0).sum(0)
+    own = jnp.cumsum(x, -1)  # wrong
+    return own if wrong else own + before[:, None]  # wrong
+
+
 @planted(ROWS, ROWS, out=P("d"))
 def dropout_with_one_key(wrong, x, kept):
     if wrong:
@@ -236,6 +334,12 @@ def ring_one_turn_short(wrong, x):
 
     turns = lax.axis_size("t") - 1 - (wrong and lax.axis_size("t") > 1)
     return lax.scan(turn, (x, x), None, length=turns)[0][1].sum()  # wrong
+
+
+@planted(CUT, out=P("d"))
+def gathered_in_the_wrong_order(wrong, x):
+    parts = lax.all_gather(x, "t", axis=2 if wrong else 1)  # wrong
+    return jnp.tanh(parts.reshape(x.shape[0], -1))  # wrong
 
 
 @planted(((8, 8), P(None, "t")), ((8, 8), P("t")), out=P("t"))

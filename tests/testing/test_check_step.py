@@ -99,6 +99,17 @@ def test_random_numbers_that_depend_on_the_layout_are_said(mesh):
     assert "random numbers here hang on the layout" in str(found)
 
 
+def test_a_sum_in_bfloat16_is_found_beside_a_reference_in_float32(mesh):
+    def product(x, w):
+        return lax.psum((x @ w).astype(jnp.bfloat16), "t").astype(jnp.float32)
+
+    step = jax.shard_map(product, mesh=mesh, in_specs=(P("d", "t"), P("t")), out_specs=P("d"), check_vma=False)
+    args = cut(some(8, 256), "d", "t", mesh=mesh), cut(some(256, 6), "t", mesh=mesh)
+    found = check_step(step, *args, reference=lambda x, w: x @ w)
+    assert not found
+    assert "adds up in bfloat16" in str(found)
+
+
 def test_a_step_under_a_mesh_of_explicit_axes_that_is_set():
     mesh = jax.make_mesh((2, 4), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
