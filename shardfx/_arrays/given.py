@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from .._ground.boxes import boxes
+from .._ground.boxes import shard_boxes
 from .._ground.errors import PlanMismatchError
 from ..topology import MeshSpec
 
@@ -138,7 +138,7 @@ def lies_as(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
         return False
     if found == wanted:
         return True
-    ours, theirs = boxes(found, shape), boxes(wanted, shape)
+    ours, theirs = shard_boxes(found, shape), shard_boxes(wanted, shape)
     is_abstract_one = is_abstract(found) or is_abstract(wanted)
     return [*ours.values()] == [*theirs.values()] if is_abstract_one else ours == theirs
 

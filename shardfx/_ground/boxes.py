@@ -19,7 +19,7 @@ def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
+def shard_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
     """Maps each device to the box of its shard of an array of `shape`.
 
     For an `AbstractMesh` the keys are positions in the mesh, in row-major order.

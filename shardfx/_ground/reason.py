@@ -78,7 +78,7 @@ class Decision:
     reasons: tuple[Reason, ...] = ()
 
 
-def reason(code: Code, dim: int | None, axes: tuple[str, ...] = (), **values: object) -> Reason:
+def reason_for(code: Code, dim: int | None, axes: tuple[str, ...] = (), **values: object) -> Reason:
     """A [`shardfx.Reason`][] with the message of its code, filled in with `values`."""
     return Reason(code, dim, axes, code.value.format(**values))
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._ground.errors import RuleError, SpecError
-from .._ground.reason import Code, Decision, Reason, reason
+from .._ground.reason import Code, Decision, Reason, reason_for
 from .._ground.spec import (
     UNCONSTRAINED,
     DType,
@@ -307,7 +307,7 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
             used[entry] = dim  # by far the most frequent case: a single axis that is unused and divides
         elif entry is UNCONSTRAINED:
             what, entry = "Auto axis that the compiler could choose for UNCONSTRAINED", None
-            reasons.append(reason(Code.absent, dim, (), what=what))
+            reasons.append(reason_for(Code.absent, dim, (), what=what))
         else:
             axes_asked = entry_axes(entry)
             free, found = _free(axes_asked, dim, sizes, used)
@@ -320,7 +320,7 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
         return Decision(trimmed(kept), tuple(reasons))
     absent = tuple(sorted(axis for axis in (*spec.unreduced, *spec.reduced) if axis not in sizes))
     if absent:
-        reasons.append(reason(Code.absent, None, absent, what=f"axis `{'`, `'.join(absent)}`"))
+        reasons.append(reason_for(Code.absent, None, absent, what=f"axis `{'`, `'.join(absent)}`"))
     unreduced, reduced = ([axis for axis in axes if axis in sizes] for axes in (spec.unreduced, spec.reduced))
     return Decision(trimmed(kept, with_reductions((), unreduced, reduced, unreduced_kind(spec))), tuple(reasons))
 
@@ -339,7 +339,7 @@ def _fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 def _too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reason, ...]:
     size = array_bytes(leaf.shape, leaf.dtype) if min_bytes else 0
-    return (reason(Code.small, None, axes, size=size, limit=min_bytes),) if size < min_bytes else ()
+    return (reason_for(Code.small, None, axes, size=size, limit=min_bytes),) if size < min_bytes else ()
 
 
 def _free(
@@ -352,9 +352,9 @@ def _free(
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
     for axis in free:
         taken.remove(axis)
-    reasons = [reason(Code.absent, dim, absent, what=f"axis `{'`, `'.join(absent)}`")] if absent else []
+    reasons = [reason_for(Code.absent, dim, absent, what=f"axis `{'`, `'.join(absent)}`")] if absent else []
     if taken:
-        reasons.append(reason(Code.duplicate, dim, tuple(taken), what=f"`{'`, `'.join(dict.fromkeys(taken))}`"))
+        reasons.append(reason_for(Code.duplicate, dim, tuple(taken), what=f"`{'`, `'.join(dict.fromkeys(taken))}`"))
     return free, reasons
 
 
@@ -390,10 +390,10 @@ def _indivisible(
         return Reason(Code.unit, dim, dropped, text + fix)
     count, told = size // unit, plural(size // unit, "unit")
     if unit > 1 and _divisors(axes, size, 1, sizes) != kept:
-        return reason(Code.unit, dim, dropped, size=size, units=told, count=count, unit=unit, what=what)
+        return reason_for(Code.unit, dim, dropped, size=size, units=told, count=count, unit=unit, what=what)
     pad = _advice_to_pad(size, math.prod(sizes[axis] for axis in axes) * unit)
     text = f"{size} ({told} of {unit})" if unit > 1 else size
-    return reason(Code.indivisible, dim, dropped, size=text, what=what, pad=pad, whole=count)
+    return reason_for(Code.indivisible, dim, dropped, size=text, what=what, pad=pad, whole=count)
 
 
 def _advice_to_pad(size: int, product: int) -> str:
@@ -455,7 +455,7 @@ def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshS
             size, product = max(shape), math.prod(sizes[axis] for axis in free)
             what = f"{_product(free, sizes)} beside the axes that shard it already, and no other dimension is"
             values = {"size": size, "what": what, "pad": _advice_to_pad(size, math.lcm(size, product)), "whole": size}
-            request = request._replace(reasons=(*request.reasons, reason(Code.indivisible, None, free, **values)))
+            request = request._replace(reasons=(*request.reasons, reason_for(Code.indivisible, None, free, **values)))
             break
         entries[dim] = (*entry_axes(entries[dim]), *more)
         free, added = tuple(axis for axis in free if axis not in more), (*added, *more)

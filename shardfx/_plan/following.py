@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError
-from .._ground.reason import Code, reason
+from .._ground.reason import Code, reason_for
 from .._ground.spec import canonical, entries_of, pinned, trimmed
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
@@ -238,7 +238,7 @@ class _Follower:
     def request(self, path: str, leaf: Any) -> Request:
         shape = tuple(leaf.shape)
         if not shape:
-            return NOTHING._replace(reasons=(reason(Code.scalar, None),))
+            return NOTHING._replace(reasons=(reason_for(Code.scalar, None),))
         for what, matcher in self.bases.items():
             number = matcher.first(path)
             if number is not None:
@@ -256,7 +256,7 @@ class _Follower:
             return NOTHING
         why = f" by its path, and JAX cannot follow shardings through `init`: {self.refused}" if self.refused else ""
         what = f"the array (it follows no planned one{why}; rules for such arrays go into `follow(..., paths=...)`)"
-        return NOTHING._replace(reasons=(reason(Code.unmatched, None, what=what),))
+        return NOTHING._replace(reasons=(reason_for(Code.unmatched, None, what=what),))
 
 
 def _beside(pair: str, name: str, shape: tuple[int, ...], plan: ShardPlan, in_blocks: bool) -> Request:

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError
-from .._ground.reason import Code, Decision, reason, refined_reasons
+from .._ground.reason import Code, Decision, reason_for, refined_reasons
 from .._ground.spec import DType, shard_counts
 from .._ground.tree import Flat, flatten
 from .._rules import AxisRules, Matcher, PathRules, check_rules
@@ -264,9 +264,9 @@ class _Planner:
             return asked_by_names(names, tuple(leaf.shape), "names", self.axes, self.mode)
         rule = None if number is None else self.paths.text(number)
         if not leaf.shape:
-            return NOTHING._replace(rule=rule, reasons=(reason(Code.scalar, None),))
+            return NOTHING._replace(rule=rule, reasons=(reason_for(Code.scalar, None),))
         if number is None or rule is None:
-            return NOTHING._replace(reasons=(reason(Code.unmatched, None, what="the array"),))
+            return NOTHING._replace(reasons=(reason_for(Code.unmatched, None, what="the array"),))
         return asked_by_target(self.paths.rules[number][1], path, leaf, rule, self.axes, self.mode, stacked)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import NamedSharding, Sharding
 
-from .._ground.boxes import boxes
+from .._ground.boxes import shard_boxes
 from .._ground.spec import DType, array_bytes, bits
 from ..topology import MeshSpec
 from .destinations import (
@@ -249,7 +249,7 @@ def _one_set(*ends: Sharding) -> bool:
 
 
 def _same_shards(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
-    ours, theirs = boxes(src, shape), boxes(dst, shape)
+    ours, theirs = shard_boxes(src, shape), shard_boxes(dst, shape)
     if not (has_devices(src) and has_devices(dst)):
         ours, theirs = ({getattr(device, "id", device): box for device, box in held.items()} for held in (ours, theirs))
     return ours == theirs

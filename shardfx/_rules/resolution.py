@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, cast
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError, SpecError, UnmatchedError
-from .._ground.reason import Code, Decision, Reason, reason
+from .._ground.reason import Code, Decision, Reason, reason_for
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._ground.text import plural
 from .axis_rules import AxisRules, Rule, Target, alias_chain, all_rules, check_axis_rules, near, repeated, rules_of_mode
@@ -228,13 +228,13 @@ def _reasons(slot: _Slot, active: tuple[Rule, ...], user: dict[str, _Slot]) -> l
     """Why `slot` got no axis: its name has no rule, or every rule before one with `None` was blocked."""
     targets = [target for name, target in active if name in slot.chain]
     if not targets:
-        return [reason(Code.unmatched, slot.dim, (slot.name,), what=f"logical name `{slot.name}`")]
+        return [reason_for(Code.unmatched, slot.dim, (slot.name,), what=f"logical name `{slot.name}`")]
     wanted = itertools.takewhile(lambda target: target is not None, targets)
     axes = tuple(dict.fromkeys(axis for target in wanted for axis in entry_axes(target)))
     taken = ", ".join(
         f"`{axis}` is used by `{user[axis].name}` on dim {user[axis].dim}" for axis in axes if axis in user
     )
-    return [reason(Code.blocked, slot.dim, axes, what=f"logical name `{slot.name}` ({taken})")] if axes else []
+    return [reason_for(Code.blocked, slot.dim, axes, what=f"logical name `{slot.name}` ({taken})")] if axes else []
 
 
 def _entry(entry: object, given: Mapping[str, Target]) -> Any:

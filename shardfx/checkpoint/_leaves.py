@@ -29,7 +29,7 @@ from .._convert import (
     tree_structs,
     within,
 )
-from .._ground.boxes import Box, boxes
+from .._ground.boxes import Box, shard_boxes
 from .._ground.errors import CheckpointError, LeafTypeError
 from .._ground.spec import DType
 from .._ground.text import printable
@@ -191,7 +191,7 @@ def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
 def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
     """For each device that holds the first replica of a box, the box."""
     devices: dict[Box, Any] = {}
-    for device, box in boxes(sharding, shape).items():
+    for device, box in shard_boxes(sharding, shape).items():
         devices.setdefault(box, device)
     return {device: box for box, device in devices.items()}
 

@@ -27,7 +27,7 @@ from .._convert import (
     swapped,
     within,
 )
-from .._ground.boxes import Box, boxes as all_boxes, common
+from .._ground.boxes import Box, common, shard_boxes
 from .._ground.errors import PlanMismatchError
 from .._ground.text import first_lines, html_text, table
 from . import _stores as stores
@@ -321,6 +321,6 @@ def _boxes_of(shape: tuple[int, ...], sharding: Sharding, processes: int | None)
             "divides it."
         )
     held: dict[int, dict[Box, None]] = {}
-    for device, box in all_boxes(sharding, shape).items():
+    for device, box in shard_boxes(sharding, shape).items():
         held.setdefault(device * count // size if is_abstract else device.process_index, {})[box] = None
     return {process: tuple(boxes) for process, boxes in held.items()}

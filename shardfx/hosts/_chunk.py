@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from jax.sharding import PartitionSpec, Sharding
 
-from .._ground.boxes import Box, boxes
+from .._ground.boxes import Box, shard_boxes
 from .._ground.errors import MeshError, SpecError
 from .._ground.spec import UNCONSTRAINED, entries_at, entries_of, entry_axes
 from ._grid import HostGrid
@@ -266,7 +266,7 @@ def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple
         ```
     """
     owners: dict[Box, set[int]] = {}
-    for device, part in boxes(sharding, tuple(shape)).items():
+    for device, part in shard_boxes(sharding, tuple(shape)).items():
         owners.setdefault(part, set()).add(device.process_index)
     return tuple(
         LocalChunk(tuple(slice(*ends) for ends in part), sorted(owners[part]).index(process_index))

@@ -23,7 +23,7 @@ from ..._convert import (
     names_of,
     simplified,
 )
-from ..._ground.boxes import Box, boxes
+from ..._ground.boxes import Box, shard_boxes
 from ..._ground.errors import MeshError
 from ..._ground.spec import array_bytes
 from ..._plan import ShardPlan
@@ -383,7 +383,7 @@ def device_boxes(leaf: MovedLeaf) -> dict[Any, Box]:
     shape, _ = data_of(leaf.shape, leaf.dtype)
     if leaf.sharding is None:
         return {None: tuple((0, size) for size in shape)}
-    found, more = boxes(leaf.sharding, leaf.shape), tuple((0, size) for size in shape[len(leaf.shape) :])
+    found, more = shard_boxes(leaf.sharding, leaf.shape), tuple((0, size) for size in shape[len(leaf.shape) :])
     return {device: (*found[device], *more) for device in _ordered(leaf.sharding)}
 
 
