@@ -21,7 +21,7 @@ _VERBS = {
     "chips": ("lists", "List accelerators: memory, arithmetic, links."),
     "clean": ("checkpoints", "List or remove what saves that were killed left in DIRECTORY."),
     "convert": ("checkpoints", "Write a checkpoint anew: other names, shapes, dtypes, files."),
-    "demo": ("demo", "Train a small transformer under a plan, and again without one."),
+    "demo": ("training", "Train a small transformer under a plan, and again without one."),
     "diff": ("plans", "Compare two plans: what differs, and what it costs to move."),
     "explain": ("plans", "Say why one array is sharded as it is, and what would change it."),
     "fit": ("steps", "Say whether a step fits a chip, and which changes would make it fit."),

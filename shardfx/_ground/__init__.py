@@ -1,4 +1,5 @@
 """The base of all other rooms: errors, reasons, specs, trees of arrays, boxes, and text.
 
-It may import nothing of this package. It never decides anything about a plan, and it never touches a device.
+A room is a folder of the package. The files of this room import no other room. They never decide how an array is
+sharded, and they never touch a device.
 """

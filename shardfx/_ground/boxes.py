@@ -1,4 +1,4 @@
-"""Boxes: the index range of a shard, as a start and a stop for each dimension."""
+"""Boxes. A box is the index range of a shard in its array: a start and a stop for each dimension."""
 
 import math
 from collections.abc import Sequence
@@ -47,18 +47,22 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def slices(part: Box, box: Box) -> tuple[Any, ...]:
-    """The index of the box `part` in an array that holds `box`. Its ellipsis makes the result a view at rank 0 too."""
+    """The NumPy index that selects the box `part` from an array that holds the elements of `box`. It ends with an
+    ellipsis, so that the result is a view at rank 0 too.
+    """
     found = [slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True)]
     return (*found, ...)
 
 
 def array_of(
-    shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, held: Sequence[Box], memory: Sequence[np.ndarray]
+    shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, boxes: Sequence[Box], memory: Sequence[np.ndarray]
 ) -> jax.Array:
-    """A `jax.Array` from one buffer per distinct box of this process. On CPUs it shares the buffers' memory."""
+    """A `jax.Array` made from one buffer for each distinct box of this process's devices. On CPUs the array uses the
+    memory of the buffers.
+    """
     if not memory:  # this process has no device of the sharding; JAX would still call back for a replicated array
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-    buffers = {tuple([start for start, _ in box]): own for box, own in zip(held, memory, strict=True)}
+    buffers = {tuple([start for start, _ in box]): own for box, own in zip(boxes, memory, strict=True)}
 
     def shard(index: Any) -> np.ndarray:
         return memory[0] if len(memory) == 1 else buffers[tuple([part.start or 0 for part in index])]

@@ -1,4 +1,4 @@
-"""Copies between views of memory that store their elements in different orders."""
+"""Copies between NumPy views whose elements lie in memory in different orders."""
 
 import itertools as it
 import math
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 
-# Elements of a block along the dimension that the target has in a row, at least; a cache line of smaller elements.
+# The least number of elements of a block along the dimension that is contiguous in the target. Elements that are so
+# small that more of them fit into a cache line have blocks of one cache line.
 _BLOCK = 16
-# A block of fewer elements costs more than it saves.
+# A copy of a smaller block takes longer than the block saves.
 _LEAST_PER_BLOCK = 2048
 # The second-level cache of a core has lines of 64 bytes. Lines whose addresses are equal modulo 64 KiB share one set,
 # which has 8 to 16 places.
@@ -20,11 +21,13 @@ _LINE_BYTES, _SETS_BYTES, _PLACES = 64, 1 << 16, 8
 def copy(target: np.ndarray, source: np.ndarray) -> None:
     """Copies `source` into `target`, in blocks if their memory orders differ and blocks are faster."""
     is_alike = target.ndim == source.ndim
-    copy_along(target, source, blocked(target.shape, target.strides, source.strides) if is_alike else None)
+    copy_along(target, source, block_dim(target.shape, target.strides, source.strides) if is_alike else None)
 
 
 def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
-    """Copies `source` into `target` in blocks along `dim`, as `blocked` chose it; at once if `dim` is `None`."""
+    """Copies `source` into `target` in blocks along the dimension `dim`, which `block_dim` returned; in one step if
+    `dim` is `None`.
+    """
     if dim is None:
         np.copyto(target, source, casting="unsafe")
         return
@@ -34,34 +37,35 @@ def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
         np.copyto(target[block], source[block], casting="unsafe")
 
 
-def blocked(shape: Sequence[int], there: Sequence[int], here: Sequence[int]) -> int | None:
-    """The dimension along which a copy is faster in blocks; `None` if blocks gain nothing.
+def block_dim(shape: Sequence[int], target_strides: Sequence[int], source_strides: Sequence[int]) -> int | None:
+    """The dimension along which a copy in blocks is faster than one step; `None` if there is no such dimension.
 
-    NumPy copies along a whole row of the target. If the source is transposed, each element of that row lies in another
-    cache line. The next row needs the same lines again, and they have left the cache if the row needed more lines than
-    it holds. Lines whose addresses differ by a multiple of a large power of two share a few places, so that rows of
-    2048 bytes leave it early. A block is short enough that its lines stay: 5 times as fast for 16-bit numbers.
+    NumPy fills the target row by row. If the source is transposed, each element of a target row lies in another cache
+    line of the source. The next target row needs the same cache lines again. They have left the cache if the first row
+    used more lines than the cache holds. Lines whose addresses differ by a multiple of a large power of two share a few
+    places in the cache, so lines that are 2048 bytes apart leave it early. A block is so short that its lines stay in
+    the cache. A copy of 16-bit numbers is then 5 times as fast.
 
     **Arguments:**
 
     - `shape`: the shape of the target and of the source.
-    - `there`, `here`: the strides of the target and of the source, in bytes.
+    - `target_strides`, `source_strides`: the strides of the two arrays in bytes.
     """
     count = math.prod(shape)
     if len(shape) < 2 or count < 8 * _LEAST_PER_BLOCK:
         return None
-    row, column = _row(shape, there), _row(shape, here)
+    row, column = _contiguous_dim(shape, target_strides), _contiguous_dim(shape, source_strides)
     if row is None or column is None or row == column or shape[row] < 2 * _BLOCK:
         return None
-    apart = max(_LINE_BYTES, math.gcd(here[row], _SETS_BYTES))
+    apart = max(_LINE_BYTES, math.gcd(source_strides[row], _SETS_BYTES))
     if shape[row] * apart <= _PLACES * _SETS_BYTES:
         return None
     is_worth_it = shape[column] >= _BLOCK and count // shape[row] * _BLOCK >= _LEAST_PER_BLOCK
     return row if is_worth_it else None
 
 
-def _row(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The dimension with the smallest stride; `None` if there is none. Sizes of 1 and strides of 0 do not count."""
+def _contiguous_dim(shape: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The dimension with the smallest stride; `None` if no dimension has a size above 1 and a stride above 0."""
     long = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] > 0]
     return min(long, key=lambda dim: strides[dim], default=None)
 
@@ -74,13 +78,14 @@ def of_numpy(nbytes: int) -> np.ndarray:
 
 
 def buffers(
-    wanted: Sequence[tuple[tuple[int, ...], Any]], allocate: Callable[[int], np.ndarray] = of_numpy
+    pairs: Sequence[tuple[tuple[int, ...], Any]], allocate: Callable[[int], np.ndarray] = of_numpy
 ) -> list[np.ndarray]:
-    """Uninitialised arrays of these shapes and dtypes, in one allocation that is freed when no array uses it.
+    """An uninitialised NumPy array for each pair of a shape and a dtype. All arrays lie in one allocation, which is
+    freed when no array uses it.
 
-    `allocate` returns an array of that many bytes, at any address.
+    `allocate` takes a number of bytes and returns an array of that many bytes, at any address.
     """
-    sizes = [-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in wanted]
+    sizes = [-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in pairs]
     memory = allocate(sum(sizes) + _ALIGNMENT)
     starts = it.accumulate(sizes, initial=-memory.__array_interface__["data"][0] % _ALIGNMENT)
-    return [np.ndarray(shape, dtype, memory, start) for (shape, dtype), start in zip(wanted, starts, strict=False)]
+    return [np.ndarray(shape, dtype, memory, start) for (shape, dtype), start in zip(pairs, starts, strict=False)]

@@ -26,7 +26,7 @@ class PlanFormatError(ValueError):
 
 
 class UnknownPathError(ValueError, LookupError):
-    """A path that the plan does not hold."""
+    """A path that no array of the plan has."""
 
 
 class LeafTypeError(TypeError):
@@ -40,8 +40,8 @@ class ProgramError(ValueError):
 class OutOfMemoryError(ProgramError):
     """A program that its compiler refuses because it needs more memory than a device has.
 
-    `needed_bytes` and `limit_bytes` are per device, from the compiler's message; `None` if it does not say.
-    `needed_bytes` may count temporaries only.
+    `needed_bytes` and `limit_bytes` are bytes per device, read from the compiler's message; `None` if the message lacks
+    the number. `needed_bytes` may count temporaries only.
     """
 
     def __init__(self, message: str, needed_bytes: int | None = None, limit_bytes: int | None = None):
@@ -50,11 +50,11 @@ class OutOfMemoryError(ProgramError):
 
 
 class ChipError(ValueError, LookupError):
-    """An unknown accelerator, or one that lacks a number, such as a bandwidth, that the function needs."""
+    """An unknown accelerator, or one without a value that the function needs, such as a bandwidth."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is damaged, hostile or incomplete, or that lacks what the plan asks for."""
+    """A checkpoint that is damaged, hostile or incomplete, or that lacks an array of the plan."""
 
 
 class MapError(ValueError):
@@ -62,7 +62,7 @@ class MapError(ValueError):
 
 
 class MoveError(RuntimeError):
-    """A move of a tree that stopped in the middle, or that the memory limit leaves no room for.
+    """A move of a tree that failed before all arrays had arrived, or that needs more memory than the limit allows.
 
     `moved` holds the arrays that arrived, by path.
     """
@@ -81,7 +81,9 @@ for _kind in (kind for kind in tuple(globals().values()) if isinstance(kind, typ
     _kind.__module__ = "shardfx.errors"
 
 
-def check_type(what: str, given: object, kind: type, error: type[Exception], fix: str) -> None:
-    """Raises `error` unless the argument named `what` is a `kind`."""
-    if not isinstance(given, kind):
-        raise error(f"`{what}` must be of type {kind.__name__}, not {type(given).__name__}; {fix}.")
+def check_type(what: str, value: object, expected: type, error: type[Exception], fix: str) -> None:
+    """Raises `error` unless `value`, the argument named `what`, is an instance of `expected`. The message ends with
+    `fix`.
+    """
+    if not isinstance(value, expected):
+        raise error(f"`{what}` must be of type {expected.__name__}, not {type(value).__name__}; {fix}.")

@@ -1,4 +1,4 @@
-"""Barriers between the processes of a job, through JAX's coordination service; they need no devices."""
+"""Barriers between the processes of a job, made with JAX's coordination service, without devices."""
 
 import math
 import re
@@ -18,23 +18,23 @@ def coordination() -> Any:
 
 
 def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[int] | None = None) -> str:
-    """Waits at a barrier until all processes arrive, and returns the ones that did not.
+    """Waits at a barrier until all processes arrive or the time is over, and returns the processes that did not arrive.
 
     **Arguments:**
 
-    - `client`: as `coordination` gives it.
-    - `name`: of the barrier; it may be used again.
+    - `client`: the client that `coordination` returns.
+    - `name`: the name of the barrier; a name may be used several times.
     - `seconds`: how long the first process to arrive waits for the others.
     - `me`: the number of this process.
     - `processes`: the numbers of the processes to wait for; by default all processes of the job.
 
     **Returns:**
 
-    The processes that did not arrive, "process 3" or "processes 1, 3"; an empty string if all arrived.
+    Text with the processes that did not arrive, "process 3" or "processes 1, 3"; an empty string if all arrived.
 
     **Raises:**
 
-    `JaxRuntimeError` where the service fails.
+    `JaxRuntimeError` if the coordination service fails.
     """
     until = time.monotonic() + seconds
     while True:

@@ -6,15 +6,15 @@ import enum
 from jax.sharding import PartitionSpec
 
 
-# The one next step that a refined plan cannot take again: see `refined_reasons`.
+# Advice that the reasons of a refined plan leave out: see `refined_reasons`.
 _REFINE = ", or split the mesh axis (`refine=True`)"
 
 
 class Code(enum.Enum):
-    """The kind of a reason why a dimension is not sharded as requested.
+    """The causes for which a dimension is not sharded as requested.
 
-    The value is the message that a person reads; it ends in what to do next. `{...}` are filled in by the
-    [`shardfx.Reason`][] that carries the code.
+    The value of a code is a template for the message of a [`shardfx.Reason`][]. The template ends with advice to the
+    user, and values replace its `{...}`.
     """
 
     __module__ = "shardfx"
@@ -36,7 +36,7 @@ class Code(enum.Enum):
     scalar = "an array of rank 0 has nothing to shard; no rule is needed"
 
     def __repr__(self) -> str:
-        return str(self)  # not the sentence with its blanks
+        return str(self)  # without the template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Reason:
 
     **Arguments:**
 
-    - `code`: a code of the closed vocabulary of reasons, see [`shardfx.Code`][].
+    - `code`: the cause, one of the codes of [`shardfx.Code`][].
     - `dim`: the dimension that is not sharded as requested, or `None` for the array as a whole.
     - `axes`: the mesh axes (or logical names) that were requested and dropped, in order.
-    - `message`: the sentence for a person, with the actual values and a next step.
+    - `message`: the cause as a sentence, with the actual values and advice to the user.
     """
 
     __module__ = "shardfx"
@@ -69,7 +69,7 @@ class Decision:
     **Arguments:**
 
     - `spec`: the spec in canonical form: no trailing `None`, no one-element tuples.
-    - `reasons`: in order of dimension; empty if the spec is the requested one.
+    - `reasons`: the reasons in the order of the dimensions; empty if the spec is the requested one.
     """
 
     __module__ = "shardfx"
@@ -79,7 +79,7 @@ class Decision:
 
 
 def reason_for(code: Code, dim: int | None, axes: tuple[str, ...] = (), **values: object) -> Reason:
-    """A [`shardfx.Reason`][] with the message of its code, filled in with `values`."""
+    """A [`shardfx.Reason`][] whose message is the template of `code`, filled in with `values`."""
     return Reason(code, dim, axes, code.value.format(**values))
 
 

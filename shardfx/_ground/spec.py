@@ -25,18 +25,20 @@ _HAS_KINDS = "unreduced_kind" in dir(PartitionSpec)
 
 
 def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
-    """The entries of a spec, one per dimension that it mentions."""
+    """The entries of a PartitionSpec as a tuple, in every supported version of JAX."""
     return spec.partitions if _HAS_PARTITIONS else tuple(spec)
 
 
 def entries_at(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
-    """The entries of a spec for an array of this rank, with `None` for dimensions that the spec leaves out."""
+    """The entries of a PartitionSpec for an array of rank `rank`, with `None` for each dimension that the spec leaves
+    out.
+    """
     entries = entries_of(spec)[:rank]
     return (*entries, *[None] * (rank - len(entries)))
 
 
 def entry_axes(entry: object) -> tuple[str, ...]:
-    """The mesh axes that one entry of a PartitionSpec names, in order; none for `None` and UNCONSTRAINED."""
+    """The mesh axes that one entry of a PartitionSpec names, in order. `None` and UNCONSTRAINED name no axes."""
     if entry is None or entry is UNCONSTRAINED:
         return ()
     if isinstance(entry, str):
@@ -62,11 +64,12 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
 
     **Arguments:**
 
-    - `spec`: any PartitionSpec; its `unreduced` and `reduced` axes, and `unreduced_kind`, are kept.
+    - `spec`: any PartitionSpec.
 
     **Returns:**
 
-    A PartitionSpec that places every array as `spec` does.
+    A PartitionSpec that shards every array as `spec` does, with the same `unreduced` and `reduced` axes and the same
+    `unreduced_kind`.
 
     !!! Example
 
@@ -81,7 +84,7 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
 
 
 def trimmed(entries: Iterable[object], like: PartitionSpec | None = None) -> PartitionSpec:
-    """The canonical PartitionSpec of `entries`, with the `unreduced` and `reduced` axes of `like`."""
+    """The canonical PartitionSpec of `entries`, with the `unreduced` and `reduced` axes of the spec `like`."""
     short = [canonical_entry(entry) for entry in entries]
     while short and short[-1] is None:
         short.pop()
@@ -91,7 +94,7 @@ def trimmed(entries: Iterable[object], like: PartitionSpec | None = None) -> Par
 
 
 def unreduced_kind(spec: PartitionSpec) -> str:
-    """The reduction that is still to be made over the unreduced axes: "sum", "max" or "min"."""
+    """The reduction over the unreduced axes that a program still has to make: "sum", "max" or "min"."""
     kind = spec.unreduced_kind if _HAS_KINDS else None  # pyright: ignore[reportAttributeAccessIssue]
     return "sum" if kind is None else kind.name
 
@@ -99,7 +102,9 @@ def unreduced_kind(spec: PartitionSpec) -> str:
 def with_reductions(
     entries: Iterable[object], unreduced: Iterable[str], reduced: Iterable[str], kind: str
 ) -> PartitionSpec:
-    """The PartitionSpec of `entries` with these unreduced and reduced axes; `kind` is as `unreduced_kind` gives it."""
+    """The PartitionSpec of `entries` with these unreduced and reduced axes. `kind` is the reduction over the unreduced
+    axes: "sum", "max" or "min".
+    """
     given: dict[str, Any] = {"unreduced": frozenset(unreduced), "reduced": frozenset(reduced)}
     if given["unreduced"] and kind != "sum":
         if not _HAS_KINDS:
@@ -109,14 +114,14 @@ def with_reductions(
 
 
 def pinned(spec: PartitionSpec) -> PartitionSpec:
-    """`spec` with `None` for UNCONSTRAINED, as JAX accepts it at `device_put` and at jit boundaries."""
+    """`spec` with `None` in place of UNCONSTRAINED, which JAX refuses at `device_put` and at jit boundaries."""
     if not any(entry is UNCONSTRAINED for entry in entries_of(spec)):
         return spec
     return trimmed([None if entry is UNCONSTRAINED else entry for entry in entries_of(spec)], spec)
 
 
 def shard_counts(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The number of shards along each of `rank` dimensions under `spec`, on a mesh of axis `sizes`."""
+    """The number of shards along each of `rank` dimensions under `spec`, on a mesh with the axis sizes `sizes`."""
     counts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in entries_of(spec)]
     return tuple(counts[:rank] + [1] * (rank - len(counts)))
 
@@ -144,7 +149,7 @@ _DTYPE = re.compile(r"bool|u?int(1|2|4|8|16|32|64)|bfloat16|float(16|32|64|[468]
 
 
 def dtype_named(name: str) -> DType | None:
-    """The dtype of arrays on devices that is called `name`; `None` if this version of JAX has no such dtype."""
+    """The dtype of arrays on devices with the name `name`; `None` if this version of JAX has no such dtype."""
     # NumPy also takes aliases of other types ("a", "O", "datetime64"), and evaluates parts of a text.
     try:
         return jnp.dtype(name) if _DTYPE.fullmatch(name) else None
@@ -153,5 +158,5 @@ def dtype_named(name: str) -> DType | None:
 
 
 def array_bytes(shape: tuple[int, ...], dtype: object) -> int:
-    """The bytes that XLA allocates for an array in total. Sub-byte types are packed."""
+    """The bytes that XLA allocates for a whole array. Elements of fewer than 8 bits are packed."""
     return -(-math.prod(shape) * bits(dtype) // 8)

@@ -1,7 +1,7 @@
-"""Text for a person: tables, sizes and arrays in few characters, and one path for many paths that differ in numbers.
+"""Formats results as text and HTML: tables, sizes, dtypes and shapes, and one path for many paths that differ only in
+numbers.
 
-A notebook shows the same tables as HTML. Names can come from untrusted files, so every name that is shown goes through
-`printable`.
+Names can come from untrusted files, so every name is passed through `printable` before it is shown.
 """
 
 import html
@@ -21,8 +21,8 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with every character escaped that a terminal would not show: control characters, direction
-    marks, lone surrogates.
+    """`text` on one line, with an escape sequence for every character that a terminal does not display: control
+    characters, direction marks, lone surrogates.
     """
     if text.isprintable():
         return text
@@ -34,19 +34,19 @@ def plural(count: int, one: str, many: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
-def quoted(name: str, most: int = 160) -> str:
-    """`name` as `repr` shows it, with the middle left out if it is longer than `most` characters."""
+def quoted(name: str, limit: int = 160) -> str:
+    """`name` as `repr` shows it. Of a text of more than `limit` characters the middle is left out."""
     text = repr(name)
-    return text if len(text) <= most else f"{text[: most // 3]}...{text[-(most - most // 3) :]}"
+    return text if len(text) <= limit else f"{text[: limit // 3]}...{text[-(limit - limit // 3) :]}"
 
 
 def between_numbers(path: str) -> tuple[str, ...]:
-    """The text of a path between its numbers. Paths that differ in numbers only have equal results."""
+    """The parts of a path between its numbers. Paths that differ only in numbers have equal parts."""
     return tuple(_NUMBER.split(path))
 
 
 def together(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """The items grouped by their keys, in the order of each group's first item."""
+    """Groups items by their keys. The groups are in the order of their first items."""
     found: dict[_Key, list[_Item]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -54,7 +54,7 @@ def together(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key,
 
 
 def joined(paths: Sequence[str]) -> str:
-    """One text with ranges for paths that differ in numbers only: `layers/{0..31}/attn/q_proj/weight`."""
+    """One text with number ranges for paths that differ only in numbers: `layers/{0..31}/attn/q_proj/weight`."""
     if len(paths) == 1:
         return paths[0]
     columns = zip(*[map(int, _NUMBER.findall(path)) for path in paths], strict=True)
@@ -63,9 +63,10 @@ def joined(paths: Sequence[str]) -> str:
 
 
 def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
-    """Texts with ranges for paths that differ in numbers only, each with the number of its paths.
+    """Texts for paths that differ only in numbers, each with the number of paths that it represents.
 
-    As `joined`, but the paths can be read back: every range is whole, and a text has all combinations of its ranges.
+    As in the result of `joined`, ranges replace the numbers. Here the paths can be recovered from the texts: no range
+    has gaps, and a text represents every combination of the numbers in its ranges.
     """
     if len(paths) == 1:
         return [(paths[0], 1)]
@@ -86,7 +87,7 @@ def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _products(rows: Sequence[tuple[str, ...]], at: int) -> Iterator[Sequence[tuple[str, ...]]]:
-    """`rows` divided into sets, each with all combinations of the numbers in its columns, from column `at` on."""
+    """Divides `rows` into sets. Each set has every combination of the numbers in its columns, from column `at` on."""
     if at == len(rows[0]):
         yield rows
         return
@@ -125,9 +126,9 @@ def table(
 ) -> list[str]:
     """The lines of a table under the header `rows[0]`. The columns named in `right` are right-aligned.
 
-    With a `width`, the columns named in `spare` are left out in this order where lines would be longer. If that is not
-    enough, the paths in the first column get the path of their layer as a heading; none is cut. Cells may hold any
-    text: it is made printable.
+    While a line is longer than `width`, the columns named in `spare` are dropped, one after the other. If a line is
+    still longer, the paths in the first column are divided: the path of the layer becomes a heading above the rest. No
+    path is shortened. Cells may hold any text, because it is made printable.
     """
     rows = [tuple(map(printable, row)) for row in rows]
     if width is None:
@@ -171,7 +172,9 @@ _LAYER = re.compile(r"(.*?\{[0-9][^}]*\}[/.])(.+)")
 
 
 def _parted(path: str) -> tuple[str, str]:
-    """A path as a heading, which is the path of its layer, and the rest; "" as the heading if the path has no layer."""
+    """Divides a path into a heading, which is the path of its layer, and the rest. The heading is "" if the path has no
+    layer.
+    """
     found = _LAYER.fullmatch(path)
     return ("", path) if found is None else (found[1], _GAP * " " + found[2])
 
@@ -181,7 +184,7 @@ _COLUMNS = re.compile(r"\S {2,}\S")
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """A text with its long lines wrapped to `width`. Rows of tables are not wrapped."""
+    """`text` with its long lines wrapped to `width`. Rows of tables are not wrapped."""
     if width is None:
         return text
     lines = [_wrapped(line, width) if len(line) > width else line for line in text.split("\n")]
@@ -205,18 +208,20 @@ class Shown(str):
 
 
 def first_lines(self: object) -> str:
-    """The first 40 lines of a result's text, for the `__repr__` of results that can be long."""
+    """The first 40 lines of `str(self)`, for the `__repr__` of results whose text can be long."""
     lines = str(self).splitlines()
     return "\n".join(lines if len(lines) <= 40 else [*lines[:39], f"... {len(lines) - 39} lines more; print it."])
 
 
 def spec_text(partitions: Sequence[object]) -> str:
-    """The entries of a spec or of names, with commas; those on one dimension are joined by "+"."""
+    """The entries of a PartitionSpec, or of an array's logical names, as text: "," separates dimensions, and "+" joins
+    the axes of one dimension.
+    """
     return ",".join(map(entry_text, partitions)) or "-"
 
 
 def entry_text(entry: object) -> str:
-    """One entry of a spec, or of logical names, as text."""
+    """One entry of a PartitionSpec, or of an array's logical names, as text."""
     if isinstance(entry, tuple):
         return "+".join(map(entry_text, entry)) or "-"
     if isinstance(entry, str):
@@ -225,7 +230,7 @@ def entry_text(entry: object) -> str:
 
 
 def bytes_text(count: int) -> str:
-    """`count` bytes for a person: `512 B`, `32.0 KiB`, `1.5 TiB`."""
+    """A number of bytes with its unit: `512 B`, `32.0 KiB`, `1.5 TiB`."""
     if count < 1024:
         return f"{count} B"
     power = min(int(math.log2(count)) // 10, 6)
@@ -241,10 +246,10 @@ def array_text(dtype: Any, shape: Sequence[int]) -> str:
 
 
 def html_table(rows: Sequence[Sequence[str]], *, right: Collection[str] = (), below: Sequence[str] = ()) -> str:
-    """An HTML table under the header `rows[0]`, for a `_repr_html_`. Without rows there is no table.
+    """An HTML table under the header `rows[0]`, for a `_repr_html_`. Without rows the result has no table.
 
-    The columns named in `right` are aligned there, and each text of `below` is a paragraph under the table. Cells may
-    hold any text: it is made printable, and escaped.
+    The columns named in `right` are right-aligned. Each text of `below` is a paragraph under the table. Cells may hold
+    any text, because it is made printable and escaped.
     """
     lines = [f"<p>{_escaped(text)}</p>" for text in below]
     if rows:
@@ -255,7 +260,7 @@ def html_table(rows: Sequence[Sequence[str]], *, right: Collection[str] = (), be
 
 
 def html_text(self: object) -> str:
-    """A result's text as preformatted HTML, for the `_repr_html_` of results that are no single table."""
+    """The text of a result as preformatted HTML, for the `_repr_html_` of results that are more than one table."""
     return "<pre>" + "\n".join(map(_escaped, str(self).splitlines())) + "</pre>"
 
 

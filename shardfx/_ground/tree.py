@@ -1,8 +1,8 @@
-"""Trees as flat columns: one path per leaf, and the logical names that modules declare for it.
+"""Flattens a tree into columns: for each leaf its path, and the logical names that modules declare for it.
 
-Everything is read off the tree's structure and remembered per distinct subtree, because real models repeat the
-same layer or expert hundreds of times: building key paths leaf by leaf costs more than all of planning. The columns of
-the last few structures are kept, because a model is planned, placed, saved and loaded under one.
+The columns depend only on the tree's structure. They are built once per distinct subtree, because real models repeat
+the same layer or expert hundreds of times: building key paths leaf by leaf takes longer than all of planning. The
+columns of the last few structures are cached, because a model is planned, placed, saved and loaded with one structure.
 """
 
 import collections
@@ -35,8 +35,10 @@ TreeDef: TypeAlias = Any
 
 
 class Flat(NamedTuple):
-    """A tree as columns, with one entry per leaf in JAX's order. `stacked` counts the leading dimensions declared as
-    stacked layers.
+    """A flattened tree: columns with one entry per leaf, in JAX's order.
+
+    `templates` holds the paths with every digit replaced by 0. `stacked` holds the number of leading dimensions that a
+    module declares as stacked layers.
     """
 
     leaves: list[Any]
@@ -58,7 +60,9 @@ class _Columns(NamedTuple):
 
 
 def flatten(tree: PyTree) -> Flat:
-    """The leaves of `tree`, each with its path, its path with every digit as 0, and its declared names."""
+    """Flattens a tree into its leaves, their paths, their paths with every digit replaced by 0, and their declared
+    names.
+    """
     leaves, treedef = jax.tree.flatten(tree)
     columns = _columns_of(treedef)
     kinds = {kind: _is_array_type(kind) for kind in set(map(type, leaves))}
@@ -75,12 +79,13 @@ def tree_paths(treedef: TreeDef) -> tuple[str, ...]:
 
 
 def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], nothing: str) -> list[int]:
-    """The numbers of the arrays at the path `where`. If there is none, `where` is a regex, and arrays count whose path
-    it matches.
+    """The indices of the arrays with the path `where`. If no array has this path, `where` is a regex, and the result is
+    the indices of all arrays whose paths it matches.
 
     **Raises:**
 
-    `UnknownPathError`, which begins with `nothing`, if there is none; `RuleError` for a regex that does not compile.
+    `UnknownPathError` if there is no such array, with a message that begins with `nothing`; `RuleError` if the regex
+    does not compile.
     """
     arrays = [at for at, shaped in enumerate(is_array) if shaped]
     found = [at for at in arrays if paths[at] == where]
@@ -98,7 +103,9 @@ def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], nothin
 
 
 def near_paths(path: str, known: Collection[str]) -> str:
-    """The end of a message: "; did you mean `a/w`?" with the known paths that are like `path`, else "."."""
+    """The end of an error message: "; did you mean `a/w`?" with the paths in `known` that are similar to `path`, or "."
+    if there are none.
+    """
     near = difflib.get_close_matches(path, known, n=3, cutoff=0.5) or [one for one in known if path in one][:3]
     return f"; did you mean {' or '.join(f'`{one}`' for one in near)}?" if near else "."
 
@@ -118,8 +125,8 @@ def _refuse_specs(leaves: list[Any], paths: tuple[str, ...]) -> None:
 
 
 def _columns_of(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
-    """For each leaf of a tree of this structure: its path, its path with every digit as 0, its declared names, and its
-    stacked dimensions.
+    """For each leaf of a tree of this structure: its path, its path with every digit replaced by 0, its declared names,
+    and the number of its stacked dimensions.
     """
     try:
         return _remembered(treedef)
@@ -139,7 +146,7 @@ _remembered = ft.lru_cache(maxsize=8)(_walked)
 
 
 def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
-    """The columns of a subtree. Its paths begin with "/", so that any prefix can be put in front."""
+    """The columns of a subtree. Its paths begin with "/", so that a prefix can be prepended to them."""
     found = seen.get(treedef)
     if found is None:
         found = seen[treedef] = _Columns([], [], [], [])
@@ -150,7 +157,7 @@ def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
 def _append(
     treedef: TreeDef, prefix: str, template: str, out: _Columns, seen: dict[TreeDef, _Columns], slash: str
 ) -> None:
-    """Appends the leaves below `treedef` to the columns `out`. `prefix` is the path of `treedef` itself."""
+    """Appends the columns of the leaves below `treedef` to `out`. `prefix` is the path of `treedef` itself."""
     data = treedef.node_data()
     if data is None:
         out.paths.append(prefix)
@@ -198,11 +205,13 @@ def _declared_names(declared: tuple[Any, tuple[Any, ...]], below: list[Any]) -> 
 
 
 @ft.lru_cache(maxsize=1024)
-def _declared(kind: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """The names that a class declares for its attributes, if it is a module or a dataclass that is a pytree."""
-    if not dataclasses.is_dataclass(kind):
+def _declared(cls: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """The logical names that a class declares for its attributes; empty unless the class is a dataclass, such as a
+    module.
+    """
+    if not dataclasses.is_dataclass(cls):
         return {}
-    return {field.name: field.metadata[METADATA] for field in dataclasses.fields(kind) if METADATA in field.metadata}
+    return {field.name: field.metadata[METADATA] for field in dataclasses.fields(cls) if METADATA in field.metadata}
 
 
 def _keys(treedef: TreeDef, data: tuple[type, Any], count: int) -> list[str]:
@@ -220,12 +229,11 @@ def _keys(treedef: TreeDef, data: tuple[type, Any], count: int) -> list[str]:
 
 
 def _state_key(marker: object, index: int) -> str:
-    """The key of an entry of an `eqx.nn.State`, from the place in the model that it belongs to:
-    "norms.0.batch_counter".
+    """The key of one entry of an `eqx.nn.State`: the path of the entry in the model, as "norms.0.batch_counter".
 
     `eqx.nn.make_with_state` marks each entry with the model's class and JAX's text of the path,
-    "Model.norms[0].batch_counter". A State is flat, so this is one key of a path, without "/". In a State made by
-    hand the markers have no text.
+    "Model.norms[0].batch_counter". A State is flat, so the key is one segment of a path and contains no "/". If the
+    marker is no text, as in a State that was made by hand, the key is `index`.
     """
     if not isinstance(marker, str):
         return str(index)

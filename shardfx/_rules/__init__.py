@@ -1,7 +1,7 @@
 """Rules from logical names and from paths to mesh axes, and the resolution of names.
 
-It may import the ground values: errors, reasons, specs and trees. It never uses devices or the values of arrays.
-`_plan` decides whether a requested spec fits.
+This folder may import `_ground` only. It never uses devices or the values of arrays. Whether a requested spec fits the
+mesh and the shape is decided in `_plan`.
 """
 
 from .axis_rules import AxisRules, Rule, RulesLike, Target, alias_chain, axes_in, near, nearest

@@ -20,8 +20,8 @@ RulesLike: TypeAlias = Mapping[str, Target] | Iterable[Any]
 class AxisRules(eqx.Module):
     """The mesh axes that each logical axis name may use, in order of priority.
 
-    It hashes, compares with `==`, and can be closed over or passed to a jitted function. It is immutable: every method
-    returns new AxisRules.
+    AxisRules are immutable and hashable, and compare with `==`. A jitted function can close over them or take them as
+    an argument. Every method returns new AxisRules.
 
     !!! Example
 
@@ -63,17 +63,17 @@ class AxisRules(eqx.Module):
     ):
         """**Arguments:**
 
-        - `rules`: `(logical name, target)` pairs, the ones with priority first. A target is a mesh axis, a
-            tuple of mesh axes, `None` (replicate) or `PartitionSpec.UNCONSTRAINED`. A name may occur several
-            times: its later rules are fallbacks. No rule after `None` is used, so `prepend([(name, None)])`
-            overrides all rules of the name.
+        - `rules`: `(logical name, target)` pairs, the ones with priority first. A target is a mesh axis, a tuple of
+            mesh axes, `None` (replicate) or `PartitionSpec.UNCONSTRAINED`. A name may occur several times: its later
+            rules are fallbacks. No rule after `None` is used, so `prepend([(name, None)])` overrides all rules of the
+            name.
         - `modes`: mapping from a mode, such as "train" or "decode", to rules that come before `rules` in that mode. A
             name that a mode does not mention behaves as in `rules`; a name that the mode maps to `None` is replicated.
-        - `units`: mapping from a logical name to the number of elements that no shard may split, such as `head_dim`
-            for fused heads.
-        - `aliases`: mapping from a name to another name, whose rules it has in every mode.
+        - `units`: mapping from a logical name to the number of elements that no shard may split, such as `head_dim` for
+            fused heads.
+        - `aliases`: mapping from an alias to the logical name whose rules the alias has in every mode.
         - `axes`: the mesh axes that a mesh may lack, so that one set of rules serves several meshes. [`shardfx.plan`][]
-            raises for any other axis that its mesh lacks, as it is probably misspelled.
+            raises for any other axis that its mesh lacks, because that axis is probably misspelled.
 
         **Raises:**
 
@@ -112,12 +112,13 @@ class AxisRules(eqx.Module):
         **Arguments:**
 
         - `rules`: as in `AxisRules(...)`.
-        - `modes`: mode to rules, each put after the rules that the mode has; a new mode is added.
-        - `axes`: mesh axes that a mesh may lack, beside those that these rules declare.
+        - `modes`: mapping from a mode to rules, which come after the rules that the mode already has. A new mode is
+            added.
+        - `axes`: mesh axes that a mesh may lack, in addition to those that these AxisRules declare.
 
         **Returns:**
 
-        New AxisRules, in which the targets of these rules are unchanged.
+        New AxisRules: the present rules, followed by `rules`.
 
         !!! Example
 
@@ -136,12 +137,13 @@ class AxisRules(eqx.Module):
         **Arguments:**
 
         - `rules`: as in `AxisRules(...)`.
-        - `modes`: mode to rules, each put before the rules that the mode has; a new mode is added.
-        - `axes`: mesh axes that a mesh may lack, beside those that these rules declare.
+        - `modes`: mapping from a mode to rules, which come before the rules that the mode already has. A new mode is
+            added.
+        - `axes`: mesh axes that a mesh may lack, in addition to those that these AxisRules declare.
 
         **Returns:**
 
-        New AxisRules, in which `rules` come first.
+        New AxisRules: `rules`, followed by the present rules.
 
         !!! Example
 
@@ -161,11 +163,12 @@ class AxisRules(eqx.Module):
 
         **Arguments:**
 
-        - `names`: logical names or aliases. Aliases of a removed name stay, and have the rules that it gets later.
+        - `names`: logical names or aliases. Aliases of a removed name are not removed, and have the rules that the name
+            gets later.
 
         **Returns:**
 
-        New AxisRules without anything about `names`.
+        New AxisRules in which nothing refers to `names`, except for their aliases.
 
         **Raises:**
 
@@ -197,8 +200,8 @@ class AxisRules(eqx.Module):
 
         **Arguments:**
 
-        - `numbers`: places in `rules`, the first is 0; with `mode` in the rules of that mode.
-        - `mode`: one of the modes.
+        - `numbers`: positions of rules, counted from 0.
+        - `mode`: the mode in whose rules the positions are; `None` for the base rules.
 
         **Returns:**
 
@@ -218,7 +221,7 @@ class AxisRules(eqx.Module):
             ```
         """
         given = rules_of_mode(self, mode)
-        check_places(len(given), numbers, "drop")
+        check_positions(len(given), numbers, "drop")
         return self._with_rules(mode, [rule for at, rule in enumerate(given) if at not in numbers])
 
     def replace(self, number: int, target: Target, *, mode: str | None = None) -> "AxisRules":
@@ -226,9 +229,9 @@ class AxisRules(eqx.Module):
 
         **Arguments:**
 
-        - `number`: the place in `rules`, the first is 0; with `mode` in the rules of that mode.
+        - `number`: the position of the rule, counted from 0.
         - `target`: as in `AxisRules(...)`.
-        - `mode`: one of the modes.
+        - `mode`: the mode in whose rules the position is; `None` for the base rules.
 
         **Returns:**
 
@@ -248,7 +251,7 @@ class AxisRules(eqx.Module):
             ```
         """
         given = list(rules_of_mode(self, mode))
-        check_places(len(given), (number,), "replace")
+        check_positions(len(given), (number,), "replace")
         given[number] = (given[number][0], target)
         return self._with_rules(mode, given)
 
@@ -261,7 +264,8 @@ class AxisRules(eqx.Module):
         **Arguments:**
 
         - `name`: the new name. Only a mode may have rules for it, and these come before the rules of `of`.
-        - `of`: a logical name or another alias, looked up when names are resolved: it may get rules later.
+        - `of`: a logical name or another alias. It may get rules later, because it is looked up when names are
+            resolved.
 
         **Returns:**
 
@@ -288,12 +292,12 @@ class AxisRules(eqx.Module):
 
         **Arguments:**
 
-        - `other`: the rules to add. Where both have rules for a name (in one mode), one list of targets must
-            begin with the other; the longer one holds.
+        - `other`: the rules to add. If both sets have rules for a name in one mode, the targets of one set must be a
+            prefix of the targets of the other. The longer list is used.
 
         **Returns:**
 
-        New AxisRules: these rules in their order, then the rules that only `other` has.
+        New AxisRules: the rules of this set in their order, then the rules that only `other` has.
 
         **Raises:**
 
@@ -320,11 +324,12 @@ class AxisRules(eqx.Module):
 
     @classmethod
     def last_wins(cls, rules: RulesLike) -> "AxisRules":
-        """AxisRules from pairs read as a dictionary: the last target of a name is its only one.
+        """AxisRules from pairs that are read like the items of a dictionary: a later pair replaces earlier pairs of the
+        same name.
 
         **Arguments:**
 
-        - `rules`: as in `AxisRules(...)`. The rule of a name stands where the name came first.
+        - `rules`: as in `AxisRules(...)`. A name has the position of its first pair and the target of its last pair.
 
         **Returns:**
 
@@ -347,7 +352,7 @@ class AxisRules(eqx.Module):
 
 
 def rules_of_mode(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
-    """The rules of a mode alone, or the base rules for `None`; raises for an unknown mode."""
+    """The rules that belong to `mode`, without the base rules; for `None` the base rules. Raises for an unknown mode."""
     modes = dict(rules.modes)
     if mode is not None and mode not in modes:
         raise RuleError(
@@ -357,15 +362,15 @@ def rules_of_mode(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
     return rules.rules if mode is None else modes[mode]
 
 
-def check_places(count: int, numbers: tuple[int, ...], what: str) -> None:
-    """Raises unless each of `numbers` is the position of one of `count` rules."""
+def check_positions(count: int, numbers: tuple[int, ...], what: str) -> None:
+    """Raises unless each of `numbers` is the position of one of `count` rules. `what` is the method's name."""
     for number in numbers:
         if not 0 <= number < count:
             raise RuleError(f"`{what}({number})`: rules are numbered from 0, and these {count} have no rule {number}.")
 
 
 def axes_in(rules: AxisRules) -> tuple[tuple[str, str], ...]:
-    """Pairs of a logical name and a mesh axis that the name may use, in order, in every mode."""
+    """Pairs of a logical name and a mesh axis that the name may use in some mode, in the order of the rules."""
     return tuple(dict.fromkeys((name, axis) for name, target in all_rules(rules) for axis in entry_axes(target)))
 
 
@@ -375,7 +380,7 @@ def all_rules(rules: AxisRules) -> tuple[Rule, ...]:
 
 
 def declared_axes(axes: Iterable[object]) -> tuple[Any, ...]:
-    """The checked names of mesh axes, each once."""
+    """The names of mesh axes in `axes` without duplicates; raises if one is no name."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:
         if not isinstance(name, str) or not name:
@@ -383,13 +388,13 @@ def declared_axes(axes: Iterable[object]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def check_axis_rules(what: str, given: object) -> None:
+def check_axis_rules(what: str, value: object) -> None:
     """Raises unless the argument named `what` is AxisRules."""
-    check_type(what, given, AxisRules, RuleError, "wrap it: `AxisRules([...])`")
+    check_type(what, value, AxisRules, RuleError, "wrap it: `AxisRules([...])`")
 
 
 def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
-    """`name`, the name that it is an alias of, the name that this is an alias of, and so on."""
+    """The tuple of `name`, the name that it is an alias of, and so on, up to a name that is no alias."""
     aliases = dict(rules.aliases)
     chain = (name,)
     while chain[-1] in aliases:
@@ -401,7 +406,7 @@ def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
 
 
 def near(name: str, known: Sequence[str]) -> str:
-    """The text "(did you mean ...?)" with the names in `known` that look like `name`; "" without any."""
+    """The text "(did you mean ...?)" with the names in `known` that look like `name`; "" if there are none."""
     close = nearest(name, known)
     return f" (did you mean {' or '.join(repr(match) for match in close)}?)" if close else ""
 

@@ -1,6 +1,7 @@
-"""Ordered rules from regexes on paths to specs, names or strategies, and the rule that decides about a path.
+"""Ordered rules that map a regex to a PartitionSpec, logical names or a strategy. The first rule whose regex matches a
+leaf's path says how the leaf is sharded.
 
-Below is their compact form, `"attention|mlp->data.model, .*->fsdp(data)"`.
+The functions at the end of the file parse the compact form of rules, `"attention|mlp->data.model, .*->fsdp(data)"`.
 """
 
 import functools as ft
@@ -16,7 +17,7 @@ from jaxtyping import PyTree
 from .._ground.errors import RuleError, check_type
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes
 from .._ground.tree import flatten
-from .axis_rules import check_axis_rules, check_places, declared_axes, repeated
+from .axis_rules import check_axis_rules, check_positions, declared_axes, repeated
 from .strategies import (
     STRATEGIES,
     Atomic,
@@ -32,7 +33,8 @@ from .strategies import (
 
 
 class PathRules(eqx.Module):
-    """Ordered rules from a leaf's path to how it is sharded; the first rule that matches decides.
+    """Ordered rules that map the paths of leaves to shardings. For each leaf the first rule that matches its path is
+    used.
 
     A path joins dict keys, attribute names and indices by "/", as in `layers/0/attn/q_proj/weight`. A rule matches if
     `re.search` finds its regex in the path.
@@ -63,11 +65,11 @@ class PathRules(eqx.Module):
         """**Arguments:**
 
         - `rules`: pairs of a regex and a target, or a mapping. A target is a PartitionSpec; a tuple of logical names; a
-            strategy ([`shardfx.fsdp`][], [`shardfx.replicate`][]); several of these combined with `|`; any of
-            them in [`shardfx.atomic`][] or [`shardfx.optional`][]; or a callable `(path, leaf) -> PartitionSpec`,
-            which may return it in `atomic(...)`.
-            A PartitionSpec shorter than the rank does not shard the other dimensions. A tuple has one name per
-            dimension; `...` in it stands for all dimensions that are not sharded. `()` and `None` replicate.
+            strategy ([`shardfx.fsdp`][], [`shardfx.replicate`][]); several of these combined with `|`; any of them in
+            [`shardfx.atomic`][] or [`shardfx.optional`][]; or a callable `(path, leaf) -> PartitionSpec`, which may
+            also return `atomic(PartitionSpec, units)`. Dimensions beyond the end of a PartitionSpec are not sharded. A
+            tuple has one name per dimension; `...` in it stands for all dimensions that are not sharded. `()` and
+            `None` replicate.
         - `axes`: the mesh axes that a mesh may lack; see [`shardfx.AxisRules`][].
 
         **Raises:**
@@ -105,7 +107,7 @@ class PathRules(eqx.Module):
         **Arguments:**
 
         - `rules`: as in `PathRules(...)`.
-        - `axes`: mesh axes that a mesh may lack, beside those that these rules declare.
+        - `axes`: mesh axes that a mesh may lack, in addition to those that these PathRules declare.
 
         **Returns:**
 
@@ -127,7 +129,7 @@ class PathRules(eqx.Module):
 
         **Arguments:**
 
-        - `numbers`: places in `rules`, the first is 0.
+        - `numbers`: positions of rules, counted from 0.
 
         **Returns:**
 
@@ -146,7 +148,7 @@ class PathRules(eqx.Module):
             assert [regex for regex, _ in rules.rules] == ["attn", "mlp"]
             ```
         """
-        check_places(len(self.rules), numbers, "drop")
+        check_positions(len(self.rules), numbers, "drop")
         return PathRules([rule for at, rule in enumerate(self.rules) if at not in numbers], axes=self.axes)
 
     def replace(self, number: int, target: object) -> "PathRules":
@@ -154,7 +156,7 @@ class PathRules(eqx.Module):
 
         **Arguments:**
 
-        - `number`: the place in `rules`, the first is 0.
+        - `number`: the position of the rule, counted from 0.
         - `target`: as in `PathRules(...)`.
 
         **Returns:**
@@ -175,13 +177,13 @@ class PathRules(eqx.Module):
             assert rules == PathRules.parse("attn->tensor, mlp->fsdp")
             ```
         """
-        check_places(len(self.rules), (number,), "replace")
+        check_positions(len(self.rules), (number,), "replace")
         changed = [(regex, target if at == number else was) for at, (regex, was) in enumerate(self.rules)]
         return PathRules(changed, axes=self.axes)
 
     @classmethod
     def parse(cls, text: str) -> "PathRules":
-        """Reads the compact form, `"attention|mlp->data.model, .*->fsdp(data)"`.
+        """Parses the compact form of rules, `"attention|mlp->data.model, .*->fsdp(data)"`.
 
         Rules are separated by commas. Left of `->` is a regex. Right of it are mesh axes: "." separates dimensions, "+"
         joins several axes on one dimension, `None` is a replicated dimension. The right side may also be `replicate`,
@@ -214,7 +216,7 @@ class PathRules(eqx.Module):
 
 
 def match(tree: object, rules: PathRules) -> PyTree:
-    """The number of the rule that matches each array of a tree.
+    """The index of the rule that matches each array of a tree.
 
     **Arguments:**
 
@@ -223,8 +225,8 @@ def match(tree: object, rules: PathRules) -> PyTree:
 
     **Returns:**
 
-    The tree with the index of the first matching rule at each array, and `None` at arrays without a match and at leaves
-    that are no arrays.
+    A tree of the same structure. At each array it has the index of the first matching rule; at arrays without a
+    matching rule and at leaves that are no arrays it has `None`.
 
     !!! Example
 
@@ -248,7 +250,7 @@ def match(tree: object, rules: PathRules) -> PyTree:
 
 
 def check_rules(paths: object, axes: object = None, what: str = "paths") -> None:
-    """Raises unless `paths` is PathRules and `axes` is AxisRules; `None` stands for no rules."""
+    """Raises unless `paths` is PathRules or `None`, and `axes` is AxisRules or `None`."""
     if paths is not None:
         fix = 'wrap it: `PathRules([...])`, or `PathRules.parse("...")` for text'
         check_type(what, paths, PathRules, RuleError, fix)
@@ -257,7 +259,7 @@ def check_rules(paths: object, axes: object = None, what: str = "paths") -> None
 
 
 def compiled(rules: PathRules) -> tuple[re.Pattern[str], ...]:
-    """The rules' regexes, compiled. The module `re` caches them."""
+    """The compiled regexes of the rules. The module `re` caches them."""
     return tuple(re.compile(pattern) for pattern, _ in rules.rules)
 
 
@@ -277,8 +279,8 @@ _ALL_DIGITS = re.compile(r"(?<!\\)\[0-9\]")
 
 @ft.lru_cache(maxsize=1024)
 def is_digit_blind(regex: str) -> bool:
-    """Whether a regex certainly matches all or none of the paths that differ only in digits, so that repeated layers
-    are matched once.
+    """Whether a regex certainly matches either all or none of the paths that differ only in digits. The paths of
+    repeated layers are then matched once.
     """
     return not _TELLS_DIGITS.search(_ALL_DIGITS.sub("", regex))
 
@@ -294,14 +296,14 @@ class Matcher:
         self.used: dict[int, None] = {}
 
     def first(self, path: str) -> int | None:
-        """The number of the first rule that matches `path`, which counts as used then; `None` if none matches."""
+        """The index of the first rule that matches `path`; `None` if no rule matches. The rule is recorded as used."""
         number = first_match(path, self.patterns)
         if number is not None:
             self.used[number] = None
         return number
 
     def text(self, number: int) -> str:
-        """The text by which a plan names a rule, such as "paths[0] embed"."""
+        """The name of a rule in a plan, such as "paths[0] embed"."""
         return f"paths[{number}] {self.rules[number][0]}"
 
 
@@ -350,7 +352,7 @@ def _checked_target(index: int, pattern: str, target: object) -> Any:
 
 
 def check_once(spec: PartitionSpec, who: str) -> None:
-    """Raises if a spec uses a mesh axis twice, which JAX refuses in a sharding."""
+    """Raises if a spec names a mesh axis twice, which JAX refuses in a sharding. The message begins with `who`."""
     used = [axis for entry in entries_of(spec) for axis in entry_axes(entry)]
     if twice := repeated(used):
         raise RuleError(f"{who} has the target {spec}, which uses mesh axis `{twice[0]}` twice; use it once.")
@@ -371,7 +373,7 @@ def _malformed(text: str, position: int, what: str) -> RuleError:
 
 
 def _split(text: str, start: int, stop: int, separator: str) -> list[tuple[int, int]]:
-    """The start and stop of each section of `text[start:stop]` between separators outside of brackets."""
+    """The start and stop of each part of `text[start:stop]`. Separators inside of brackets do not divide the text."""
     depth, pieces, begin, position = 0, [], start, start
     while position < stop:
         letter = text[position]

@@ -1,4 +1,4 @@
-"""The resolution of logical names to a PartitionSpec. No other module interprets AxisRules."""
+"""Resolves logical names to a PartitionSpec. No other module interprets AxisRules."""
 
 import dataclasses
 import functools as ft
@@ -36,21 +36,22 @@ def resolve(
 
     **Arguments:**
 
-    - `names`: one entry per dimension: a logical name, `None`, `PartitionSpec.UNCONSTRAINED`,
-        `atomic(name, unit)`, or a tuple of names, whose axes are joined on the dimension in their order.
+    - `names`: one entry per dimension: a logical name, `None`, `PartitionSpec.UNCONSTRAINED`, `atomic(name, unit)`, or
+        a tuple of names, whose axes are joined on the dimension in their order.
     - `rules`: the rules.
     - `mode`: one of the modes of `rules`; `None` for the base rules alone.
-    - `unmatched`: the treatment of a name without any rule. "replicate": `None`, with a reason. "keep": it is taken as
-        a mesh axis, which no rule may use then. "unconstrained": the compiler decides. "raise": an error.
+    - `unmatched`: the treatment of a name without any rule. "replicate": the name gets `None`, with a reason. "keep":
+        the name is used as a mesh axis, and no rule may use that axis. "unconstrained": the compiler decides. "raise":
+        an error.
 
     **Returns:**
 
-    A [`shardfx.Decision`][]: the spec, and a reason for each name that got no axis although a rule asks for one.
+    A [`shardfx.Decision`][]: the spec, and a reason for each name that got no axis although a rule requests one.
 
     **Raises:**
 
     `RuleError` for rules of another type and for an unknown mode or policy, `SpecError` for a name that occurs twice or
-    an entry of another kind, `UnmatchedError` with "raise".
+    an invalid entry, `UnmatchedError` with "raise".
 
     !!! Example
 
@@ -70,12 +71,13 @@ def resolve(
 
 
 def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple[int, ...] | None:
-    """How many elements of each dimension form an indivisible unit, from `atomic` entries and the rules' units.
+    """The number of elements in an indivisible unit of each dimension, from `atomic` entries and from the `units` of
+    the rules.
 
     **Arguments:**
 
     - `names`: as in [`shardfx.resolve`][].
-    - `rules`: their `units` count for the names they mention and for aliases of these.
+    - `rules`: the rules. Their `units` apply to the names that they mention and to the aliases of these names.
 
     **Returns:**
 
@@ -87,7 +89,8 @@ def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple
 def one_per_dim(names: Sequence[object], shape: tuple[int, ...]) -> tuple[Any, ...]:
     """The names of an array with one entry for each dimension of `shape`.
 
-    `...` in `names` stands for the unnamed dimensions, which are replicated, and so does `()`.
+    `...` in `names` stands for all dimensions without a name, and `()` means that no dimension has a name. Dimensions
+    without a name are replicated.
 
     **Raises:**
 
@@ -114,7 +117,7 @@ def one_per_dim(names: Sequence[object], shape: tuple[int, ...]) -> tuple[Any, .
 
 
 def names_text(names: object) -> str:
-    """Names as code, with `...` for `Ellipsis`."""
+    """The logical names of an array as Python code, with `...` for `Ellipsis`."""
     if not isinstance(names, tuple | list) or isinstance(names, PartitionSpec):
         return "..." if names is ... else repr(names)
     inner = ", ".join(map(names_text, names))
@@ -127,7 +130,7 @@ def unknown_names(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> 
 
 
 def check_known(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> None:
-    """Raises if a name has no rule in any mode, which is most likely a typing error."""
+    """Raises if a name has no rule in any mode, because the name is then probably misspelled."""
     _raise_unmatched(_unruled(names, rules), rules)
 
 
@@ -138,7 +141,7 @@ def _unruled(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> "list
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """One logical name of an array, the dimension that it names, and the chain of its aliases."""
+    """One logical name of an array, its dimension, and the chain of its aliases."""
 
     name: str
     dim: int
@@ -156,17 +159,17 @@ def _resolve(entries: tuple[object, ...], rules: AxisRules, mode: str | None, un
     orphans = [slot for slot in slots if ruled.isdisjoint(slot.chain)]
     if unmatched == "raise":
         _raise_unmatched(orphans, rules)
-    given: dict[str, Target] = {}
-    user: dict[str, _Slot] = {}
+    targets: dict[str, Target] = {}
+    users: dict[str, _Slot] = {}
     if unmatched == "keep":
         # The last of two aliases of one axis comes first here, so that the first alias overwrites it.
-        user = {slot.chain[-1]: slot for slot in reversed(orphans)}
-        given = {slot.name: axis for axis, slot in user.items()}
+        users = {slot.chain[-1]: slot for slot in reversed(orphans)}
+        targets = {slot.name: axis for axis, slot in users.items()}
     elif unmatched == "unconstrained":
-        given = {slot.name: UNCONSTRAINED for slot in orphans}
-    _assign(active, len(rules.rules), mode, slots, given, user)
-    spec = trimmed([_entry(entry, given) for entry in entries])
-    reasons = [why for slot in slots if given.get(slot.name) is None for why in _reasons(slot, active, user)]
+        targets = {slot.name: UNCONSTRAINED for slot in orphans}
+    _assign(active, len(rules.rules), mode, slots, targets, users)
+    spec = trimmed([_entry(entry, targets) for entry in entries])
+    reasons = [why for slot in slots if targets.get(slot.name) is None for why in _reasons(slot, active, users)]
     return Decision(spec, tuple(sorted(reasons, key=lambda why: why.dim or 0)))
 
 
@@ -176,11 +179,13 @@ class Attempt:
 
     **Arguments:**
 
-    - `name`, `dim`: the logical name, and the dimension that it is on.
-    - `mode`, `number`: the rule: its number in the rules of this mode, or in the base rules.
-    - `rule`: the pair of a name and its target.
-    - `outcome`: "applied"; "blocked", if a mesh axis of it is taken; "settled", if an earlier rule has applied.
-    - `taken`: the mesh axes that were taken, each with the name and the dimension that has it.
+    - `name`, `dim`: the logical name, and its dimension.
+    - `mode`, `number`: the position of the rule: its index in the rules of `mode`, or in the base rules if `mode` is
+        `None`.
+    - `rule`: the rule, a pair of a name and its target.
+    - `outcome`: "applied"; "blocked", if another name already uses one of the rule's mesh axes; "settled", if an
+        earlier rule has given the name a target.
+    - `taken`: the mesh axes of the rule that are already in use, each with the name and the dimension that use it.
     """
 
     name: str
@@ -193,7 +198,7 @@ class Attempt:
 
 
 def attempts(names: Sequence[object] | PartitionSpec, rules: AxisRules, mode: str | None) -> tuple[Attempt, ...]:
-    """The rules that [`shardfx.resolve`][] tries for an array, each with its outcome, in order."""
+    """The rules that [`shardfx.resolve`][] tries for the names of an array, each with its outcome, in order."""
     slots = _slots(_entries(names), rules)
     return tuple(_assign(_active(rules, mode), len(rules.rules), mode, slots, {}, {}))
 
@@ -203,11 +208,14 @@ def _assign(
     base: int,
     mode: str | None,
     slots: tuple[_Slot, ...],
-    given: dict[str, Target],
-    user: dict[str, _Slot],
+    targets: dict[str, Target],
+    users: dict[str, _Slot],
 ) -> list[Attempt]:
-    """Gives each logical name the target of the first rule whose mesh axes are free, and returns the outcome of every
-    rule. `base` is the number of base rules at the end of `active`.
+    """Gives each logical name the target of the first rule whose mesh axes are not in use, and returns the outcome of
+    every rule.
+
+    `base` is the number of base rules at the end of `active`. `targets` and `users` are updated: the target of each
+    name, and the slot that uses each mesh axis.
     """
     found, own = [], len(active) - base
     for number, (name, target) in enumerate(active):
@@ -215,40 +223,42 @@ def _assign(
         for slot in slots:
             if name in slot.chain:
                 axes = entry_axes(target)
-                taken = tuple((axis, user[axis].name, user[axis].dim) for axis in axes if axis in user)
-                outcome = "settled" if slot.name in given else "blocked" if taken else "applied"
+                taken = tuple((axis, users[axis].name, users[axis].dim) for axis in axes if axis in users)
+                outcome = "settled" if slot.name in targets else "blocked" if taken else "applied"
                 found.append(Attempt(slot.name, slot.dim, *place, (name, target), outcome, taken))
                 if outcome == "applied":
-                    given[slot.name] = target
-                    user.update((axis, slot) for axis in axes)
+                    targets[slot.name] = target
+                    users.update((axis, slot) for axis in axes)
     return found
 
 
-def _reasons(slot: _Slot, active: tuple[Rule, ...], user: dict[str, _Slot]) -> list[Reason]:
-    """Why `slot` got no axis: its name has no rule, or every rule before one with `None` was blocked."""
+def _reasons(slot: _Slot, active: tuple[Rule, ...], users: dict[str, _Slot]) -> list[Reason]:
+    """The reasons why `slot` got no axis: its name has no rule, or other names use the mesh axes that its rules
+    request.
+    """
     targets = [target for name, target in active if name in slot.chain]
     if not targets:
         return [reason_for(Code.unmatched, slot.dim, (slot.name,), what=f"logical name `{slot.name}`")]
     wanted = itertools.takewhile(lambda target: target is not None, targets)
     axes = tuple(dict.fromkeys(axis for target in wanted for axis in entry_axes(target)))
     taken = ", ".join(
-        f"`{axis}` is used by `{user[axis].name}` on dim {user[axis].dim}" for axis in axes if axis in user
+        f"`{axis}` is used by `{users[axis].name}` on dim {users[axis].dim}" for axis in axes if axis in users
     )
     return [reason_for(Code.blocked, slot.dim, axes, what=f"logical name `{slot.name}` ({taken})")] if axes else []
 
 
-def _entry(entry: object, given: Mapping[str, Target]) -> Any:
+def _entry(entry: object, assigned: Mapping[str, Target]) -> Any:
     if entry is None or entry is UNCONSTRAINED:
         return entry
-    targets = [given.get(name) for name in _members(entry)]
+    targets = [assigned.get(name) for name in _members(entry)]
     axes = tuple(axis for target in targets for axis in entry_axes(target))
     # An axis that a rule requests has priority over a name that leaves the choice to the compiler.
     return UNCONSTRAINED if not axes and UNCONSTRAINED in targets else axes
 
 
 def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
-    """A slot for each logical name in `entries`. Aliases of one name are in the order in which they were added,
-    whatever their dimensions.
+    """A slot for each logical name in `entries`. Aliases of one name are in the order in which the rules add them, not
+    in the order of their dimensions.
     """
     placed = [(name, dim) for dim, entry in enumerate(entries) for name in _members(entry)]
     slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]
@@ -262,8 +272,8 @@ def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
 
 
 def _entries(names: Any) -> tuple[Any, ...]:
-    """An array's names as a hashable tuple. Raises if it is no sequence with a name, a tuple of names or `None` per
-    dimension.
+    """The names of an array as a hashable tuple. Raises unless `names` is a sequence with a name, a tuple of names or
+    `None` for each dimension.
     """
     if _is_plain(names):
         return names
@@ -281,12 +291,12 @@ def _entries(names: Any) -> tuple[Any, ...]:
 
 
 def _is_plain(names: object) -> bool:
-    """Whether `names` is a tuple of strings and `None` only, as most are."""
+    """Whether `names` is a tuple of only strings and `None`. Most names are."""
     return type(names) is tuple and _PLAIN.issuperset(map(type, names))
 
 
 def members_of(names: Any) -> tuple[str, ...]:
-    """Every logical name in the names of an array, in order; none if `names` holds no names."""
+    """Every logical name in the names of an array, in order. The result is empty if `names` is `None`."""
     given = () if names is None else names
     return tuple(name for entry in given if entry is not ... for name in _members(entry))
 

@@ -1,4 +1,6 @@
-"""Strategies that shard an array by its shape, such as `fsdp(...)`, and targets that combine or qualify others."""
+"""Strategies that shard an array by its shape, such as `fsdp(...)`, and targets of rules that combine or modify other
+targets.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -12,7 +14,7 @@ from .._ground.spec import entries_of, entry_axes
 
 @dataclasses.dataclass(frozen=True)
 class Atomic:
-    """A name or spec with an indivisible unit of elements; made by [`shardfx.atomic`][]."""
+    """A logical name or a spec, with the size of an indivisible unit; made by [`shardfx.atomic`][]."""
 
     target: Any
     unit: int | tuple[int, ...]
@@ -27,10 +29,11 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
 
     **Arguments:**
 
-    - `target`: a logical name (as an entry of a leaf's names), or the whole target of a path rule: a
-        PartitionSpec or a tuple of names.
-    - `unit`: for a name, how many elements make one unit, `head_dim` for fused heads. For the target of a path
-        rule, a tuple with one int per dimension; 1 for a dimension that may be sharded between any two elements.
+    - `target`: a logical name (as an entry of a leaf's names), or the whole target of a path rule: a PartitionSpec or a
+        tuple of names.
+    - `unit`: the number of elements in a unit. For a name, an int, such as `head_dim` for fused heads. For the target
+        of a path rule, a tuple with one int per dimension; 1 for a dimension that may be sharded between any two
+        elements.
 
     **Returns:**
 
@@ -38,7 +41,7 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
 
     **Raises:**
 
-    `SpecError` for a unit smaller than 1, or of the wrong kind for its target.
+    `SpecError` for a unit smaller than 1, for a tuple with a name, and for an int with another target.
 
     !!! Example
 
@@ -62,7 +65,7 @@ def atomic(target: object, unit: int | tuple[int, ...]) -> Atomic:
 
 
 def pipeline(left: object, right: object) -> "Pipeline":
-    """The targets of both sides of `|` in one Pipeline, the left side first."""
+    """A Pipeline of the targets on both sides of `|`, the left side first."""
     steps = tuple(step for side in (left, right) for step in (side.steps if isinstance(side, Pipeline) else (side,)))
     if any(not isinstance(step, Strategy) for step in steps[1:]):
         raise RuleError(
@@ -78,14 +81,14 @@ def _piped(right: object, left: object) -> "Pipeline":
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A strategy that shards an array by its shape, after the rest of its rule. In text, JSON and code it has the name
-    of its class, in lower case.
+    """A strategy that shards an array by its shape, after the other targets of its rule. In text, JSON and code it has
+    the name of its class, in lower case.
 
     **Arguments:**
 
     - `axes`: the mesh axes to shard over.
-    - `min_bytes`: arrays of fewer bytes are left as they are.
-    - `skip`: dimensions that are never sharded, in order.
+    - `min_bytes`: arrays of fewer bytes are not changed.
+    - `skip`: the dimensions that are never sharded, in order.
     """
 
     axes: tuple[str, ...]
@@ -95,23 +98,23 @@ class Strategy:
     __or__, __ror__ = pipeline, _piped
 
     def open_dims(self, shape: Sequence[int]) -> list[int]:
-        """The dimensions that the strategy may shard. Of these, the one that its axes divide into most shards is
-        sharded.
-        """
+        """The dimensions that the strategy may shard. It shards the one that its axes divide into the most shards."""
         return [dim for dim in range(len(shape)) if dim not in self.skip]
 
     def preference(self, size: int) -> int:
-        """The rank of a dimension with shards of a size. Of dimensions that divide equally well, the highest wins."""
+        """The preference for a dimension whose shards have `size` elements. Of the dimensions with equally many shards,
+        the one with the highest preference is sharded.
+        """
         return size
 
     @property
     def text(self) -> str:
-        """The strategy's name and axes, for a person."""
+        """The strategy's name and axes as text."""
         return f"{type(self).__name__.lower()}({', '.join(self.axes)})"
 
     @property
     def code(self) -> str:
-        """The call that makes the strategy."""
+        """The Python code that makes the strategy."""
         axes = repr(self.axes[0]) if len(self.axes) == 1 else repr(self.axes)
         least = f", {self.min_bytes}" if self.min_bytes else ""
         dims = self.skip[0] if len(self.skip) == 1 else self.skip
@@ -119,7 +122,7 @@ class Strategy:
 
 
 class Fsdp(Strategy):
-    """The strategy that shards the largest free dimension that divides; made by [`shardfx.fsdp`][]."""
+    """The strategy that shards the largest free dimension that its axes divide; made by [`shardfx.fsdp`][]."""
 
 
 # The classes of all strategies, by the name that each has in text, JSON and code.
@@ -127,7 +130,7 @@ STRATEGIES: Final[dict[str, type[Strategy]]] = {"fsdp": Fsdp}
 
 
 def strategy_of(name: str, axes: str | Iterable[str], min_bytes: int = 0, skip: int | Iterable[int] = ()) -> Strategy:
-    """The strategy with a name in `STRATEGIES`; raises `RuleError` for arguments that make no sense."""
+    """Makes the strategy that `STRATEGIES` lists under `name`; raises `RuleError` for invalid arguments."""
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     if not axes or len(set(axes)) < len(axes) or not all(isinstance(axis, str) and axis for axis in axes):
         raise RuleError(f"`{name}({axes!r})` needs the name of one mesh axis, or of several different ones.")
@@ -142,7 +145,7 @@ def strategy_of(name: str, axes: str | Iterable[str], min_bytes: int = 0, skip: 
 
 @dataclasses.dataclass(frozen=True)
 class Replicate:
-    """The strategy that every device holds the whole array; its one value is [`shardfx.replicate`][]."""
+    """The target under which every device holds the whole array; its one instance is [`shardfx.replicate`][]."""
 
     __or__, __ror__ = pipeline, _piped
 
@@ -164,7 +167,7 @@ replicate = Replicate()
 
 @dataclasses.dataclass(frozen=True)
 class Optional:
-    """The target of a rule that may go unused; made by [`shardfx.optional`][]."""
+    """The target of a rule that may match no array; made by [`shardfx.optional`][]."""
 
     target: Any
 
@@ -199,7 +202,7 @@ def optional(target: object) -> Optional:
 
 
 def bare(target: object) -> Any:
-    """The target itself, whether it is optional or not."""
+    """The target inside of `Optional`, or `target` itself if it is not optional."""
     return target.target if isinstance(target, Optional) else target
 
 
@@ -217,16 +220,16 @@ def axes_of_target(target: object) -> tuple[str, ...]:
 
 
 def fsdp(axes: str | Iterable[str], min_bytes: int = 0, *, skip: int | Iterable[int] = ()) -> Strategy:
-    """The strategy of fully sharded data parallelism: shard the largest free dimension that divides.
+    """The strategy of fully sharded data parallelism: shard the largest free dimension that the axes divide.
 
-    A dimension is not free if a rule of `AxisRules` replicates its name, or if it is that of stacked layers: a
-    `lax.scan` over a sharded dimension gathers the arrays of all layers at once. `field(stacked=...)` declares these
-    dimensions in a module, `skip` names them for all other trees.
+    A dimension is not free if a rule of `AxisRules` replicates its name, or if it indexes stacked layers: a `lax.scan`
+    over a sharded dimension gathers the arrays of all layers at once. `field(stacked=...)` declares such dimensions in
+    a module, `skip` names them for all other trees.
 
     **Arguments:**
 
     - `axes`: the mesh axis, or axes, to shard over.
-    - `min_bytes`: arrays of fewer bytes are left as they are.
+    - `min_bytes`: arrays of fewer bytes are not changed.
     - `skip`: dimensions that are not sharded: 0 for arrays of stacked layers.
 
     **Returns:**

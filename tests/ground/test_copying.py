@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from shardfx._ground.copying import blocked, copy
+from shardfx._ground.copying import block_dim, copy
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
@@ -24,7 +24,7 @@ def test_repeated_rows_are_copied_in_blocks_too():
     source = np.random.default_rng(0).integers(0, 200, (1024, 2048)).astype(np.uint16)
     repeated = np.broadcast_to(source.T[None], (2, 2048, 1024))
     target = np.zeros(repeated.shape, np.uint16)
-    assert blocked(target.shape, target.strides, repeated.strides) == 2
+    assert block_dim(target.shape, target.strides, repeated.strides) == 2
     copy(target, repeated)
     np.testing.assert_array_equal(target, repeated)
 
@@ -41,4 +41,4 @@ def test_repeated_rows_are_copied_in_blocks_too():
     ],
 )
 def test_copies_go_in_blocks_where_lines_would_not_stay(shape, there, here, expected):
-    assert blocked(shape, there, here) == expected
+    assert block_dim(shape, there, here) == expected

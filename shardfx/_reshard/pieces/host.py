@@ -28,7 +28,7 @@ from ..._convert import (
     write,
 )
 from ..._ground.boxes import Box, array_of, as_box, common, slices, volume
-from ..._ground.copying import blocked, buffers, copy_along
+from ..._ground.copying import block_dim, buffers, copy_along
 from ..._ground.errors import SyncError
 from .cuts import Cut
 
@@ -115,7 +115,7 @@ def filling(
         read = tuple(0 if f.source_dim == NOWHERE else old[f.source_dim] * f.source_step for f in piece.factors)
         written = tuple(new[f.target_dim] * f.target_step for f in piece.factors)
         here, there = (sum(map(operator.mul, at, by)) for at, by in ((piece.source, old), (piece.target, new)))
-        copies.append(Copy(number, cut.sender, shape, here, read, there, written, blocked(shape, written, read)))
+        copies.append(Copy(number, cut.sender, shape, here, read, there, written, block_dim(shape, written, read)))
     in_row = strides_of(copies[0].shape, itemsize) if len(copies) == 1 and not others else None
     is_part = in_row is not None and copies[0].here_strides == copies[0].there_strides == in_row
     return Filling(tuple(copies), tuple(others), is_part)
