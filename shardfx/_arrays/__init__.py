@@ -6,7 +6,7 @@ spec to the shape; and it never moves an array from one plan to another, which `
 
 from .constraint import constrain as constrain
 from .jit import filter_jit as filter_jit
-from .misplaced import Misplaced as Misplaced, MisplacedArray as MisplacedArray, misplaced as misplaced
+from .misplaced_arrays import Misplaced as Misplaced, MisplacedArray as MisplacedArray, misplaced as misplaced
 from .place import (
     clear_caches as clear_caches,
     gather as gather,
