@@ -352,7 +352,7 @@ class AxisRules(eqx.Module):
 
 
 def rules_of_mode(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
-    """The rules that belong to `mode`, without the base rules; for `None` the base rules. Raises for an unknown mode."""
+    """The rules of `mode` without the base rules; for `None` the base rules. Raises for an unknown mode."""
     modes = dict(rules.modes)
     if mode is not None and mode not in modes:
         raise RuleError(
