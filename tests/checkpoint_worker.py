@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, checkpoint
 from shardfx._ground.processes import coordination
-from shardfx.checkpoint import _together
+from shardfx.checkpoint import _coordination
 
 
 # Each task of the job has a folder of its own in that of the job.
@@ -218,6 +218,7 @@ def disagreements():
         loaded = checkpoint.load(FOLDER / f"{name}.safetensors", made)
         result[name] = right(loaded)
     result["left behind"] = coordination().key_value_dir_get("shardfx.save")
+    multihost_utils.sync_global_devices("listed")
     return result
 
 
@@ -226,7 +227,7 @@ def killed():
     me, made = jax.process_index(), planned()["rows"]
     arrays = shardfx.shard(tree(), made)
     # What takes 20 seconds takes 4 here; the disk of the first one hangs for longer than that.
-    _together._SILENT_SECONDS = 4.0
+    _coordination._SILENT_SECONDS = 4.0
     slowed(6.0 if me == 0 else 1.0)
     if me == 2:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()

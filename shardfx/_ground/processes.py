@@ -1,4 +1,4 @@
-"""Barriers between the processes of a job, made with JAX's coordination service, without devices."""
+"""Barriers and messages between the processes of a job, made with JAX's coordination service, without devices."""
 
 import math
 import re
@@ -50,6 +50,38 @@ def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[
             if not text.startswith("DEADLINE_EXCEEDED"):
                 raise
             return named(sorted(map(int, late))) if late else "processes unknown"
+
+
+def exchanged(
+    client: Any, name: str, text: str, seconds: float, me: int, processes: Sequence[int]
+) -> tuple[dict[int, str], str]:
+    """Sends a text to other processes, and returns the texts of all of them.
+
+    **Arguments:**
+
+    - `client`, `seconds`, `me`, `processes`: as in `absent`.
+    - `name`: a name for the exchange, which may be used again.
+    - `text`: the text of this process.
+
+    **Returns:**
+
+    The texts by process, in the order of the processes' numbers; and the processes that did not arrive in time, as
+    `absent` returns them, whose texts may be missing.
+
+    **Raises:**
+
+    `JaxRuntimeError` if the coordination service fails.
+    """
+    if len(processes) == 1:
+        return {me: text}, ""
+    client.key_value_set(f"{name}/{me}", text, True)
+    late = absent(client, f"{name}/sent", seconds, me, processes)
+    found = sorted((int(key.rpartition("/")[2]), one) for key, one in client.key_value_dir_get(name))
+    # No process deletes its text, or sends the next one, before all have read it.
+    late = late or absent(client, f"{name}/read", seconds, me, processes)
+    if not late:
+        client.key_value_delete(f"{name}/{me}")
+    return dict(found), late
 
 
 def named(processes: Sequence[int]) -> str:

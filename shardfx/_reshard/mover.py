@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from .._convert import TreeMap
 from .._ground.boxes import volume
 from .._ground.errors import LeafTypeError, MapError, MeshError, MoveError, SpecError
-from .._ground.processes import absent, coordination
+from .._ground.processes import coordination, exchanged
 from .._ground.tree import flatten, tree_paths
 from .._plan import Target, target_of
 from .destinations import (
@@ -218,7 +218,6 @@ def _traced(
 
 
 _WAIT_SECONDS = 60
-_ROOT = "shardfx.maps"
 
 
 def job_of(
@@ -331,20 +330,16 @@ def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
     something else. In a job without this service nothing is compared.
     """
     client, me = coordination(), jax.process_index()
-    if client is None or len(processes) == 1 or me not in processes:
+    if client is None or me not in processes:
         return
-    folder = f"{_ROOT}/{'-'.join(str(process) for process in processes)}"
-    client.key_value_set(f"{folder}/{me}", map.digest, True)
-    late, found = absent(client, f"{folder}/set", _WAIT_SECONDS, me, processes), dict[int, str]()
-    if not late:
-        found = {int(name.rpartition("/")[2]): digest for name, digest in client.key_value_dir_get(folder)}
-        late = absent(client, f"{folder}/read", _WAIT_SECONDS, me, processes)
+    name = f"shardfx.maps/{'-'.join(str(process) for process in processes)}"
+    found, late = exchanged(client, name, map.digest, _WAIT_SECONDS, me, processes)
     if late:
         raise MapError(
             f"the processes {list(processes)} compare a map before they first move by it, and {late} did not come "
             f"within {_WAIT_SECONDS} s; call `reshard` with this map on all of them. Nothing was moved."
         )
-    other = next((process for process in processes if found.get(process) != map.digest), None)
+    other = next((process for process, digest in found.items() if digest != map.digest), None)
     if other is not None:
         raise MapError(
             f"process {me} and process {other} move by different maps; make the map from the same numbers on every "

@@ -13,11 +13,11 @@ from jaxtyping import PyTree
 
 from .._ground.errors import CheckpointError
 from .._plan import ShardPlan
+from ._coordination import holders_of
 from ._leaves import held
 from ._load import load
 from ._save import SavedContent, content_of, write
 from ._staging import remove_partial
-from ._together import holders_of
 
 
 _STEP = re.compile(r"step-(\d+)")

@@ -22,6 +22,7 @@ from .._ground.errors import CheckpointError, LeafTypeError, check_type
 from .._ground.processes import coordination
 from .._plan import ShardPlan
 from . import _safetensors as safetensors
+from ._coordination import SaveProcesses, digest_of, holders_of, lines_of
 from ._entry import fill
 from ._files import inside, place, read_json
 from ._index import read_index, require_local
@@ -30,7 +31,6 @@ from ._metadata import NUMBERS_KEY, to_text
 from ._reader import COPY_BYTES, Bytes, Progress, flat, part_in, runs_of, spans_of, transfer
 from ._spans import grouped
 from ._staging import PLAN, Headers, begin, commit, remove_partial
-from ._together import digest_of, holders_of, lines_of, meeting
 
 
 PLAN_KEY = "shardfx.plan"
@@ -173,26 +173,26 @@ def write(
     """Writes the given content with the other processes, and returns whether this process is the first of them."""
     what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
     me, client = jax.process_index(), coordination()
-    with contextlib.ExitStack() as afterwards, meeting(what, me, holders, client, wait_seconds) as together:
+    with contextlib.ExitStack() as afterwards, SaveProcesses(what, me, holders, client, wait_seconds) as processes:
         path = os.path.abspath(require_local(os.fspath(path)))
         found, is_file = content(), path.endswith(".safetensors")
         given = {"path": repr(path), "overwrite": repr(bool(overwrite)), "file_bytes": repr(file_bytes)}
-        token = together.agree(given | dict(found.given), found.lines)
+        token = processes.compare(given | dict(found.given), found.lines)
         staging = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial-{token}")
         text = None if found.plan is None else found.plan.to_json()
         extra = dict(found.metadata) | ({PLAN_KEY: text} if is_file and text is not None else {})
         headers, tensors = _layout(found.leaves, staging, extra, None if is_file else file_bytes)
-        if together.is_first:
+        if processes.is_first:
             # After a commit nothing has this name any more.
             afterwards.callback(remove_partial, staging)
 
-        together.alone(ft.partial(begin, path, staging, headers, is_file, overwrite, text))
+        processes.run_on_first(ft.partial(begin, path, staging, headers, is_file, overwrite, text))
         total = sum(_nbytes(tensor.value) for tensor in tensors)
         bar = Progress("saving", total, progress)
-        writes = _writes(tensors, together.is_first, afterwards)
-        together.finish(writes, bar.advance, total, ft.partial(commit, staging, path, is_file, overwrite))
+        writes = _writes(tensors, processes.is_first, afterwards)
+        processes.finish(writes, bar.advance, total, ft.partial(commit, staging, path, is_file, overwrite))
         bar.end()
-        return together.is_first
+        return processes.is_first
 
 
 def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:

@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from shardfx import checkpoint
-from shardfx.checkpoint import _together
-from shardfx.checkpoint._together import meeting
+from shardfx.checkpoint import _coordination
+from shardfx.checkpoint._coordination import SaveProcesses
 from shardfx.errors import CheckpointError
 
 
@@ -22,7 +22,7 @@ class Service:
 
     def __init__(self):
         self.notes, self.is_gone, self.barriers = {}, False, {}
-        self.lock = threading.Condition()
+        self.lock = threading.Lock()
 
     def _reachable(self):
         if self.is_gone:
@@ -42,29 +42,21 @@ class Service:
     def key_value_set(self, name, text, allow_overwrite=False):
         self._reachable()
         assert allow_overwrite
-        with self.lock:
-            self.notes[name] = text
-            self.lock.notify_all()
+        self.notes[name] = text
 
     def key_value_delete(self, name):
         self._reachable()
         self.notes.pop(name, None)
 
-    def blocking_key_value_get(self, name, timeout_in_ms):
-        with self.lock:
-            if not self.lock.wait_for(lambda: name in self.notes, timeout_in_ms / 1000):
-                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {name}")
-            return self.notes[name]
-
     def key_value_dir_get(self, folder):
         self._reachable()
-        return [item for item in self.notes.items() if item[0].startswith(folder + "/")]
+        return [item for item in self.notes.copy().items() if item[0].startswith(folder + "/")]
 
 
 @pytest.fixture(autouse=True)
 def rounds_are_short(monkeypatch):
     """The waits of seconds in a job take tenths of seconds here."""
-    monkeypatch.setattr(_together, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(_coordination, "_ROUND_SECONDS", 0.1)
 
 
 def played(service, *acts):
@@ -72,8 +64,8 @@ def played(service, *acts):
 
     def play(me, act):
         try:
-            with meeting("'it'", me, MEMBERS, service, 20.0) as together:
-                return act(together)
+            with SaveProcesses("'it'", me, MEMBERS, service, 20.0) as processes:
+                return act(processes)
         except (CheckpointError, OSError, KeyboardInterrupt) as error:
             return error
 
@@ -85,12 +77,12 @@ def played(service, *acts):
 def saving(did, wrote=10, begin=None, commit=None):
     """The whole save of one process; `did` lists the work of the first process alone."""
 
-    def act(together):
-        token = together.agree({"path": "'it'"}, ())
-        together.alone(begin or (lambda: did.append("began")))
+    def act(processes):
+        token = processes.compare({"path": "'it'"}, ())
+        processes.run_on_first(begin or (lambda: did.append("began")))
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             writes = [pool.submit(lambda: wrote)]
-            together.finish(writes, lambda _: None, 30, commit or (lambda: did.append("committed")))
+            processes.finish(writes, lambda _: None, 30, commit or (lambda: did.append("committed")))
         return token
 
     return act
@@ -117,13 +109,13 @@ def test_after_all_is_written_the_first_process_alone_decides(monkeypatch, odd):
     """Another process that dies then changes nothing; where the first one dies, the others name it."""
     did = []
 
-    def dies(together):
-        together.agree({"path": "'it'"}, ())
-        together.alone(lambda: None)
-        together.attend([])
-        together._is_over = True  # nobody hears of this process any more
+    def dies(processes):
+        processes.compare({"path": "'it'"}, ())
+        processes.run_on_first(lambda: None)
+        processes.wait([])
+        processes._is_over = True  # nobody hears of this process any more
 
-    monkeypatch.setattr(_together, "_SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(_coordination, "_SILENT_SECONDS", 0.5)
     acts = [saving(did, wrote=15)] * 3
     acts[odd] = dies
     for got in [one for at, one in enumerate(played(Service(), *acts)) if at != odd]:
@@ -140,18 +132,19 @@ def test_bytes_that_nobody_writes_are_missed():
 
 
 def test_a_process_that_hung_meets_none_of_a_later_save(monkeypatch):
-    def late(together):
-        together._barrier += "/of an earlier save"
-        return saving([])(together)
+    def late(processes):
+        processes.compare({"path": "'it'"}, ())
+        processes._name += "/of an earlier save"
+        processes.run_on_first(lambda: None)
 
-    monkeypatch.setattr(_together, "_SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(_coordination, "_SILENT_SECONDS", 0.5)
     for got in played(Service(), saving([]), saving([]), late):
         assert "process 8 gave no sign of life for 0.5 s while saving to 'it': it has died, or hangs." in str(got)
 
 
 def test_a_process_that_never_comes_is_missed_soon():
     # The documentation says 30 seconds.
-    assert _together._SILENT_SECONDS < 29
+    assert _coordination._SILENT_SECONDS < 29
     assert inspect.signature(checkpoint.save).parameters["wait_seconds"].default < 29
 
 
@@ -164,5 +157,5 @@ def test_a_service_that_has_gone_is_named():
 
 def test_processes_need_the_service():
     with pytest.raises(CheckpointError, match=r"call `jax.distributed.initialize\(\)` when the program starts"):
-        with meeting("'it'", 0, (0, 1), None, 1.0):
+        with SaveProcesses("'it'", 0, (0, 1), None, 1.0):
             pass

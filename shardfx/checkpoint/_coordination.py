@@ -1,10 +1,10 @@
-"""The coordination of several processes that make one save, through JAX's coordination service and without any program
-on devices.
+"""The coordination of the processes that make one save, through JAX's coordination service and without any program on
+devices.
 
-The processes go through rounds. In each round, every process leaves a note with its arguments, its progress or its
-error, and waits at a barrier, at most 20 seconds, so that a dead process is noticed. After the barrier, each process
-reads the notes of all, and so all of them come to the same decision. Once everything is written, the first process
-alone commits the save, and the others wait for its result.
+The processes go through rounds. In each round, every process sends its arguments, its progress or its error to the
+others, and waits for theirs, at most 20 seconds, so that a dead process is noticed. Each process reads what all sent,
+and so all of them come to the same decision. Once everything is written, the first process alone commits the save, and
+the others wait for its result.
 """
 
 import concurrent.futures
@@ -15,19 +15,19 @@ import itertools as it
 import json
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .._ground.errors import CheckpointError
-from .._ground.processes import absent, named
+from .._ground.processes import exchanged, named
 
 
-_LOOK_SECONDS = 1.0
+_ROUND_SECONDS = 1.0
 _SILENT_SECONDS = 20.0
-# How long a failed process waits for the others, to tell them its error.
+# How long a failed process waits for the others, to send them its error.
 _LINGER_SECONDS = 20.0
 
 
@@ -41,86 +41,68 @@ def holders_of(tree: object) -> tuple[int, ...]:
     return tuple(sorted(holders)) or everyone
 
 
-@contextlib.contextmanager
-def meeting(what: str, me: int, members: tuple[int, ...], client: Any, wait_seconds: float) -> Iterator["Together"]:
-    """A context in which the processes of one save coordinate it, and at whose end the others learn of an error.
+class SaveProcesses:
+    """The processes of one save, which coordinate it. All of them call the same methods in the same order.
+
+    This is a context at whose end the other processes learn of an error.
 
     **Arguments:**
 
     - `what`: the target of the save, for messages.
-    - `me`, `members`: the number of this process, and of all that save.
+    - `me`, `members`: the number of this process, and the numbers of all processes that save.
     - `client`: JAX's client of its coordination service; `None` if the service does not run.
-    - `wait_seconds`: seconds that this process waits for the others.
+    - `wait_seconds`: seconds that this process waits until the other processes call `save`.
 
     **Raises:**
 
-    `CheckpointError` if this process is no member, if the service does not run, or for processes that do not come.
+    `CheckpointError` if this process is not one of `members`, or if the service does not run.
     """
-    if me not in members:
-        raise CheckpointError(
-            f"process {me} owns no device of the arrays that it is to save to {what}; they lie on {named(members)}: "
-            "call `save` there alone."
-        )
-    if len(members) > 1 and client is None:
-        raise CheckpointError(
-            f"the arrays lie on several of {jax.process_count()} processes, which agree on a save through JAX's "
-            "coordination service, and it does not run; call `jax.distributed.initialize()` when the program starts."
-        )
-    together = Together(what, me, members, client)
-    try:
-        together.join(wait_seconds)
-        yield together
-    finally:
-        together.leave(sys.exception())
 
-
-class Together:
-    """The processes of one save. All of them call the same methods in the same order."""
-
-    def __init__(self, what: str, me: int, members: tuple[int, ...], client: Any):
+    def __init__(self, what: str, me: int, members: tuple[int, ...], client: Any, wait_seconds: float):
+        if me not in members:
+            raise CheckpointError(
+                f"process {me} owns no device of the arrays that it is to save to {what}; they lie on "
+                f"{named(members)}: call `save` there alone."
+            )
+        if len(members) > 1 and client is None:
+            raise CheckpointError(
+                f"the arrays lie on several of {jax.process_count()} processes, which agree on a save through JAX's "
+                "coordination service, and it does not run; call `jax.distributed.initialize()` when the program "
+                "starts."
+            )
         self.what, self.me, self.members, self._first = what, me, members, members[0]
         self.is_first = me == self._first
-        self._client, self._rounds = client, 0
-        self._name = self._barrier = f"shardfx.save/{digest_of(map(str, members))}"
-        # Ctrl-C interrupts a wait for this thread, and the thread's exchange still completes.
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "shardfx-save-notes")
-        # Whether the others know the end of the save, or cannot be told.
-        self._is_over = len(members) == 1
-
-    def join(self, wait_seconds: float) -> None:
-        """Waits until all processes have called it."""
-        silence = (
-            f"did not come within {wait_seconds:g} s to save {self.what}, though the arrays lie there too; call "
-            "`save` on every process that holds some of them, or give a longer `wait_seconds`. Nothing was written."
+        self._client, self._name, self._seconds = client, f"shardfx.save/{digest_of(map(str, members))}", wait_seconds
+        self._silence = (
+            f"did not come within {wait_seconds:g} s to save {what}, though the arrays lie there too; call `save` on "
+            "every process that holds some of them, or give a longer `wait_seconds`. Nothing was written."
         )
-        if len(self.members) > 1:
-            self._run(self._wait, wait_seconds, silence)
+        # Ctrl-C interrupts a wait for this thread, and the thread's exchange still completes.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "shardfx-save-rounds")
+        # Whether the others know the end of the save, or cannot be told.
+        self._is_over = False
 
-    def leave(self, error: BaseException | None) -> None:
-        """Sends this process's error to the other processes, unless the save is over."""
+    def __enter__(self) -> "SaveProcesses":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not self._is_over:
-            told = self._thread.submit(self._round, {"error": _text(error)})
+            sent = self._thread.submit(self._round, {"error": _text(error)})
             # If the service has failed too, the earlier error says more.
             with contextlib.suppress(CheckpointError, TimeoutError, jax.errors.JaxRuntimeError):
-                told.result(_LINGER_SECONDS)
+                sent.result(_LINGER_SECONDS)
         self._thread.shutdown(wait=False)
 
-    def agree(self, facts: Mapping[str, str], lines: Sequence[str]) -> str:
-        """Compares the arguments of all processes, and returns a name that only this save has."""
-        if self.is_first and len(self.members) > 1:
-            # All processes have joined this save, so none still needs the result of an earlier one.
-            self._run(self._client.key_value_delete, f"{self._name}/result")
-        notes = self._share({"facts": dict(facts), "token": secrets.token_hex(8)})
+    def compare(self, facts: Mapping[str, str], lines: Sequence[str]) -> str:
+        """Waits for all processes, compares their arguments, and returns a name that only this save has."""
+        notes = self._run(self._first_round, {"facts": dict(facts), "token": secrets.token_hex(8)})
         for name in dict.fromkeys(it.chain.from_iterable(note["facts"] for note in notes.values())):
             groups: dict[str, list[int]] = {}
             for process, note in notes.items():
                 groups.setdefault(note["facts"].get(name, "nothing"), []).append(process)
             if len(groups) > 1:
                 raise self._differing(name, groups, lines)
-        token = notes[self._first]["token"]
-        # A process that hung and is at this barrier later meets none of a later save.
-        self._barrier = f"{self._name}/{token}"
-        return token
+        return notes[self._first]["token"]
 
     def _differing(self, name: str, groups: Mapping[str, Sequence[int]], lines: Sequence[str]) -> CheckpointError:
         values, fix = tuple(groups), "give all of them the same"
@@ -129,13 +111,13 @@ class Together:
         if name == "leaves":
             # The first lines that differ say more than the digests of all.
             firsts = [processes[0] for processes in groups.values()]
-            notes = self._share({"lines": lines if self.me in firsts else []})
+            notes = self._run(self._round, {"lines": lines if self.me in firsts else []})
             rows = it.zip_longest(*[notes[process]["lines"] for process in firsts], fillvalue="nothing more")
             values = next(row for row in rows if len(set(row)) > 1)
         listed = ", ".join(f"{one} on {named(where)}" for one, where in zip(values, groups.values(), strict=True))
         return self._over(f"the processes save with different `{name}`: {listed}; {fix}. Nothing was written.")
 
-    def attend(
+    def wait(
         self, futures: Iterable[concurrent.futures.Future[Any]], advance: Callable[[int], None] = lambda _: None
     ) -> int:
         """Waits for the work of all processes.
@@ -151,19 +133,19 @@ class Together:
         """
         left, wrote = set(futures), 0
         while True:
-            done, left = concurrent.futures.wait(left, _LOOK_SECONDS, concurrent.futures.FIRST_EXCEPTION)
+            done, left = concurrent.futures.wait(left, _ROUND_SECONDS, concurrent.futures.FIRST_EXCEPTION)
             for future in done:
                 nbytes = future.result() or 0
                 advance(nbytes)
                 wrote += nbytes
-            notes = self._share({"is_busy": bool(left), "wrote": wrote}).values()
+            notes = self._run(self._round, {"is_busy": bool(left), "wrote": wrote}).values()
             if not any(note["is_busy"] for note in notes):
                 return sum(note["wrote"] for note in notes)
 
-    def alone(self, work: Callable[[], None]) -> None:
+    def run_on_first(self, work: Callable[[], None]) -> None:
         """Runs `work` on the first process while the others wait."""
         with concurrent.futures.ThreadPoolExecutor(1, "shardfx-save") as pool:
-            self.attend([pool.submit(work)] if self.is_first else [])
+            self.wait([pool.submit(work)] if self.is_first else [])
 
     def finish(
         self,
@@ -172,8 +154,8 @@ class Together:
         total_bytes: int,
         commit: Callable[[], None],
     ) -> None:
-        """Waits as `attend` does, and commits the save on the first process if all of its bytes are written."""
-        wrote_bytes = self.attend(futures, advance)
+        """Waits as `wait` does, and commits the save on the first process if all of its bytes are written."""
+        wrote_bytes = self.wait(futures, advance)
         if wrote_bytes < total_bytes:
             raise self._over(
                 f"the processes wrote {wrote_bytes} of {total_bytes} bytes to {self.what}, as nobody holds the first "
@@ -194,50 +176,41 @@ class Together:
         try:
             commit()
         finally:
-            if len(self.members) > 1:
-                error = sys.exception()
-                failed = "" if error is None else self._failed(self.me, _text(error))
-                with contextlib.suppress(jax.errors.JaxRuntimeError):
-                    self._client.key_value_set(f"{self._name}/result", failed, True)
+            error = sys.exception()
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._result("" if error is None else self._failed(self.me, _text(error)))
 
-    def _result(self) -> str:
-        """The error of the first process's commit; "" if the commit succeeded."""
-        try:
-            return self._client.blocking_key_value_get(f"{self._name}/result", round(1000 * _SILENT_SECONDS))
-        except jax.errors.JaxRuntimeError as error:
-            if not str(error).startswith("DEADLINE_EXCEEDED"):
-                raise
-            return (
-                f"{named([self._first])} gave no sign of life for {_SILENT_SECONDS:g} s after everything was "
-                f"written to {self.what}: it has died, or hangs. If the new checkpoint is there, it is complete."
-            )
+    def _result(self, failed: str = "") -> str:
+        """Sends the error of the first process's commit, and returns it in the others; "" if the commit succeeded."""
+        found, _ = self._sent("result", failed)
+        return found.get(
+            self._first,
+            f"{named([self._first])} gave no sign of life for {_SILENT_SECONDS:g} s after everything was written to "
+            f"{self.what}: it has died, or hangs. If the new checkpoint is there, it is complete.",
+        )
 
-    def _share(self, note: Mapping[str, Any]) -> dict[int, Any]:
-        """Publishes a note of this process, and returns the notes of all processes."""
-        return {self.me: note} if len(self.members) == 1 else self._run(self._round, note)
+    def _first_round(self, note: Mapping[str, Any]) -> dict[int, Any]:
+        notes = self._round(note)
+        # A process that hung and is in a round of this save later meets none of a later save.
+        self._name, self._seconds = f"{self._name}/{notes[self._first]['token']}", _SILENT_SECONDS
+        self._silence = (
+            f"gave no sign of life for {_SILENT_SECONDS:g} s while saving to {self.what}: it has died, or hangs. "
+            "Nothing was changed there; save again with processes that live."
+        )
+        return notes
+
+    def _sent(self, name: str, text: str) -> tuple[dict[int, str], str]:
+        return exchanged(self._client, f"{self._name}/{name}", text, self._seconds, self.me, self.members)
 
     def _round(self, note: Mapping[str, Any]) -> dict[int, Any]:
-        # A process can be at most one round ahead of the others, so two folders suffice.
-        self._rounds += 1
-        folder = f"{self._name}/notes/{self._rounds % 2}"
-        self._client.key_value_set(f"{folder}/{self.me}", json.dumps(note), True)
-        self._wait(
-            _SILENT_SECONDS,
-            f"gave no sign of life for {_SILENT_SECONDS:g} s while saving to {self.what}: it has died, or hangs. "
-            "Nothing was changed there; save again with processes that live.",
-        )
-        found = self._client.key_value_dir_get(folder)
-        notes = dict(sorted((int(name.rpartition("/")[2]), json.loads(text)) for name, text in found))
+        found, late = self._sent("round", json.dumps(note))
+        if late:
+            raise self._over(f"{late} {self._silence}")
+        notes = {process: json.loads(text) for process, text in found.items()}
         for process, one in notes.items():
             if "error" in one:
                 raise self._over(self._failed(process, one["error"]))
         return notes
-
-    def _wait(self, seconds: float, silence: str) -> None:
-        """Waits at the save's barrier; raises for processes that do not reach it."""
-        who = absent(self._client, self._barrier, seconds, self.me, self.members)
-        if who:
-            raise self._over(f"{who} {silence}")
 
     def _run(self, call: Callable[..., Any], *given: object) -> Any:
         try:
