@@ -411,7 +411,7 @@ def _counts(options: Options) -> Mapping[str, Value]:
     layers = 2
     source, target = _trainer(layers, options.devices), _engine(layers, options.devices)
     works = journey_of(_filled(source), target, ENGINE, False).works
-    wire_bytes = sum(work.assembly.cuts.wire_bytes for work in works if work.assembly is not None)
+    wire_bytes = sum(work.assembly.parts.wire_bytes for work in works if work.assembly is not None)
     bound = _lower_bound(source, target, layers)
     return {"leaves": len(moved), "programs": programs, "wire_over_lower_bound": wire_bytes / bound}
 
@@ -473,7 +473,7 @@ def _room(mebibytes: int, options: Options) -> Mapping[str, Value]:
     works = journey_of(tree, target, ENGINE, False).works
     largest = max(leaf.bytes_per_device for leaf in target.leaves)
     most = 0
-    for work in [work.assembly for work in works if work.assembly is not None and work.assembly.way == "programs"]:
+    for work in [work.assembly for work in works if work.assembly is not None and work.assembly.method == "programs"]:
         for step in work.exchanges(None):
             sources = tuple(work.source_shapes[key] for key in step.keys)
             run = program(work.devices, step.rounds, sources, (work.shard_shape, work.dtype), True)

@@ -131,7 +131,7 @@ def moves():
     moved = reshard(many, dst)
     result["many"] = all(right(moved[str(i)], values((24, 8)) + i, dst) for i in range(100))
     single = move_of((24, 48), jnp.dtype("float32"), many["0"].sharding, dst).assembly
-    result["way"] = None if single is None else single.way
+    result["way"] = None if single is None else single.method
     odd = many | {"odd": placed(values((8, 8)), NamedSharding(made["all"], P("a")))}
     result["error"], _ = multiprocess_worker.raised(reshard, odd, NamedSharding(made["three"], P("a")))
     lost = [device for device in jax.devices() if device.process_index == 0]

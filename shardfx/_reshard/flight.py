@@ -17,9 +17,9 @@ from jax.sharding import Sharding
 from .._ground.errors import MoveError
 from .destinations import leaf_name
 from .move import Move, move_of, program_of
-from .pieces.carry import Means, begun
-from .pieces.host import LocalShards, put_together
-from .pieces.work import Assembly
+from .pieces.assembly import Assembly
+from .pieces.carry import Context, start_assembly
+from .pieces.host import LocalShards, assemble_and_delete
 from .steps.redistribute import labelled
 
 
@@ -118,7 +118,7 @@ class _Flight:
         # The array whose copies run in other threads.
         self._coming: tuple[int, tuple[str, ...], Assembly, Callable[[], jax.Array]] | None = None
         most_bytes = max([0, *[assembly.most_bytes for *_, assembly in job.assemblies]])
-        self._means = Means(job.arrays, self._moved, limit_bytes, most_bytes, pool, LocalShards(job.arrays))
+        self._context = Context(job.arrays, self._moved, limit_bytes, most_bytes, pool, LocalShards(job.arrays))
 
     def _moved(self, x: object, sharding: Sharding) -> jax.Array:
         if not isinstance(x, jax.Array):
@@ -134,7 +134,7 @@ class _Flight:
         made = carry_out(move, leaf, donate=give_up, limit_bytes=self._limit_bytes, pool=self._pool)
         # A copy by the host is finished when it is returned, and so is no move at all. A copy between memories needs no
         # further memory, but too many at once would queue without bound.
-        if not move.idle and (move.assembly is None or move.assembly.way != "host"):
+        if not move.idle and (move.assembly is None or move.assembly.method != "host"):
             self.window.add(made, move.target_bytes if move.how == "memory kind" else move.extra_bytes)
             if move.how == "steps" and move.crosses_cpu:
                 self.window.drain()
@@ -146,10 +146,10 @@ class _Flight:
 
         On CPUs two are copied at a time. More take more memory, and the kernel gives fresh pages slowly.
         """
-        coming = at, names, assembly, begun(assembly, names, self._means)
+        coming = at, names, assembly, start_assembly(assembly, names, self._context)
         self.land()
         self._coming = coming
-        if self.donate or assembly.way != "host" or not _is_on_cpu(assembly):
+        if self.donate or assembly.method != "host" or not _is_on_cpu(assembly):
             self.land()
 
     def finish(self) -> None:
@@ -177,7 +177,7 @@ class _Flight:
             leaf = self._job.arrays[name]
             self._left[id(leaf)] -= 1
             if not self._left[id(leaf)]:
-                self._means.forget(name)
+                self._context.forget(name)
                 self._give_up(leaf)
 
     def _give_up(self, leaf: object) -> None:
@@ -283,13 +283,13 @@ def _assembled(
 ) -> jax.Array:
     if x.weak_type and not move.lost and all(end.is_fully_addressable for end in (move.src, move.dst)):
         return jax.device_put(x, move.dst, donate=donate)  # an array assembled from shards has no weak type
-    is_copied = assembly.way == "host"
-    shards = LocalShards({"": x}, one_by_one=is_copied and (donate or bool(move.lost)))
-    if donate and is_copied and not assembly.is_elsewhere:
-        return put_together(assembly.struct, assembly.targets, assembly.fillings, shards, pool)
+    is_copied = assembly.method == "host"
+    shards = LocalShards({"": x}, keeps_replicas=is_copied and (donate or bool(move.lost)))
+    if donate and is_copied and not assembly.is_remote:
+        return assemble_and_delete(assembly.struct, assembly.targets, assembly.host_copies, shards, pool)
     if not is_copied and limit_bytes is not None:
         limit_bytes -= move.aside_bytes
-    made = begun(assembly, ("",), Means({"": x}, None, limit_bytes, assembly.most_bytes, pool, shards))()
+    made = start_assembly(assembly, ("",), Context({"": x}, None, limit_bytes, assembly.most_bytes, pool, shards))()
     if donate:
         jax.block_until_ready(made)
         x.delete()

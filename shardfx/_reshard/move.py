@@ -22,7 +22,7 @@ from .destinations import (
     require_reduced,
     sharers,
 )
-from .pieces.work import Assembly, assembly_between
+from .pieces.assembly import Assembly, assembly_between
 from .steps.in_parts import PartCut, cut_in
 from .steps.program import live_program
 from .steps.redistribute import Redistribution, layout, redistribute
@@ -76,7 +76,7 @@ class Move:
     @ft.cached_property
     def aside_bytes(self) -> int:
         """Bytes of copies in device memory, which programs need if source or target is in host memory."""
-        if self.plan is None and (self.assembly is None or self.assembly.way != "programs"):
+        if self.plan is None and (self.assembly is None or self.assembly.method != "programs"):
             return 0
         return copies_bytes(self.shape, self.dtype, self.src, self.dst)
 
@@ -152,7 +152,7 @@ def move_of(
 
     - `shape`, `dtype`: those of the array.
     - `src`, `dst`: shardings; a move between meshes without devices can be looked at, and not be made.
-    - `lost`: devices whose shards are not to be read. Elements that they alone hold are `assembly.cuts.missing`.
+    - `lost`: devices whose shards are not to be read. Elements that they alone hold are `assembly.parts.missing`.
     - `copies`: whether devices of the CPU may move their shards by copies in the memory that they share.
     - `meshes`: the MeshSpecs of the two ends, which say how meshes span slices if their devices do not.
 
@@ -208,11 +208,11 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
         if move.assembly is None:
             continue
         places = {place: sent.get(device, 0) for place, device in enumerate(move.assembly.devices)}
-        before = move.assembly.cuts.sent_before(places)
+        before = move.assembly.parts.sent_before(places)
         if before:
             made = chosen[move] = _after(move, before)
         assert made.assembly is not None
-        for place, size in made.assembly.cuts.sent_bytes.items():
+        for place, size in made.assembly.parts.sent_bytes.items():
             device = made.assembly.devices[place]
             sent[device] = sent.get(device, 0) + count * size
     return chosen

@@ -32,7 +32,7 @@ from .destinations import (
 )
 from .flight import Job, carried_out, require_room
 from .move import Move, balanced, move_of
-from .pieces.work import MovedLeaf, Work, works_of
+from .pieces.assembly import MovedLeaf, TargetArray, target_arrays
 from .traced import traced
 
 
@@ -261,8 +261,8 @@ def job_of(
 def _move(leaf: jax.Array, target: Sharding, lost: tuple[object, ...], copies: bool) -> Move:
     _require_devices(target)
     move = move_of(leaf.shape, leaf.dtype, leaf.sharding, target, lost, copies)
-    if move.assembly is not None and move.assembly.cuts.missing:
-        missing = move.assembly.cuts.missing
+    if move.assembly is not None and move.assembly.parts.missing:
+        missing = move.assembly.parts.missing
         first = ", ".join(f"{start}:{stop}" for start, stop in missing[0])
         raise MeshError(
             f"{sum(map(volume, missing))} of {math.prod(move.shape)} elements are on lost devices only, the first of "
@@ -291,7 +291,7 @@ class Journey(NamedTuple):
 
     arrays: Mapping[str, Any]
     target: Target
-    works: tuple[Work, ...]
+    works: tuple[TargetArray, ...]
 
 
 def journey_of(tree: object, dst: object, map: TreeMap, copies: bool) -> Journey:
@@ -319,7 +319,7 @@ def journey_of(tree: object, dst: object, map: TreeMap, copies: bool) -> Journey
     if jax.process_count() > 1:
         ends = {end for end in shardings if end is not None}
         require_same_map(map, tuple(sorted({device.process_index for end in ends for device in end.device_set})))
-    return Journey(arrays, target, works_of(map, sources, targets, copies))
+    return Journey(arrays, target, target_arrays(map, sources, targets, copies))
 
 
 @ft.lru_cache(maxsize=64)

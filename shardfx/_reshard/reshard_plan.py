@@ -19,7 +19,7 @@ from .._ground.tree import flatten
 from .._plan import ShardPlan
 from .destinations import in_host_memory, leaf_name, lost_devices, naming, targets
 from .move import Move, balanced, move_of, shares_memory
-from .pieces.work import Assembly, MovedLeaf, leaves_of_plan, shard_of, works_of
+from .pieces.assembly import Assembly, MovedLeaf, leaves_of_plan, shard_of, target_arrays
 from .steps.redistribute import MoveStep
 
 
@@ -231,7 +231,7 @@ def _through(map: TreeMap, ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf
     """The moves of a tree that a map makes of another one, from the same plan that `reshard` carries out."""
     source = {leaf.path: leaf for leaf in ours}
     # As on devices with separate memories. The same function decides whether arrays are copied instead.
-    works, live = (works_of(map, tuple(ours), tuple(theirs), copies) for copies in (False, True))
+    works, live = (target_arrays(map, tuple(ours), tuple(theirs), copies) for copies in (False, True))
     most_bytes = max([0, *[work.assembly.most_bytes for work in works if work.assembly is not None]])
     order = sorted(works, key=lambda work: work.assembly is not None)
     last = {name: work.leaf.path for work in order for name in work.sources}
@@ -246,8 +246,9 @@ def _through(map: TreeMap, ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf
         if work.assembly is None or other.assembly is None:
             costs = _costs(chosen[moves[path]])
         else:
-            costs = {"dst": work.assembly.sharding, "how": "pieces", "copied": work.assembly.way != other.assembly.way}
-            costs |= _assembly_costs(work.assembly, most_bytes)
+            assembly = work.assembly
+            costs = {"dst": assembly.sharding, "how": "pieces", "copied": assembly.method != other.assembly.method}
+            costs |= _assembly_costs(assembly, most_bytes)
             costs["src"] = source[work.sources[0]].sharding if work.sources else work.leaf.sharding
             costs["source_bytes"] = sum(
                 array_bytes(*shard_of(source[name])) for name in work.sources if last[name] == path
@@ -310,10 +311,10 @@ def _costs(move: Move) -> dict[str, Any]:
         peak = max(plan.peak_bytes, *ends)
         return {**found, **wire, "steps": plan.steps, "copied": shares_memory(move), "peak_bytes": peak}
     if move.assembly is not None:
-        cuts = move.assembly.cuts
-        wire = -(-cuts.wire_bytes // max(1, move.dst.num_devices))
+        parts = move.assembly.parts
+        wire = -(-parts.wire_bytes // max(1, move.dst.num_devices))
         # While pieces of an array are cut out and received, a device holds two copies of them beside its shards.
-        found |= {"peak_bytes": sum(ends) + 2 * max([0, *cuts.links.values()]), "missing": cuts.missing}
+        found |= {"peak_bytes": sum(ends) + 2 * max([0, *parts.links.values()]), "missing": parts.missing}
         return found | {"wire_bytes": wire, "lower_bound_bytes": wire, "links": _named_links(move.assembly)}
     here = [size for end, size in zip((move.src, move.dst), ends, strict=True) if not in_host_memory(end)]
     return {**found, "peak_bytes": max([0, *here])}
@@ -334,7 +335,7 @@ def _assembly_costs(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
     """
     steps, count = assembly.exchanges(None, most_bytes), max(1, assembly.sharding.num_devices)
     return {
-        "wire_bytes": -(-assembly.cuts.wire_bytes // count),
+        "wire_bytes": -(-assembly.parts.wire_bytes // count),
         "lower_bound_bytes": -(-_least_bytes(assembly) // count),
         "target_bytes": array_bytes(assembly.shard_shape, assembly.dtype),
         "links": _named_links(assembly),
@@ -348,7 +349,7 @@ def _named_links(assembly: Assembly) -> dict[tuple[int, int], int]:
     ids = [getattr(device, "id", device) for device in assembly.devices]
     # Devices of two platforms may have equal ids; their positions tell them apart.
     names = ids if len({*ids}) == len(ids) else list(range(len(ids)))
-    return {(names[sender], names[receiver]): size for (sender, receiver), size in assembly.cuts.links.items()}
+    return {(names[sender], names[receiver]): size for (sender, receiver), size in assembly.parts.links.items()}
 
 
 def _least_bytes(assembly: Assembly) -> int:
@@ -359,9 +360,9 @@ def _least_bytes(assembly: Assembly) -> int:
     pairs = {key: it.combinations(map(hull, own), 2) for key, own in by_source.items()}
     repeated = {key for key, boxes in pairs.items() if any(common(*pair) is not None for pair in boxes)}
     by_receiver: dict[tuple[int, str | None], list[int]] = {}
-    for cut in assembly.cuts.made:
-        if cut.sender != cut.receiver:
-            by_receiver.setdefault((cut.receiver, cut.piece.value.path), []).append(cut.bytes)
+    for part in assembly.parts.all:
+        if part.sender != part.receiver:
+            by_receiver.setdefault((part.receiver, part.piece.value.path), []).append(part.bytes)
     # If two pieces may have common elements, the lower bound is the larger of the two.
     return sum(max(own) if key in repeated else sum(own) for (_, key), own in by_receiver.items())
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from shardfx._reshard.destinations import data_of
 from shardfx._reshard.flight import carry_out
 from shardfx._reshard.move import Move
-from shardfx._reshard.pieces.work import assembly_between
+from shardfx._reshard.pieces.assembly import assembly_between
 
 
 WAYS = ("host", "programs")
@@ -30,7 +30,7 @@ def transfer(x, dst, *, lost=(), donate=False, way="host"):
     """One array by one way, also where steps would lead there."""
     ends, copies = (*data_of(x.shape, x.dtype), x.sharding, dst, lost), way == "host"
     work = assembly_between(*ends, copies)
-    assert work.way == way or 0 in x.shape
+    assert work.method == way or 0 in x.shape
     return carry_out(Move("tiles", *ends, copies, assembly=work), x, donate=donate)
 
 

@@ -310,8 +310,8 @@ def test_senders_are_balanced_over_the_whole_tree():
     job = job_of(rows(source, wanted), str, copies=False)
     links = Counter()
     for move, places in job.moves.items():
-        assert move.assembly is not None and move.assembly.way == "programs"
-        for (sender, receiver), size in move.assembly.cuts.links.items():
+        assert move.assembly is not None and move.assembly.method == "programs"
+        for (sender, receiver), size in move.assembly.parts.links.items():
             pair = tuple(move.assembly.devices[place].id for place in (sender, receiver))
             links[pair] += size * len(places)
     assert links == made.links

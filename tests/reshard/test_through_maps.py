@@ -144,7 +144,7 @@ def test_no_byte_enters_a_device_that_has_it_or_does_not_need_it():
     works = journey_of(tree, plan, ENGINE, False).works
     for work in works:
         if work.assembly is not None:
-            assert work.assembly.cuts.wire_bytes == lower_bound(work, arrays, tree, plan.shardings[work.leaf.path])
+            assert work.assembly.parts.wire_bytes == lower_bound(work, arrays, tree, plan.shardings[work.leaf.path])
 
 
 def lower_bound(work, arrays, tree, sharding):
@@ -212,14 +212,14 @@ def test_layers_and_leaves_of_one_kind_share_a_program():
 
 @both_ways
 def test_the_second_time_nothing_is_planned(move):
-    from shardfx._reshard.pieces.work import works_of
+    from shardfx._reshard.pieces.assembly import target_arrays
 
     arrays = trainer()
     tree, plan = trained(mesh(0, 8, 2, 4), arrays), engine(mesh(0, 8, 2, 4), arrays)
-    works_of.cache_clear()
+    target_arrays.cache_clear()
     for time in range(3):
         move({path: one + 0 for path, one in tree.items()}, plan, map=ENGINE)
-        assert works_of.cache_info()[:2] == (time, 1)
+        assert target_arrays.cache_info()[:2] == (time, 1)
 
 
 @both_ways
@@ -283,7 +283,7 @@ def test_between_other_devices_no_device_has_a_block_of_the_other_side(monkeypat
 
         return made
 
-    for name in ("cutting", "sending", "putting"):
+    for name in ("slice_program", "send_program", "write_program"):
         monkeypatch.setattr(carry, name, watched(getattr(carry, name)))
     moved = through_programs(tree, wanted, map=layers)
     equal(moved, whole, wanted)
@@ -393,14 +393,14 @@ def test_a_failure_midway_says_what_was_moved(move, donate, monkeypatch):
     arrays = trainer()
     where = mesh(0, 8, 2, 4)
     tree, plan = trained(where, arrays), engine(where, arrays)
-    begun, count = flight.begun, it.count()
+    start, count = flight.start_assembly, it.count()
 
     def fails(work, names, means):
         if names == ("layers/gate", "layers/up") and next(count) == 1:
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return begun(work, names, means)
+        return start(work, names, means)
 
-    monkeypatch.setattr(flight, "begun", fails)
+    monkeypatch.setattr(flight, "start_assembly", fails)
     with pytest.raises(MoveError, match="stopped at leaf `model.layers.1.gate_up`.*after 4 of 10 leaves") as caught:
         move(tree, plan, map=ENGINE, donate=donate)
     whole = ENGINE.apply(arrays)

@@ -3,7 +3,8 @@
 It may import the ground values, `_convert`, and its siblings in this room. It never makes a whole array unless a
 sharding asks for one.
 
-A *piece* (`_convert.Piece`) is a part of an array that equals a part of another array. A *cut* is the part of a piece
-that one device takes from one shard. An *assembly* is the plan for one array: its cuts, and the way to carry them out.
-`exchange` and `carry` do so by programs over the devices of both sides, `host` by NumPy copies in this process.
+The *target* is the array to assemble, and its *sources* are the arrays that are read. A *piece* (`_convert.Piece`) is a
+part of the target that equals a part of a source. `shard_parts` divides pieces into parts of single shards, each with
+the device that sends it and the device that receives it. `assembly` makes the plan for one array. `exchange` and
+`carry` run it as programs on the devices, `host` as NumPy copies in this process.
 """

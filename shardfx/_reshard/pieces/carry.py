@@ -1,9 +1,9 @@
-"""The assembly of the target's arrays from live arrays, one array after the other.
+"""Assembles the target's arrays from live arrays, one array after another.
 
-If both sides have the same devices, one program cuts out the pieces, exchanges them and writes them into shards. It
-takes a block of each side's shape on every device, since an argument has one shape. If the sides have different
-devices, three programs avoid these blocks: the source's devices concatenate their pieces, all devices exchange these
-parcels, and the target's devices write the pieces into shards.
+If source and target are on the same devices, one program slices the parts of shards, sends them and writes them. An
+argument has one shape on all devices of a program, so devices of one side alone would need a shard of the other side's
+shape. If source and target are on different devices, three programs run instead: the source's devices concatenate the
+parts that they send, all devices send these blocks to each other, and the target's devices write the received parts.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._convert import Piece, Scale, constant, target_view
-from .cuts import first_casts
+from .assembly import Assembly, ScaledArray
 from .exchange import (
     AXIS,
     Block,
@@ -27,54 +27,57 @@ from .exchange import (
     PieceForm,
     Round,
     bitcast,
+    block_shape,
     blocks,
-    carried,
-    cut_out,
-    joined,
-    mapped,
+    per_device,
     program,
-    put_in,
+    program_dtype,
     sent_dtype,
     sharding_of,
+    slice_part,
+    write_part,
 )
-from .host import LocalShards, coming
-from .work import Assembly, ScaledArray
+from .host import LocalShards, start_on_host
+from .shard_parts import first_casts
 
 
-# For each round: how many elements a device sends, and the pairs of sender and receiver.
-Parcel = tuple[int, tuple[tuple[int, int], ...]]
+# One round: the number of elements that a device sends, and the pairs of sender and receiver.
+Sending = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def _sent_shape(form: PieceForm) -> list[int]:
-    """The shape of a piece on the wire, where repeated elements occur once."""
+    """The shape in which a part of a shard is sent. Repeated elements are sent once."""
     return [count for _, own in form.source for count, _ in own]
 
 
 @ft.lru_cache(maxsize=256)
-def cutting(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...], block: Block) -> Any:
-    """A jitted function on the source's devices: each slices its pieces out of its shards and concatenates them to one
-    block.
+def slice_program(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...], block: Block) -> Any:
+    """A jitted function on the source's devices: each device slices the parts that it sends out of its shards and
+    concatenates them to one block.
     """
     dtype, (shape, to) = sources[0][1], block
-    # Casts before sending act on values, not on their bits.
-    own = carried(dtype, devices) if sent_dtype(rounds[0].form, dtype) == dtype else dtype
+    # Casts before send_program act on values, not on their bits.
+    own = program_dtype(dtype, devices) if sent_dtype(rounds[0].form, dtype) == dtype else dtype
 
     def run(places: jax.Array, *given: jax.Array) -> jax.Array:
         shards = [bitcast(one.reshape(shape), own) for one, (shape, _) in zip(given, sources, strict=True)]
         sent, start = jnp.zeros(shape, to), 0
         for at, step in enumerate(rounds):
-            # Without the barrier XLA could cut out and keep all pieces before it writes the first.
+            # Without the barrier XLA could slice and keep all parts before it writes the first.
             shards, sent = jax.lax.optimization_barrier((shards, sent))
-            piece = bitcast(cut_out(step.form, shards[step.number], places[0, at]).reshape(-1), to)
+            piece = bitcast(slice_part(step.form, shards[step.number], places[0, at]).reshape(-1), to)
             sent, start = jax.lax.dynamic_update_slice(sent, piece, (start,)), start + piece.size
         return sent
 
-    return mapped(devices, run, 1 + len(sources))
+    return per_device(devices, run, 1 + len(sources))
 
 
 @ft.lru_cache(maxsize=256)
-def sending(devices: tuple[object, ...], found: tuple[Parcel, ...]) -> Any:
-    """A jitted function in which devices send blocks to each other by permutes. It donates its argument."""
+def send_program(devices: tuple[object, ...], found: tuple[Sending, ...]) -> Any:
+    """A jitted function in which devices send their blocks to each other, by one collective permute for each round.
+
+    The argument is donated.
+    """
 
     def run(sent: jax.Array) -> jax.Array:
         start = 0
@@ -85,35 +88,36 @@ def sending(devices: tuple[object, ...], found: tuple[Parcel, ...]) -> Any:
             start += size
         return sent
 
-    return mapped(devices, run, 1, 0)
+    return per_device(devices, run, 1, 0)
 
 
 @ft.lru_cache(maxsize=256)
-def putting(
-    devices: tuple[object, ...], rounds: tuple[Round, ...], source_dtype: object, target: Block, begins: bool
+def write_program(
+    devices: tuple[object, ...], rounds: tuple[Round, ...], source_dtype: object, target: Block, makes_shards: bool
 ) -> Any:
-    """A jitted function on the target's devices: each writes the received pieces into its shard.
+    """A jitted function on the target's devices: each device writes the parts that it received into its shard.
 
     **Arguments:**
 
-    - `begins`: whether it makes the shards. If not, it takes them as its last argument and returns them.
+    - `makes_shards`: whether the function makes new shards. If not, it takes the shards as its last argument, writes
+        into them and returns them.
     """
-    own, wire = carried(target[1], devices), sent_dtype(rounds[0].form, source_dtype)
+    own, wire = program_dtype(target[1], devices), sent_dtype(rounds[0].form, source_dtype)
     casts = rounds[0].form.casts
     is_ready = first_casts(casts, source_dtype) == len(casts)
 
     def run(places: jax.Array, sent: jax.Array, *given: jax.Array) -> jax.Array:
-        out = jnp.zeros(target[0], own) if begins else bitcast(given[0].reshape(target[0]), own)
+        out = jnp.zeros(target[0], own) if makes_shards else bitcast(given[0].reshape(target[0]), own)
         start = 0
         for at, step in enumerate(rounds):
             sent, out = jax.lax.optimization_barrier((sent, out))
             shape = _sent_shape(step.form)
             piece = jax.lax.slice(sent, (start,), (start + math.prod(shape),)).reshape(shape)
             piece, start = piece if is_ready else bitcast(piece, wire), start + piece.size
-            out = put_in(step, out, piece, source_dtype, places[0, at])
-        return bitcast(out.reshape(joined(target[0])), target[1])
+            out = write_part(step, out, piece, source_dtype, places[0, at])
+        return bitcast(out.reshape(block_shape(target[0])), target[1])
 
-    return mapped(devices, run, 2) if begins else mapped(devices, run, 3, 2)
+    return per_device(devices, run, 2) if makes_shards else per_device(devices, run, 3, 2)
 
 
 @ft.lru_cache(maxsize=256)
@@ -123,21 +127,21 @@ def zeros(devices: tuple[object, ...], block: Block) -> Any:
 
 
 @dataclasses.dataclass
-class Means:
-    """The arrays, memory limits and caches that the assembly of every array of one tree uses.
+class Context:
+    """The arrays, memory limits and caches for the assembly of all arrays of one tree.
 
     **Arguments:**
 
     - `arrays`: the source's arrays by path.
-    - `move`: moves an array to a sharding; needed for scales alone.
-    - `limit_bytes`: bytes that may be used beside source and target.
-    - `most_bytes`: bytes that programs may take of a device without a limit, if the two sides have different devices.
-    - `pool`: threads to copy with, if any.
-    - `shards`: the arrays' shards of this process.
-    - `joined_up`: the blocks that programs take of the arrays, by the paths of an array and of its scales, and devices;
-        a cache.
-    - `begun`, `begun_bytes`: the arrays in flight that programs make on other devices than the source's, and the bytes
-        that these programs take.
+    - `move`: a function that moves an array to a sharding. Only arrays of scales need it.
+    - `limit_bytes`: the most bytes that may be used besides source and target; `None` for no limit.
+    - `most_bytes`: if there is no limit, the most bytes that programs may use on a device, for source and target on
+        different devices.
+    - `pool`: the threads that copy, if any.
+    - `shards`: this process's shards of the arrays.
+    - `blocks`: a cache of the arguments of programs, by the paths of an array and of its scales, and the devices.
+    - `in_flight`: arrays that programs may still be computing, for source and target on different devices.
+    - `in_flight_bytes`: the bytes that these programs use.
     """
 
     arrays: Mapping[str, Any]
@@ -146,46 +150,50 @@ class Means:
     most_bytes: int
     pool: ThreadPoolExecutor | None
     shards: LocalShards
-    joined_up: dict[tuple[tuple[str, ...], object], jax.Array] = dataclasses.field(default_factory=dict)
-    begun: list[jax.Array] = dataclasses.field(default_factory=list)
-    begun_bytes: int = 0
+    blocks: dict[tuple[tuple[str, ...], object], jax.Array] = dataclasses.field(default_factory=dict)
+    in_flight: list[jax.Array] = dataclasses.field(default_factory=list)
+    in_flight_bytes: int = 0
 
     def wait_for(self, count: int, sharers: int) -> None:
-        """Waits for programs in flight if `count` more bytes would exceed the limit."""
+        """Waits for the programs in flight if `count` more bytes would exceed the limit.
+
+        `sharers` is the number of devices that allocate from one memory.
+        """
         most = self.most_bytes * sharers if self.limit_bytes is None else self.limit_bytes
-        if self.begun_bytes + count > most:
-            # Arrays that a later program reused are deleted.
-            jax.block_until_ready([one for one in self.begun if not one.is_deleted()])
-            self.begun.clear()
-            self.begun_bytes = 0
-        self.begun_bytes += count
+        if self.in_flight_bytes + count > most:
+            # An array that was donated to a later program is deleted.
+            jax.block_until_ready([one for one in self.in_flight if not one.is_deleted()])
+            self.in_flight.clear()
+            self.in_flight_bytes = 0
+        self.in_flight_bytes += count
 
     def forget(self, path: str) -> None:
-        """Drops the references to an array that no later assembly reads."""
+        """Drops all references to the array at a path, so that its memory can be freed."""
         self.shards.forget(path)
-        for key in [key for key in self.joined_up if path in key[0]]:
-            del self.joined_up[key]
+        for key in [key for key in self.blocks if path in key[0]]:
+            del self.blocks[key]
 
-    def block(self, work: Assembly, names: Sequence[str], devices: tuple[Any, ...], key: str) -> jax.Array:
-        """One source's shards as an array on the program's devices. It is cached, since many leaves can be slices of
-        one stacked array.
+    def block(self, plan: Assembly, names: Sequence[str], devices: tuple[Any, ...], key: str) -> jax.Array:
+        """The shards of one source as the argument of a program on `devices`.
+
+        The result is cached, since many leaves can be slices of one stacked array.
         """
-        scaled, kind = work.scaled.get(key), ""
+        scaled, kind = plan.scaled.get(key), ""
         paths = [names[int(key if scaled is None else scaled.source)]]
         if scaled is not None:
             paths, kind = [*paths, names[int(scaled.scale.path)]], f"{scaled.scale.block} {scaled.dtype}"
         known = (*paths, kind), devices
-        if known not in self.joined_up:
+        if known not in self.blocks:
             array, *by = map(self.shards.leaf, paths)
             array = array if scaled is None else self._scaled(scaled, array, *by)
             with _on(devices):
                 here = _shards(array).items()
                 shards = {device: _in_memory(one, device.default_memory().kind) for device, one in here}
-                self.joined_up[known] = blocks(devices, *work.source_shapes[key], shards)
-        return self.joined_up[known]
+                self.blocks[known] = blocks(devices, *plan.source_shapes[key], shards)
+        return self.blocks[known]
 
     def _scaled(self, one: ScaledArray, x: jax.Array, by: jax.Array) -> jax.Array:
-        """An array multiplied by its scales, with the array's own sharding."""
+        """The array `x` multiplied by its scales `by`, with the sharding of `x`."""
         assert self.move is not None
         end = x.sharding
         by = self.move(by, NamedSharding(end.mesh, PartitionSpec()) if isinstance(end, NamedSharding) else end)
@@ -204,88 +212,84 @@ def _times(scale: Scale, dtype: Any, sharding: object) -> Any:
     return jax.jit(run, out_shardings=sharding)
 
 
-def begun(work: Assembly, names: Sequence[str], means: Means) -> Callable[[], jax.Array]:
+def start_assembly(plan: Assembly, names: Sequence[str], context: Context) -> Callable[[], jax.Array]:
     """Starts to assemble one array from shards of its sources.
 
     **Arguments:**
 
-    - `work`: the plan of the array.
+    - `plan`: the plan of the array.
     - `names`: the paths of its sources.
-    - `means`: the arrays, limits and caches of the tree.
+    - `context`: the arrays, limits and caches of the tree.
 
     **Returns:**
 
-    A function that waits for copies in other threads and returns the array; of PRNG keys their key data. Devices may
-    still have to compute it.
+    A function that waits for copies in other threads and returns the array, or the key data of PRNG keys. Devices may
+    still be computing the array.
     """
-    if work.is_elsewhere:
-        return lambda: jax.make_array_from_single_device_arrays(work.shape, work.sharding, [], dtype=work.dtype)
-    if work.way == "host":
-        return coming(work.struct, work.targets, work.fillings, names, means.shards, means.pool)
-    out = _constants(work)
-    for step, places in _steps(work, means.limit_bytes, means.most_bytes):
-        out = (_apart if work.is_apart else _together)(work, names, means, step, places, out)
+    if plan.is_remote:
+        return lambda: jax.make_array_from_single_device_arrays(plan.shape, plan.sharding, [], dtype=plan.dtype)
+    if plan.method == "host":
+        return start_on_host(plan.struct, plan.targets, plan.host_copies, names, context.shards, context.pool)
+    out = _constants(plan)
+    for step, places in _programs(plan, context.limit_bytes, context.most_bytes):
+        out = (_run_per_side if plan.changes_devices else _run_on_all)(plan, names, context, step, places, out)
     parts = {} if out is None else _shards(out)
-    mine = [parts[device] for device in work.sharding.addressable_devices_indices_map(work.shape)]
+    mine = [parts[device] for device in plan.sharding.addressable_devices_indices_map(plan.shape)]
     # Programs compute in device memory; an array in host memory is moved there afterwards.
-    mine = [_in_memory(part.reshape(work.shard_shape), work.sharding.memory_kind) for part in mine]
-    made = jax.make_array_from_single_device_arrays(work.shape, work.sharding, mine, dtype=work.dtype)
+    mine = [_in_memory(part.reshape(plan.shard_shape), plan.sharding.memory_kind) for part in mine]
+    made = jax.make_array_from_single_device_arrays(plan.shape, plan.sharding, mine, dtype=plan.dtype)
     return lambda: made
 
 
-def _together(
-    work: Assembly, names: Sequence[str], means: Means, step: Exchange, places: Any, out: jax.Array | None
+def _run_on_all(
+    plan: Assembly, names: Sequence[str], context: Context, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
-    """Runs one program of an assembly whose source and target are on the same devices, and returns the updated
-    shards.
-    """
-    devices = work.devices
-    given = [means.block(work, names, devices, key) for key in step.keys]
-    sources = tuple(work.source_shapes[key] for key in step.keys)
+    """Runs one program of an assembly whose source and target are on the same devices. Returns the updated shards."""
+    devices = plan.devices
+    given = [context.block(plan, names, devices, key) for key in step.keys]
+    sources = tuple(plan.source_shapes[key] for key in step.keys)
     with _on(devices):
-        run = program(devices, step.rounds, sources, (work.shard_shape, work.dtype), out is None)
+        run = program(devices, step.rounds, sources, (plan.shard_shape, plan.dtype), out is None)
         out = run(places[0], *given, *(() if out is None else (out,)))
-    if means.limit_bytes is not None or _crosses(devices):
+    if context.limit_bytes is not None or _crosses(devices):
         # Programs that talk to other processes block threads of the CPU's runtime; several at once can block them all.
         jax.block_until_ready(out)
     return out
 
 
-def _apart(
-    work: Assembly, names: Sequence[str], means: Means, step: Exchange, places: Any, out: jax.Array | None
+def _run_per_side(
+    plan: Assembly, names: Sequence[str], context: Context, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
-    """Runs one step of an assembly whose source and target are on different devices, as three programs (slice, send,
-    write), and returns the updated shards.
-
-    `None` if this process has none of the array's devices.
+    """Runs the three programs (slice, send, write) of one step of an assembly whose source and target are on different
+    devices. Returns the updated shards; `None` if this process has none of the array's devices.
     """
-    here, there = work.source_devices[step.keys[0]], work.target_devices
+    here, there = plan.source_devices[step.keys[0]], plan.target_devices
     # Without senders and receivers, the programs of different parts of an array are equal.
     rounds = tuple(one._replace(pairs=()) for one in step.rounds)
-    sources = tuple(work.source_shapes[key] for key in step.keys)
+    sources = tuple(plan.source_shapes[key] for key in step.keys)
     sizes = [math.prod(_sent_shape(one.form)) for one in rounds]
-    block = (sum(sizes),), carried(sent_dtype(rounds[0].form, sources[0][1]), here)
-    means.wait_for(work.extra_bytes([step]), work.sharers)
+    block = (sum(sizes),), program_dtype(sent_dtype(rounds[0].form, sources[0][1]), here)
+    context.wait_for(plan.extra_bytes([step]), plan.sharers)
     sent: dict[object, jax.Array] = {}
     if any(map(_is_mine, here)):
-        given = [means.block(work, names, here, key) for key in step.keys]
+        given = [context.block(plan, names, here, key) for key in step.keys]
         with _on(here):
-            sent = _shards(cutting(here, rounds, sources, block)(places[0], *given))
-    others = tuple(device for device in work.devices if _is_mine(device) and device not in sent)
+            sent = _shards(slice_program(here, rounds, sources, block)(places[0], *given))
+    others = tuple(device for device in plan.devices if _is_mine(device) and device not in sent)
     if others:  # devices that send nothing
         with _on(others):
             sent |= _shards(zeros(others, block)())
-    with _on(work.devices):
-        parcels = tuple(zip(sizes, [one.pairs for one in step.rounds], strict=True))
-        came = _shards(sending(work.devices, parcels)(blocks(work.devices, *block, sent)))
+    with _on(plan.devices):
+        sends = tuple(zip(sizes, [one.pairs for one in step.rounds], strict=True))
+        received = _shards(send_program(plan.devices, sends)(blocks(plan.devices, *block, sent)))
     sent.clear()
     if any(map(_is_mine, there)):
         with _on(there):
-            put = putting(there, rounds, sources[0][1], (work.shard_shape, work.dtype), out is None)
-            out = put(places[1], blocks(there, *block, came), *(() if out is None else (out,)))
-    means.begun.append(next(iter(came.values())) if out is None else out)
-    if _crosses(work.devices):
-        jax.block_until_ready(means.begun[-1])
+            put = write_program(there, rounds, sources[0][1], (plan.shard_shape, plan.dtype), out is None)
+            out = put(places[1], blocks(there, *block, received), *(() if out is None else (out,)))
+    context.in_flight.append(next(iter(received.values())) if out is None else out)
+    if _crosses(plan.devices):
+        jax.block_until_ready(context.in_flight[-1])
     return out
 
 
@@ -298,7 +302,9 @@ def _shards(array: jax.Array) -> dict[Any, jax.Array]:
 
 
 def _on(devices: tuple[object, ...]) -> Any:
-    """A context that sets the abstract mesh of these devices. The caller may have set the mesh of other devices."""
+    """A context manager that sets the abstract mesh of these devices, since the caller may have set the mesh of other
+    devices.
+    """
     return jax.sharding.use_abstract_mesh(sharding_of(devices).mesh.abstract_mesh)
 
 
@@ -313,45 +319,45 @@ def _crosses(devices: Sequence[Any]) -> bool:
 
 
 @ft.lru_cache(maxsize=4096)
-def _steps(
-    work: Assembly, limit_bytes: int | None, most_bytes: int
+def _programs(
+    plan: Assembly, limit_bytes: int | None, most_bytes: int
 ) -> tuple[tuple[Exchange, tuple[jax.Array | None, ...]], ...]:
-    """The programs of an assembly, each with its pieces' positions as arrays: one on all devices, or one on the devices
-    of each side.
+    """The programs of an assembly, each with the positions of the parts as arrays: one array on all devices, or, if
+    source and target are on different devices, one array on the devices of each.
     """
-    number, found = {device: at for at, device in enumerate(work.devices)}, []
-    for step in work.exchanges(limit_bytes, most_bytes):
-        sides = (work.source_devices[step.keys[0]], work.target_devices) if work.is_apart else (work.devices,)
+    number, found = {device: at for at, device in enumerate(plan.devices)}, []
+    for step in plan.exchanges(limit_bytes, most_bytes):
+        sides = (plan.source_devices[step.keys[0]], plan.target_devices) if plan.changes_devices else (plan.devices,)
         found.append((step, tuple(_placed(step.places[[number[one] for one in side]], side) for side in sides)))
     return tuple(found)
 
 
 def _placed(rows: np.ndarray, devices: tuple[object, ...]) -> jax.Array | None:
-    """The rows as an array with one row per device; `None` if this process has none of the devices."""
+    """An array with one of the rows on each device; `None` if this process has none of the devices."""
     if not any(map(_is_mine, devices)):
         return None
     return jax.make_array_from_callback(rows.shape, sharding_of(devices), lambda index: rows[index])
 
 
-def _constants(work: Assembly) -> jax.Array | None:
-    """The shards on the target's devices, filled with the constants; `None` if there are no constants."""
+def _constants(plan: Assembly) -> jax.Array | None:
+    """The new shards with the constants of the array, and zeros elsewhere; `None` if the array has no constants."""
     constants: dict[int, list[Piece]] = {}
-    for cut in work.cuts.made:
-        if cut.piece.value.path is None:
-            constants.setdefault(cut.receiver, []).append(cut.piece)
+    for part in plan.parts.all:
+        if part.piece.value.path is None:
+            constants.setdefault(part.receiver, []).append(part.piece)
     # One program is over all devices, which then are the target's.
-    devices, target = work.target_devices if work.is_apart else work.devices, work.shard_shape
+    devices, target = plan.target_devices if plan.changes_devices else plan.devices, plan.shard_shape
     if not constants or not any(map(_is_mine, devices)):
         return None
-    numbers = [work.devices.index(device) for device in devices]
-    first = joined(target)[0]
+    numbers = [plan.devices.index(device) for device in devices]
+    first = block_shape(target)[0]
 
     def shard(index: Any) -> np.ndarray:
-        out = np.zeros(target, work.dtype)
+        out = np.zeros(target, plan.dtype)
         for piece in constants.get(numbers[(index[0].start or 0) // first], ()):
             with np.errstate(over="ignore", invalid="ignore"):
                 target_view(out, piece)[...] = constant(piece)
-        return out.reshape(joined(target))
+        return out.reshape(block_shape(target))
 
-    whole = (len(devices) * first, *joined(target)[1:])
-    return jax.make_array_from_callback(whole, sharding_of(devices), shard, dtype=work.dtype)
+    whole = (len(devices) * first, *block_shape(target)[1:])
+    return jax.make_array_from_callback(whole, sharding_of(devices), shard, dtype=plan.dtype)

@@ -1,8 +1,7 @@
-"""Cuts as programs over the devices of both sides: in each round every device sends at most one piece and receives at
-most one.
+"""Programs that send parts of shards between the devices of the source and of the target.
 
-The positions at which pieces begin are data of a program, so that the layers of a stack, and all layers of a model,
-share one program.
+A program has rounds: in each round every device sends at most one part and receives at most one part. The positions of
+the parts in their shards are an argument of the program, so that all layers of a model share one program.
 """
 
 import functools as ft
@@ -16,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._convert import PieceForm, changed, form_of, is_dense, ordered, put, taken
 from ..steps.program import is_small_float
-from .cuts import Cut, first_casts
+from .shard_parts import ShardPart, first_casts
 
 
 AXIS = "device"
@@ -25,14 +24,14 @@ _MOST_SOURCES = 8
 
 
 class Round(NamedTuple):
-    """Pieces of one form, with no sender and no receiver occurring twice.
+    """One collective permute of a program, or one copy on each device. All parts have the same shape and casts.
 
     **Arguments:**
 
-    - `number`: the number of the array that is read, among those of the program.
-    - `form`: the form of the pieces.
-    - `pairs`: pairs of sender and receiver; empty if each device takes its own.
-    - `is_full`: whether every device of the target receives.
+    - `number`: the number of the array that is read, among the program's arrays.
+    - `form`: the shape and casts of the parts.
+    - `pairs`: the pairs of sender and receiver; empty if each device copies its own elements.
+    - `is_full`: whether every device of the target receives a part.
     """
 
     number: int
@@ -42,15 +41,15 @@ class Round(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A program that copies pieces of some arrays into another array, and the positions of the pieces of each round.
+    """A program that copies parts of some arrays into another array, and the positions of the parts in their shards.
 
     **Arguments:**
 
     - `keys`: the keys of the arrays that are read.
-    - `rounds`: the rounds in order.
-    - `places`: for each device and round, the position of the piece in the source (first) and in the target (last), and
-        whether it is received.
-    - `sizes`: for each round, the bytes of memory of its largest piece.
+    - `rounds`: the rounds, in the order in which they run.
+    - `places`: for each device and round, the position of the part that the device sends in the source's shard, then
+        the position of the part that it receives in the target's shard, then 1 if it receives a part and 0 if not.
+    - `sizes`: for each round, the memory of its largest part, in bytes.
     """
 
     keys: tuple[str, ...]
@@ -60,51 +59,53 @@ class Exchange(NamedTuple):
 
 
 def exchanges(
-    cuts: Sequence[Cut], count: int, receivers: int, most_bytes: int | None, homes: Mapping[str, object]
+    parts: Sequence[ShardPart], count: int, receivers: int, most_bytes: int | None, kinds: Mapping[str, object]
 ) -> list[Exchange]:
-    """The programs that carry out cuts. Devices are numbered from 0 to `count - 1`.
+    """The programs that send parts of shards to the devices of one array.
 
     **Arguments:**
 
-    - `cuts`: the cuts of one target, without those of constants.
-    - `receivers`: the number of devices that hold the target.
-    - `most_bytes`: the most that the pieces of one program take in total, if it has more than one round.
-    - `homes`: for each array that is read, a key that all arrays of one program have in common.
+    - `parts`: the parts of all shards of the array, except constants.
+    - `count`: the number of devices of the source and of the target. They are numbered from 0 to `count - 1`.
+    - `receivers`: the number of devices of the target.
+    - `most_bytes`: the most bytes that the parts of one program take, unless it has only one round.
+    - `kinds`: for each array that is read, a key that is equal for all arrays that one program may read.
     """
-    alike: dict[tuple[str, PieceForm, bool], list[Cut]] = {}
-    for cut in cuts:
-        alike.setdefault((str(cut.piece.value.path), form_of(cut.piece), cut.sender == cut.receiver), []).append(cut)
-    groups: list[list[Sending]] = []
+    alike: dict[tuple[str, PieceForm, bool], list[ShardPart]] = {}
+    for part in parts:
+        key = str(part.piece.value.path), form_of(part.piece), part.sender == part.receiver
+        alike.setdefault(key, []).append(part)
+    groups: list[list[RoundParts]] = []
     filled, keys, kind = 0, set[str](), None
     # The rounds of one array are neighbours, so that a program reads few arrays.
-    for (key, form, is_local), own in sorted(alike.items(), key=lambda item: [*homes].index(item[0][0])):
-        for tiles in matchings(own):
-            size, home = max(cut.room_bytes for cut in tiles), (homes[key], form.casts)
+    for (key, form, is_local), own in sorted(alike.items(), key=lambda item: [*kinds].index(item[0][0])):
+        for sent in matchings(own):
+            size, home = max(part.memory_bytes for part in sent), (kinds[key], form.casts)
             is_much = most_bytes is not None and filled + size > most_bytes
             if not groups or is_much or home != kind or len(keys | {key}) > _MOST_SOURCES:
                 groups.append([])
                 filled, keys = 0, set()
-            groups[-1].append((key, form, is_local, size, tiles))
+            groups[-1].append((key, form, is_local, size, sent))
             filled, keys, kind = filled + size, keys | {key}, home
     return [_exchange(group, count, receivers) for group in groups]
 
 
-# The key of an array, the form of its pieces, whether each device takes its own, the bytes of the largest piece, and
-# the pieces.
-Sending = tuple[str, PieceForm, bool, int, Sequence[Cut]]
+# The parts of one round: the key of the array, the shape and casts of the parts, whether each device copies its own
+# elements, the bytes of the largest part, and the parts.
+RoundParts = tuple[str, PieceForm, bool, int, Sequence[ShardPart]]
 
 
-def _exchange(group: Sequence[Sending], count: int, receivers: int) -> Exchange:
+def _exchange(group: Sequence[RoundParts], count: int, receivers: int) -> Exchange:
     keys = tuple(dict.fromkeys(key for key, *_ in group))
     rank = max(len(form.source) for _, form, *_ in group)
     places = np.zeros((count, len(group), rank + len(group[0][1].target) + 1), np.int32)
     rounds = []
-    for at, (key, form, is_local, _, tiles) in enumerate(group):
-        pairs = () if is_local else tuple(sorted((cut.sender, cut.receiver) for cut in tiles))
-        rounds.append(Round(keys.index(key), form, pairs, len(tiles) == receivers))
-        for cut in tiles:
-            places[cut.sender, at, : len(cut.piece.source)] = cut.piece.source
-            places[cut.receiver, at, rank:] = (*cut.piece.target, 1)
+    for at, (key, form, is_local, _, sent) in enumerate(group):
+        pairs = () if is_local else tuple(sorted((part.sender, part.receiver) for part in sent))
+        rounds.append(Round(keys.index(key), form, pairs, len(sent) == receivers))
+        for part in sent:
+            places[part.sender, at, : len(part.piece.source)] = part.piece.source
+            places[part.receiver, at, rank:] = (*part.piece.target, 1)
     return Exchange(keys, tuple(rounds), places, tuple(size for *_, size, _ in group))
 
 
@@ -112,10 +113,10 @@ def _exchange(group: Sequence[Sending], count: int, receivers: int) -> Exchange:
 Block = tuple[tuple[int, ...], Any]
 
 
-def mapped(devices: tuple[object, ...], body: Any, count: int, *donated: int) -> Any:
-    """A jitted function in which each device applies `body` to its blocks of `count` arrays.
+def per_device(devices: tuple[object, ...], body: Any, count: int, *donated: int) -> Any:
+    """A jitted function of `count` arrays in which each device applies `body` to its shards of the arrays.
 
-    Each array has its devices' blocks along its first dimension. `donated` are the arrays whose memory it reuses.
+    The first dimension of each array is sharded over all devices. `donated` has the numbers of the donated arrays.
     """
     mesh, spec = sharding_of(devices).mesh, PartitionSpec(AXIS)
     run = jax.shard_map(body, mesh=mesh, in_specs=(spec,) * count, out_specs=spec, check_vma=False)
@@ -124,41 +125,42 @@ def mapped(devices: tuple[object, ...], body: Any, count: int, *donated: int) ->
 
 @ft.lru_cache(maxsize=256)
 def program(
-    devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...], target: Block, begins: bool
+    devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...], target: Block, makes_shards: bool
 ) -> Any:
-    """A jitted function that writes pieces of some arrays into another array's shards.
+    """A jitted function that sends parts of some arrays between devices and writes them into another array's shards.
 
     **Arguments:**
 
-    - `devices`: the devices of both sides, in the order of their numbers.
-    - `rounds`: the rounds to carry out.
-    - `sources`, `target`: shape and dtype of one shard of each.
-    - `begins`: whether it makes the shards. If not, it takes them as its last argument and returns them.
+    - `devices`: the devices of the source and of the target, in the order of their numbers.
+    - `rounds`: the rounds of the program.
+    - `sources`, `target`: the shape and dtype of one shard of each array.
+    - `makes_shards`: whether the function makes new shards. If not, it takes the shards as its last argument, writes
+        into them and returns them.
     """
     is_moved = not any(step.form.casts for step in rounds) and all(dtype == target[1] for _, dtype in sources)
-    own = carried(target[1], devices) if is_moved else target[1]
+    own = program_dtype(target[1], devices) if is_moved else target[1]
 
     def run(places: jax.Array, *given: jax.Array) -> jax.Array:
         blocks = [one.reshape(shape) for one, (shape, _) in zip(given, sources, strict=False)]
         blocks = [bitcast(one, own) for one in blocks] if is_moved else blocks
-        out = jnp.zeros(target[0], own) if begins else bitcast(given[-1].reshape(target[0]), own)
+        out = jnp.zeros(target[0], own) if makes_shards else bitcast(given[-1].reshape(target[0]), own)
         for at, step in enumerate(rounds):
-            # Without the barrier XLA could cut out and keep all pieces before it sends the first.
+            # Without the barrier XLA could slice and keep all parts before it sends the first.
             blocks, out = jax.lax.optimization_barrier((blocks, out))
             block, place = blocks[step.number], places[0, at]
-            piece = cut_out(step.form, block, place)
+            piece = slice_part(step.form, block, place)
             piece = jax.lax.ppermute(piece, AXIS, step.pairs) if step.pairs else piece
-            out = put_in(step, out, piece, block.dtype, place)
-        return bitcast(out.reshape(joined(target[0])), target[1])
+            out = write_part(step, out, piece, block.dtype, place)
+        return bitcast(out.reshape(block_shape(target[0])), target[1])
 
     count = len(sources) + 1
-    return mapped(devices, run, count) if begins else mapped(devices, run, count + 1, count)
+    return per_device(devices, run, count) if makes_shards else per_device(devices, run, count + 1, count)
 
 
-def carried(dtype: Any, devices: Sequence[Any]) -> Any:
-    """The dtype in which devices send numbers and write them into new shards.
+def program_dtype(dtype: Any, devices: Sequence[Any]) -> Any:
+    """The dtype in which devices send elements of `dtype` and write them into new shards.
 
-    On CPUs small floats are integers of the same bits, for the reason that `on_bits` gives.
+    On CPUs bfloat16 and smaller floats are sent as integers of the same bits, for the reason that `on_bits` gives.
     """
     if devices[0].platform != "cpu" or not is_small_float(dtype):
         return dtype
@@ -171,12 +173,15 @@ def bitcast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def sent_dtype(form: PieceForm, dtype: object) -> Any:
-    """The dtype in which elements of an array are sent."""
+    """The dtype in which devices send elements of an array of `dtype`: the dtype after the casts of the sender."""
     return (dtype, *form.casts)[first_casts(form.casts, dtype)]
 
 
-def cut_out(form: PieceForm, block: jax.Array, place: jax.Array) -> jax.Array:
-    """Slices a piece out of a shard, as it is sent: with one dimension for each digit of the source."""
+def slice_part(form: PieceForm, block: jax.Array, place: jax.Array) -> jax.Array:
+    """Slices a part out of a device's shard, and casts it to the dtype in which it is sent.
+
+    `place` has the position of the part. The result has one dimension for each digit of `form.source`.
+    """
     piece = jax.lax.dynamic_slice(block, list(place[: len(form.source)]), [size for size, _ in form.source])
     return _cast(taken(piece, form.source), form.casts[: first_casts(form.casts, block.dtype)])
 
@@ -188,8 +193,11 @@ def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
     return piece
 
 
-def put_in(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: jax.Array) -> jax.Array:
-    """Returns the shard `out` with a received piece written into it. `dtype` is the source's."""
+def write_part(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: jax.Array) -> jax.Array:
+    """The shard `out` with a received part written into it.
+
+    `place` has the position of the part. `dtype` is the source's dtype.
+    """
     form = step.form
     piece = ordered(bitcast(_cast(piece, form.casts[first_casts(form.casts, dtype) :]), out.dtype), form)
     starts, sizes = list(place[-1 - len(form.target) : -1]), [size for size, _ in form.target]
@@ -200,20 +208,20 @@ def put_in(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: 
     return jax.lax.dynamic_update_slice(out, jnp.where(place[-1] > 0, after, before), starts)
 
 
-def joined(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one shard where all shards are concatenated along dimension 0. A scalar becomes `(1,)`."""
+def block_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one shard in an array that concatenates all shards along dimension 0: for scalars `(1,)`."""
     return shape or (1,)
 
 
 @ft.lru_cache(maxsize=64)
 def sharding_of(devices: tuple[object, ...]) -> NamedSharding:
-    """The sharding of the arrays in an exchange program: the first dimension is sharded over all devices."""
+    """The sharding of an array whose first dimension is sharded over all of these devices."""
     return NamedSharding(Mesh(np.asarray(devices), (AXIS,)), PartitionSpec(AXIS))
 
 
 def blocks(devices: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, shards: Mapping[Any, jax.Array]) -> jax.Array:
-    """Shards as one array on a program's mesh. A device without a shard contributes zeros."""
-    block = joined(shape)
+    """One array that concatenates the shards of all devices along dimension 0. A device without a shard has zeros."""
+    block = block_shape(shape)
     own = [device for device in devices if device.process_index == jax.process_index()]
     found = [
         shards[device].reshape(block) if device in shards else jnp.zeros(block, dtype, device=device) for device in own
@@ -222,45 +230,47 @@ def blocks(devices: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, shards:
     return jax.make_array_from_single_device_arrays(whole, sharding_of(devices), found, dtype=dtype)
 
 
-Colours = dict[int, dict[int, Cut]]
+Colours = dict[int, dict[int, ShardPart]]
 
 
-def matchings(cuts: Sequence[Cut]) -> list[tuple[Cut, ...]]:
-    """The cuts divided into rounds: an edge colouring of a bipartite graph with as many colours as its largest degree
-    (Konig's theorem).
+def matchings(parts: Sequence[ShardPart]) -> list[tuple[ShardPart, ...]]:
+    """Groups parts into rounds, so that each device sends at most one part and receives at most one part in a round.
+
+    A round is a colour of an edge colouring of the bipartite graph of senders and receivers. The number of colours is
+    the largest degree of the graph (Konig's theorem).
     """
     at_sender: Colours = {}
     at_receiver: Colours = {}
-    for cut in cuts:
-        out, into = at_sender.setdefault(cut.sender, {}), at_receiver.setdefault(cut.receiver, {})
+    for part in parts:
+        out, into = at_sender.setdefault(part.sender, {}), at_receiver.setdefault(part.receiver, {})
         free_out, free_into = _first_free(out), _first_free(into)
         if free_out in into:
-            _swap(cut.receiver, free_out, free_into, at_sender, at_receiver)
-        out[free_out] = into[free_out] = cut
-    colours: dict[int, list[Cut]] = {}
+            _swap_colours(part.receiver, free_out, free_into, at_sender, at_receiver)
+        out[free_out] = into[free_out] = part
+    colours: dict[int, list[ShardPart]] = {}
     for used in at_sender.values():
-        for colour, cut in used.items():
-            colours.setdefault(colour, []).append(cut)
+        for colour, part in used.items():
+            colours.setdefault(colour, []).append(part)
     return [tuple(colours[colour]) for colour in sorted(colours)]
 
 
-def _swap(receiver: int, a: int, b: int, at_sender: Colours, at_receiver: Colours) -> None:
-    """Exchanges the colours on the path of `a` and `b` edges that starts at `receiver`, so that `a` becomes
-    free there.
+def _swap_colours(receiver: int, a: int, b: int, at_sender: Colours, at_receiver: Colours) -> None:
+    """Exchanges the colours `a` and `b` on the path of edges of these colours that starts at `receiver`. Afterwards no
+    edge of `receiver` has the colour `a`.
     """
     path, sides, node, colour = [], (at_receiver, at_sender), receiver, a
-    while (cut := sides[len(path) % 2][node].get(colour)) is not None:
-        path.append((cut, colour))
-        node = cut.sender if len(path) % 2 else cut.receiver
+    while (part := sides[len(path) % 2][node].get(colour)) is not None:
+        path.append((part, colour))
+        node = part.sender if len(path) % 2 else part.receiver
         colour = b if colour == a else a
-    for cut, colour in path:
-        del at_sender[cut.sender][colour], at_receiver[cut.receiver][colour]
-    for cut, colour in path:
+    for part, colour in path:
+        del at_sender[part.sender][colour], at_receiver[part.receiver][colour]
+    for part, colour in path:
         other = b if colour == a else a
-        at_sender[cut.sender][other] = at_receiver[cut.receiver][other] = cut
+        at_sender[part.sender][other] = at_receiver[part.receiver][other] = part
 
 
-def _first_free(used: Mapping[int, Cut]) -> int:
+def _first_free(used: Mapping[int, ShardPart]) -> int:
     colour = 0
     while colour in used:
         colour += 1

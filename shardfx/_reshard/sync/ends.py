@@ -19,8 +19,8 @@ from ..._ground.boxes import array_of, boxes_here, volume
 from ..._ground.copying import buffers
 from ..._ground.errors import PlanMismatchError, SyncError
 from ..._plan import ShardPlan, encode_dtype
+from ..pieces.assembly import leaves_of_plan
 from ..pieces.host import LocalShards, as_bytes
-from ..pieces.work import leaves_of_plan
 from .transfer import SentPiece, Transfer, TransferPlan
 from .wire import ShardBytes, land, pack, received_at, sent_from
 
@@ -169,7 +169,7 @@ def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: in
 def _held(shards: LocalShards, one: Transfer) -> ShardBytes | None:
     """The contiguous range of a shard's bytes that equals the piece as it is sent; `None` if there is no such range."""
     path = one.form.value.path or ""
-    number = shards.with_all(path, hull(swapped(one.piece)))
+    number = shards.containing(path, hull(swapped(one.piece)))
     found = None if number is None else sent_from(one, shards.boxes(path)[number])
     return None if number is None or found is None else ShardBytes(path, number, *found)
 

@@ -29,8 +29,8 @@ from ..._ground.errors import MeshError
 from ..._ground.spec import bits
 from ..._plan import ShardPlan
 from ..destinations import data_of
-from ..pieces.cuts import Cut, cuts_of, first_casts, sent_bits, smaller
-from ..pieces.work import MovedLeaf, device_boxes, leaves_of_plan, numbered
+from ..pieces.assembly import MovedLeaf, device_boxes, leaves_of_plan, numbered
+from ..pieces.shard_parts import ShardPart, divided, first_casts, sent_bits, shard_parts
 from .transfer import BUFFER, PLACE, Buffer, SentLeaf, TransferKind, TransferPlan, WireForm, hash_of
 
 
@@ -203,9 +203,9 @@ def _add(
     wanted = [(first + at, box) for at, box in enumerate(alike)]
     ends = {alias: (one.dtype, holders[one.path]) for alias, one in read.items()}
     starts = {name: {at: [low for low, _ in box] for box, (at,) in own.items()} for name, own in holders.items()}
-    locals_here, parts = _local(jobs.senders), list[Cut]()
-    for cut in cuts_of(made, wanted, ends, {}).made:
-        parts += [cut] if cut.piece.value.path is None else smaller(cut, jobs.limit_bytes)
+    locals_here, parts = _local(jobs.senders), list[ShardPart]()
+    for part in shard_parts(made, wanted, ends, {}).all:
+        parts += [part] if part.piece.value.path is None else divided(part, jobs.limit_bytes)
     # Two positions may have the same numbers.
     is_repeated = len({one.path for one in read.values()}) < len(read) or any(
         factor.source_dim == NOWHERE for piece in made.pieces for factor in piece.factors
@@ -251,11 +251,11 @@ class _Table:
         return rows[np.argsort(rows[:, BUFFER], kind="stable")]
 
 
-def _alike(parts: Sequence[Cut]) -> Iterator[Cut]:
+def _alike(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
     """Yields the parts, with overlapping parts of a shard split at each other's edges, so that equal elements are sent
     once.
     """
-    groups: dict[object, list[Cut]] = {}
+    groups: dict[object, list[ShardPart]] = {}
     for part in parts:
         groups.setdefault(part.sender, []).append(part)
     for group in groups.values():

@@ -9,22 +9,22 @@ from hypothesis import given, settings, strategies as st
 from shardfx._convert import Struct
 from shardfx._convert.evaluate import leaf_made
 from shardfx._convert.pieces import hull, swapped
-from shardfx._reshard.pieces.cuts import cuts_of
 from shardfx._reshard.pieces.exchange import matchings
+from shardfx._reshard.pieces.shard_parts import shard_parts
 
 
 DTYPES = {4: "int4", 8: "int8", 16: "int16", 32: "float32"}
 
 
 def cuts(bits, sources, targets, process_of=None, sent_before=(), lost=()):
-    """The cuts of an array as it is, between devices and boxes."""
+    """The parts of an array as it is, between devices and boxes."""
     shape = tuple(max(stop for _, stop in column) for column in zip(*[b for _, b in [*sources, *targets]], strict=True))
     holders = {}
     for device, b in sources:
         holders.setdefault(b, []).extend([] if device in lost else [device])
     dtype = np.dtype(getattr(jax.numpy, DTYPES[bits]))
     made = leaf_made("x", Struct(shape, dtype))
-    return cuts_of(made, targets, {"x": (dtype, holders)}, process_of or {}, sent_before)
+    return shard_parts(made, targets, {"x": (dtype, holders)}, process_of or {}, sent_before)
 
 
 def box(*intervals):
@@ -62,7 +62,7 @@ def test_every_target_is_put_together_exactly_once_from_what_it_holds_and_exactl
     whole = np.arange(math.prod(shape)).reshape(shape)
     held = {device: whole[index(b)] for device, b in sources}
     built = {device: np.full([stop - start for start, stop in b], -1) for device, b in targets}
-    for one in made.made:
+    for one in made.all:
         target, place = built[one.receiver], index(hull(one.piece))
         assert (target[place] == -1).all()
         target[place] = held[one.sender][index(hull(swapped(one.piece)))]
@@ -104,7 +104,7 @@ def test_senders_of_the_receivers_process_come_first():
     targets = [(device, whole) for device in (10, 11, 12, 13, 20)]
     process_of = {0: 0, 1: 0, 2: 1, 3: 1, 10: 1, 11: 1, 12: 1, 13: 1, 20: 2}
     made = cuts(8, sources, targets, process_of)
-    senders = lambda sent: [one.sender for one in cuts(8, sources[:3], targets[:2], sent_before=sent).made]
+    senders = lambda sent: [one.sender for one in cuts(8, sources[:3], targets[:2], sent_before=sent).all]
     assert senders(()) == [0, 1] and senders([(0, 4)]) == [1, 2] and senders([(0, 4), (1, 4)]) == [2, 0]
     assert made.links == {(2, 10): 4, (3, 11): 4, (2, 12): 4, (3, 13): 4, (0, 20): 4}
 
@@ -120,7 +120,7 @@ def test_thousands_of_devices_take_no_product_of_sources_and_targets():
     targets = [(count + i, box((4 * i, 4 * i + 4), (0, 64))) for i in range(count)]
     replicas = [(i, box((0, 4 * count), (0, 64))) for i in range(count)]
     begin = time.process_time()
-    assert len(cuts(32, sources, targets).made) == count
+    assert len(cuts(32, sources, targets).all) == count
     assert len(set(cuts(32, replicas, targets).sent_bytes.values())) == 1
     # A product of 4096 sources and targets takes half a minute; this is no measurement of speed.
     assert time.process_time() - begin < 10
@@ -140,7 +140,7 @@ def test_earlier_loads_change_senders_only(move, sent):
     _, sources, targets = move
     plain = cuts(8, sources, targets)
     loaded = cuts(8, sources, targets, sent_before=plain.sent_before(sent))
-    assert [one[1:] for one in plain.made] == [one[1:] for one in loaded.made]
+    assert [one[1:] for one in plain.all] == [one[1:] for one in loaded.all]
     assert loaded == cuts(8, sources, targets, sent_before=sent.items())
     assert (plain.wire_bytes, plain.replicas) == (loaded.wire_bytes, loaded.replicas)
 
@@ -153,7 +153,7 @@ def test_rounds_are_matchings_and_as_few_as_the_busiest_device_needs(data):
     replicas = data.draw(st.integers(1, 3))
     sources = [(i, (cut[i % count],)) for i in range(count * replicas)]
     picked = data.draw(st.lists(st.sampled_from([*cut, (0, 2 * count)]), min_size=1, max_size=8))
-    made = cuts(8, sources, [(100 + i, (box,)) for i, box in enumerate(picked)]).made
+    made = cuts(8, sources, [(100 + i, (box,)) for i, box in enumerate(picked)]).all
     done = matchings(made)
     assert sorted(one for step in done for one in step) == sorted(made)
     for step in done:

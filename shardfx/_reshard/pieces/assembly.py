@@ -1,4 +1,4 @@
-"""The plan for assembling each array from shards of others, from shapes and shardings alone."""
+"""Plans how each array is assembled from shards of other arrays, from shapes and shardings alone."""
 
 import dataclasses
 import functools as ft
@@ -29,21 +29,21 @@ from ..._ground.spec import array_bytes
 from ..._plan import ShardPlan
 from ...topology import MeshSpec
 from ..destinations import data_of, has_devices, naming, require_movable, require_reduced, sharers
-from .cuts import Cut, Cuts, cuts_of, least_room_bytes, smaller
 from .exchange import Exchange, exchanges
-from .host import Filling, filling
+from .host import HostCopies, host_copies
+from .shard_parts import ShardPart, ShardParts, divided, least_memory_bytes, shard_parts
 
 
-# For smaller trees, more programs would cost more time than the memory that they save is worth.
+# The memory that programs may use for small arrays, since dividing them into more programs takes more time.
 _LEAST_BYTES = 1 << 20
-# The holder of a NumPy array.
-_NOBODY = -1
+# The number that stands for the host, which holds NumPy arrays.
+_HOST = -1
 
 
 class MovedLeaf(NamedTuple):
     """An array before or after a move: its path, shape, dtype and sharding. A NumPy array has no sharding.
 
-    For a plan without devices, `mesh` says how it spans slices.
+    If the array is from a plan without devices, `mesh` is the plan's mesh, which says how its axes span slices.
     """
 
     path: str
@@ -54,7 +54,7 @@ class MovedLeaf(NamedTuple):
 
 
 def leaves_of_plan(plan: ShardPlan) -> list[MovedLeaf]:
-    """The arrays of a plan."""
+    """The arrays of a plan, in the plan's order."""
     rows = list(zip(plan.content.rows, plan.content.row_shardings, strict=True))
     found = [(path, *rows[at]) for path, at in plan.content.numbered if at >= 0]
     mesh = None if plan.jax_mesh else plan.mesh
@@ -62,7 +62,7 @@ def leaves_of_plan(plan: ShardPlan) -> list[MovedLeaf]:
 
 
 class ScaledArray(NamedTuple):
-    """A source multiplied by its scales, which is computed before it moves."""
+    """A source array that is multiplied by its scales and cast to `dtype` before it moves."""
 
     source: str
     scale: Scale
@@ -71,126 +71,123 @@ class ScaledArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assembly:
-    """The plan for assembling one array from shards of its sources.
+    """The plan for assembling one array from shards of other arrays, its sources.
 
-    It names the sources by their numbers, "0", "1", ..., so that arrays whose sources differ only in their paths have
-    one assembly.
+    The sources are named by their numbers, "0", "1", ..., so that arrays whose sources differ only in their paths have
+    one plan.
 
     **Arguments:**
 
     - `sharding`: the sharding of the array.
-    - `shape`, `dtype`: those of the array; of PRNG keys those of their key data.
-    - `shard_shape`: the shape of one shard of it.
-    - `way`: "programs" (over all devices of both sides) or "host" (NumPy copies in this process's memory, if CPU
-        devices share it or no program spans the devices).
-    - `pieces`: the array as pieces of the sources.
-    - `scaled`: by key, the scaled sources that programs compute first.
-    - `cuts`: the cuts. Their devices are positions in `devices`.
-    - `devices`: the devices of both sides. If an end has no devices, all are integers: a device's id, or its position
-        in the abstract mesh.
+    - `shape`, `dtype`: the shape and dtype of the array, or of the key data of PRNG keys.
+    - `shard_shape`: the shape of one shard of the array.
+    - `method`: "programs" (collective permutes between the devices) or "host" (NumPy copies in this process's memory,
+        if CPU devices share that memory or no program spans the devices).
+    - `pieces`: the array as parts of its sources.
+    - `scaled`: by key, the sources that programs first multiply by scales.
+    - `parts`: the parts of shards that devices send. Their senders and receivers are positions in `devices`.
+    - `devices`: the devices of the array and of its sources. If a sharding is on a mesh without devices, these are
+        integers: a device's id, or a position in the abstract mesh.
     - `target_devices`: the devices of the array.
-    - `source_devices`, `source_shapes`: for each array that is read, its devices, and the shape and dtype of its shard.
-    - `targets`: for "host", the different boxes of the array in this process.
-    - `fillings`: the copies that fill each of these boxes.
+    - `source_devices`, `source_shapes`: for each source, its devices, and the shape and dtype of its shard.
+    - `targets`: for "host", the distinct boxes of the array in this process.
+    - `host_copies`: for "host", the copies that assemble each of these boxes.
     """
 
     sharding: Sharding
     shape: tuple[int, ...]
     dtype: Any
     shard_shape: tuple[int, ...]
-    way: Literal["programs", "host"]
+    method: Literal["programs", "host"]
     pieces: tuple[Piece, ...]
     scaled: Mapping[str, ScaledArray]
-    cuts: Cuts
+    parts: ShardParts
     devices: tuple[Any, ...]
     target_devices: tuple[Any, ...]
     source_devices: Mapping[str, tuple[Any, ...]]
     source_shapes: Mapping[str, tuple[tuple[int, ...], Any]]
     targets: tuple[Box, ...] = ()
-    fillings: tuple[Filling, ...] = ()
+    host_copies: tuple[HostCopies, ...] = ()
 
     @ft.cached_property
     def sharers(self) -> int:
-        """The number of devices that allocate from one memory. Devices of a mesh without devices count as separate
-        memories.
-        """
+        """The largest number of devices that allocate from one memory; 1 if a mesh has no devices."""
         return sharers([device for device in self.devices if isinstance(device, jax.Device)])
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The array to assemble; for PRNG keys the array of their key data."""
+        """The shape, dtype and sharding of the array, or of the key data of PRNG keys."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
     @ft.cached_property
-    def is_elsewhere(self) -> bool:
-        """Whether this process owns none of the devices that take part."""
+    def is_remote(self) -> bool:
+        """Whether this process has nothing to do, since it owns none of the devices."""
         own = jax.process_index()
-        if self.way == "programs":
+        if self.method == "programs":
             return all(device.process_index != own for device in self.devices)
         return not self.sharding.addressable_devices
 
     @ft.cached_property
-    def is_apart(self) -> bool:
-        """Whether source and target are on different devices, at least in part."""
+    def changes_devices(self) -> bool:
+        """Whether some device holds the source but not the target, or the target but not the source."""
         count = len(self.devices)
         return any(len(ends) < count for ends in (self.target_devices, *self.source_devices.values()))
 
     @ft.cached_property
     def most_bytes(self) -> int:
-        """The bytes that programs may take on a device besides source and target: one shard of the target.
-
-        For small arrays it is more, since each program takes time.
+        """The default for the bytes that programs may use on a device besides source and target: one shard of the
+        target, and 1 MiB or more, since each program takes time to start.
         """
         return max(_LEAST_BYTES, array_bytes(self.shard_shape, self.dtype))
 
     def exchanges(self, limit_bytes: int | None = None, most_bytes: int | None = None) -> list[Exchange]:
-        """The programs, in order, divided so that their pieces fit into the limits.
+        """The programs in the order in which they run. Parts are divided so that each program keeps the limits.
 
         **Arguments:**
 
-        - `limit_bytes`: the most bytes of a memory.
-        - `most_bytes`: without a limit, the most bytes of a device if the two sides have different devices, which hold
-            the pieces that they send twice. By default the array's own `most_bytes`.
+        - `limit_bytes`: the most bytes that one memory may hold besides source and target; `None` for no limit.
+        - `most_bytes`: if there is no limit, the most bytes on a device for source and target on different devices. By
+            default it is `self.most_bytes`.
         """
-        if self.way != "programs":
+        if self.method != "programs":
             return []
-        cuts, room = [cut for cut in self.cuts.made if cut.piece.value.path is not None], None
+        parts, room = [part for part in self.parts.all if part.piece.value.path is not None], None
         if limit_bytes is not None:
-            room = max(1, limit_bytes // (self._times * self.sharers))
-        elif self.is_apart:
-            room = max(1, (most_bytes or self.most_bytes) // self._times)
+            room = max(1, limit_bytes // (self._buffers * self.sharers))
+        elif self.changes_devices:
+            room = max(1, (most_bytes or self.most_bytes) // self._buffers)
         if room is not None:
-            cuts = [part for cut in cuts for part in smaller(cut, room)]
-        homes = {key: (here, self.source_shapes[key][1]) for key, here in self.source_devices.items()}
-        return exchanges(cuts, len(self.devices), len(self.target_devices), room, homes)
+            parts = [smaller for part in parts for smaller in divided(part, room)]
+        kinds = {key: (here, self.source_shapes[key][1]) for key, here in self.source_devices.items()}
+        return exchanges(parts, len(self.devices), len(self.target_devices), room, kinds)
 
     @property
-    def _times(self) -> int:
-        """How many copies of a program's pieces one memory holds at its worst moment.
+    def _buffers(self) -> int:
+        """The largest number of buffers for one part that a program holds at the same time.
 
-        If the sides have different devices, the last step holds the received pieces beside the target's old and new
-        values.
+        If source and target are on different devices, the program that writes holds the received part besides the old
+        and the new values of the target.
         """
-        return 4 if self.is_apart else 3
+        return 4 if self.changes_devices else 3
 
     def extra_bytes(self, steps: Sequence[Exchange]) -> int:
-        """The most bytes that one memory holds besides source and target, if the programs run one after the other."""
-        # The CPU's compiler drops the barriers between rounds, and may cut out all pieces before it sends the first.
-        of_step = sum if self.is_apart or self.sharers > 1 else max
-        return self._times * self.sharers * max([0, *[of_step(step.sizes) for step in steps]])
+        """The most bytes that one memory holds besides source and target, if the programs run one after another."""
+        # The CPU's compiler drops the barriers between rounds, and may slice all parts before it sends the first.
+        of_step = sum if self.changes_devices or self.sharers > 1 else max
+        return self._buffers * self.sharers * max([0, *[of_step(step.sizes) for step in steps]])
 
     @ft.cached_property
     def least_bytes(self) -> int:
         """The smallest memory limit under which the array can be assembled."""
-        if self.way != "programs":
+        if self.method != "programs":
             return 0
-        return self._times * self.sharers * max([1, *map(least_room_bytes, self.cuts.made)])
+        return self._buffers * self.sharers * max([1, *map(least_memory_bytes, self.parts.all)])
 
 
-class Work(NamedTuple):
-    """An array of the target, the paths of the arrays that it is made of, and its assembly.
+class TargetArray(NamedTuple):
+    """An array that a map makes, the paths of the source arrays that it is made of, and the plan for assembling it.
 
-    The assembly is `None` if the array is one of the source's arrays, which moves unchanged.
+    The assembly is `None` if the array equals a source array, which then moves like an array without a map.
     """
 
     leaf: MovedLeaf
@@ -199,13 +196,11 @@ class Work(NamedTuple):
 
 
 @ft.lru_cache(maxsize=16)
-def works_of(
+def target_arrays(
     map: TreeMap, sources: tuple[MovedLeaf, ...], targets: tuple[MovedLeaf, ...], copies: bool
-) -> tuple[Work, ...]:
-    """How each array of the target moves or is assembled, for the move of a tree through a map. The result is
-    cached.
-    """
-    here, there = ({leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in side} for side in (sources, targets))
+) -> tuple[TargetArray, ...]:
+    """Plans how each array that a map makes is assembled or moved. The result is cached."""
+    here, there = ({leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in leaves} for leaves in (sources, targets))
     made, by_path = bound(map, here, there), {leaf.path: leaf for leaf in sources}
     known: dict[object, Assembly] = {}
     found = []
@@ -218,7 +213,7 @@ def works_of(
             require_reduced(leaf.sharding, *[end.sharding for end in ends if end.sharding is not None])
             is_plain = len(names) == 1 and made[leaf.path] == _unchanged(ends[0])
             assembly = None if is_plain else _known_assembly(leaf, made[leaf.path], ends, copies, known)
-        found.append(Work(leaf, names, assembly))
+        found.append(TargetArray(leaf, names, assembly))
     return tuple(found)
 
 
@@ -230,11 +225,11 @@ def _unchanged(leaf: MovedLeaf) -> Made:
 def _known_assembly(
     leaf: MovedLeaf, made: Made, sources: Sequence[MovedLeaf], copies: bool, known: dict[object, Assembly]
 ) -> Assembly:
-    """The assembly of an array, from `known` if an array of the same kind has one."""
+    """The plan for assembling an array. Arrays that differ only in paths share a plan, which `known` caches."""
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     more = shape[len(leaf.shape) :]
     pieces = numbered([extended(piece, more) if more else piece for piece in made.pieces], [x.path for x in sources])
-    # Their texts tell apart constants that are equal: 0.0 and -0.0.
+    # 0.0 and -0.0 are equal as numbers, but not as text.
     key = leaf[1:], pieces, str([piece.value.number for piece in pieces]), tuple(one[1:] for one in sources)
     if key not in known:
         ends = [one._replace(path=str(at)) for at, one in enumerate(sources)]
@@ -243,7 +238,7 @@ def _known_assembly(
 
 
 def numbered(pieces: Sequence[Piece], names: Sequence[str]) -> tuple[Piece, ...]:
-    """The pieces with each source's path replaced by its number, as text."""
+    """Returns `pieces` with the path of each source replaced by its position in `names`, as text."""
     numbers, found = {name: str(number) for number, name in enumerate(names)}, []
     for piece in pieces:
         value = piece.value
@@ -262,16 +257,15 @@ def assembly_between(
     copies: bool,
     sent_before: tuple[tuple[int, int], ...] = (),
 ) -> Assembly:
-    """The plan for moving an array between device sets without a map.
+    """The plan for moving an array without a map to another sharding, on any devices.
 
     **Arguments:**
 
-    - `shape`, `dtype`: those of the whole array; for typed PRNG keys those of their `key_data`.
-    - `src`, `dst`: any shardings.
-    - `lost`: devices whose shards are not to be read. Elements that they alone hold are `cuts.missing`.
-    - `copies`: whether devices of the CPU may copy in the memory that they share.
-    - `sent_before`: senders, and the bytes that they have sent more than other replicas of their shards, of other
-        arrays.
+    - `shape`, `dtype`: the shape and dtype of the array; for typed PRNG keys those of their `key_data`.
+    - `src`, `dst`: the shardings before and after the move.
+    - `lost`: devices whose shards are not read. Elements that no other device holds are in `parts.missing`.
+    - `copies`: whether CPU devices of one process may copy shards in the memory that they share.
+    - `sent_before`: for devices that sent other arrays, the bytes that they have sent more than another replica.
 
     **Returns:**
 
@@ -279,7 +273,7 @@ def assembly_between(
 
     **Raises:**
 
-    `MeshError` if no program spans the devices and no host can reach the shards.
+    `MeshError` if no program spans the devices and no process can address all shards.
     """
     made, source = leaf_made("0", Struct(shape, dtype)), MovedLeaf("0", shape, dtype, src)
     return _assembly(MovedLeaf("", shape, dtype, dst), made, [source], copies, lost, sent_before)
@@ -294,27 +288,28 @@ def _assembly(
     sent_before: tuple[tuple[int, int], ...] = (),
 ) -> Assembly:
     devices = _Devices(leaf, sources, lost)
-    cuts, scaled = _cuts(made, sources, devices, sent_before), dict[str, ScaledArray]()
-    way = _way(made, [one.sharding for one in sources], leaf.sharding, copies, cuts, devices)
-    if way == "programs" and any(piece.value.scale is not None for piece in made.pieces):
+    parts, scaled = _parts(made, sources, devices, sent_before), dict[str, ScaledArray]()
+    method = _method(made, [one.sharding for one in sources], leaf.sharding, copies, parts, devices)
+    if method == "programs" and any(piece.value.scale is not None for piece in made.pieces):
         made, scaled = _scaled_first(made)
         ends = {one.path: one for one in sources}
         ends |= {key: ends[one.source]._replace(path=key, dtype=one.dtype) for key, one in scaled.items()}
         sources = [ends[key] for key in dict.fromkeys(name for piece in made.pieces for name in names_of(piece))]
         devices = _Devices(leaf, sources, lost)
-        cuts = _cuts(made, sources, devices, sent_before)
+        parts = _parts(made, sources, devices, sent_before)
     assert leaf.sharding is not None
-    here, shapes = {path: devices.left(own) for path, own in devices.sources.items()}, map(shard_of, sources)
-    ends = (devices.every, devices.left(devices.target), here, dict(zip(here, shapes, strict=True)))
-    found = Assembly(leaf.sharding, made.shape, made.dtype, shard_of(leaf)[0], way, made.pieces, scaled, cuts, *ends)
-    return _filled(found, sources, devices) if way == "host" and devices.are_named else found
+    here, shapes = {path: devices.remaining(own) for path, own in devices.sources.items()}, map(shard_of, sources)
+    ends = (devices.all, devices.remaining(devices.target), here, dict(zip(here, shapes, strict=True)))
+    own = (leaf.sharding, made.shape, made.dtype, shard_of(leaf)[0])
+    found = Assembly(*own, method, made.pieces, scaled, parts, *ends)
+    return _with_host_copies(found, sources, devices) if method == "host" and devices.are_named else found
 
 
 class _Devices:
-    """The devices of an array and of its sources, numbered, without the lost devices.
+    """The devices of an array and of its sources, without the lost devices, each with a number.
 
-    If one sharding has no devices, ids identify the devices. `target` and `sources` are the device and the box of each
-    shard of these arrays; a NumPy array has the device `None`.
+    If a sharding is on a mesh without devices, ids or positions in the mesh stand for devices. `target` and `sources`
+    are lists of the device and the box of each shard. A NumPy array has the device `None`.
     """
 
     def __init__(self, leaf: MovedLeaf, sources: Sequence[MovedLeaf], lost: Sequence[object]):
@@ -324,30 +319,33 @@ class _Devices:
         ends = [[(key_of(device), box) for device, box in device_boxes(one).items()] for one in (*sources, leaf)]
         self.target, self.sources = ends[-1], dict(zip([one.path for one in sources], ends, strict=False))
         left = [device for own in ends[:-1] for device, _ in own if device not in self.lost and device is not None]
-        self.every = tuple(dict.fromkeys((*left, *[device for device, _ in self.target])))
-        self.places = {None: _NOBODY} | {device: at for at, device in enumerate(self.every)}
+        self.all = tuple(dict.fromkeys((*left, *[device for device, _ in self.target])))
+        self.numbers = {None: _HOST} | {device: at for at, device in enumerate(self.all)}
 
-    def left(self, shards: Sequence[tuple[Any, Box]]) -> tuple[Any, ...]:
-        """The devices of these shards that are not lost."""
-        return tuple(device for device, _ in shards if device is not None and device in self.places)
+    def remaining(self, shards: Sequence[tuple[Any, Box]]) -> tuple[Any, ...]:
+        """The devices of `shards` that are not lost."""
+        return tuple(device for device, _ in shards if device is not None and device in self.numbers)
 
     def holders(self, path: str) -> dict[Box, list[int]]:
-        """The devices that hold each box of a source, by number. No device holds a NumPy array."""
+        """The numbers of the devices that hold each box of a source. Lost devices are left out."""
         held: dict[Box, list[int]] = {}
         for device, box in self.sources[path]:
-            held.setdefault(box, []).extend([] if device in self.lost else [self.places[device]])
+            held.setdefault(box, []).extend([] if device in self.lost else [self.numbers[device]])
         return held
 
 
-def _way(
+def _method(
     made: Made,
     sources: Sequence[Sharding | None],
     target: Sharding | None,
     copies: bool,
-    cuts: Cuts,
+    parts: ShardParts,
     devices: _Devices,
 ) -> Literal["programs", "host"]:
-    """Whether programs on devices or NumPy copies on the host assemble an array. All processes decide alike."""
+    """Decides whether programs on devices or NumPy copies on the host assemble an array.
+
+    All processes decide alike.
+    """
     if not devices.are_named:
         return "programs" if sources else "host"
     every = {device for end in (*sources, target) if end is not None for device in end.device_set}
@@ -355,10 +353,10 @@ def _way(
     has_program = len(platforms) == 1 and bool(sources) and None not in sources and 0 not in made.shape
     if has_program and not (copies and platforms == {"cpu"}):
         return "programs"
-    process = [device.process_index for device in devices.every]
+    process = [device.process_index for device in devices.all]
     is_in_one = {*sources} <= {None} or len({device.process_index for device in every}) == 1
-    # Whether a process needs elements that another process holds. Scaled arrays are needed whole.
-    travels = any(process[cut.sender] != process[cut.receiver] for cut in cuts.made if cut.sender != _NOBODY)
+    # Whether a process needs elements that another process holds. Scales are always read as whole arrays.
+    travels = any(process[part.sender] != process[part.receiver] for part in parts.all if part.sender != _HOST)
     if is_in_one or not (travels or any(piece.value.scale is not None for piece in made.pieces)):
         return "host"
     if has_program:
@@ -369,17 +367,17 @@ def _way(
     )
 
 
-def _cuts(
+def _parts(
     made: Made, sources: Sequence[MovedLeaf], devices: _Devices, sent_before: tuple[tuple[int, int], ...]
-) -> Cuts:
+) -> ShardParts:
     alike = {one[1:]: (data_of(one.shape, one.dtype)[1], devices.holders(one.path)) for one in sources}
-    targets = [(devices.places[device], box) for device, box in devices.target]
-    process_of = {at: one.process_index for at, one in enumerate(devices.every) if devices.are_named}
-    return cuts_of(made, targets, {one.path: alike[one[1:]] for one in sources}, process_of, sent_before)
+    targets = [(devices.numbers[device], box) for device, box in devices.target]
+    process_of = {at: one.process_index for at, one in enumerate(devices.all) if devices.are_named}
+    return shard_parts(made, targets, {one.path: alike[one[1:]] for one in sources}, process_of, sent_before)
 
 
 def device_boxes(leaf: MovedLeaf) -> dict[Any, Box]:
-    """The box of each device's shard of an array or of its key data; the key `None` stands for a NumPy array."""
+    """The box of each device's shard of an array, or of its key data. A NumPy array has one box, with key `None`."""
     shape, _ = data_of(leaf.shape, leaf.dtype)
     if leaf.sharding is None:
         return {None: tuple((0, size) for size in shape)}
@@ -387,41 +385,42 @@ def device_boxes(leaf: MovedLeaf) -> dict[Any, Box]:
     return {device: (*found[device], *more) for device in _ordered(leaf.sharding)}
 
 
-def _filled(found: Assembly, sources: Sequence[MovedLeaf], devices: _Devices) -> Assembly:
-    """The plan with the NumPy copies of this process: one shard for each box, since replicas share it."""
+def _with_host_copies(found: Assembly, sources: Sequence[MovedLeaf], devices: _Devices) -> Assembly:
+    """The plan with the NumPy copies of this process: those of one shard per box, since replicas share memory."""
     first: dict[Box, int] = {}
     for device, box in devices.target:
         if device.process_index == jax.process_index():
-            first.setdefault(box, devices.places[device])
-    cuts: dict[int, list[Cut]] = {at: [] for at in first.values()}
-    for cut in found.cuts.made:
-        if cut.receiver in cuts:
-            cuts[cut.receiver].append(cut)
+            first.setdefault(box, devices.numbers[device])
+    parts: dict[int, list[ShardPart]] = {at: [] for at in first.values()}
+    for part in found.parts.all:
+        if part.receiver in parts:
+            parts[part.receiver].append(part)
     shapes, orders = [found.source_shapes[one.path] for one in sources], list[Mapping[int, int]]()
-    for one in sources:  # for each device, the number of its shard among those of this process
+    for one in sources:  # for each device, the number of its shard among the shards of this process
         here = () if one.sharding is None else one.sharding.addressable_devices_indices_map(one.shape)
-        orders.append({devices.places.get(device, _NOBODY): at for at, device in enumerate(here)} or {_NOBODY: _NOBODY})
-    fillings = [filling(cuts[at], found.dtype, box, shapes, orders) for box, at in first.items()]
-    return dataclasses.replace(found, targets=tuple(first), fillings=tuple(fillings))
+        orders.append({devices.numbers.get(device, _HOST): at for at, device in enumerate(here)} or {_HOST: _HOST})
+    copies = [host_copies(parts[at], found.dtype, box, shapes, orders) for box, at in first.items()]
+    return dataclasses.replace(found, targets=tuple(first), host_copies=tuple(copies))
 
 
 def shard_of(leaf: MovedLeaf) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype of a shard, or of its key data."""
+    """The shape and dtype of one shard of an array, or of its key data."""
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     own = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     return (*own, *shape[len(leaf.shape) :]), dtype
 
 
 def _ordered(end: Sharding) -> list[Any]:
-    """The devices of a sharding in an order that is equal on every process; for an abstract mesh, positions in it."""
+    """The devices of a sharding, in the same order on every process. An abstract mesh has positions in their place."""
     if isinstance(end, NamedSharding):
         return list(end.mesh.devices.flat if isinstance(end.mesh, Mesh) else range(end.mesh.size))
     return sorted(end.device_set, key=lambda device: device.id)
 
 
 def _scaled_first(made: Made) -> tuple[Made, dict[str, ScaledArray]]:
-    """Separates scales from a map: each source times its scales becomes one array, and the returned pieces read that
-    array.
+    """Replaces each source that is multiplied by scales by one array, the product.
+
+    Returns the value in terms of these products, and the products by key.
     """
     scaled: dict[str, ScaledArray] = {}
     pieces = []

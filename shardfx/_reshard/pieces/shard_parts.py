@@ -1,0 +1,323 @@
+"""The parts of shards that each device needs to assemble its shard of an array. This file computes with integers only,
+not with arrays.
+"""
+
+import bisect
+import collections
+import dataclasses
+import functools as ft
+import heapq
+import itertools as it
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..._convert import (
+    NOWHERE,
+    Arithmetic,
+    Factor,
+    Made,
+    Piece,
+    Value,
+    dtypes_of,
+    from_start,
+    hull,
+    once,
+    rows,
+    shifted,
+    swapped,
+    within,
+)
+from ..._ground.boxes import Box, common, volume
+from ..._ground.spec import bits
+
+
+class ShardPart(NamedTuple):
+    """A part of a shard that one device sends to another device, or copies into a shard of its own.
+
+    **Arguments:**
+
+    - `sender`, `receiver`: the numbers of the two devices. They are equal if the device copies its own elements.
+    - `piece`: the positions of the elements in the sender's shard and in the receiver's shard. A constant has no
+        source. Elements that are multiplied by scales have positions in the whole source array, since two arrays are
+        read.
+    - `bytes`: the bytes sent, if sender and receiver differ.
+    - `bits`: the bits of an element in the widest dtype that it has on its way from the source to the target.
+    """
+
+    sender: int
+    receiver: int
+    piece: Piece
+    bytes: int
+    bits: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes from the first to the last element of the part, in the source's shard or in the target's,
+        whichever are more.
+        """
+        return -(-_extent(self.piece) * self.bits // 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardParts:
+    """The parts of shards from which all devices assemble their shards of one array.
+
+    A device receives each element that it lacks exactly once.
+
+    **Arguments:**
+
+    - `all`: the parts, receiver by receiver.
+    - `missing`: the boxes of the source that some device needs and no device holds.
+    - `replicas`: for each shard with several possible senders, the devices that hold the shard.
+    """
+
+    all: tuple[ShardPart, ...]
+    missing: tuple[Box, ...] = ()
+    replicas: tuple[tuple[int, ...], ...] = ()
+
+    @ft.cached_property
+    def links(self) -> dict[tuple[int, int], int]:
+        """The bytes that each sender sends to each receiver, by (sender, receiver) in the receivers' order. Copies
+        within a device are left out.
+        """
+        links = collections.Counter[tuple[int, int]]()
+        for part in self.all:
+            if part.sender != part.receiver:
+                links[part.sender, part.receiver] += part.bytes
+        return dict(links)
+
+    @ft.cached_property
+    def sent_bytes(self) -> dict[int, int]:
+        """The bytes that each sender sends, in the order of the device numbers."""
+        totals = collections.Counter[int]()
+        for (sender, _), count in self.links.items():
+            totals[sender] += count
+        return dict(sorted(totals.items()))
+
+    @property
+    def wire_bytes(self) -> int:
+        """The bytes that all devices receive in total."""
+        return sum(self.links.values())
+
+    def sent_before(self, sent: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+        """The devices that have sent more bytes than another replica of their shard, each with the difference in bytes.
+
+        `sent` has the bytes that each device has sent. Nothing else in it affects the choice of senders.
+        """
+        leads = []
+        for holders in self.replicas:
+            least = min(sent.get(device, 0) for device in holders)
+            leads += [(device, sent[device] - least) for device in holders if sent.get(device, 0) > least]
+        return tuple(leads)
+
+
+class Senders:
+    """The devices that hold a replica of one shard, each of which can send it.
+
+    **Arguments:**
+
+    - `holders`: the devices; empty if all of them are lost.
+    - `process_of`: the process of each device.
+    - `sent`: the bytes that each device has sent. `choose` updates it.
+    """
+
+    def __init__(self, holders: Sequence[int], process_of: Mapping[int, int], sent: dict[int, int]):
+        self.holders = dict.fromkeys(holders)
+        self.sent, self._process_of = sent, process_of
+        for device in holders:
+            sent.setdefault(device, 0)
+
+    @ft.cached_property
+    def _everywhere(self) -> list[tuple[int, int, int]]:
+        return sorted((self.sent[device], index, device) for index, device in enumerate(self.holders))
+
+    @ft.cached_property
+    def _nearby(self) -> dict[int | None, list[tuple[int, int, int]]]:
+        found: dict[int | None, list[tuple[int, int, int]]] = {}
+        for entry in self._everywhere:
+            found.setdefault(self._process_of.get(entry[2]), []).append(entry)
+        return found
+
+    def choose(self, receiver: int, count: int) -> int:
+        """Chooses the device that sends `count` bytes to a receiver: in the receiver's process, if one holds a replica
+        there, the device that has sent the fewest bytes.
+        """
+        if len(self.holders) == 1:
+            (device,) = self.holders
+            self.sent[device] += count
+            return device
+        heap = self._nearby.get(self._process_of.get(receiver), self._everywhere)
+        while heap[0][0] != self.sent[heap[0][2]]:  # the device has sent other bytes since this entry was made
+            _, index, device = heap[0]
+            heapq.heapreplace(heap, (self.sent[device], index, device))
+        _, index, device = heap[0]
+        self.sent[device] += count
+        heapq.heapreplace(heap, (self.sent[device], index, device))
+        return device
+
+
+class ShardGrid:
+    """The devices that hold each box of an array. The boxes form a grid, as under every JAX sharding.
+
+    **Arguments:**
+
+    - `dtype`: the dtype of the array.
+    - `holders`: the devices that hold each box.
+    - `process_of`: the process of each device.
+    - `sent`: the bytes that each device has sent, which the choice of senders updates.
+    """
+
+    def __init__(
+        self, dtype: object, holders: Mapping[Box, Sequence[int]], process_of: Mapping[int, int], sent: dict[int, int]
+    ):
+        self.dtype = dtype
+        self.senders = {box: Senders(devices, process_of, sent) for box, devices in holders.items()}
+        self._intervals = [sorted(set(column)) for column in zip(*holders, strict=True)]
+
+    def overlapping(self, box: Box) -> Iterable[Box]:
+        """The boxes of the grid that intersect `box`."""
+        found = []
+        for column, (start, stop) in zip(self._intervals, box, strict=True):
+            first = bisect.bisect_right(column, start, key=lambda interval: interval[1])
+            last = bisect.bisect_left(column, stop, key=lambda interval: interval[0])
+            found.append(column[first:last])
+        return it.product(*found)
+
+
+# The dtype of an array, and the devices that hold each of its boxes.
+Source = tuple[Any, Mapping[Box, Sequence[int]]]
+
+
+def shard_parts(
+    made: Made,
+    targets: Sequence[tuple[int, Box]],
+    sources: Mapping[str, Source],
+    process_of: Mapping[int, int],
+    sent_before: Iterable[tuple[int, int]] = (),
+) -> ShardParts:
+    """Decides which device sends which part of its shard to which device, to assemble an array.
+
+    A device copies elements that it holds. Other elements come from a device in the receiver's process if one of them
+    holds a replica, and from the replica that has sent the fewest bytes. Senders of the largest parts are chosen first.
+
+    **Arguments:**
+
+    - `made`: the array, as parts of other arrays.
+    - `targets`: the device and the box of each shard to assemble.
+    - `sources`: by path, the dtype of each array that is read, and the devices that hold each of its boxes. A box has
+        no devices if all of them are lost.
+    - `process_of`: the process of each device.
+    - `sent_before`: the bytes that devices have already sent for other arrays.
+
+    **Returns:**
+
+    The ShardParts.
+    """
+    sent = dict(sent_before)
+    shards = {id(held): ShardGrid(*held, process_of, sent) for held in sources.values()}
+    found: list[tuple[ShardPart, Senders | None]] = []
+    missing: dict[Box, None] = {}
+    known: dict[object, list[tuple[ShardPart, Senders]]] = {}
+    for receiver, box in targets:
+        start = [-low for low, _ in box]
+        for piece in made.pieces:
+            if piece.value.path is None or piece.value.scale is not None:
+                found += [(ShardPart(receiver, receiver, shifted(one, start), 0), None) for one in within(piece, box)]
+                continue
+            source = shards[id(sources[piece.value.path])]
+            # All entries of a stack are divided like the first one. Positions inside the box are relative to the box.
+            by = from_start(piece, box)
+            first = shifted(piece, [-more for more in by])
+            key = (box, first.source, first.target, first.factors, piece.value.casts, id(source))
+            if key not in known:
+                known[key] = list(_split(first, box, source, missing))
+            for part, senders in known[key]:
+                own = Piece(piece.value, *shifted(part.piece, by)[1:])
+                found.append((ShardPart(receiver, receiver, own, part.bytes, part.bits), senders))
+    replicas = _choose(found)
+    return ShardParts(tuple(part for part, _ in found), tuple(missing), replicas)
+
+
+def _choose(found: list[tuple[ShardPart, Senders | None]]) -> tuple[tuple[int, ...], ...]:
+    """Chooses the sender of each part, in place. Returns the devices of each shard that several devices could send."""
+    replicas: dict[tuple[int, ...], None] = {}
+    for at in sorted(range(len(found)), key=lambda at: -found[at][0].bytes):
+        part, senders = found[at]
+        if senders is not None and part.receiver not in senders.holders:
+            found[at] = ShardPart(senders.choose(part.receiver, part.bytes), *part[1:]), senders
+            if len(senders.holders) > 1:
+                replicas[tuple(senders.holders)] = None
+    return tuple(replicas)
+
+
+def _split(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) -> Iterator[tuple[ShardPart, Senders]]:
+    """Yields the part of `piece` in each shard of the source, for the elements inside `box`. Boxes that no device holds
+    are added to `missing`.
+    """
+    widths = [bits(source.dtype), *map(bits, dtypes_of(piece.value.casts))]
+    for inside in within(piece, box):
+        other = swapped(shifted(inside, [-low for low, _ in box]))
+        for cell in source.overlapping(hull(other)):
+            if common(hull(other), cell) is None:
+                continue
+            for own in [swapped(shifted(one, [-low for low, _ in cell])) for one in within(other, cell)]:
+                if not source.senders[cell].holders:
+                    starts = [low for low, _ in cell]
+                    missing[hull(shifted(swapped(once(own)), starts))] = None
+                    continue
+                size = -(-once(own).elements * min(widths) // 8)
+                yield ShardPart(-1, -1, own, size, max(widths)), source.senders[cell]
+
+
+def first_casts(casts: Sequence[object], dtype: object) -> int:
+    """The number of casts that the sender applies: those up to the dtype with the fewest bits."""
+    sizes = [bits(dtype)]
+    for to in casts:
+        sizes.append(sizes[-1] if isinstance(to, Arithmetic) else bits(to))
+    return sizes.index(min(sizes))
+
+
+def sent_bits(value: Value, dtype: object) -> int:
+    """The bits per element on the wire, after the casts that the sender applies."""
+    return min([bits(dtype), *map(bits, dtypes_of(value.casts))])
+
+
+def _extent(piece: Piece) -> int:
+    """The number of elements from the first to the last one of a piece, in the source or the target, whichever is
+    more.
+    """
+    return _extent_of(piece.factors, len(piece.source), len(piece.target))
+
+
+@ft.lru_cache(maxsize=4096)
+def _extent_of(factors: tuple[Factor, ...], here: int, there: int) -> int:
+    piece = Piece(Value(None), (0,) * here, (0,) * there, factors)
+    return max(piece.elements, volume(hull(piece)), volume(hull(swapped(once(piece)))))
+
+
+def divided(part: ShardPart, most_bytes: int) -> list[ShardPart]:
+    """Divides a part of a shard into parts of at most `most_bytes` of memory each, unless an element would then be sent
+    twice.
+    """
+    factors = [f for f in part.piece.factors if f.source_dim != NOWHERE]
+    if part.memory_bytes <= most_bytes or not factors:
+        return [part]
+    # Divide along the factor whose elements have the largest gaps; of several, along the longest, which gives the
+    # fewest parts.
+    outer = min(factors, key=lambda f: (_extent(rows(part.piece, f, 0, -(-f.size // 2))), -f.size))
+    count = -(-outer.size // max(1, outer.size * most_bytes // part.memory_bytes))
+    step = -(-outer.size // max(2, count))
+    per = part.bytes / outer.size
+    found = []
+    for start in range(0, outer.size, step):
+        stop = min(outer.size, start + step)
+        own = part._replace(piece=rows(part.piece, outer, start, stop), bytes=math.ceil(per * (stop - start)))
+        found += divided(own, most_bytes)
+    return found
+
+
+def least_memory_bytes(part: ShardPart) -> int:
+    """The memory, in bytes, of the smallest parts into which a part of a shard can be divided."""
+    repeated = tuple(f for f in part.piece.factors if f.source_dim == NOWHERE)
+    return part._replace(piece=part.piece._replace(factors=repeated)).memory_bytes
