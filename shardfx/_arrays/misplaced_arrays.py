@@ -121,7 +121,7 @@ def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     content, flat = plan.content, flatten(tree)
     asked = [(one, row.shape, row.dtype) for one, row in zip(content.row_shardings, content.rows, strict=True)]
     index, missing = content.index, ()
-    if flat.paths != content.skeleton.paths:
+    if flat.paths != content.path_tree.paths:
         numbers, present = dict(content.numbered), set(flat.paths)
         index = [numbers.get(path, -1) for path in flat.paths]
         missing = [(path, i) for path, i in content.numbered if i >= 0 and path not in present]

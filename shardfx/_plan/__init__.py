@@ -18,9 +18,9 @@ from .complaints import (
     unused_rules,
 )
 from .content import Content, Group, aligned, rows_of
-from .decide import Request, correct, further
+from .decide import Request, correct, shard_over
 from .following import corresponding, follow
-from .leaf import MEMORY_KINDS, LeafPlan, Row, Skeleton, canonical_dtype, kinds_matcher, named_sharding
+from .leaf import MEMORY_KINDS, LeafPlan, PathTree, Row, canonical_dtype, kinds_matcher, named_sharding
 from .names import field, names_of_leaves, renamed
 from .plan_json import decode_dtype, encode_dtype
 from .planner import NAMES, drafted, plan

@@ -1,4 +1,4 @@
-"""Plans as text: `report` prints a plan as a table, `differences` lists how two plans differ."""
+"""Shows plans as text: `report` as a table, `differences` as a line for each difference between two plans."""
 
 import dataclasses
 import re
@@ -52,15 +52,15 @@ OTHER_TREES = "the trees are built of other containers, or their leaves are in a
 
 
 def plan_lines(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
-    """Returns a line for each property of the whole plans that differs, such as the mesh."""
+    """Returns a line for each property of a whole plan, such as its mesh, that differs between two plans."""
     texts = {"mesh": "the mesh", "mode": "the mode", "axes": "axes", "strict": "strict"}
     values = [(what, vars(a.content)[name], vars(b.content)[name]) for name, what in texts.items()]
     return tuple(f"{what} is {one} in one plan, {other} in the other" for what, one, other in values if one != other)
 
 
 class Pair(NamedTuple):
-    """An array in two plans: its LeafPlan in each (`None` where a plan lacks the path), and the names of the fields
-    that differ.
+    """An array in two plans: its LeafPlan in each plan, and the names of the fields that differ. A LeafPlan is `None`
+    if its plan has no array with this path.
     """
 
     path: str
@@ -81,18 +81,20 @@ def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
 
 
 def report(plan: ShardPlan, *, width: int | None = None) -> str:
-    """Returns the plan as a table: for each array its shape, its spec, its bytes per device, and why.
+    """Returns the plan as a table: for each array its shape, its spec, its bytes per device, and the reasons for the
+    spec.
 
     **Arguments:**
 
     - `plan`: the plan.
-    - `width`: the maximum width of a line, in characters. Where the table is wider, it shortens the rules, and moves
-        the common beginning of paths into a heading. `None` is no limit.
+    - `width`: the maximum width of a line, in characters. If the table is wider, it shortens the rules, and moves the
+        common beginning of paths into a heading. `None` is no limit.
 
     **Returns:**
 
-    The text: a row per array or group of alike arrays, then each reason once, the totals, and the largest
-    arrays that every device holds whole. It is a `str`, which a notebook shows as `print` would.
+    The text. The table has one line for each array, or for all equal arrays of repeated layers. Below it are each
+    reason once, the totals, and the largest arrays that every device holds whole. The text is a `str`, which a notebook
+    shows as `print` would.
 
     !!! Example
 
@@ -125,8 +127,8 @@ _SHOWN = (r".+", r"^(?:\[\d+\])*|paths\[\d+\]|in \w+$", r"^(?:\[\d+\])*|in \w+$"
 
 
 def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
-    """Returns the rows as lines. If they exceed `width`, it shortens the last column, then drops it, and drops the
-    column of counts.
+    """Returns the lines of the table. While they are wider than `width`, the last column is shortened and then dropped,
+    and the column with the number of arrays is dropped.
     """
     shown = rows
     for kept in _SHOWN:

@@ -1,4 +1,6 @@
-"""Mistakes in a draft of a plan: functions that find them as data, and functions that raise all of one kind."""
+"""Finds mistakes in a draft of a plan. Some functions return the mistakes as data, and others raise an error with all
+mistakes of one sort.
+"""
 
 import collections
 import difflib
@@ -28,10 +30,11 @@ from .leaf import Row
 
 
 class Draft(NamedTuple):
-    """The decisions about a tree before its mistakes are reported: `plan` raises them, `lint` lists them.
+    """The plans of all arrays of a tree before mistakes are reported. `plan` raises errors for the mistakes, and `lint`
+    lists them.
 
-    `numbers` holds the row number of each leaf, -1 for leaves that are not arrays, and `-2 - n` for a leaf whose error
-    is `errors[n]`. `declared` holds the mesh axes that the mesh may lack.
+    `numbers` holds for each leaf the index of its plan in `rows`, -1 if the leaf is not an array, and `-2 - n` if
+    planning it failed with the error `errors[n]`. `declared` holds the mesh axes that the mesh may lack.
     """
 
     flat: Flat
@@ -45,7 +48,7 @@ class Draft(NamedTuple):
     errors: list[tuple[str, Any]]
 
     def arrays(self, chosen: Container[int]) -> Iterator[tuple[str, int, Row]]:
-        """Yields the path, the row number and the row of each array whose row number is in `chosen`."""
+        """Yields the path, the index in `rows` and the plan of each array whose index is in `chosen`."""
         return ((path, i, self.rows[i]) for i, path in zip(self.numbers, self.flat.paths, strict=True) if i in chosen)
 
 
@@ -54,14 +57,14 @@ _SHOWN = 40
 
 
 def _refuse(error: type[Exception], head: str, lines: Sequence[str], cause: Exception | None = None) -> None:
-    """Raises `error` if there are `lines`, with `head`, the first lines, and how many more there are."""
+    """Raises `error` if there are `lines`. Its message has `head`, the first lines, and the number of further lines."""
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         raise error("\n".join([head, *lines[:_SHOWN], *more])) from cause
 
 
 def raise_errors(errors: list[tuple[str, Any]]) -> None:
-    """Raises if there are errors of leaves, each with the leaf's path."""
+    """Raises one error for all leaves that cannot be planned, from pairs of a leaf's path and its error."""
     if errors:
         head = f"{plural(len(errors), 'leaf', 'leaves, or groups of alike ones,')} cannot be planned:"
         # Where a rule is a user's function, the cause is the exception that the function raised.
@@ -84,7 +87,7 @@ def raise_empty(tree: object, flat: Flat, paths: object) -> None:
 
 
 def raise_repeated(flat: Flat) -> None:
-    """Raises if two arrays have one path, since neither rules nor readers of the plan could distinguish them."""
+    """Raises if two arrays have one path, because a rule could not distinguish them."""
     if len(set(flat.paths)) == len(flat.paths):
         return
     counts = collections.Counter(path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped)
@@ -96,14 +99,14 @@ def raise_repeated(flat: Flat) -> None:
 
 
 def uncovered(draft: Draft) -> list[tuple[str, Row]]:
-    """Returns the path and the row of each array that no rule covers, largest first."""
+    """Returns the path and the plan of each array that no rule covers, the largest array first."""
     open_rows = {i for i, row in enumerate(draft.rows) if row.rule is None and row.shape}
     found = [(path, row) for path, _, row in (draft.arrays(open_rows) if open_rows else ())]
     return sorted(found, key=lambda leaf: -array_bytes(leaf[1].shape, leaf[1].dtype))
 
 
 def raise_unmatched(draft: Draft) -> None:
-    """Raises if no rule covers some array, with the nearest rule for each such array."""
+    """Raises if no rule covers some array. The message has the nearest rule for each such array."""
     found, patterns = uncovered(draft), [pattern for pattern, _ in draft.paths.rules]
     if not found:
         return
@@ -130,7 +133,7 @@ def unknown_units(axes: AxisRules) -> tuple[str, ...]:
 
 
 def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
-    """Returns, by row number, the logical names of the row that have no rule in any mode."""
+    """Returns, by index in `rows`, the logical names of an array that have no rule in any mode."""
     by_name = [(i, row) for i, row in enumerate(rows) if row.names is not None and _axes_of(Code.unmatched, row)]
     return {i: found for i, row in by_name if (found := unknown_names(row.names or (), axes))}
 
@@ -156,8 +159,8 @@ def raise_unknown(draft: Draft) -> None:
 
 
 def absent_axes(draft: Draft) -> dict[str, str]:
-    """Returns the mesh axes of rules that the mesh lacks and nobody declared, each with the first rule or leaf that
-    uses it.
+    """Returns the mesh axes of rules that the mesh lacks and that no rules declare, each with the first rule or leaf
+    that uses the axis.
     """
     pairs = () if draft.axes is None else axes_in(draft.axes)
     wrong = {axis: f"the rule of {name!r}" for name, axis in reversed(pairs) if axis not in draft.mesh.axis_names}
@@ -170,7 +173,7 @@ def absent_axes(draft: Draft) -> dict[str, str]:
 
 
 def raise_absent(draft: Draft) -> None:
-    """Raises if rules name a mesh axis that the mesh lacks and that is not declared in `axes=`."""
+    """Raises if rules name a mesh axis that the mesh lacks and that no `axes=` declares."""
     wrong, mesh = absent_axes(draft), draft.mesh
     lines = [f"  {who} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}" for axis, who in wrong.items()]
     head = (
@@ -189,10 +192,10 @@ def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None)
 
 
 def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]) -> dict[str, str]:
-    """Returns, for each mesh axis that is neither used nor declared, the similar axis name of the rules that the mesh
-    lacks.
+    """Returns the mesh axes that no rule uses or declares and that are probably misspelled, each with the similar name
+    that the rules use and the mesh lacks.
 
-    Rules may declare axes that a mesh lacks, so a missing axis is a mistake only if the mesh has one spelled like it.
+    Rules may name axes that a mesh lacks, so such a name is a mistake only if the mesh has an axis with a similar name.
     """
     known = {*declared, *used}
     lacking = sorted(known.difference(mesh.axis_names))
@@ -215,23 +218,25 @@ def raise_misspelled(draft: Draft) -> None:
 
 
 class Unused(NamedTuple):
-    """A rule that decides about no array. `nearest` is the nearest path if no path matches; else `arrays` match, and
-    `takers` decide about them.
+    """A path rule that shards no array, because no path matches it or because other rules come first.
+
+    `nearest` is the path that is most similar to the regex, if the regex matches no path. Otherwise `arrays` holds the
+    paths of the arrays that it matches, and `deciders` the rules that shard these arrays.
     """
 
     number: int
     nearest: str | None
     arrays: tuple[str, ...]
-    takers: tuple[str, ...]
+    deciders: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        """A phrase that says why the rule decides about no array."""
+        """A phrase that says why the rule shards no array."""
         if self.nearest is not None:
             return f"matches no path of the tree; the nearest path is `{self.nearest}`"
         first, *others = self.arrays
         more = f" and {len(others)} more" if others else ""
-        return f"is shadowed: all that it matches (`{first}`{more}) goes to {' and '.join(self.takers)}"
+        return f"is shadowed: all that it matches (`{first}`{more}) goes to {' and '.join(self.deciders)}"
 
 
 # Strings that are no path of any tree: only a regex that matches every path matches them.
@@ -242,21 +247,22 @@ def unused_rules(
     rules: Sequence[tuple[str, Any]],
     used: Mapping[Any, Any],
     flat: Flat,
-    given: Sequence[Any] | None = None,
-    giver: str = "",
+    decided: Sequence[Any] | None = None,
+    by: str = "",
 ) -> Iterator[Unused]:
-    """Yields the rules that decide about no array. Where `given` has an entry for a leaf, `giver` decides about it
-    instead of a rule.
+    """Yields the path rules that shard no array. `used` holds the indices of the rules that do.
 
-    Two rules are no mistake: a last rule that matches all paths, for there may be none left, and one that matches only
-    leaves that are not arrays. No rule can match in a tree without leaves, such as the state of plain SGD.
+    A leaf whose entry in `decided` is not `None` is not sharded by path rules, but by `by`, a phrase for messages. Two
+    rules are no mistake: a last rule that matches all paths, since other rules may cover all arrays, and a rule that
+    matches only leaves that are not arrays. In a tree without leaves, such as the state of plain SGD, no rule is a
+    mistake.
     """
     unused = [n for n, (_, target) in enumerate(rules) if n not in used and not isinstance(target, Optional)]
     patterns = tuple(re.compile(regex) for regex, _ in rules) if unused and flat.leaves else ()
 
-    def taker(at: int) -> str:
-        if given is not None and given[at] is not None:
-            return giver
+    def decider(at: int) -> str:
+        if decided is not None and decided[at] is not None:
+            return by
         number = first_match(flat.paths[at], patterns)
         return "no rule" if number is None else f"rule {number} ({rules[number][0]!r})"
 
@@ -267,15 +273,15 @@ def unused_rules(
         if not matches:
             yield Unused(number, difflib.get_close_matches(regex, flat.paths, n=1, cutoff=0.0)[0], (), ())
         elif arrays and not (number == len(rules) - 1 and all(map(search, _PROBES))):
-            takers = tuple(dict.fromkeys(map(taker, arrays)))
-            yield Unused(number, None, tuple([flat.paths[at] for at in arrays]), takers)
+            deciders = tuple(dict.fromkeys(map(decider, arrays)))
+            yield Unused(number, None, tuple([flat.paths[at] for at in arrays]), deciders)
 
 
-def raise_unused(what: str, rules: Matcher, flat: Flat, given: Sequence[Any] | None = None, giver: str = "") -> None:
-    """Raises if a rule decides about no array; `what` names the kind of rule, and `given` and `giver` are as in
-    `unused_rules`.
+def raise_unused(what: str, rules: Matcher, flat: Flat, decided: Sequence[Any] | None = None, by: str = "") -> None:
+    """Raises if a path rule shards no array. `what` is the word for such a rule in the message. `decided` and `by` are
+    as in `unused_rules`.
     """
-    found = unused_rules(rules.rules, rules.used, flat, given, giver)
+    found = unused_rules(rules.rules, rules.used, flat, decided, by)
     head = (
         "rules that never apply are mostly mistakes. Correct them, take them out, mark those that other trees need "
         'with `optional(target)`, or pass `unused="allow"`:'
@@ -285,12 +291,14 @@ def raise_unused(what: str, rules: Matcher, flat: Flat, given: Sequence[Any] | N
 
 
 def _axes_of(code: Code, row: Row) -> list[str]:
-    """Returns the mesh axes, or the logical names, that the reasons with this code are about."""
+    """Returns the mesh axes, or the logical names, in the reasons of an array that have this code."""
     return [axis for why in row.reasons if why.code is code for axis in why.axes]
 
 
-def raise_cut(arrays: Iterable[tuple[str, Row]], advice: str = "") -> None:
-    """Raises if an array under a strict plan, given by its path and row, is not sharded as requested."""
+def raise_strict(arrays: Iterable[tuple[str, Row]], advice: str = "") -> None:
+    """Raises if an array is not sharded as its rule requests, from pairs of a path and a plan. The message ends with
+    `advice`.
+    """
     lines = [
         f"  leaf `{path}`, shape {row.shape}: {why}"
         for path, row in arrays

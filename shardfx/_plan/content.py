@@ -1,4 +1,6 @@
-"""`Content`, the data of a plan: a row for all leaves that are planned alike, and values derived from the rows."""
+"""`Content`, the data of a ShardPlan. Arrays that are planned alike share one `Row`, and every leaf of the tree has the
+index of its row.
+"""
 
 import collections
 import dataclasses
@@ -18,13 +20,14 @@ from .._ground.tree import Flat, flatten
 from .._rules import AxisRules
 from ..topology import MeshSpec
 from . import plan_json
-from .leaf import LeafPlan, Row, Skeleton, canonical_dtype, named_sharding
+from .leaf import LeafPlan, PathTree, Row, canonical_dtype, named_sharding
 
 
 class Group(NamedTuple):
-    """Arrays that are planned alike and whose paths differ only in numbers, with their common row and its number.
+    """Arrays that are planned alike and whose paths differ only in numbers: their common plan `row`, and its index
+    `number`.
 
-    `bytes` and `bytes_per_device` are those of all these arrays together, in total and on each device.
+    `bytes` and `bytes_per_device` are the sums over these arrays, in total and on each device.
     """
 
     paths: tuple[str, ...]
@@ -41,10 +44,11 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Content:
-    """The data of a plan, compared and hashed by its digest, so that an equal plan causes no recompilation in JAX.
+    """The data of a plan. Plans with equal digests are equal and have one hash, so JAX does not recompile a function
+    for an equal plan.
 
-    Leaves that are planned alike share one row. `index` holds the row number of each leaf of the tree, and -1 for
-    leaves that are not arrays. All properties are computed on first use.
+    `rows` holds one plan for all arrays that are planned alike. `index` holds for each leaf of the tree its index in
+    `rows`, or -1 if the leaf is not an array. All properties are computed on first use.
     """
 
     mesh: MeshSpec
@@ -53,7 +57,7 @@ class Content:
     mode: str | None
     rows: Sequence[Row]
     index: Sequence[int]
-    skeleton: Skeleton
+    path_tree: PathTree
     strict: bool = False
 
     def __post_init__(self):
@@ -76,14 +80,14 @@ class Content:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The sentinels in an Equinox treedef do not survive pickling. Flattening the unpickled tree makes new ones.
-        tree, order = self.skeleton.numbered, self.skeleton.order
+        tree, order = self.path_tree.numbered, self.path_tree.order
         devices = None if self.jax_mesh is None else [(d.platform, d.id) for d in self.jax_mesh.devices.flat]
         return _unpickled, (self.to_json(), tree, order, devices)
 
     @property
     def numbered(self) -> Iterable[tuple[str, int]]:
-        """The path of each leaf and the number of its row, -1 for leaves that are not arrays."""
-        return zip(self.skeleton.paths, self.index, strict=True)
+        """Pairs of each leaf's path and its index in `rows`, or -1 if the leaf is not an array."""
+        return zip(self.path_tree.paths, self.index, strict=True)
 
     @ft.cached_property
     def digest(self) -> str:
@@ -102,7 +106,7 @@ class Content:
             "mode": self.mode,
             "rows": [plan_json.encode_row(row) for row in self.rows],
             "leaves": [list(pair) for pair in self.numbered],
-            "structure": self.skeleton.encoded,
+            "structure": self.path_tree.encoded,
         }
 
     @ft.cached_property
@@ -111,7 +115,7 @@ class Content:
 
     @ft.cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The arrays in the tree's order. Arrays of repeated layers with equal rows are one group."""
+        """The arrays in the tree's order. Arrays of repeated layers that are planned alike are one group."""
         found: dict[tuple[Any, ...], list[str]] = {}
         for path, number in self.numbered:
             if number >= 0:
@@ -124,7 +128,7 @@ class Content:
 
     @ft.cached_property
     def byte_counts(self) -> tuple[tuple[int, int], ...]:
-        """For each row, the bytes of a whole array and of one shard."""
+        """For each entry of `rows`, the bytes of one whole array and of one shard."""
         return tuple(row.byte_counts(self.mesh.shape) for row in self.rows)
 
     @ft.cached_property
@@ -140,12 +144,12 @@ class Content:
 
     @property
     def any_mesh(self) -> Mesh | AbstractMesh:
-        """The jax Mesh of devices if the plan has one, else an AbstractMesh."""
+        """The jax Mesh if the plan has devices, else an AbstractMesh."""
         return self.mesh.abstract() if self.jax_mesh is None else self.jax_mesh
 
     @property
     def row_shardings(self) -> list[NamedSharding]:
-        """The sharding of each row, on the plan's devices if it has some, else on an AbstractMesh."""
+        """The sharding of each entry of `rows`, on the plan's devices if it has some, else on an AbstractMesh."""
         mesh = self.any_mesh
         return [named_sharding(mesh, row.spec, row.memory_kind) for row in self.rows]
 
@@ -158,19 +162,19 @@ class Content:
         return self.tree([row.spec for row in self.rows])
 
     def tree(self, values: Sequence[object], other: object = None) -> PyTree:
-        """Returns the planned tree with `values[i]` at each leaf of row `i`, and `other` at leaves that are not
-        arrays.
+        """Returns the planned tree with `values[i]` at each array whose plan is `rows[i]`, and `other` at leaves that
+        are not arrays.
         """
         table = [*values, other]
-        return self.skeleton.filled([table[i] for i in self.index])
+        return self.path_tree.filled([table[i] for i in self.index])
 
     def replaced(self, **changes: object) -> "Content":
         return dataclasses.replace(self, **changes)
 
 
 def _in_order_of_use(rows: Sequence[Row], index: Sequence[int]) -> tuple[tuple[Row, ...], tuple[int, ...]]:
-    """Returns the rows that leaves use, without duplicates and in order of first use, and the index of each leaf into
-    them.
+    """Returns `rows` without duplicates and in the order in which leaves first use them, and the new index of each
+    leaf.
     """
     merged: dict[Row, int] = {}
     renumbered = {-1: -1}
@@ -183,7 +187,7 @@ def _in_order_of_use(rows: Sequence[Row], index: Sequence[int]) -> tuple[tuple[R
 
 
 def read_json(text: str) -> Content:
-    """Returns the content of a plan from its JSON text; raises if the text is invalid or does not match its digest."""
+    """Parses the data of a plan from JSON text; raises if the text is invalid or does not match its digest."""
     try:
         data = plan_json.parsed(text)
         content = Content(*plan_json.decoded(data))
@@ -203,12 +207,12 @@ def read_json(text: str) -> Content:
 def _unpickled(text: str, tree: object, order: Sequence[int] | None, devices: list[tuple[str, int]] | None) -> Content:
     content = read_json(text)
     jax_mesh = None if devices is None else _mesh_again(content.mesh, devices)
-    skeleton = dataclasses.replace(content.skeleton, treedef=jax.tree.structure(tree), order=order)
-    return content.replaced(jax_mesh=jax_mesh, skeleton=skeleton)
+    path_tree = dataclasses.replace(content.path_tree, treedef=jax.tree.structure(tree), order=order)
+    return content.replaced(jax_mesh=jax_mesh, path_tree=path_tree)
 
 
 def _mesh_again(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
-    """Returns the mesh of this process's devices with these platforms and ids; raises if it lacks one."""
+    """Returns the mesh of this process's devices with these platforms and ids; raises if this process lacks one."""
     try:
         here = {(d.platform, d.id): d for platform in dict(devices) for d in jax.devices(platform)}
         found = np.array([here[device] for device in devices])
@@ -223,18 +227,18 @@ def _mesh_again(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
 def shaped_like(content: Content, like: object) -> Content:
     flat = flatten(like)
     index = rows_of(content, flat)
-    if flat.paths == content.skeleton.paths:
+    if flat.paths == content.path_tree.paths:
         # The structure that was read from JSON stays, so that the digest stays.
-        return content.replaced(skeleton=dataclasses.replace(content.skeleton, treedef=flat.treedef, order=None))
-    return content.replaced(skeleton=Skeleton(flat.paths, flat.treedef), index=index)
+        return content.replaced(path_tree=dataclasses.replace(content.path_tree, treedef=flat.treedef, order=None))
+    return content.replaced(path_tree=PathTree(flat.paths, flat.treedef), index=index)
 
 
 def rows_of(content: Content, flat: Flat) -> Sequence[int]:
-    """Returns the row number of each leaf of a tree under a plan, and -1 for leaves that are not arrays.
+    """Returns, for each leaf of a tree, the index of its plan in `content.rows`, or -1 if the leaf is not an array.
 
-    Only arrays are compared. Leaves that are not arrays, such as the functions of a module, may be missing in the tree
-    or in the plan: `equinox.partition(model, equinox.is_array)[0]` fits the plan of `model`, and `model` fits the plan
-    of the partition.
+    Only arrays are compared with the plan. Leaves that are not arrays, such as the functions of a module, may be
+    missing in the tree or in the plan: `equinox.partition(model, equinox.is_array)[0]` fits the plan of `model`, and
+    `model` fits the plan of the partition.
 
     **Raises:**
 
@@ -256,8 +260,8 @@ def rows_of(content: Content, flat: Flat) -> Sequence[int]:
 
 
 def aligned(content: Content, flat: Flat) -> Sequence[int]:
-    """Returns the row number of each leaf, as `rows_of` does, but compares only paths, not shapes and dtypes."""
-    if flat.paths == content.skeleton.paths:
+    """Returns the index of each leaf's plan, as `rows_of` does, but compares only paths, not shapes and dtypes."""
+    if flat.paths == content.path_tree.paths:
         return content.index
     known, pairs = dict(content.numbered), zip(flat.paths, flat.is_array, strict=True)
     # An array that the plan knows and has no row for was not selected.
@@ -272,7 +276,7 @@ def aligned(content: Content, flat: Flat) -> Sequence[int]:
 def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
     planned = [path for path, i in content.numbered if i >= 0]
     given = [path for path, shaped in zip(flat.paths, flat.is_array, strict=True) if shaped]
-    known, present = set(content.skeleton.paths), set(flat.paths)
+    known, present = set(content.path_tree.paths), set(flat.paths)
     extra, missing = [path for path in given if path not in known], [path for path in planned if path not in present]
     # The path of a tree that is a single array is empty.
     found = [f"the plan has no {f'`{path}`' if path else 'array alone'}" for path in extra[:1]]
@@ -284,22 +288,22 @@ def _raise_other_tree(content: Content, flat: Flat) -> NoReturn:
 
 
 def joined_contents(contents: dict[str, Content]) -> Content:
-    """Returns the content of the plan of a dict of trees, from the contents by key; see `shardfx.ShardPlan.join`."""
+    """Returns the data of the plan of a dict of trees, from the data for each key; see `shardfx.ShardPlan.join`."""
     mesh, jax_mesh, mode, axes = (_common(what, contents) for what in ("mesh", "jax_mesh", "mode", "axes"))
     rows, index, paths = [], [], []
     for name, content in contents.items():
-        for path, i in content.skeleton.in_order(list(content.numbered)):
+        for path, i in content.path_tree.in_order(list(content.numbered)):
             paths.append(f"{name}/{path}" if path else name)
             index.append(i + len(rows) if i >= 0 else -1)
         rows += content.rows
-    treedef = jax.tree.structure({name: content.skeleton.numbered for name, content in contents.items()})
+    treedef = jax.tree.structure({name: content.path_tree.numbered for name, content in contents.items()})
     strict = any(content.strict for content in contents.values())
-    return Content(mesh, jax_mesh, axes, mode, rows, index, Skeleton(tuple(paths), treedef), strict)
+    return Content(mesh, jax_mesh, axes, mode, rows, index, PathTree(tuple(paths), treedef), strict)
 
 
 def _common(what: str, contents: dict[str, Content]) -> Any:
-    """Returns the value of a field that is equal in all plans; raises if it differs. A plan without `axes` agrees with
-    every value.
+    """Returns the value of the field `what`, which must be equal in all plans; raises if it differs. A plan without
+    `axes` agrees with the `axes` of every other plan.
     """
     values = {name: vars(content)[what] for name, content in contents.items()}
     (first, expected), *rest = [pair for pair in values.items() if what != "axes" or pair[1] is not None] or [

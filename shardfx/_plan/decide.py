@@ -1,5 +1,5 @@
-"""Decides how one array is sharded: a request from its names or its rule's target, corrected to mesh and shape, and
-then refined by strategies.
+"""Decides how one array is sharded. A rule or logical names request a sharding, which is corrected to the mesh and the
+shape and then extended by strategies.
 """
 
 import dataclasses
@@ -43,9 +43,7 @@ from .leaf import Row
 
 
 class Request(NamedTuple):
-    """The sharding that a rule or logical names request for an array, before it is corrected to the mesh and the
-    shape.
-    """
+    """The sharding that a rule or logical names request for an array, not yet corrected to the mesh and the shape."""
 
     names: tuple[Any, ...] | None
     spec: PartitionSpec
@@ -60,7 +58,7 @@ NOTHING = Request(None, PartitionSpec(), None, None, (), ())
 
 
 class Axes(NamedTuple):
-    """The sizes of the mesh axes, whether one is Auto, and the bytes below which arrays stay replicated."""
+    """The sizes of the mesh axes, whether one is Auto, and the bytes below which arrays are replicated."""
 
     sizes: Mapping[str, int]
     has_auto: bool
@@ -72,8 +70,8 @@ def axes_of(mesh: MeshSpec, min_bytes: int = 0) -> Axes:
 
 
 class Leaf(NamedTuple):
-    """The shape, dtype and units of an array. A unit is the number of elements that no shard may split in a dimension,
-    such as the width of a head; it is 1 where a dimension may be sharded between any two elements.
+    """The shape, dtype and units of an array. `units` holds, for each dimension, the number of elements that no shard
+    may split, such as the width of an attention head; 1 if the dimension may be sharded between any two elements.
     """
 
     shape: tuple[int, ...]
@@ -85,10 +83,10 @@ def leaf_of(shape: tuple[int, ...], dtype: DType, units: tuple[int, ...] | None)
     return Leaf(shape, dtype, (1,) * len(shape) if units is None else units)
 
 
-def asked_by_target(
+def request_of_target(
     target: object, path: str, leaf: Any, rule: str, axes: AxisRules | None, mode: str | None, stacked: int = 0
 ) -> Request:
-    """Returns the request that the target of a path rule makes for the array at `path`; `rule` is the rule's name in a
+    """Returns the request that the target of a path rule makes for the array at `path`. `rule` is the rule's name in a
     plan.
 
     The first `stacked` dimensions index stacked layers, and no strategy may shard them.
@@ -104,13 +102,13 @@ def asked_by_target(
         first, steps = PartitionSpec(), [first, *steps]
     strategies = skipping(steps, range(stacked))
     if isinstance(first, tuple):
-        return asked_by_names(first, tuple(leaf.shape), rule, axes, mode, units, strategies)
+        return request_of_names(first, tuple(leaf.shape), rule, axes, mode, units, strategies)
     spec: Any = PartitionSpec() if isinstance(first, Replicate) else first
     return Request(None, spec, rule, padded_units(units, len(leaf.shape)), strategies, ())
 
 
 def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
-    """Returns the target that a user's function gives the array at `path`; raises unless it is a spec."""
+    """Returns the target that a user's function returns for the array at `path`; raises if it is no PartitionSpec."""
     try:
         found = function(path, leaf)
     except (SpecError, RuleError):
@@ -127,7 +125,7 @@ def _called(function: Any, path: str, leaf: Any, rule: str) -> Any:
     return found
 
 
-def asked_by_names(
+def request_of_names(
     names: Any,
     shape: tuple[int, ...],
     rule: str,
@@ -136,7 +134,7 @@ def asked_by_names(
     units: tuple[int, ...] | None = None,
     strategies: tuple[Strategy, ...] = (),
 ) -> Request:
-    """Returns the request that the logical names of an array make. The request holds one name entry per dimension."""
+    """Returns the request that the logical names of an array make, with one name entry per dimension."""
     named = one_per_dim(names, shape)
     if axes is None and all(name is None for name in named):
         return Request(None, PartitionSpec(), rule, padded_units(units, len(shape)), strategies, ())
@@ -156,12 +154,14 @@ def asked_by_names(
 
 
 def skipping(strategies: Iterable[Strategy], dims: Iterable[int]) -> tuple[Strategy, ...]:
-    """Returns the strategies with `dims` added to the dimensions that each leaves unsharded."""
+    """Returns the strategies with `dims` added to the dimensions that each strategy never shards."""
     return tuple(dataclasses.replace(step, skip=tuple(sorted({*step.skip, *dims}))) for step in strategies)
 
 
 def padded_units(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
-    """Returns `units` with an entry for each of `rank` dimensions, filled up with 1; raises if it has too many."""
+    """Returns `units` with one entry for each of `rank` dimensions: missing entries are 1. Raises if more than `rank`
+    dimensions have units.
+    """
     if units is None:
         return None
     if any(unit > 1 for unit in units[rank:]):
@@ -175,11 +175,11 @@ def units_at(
     units: tuple[int, ...],
     sizes_of: Callable[[str], Collection[int]] = lambda name: (),
 ) -> tuple[int, ...]:
-    """Returns the unit of each dimension of an array, but 1 at a dimension that counts units, such as 8 heads, rather
-    than the elements of all units, such as 8 x 128.
+    """Returns the unit of each dimension of an array. The unit is 1 at a dimension whose size is a number of units,
+    such as 8 heads, and not a number of elements, such as 8 x 128.
 
-    `sizes_of` gives the sizes that dimensions of a name have in other arrays. They decide where the size alone fits
-    both.
+    `sizes_of` returns the sizes of dimensions with one logical name in other arrays. These sizes decide if the size of
+    the dimension could be either number.
     """
 
     def counts(name: Any, size: int, unit: int) -> bool:
@@ -195,25 +195,27 @@ def units_at(
 
 
 def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, memory_kind: str | None) -> Row:
-    """Returns the row of an array: the request, corrected to the mesh and the shape and then refined by its
+    """Returns the plan of one array: its request, corrected to the mesh and the shape and then extended by its
     strategies.
     """
     names, units = request.names, request.units
     units = units if units is None or names is None else units_at(names, shape, units)
     leaf = leaf_of(shape, dtype, units)
     found = corrected(request.spec, leaf, mesh)
-    reasons = [*request.reasons, *[_with_doubt(why, leaf) if names and units else why for why in found.reasons]]
+    reasons = [*request.reasons, *[_with_advice(why, leaf) if names and units else why for why in found.reasons]]
     least, steps = mesh.min_bytes, request.strategies
     strategies = tuple(dataclasses.replace(step, min_bytes=max(step.min_bytes, least)) for step in steps)
     for step in strategies:
-        found = spread(found.spec, leaf, mesh, step)
+        found = apply_strategy(found.spec, leaf, mesh, step)
         reasons += found.reasons
     columns = (request.rule, tuple(reasons), memory_kind, units, strategies)
     return Row(shape, dtype, names, request.spec, found.spec, *columns)
 
 
-def _with_doubt(why: Reason, leaf: Leaf) -> Reason:
-    """Returns the reason, with advice added where a unit prevents sharding but the dimension may count units."""
+def _with_advice(why: Reason, leaf: Leaf) -> Reason:
+    """Returns the reason. If a unit prevents sharding, and the dimension may be a number of units, advice is added to
+    its message.
+    """
     if why.code is not Code.unit or why.dim is None:
         return why
     size, unit = leaf.shape[why.dim], leaf.units[why.dim]
@@ -326,7 +328,7 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
 
 
 def _fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Returns the entries of a spec, one for each dimension; raises if it has more that are not `None`."""
+    """Returns the entries of a spec, one for each dimension of `shape`; raises if a further entry is not `None`."""
     entries = entries_of(spec)
     if any(entry is not None for entry in entries[len(shape) :]):
         few = "the first is" if len(shape) == 1 else f"the first {len(shape)} are"
@@ -345,8 +347,8 @@ def _too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reaso
 def _free(
     axes: tuple[str, ...], dim: int | None, sizes: Mapping[str, int], used: Container[str]
 ) -> tuple[tuple[str, ...], list[Reason]]:
-    """Returns the axes in `axes` that the mesh has and that are unused, without duplicates, and reasons for the
-    others.
+    """Returns the axes in `axes` that the mesh has and that are not in `used`, without duplicates, and the reasons for
+    dropping the other axes.
     """
     absent, taken = tuple(axis for axis in axes if axis not in sizes), [axis for axis in axes if axis in sizes]
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
@@ -359,8 +361,8 @@ def _free(
 
 
 def _divisors(axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes of size 1, and of the others the subset with the largest product that divides `size` between
-    units.
+    """Returns the axes that shard a dimension: the axes of size 1, and of the others the subset with the largest
+    product that divides `size` between units.
     """
     whole = 1 if size % unit else size // unit
     # All sizes are above 1, so a subset's product exceeds that of each of its prefixes. Of two subsets with equal
@@ -397,18 +399,20 @@ def _indivisible(
 
 
 def _advice_to_pad(size: int, product: int) -> str:
-    """Returns the beginning of an advice to pad a dimension to a multiple of `product`; "" if that adds too much."""
+    """Returns advice to pad a dimension to a multiple of `product`, as the beginning of a sentence; "" if that adds too
+    much.
+    """
     padded = -(-size // product) * product
     # At most 1/64 of the size: a vocabulary can be padded, a width of 64 cannot.
     return f"pad it to {padded}, or " if (padded - size) * 64 <= size else ""
 
 
-def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> Decision:
-    """Shards an unsharded dimension over the axes of `strategy`: the dimension that the largest product of these axes
-    divides.
+def apply_strategy(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> Decision:
+    """Returns `spec` with the axes of `strategy` added on one unsharded dimension: the dimension that the largest
+    product of these axes divides.
 
-    Of several such dimensions it takes the one that the strategy prefers. `spec` must be corrected already. Axes that
-    `spec` uses, and axes that the mesh lacks, are left out with a reason.
+    If several dimensions tie, the strategy's preference decides. `spec` must be corrected already. Axes that `spec`
+    uses, and axes that the mesh lacks, are dropped with a reason.
     """
     if found := _too_small(leaf, strategy.axes, strategy.min_bytes):
         return Decision(spec, found)
@@ -431,13 +435,12 @@ def spread(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> D
     return Decision(trimmed(entries, spec), tuple(reasons))
 
 
-def further(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Strategy) -> Request:
-    """Returns `request` with the axes of `over` added that it does not use, on the dimension with most room first, as
-    ZeRO does.
+def shard_over(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Strategy) -> Request:
+    """Returns `request` with the unused axes of the strategy `over` added, as ZeRO shards an optimizer's state.
 
-    Axes that do not fit on that dimension go to the next. On a dimension that is sharded already, the axes split each
-    shard, so that a device then holds a part of its earlier shard. Axes that fit no dimension are dropped with a
-    reason.
+    The axes are added on the dimension that the largest product of them divides, and the remaining axes on the next
+    such dimension. A dimension that is sharded already is sharded further: each device then holds a part of its earlier
+    shard. Axes that divide no dimension are dropped with a reason.
     """
     leaf, axes, sizes = leaf_of(shape, dtype, request.units), axes_of(mesh), mesh.shape
     if not math.prod(shape):
@@ -473,11 +476,11 @@ def _roomiest(
     sizes: Mapping[str, int],
     dims: Iterable[int],
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Returns the dimension in `dims` that the largest product of `axes` divides, and those axes; `None` and no axes
-    if none fits.
+    """Returns the dimension in `dims` that the largest product of `axes` divides, and those axes; `None` and no axes if
+    there is no such dimension.
 
-    Ties go to a dimension that is not sharded, then to the one that `strategy` prefers, then to the first. On a sharded
-    dimension the axes must divide its shards.
+    If several dimensions tie, an unsharded dimension comes first, then the strategy's preference decides, then the
+    order. The axes must divide the shards of a dimension that is already sharded.
     """
     choices: list[tuple[Any, ...]] = [(0, None, ())]
     for dim in dims:

@@ -1,4 +1,4 @@
-"""`field`: an Equinox field whose arrays have logical axis names."""
+"""`field`: declares the logical names of the arrays in a field of an Equinox module."""
 
 from typing import Any
 
@@ -13,16 +13,16 @@ def field(*, names: tuple[object, ...] | None = None, stacked: tuple[object, ...
 
     **Arguments:**
 
-    - `names`: the logical names of the attribute's dimensions, one for each, as in [`shardfx.resolve`][]. `...`
-        stands for all dimensions without a name, which are not sharded; `()` means that no dimension is sharded. If
-        the attribute is itself a tree, the names apply to each array in it that declares no names of its own.
+    - `names`: the logical names of the attribute's dimensions, one for each, as in [`shardfx.resolve`][]. `...` stands
+        for all dimensions without a name, which are not sharded; `()` means that no dimension is sharded. If the
+        attribute is itself a tree, the names apply to each array in it that declares no names of its own.
     - `stacked`: names of the leading dimensions that `jax.vmap` adds where layers are stacked. They are prepended to
         the names of every array below this attribute. Without them, an array with a stacked dimension is an error.
     - `kwargs`: passed on to `equinox.field`.
 
     **Returns:**
 
-    A dataclass field. [`shardfx.plan`][] reads the names if it is given `axes`.
+    A dataclass field. [`shardfx.plan`][] reads the names if its argument `axes` is given.
 
     **Raises:**
 

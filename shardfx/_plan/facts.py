@@ -1,4 +1,4 @@
-"""The content of a plan's report, from which the text and the HTML are made."""
+"""Makes the table and the paragraphs of a plan's report, which other files show as text and as HTML."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -17,8 +17,8 @@ NUMBERS = ("arrays", "bytes/device")
 
 
 def facts_of(content: Content) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Returns a plan's report: a table under a header, and paragraphs with each reason once, the totals, and the
-    largest replicated arrays.
+    """Returns the report of a plan as the rows of a table, the first of which is its header, and as paragraphs. The
+    paragraphs have each reason once, the totals, and the largest replicated arrays.
 
     No text contains control characters, which a terminal would interpret.
     """
@@ -35,7 +35,7 @@ def facts_of(content: Content) -> tuple[list[tuple[str, ...]], list[str]]:
 
 
 def html_of(content: Content) -> str:
-    """Returns the report as a plain HTML table with reasons and totals below it; all text is escaped."""
+    """Returns the report of a plan as an HTML table with the reasons and totals below it; all text is escaped."""
     table, paragraphs = facts_of(content)
     return html_table(table, right=NUMBERS, below="\n".join(paragraphs).splitlines())
 
@@ -59,7 +59,7 @@ _LIMIT = re.compile(r"fewer than the (\d+) asked for")
 
 
 def _note(why: Reason, of_several_dims: bool) -> str:
-    """Returns a reason as a footnote of the table, with the same text for all arrays that have the same cause."""
+    """Returns a reason as a footnote of the table. Arrays with the same cause get the same text."""
     limit = _LIMIT.search(why.message) if why.code is Code.small else None
     if limit is not None:
         return f"arrays of fewer than {limit[1]} bytes stay whole; lower `min_bytes` to shard them"

@@ -1,5 +1,5 @@
-"""`follow`: plans a tree made from planned arrays, such as an optimizer's state, gradients, statistics, adapters or
-scales.
+"""`follow`: plans a tree that a function makes from planned arrays, such as an optimizer's state, gradients,
+statistics, adapters or scales.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from .._ground.spec import canonical, entries_of, pinned, trimmed
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
 from .._rules import AxisRules, Matcher, PathRules, Strategy, check_rules, fsdp, near
-from .complaints import Draft, raise_absent, raise_cut, raise_errors, raise_repeated, raise_unknown, raise_unused
-from .decide import NOTHING, Axes, Request, asked_by_target, axes_of, further, row_of
-from .leaf import LeafPlan, Row, Skeleton, kinds_matcher
+from .complaints import Draft, raise_absent, raise_errors, raise_repeated, raise_strict, raise_unknown, raise_unused
+from .decide import NOTHING, Axes, Request, axes_of, request_of_target, row_of, shard_over
+from .leaf import LeafPlan, PathTree, Row, kinds_matcher
 from .shard_plan import ShardPlan, check_plan
 
 
@@ -41,30 +41,30 @@ def follow(
     """Returns the plan of the tree that `init` makes from a planned tree: `follow(optimizer.init, params_plan)`.
 
     `follow` evaluates `init` over shapes that have the plan's shardings on an abstract mesh with Explicit axes. So JAX
-    itself propagates the sharding of each result: moments, factored statistics, accumulators of any kind.
+    itself propagates the sharding of each result: moments, factored statistics, accumulators of any sort.
 
     Where JAX gives no sharding, `follow` looks for a planned array whose path is contained in the path of the result,
-    at its end or before further names (`param_states/<path>/m`). The result is sharded like that array if it has the
-    same shape, some of its dimensions, or further leading dimensions (a history), which are not sharded. Rules by path
-    decide about all other arrays.
+    at its end or before other names (`param_states/<path>/m`). The result is sharded like that array if it has the same
+    shape, some of its dimensions, or additional leading dimensions (a history), which are not sharded. Rules by path
+    shard all other arrays.
 
     **Arguments:**
 
-    - `init`: a function of a tree with the plan's arrays, and of `args`. It is traced, never run. At leaves of the
-        tree that are not arrays it gets an opaque object, or `None` if it fails with that object, as optimizers do.
+    - `init`: a function of a tree with the plan's arrays, and of `args`. It is traced, never run. At leaves of the tree
+        that are not arrays it gets an opaque object, or `None` if it fails with that object, as optimizers do.
     - `plan`: the plan of that tree.
-    - `args`: the further arguments of `init`. A [`shardfx.ShardPlan`][] among them stands for its tree.
+    - `args`: the other arguments of `init`. For a [`shardfx.ShardPlan`][] among them, `init` gets the tree of the plan.
     - `over`: mesh axes over which every array is sharded in addition to the axes of the array that it follows, on
-        whichever dimension has room, as in ZeRO. `fsdp("data", min_bytes=...)` does so except for small arrays.
+        whichever dimension they divide, as in ZeRO. `fsdp("data", min_bytes=...)` does so except for small arrays.
     - `paths`: rules for arrays that follow no planned array. To change the sharding of an array that follows one, use
         [`shardfx.ShardPlan.replace`][].
     - `axes`: rules for the logical names in `paths`; `None` for the rules of the plan.
     - `memory_kinds`: as in [`shardfx.plan`][]: pairs of a regex and the memory kind of the arrays it matches.
     - `adapters`: pairs of a regex and its replacement, as in `re.sub`, that turn the path of an adapter into the path
         of its base array: `("lora_[ab]$", "weight")`. Each dimension that the adapter shares with its base is sharded
-        as in the base. The rank is not sharded.
-    - `scales`: the same for the scales of quantised arrays. A dimension that counts blocks of the base's elements is
-        sharded as in the base if each device holds whole blocks.
+        as in the base. The dimension of the rank is not sharded.
+    - `scales`: the same for the scales of quantised arrays. A dimension of a scale has one element for each block of
+        the base's elements. It is sharded as in the base if each device holds whole blocks.
     - `unused`: as in [`shardfx.plan`][], for `paths`, `memory_kinds`, `adapters` and `scales`.
 
     **Returns:**
@@ -126,15 +126,17 @@ def follow(
             raise_unused(f"`{what}` entry", matcher, flat)
     if plan.strict:
         fix = "Give rules for them, `follow(..., paths=PathRules([(regex, target)]))`; "
-        raise_cut(follower.strict, f'. {fix}`(".*", replicate)` may be the last')
+        raise_strict(follower.strict, f'. {fix}`(".*", replicate)` may be the last')
     content = plan.content
     resolving = axes if content.axes is None else content.axes
-    skeleton = Skeleton(flat.paths, flat.treedef)
-    return ShardPlan(content.replaced(axes=resolving, rows=rows, index=index, skeleton=skeleton))
+    path_tree = PathTree(flat.paths, flat.treedef)
+    return ShardPlan(content.replaced(axes=resolving, rows=rows, index=index, path_tree=path_tree))
 
 
 def _matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
-    """Returns a Matcher for pairs of a regex and a replacement; the target of each rule is a tuple of the latter."""
+    """Returns a Matcher for pairs of a regex and a replacement. The target of each rule is a tuple with the
+    replacement.
+    """
     return Matcher(PathRules(pair if isinstance(pair, str) else (pair[0], tuple(pair[1:])) for pair in pairs))
 
 
@@ -152,8 +154,8 @@ def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
 
 
 def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object, ...]) -> tuple[Any, str]:
-    """Returns the result of `init` as structs, with shardings where JAX can propagate them, and JAX's error as text
-    where it cannot, else "".
+    """Returns the result of `init` as structs, and an error of JAX as text. The structs have shardings if JAX can
+    propagate them through `init`; then the text is "".
     """
     mesh = plan.mesh.abstract()
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
@@ -178,7 +180,9 @@ def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object,
 
 
 def _shapes(init: Callable[..., object], given: tuple[object, ...], mesh: AbstractMesh | None, other: object) -> PyTree:
-    """Returns the result of `init` as structs; `other` stands for leaves of planned trees that are not arrays."""
+    """Returns the result of `init` as structs. In the planned trees that `init` gets, `other` replaces leaves that are
+    not arrays.
+    """
 
     def struct(row: Row) -> jax.ShapeDtypeStruct:
         sharding = None if mesh is None else NamedSharding(mesh, pinned(row.spec))
@@ -202,13 +206,13 @@ def _shapes(init: Callable[..., object], given: tuple[object, ...], mesh: Abstra
 
 @dataclasses.dataclass
 class _Follower:
-    """The arguments of one call of `follow`, and the rows and errors that it has found.
+    """The arguments of one call of `follow`, and the errors of the arrays that it has planned.
 
     **Arguments:**
 
     - `bases`: for "adapters" and "scales", the regexes and replacements that make the path of the base array.
     - `open`: the paths of arrays that follow no planned array.
-    - `strict`: the path and the row, without the axes of `over`, of each array that a strict plan checks.
+    - `strict`: the path and the plan, without the axes of `over`, of each array that a strict plan checks.
     """
 
     plan: ShardPlan
@@ -229,7 +233,7 @@ class _Follower:
             if self.plan.strict and math.prod(shape) > 1:
                 self.strict.append((path, row_of(request, shape, leaf.dtype, self.mesh, memory_kind)))
             if shape and self.over is not None:
-                request = further(request, shape, leaf.dtype, self.plan.mesh, self.over)
+                request = shard_over(request, shape, leaf.dtype, self.plan.mesh, self.over)
             return row_of(request, shape, leaf.dtype, self.mesh, memory_kind)
         except (SpecError, RuleError) as error:
             self.errors.append((path, error))
@@ -243,15 +247,15 @@ class _Follower:
             number = matcher.first(path)
             if number is not None:
                 name = matcher.patterns[number].sub(matcher.rules[number][1][0], path)
-                return _beside(f"{what}[{number}]", name, shape, self.plan, what == "scales")
-        found = _followed(path, leaf, self.plan)
+                return _request_from_base(f"{what}[{number}]", name, shape, self.plan, what == "scales")
+        found = _request_from_source(path, leaf, self.plan)
         if found is not None:
             return found
         self.open[path] = None
         number = self.paths.first(path)
         if number is not None:
             target, rule = self.paths.rules[number][1], self.paths.text(number)
-            return asked_by_target(target, path, leaf, rule, self.axes, self.plan.mode)
+            return request_of_target(target, path, leaf, rule, self.axes, self.plan.mode)
         if self.over is not None:
             return NOTHING
         why = f" by its path, and JAX cannot follow shardings through `init`: {self.refused}" if self.refused else ""
@@ -259,17 +263,18 @@ class _Follower:
         return NOTHING._replace(reasons=(reason_for(Code.unmatched, None, what=what),))
 
 
-def _beside(pair: str, name: str, shape: tuple[int, ...], plan: ShardPlan, in_blocks: bool) -> Request:
-    """Returns the request of an adapter or a scale: each of its dimensions is sharded as the dimension of the base
-    array `name` with the same index from the front or the back, if the sizes fit.
+def _request_from_base(entry: str, path: str, shape: tuple[int, ...], plan: ShardPlan, in_blocks: bool) -> Request:
+    """Returns the request of an adapter or a scale. Each of its dimensions is sharded as the dimension of the base
+    array at `path` with the same index, counted from the front or from the back, if their sizes are equal.
 
-    `in_blocks` says that a dimension may count blocks of the base's elements.
+    With `in_blocks`, a dimension may also have one element for each block of the base's elements. `entry` names the
+    entry of `adapters` or `scales` in messages.
     """
     planned = plan.content.by_path
-    base = planned.get(name)
+    base = planned.get(path)
     if base is None:
         raise RuleError(
-            f"`{pair}` makes `{name}` of this path, and the plan has no such array{near(name, list(planned))}; give "
+            f"`{entry}` makes `{path}` of this path, and the plan has no such array{near(path, list(planned))}; give "
             "the path of the base array."
         )
     taken: list[int | None] = []
@@ -278,17 +283,17 @@ def _beside(pair: str, name: str, shape: tuple[int, ...], plan: ShardPlan, in_bl
         pairs = [(at, base.shape[at]) for at in places if at not in taken]
         fits = [at for at, whole in pairs if whole == size or (in_blocks and size > 1 and whole % size == 0)]
         taken.append(fits[0] if fits else None)
-    return Request(None, _spec_at(base, tuple(taken)), f"{pair} of `{_starred(base.path)}`", None, (), ())
+    return Request(None, _spec_at(base, tuple(taken)), f"{entry} of `{_starred(base.path)}`", None, (), ())
 
 
-def _followed(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
-    """Returns the request of an array from JAX's propagated sharding or from the planned array in its path; `None` if
-    it has neither.
+def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
+    """Returns the request of an array from its sharding that JAX propagated, or else from the planned array whose path
+    is in its path; `None` if it has neither.
     """
     names = units = namesake = None
     source, dims = _source(path, tuple(leaf.shape), plan)
     if source is not None:
-        names, units, namesake = _kept(source.names, dims), _kept(source.units, dims, 1), _spec_at(source, dims)
+        names, units, namesake = _at_dims(source.names, dims), _at_dims(source.units, dims, 1), _spec_at(source, dims)
     if isinstance(leaf.sharding, NamedSharding) and entries_of(canonical(leaf.sharding.spec)):
         spec, rule = canonical(leaf.sharding.spec), "the sharding that `init` gives it"
         # The array may be transposed: then its dimensions do not correspond to those of the array in its path.
@@ -300,11 +305,12 @@ def _followed(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
 
 
 def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, tuple[int | None, ...]]:
-    """Returns the planned array whose path is the longest suffix of `path`, else the longest run of path segments
-    inside it, if its shape fits.
+    """Returns the planned array that an array with this path and shape follows, and the corresponding dimensions;
+    `None` if there is none.
 
-    The second value holds for each dimension of `shape` the corresponding dimension of the planned array. It is `None`
-    for a leading dimension that only the result has, such as the length of a history.
+    It is the array whose path is the longest suffix of `path`, or else the longest run of segments inside of `path`, if
+    its shape fits. For each dimension of `shape` the second value holds the corresponding dimension of the planned
+    array. It is `None` for a leading dimension that only the result has, such as the length of a history.
     """
     planned = plan.content.by_path
     parts = path.split("/")
@@ -319,8 +325,8 @@ def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPla
 
 
 def corresponding(planned: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
-    """Returns the dimension of a planned array that each dimension of `shape` corresponds to; `None` if ambiguous or
-    impossible.
+    """Returns the dimension of a planned array that each dimension of `shape` corresponds to; `None` if the shapes do
+    not match, or match in several ways.
     """
     more = len(shape) - len(planned)
     if more > 0:
@@ -330,18 +336,18 @@ def corresponding(planned: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int
     return kept[0] if len(kept) == 1 else None
 
 
-def _kept(values: tuple[object, ...] | None, dims: tuple[int | None, ...], other: object = None) -> Any:
-    """Returns `values[dim]` for each of `dims`, with `other` where `dim` is `None` or beyond the end of `values`."""
+def _at_dims(values: tuple[object, ...] | None, dims: tuple[int | None, ...], other: object = None) -> Any:
+    """Returns `values[dim]` for each of `dims`, or `other` if `dim` is `None` or beyond the end of `values`."""
     if values is None:
         return None
     return tuple(other if dim is None or dim >= len(values) else values[dim] for dim in dims)
 
 
 def _spec_at(leaf: LeafPlan, dims: tuple[int | None, ...]) -> PartitionSpec:
-    """Returns the spec of an array whose dimensions correspond to these of a planned array."""
-    return trimmed(_kept(entries_of(pinned(leaf.spec)), dims))
+    """Returns the spec of an array whose dimensions correspond to the dimensions `dims` of a planned array."""
+    return trimmed(_at_dims(entries_of(pinned(leaf.spec)), dims))
 
 
 def _starred(path: str) -> str:
-    """Returns a path with `*` for its numbers, so that repeated layers share one row."""
+    """Returns `path` with `*` for its numbers, so that the arrays of repeated layers have equal plans."""
     return "*".join(between_numbers(path))

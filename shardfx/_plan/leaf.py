@@ -1,5 +1,5 @@
-"""The parts of a plan: `LeafPlan` for one array, `Row` for arrays planned alike, `Skeleton` for the tree without its
-arrays.
+"""The parts of a plan: `LeafPlan` is the plan of one array, `Row` the plan that equal arrays share, and `PathTree` the
+structure of the tree without its arrays.
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ class LeafPlan:
 
     - `path`: the array's path in the tree, such as `layers/0/attn/q_proj/weight`.
     - `shape`, `dtype`: those of the whole array, not of a shard.
-    - `names`: its logical names if these decided, else `None`.
-    - `requested`: the spec that the rule requested.
+    - `names`: its logical names if they request the sharding, else `None`.
+    - `requested`: the spec that the rule requests.
     - `spec`: the spec that the array gets, in canonical form.
-    - `rule`: the source of the decision: a path rule by index and regex, `names`, or the array that it follows; `None`
+    - `rule`: the source of the request: a path rule by index and regex, `names`, or the array that it follows; `None`
         if no rule covers the array.
     - `reasons`: why `spec` differs from `requested`; see [`shardfx.Reason`][].
     - `memory_kind`: the memory that holds the shards; `None` for the device's default memory.
     - `units`: per dimension, the size of an indivisible unit in elements, such as the width of an attention head.
-        `None` where a dimension may be sharded between any two elements.
-    - `strategies`: the `fsdp(...)` steps that refined `requested`.
+        `None` if every dimension may be sharded between any two elements.
+    - `strategies`: the strategies, such as `fsdp(...)`, that added mesh axes after the rule's spec.
     - `bytes`, `bytes_per_device`: the bytes of the whole array, and of one shard.
     """
 
@@ -67,7 +67,7 @@ class LeafPlan:
 
 
 class Row(NamedTuple):
-    """The plan of arrays that are planned alike: the fields of their LeafPlans without path and bytes."""
+    """The plan that equal arrays share: the fields of their LeafPlans, except for the path and the bytes."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -86,11 +86,11 @@ class Row(NamedTuple):
         return array_bytes(self.shape, self.dtype), array_bytes(shard, self.dtype)
 
 
-def kinds_matcher(given: Iterable[tuple[str, str]] | None) -> Matcher:
-    """Returns a Matcher for pairs of a regex and a memory kind; the target of each rule is a tuple of the kind. It
-    raises for a memory kind that XLA lacks.
+def kinds_matcher(memory_kinds: Iterable[tuple[str, str]] | None) -> Matcher:
+    """Returns a Matcher for pairs of a regex and a memory kind. The target of each rule is a tuple with the memory
+    kind. Raises for a memory kind that XLA lacks.
     """
-    pairs = tuple(given or ())
+    pairs = tuple(memory_kinds or ())
     for regex, kind in pairs:
         if kind not in MEMORY_KINDS:
             raise RuleError(
@@ -101,7 +101,9 @@ def kinds_matcher(given: Iterable[tuple[str, str]] | None) -> Matcher:
 
 @ft.lru_cache(maxsize=4096)
 def named_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
-    """Returns the NamedSharding of a planned array, cached: building one takes longer than planning the array."""
+    """Returns the NamedSharding of a planned array. It is cached, because building it takes longer than planning the
+    array.
+    """
     return NamedSharding(mesh, pinned(spec), memory_kind=memory_kind)
 
 
@@ -115,15 +117,16 @@ def canonical_dtype(dtype: DType) -> DType:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Skeleton:
-    """The structure of a planned tree and the paths of its leaves, without the arrays.
+class PathTree:
+    """The structure of a planned tree with the path of each leaf, without the arrays.
 
     **Arguments:**
 
     - `paths`: the paths of the leaves, in the order in which the plan lists them.
     - `treedef`: the tree's structure.
-    - `order`: per leaf of `treedef` its index in `paths`; `None` where both have one order. They differ in a plan that
-        was read from JSON: it lists leaves in the planned order, while JAX sorts the keys of the dicts it rebuilds.
+    - `order`: for each leaf of `treedef` its index in `paths`; `None` if `paths` has the order of `treedef`. A plan
+        that was read from JSON lists leaves in the planned order, while JAX sorts the keys of the dicts that it
+        rebuilds.
     - `structure`: the tree's structure as in a plan's JSON; `None` if `encoded` makes it from `treedef`.
     """
 
@@ -139,20 +142,20 @@ class Skeleton:
 
     @property
     def numbered(self) -> PyTree:
-        """The tree with, at each leaf, its index in the tree's order."""
+        """The tree with an index at each leaf, in JAX's order."""
         return jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
 
-    def in_order(self, column: Sequence[object]) -> Sequence[Any]:
-        """Reorders one value per leaf from the order of `paths` to the order of the tree."""
-        return column if self.order is None else [column[i] for i in self.order]
+    def in_order(self, values: Sequence[object]) -> Sequence[Any]:
+        """Reorders `values`, one per leaf, from the order of `paths` to the order of the tree."""
+        return values if self.order is None else [values[i] for i in self.order]
 
-    def filled(self, column: Sequence[object]) -> PyTree:
-        """Returns the tree with the leaves in `column`, which are in the order of `paths`."""
-        return jax.tree.unflatten(self.treedef, self.in_order(column))
+    def filled(self, values: Sequence[object]) -> PyTree:
+        """Returns the tree with `values` at its leaves. The order of `values` is that of `paths`."""
+        return jax.tree.unflatten(self.treedef, self.in_order(values))
 
 
 def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
-    """Encodes a treedef as a JSON value: dicts, lists and tuples by kind, other nodes by their class's name."""
+    """Encodes a treedef as a JSON value: dicts, lists and tuples as such, other nodes by the name of their class."""
     data = treedef.node_data()
     if data is None:
         return "leaf" if treedef.num_leaves else None
@@ -172,7 +175,9 @@ def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
 
 
 def decode_structure(data: object, paths: list[str]) -> PyTree:
-    """Rebuilds the tree that `data` describes, with its index at each leaf; nodes of other libraries become dicts."""
+    """Rebuilds the tree that `data` describes. Each leaf is its index, and nodes of other types, such as modules,
+    become dicts.
+    """
     index = 0
 
     def decoded(data: Any, prefix: str) -> Any:

@@ -1,5 +1,5 @@
-"""Spreads a tree of logical names, or a prefix of one, over the leaves of a tree, and reads names that modules
-declare.
+"""Finds the logical names of each leaf of a tree: from the argument `names`, which may be a prefix of the tree, or from
+the fields of modules.
 """
 
 import functools as ft
@@ -25,7 +25,7 @@ else:
 
 
 def _is_names(node: Any) -> bool:
-    """Whether a node of a names tree holds the names of one array, rather than being a container."""
+    """Whether a node of a names tree holds the logical names of one array. Other nodes are containers."""
     if node is None or isinstance(node, PartitionSpec):
         return True
     return type(node) in (tuple, list) and all(map(_is_name, node))
@@ -38,9 +38,7 @@ def _is_name(entry: object) -> bool:
 
 
 def names_of_leaves(names: object, tree: object, flat: Flat, axes: AxisRules | None) -> Sequence[Any]:
-    """Returns the logical names of each leaf, from the names tree or, where it has `None`, from the fields of
-    modules.
-    """
+    """Returns the logical names of each leaf: from the names tree, or from the fields of modules where it has `None`."""
     if names is None and axes is None:
         return [None] * len(flat.leaves)
     if names is None:
@@ -62,13 +60,14 @@ def names_of_leaves(names: object, tree: object, flat: Flat, axes: AxisRules | N
 def renamed(tree: object, changes: Mapping[str, object], *, names: object = None) -> PyTree:
     """Returns the logical names of a tree's arrays, with some of them replaced, for `plan(..., names=...)`.
 
-    It corrects the names that modules of another library declare without a change of their source.
+    With it, the names that modules of another library declare can be corrected without changing their source.
 
     **Arguments:**
 
     - `tree`: the tree of arrays.
     - `changes`: a dict from the path of an array, or a regex that is searched in each path, to its new names: a tuple
-        as in [`shardfx.plan`][], or `None`, so that path rules decide. `None` is refused where a module declares names.
+        as in [`shardfx.plan`][], or `None`, so that path rules shard the array. `None` is refused where a module
+        declares names.
     - `names`: the names as [`shardfx.plan`][] takes them; `None` for the names that modules declare.
 
     **Returns:**
@@ -110,8 +109,8 @@ def renamed(tree: object, changes: Mapping[str, object], *, names: object = None
 
 
 def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
-    """Returns the names of each leaf below `node`, from `names`, the subtree of the names tree for it; `keys` is the
-    path of `node`.
+    """Returns the logical names of each leaf below `node`. `names` is the part of the names tree for `node`, and `keys`
+    is the path of `node`.
     """
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
     below = None if parts is None else list(parts[0])
@@ -124,8 +123,8 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
     if given is None:
         where = jtu.keystr(keys, simple=True, separator="/")
         raise RuleError(
-            f"`names` is no prefix of the tree: {f'at `{where}`' if where else 'at its root'} it has {_kind(names)}, "
-            f"and the tree has {_kind(node)}. At each array it must have a tuple of logical names, or `None` for a "
+            f"`names` is no prefix of the tree: {f'at `{where}`' if where else 'at its root'} it has {_text(names)}, "
+            f"and the tree has {_text(node)}. At each array it must have a tuple of logical names, or `None` for a "
             "whole subtree without names."
         )
     pairs = zip(given, below, strict=True)
@@ -133,7 +132,7 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
 
 
 def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
-    """Returns the children of the names node in the order of `keys`; `None` if it has other keys."""
+    """Returns the children of the node `names` in the order of `keys`; `None` if the node has other keys."""
     pairs = list(jtu.default_registry.flatten_one_level_with_keys(names)[0])
     # JAX gives all fields of a NamedTuple the key of the first one.
     if keys == [key for key, _ in pairs]:
@@ -143,8 +142,8 @@ def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
     return [by_key[key] for key in keys] if by_key.keys() == set(keys) else None
 
 
-def _kind(node: object) -> str:
-    """Describes a node in words for an error message, without the values below it."""
+def _text(node: object) -> str:
+    """Describes a node for an error message: its names, or its type and keys, without the values below it."""
     if _is_names(node):
         return f"the names {names_text(node)}"
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
@@ -160,7 +159,7 @@ def _hashable(node: Any) -> Any:
 
 
 def raise_tied(tree: object, flat: Flat) -> None:
-    """Raises if an nnx module holds one variable under two paths: as tree leaves they are two arrays, and training
+    """Raises if an nnx module holds one variable under two paths. As leaves of a tree they are two arrays, and training
     would make them differ.
     """
     first: dict[int, str] = {}
@@ -176,7 +175,7 @@ def raise_tied(tree: object, flat: Flat) -> None:
 
 
 def raise_unread(tree: object, flat: Flat) -> None:
-    """Raises if Flax variables or boxes carry names that the plan, called without `names`, would not read."""
+    """Raises if Flax variables or boxes have logical names that the plan, called without `names`, would not read."""
     named = []
     for path, kind, box in _boxes(tree, flat):
         metadata = box.get_metadata() if kind == "Variable" else box.metadata if kind == "NNXMeta" else {}
@@ -192,19 +191,21 @@ def raise_unread(tree: object, flat: Flat) -> None:
 
 
 def _boxes(tree: object, flat: Flat) -> list[tuple[str, str, Any]]:
-    """Returns the path, the kind and the value of each of Flax's boxes in a tree."""
+    """Returns the path, the class and the value of each Flax box in a tree. Flax wraps an array in a box to add
+    metadata.
+    """
     # A Flax box (`Partitioned`, `Variable`) holds its array in the field `value`. Most trees have no such path.
     if not any(path.endswith("value") for path in flat.paths):
         return []
-    keyed, _ = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: _box_kind(type(node)) is not None)
-    found = [(jtu.keystr(path, simple=True, separator="/"), _box_kind(type(node)), node) for path, node in keyed]
+    keyed, _ = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: _box_class(type(node)) is not None)
+    found = [(jtu.keystr(path, simple=True, separator="/"), _box_class(type(node)), node) for path, node in keyed]
     return [(path, kind, node) for path, kind, node in found if kind is not None]
 
 
 @ft.lru_cache(maxsize=1024)
-def _box_kind(kind: type) -> str | None:
-    """Returns which of Flax's boxes ("Variable", "Partitioned", "NNXMeta") a class is or derives from; `None` for no
-    box.
+def _box_class(cls: type) -> str | None:
+    """Returns the Flax box ("Variable", "Partitioned", "NNXMeta") that a class is or derives from; `None` if there is
+    none.
     """
-    names = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("flax.")]
+    names = [base.__name__ for base in cls.__mro__ if base.__module__.startswith("flax.")]
     return next((name for name in names if name in ("Variable", "Partitioned", "NNXMeta")), None)

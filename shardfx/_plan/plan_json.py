@@ -20,7 +20,7 @@ from .._ground.spec import UNCONSTRAINED, DType, dtype_named, entries_of, unredu
 from .._rules import STRATEGIES, Atomic, AxisRules, Fsdp, Strategy, strategy_of
 from ..topology import MeshSpec
 from .decide import correct
-from .leaf import MEMORY_KINDS, Row, Skeleton, decode_structure
+from .leaf import MEMORY_KINDS, PathTree, Row, decode_structure
 
 
 HEADER = {"format": "shardfx.plan", "version": 1}
@@ -30,22 +30,22 @@ def written(payload: dict[str, object]) -> str:
     return json.dumps(payload, separators=(",", ":"), ensure_ascii=True)
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a JSON value is of a kind: `[kind]` is a list of such values, a tuple holds several kinds, `int` is a
-    number from 0, and `None` is null.
+def _fits(value: Any, valid: Any) -> bool:
+    """Whether a JSON value is valid. `valid` is a Python type or `None`; `[type]` for a list of such values; a tuple of
+    alternatives; or `int` for a number from 0.
     """
-    if isinstance(kind, tuple):
-        return any(_fits(value, one) for one in kind)
-    if isinstance(kind, list):
-        return isinstance(value, list) and all(_fits(part, kind[0]) for part in value)
-    if kind is int:
+    if isinstance(valid, tuple):
+        return any(_fits(value, one) for one in valid)
+    if isinstance(valid, list):
+        return isinstance(value, list) and all(_fits(part, valid[0]) for part in value)
+    if valid is int:
         return type(value) is int and value >= 0
-    return value is None if kind is None else isinstance(value, kind)
+    return value is None if valid is None else isinstance(value, valid)
 
 
-def _require(what: str, value: Any, kind: Any, told: str) -> None:
-    if not _fits(value, kind):
-        raise PlanFormatError(f"{what} is {value!r:.60}; it must be {told}.")
+def _require(what: str, value: Any, valid: Any, description: str) -> None:
+    if not _fits(value, valid):
+        raise PlanFormatError(f"{what} is {value!r:.60}; it must be {description}.")
 
 
 def parsed(text: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the fields of a plan's `Content` in their order, without devices, from parsed JSON."""
+    """Returns the arguments of `Content`, without devices, from the parsed JSON of a plan."""
     mesh = decode_mesh(data["mesh"])
     if -1 in mesh.axis_sizes:
         raise MeshError("the mesh has an axis of unknown size")
@@ -84,8 +84,8 @@ def decoded(data: dict[str, Any]) -> tuple[Any, ...]:
     mode, strict = data["mode"], data.get("strict", False)
     _require("`mode`", mode, (str, None), "a string or null")
     _require("`strict`", strict, bool, "true or left out")
-    skeleton = Skeleton(tuple(paths), treedef, order, data["structure"])
-    return mesh, None, decode_rules(data["axes"]), mode, rows, index, skeleton, strict
+    path_tree = PathTree(tuple(paths), treedef, order, data["structure"])
+    return mesh, None, decode_rules(data["axes"]), mode, rows, index, path_tree, strict
 
 
 def encode_mesh(mesh: MeshSpec) -> object:
@@ -192,7 +192,7 @@ def decode_strategy(data: Any) -> Strategy:
 
 @ft.lru_cache(maxsize=1)
 def _key_dtypes() -> dict[str, DType]:
-    """The dtypes of PRNG keys by their names in JSON, found without making a key."""
+    """The dtypes of PRNG keys by their names in JSON. They are found without making a key."""
     kinds = ("threefry2x32", "rbg", "unsafe_rbg")
     return {f"key<{kind}>": jax.eval_shape(lambda kind=kind: jax.random.key(0, impl=kind)).dtype for kind in kinds}
 
@@ -218,12 +218,12 @@ def decode_dtype(name: str) -> DType:
 
 
 class _Field(NamedTuple):
-    """How one field of a row is stored in JSON: the kind of valid values, their description, and functions to read and
-    write one.
+    """How one field of an array's plan is stored in JSON: its valid values, as `_fits` takes them, their description,
+    and the functions that decode and encode a value.
     """
 
-    kind: Any
-    told: str
+    valid: Any
+    description: str
     decode: Callable[[Any], Any] = decode_entry
     encode: Callable[[Any], object] = encode_entry
 
@@ -250,12 +250,12 @@ def encode_row(row: Row) -> dict[str, Any]:
 
 
 def decode_row(number: int, data: Any, mesh: MeshSpec) -> Row:
-    """Decodes a row from JSON, after a check that every field is present and has a valid value."""
+    """Decodes the plan of an array from JSON, and checks that every field is present and has a valid value."""
     _require(f"row {number}", data, dict, "an object")
     if missing := [name for name in _ROW if name not in data]:
         raise PlanFormatError(f"row {number} has no `{missing[0]}`.")
     for name, field in _ROW.items():
-        _require(f"row {number}: `{name}`", data[name], field.kind, field.told)
+        _require(f"row {number}: `{name}`", data[name], field.valid, field.description)
     row = Row(**{name: field.decode(data[name]) for name, field in _ROW.items()})
     if row.memory_kind not in (None, *MEMORY_KINDS):
         raise PlanFormatError(f"memory kind {row.memory_kind!r} is none of {', '.join(MEMORY_KINDS)}.")

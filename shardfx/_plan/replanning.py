@@ -1,4 +1,6 @@
-"""Plans the same arrays by the same rules on another mesh: one with other devices, or with axes split into sub-axes."""
+"""Plans the same arrays by the same rules on another mesh: one with other devices, or one whose axes are split into
+sub-axes.
+"""
 
 import collections
 import dataclasses
@@ -30,7 +32,7 @@ def replan(plan: ShardPlan, mesh: MeshSpec | Mesh | AbstractMesh) -> ShardPlan:
 
     **Returns:**
 
-    The plan. [`shardfx.diff`][] says what changed; `reshard(state, again)` moves the arrays.
+    The new plan. [`shardfx.diff`][] shows the changes; `reshard(state, new_plan)` moves the arrays.
 
     !!! Example
 
@@ -65,7 +67,7 @@ def _is_small(row: Row) -> bool:
 
 
 def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
-    """Returns the row of an array on other mesh axes, from its old request with some fields changed."""
+    """Returns the plan of an array on other mesh axes, from its old request with the fields in `changes` replaced."""
     # The reasons that the rule gave stay; the reasons from the correction to the old mesh are dropped.
     reasons = tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
     if row.names is not None and content.axes is not None:
@@ -75,33 +77,33 @@ def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
 
 
 def refined(content: Content, min_bytes: int) -> Content:
-    """Returns the plan on a mesh whose axes are split where an array can use a sub-axis but not the whole axis."""
+    """Returns the plan on a mesh in which an axis is split if an array can use a sub-axis but not the whole axis."""
     counts = collections.Counter(content.index)
-    wishes = [{} if _is_small(row) else _wishes(row, content.mesh.shape) for row in content.rows]
+    sub_axes = [{} if _is_small(row) else _useful_sub_axes(row, content.mesh.shape) for row in content.rows]
     # For each mesh axis and size of a sub-axis of it, the bytes that the sub-axis saves on each device.
     saved: dict[str, collections.Counter[int]] = collections.defaultdict(collections.Counter)
-    for number, found in enumerate(wishes):
+    for number, found in enumerate(sub_axes):
         for axis, part in found.items():
             saved[axis][part] += content.byte_counts[number][1] * (part - 1) // part * counts[number]
     mesh, parts = _refined_mesh(content.mesh, saved)
     if not parts:
         return content
     sizes, rows = axes_of(mesh, min_bytes), []
-    for row, wished in zip(content.rows, wishes, strict=True):
+    for row, useful in zip(content.rows, sub_axes, strict=True):
         steps = tuple(dataclasses.replace(step, axes=_renamed_axes(step.axes, parts)) for step in row.strategies)
         requested, same = _renamed(row.requested, parts), _renamed(row.spec, parts)
         again = row_on(row, content, sizes, spec=requested, strategies=steps)
-        # Only an array that wishes for a sub-axis may change its layout.
-        stays = not wished and again.spec != same
+        # Only an array that can use a sub-axis may change its layout.
+        stays = not useful and again.spec != same
         rows.append(row._replace(spec=same, requested=requested, strategies=steps) if stays else again)
     jax_mesh = None if content.jax_mesh is None else mesh.build(content.jax_mesh)
     axes = None if content.axes is None else _renamed_rules(content.axes, parts)
     return content.replaced(mesh=mesh, jax_mesh=jax_mesh, axes=axes, rows=rows)
 
 
-def _wishes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns, for mesh axes that an array requested and did not get, the size of a sub-axis that would divide a
-    dimension: the first dimension that could use a sub-axis.
+def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns, for mesh axes that an array requested and did not get, the size of the sub-axis that would divide one of
+    its dimensions. Axes without such a sub-axis are left out.
     """
     used = {axis for entry in entries_of(row.spec) for axis in entry_axes(entry)}
     kept = entries_at(row.spec, len(row.shape))
@@ -128,10 +130,11 @@ def _wishes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
 def _refined_mesh(
     mesh: MeshSpec, saved: Mapping[str, Mapping[int, int]]
 ) -> tuple[MeshSpec, dict[str, tuple[str, ...]]]:
-    """Returns the mesh with axes split into the wished sub-axes; the wish that saves most bytes per device comes first.
+    """Returns the mesh with some axes split into sub-axes, and for each of these axes the names of its sub-axes, major
+    to minor.
 
-    The second value holds, for each split axis, the names of its sub-axes, major to minor: sub-axis `i` of `tensor` is
-    `tensor_i`. The order of the devices does not change.
+    `saved` holds, for each axis and size of a sub-axis, the bytes per device that the sub-axis saves. Sizes that save
+    the most bytes come first. Sub-axis `i` of `tensor` is named `tensor_i`. The order of the devices does not change.
     """
     parts: dict[str, tuple[str, ...]] = {}
     for axis, size, slices in zip(mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, strict=True):
@@ -139,7 +142,7 @@ def _refined_mesh(
         # Divisors of `size`, each dividing the next; the ratio of two neighbours is the size of a sub-axis.
         chain = [1, size]
         for part in sorted(wanted, key=lambda part: (-wanted[part], part)):
-            # A wished size that is incompatible with the chain is reduced to its largest divisor that fits. A sub-axis
+            # A size that is incompatible with the chain is reduced to its largest divisor that fits. A sub-axis
             # must lie within one slice or consist of whole slices.
             fitting = [n for n in range(1, part + 1) if part % n == 0 and (n % slices == 0 or slices % n == 0)]
             best = max(n for n in fitting if all(n % other == 0 or other % n == 0 for other in chain))
@@ -162,9 +165,7 @@ def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRu
 
 
 def _renamed(spec: PartitionSpec, parts: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
-    """Returns the spec of the same layout on the refined mesh: each split axis becomes all of its sub-axes, in
-    order.
-    """
+    """Returns the spec of the same layout on the refined mesh. `parts` maps each split axis to its sub-axes."""
     entries = [_renamed_entry(entry, parts) for entry in entries_of(spec)]
     unreduced, reduced = (_renamed_axes(sorted(axes), parts) for axes in (spec.unreduced, spec.reduced))
     return trimmed(entries, with_reductions((), unreduced, reduced, unreduced_kind(spec)))
@@ -175,5 +176,5 @@ def _renamed_entry(entry: object, parts: Mapping[str, tuple[str, ...]]) -> Any:
 
 
 def _renamed_axes(entry: object, parts: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns the mesh axes of an entry of a spec, each split axis replaced by its sub-axes."""
+    """Returns the mesh axes of an entry of a spec, with each split axis replaced by its sub-axes."""
     return tuple(part for axis in entry_axes(entry) for part in parts.get(axis, (axis,)))

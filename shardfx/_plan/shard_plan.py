@@ -1,6 +1,4 @@
-"""`ShardPlan`, the immutable plan that users hold, and `Target`, a tree of structs with shardings that a loader
-fills.
-"""
+"""`ShardPlan`, the immutable plan that users hold, and `Target`, a tree of arrays that a loader reads from a file."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,29 +41,29 @@ class ShardPlan(eqx.Module):
 
     @property
     def mesh(self) -> MeshSpec:
-        """The mesh that the plan is for."""
+        """The mesh of the plan."""
         return self.content.mesh
 
     @property
     def jax_mesh(self) -> Mesh | None:
-        """The jax Mesh of devices that the plan is for; `None` if the plan has no devices. See
-        [`shardfx.ShardPlan.on`][].
-        """
+        """The jax Mesh of the plan's devices; `None` if the plan has no devices. See [`shardfx.ShardPlan.on`][]."""
         return self.content.jax_mesh
 
     @property
     def axes(self) -> AxisRules | None:
-        """The rules by which [`shardfx.constrain`][] resolves logical names; `None` if the plan was made without."""
+        """The rules by which [`shardfx.constrain`][] resolves logical names; `None` if the plan was made without
+        `axes`.
+        """
         return self.content.axes
 
     @property
     def mode(self) -> str | None:
-        """The mode of `axes` in which names are resolved; `None` for the rules without a mode."""
+        """The mode of `axes` in which names are resolved; `None` for the base rules."""
         return self.content.mode
 
     @property
     def strict(self) -> bool:
-        """Whether the plan was made with `strict=True`; then [`shardfx.constrain`][] is strict too."""
+        """Whether the plan was made with `strict=True`. Then [`shardfx.constrain`][] is strict too."""
         return self.content.strict
 
     @property
@@ -123,7 +121,7 @@ class ShardPlan(eqx.Module):
         found = known.get(path) if isinstance(path, str) else None
         if found is None:
             raise UnknownPathError(f"the plan has no leaf `{path}`{near_paths(str(path), known)}")
-        if self.content.skeleton.paths.count(path) > 1:
+        if self.content.path_tree.paths.count(path) > 1:
             raise UnknownPathError(f"several leaves have the path `{path}`; read them from `plan.leaves`.")
         return found
 
@@ -397,13 +395,13 @@ def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A tree that a loader fills: a struct with a sharding for each array, and the values of the other leaves.
+    """A tree of arrays to load: a struct with a sharding for each array, and the values of the other leaves.
 
     **Arguments:**
 
-    - `arrays`: per array its path, and a struct or an array that has a sharding.
-    - `others`: the position, path and value of each leaf that is not an array. The value is `None` where the target
-        comes from a plan, which holds no values.
+    - `arrays`: for each array its path, and a struct or an array that has a sharding.
+    - `others`: the position, path and value of each leaf that is not an array. The value is `None` if the tree is that
+        of a plan, which holds no values.
     - `treedef`: the tree's structure.
     """
 
@@ -412,8 +410,8 @@ class Target:
     treedef: Any
 
     def filled(self, values: Sequence[object], kept: Mapping[int, object]) -> PyTree:
-        """Returns the tree with `values` at its arrays, in order, and at the position of each other leaf its value in
-        `kept`, else its own.
+        """Returns the tree with `values` at its arrays, in order. Each other leaf has its value in `kept`, by position,
+        or else its own value.
         """
         left = iter(values)
         others = {**{at: value for at, _, value in self.others}, **kept}
@@ -422,12 +420,12 @@ class Target:
 
 
 def target_of(plan: object, what: str) -> Target:
-    """Returns the tree that the function named `what` fills: the tree of a plan, or `plan` itself if it is a tree of
-    structs.
+    """Returns the tree to load into: the tree of `plan`, or `plan` itself if it is a tree of structs. `what` is the
+    function's name in messages.
     """
     if isinstance(plan, ShardPlan):
-        skeleton, structs = plan.content.skeleton, iter(jax.tree.leaves(plan.structs))
-        pairs, treedef = skeleton.in_order(list(plan.content.numbered)), skeleton.treedef
+        path_tree, structs = plan.content.path_tree, iter(jax.tree.leaves(plan.structs))
+        pairs, treedef = path_tree.in_order(list(plan.content.numbered)), path_tree.treedef
         rows = [(path, next(structs) if number >= 0 else None, number >= 0) for path, number in pairs]
     else:
         flat = flatten(plan)

@@ -1,5 +1,5 @@
-"""The sharding of one array under an existing plan: a batch, an activation, or a planned array that gets another
-target.
+"""Decides the sharding of one array under an existing plan: of a batch, of an activation, or of a planned array that
+gets another target.
 """
 
 import math
@@ -18,7 +18,7 @@ from .._rules import AxisRules, PathRules, check_known, near, one_per_dim, resol
 from ..topology import MeshSpec
 from .complaints import raise_errors
 from .content import Content
-from .decide import asked_by_target, axes_of, correct, padded_units, row_of, skipping, units_at
+from .decide import axes_of, correct, padded_units, request_of_target, row_of, skipping, units_at
 from .leaf import Row
 
 
@@ -34,7 +34,7 @@ def decision_for(
 
     - `names_or_spec`: logical names that the plan's rules resolve, or a PartitionSpec.
     - `shape`: the shape of the array; `None` for arrays of any shape whose sizes the sharding divides.
-    - `plan`: the content of the plan.
+    - `plan`: the data of the plan.
     - `mesh`: the axes of the plan's mesh that may be used. The plan's other axes are dropped without a reason.
     - `strict`: raise if there is any reason.
     - `unmatched`: "raise" raises for names without a rule, and for axes in a spec that neither the mesh has nor the
@@ -67,7 +67,7 @@ def decision_for(
         units = units_at(named, shape, units, lambda name: _sizes_of(name, plan))
     found = correct(spec, shape, mesh, units=None if units is None else padded_units(units, len(shape)))
     if units is not None and named:
-        _refuse_doubt(named, shape, units, found.reasons, plan)
+        _refuse_ambiguous_unit(named, shape, units, found.reasons, plan)
     # `plan` has checked the rules, which may name axes of other meshes. A spec is written for this mesh.
     if isinstance(names_or_spec, PartitionSpec) and unmatched == "raise":
         check_absent(found.reasons, mesh, plan.axes)
@@ -80,7 +80,9 @@ def decision_for(
 def _require_whole_units(
     names: tuple[object, ...], spec: PartitionSpec, units: tuple[int, ...], plan: Content, mesh: MeshSpec
 ) -> None:
-    """Raises if, without a shape, the plan's arrays do not show that a named dimension can be sharded between units."""
+    """Raises if a shard could split a unit in an array of unknown shape. The plan's arrays with the same logical names
+    must show that the mesh axes divide the number of units.
+    """
     for name, entry, unit in zip(names, entries_of(spec), units, strict=False):
         axes = () if entry is UNCONSTRAINED else [axis for axis in entry_axes(entry) if axis in mesh.axis_names]
         shards, sizes = math.prod(mesh.shape[axis] for axis in axes), _sizes_of(name, plan)
@@ -98,11 +100,11 @@ def _sizes_of(name: object, plan: Content) -> list[int]:
     return [size for row in plan.rows for given, size in zip(row.names or (), row.shape, strict=False) if given == name]
 
 
-def _refuse_doubt(
+def _refuse_ambiguous_unit(
     names: tuple[object, ...], shape: tuple[int, ...], units: tuple[int, ...], reasons: Iterable[Reason], plan: Content
 ) -> None:
-    """Raises if a unit keeps a dimension unsharded that may count units already, and no planned array settles which it
-    is.
+    """Raises if a unit keeps a dimension unsharded, but the size of the dimension could be a number of units, and no
+    planned array has the same name and size.
     """
     for dim in [why.dim for why in reasons if why.code is Code.unit and why.dim is not None]:
         name, size, unit = names[dim], shape[dim], units[dim]
@@ -117,14 +119,14 @@ def _refuse_doubt(
             )
 
 
-def require_pinned(asked: object, spec: PartitionSpec) -> None:
+def require_pinned(requested: object, spec: PartitionSpec) -> None:
     """Raises if a dimension of the spec is UNCONSTRAINED, since only the compiler could choose its sharding."""
     free = [dim for dim, entry in enumerate(entries_of(spec)) if entry is UNCONSTRAINED]
     if free:
         raise SpecError(
-            f"{asked} leaves dim {free[0]} to the compiler (UNCONSTRAINED), which no sharding at `device_put` or at "
-            "the boundary of `jit` can say; write `None` there if it is to be whole, or use `constrain` inside the "
-            "function."
+            f"{requested} leaves dim {free[0]} to the compiler (UNCONSTRAINED), which no sharding at `device_put` or "
+            "at the boundary of `jit` can say; write `None` there if it is to be whole, or use `constrain` inside "
+            "the function."
         )
 
 
@@ -142,7 +144,9 @@ def check_absent(reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | No
 def _resolved(
     names: Any, shape: tuple[int, ...] | None, plan: Content, unmatched: Policy
 ) -> tuple[tuple[Any, ...], Decision, tuple[int, ...] | None]:
-    """Returns the names of an array with one entry per dimension, the spec that they resolve to, and their units."""
+    """Returns the names of an array with one entry per dimension, the spec that they resolve to, and the units of the
+    dimensions.
+    """
     if isinstance(names, Sharding):
         raise SpecError(f"a plan has its own mesh; pass `sharding.spec`, or use `reshard(x, sharding)`, for {names}.")
     if plan.axes is None:
@@ -167,10 +171,10 @@ _BY_HAND = "replaced by hand"
 
 
 def replaced(content: Content, where: str, target: object) -> Content:
-    """Returns the content of a plan with another target for some arrays; see `shardfx.ShardPlan.replace`."""
+    """Returns the data of a plan with another target for some arrays; see `shardfx.ShardPlan.replace`."""
     ((_, checked),) = PathRules([(re.escape(where), target)]).rules
     is_array = [number >= 0 for number in content.index]
-    paths = content.skeleton.paths
+    paths = content.path_tree.paths
     chosen = leaves_at(where, paths, is_array, f"`replace({where!r}, ...)`: no array of the plan")
     rows, index, errors = list(content.rows), list(content.index), []
     for at in chosen:
@@ -185,7 +189,7 @@ def replaced(content: Content, where: str, target: object) -> Content:
 
 def _row(content: Content, path: str, row: Row, target: object) -> Row:
     mesh = content.mesh
-    request = asked_by_target(target, path, row, _BY_HAND, content.axes, content.mode)
+    request = request_of_target(target, path, row, _BY_HAND, content.axes, content.mode)
     if request.units is None and request.names is None:  # units stay indivisible under another spec
         request = request._replace(units=row.units)
     whole = {dim for step in row.strategies for dim in step.skip}  # skipped dimensions stay so for other strategies

@@ -20,7 +20,7 @@ from .._ground.text import (
     printable,
     spec_text,
 )
-from .._plan import OTHER_TREES, LeafPlan, Pair, ShardPlan, Skeleton, check_plan, pairs, plan_lines
+from .._plan import OTHER_TREES, LeafPlan, Pair, PathTree, ShardPlan, check_plan, pairs, plan_lines
 from .._reshard import LeafMove, plan_reshard
 
 
@@ -210,8 +210,8 @@ def _planned(a: ShardPlan, b: ShardPlan, paths: Sequence[str]) -> dict[str, Leaf
 def _of_paths(plan: ShardPlan, paths: Sequence[str]) -> ShardPlan:
     """A plan of only the arrays at these paths, as a flat tree in this order."""
     numbers = dict(plan.content.numbered)
-    skeleton = Skeleton(tuple(paths), jax.tree.structure([*paths]))
-    return ShardPlan(plan.content.replaced(index=[numbers[path] for path in paths], skeleton=skeleton))
+    path_tree = PathTree(tuple(paths), jax.tree.structure([*paths]))
+    return ShardPlan(plan.content.replaced(index=[numbers[path] for path in paths], path_tree=path_tree))
 
 
 _HEADER = ("path", "arrays", "shape", "before", "after", "bytes/device", "what", "wire/device", "how")

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from .._ground.reason import Code, Reason
 from .._ground.spec import canonical_entry, entries_at, entries_of, entry_axes, trimmed
 from .._ground.text import between_numbers, bytes_text, plural, spec_text, together
-from .._plan import Group, Request, Row, corresponding, further
+from .._plan import Group, Request, Row, corresponding, shard_over
 from .._rules import axes_of_target, fsdp
 from .finding import Finding, Severity
 from .subject import Subject, asked_by, code_of
@@ -261,7 +261,7 @@ def _over(subject: Subject, states: list[_State], axis: str) -> Iterator[tuple[G
     for group in [state.group for state in states]:
         row = group.row
         request = Request(None, row.spec, None, row.units, (), ())
-        spec = further(request, row.shape, row.dtype, subject.content.mesh, fsdp(axis)).spec
+        spec = shard_over(request, row.shape, row.dtype, subject.content.mesh, fsdp(axis)).spec
         if spec != row.spec and not any(why.code is Code.small for why in row.reasons):
             yield group, spec
 

@@ -14,8 +14,8 @@ from .._plan import (
     NAMES,
     Content,
     Draft,
+    PathTree,
     ShardPlan,
-    Skeleton,
     Unused,
     absent_axes,
     drafted,
@@ -115,7 +115,7 @@ def lint(
         mode = None
         draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds_matcher(kinds))
     index = [max(number, -1) for number in draft.numbers]
-    content = Content(draft.mesh, None, axes, mode, draft.rows, index, Skeleton(flat.paths, flat.treedef))
+    content = Content(draft.mesh, None, axes, mode, draft.rows, index, PathTree(flat.paths, flat.treedef))
     subject = Subject(content, flat, given, paths, axes, mode, min_bytes, strict, refine)
     rules: Severity = "error" if unmatched == "raise" else "warning"
     found += unplannable(subject, draft)

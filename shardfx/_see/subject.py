@@ -117,7 +117,7 @@ class Subject:
     @ft.cached_property
     def _alike(self) -> collections.Counter[tuple[str, ...]]:
         """The number of leaves for each form of path, where a form is the path without its numbers."""
-        return collections.Counter(map(between_numbers, self.content.skeleton.paths))
+        return collections.Counter(map(between_numbers, self.content.path_tree.paths))
 
     def is_named(self, group: Group) -> bool:
         """Whether these leaves have logical names, which take precedence over path rules."""

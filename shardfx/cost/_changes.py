@@ -11,7 +11,7 @@ import numpy as np
 from .._ground.errors import ProgramError
 from .._ground.spec import entries_of, entry_axes
 from .._ground.tree import flatten
-from .._plan import Request, further
+from .._plan import Request, shard_over
 from .._rules import Fsdp
 from .._step import Dims, Frame, argument_names, step_of
 from ._counted import StepOnChip, constrained
@@ -120,7 +120,7 @@ def _over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> li
         shape = known.step.arguments[at].shape
         spec = jax.P(*(found[at] or ((),) * len(shape)))
         asked = Request(None, spec, None, None, (), ())
-        wide = further(asked, shape, np.float32, known.step.mesh, Fsdp(axes)).spec if shape else spec
+        wide = shard_over(asked, shape, np.float32, known.step.mesh, Fsdp(axes)).spec if shape else spec
         dims = [entry_axes(entry) for entry in entries_of(wide)]
         found[at] = (*dims, *((),) * (len(shape) - len(dims)))
     return found

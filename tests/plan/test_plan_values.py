@@ -53,11 +53,11 @@ def test_a_plan_pickles_and_copies(tree, kind, on):
 
 def test_a_pickled_plan_needs_its_devices():
     made = plan(TREE, MESH.build(jax.devices()), paths=RULES, axes=AXES)
-    make, (text, skeleton, order, devices) = made.content.__reduce__()
-    assert make(text, skeleton, order, devices) == made.content
+    make, (text, path_tree, order, devices) = made.content.__reduce__()
+    assert make(text, path_tree, order, devices) == made.content
     for others in ([*devices[:-1], ("cpu", 99)], [("abc", number) for _, number in devices]):
         with pytest.raises(PlanMismatchError, match=r"that this process does not have \(.*pickle `plan.off\(\)`"):
-            make(text, skeleton, order, others)
+            make(text, path_tree, order, others)
 
 
 def test_a_plan_is_read_by_path():
