@@ -1,7 +1,7 @@
 """Boxes. A box is the index range of a shard in its array: a start and a stop for each dimension."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,36 @@ def slices(part: Box, box: Box) -> tuple[Any, ...]:
     """
     found = [slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True)]
     return (*found, ...)
+
+
+def first_with(box: Box, shards: Sequence[Box]) -> int | None:
+    """The number of the first shard that contains all of a box; `None` if none does."""
+    return next((number for number, own in enumerate(shards) if common(box, own) == box), None)
+
+
+def read_box(box: Box, shards: Sequence[Box], data: Callable[[int], np.ndarray]) -> np.ndarray | None:
+    """The elements of a box: a view if one shard contains the box, else copied from several shards.
+
+    **Arguments:**
+
+    - `box`: the box.
+    - `shards`: the box of each shard.
+    - `data`: returns the elements of the shard with a number.
+
+    **Returns:**
+
+    The elements; `None` if the shards do not cover the box.
+    """
+    number = first_with(box, shards)
+    if number is not None:
+        return data(number)[slices(box, shards[number])]
+    parts = {own: (both, at) for at, own in enumerate(shards) if (both := common(own, box)) is not None}
+    if sum(volume(both) for both, _ in parts.values()) < volume(box):
+        return None
+    made = np.empty([stop - start for start, stop in box], data(0).dtype)
+    for own, (both, at) in parts.items():
+        made[slices(both, box)] = data(at)[slices(both, own)]
+    return made
 
 
 def array_of(

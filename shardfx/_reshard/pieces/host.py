@@ -27,7 +27,7 @@ from ..._convert import (
     target_view,
     write,
 )
-from ..._ground.boxes import Box, array_of, as_box, common, slices, volume
+from ..._ground.boxes import Box, array_of, as_box, first_with, read_box, volume
 from ..._ground.copying import block_dim, buffers, copy_along
 from ..._ground.errors import SyncError
 from .shard_parts import ShardPart
@@ -165,21 +165,14 @@ class LocalShards:
 
     def containing(self, path: str, box: Box) -> int | None:
         """The number of the first shard that contains a whole box; `None` if no shard contains it."""
-        return next((number for number, own in enumerate(self.boxes(path)) if common(box, own) == box), None)
+        return first_with(box, self.boxes(path))
 
     def read(self, path: str, box: Box) -> np.ndarray:
         """The elements of a box of an array, assembled from several shards if no shard contains the whole box."""
-        held, number = self.boxes(path), self.containing(path, box)
-        if number is not None:
-            return self.typed(path, number)[slices(box, held[number])]
-        made, left = np.empty([stop - start for start, stop in box], self.leaf(path).dtype), volume(box)
-        for own, at in {own: at for at, own in enumerate(held)}.items():
-            if (both := common(own, box)) is not None:
-                made[slices(both, box)] = self.typed(path, at)[slices(both, own)]
-                left -= volume(both)
-        if left:
+        found = read_box(box, self.boxes(path), ft.partial(self.typed, path))
+        if found is None:
             raise SyncError(f"leaf `{path}`: this process holds a part of {list(box)} only; scales must lie beside.")
-        return made
+        return found
 
     def _shard(self, path: str, number: int) -> Any:
         if path in self._owned:
