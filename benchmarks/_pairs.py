@@ -17,7 +17,7 @@ from shardfx._reshard.flight import carry_out
 from shardfx._reshard.move import move_of
 from shardfx._reshard.mover import reshard
 from shardfx._reshard.steps.layout import StepLayout
-from shardfx._reshard.steps.redistribute import redistribute
+from shardfx._reshard.steps.redistribution import redistribute
 
 from ._case import Value
 from ._machine import fresh_process

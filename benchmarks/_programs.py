@@ -9,8 +9,9 @@ from jax.sharding import NamedSharding
 
 from shardfx import MeshSpec
 from shardfx._ground.spec import bits
-from shardfx._reshard.steps.program import program
-from shardfx._reshard.steps.redistribute import NO_MESH, Redistribution, layouts, redistribute, untyped
+from shardfx._reshard.shardings import NO_MESH, layouts, untyped
+from shardfx._reshard.steps.programs import program
+from shardfx._reshard.steps.redistribution import Redistribution, redistribute
 from shardfx.cost import traffic
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from shardfx._reshard.steps.groups import all_to_all, gathered, join, permutation, split, starts
+from shardfx._reshard.steps.groups import all_to_all, gathered, join, split, starts
 from shardfx._reshard.steps.layout import StepLayout
-from shardfx._reshard.steps.redistribute import MoveStep
+from shardfx._reshard.steps.redistribution import MoveStep, permutation
 
 
 def pieces(array: np.ndarray, end: StepLayout, like: StepLayout) -> list[np.ndarray]:

@@ -16,8 +16,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._reshard.mover import reshard, resharded
 from shardfx._reshard.reshard_plan import plan_reshard
+from shardfx._reshard.shardings import layout
 from shardfx._reshard.steps.layout import StepLayout
-from shardfx._reshard.steps.redistribute import layout, redistribute
+from shardfx._reshard.steps.redistribution import redistribute
 from shardfx.topology._mesh import MeshSpec
 
 from ._case import Apart, Case, Entry, Finding, Limit, Race, Rival, Skip, Value, memcpy

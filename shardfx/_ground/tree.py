@@ -59,16 +59,21 @@ class _Columns(NamedTuple):
     stacked: list[int]
 
 
-def flatten(tree: PyTree) -> Flat:
+def flatten(tree: PyTree, *, takes_specs: bool = False) -> Flat:
     """Flattens a tree into its leaves, their paths, their paths with every digit replaced by 0, and their declared
     names.
+
+    **Raises:**
+
+    `LeafTypeError` if a leaf is a PartitionSpec or a sharding, unless `takes_specs`.
     """
     leaves, treedef = jax.tree.flatten(tree)
     columns = _columns_of(treedef)
     kinds = {kind: _is_array_type(kind) for kind in set(map(type, leaves))}
     if all(kinds.values()):
         return Flat(leaves, treedef, *columns, [True] * len(leaves))
-    _refuse_specs(leaves, columns[0])
+    if not takes_specs:
+        _refuse_specs(leaves, columns[0])
     is_array = [kinds[type(leaf)] for leaf in leaves]
     return Flat(leaves, treedef, *columns, is_array)
 

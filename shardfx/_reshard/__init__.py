@@ -8,4 +8,4 @@ from .matrices import MappedMatrices, map_matrices
 from .mover import reshard
 from .reshard_plan import LeafMove, ReshardPlan, plan_reshard
 from .steps.layout import StepLayout
-from .steps.redistribute import MoveStep
+from .steps.redistribution import MoveStep

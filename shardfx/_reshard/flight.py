@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from .._ground.errors import MoveError
-from .destinations import leaf_name
 from .move import Move, move_of, program_of
 from .pieces.assembly import Assembly
 from .pieces.carry import Context, start_assembly
 from .pieces.host import LocalShards, assemble_and_delete
-from .steps.redistribute import labelled
+from .shardings import labelled, leaf_name
 
 
 # The errors of a move if memory runs out, a copy fails, or another process is gone.

@@ -21,9 +21,9 @@ from .._ground.errors import LeafTypeError
 from .._ground.tree import flatten
 from .._plan import ShardPlan, check_plan, plan as plan_of, rows_of
 from .._rules import PathRules
+from .shardings import placed
 from .stacks import Other, OwnerExchange, Stack, Where, exchanges_of
-from .steps.program import placed
-from .traced import traced
+from .traced import move_traced
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ def _mesh_of(plan: ShardPlan, arrays: Sequence[object]) -> Any:
 
 def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
     x = placed(x, src)
-    return x if src.spec == dst.spec else traced(x, dst, src)
+    return x if src.spec == dst.spec else move_traced(x, dst, src)
 
 
 def _mapped(

@@ -12,20 +12,21 @@ from jax.sharding import NamedSharding, Sharding
 from .._ground.boxes import shard_boxes
 from .._ground.spec import DType, array_bytes, bits
 from ..topology import MeshSpec
-from .destinations import (
+from .pieces.assembly import Assembly, assembly_between
+from .shardings import (
     copies_bytes,
     data_of,
     has_devices,
     in_host_memory,
+    layout,
     named,
     require_movable,
     require_reduced,
     sharers,
 )
-from .pieces.assembly import Assembly, assembly_between
-from .steps.in_parts import PartCut, cut_in
-from .steps.program import live_program
-from .steps.redistribute import Redistribution, layout, redistribute
+from .steps.parts import PartCut, cut_in
+from .steps.programs import live_program
+from .steps.redistribution import Redistribution, redistribute
 
 
 How = Literal["in place", "relabel", "memory kind", "steps", "tiles"]
@@ -167,8 +168,7 @@ def move_of(
     """
     stays = src == dst and not lost
     if not stays:
-        require_movable(shape, dtype, src)
-        require_movable(shape, dtype, dst)
+        require_movable(shape, dtype, src, dst)
         require_reduced(src, dst)
     shape, dtype = data_of(shape, dtype)
     make = ft.partial(Move, shape=shape, dtype=dtype, src=src, dst=dst, lost=lost, copies=copies)

@@ -11,29 +11,20 @@ from typing import Any, NamedTuple, SupportsIndex, TypedDict, TypeVar, Unpack, o
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 from jaxtyping import PyTree
 
 from .._convert import TreeMap
 from .._ground.boxes import volume
-from .._ground.errors import LeafTypeError, MapError, MeshError, MoveError, SpecError
+from .._ground.errors import LeafTypeError, MapError, MeshError, MoveError, PlanMismatchError, check_type
 from .._ground.processes import coordination, exchanged
-from .._ground.tree import flatten, tree_paths
-from .._plan import Target, target_of
-from .destinations import (
-    has_devices,
-    is_array,
-    lost_devices,
-    named,
-    naming,
-    require_movable,
-    require_reduced,
-    targets,
-)
+from .._ground.tree import Flat, flatten
+from .._plan import ShardPlan, Target, shardings_of_leaves, target_of
 from .flight import Job, carried_out, require_room
 from .move import Move, balanced, move_of
 from .pieces.assembly import MovedLeaf, TargetArray, target_arrays
-from .traced import traced
+from .shardings import has_devices, is_array, named, naming, require_movable, require_reduced
+from .traced import move_traced_leaves
 
 
 T = TypeVar("T")
@@ -149,24 +140,85 @@ def resharded(
 ) -> PyTree:
     """The implementation of `reshard`. `copies=False` treats CPU devices as if each had its own memory, for tests."""
     lost, limit_bytes = lost_devices(lost), _whole_bytes(memory_limit_bytes)
+    flat = flatten(tree, takes_specs=True)
     if map is not None:
         if lost or src is not None:
             raise LeafTypeError("`reshard` with a map takes neither `src` nor `lost`; move the tree as it is first.")
-        arrays, target, works = journey_of(tree, dst, map, copies)
+        arrays, target, works = journey_of(flat, dst, map, copies)
         leaves = [arrays[work.sources[0]] if work.sources else None for work in works]
         plain = [(at, leaves[at], work.leaf.sharding) for at, work in enumerate(works) if work.assembly is None]
         others = [(at, work.sources, work.assembly) for at, work in enumerate(works) if work.assembly is not None]
         job = job_of(plain, lambda at: works[at].leaf.path, copies=copies)
         job = dataclasses.replace(job, arrays=arrays, assemblies=others)
         return target.filled(_moved(job, leaves, limit_bytes, donate), {})
-    leaves, treedef = jax.tree.flatten(tree)
-    path_of = lambda at: tree_paths(treedef)[at]
-    wanted = targets(dst, tree, leaves, treedef, "dst")
-    if any(isinstance(leaf, Tracer) for leaf in leaves):
-        sources = [None] * len(leaves) if src is None else targets(src, tree, leaves, treedef, "src")
-        return jax.tree.unflatten(treedef, _traced(leaves, sources, wanted, path_of))
-    job = job_of(list(zip(range(len(leaves)), leaves, wanted, strict=True)), path_of, lost, copies)
-    return jax.tree.unflatten(treedef, _moved(job, leaves, limit_bytes, donate))
+    wanted, path_of = targets(dst, flat, "dst"), flat.paths.__getitem__
+    if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
+        sources = [None] * len(wanted) if src is None else targets(src, flat, "src")
+        moved = move_traced_leaves(flat.leaves, sources, wanted, path_of)
+    else:
+        job = job_of(list(zip(range(len(wanted)), flat.leaves, wanted, strict=True)), path_of, lost, copies)
+        moved = _moved(job, flat.leaves, limit_bytes, donate)
+    return jax.tree.unflatten(flat.treedef, moved)
+
+
+def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
+    """The sharding of each leaf; `None` for a leaf that is no array or does not move.
+
+    **Arguments:**
+
+    - `form`: a plan with devices, a sharding, or a tree or prefix of shardings, of `None`, and of structs with them.
+    - `flat`: the tree of arrays.
+    - `what`: the name of the argument, for messages.
+
+    **Returns:**
+
+    One entry per leaf.
+
+    **Raises:**
+
+    `PlanMismatchError` if the form is for another tree, or a plan without devices; `LeafTypeError` for entries that are
+    no shardings.
+    """
+    if isinstance(form, ShardPlan):
+        return shardings_of_leaves(form, flat)
+    if isinstance(form, Sharding):
+        return [form] * len(flat.leaves)
+    try:
+        entries = flat.treedef.flatten_up_to(form)
+    except ValueError:
+        entries = _broadcast(form, jax.tree.unflatten(flat.treedef, flat.leaves), what)
+    found = [entry.sharding if isinstance(entry, jax.ShapeDtypeStruct | jax.Array) else entry for entry in entries]
+    for at, one in enumerate(found):
+        if one is not None and not isinstance(one, Sharding):
+            path, kind = flat.paths[at], type(one).__name__
+            where = f"`{what}` holds a {kind} at `{path}`" if path else f"`{what}` is a {kind}"
+            raise LeafTypeError(
+                f"{where}, {one!r:.80}, which is no sharding; use `NamedSharding(mesh, spec)`, the `.sharding` of a "
+                "`Format`, or a plan: `plan(tree, mesh, ...)`."
+            )
+    return found
+
+
+def _broadcast(form: object, tree: object, what: str) -> list[Any]:
+    try:
+        whole = jax.tree.broadcast(form, tree, is_leaf=lambda node: node is None)
+    except ValueError as error:
+        raise PlanMismatchError(
+            f"`{what}` is no prefix of the tree: {str(error).splitlines()[0]}; give a plan of this tree, one sharding, "
+            "or a tree of shardings of its structure."
+        ) from error
+    return jax.tree.leaves(whole, is_leaf=lambda node: node is None)
+
+
+def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
+    """The argument `lost` of a move as a tuple; raises if it holds ids or is a single device."""
+    fix = "give an iterable of jax devices, such as `lost=[jax.devices()[3]]`."
+    check_type("lost", lost, Iterable, LeafTypeError, fix.removesuffix("."))
+    found = tuple(lost)
+    for device in found:
+        if not isinstance(device, jax.Device):
+            raise LeafTypeError(f"`lost` holds {device!r:.80}, of type {type(device).__name__}, not a device; {fix}")
+    return found
 
 
 def _moved(job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: bool) -> list[Any]:
@@ -198,25 +250,6 @@ def _whole_bytes(memory_limit_bytes: SupportsIndex | None) -> int | None:
     return limit_bytes
 
 
-def _traced(
-    leaves: Sequence[Any], sources: Sequence[Any], wanted: Sequence[Any], path_of: Callable[[int], str]
-) -> list[Any]:
-    results = list(leaves)
-    for at, (leaf, source, target) in enumerate(zip(leaves, sources, wanted, strict=True)):
-        if target is None or not is_array(leaf):
-            continue
-        with naming(path_of, at):
-            if not isinstance(target, NamedSharding):
-                raise SpecError(
-                    f"inside `jit` an array can only move to a NamedSharding, not to {target}; use "
-                    "`NamedSharding(mesh, spec)`."
-                )
-            results[at] = traced(leaf, target, source)
-        if target.memory_kind != NamedSharding(target.mesh, target.spec).memory_kind:
-            results[at] = jax.device_put(results[at], target)
-    return results
-
-
 _WAIT_SECONDS = 60
 
 
@@ -241,8 +274,8 @@ def job_of(
             job.kept.add(id(leaf))
             continue
         with naming(path_of, at):
+            _require_devices(target)
             if not isinstance(leaf, jax.Array):
-                _require_devices(target)
                 require_movable(leaf.shape, leaf.dtype, target)
                 require_reduced(target)
                 job.placements.append((at, leaf, target))
@@ -259,7 +292,6 @@ def job_of(
 
 
 def _move(leaf: jax.Array, target: Sharding, lost: tuple[object, ...], copies: bool) -> Move:
-    _require_devices(target)
     move = move_of(leaf.shape, leaf.dtype, leaf.sharding, target, lost, copies)
     if move.assembly is not None and move.assembly.parts.missing:
         missing = move.assembly.parts.missing
@@ -294,9 +326,8 @@ class Journey(NamedTuple):
     works: tuple[TargetArray, ...]
 
 
-def journey_of(tree: object, dst: object, map: TreeMap, copies: bool) -> Journey:
+def journey_of(flat: Flat, dst: object, map: TreeMap, copies: bool) -> Journey:
     """Decides the move of every array through a map, and raises if the map does not fit, before anything moves."""
-    flat = flatten(tree)
     if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
         raise LeafTypeError(
             "`reshard(..., map=...)` moves live arrays, and this tree is traced; inside `jit` use "

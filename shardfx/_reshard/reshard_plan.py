@@ -17,10 +17,11 @@ from .._ground.spec import DType, array_bytes
 from .._ground.text import between_numbers, first_lines, html_text, joined, plural, table
 from .._ground.tree import flatten
 from .._plan import ShardPlan
-from .destinations import in_host_memory, leaf_name, lost_devices, naming, targets
 from .move import Move, balanced, move_of, shares_memory
+from .mover import lost_devices, targets
 from .pieces.assembly import Assembly, MovedLeaf, leaves_of_plan, shard_of, target_arrays
-from .steps.redistribute import MoveStep
+from .shardings import in_host_memory, leaf_name, naming
+from .steps.redistribution import MoveStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,9 +274,8 @@ def _columns(form: object, what: str) -> list[MovedLeaf]:
 
 def _wanted(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedLeaf]:
     """If neither `src` nor `dst` is a plan, the leaves of `src` with the shardings of `dst`."""
-    leaves, treedef = jax.tree.flatten(src)
-    kinds, ends = jax.Array | jax.ShapeDtypeStruct, targets(dst, src, leaves, treedef, "dst")
-    wanted = [end for leaf, end in zip(leaves, ends, strict=True) if isinstance(leaf, kinds)]
+    flat, kinds = flatten(src), jax.Array | jax.ShapeDtypeStruct
+    wanted = [end for leaf, end in zip(flat.leaves, targets(dst, flat, "dst"), strict=True) if isinstance(leaf, kinds)]
     arrays = [leaf for leaf in jax.tree.leaves(dst) if isinstance(leaf, kinds)]
     if len(arrays) == len(ours):
         for leaf, other in zip(ours, arrays, strict=True):

@@ -1,5 +1,6 @@
 """Moves inside `jit` and other transformations, as a JAX primitive that is lowered to the planned steps."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,14 +12,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._ground.errors import MeshError, SpecError
 from .._ground.spec import bits, canonical, entries_of, entry_axes
-from .destinations import require_movable
 from .flight import carry_out
 from .move import move_of
-from .steps.program import placed, program
-from .steps.redistribute import is_explicit, layouts, redistribute, same_order, settled
+from .shardings import is_array, is_explicit, layouts, naming, placed, require_movable, same_order, settled
+from .steps.programs import program
+from .steps.redistribution import redistribute
 
 
-def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
+def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
     """`x` with the sharding `dst`, inside `jit` or another transformation.
 
     **Arguments:**
@@ -82,6 +83,38 @@ def traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
     # A name for a value that is the same on all devices of an axis. Only gradients use it: their sum over that axis is
     # due.
     return placed(moved, dst) if dst.spec.reduced else moved
+
+
+def move_traced_leaves(
+    leaves: Sequence[Any], sources: Sequence[Any], targets: Sequence[Any], path_of: Callable[[int], str]
+) -> list[Any]:
+    """Moves the arrays among the leaves of a traced tree. An error names the leaf's path.
+
+    **Arguments:**
+
+    - `leaves`: the leaves of the tree.
+    - `sources`: the sharding of each leaf; `None` where the array's type says it.
+    - `targets`: the sharding that each leaf gets; `None` for a leaf that does not move.
+    - `path_of`: returns the path of a leaf, from its number.
+
+    **Returns:**
+
+    The leaves, each in its target sharding.
+    """
+    results = list(leaves)
+    for at, (leaf, source, target) in enumerate(zip(leaves, sources, targets, strict=True)):
+        if target is None or not is_array(leaf):
+            continue
+        with naming(path_of, at):
+            if not isinstance(target, NamedSharding):
+                raise SpecError(
+                    f"inside `jit` an array can only move to a NamedSharding, not to {target}; use "
+                    "`NamedSharding(mesh, spec)`."
+                )
+            results[at] = move_traced(leaf, target, source)
+        if target.memory_kind != NamedSharding(target.mesh, target.spec).memory_kind:
+            results[at] = jax.device_put(results[at], target)
+    return results
 
 
 def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:

@@ -28,7 +28,7 @@ from ..._ground.errors import MeshError
 from ..._ground.spec import array_bytes
 from ..._plan import ShardPlan
 from ...topology import MeshSpec
-from ..destinations import data_of, has_devices, naming, require_movable, require_reduced, sharers
+from ..shardings import data_of, has_devices, naming, require_movable, require_reduced, sharers
 from .exchange import Exchange, exchanges
 from .host import HostCopies, host_copies
 from .shard_parts import ShardPart, ShardParts, divided, least_memory_bytes, shard_parts

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._convert import PieceForm, changed, form_of, is_dense, ordered, put, taken
-from ..steps.program import is_small_float
+from ..steps.programs import is_small_float
 from .shard_parts import ShardPart, first_casts
 
 

@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .layout import StepLayout, piece_index
-from .lower_bound import Holdings
-from .splits import End, coordinates, levels
+from .layout import StepLayout, coordinates, piece_index
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,40 +101,3 @@ def gathered(source: StepLayout, target: StepLayout, like: StepLayout) -> list[t
         for dim, (have, axes) in enumerate(zip(source.dims, target.dims, strict=True))
         if have != axes
     ]
-
-
-def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """For each device, the device that sends it its shard in a permute step.
-
-    It is the device itself if it has that shard, else the nearest free holder. Both layouts have equal counts along
-    every dimension.
-    """
-    ends = [End(end, coordinates(end, like)) for end in (source, target)]
-    have, want = (Holdings(end).numbers(end.layout.dims) for end in ends)
-    sender = np.where(have == want, np.arange(len(have)), -1)
-    span = int(max(have.max(), want.max())) + 1
-    for _, group in levels(ends[0]):
-        free = np.setdiff1d(np.arange(len(have)), sender)
-        without = np.flatnonzero(sender < 0)
-        _match(sender, without, (group * span + want)[without], free, (group * span + have)[free])
-    return sender
-
-
-def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np.ndarray, held: np.ndarray) -> None:
-    """Sets senders in place: the k-th device that lacks a shard receives it from the k-th free device that holds this
-    shard.
-    """
-    (without, wanted, first), (free, held, second) = (_ranked(without, wanted), _ranked(free, held))
-    pair = len(sender) + 1
-    keys = wanted * pair + first, held * pair + second
-    _, here, there = np.intersect1d(*keys, assume_unique=True, return_indices=True)
-    sender[without[here]] = free[there]
-
-
-def _ranked(who: np.ndarray, what: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The devices `who` sorted by their shards `what`, the sorted shards, and the rank of each device among those with
-    the same shard.
-    """
-    order = np.argsort(what, kind="stable")
-    ascending = what[order]
-    return who[order], ascending, np.arange(len(what)) - np.searchsorted(ascending, ascending, side="left")

@@ -2,74 +2,11 @@
 
 import functools as ft
 import math
-from fractions import Fraction
 from typing import Literal
 
 import numpy as np
 
-from .splits import End, levels
-
-
-# For each dimension of the array, the factors that shard it, major first.
-ShardDims = tuple[tuple[int, ...], ...]
-
-
-class Holdings:
-    """The shard that each device holds under any layout over one end's factors, cached per dimension."""
-
-    def __init__(self, end: End):
-        self.sizes = end.layout.sizes
-        # Half the bytes, half the time: on thousands of devices the search is bound by these arrays.
-        self.coordinates = end.coordinates.astype(np.int32)
-        self.devices = end.coordinates.shape[1]
-        self._count: dict[tuple[int, ...], int] = {}
-        self._index: dict[tuple[int, ...], np.ndarray] = {(): np.zeros(self.devices, np.int32)}
-        self._numbers: dict[ShardDims, np.ndarray] = {}
-
-    def count(self, axes: tuple[int, ...]) -> int:
-        """The number of shards of a dimension that is sharded over `axes`."""
-        if axes not in self._count:
-            self._count[axes] = math.prod([self.sizes[axis] for axis in axes])
-        return self._count[axes]
-
-    def counts(self, dims: ShardDims) -> tuple[int, ...]:
-        """The number of shards along each dimension."""
-        return tuple([self.count(axes) for axes in dims])
-
-    def pieces(self, dims: ShardDims) -> int:
-        """The number of distinct shards of the array."""
-        return math.prod([self.count(axes) for axes in dims])
-
-    def index(self, axes: tuple[int, ...]) -> np.ndarray:
-        """The index of the shard that each device holds of a dimension sharded over `axes`."""
-        if axes not in self._index:
-            *outer, last = axes
-            self._index[axes] = self.index(tuple(outer)) * np.int32(self.sizes[last]) + self.coordinates[last]
-        return self._index[axes]
-
-    def numbers(self, dims: ShardDims) -> np.ndarray:
-        """A number for each device's shard of the whole array. Equal shards have equal numbers at both ends."""
-        if dims not in self._numbers:
-            out = np.zeros(self.devices, np.int64)
-            for axes in dims:
-                if axes:
-                    out = out * self.count(axes) + self.index(axes)
-            self._numbers[dims] = out
-        return self._numbers[dims]
-
-
-def missing_share(source: End, target: End) -> Fraction:
-    """The fraction of the array that a device needs at the target and does not hold at the source, on average."""
-    common, unit, here, there = None, 1, Holdings(source), Holdings(target)
-    for have, want in zip(source.layout.dims, target.layout.dims, strict=True):
-        if not have and not want:
-            continue
-        both, parts = _overlap(here.index(have), here.count(have), there.index(want), there.count(want))
-        both = both.astype(np.int64)
-        common, unit = both if common is None else common * both, unit * parts
-    if common is None:
-        return Fraction(0)
-    return Fraction(1, target.layout.pieces) - Fraction(int(common.sum()), unit * len(common))
+from .layout import End, Holdings, ShardDims, levels, overlap
 
 
 class LowerBound:
@@ -121,7 +58,7 @@ class LowerBound:
         if key not in self._common_shares:
             index, count = self.far[dim]
             if axes or count > 1:
-                common, parts = _overlap(self.held.index(axes), self.held.count(axes), index, count)
+                common, parts = overlap(self.held.index(axes), self.held.count(axes), index, count)
                 self._common_shares[key] = common * (1.0 / parts)
             else:
                 self._common_shares[key] = None
@@ -176,16 +113,3 @@ class _HeldByGroups:
             group, part = np.repeat(group, step), np.add.outer(part * step, np.arange(step)).ravel()
         both = coarse.holds[group * coarse.count + part // (parts // coarse.count)]
         return np.bincount(group[both], minlength=self.groups) * (1.0 / parts)
-
-
-def _overlap(index: np.ndarray, count: int, other: np.ndarray, others: int) -> tuple[np.ndarray, int]:
-    """For each device, the overlap of its shards in two shardings of a dimension, and the dimension's size.
-
-    Both are in units of the least common multiple of the two shard counts.
-    """
-    parts = math.lcm(count, others)
-    mine, theirs = np.int32(parts // count), np.int32(parts // others)
-    first, second = index * mine, other * theirs
-    both = np.minimum(first + mine, second + theirs)
-    both -= np.maximum(first, second)
-    return np.maximum(both, 0, out=both), parts

@@ -9,9 +9,8 @@ import functools as ft
 import itertools as it
 from collections.abc import Iterator
 
-from .lower_bound import Holdings, ShardDims
-from .path import STEP, PermutationPrices, Prices
-from .splits import End
+from .layout import End, Holdings, ShardDims
+from .prices import STEP, PermutationPrices, Prices
 
 
 # An all-to-all of more factors keeps their order, because 5 factors already have 120 orders.

@@ -55,10 +55,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from .lower_bound import Holdings, LowerBound, ShardDims
+from .layout import End, Holdings, ShardDims, StepLayout, levels
+from .lower_bound import LowerBound
 from .neighbours import Neighbours
-from .path import STEP, STEP_BEFORE_PERMUTATION, Path, PermutationPrices, path_along
-from .splits import End, levels, primes
+from .prices import STEP, STEP_BEFORE_PERMUTATION, PermutationPrices
+from .splits import primes
 
 
 # Costs that differ by less are equal; the difference comes from the order of additions.
@@ -67,6 +68,8 @@ _FEW_LAYOUTS = 900
 _MOST_LAYOUTS = 3000
 
 Counts = tuple[int, ...]
+# The layouts that a path visits over the source's factors, from the source on, and over the target's, to the target.
+Route = tuple[list[StepLayout], list[StepLayout]]
 # The layouts one step away that are reached for less than a given cost, each with the step's cost.
 NextLayouts = Callable[[ShardDims, float], Iterator[tuple[ShardDims, float]]]
 
@@ -90,7 +93,7 @@ class Problem:
     takes_detours: bool = False
 
 
-def search(problem: Problem) -> Path | None:
+def cheapest_route(problem: Problem) -> Route | None:
     """The cheapest path of steps, or the best path found when the budget is used up.
 
     **Arguments:**
@@ -118,7 +121,7 @@ def search(problem: Problem) -> Path | None:
     return path
 
 
-def explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, float, int]:
+def explore(problem: Problem, most: int, limit: float) -> tuple[Route | None, float, int]:
     """The best path cheaper than `limit`, its cost, and the number of layouts examined.
 
     That number is at most about `most`, except if `limit` is infinite and no path was found by then.
@@ -135,7 +138,7 @@ def explore(problem: Problem, most: int, limit: float) -> tuple[Path | None, flo
         _expand(dims, side, best, most, problem.source.coordinates is problem.target.coordinates)
         if best.is_enough(most):
             break
-    return _path(problem, best), best.cost, best.looked
+    return _route(problem, best), best.cost, best.looked
 
 
 def _side(problem: Problem, permutations: PermutationPrices, far_is: Literal["target", "source"]) -> "_Side":
@@ -292,7 +295,7 @@ def _meet(before: ShardDims, after: ShardDims, crossing: float, best: _Best) -> 
         best.cost, best.before, best.after = total, before, after
 
 
-def _path(problem: Problem, best: _Best) -> Path | None:
+def _route(problem: Problem, best: _Best) -> Route | None:
     if best.before is None or best.after is None:
         return None
     forward, homeward = best.forward.way_to(best.before), best.homeward.way_to(best.after)[::-1]
@@ -300,4 +303,4 @@ def _path(problem: Problem, best: _Best) -> Path | None:
         [dataclasses.replace(end.layout, dims=dims) for dims in way]
         for end, way in ((problem.source, forward), (problem.target, homeward))
     )
-    return path_along(before, after)
+    return before, after

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .layout import StepLayout, digits, piece_index, positions
+from .layout import End, StepLayout, digits, positions
 
 
 # For each mesh axis, the sizes of its factors, major-most first.
@@ -180,41 +180,6 @@ def _joined(split: Split, kept: set[int]) -> Split:
 
 # With at most this many prime factors per end, none are joined.
 _FEW = 6
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class End:
-    """The layout before or after a move or a step, over factors of its mesh, with every device's coordinates.
-
-    `coordinates` has a row per factor and a column per device. At both ends, devices are numbered by their position
-    in the source's mesh.
-    """
-
-    layout: StepLayout
-    coordinates: np.ndarray
-
-    @property
-    def keys(self) -> tuple[bytes, ...]:
-        """For each factor, the bytes of all devices' coordinates. Equal factors of two meshes have equal keys."""
-        return tuple(row.astype(np.uint16).tobytes() for row in self.coordinates)
-
-
-def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """Each device's coordinates in the mesh of `layout`, with devices in the order of the mesh of `like`."""
-    return digits(layout.sizes, positions(layout, like))
-
-
-def levels(end: End) -> list[tuple[float, np.ndarray]]:
-    """For each distinct link weight, from low to high: the weight, and the number of each device's group.
-
-    Within a group a byte costs at most that weight.
-    """
-    weights = end.layout.weights or (1.0,) * len(end.layout.sizes)
-    found = []
-    for weight in sorted(dict.fromkeys(weights)) or [1.0]:
-        dearer = tuple(axis for axis, other in enumerate(weights) if other > weight)
-        found.append((weight, piece_index(end.layout.sizes, end.coordinates, dearer)))
-    return found
 
 
 def refine(src: StepLayout, dst: StepLayout, *, prime: bool = False) -> tuple[End, End]:

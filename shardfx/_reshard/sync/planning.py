@@ -28,9 +28,9 @@ from ..._ground.boxes import Box, common
 from ..._ground.errors import MeshError
 from ..._ground.spec import bits
 from ..._plan import ShardPlan
-from ..destinations import data_of
 from ..pieces.assembly import MovedLeaf, device_boxes, leaves_of_plan, numbered
 from ..pieces.shard_parts import ShardPart, divided, first_casts, sent_bits, shard_parts
+from ..shardings import data_of
 from .transfer import BUFFER, PLACE, Buffer, SentLeaf, TransferKind, TransferPlan, WireForm, hash_of
 
 

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from shardfx._reshard.steps.in_parts import PartCut, cut_on_tpus, in_parts
+from shardfx._reshard.shardings import flat
 from shardfx._reshard.steps.layout import StepLayout
-from shardfx._reshard.steps.program import flat, run
-from shardfx._reshard.steps.redistribute import Redistribution, redistribute
+from shardfx._reshard.steps.parts import PartCut, cut_on_tpus, in_parts
+from shardfx._reshard.steps.programs import run
+from shardfx._reshard.steps.redistribution import Redistribution, redistribute
 
 
 @st.composite

@@ -14,11 +14,10 @@ from benchmarks._pairs import all_layouts, every_layout
 from benchmarks._simulate import pieces, simulate
 from shardfx import MeshSpec
 from shardfx._ground.errors import MeshError
-from shardfx._reshard.steps.groups import all_to_all, gathered, permutation
-from shardfx._reshard.steps.layout import StepLayout, positions, slice_numbers
-from shardfx._reshard.steps.lower_bound import missing_share
-from shardfx._reshard.steps.path import path_along
-from shardfx._reshard.steps.redistribute import layout, redistribute
+from shardfx._reshard.shardings import layout
+from shardfx._reshard.steps.groups import all_to_all, gathered
+from shardfx._reshard.steps.layout import StepLayout, missing_share, positions, slice_numbers
+from shardfx._reshard.steps.redistribution import path_along, permutation, redistribute
 from shardfx._reshard.steps.search import Problem, explore
 from shardfx._reshard.steps.splits import refine
 

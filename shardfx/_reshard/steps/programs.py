@@ -15,19 +15,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from ..._ground.spec import bits
-from .groups import all_to_all, gathered, join, permutation, split, starts
-from .in_parts import PartCut, cut_on_tpus, in_parts
+from ..shardings import NO_MESH, flat, labelled, layouts, placed, same_order, untyped
+from .groups import all_to_all, gathered, join, split, starts
 from .layout import StepLayout
-from .redistribute import (
-    NO_MESH,
-    MoveStep,
-    Redistribution,
-    is_explicit,
-    labelled,
-    layouts,
-    same_order,
-    untyped,
-)
+from .parts import PartCut, cut_on_tpus, in_parts
+from .redistribution import MoveStep, Redistribution, permutation
 
 
 def program(
@@ -124,19 +116,6 @@ def live_program(
         return y
 
     return run
-
-
-def flat(mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The spec that shards the first dimension over all axes of a mesh."""
-    return PartitionSpec(tuple(mesh.axis_names))
-
-
-def placed(x: Shaped[Array, "..."], sharding: NamedSharding) -> Shaped[Array, "..."]:
-    """Constrains a traced `x` to `sharding`, for mesh axes of any type. XLA moves the array if needed."""
-    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
-        if is_explicit(sharding):
-            return jax.sharding.reshard(x, sharding)
-        return lax.with_sharding_constraint(x, sharding)
 
 
 def _mapped(body, mesh: Mesh | AbstractMesh, source: PartitionSpec, target: PartitionSpec):

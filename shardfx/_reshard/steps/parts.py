@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental.layout import Layout as MemoryLayout, with_layout_constraint
 
 from .groups import all_to_all
-from .redistribute import MoveStep
+from .redistribution import MoveStep
 
 
 _TILE = (8, 128)

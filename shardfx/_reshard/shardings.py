@@ -1,0 +1,245 @@
+"""Properties of the shardings before and after a move, and the checks that an array can move between them."""
+
+import collections
+import contextlib
+import functools as ft
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Shaped
+
+from .. import topology
+from .._ground.errors import LeafTypeError, MeshError, SpecError
+from .._ground.spec import DType, array_bytes, bits, canonical, entries_of, entry_axes, shard_counts
+from ..topology import MeshSpec
+from .steps.layout import StepLayout
+
+
+def leaf_name(path: str) -> str:
+    """The name of a leaf in a message. A tree that is one array has no path."""
+    return f"leaf `{path}`" if path else "the array"
+
+
+@contextlib.contextmanager
+def naming(path_of: Callable[[Any], str], at: object) -> Iterator[None]:
+    """A context that puts the path of a leaf, `path_of(at)`, in front of an error's message."""
+    try:
+        yield
+    except (SpecError, MeshError, LeafTypeError) as error:
+        raise type(error)(f"{leaf_name(path_of(at))}: {error}") from error
+
+
+def is_array(leaf: object) -> bool:
+    """Whether a leaf is an array that can be moved."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def data_of(shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], Any]:
+    """The shape and dtype of the array that is moved: an array of PRNG keys moves as its key data."""
+    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return shape, np.dtype(dtype)
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+    return data.shape, np.dtype(data.dtype)
+
+
+def require_movable(shape: tuple[int, ...], dtype: DType, *ends: Sharding) -> None:
+    """Raises for dtypes that JAX moves wrongly, and for shardings that do not divide the shape."""
+    if jnp.issubdtype(dtype, jnp.integer) and bits(dtype) < 4:
+        raise LeafTypeError(
+            f"arrays of dtype {dtype} cannot be moved: JAX's own jitted reshard corrupts memory with it; "
+            "move `x.astype(jnp.int4)` and convert it back."
+        )
+    for spec, mesh in ((end.spec, end.mesh) for end in ends if isinstance(end, NamedSharding)):
+        if len(entries_of(spec)) > len(shape):
+            raise SpecError(f"{spec} has more entries than the shape {shape}; drop those at the end.")
+        for dim, (size, count) in enumerate(zip(shape, shard_counts(spec, len(shape), mesh.shape), strict=True)):
+            if size % count:
+                raise SpecError(
+                    f"dim {dim} of shape {shape} does not divide into the {count} pieces that {spec} wants on mesh "
+                    f"{dict(mesh.shape)}; pad it to {-(-size // count) * count}, or take the spec from "
+                    "`shardfx.correct(spec, shape, mesh)`."
+                )
+
+
+def require_reduced(*ends: Sharding) -> None:
+    """Raises if a sharding has unreduced axes, since devices then hold summands instead of elements."""
+    for end in ends:
+        if isinstance(end, NamedSharding) and end.spec.unreduced:
+            raise SpecError(
+                f"{end.spec} has the unreduced axes {sorted(end.spec.unreduced)}, and a move neither adds up nor takes "
+                "apart what they hold; add it up first with `jax.sharding.reshard(x, NamedSharding(mesh, P(...)))`."
+            )
+
+
+def has_devices(sharding: Sharding) -> bool:
+    """Whether a sharding names devices."""
+    return not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh)
+
+
+@ft.lru_cache(maxsize=1024)
+def in_host_memory(sharding: Sharding) -> bool:
+    """Whether a sharding is in host memory rather than in device memory."""
+    if has_devices(sharding):
+        return in_device_memory(sharding) is not sharding
+    return sharding.memory_kind not in (None, "device")
+
+
+def named(sharding: Sharding) -> NamedSharding:
+    """The sharding, which must be a NamedSharding."""
+    assert isinstance(sharding, NamedSharding)
+    return sharding
+
+
+def in_device_memory(sharding: Sharding) -> Sharding:
+    """The same sharding in device memory, where programs compute; the sharding itself if it is in device memory
+    already.
+    """
+    platform = min(sharding.device_set, key=lambda device: device.id).platform
+    default = jax.local_devices(backend=platform)[0].default_memory().kind
+    return sharding if sharding.memory_kind == default else sharding.with_memory_kind(default)
+
+
+def copies_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
+    """Bytes of copies in device memory, which programs need of each array that is in host memory before or after the
+    move.
+    """
+    away = [end for end in ends if in_host_memory(end)]
+    return sum(array_bytes(end.shard_shape(shape), dtype) * sharers(end.device_set) for end in away)
+
+
+def sharers(devices: Iterable[Any]) -> int:
+    """The largest number of devices that allocate from one memory: all CPU devices of one process share theirs."""
+    # Every process must get the same count, since the count decides which programs run.
+    counts = collections.Counter(device.process_index for device in devices if device.platform == "cpu")
+    return max(counts.values(), default=1)
+
+
+# The cost of a byte between slices (or nodes), relative to a byte inside one. A TPU v5p link carries 100 GB/s each
+# way and its share of the data center's network 6.25, 16 times
+# less (https://cloud.google.com/tpu/docs/v5p); of an H100,
+# NVLink carries 450 GB/s and its network card 50, 9 times less.
+_DCN_WEIGHT = 10.0
+
+
+@ft.lru_cache(maxsize=4096)
+def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int) -> StepLayout:
+    """The `StepLayout` of an array of `rank` dimensions under `spec`.
+
+    A mesh axis that spans slices becomes two factors: one between slices, with a higher weight, and one inside a slice.
+
+    **Arguments:**
+
+    - `mesh`: only a `jax.sharding.Mesh` has a device order; the others leave it open. The devices of a Mesh say in
+        which slices they are, a MeshSpec by its `dcn`; an AbstractMesh is in one slice.
+    - `spec`: a spec that fits the mesh and the rank. Its UNCONSTRAINED entries count as not sharded.
+    - `rank`: the number of dimensions of the array.
+
+    **Returns:**
+
+    A `StepLayout`, cached: equal arguments give the same object.
+    """
+    names = tuple(mesh.axis_names)
+    entries = [entry_axes(entry) for entry in entries_of(spec)][:rank]
+    if isinstance(mesh, MeshSpec):  # the number of slices that each mesh axis spans
+        every = mesh.dcn_sizes
+    else:
+        every = (1,) * len(names) if isinstance(mesh, AbstractMesh) else _device_spans(mesh)
+    sizes, weights, parts = [], [], {}
+    for name, spans in zip(names, every, strict=True):
+        size = mesh.shape[name]
+        cut = [(spans, _DCN_WEIGHT), (size // spans, 1.0)] if spans > 1 else [(size, 1.0)]
+        cut = cut[:1] if spans == size else cut
+        parts[name] = range(len(sizes), len(sizes) + len(cut))
+        sizes += [part for part, _ in cut]
+        weights += [weight for _, weight in cut]
+    dims = tuple(tuple(part for axis in axes for part in parts[axis]) for axes in entries)
+    return StepLayout(
+        sizes=tuple(sizes),
+        dims=dims + ((),) * (rank - len(dims)),
+        order=tuple(device.id for device in mesh.devices.flat) if isinstance(mesh, Mesh) else None,
+        weights=tuple(weights) if max(weights, default=1.0) > 1 else (),
+    )
+
+
+@ft.lru_cache(maxsize=256)
+def _device_spans(mesh: Mesh) -> tuple[int, ...]:
+    number = np.zeros(mesh.devices.size, np.int64)
+    for index, members in enumerate(topology.slices(mesh.devices)):
+        number[list(members)] = index
+    number = number.reshape(mesh.devices.shape)
+    return tuple(_parts(np.moveaxis(number, axis, 0)) for axis in range(number.ndim))
+
+
+def _parts(number: np.ndarray) -> int:
+    """The smallest number of equal blocks of the first axis such that no block crosses a slice boundary."""
+    size = len(number)
+    blocks = ((count, number.reshape(count, size // count, -1)) for count in range(1, size + 1) if size % count == 0)
+    return next(count for count, block in blocks if (block == block[:, :1]).all())
+
+
+NO_MESH = AbstractMesh((), ())
+
+
+def layouts(rank: int, src: NamedSharding, dst: NamedSharding) -> tuple[StepLayout, StepLayout]:
+    """The `StepLayout` of each of the two shardings, for arrays of `rank` dimensions."""
+    return layout(src.mesh, src.spec, rank), layout(dst.mesh, dst.spec, rank)
+
+
+def same_order(src: NamedSharding, dst: NamedSharding) -> bool:
+    """Whether both meshes list their devices in the same order. True if either is an `AbstractMesh`."""
+    first, second = src.mesh, dst.mesh
+    if isinstance(first, AbstractMesh) or isinstance(second, AbstractMesh):
+        return True
+    return first.devices is second.devices or first.devices.ravel().tolist() == second.devices.ravel().tolist()
+
+
+def untyped(sharding: NamedSharding) -> NamedSharding:
+    """The same sharding with all mesh axes of type `Auto` and in the default memory."""
+    mesh = sharding.mesh
+    if isinstance(mesh, Mesh) and any(kind != AxisType.Auto for kind in mesh.axis_types):
+        mesh = Mesh(mesh.devices, mesh.axis_names)
+    return NamedSharding(mesh, settled(sharding.spec))
+
+
+def settled(spec: PartitionSpec) -> PartitionSpec:
+    """`spec` in its shortest form, with `UNCONSTRAINED` entries replaced by `None`."""
+    return canonical(PartitionSpec(*[entry_axes(entry) or None for entry in entries_of(spec)]))
+
+
+def is_explicit(sharding: NamedSharding) -> bool:
+    """Whether any mesh axis of the sharding is of type `Explicit`, so that array types carry shardings."""
+    return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
+
+
+def labelled(x: jax.Array, dst: jax.sharding.Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """Returns `x` with the sharding `dst`, for an `x` whose devices already hold the shards of `dst`.
+
+    No bytes move, except for weakly typed arrays. JAX checks that the shards have the shapes that `dst` asks for.
+    """
+    if shape is None:
+        shape = x.shape
+    if x.sharding == dst and x.shape == shape and x.committed:
+        return x
+    if x.weak_type:  # an array made from shards would lose its weak type
+        return jax.device_put(x, dst)
+    shards = {shard.device: shard.data for shard in x.addressable_shards}
+    mine = [shards[device] for device in dst.addressable_devices_indices_map(shape)]
+    return jax.make_array_from_single_device_arrays(shape, dst, mine, dtype=x.dtype)
+
+
+def flat(mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The spec that shards the first dimension over all axes of a mesh."""
+    return PartitionSpec(tuple(mesh.axis_names))
+
+
+def placed(x: Shaped[Array, "..."], sharding: NamedSharding) -> Shaped[Array, "..."]:
+    """Constrains a traced `x` to `sharding`, for mesh axes of any type. XLA moves the array if needed."""
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+        if is_explicit(sharding):
+            return jax.sharding.reshard(x, sharding)
+        return lax.with_sharding_constraint(x, sharding)
