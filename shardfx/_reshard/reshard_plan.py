@@ -19,7 +19,7 @@ from .._ground.tree import flatten
 from .._plan import ShardPlan
 from .move import Move, balanced, move_of, shares_memory
 from .mover import lost_devices, targets
-from .pieces.assembly import Assembly, MovedLeaf, leaves_of_plan, shard_of, target_arrays
+from .pieces.assembly import Assembly, MovedLeaf, leaves_of_plan, target_arrays
 from .shardings import in_host_memory, leaf_name, naming
 from .steps.redistribution import MoveStep
 
@@ -251,11 +251,15 @@ def _through(map: TreeMap, ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf
             costs = {"dst": assembly.sharding, "how": "pieces", "copied": assembly.method != other.assembly.method}
             costs |= _assembly_costs(assembly, most_bytes)
             costs["src"] = source[work.sources[0]].sharding if work.sources else work.leaf.sharding
-            costs["source_bytes"] = sum(
-                array_bytes(*shard_of(source[name])) for name in work.sources if last[name] == path
-            )
+            read = [source[name] for name in work.sources if last[name] == path]
+            costs["source_bytes"] = sum(_shard_bytes(leaf) for leaf in read)
             costs["peak_bytes"] = costs["source_bytes"] + costs["target_bytes"] + costs.pop("extra_bytes")
         yield LeafMove(path, work.leaf.shape, work.leaf.dtype, made_of=work.sources, **costs)
+
+
+def _shard_bytes(leaf: MovedLeaf) -> int:
+    assert leaf.sharding is not None
+    return array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
 
 
 def _columns(form: object, what: str) -> list[MovedLeaf]:

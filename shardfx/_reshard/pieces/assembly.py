@@ -298,9 +298,9 @@ def _assembly(
         devices = _Devices(leaf, sources, lost)
         parts = _parts(made, sources, devices, sent_before)
     assert leaf.sharding is not None
-    here, shapes = {path: devices.remaining(own) for path, own in devices.sources.items()}, map(shard_of, sources)
-    ends = (devices.all, devices.remaining(devices.target), here, dict(zip(here, shapes, strict=True)))
-    own = (leaf.sharding, made.shape, made.dtype, shard_of(leaf)[0])
+    here = {path: devices.remaining(own) for path, own in devices.sources.items()}
+    ends = (devices.all, devices.remaining(devices.target), here, devices.source_shapes)
+    own = (leaf.sharding, made.shape, made.dtype, devices.shard_shape)
     found = Assembly(*own, method, made.pieces, scaled, parts, *ends)
     return _with_host_copies(found, sources, devices) if method == "host" and devices.are_named else found
 
@@ -316,8 +316,11 @@ class _Devices:
         self.are_named = all(has_devices(one.sharding) for one in (*sources, leaf) if one.sharding is not None)
         key_of = (lambda device: device) if self.are_named else (lambda device: getattr(device, "id", device))
         self.lost = {*map(key_of, lost)}
-        ends = [[(key_of(device), box) for device, box in device_boxes(one).items()] for one in (*sources, leaf)]
-        self.target, self.sources = ends[-1], dict(zip([one.path for one in sources], ends, strict=False))
+        *given, made = map(shards_of, (*sources, leaf))
+        self.source_shapes = {one.path: own[:2] for one, own in zip(sources, given, strict=True)}
+        self.shard_shape = made.shape
+        ends = [[(key_of(device), box) for device, box in own.boxes.items()] for own in (*given, made)]
+        self.target, self.sources = ends[-1], dict(zip(self.source_shapes, ends, strict=False))
         left = [device for own in ends[:-1] for device, _ in own if device not in self.lost and device is not None]
         self.all = tuple(dict.fromkeys((*left, *[device for device, _ in self.target])))
         self.numbers = {None: _HOST} | {device: at for at, device in enumerate(self.all)}
@@ -370,19 +373,35 @@ def _method(
 def _parts(
     made: Made, sources: Sequence[MovedLeaf], devices: _Devices, sent_before: tuple[tuple[int, int], ...]
 ) -> ShardParts:
-    alike = {one[1:]: (data_of(one.shape, one.dtype)[1], devices.holders(one.path)) for one in sources}
+    alike = {one[1:]: (devices.source_shapes[one.path][1], devices.holders(one.path)) for one in sources}
     targets = [(devices.numbers[device], box) for device, box in devices.target]
     process_of = {at: one.process_index for at, one in enumerate(devices.all) if devices.are_named}
     return shard_parts(made, targets, {one.path: alike[one[1:]] for one in sources}, process_of, sent_before)
 
 
-def device_boxes(leaf: MovedLeaf) -> dict[Any, Box]:
-    """The box of each device's shard of an array, or of its key data. A NumPy array has one box, with key `None`."""
-    shape, _ = data_of(leaf.shape, leaf.dtype)
+class LeafShards(NamedTuple):
+    """The shards of an array. An array of PRNG keys has the shards of its key data.
+
+    **Arguments:**
+
+    - `shape`, `dtype`: the shape and dtype of one shard.
+    - `boxes`: the box of each device's shard. A NumPy array has one box, with the key `None`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    boxes: dict[Any, Box]
+
+
+def shards_of(leaf: MovedLeaf) -> LeafShards:
+    """The shards of an array before or after a move."""
+    shape, dtype = data_of(leaf.shape, leaf.dtype)
+    rest = tuple((0, size) for size in shape[len(leaf.shape) :])
     if leaf.sharding is None:
-        return {None: tuple((0, size) for size in shape)}
-    found, more = shard_boxes(leaf.sharding, leaf.shape), tuple((0, size) for size in shape[len(leaf.shape) :])
-    return {device: (*found[device], *more) for device in _ordered(leaf.sharding)}
+        return LeafShards(shape, dtype, {None: tuple((0, size) for size in shape)})
+    found, own = shard_boxes(leaf.sharding, leaf.shape), leaf.sharding.shard_shape(leaf.shape)
+    boxes = {device: (*found[device], *rest) for device in _ordered(leaf.sharding)}
+    return LeafShards((*own, *shape[len(leaf.shape) :]), dtype, boxes)
 
 
 def _with_host_copies(found: Assembly, sources: Sequence[MovedLeaf], devices: _Devices) -> Assembly:
@@ -401,13 +420,6 @@ def _with_host_copies(found: Assembly, sources: Sequence[MovedLeaf], devices: _D
         orders.append({devices.numbers.get(device, _HOST): at for at, device in enumerate(here)} or {_HOST: _HOST})
     copies = [host_copies(parts[at], found.dtype, box, shapes, orders) for box, at in first.items()]
     return dataclasses.replace(found, targets=tuple(first), host_copies=tuple(copies))
-
-
-def shard_of(leaf: MovedLeaf) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype of one shard of an array, or of its key data."""
-    shape, dtype = data_of(leaf.shape, leaf.dtype)
-    own = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    return (*own, *shape[len(leaf.shape) :]), dtype
 
 
 def _ordered(end: Sharding) -> list[Any]:

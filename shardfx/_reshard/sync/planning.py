@@ -28,7 +28,7 @@ from ..._ground.boxes import Box, common
 from ..._ground.errors import MeshError
 from ..._ground.spec import bits
 from ..._plan import ShardPlan
-from ..pieces.assembly import MovedLeaf, device_boxes, leaves_of_plan, numbered
+from ..pieces.assembly import MovedLeaf, leaves_of_plan, numbered, shards_of
 from ..pieces.shard_parts import ShardPart, divided, first_casts, sent_bits, shard_parts
 from ..shardings import data_of
 from .transfer import BUFFER, PLACE, Buffer, SentLeaf, TransferKind, TransferPlan, WireForm, hash_of
@@ -160,7 +160,7 @@ class _Jobs(NamedTuple):
 def _kind(target: MovedLeaf, pieces: tuple[Piece, ...], sources: Mapping[str, MovedLeaf], jobs: _Jobs) -> TransferKind:
     locals_there = _local(jobs.receivers)
     devices: dict[tuple[int, Box], list[int]] = {}
-    for at, box in enumerate(device_boxes(target).values()):
+    for at, box in enumerate(shards_of(target).boxes.values()):
         if jobs.receiver in (None, jobs.receivers[at]):
             devices.setdefault((jobs.receivers[at], box), []).append(locals_there[at])
     buffers = tuple(Buffer(process, tuple(own), box) for (process, box), own in devices.items())
@@ -274,7 +274,7 @@ def _alike(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
 def _held(leaf: MovedLeaf) -> dict[Box, list[int]]:
     """The devices that hold each box of an array."""
     held: dict[Box, list[int]] = {}
-    for at, box in enumerate(device_boxes(leaf).values()):
+    for at, box in enumerate(shards_of(leaf).boxes.values()):
         held.setdefault(box, []).append(at)
     return held
 
