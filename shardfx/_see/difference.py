@@ -1,5 +1,5 @@
-"""The difference between two plans: arrays, mesh axes that moved between dimensions, and the cost of moving from one
-plan to the other.
+"""The difference between two plans: the arrays that differ, the mesh axes that shard another dimension, and the cost of
+moving the arrays from one plan to the other.
 """
 
 import dataclasses
@@ -31,7 +31,8 @@ class AxisMove:
     **Arguments:**
 
     - `axis`: the mesh axis.
-    - `src`, `dst`: the dimension that the axis shards in the first plan and in the second; `None` if it shards none.
+    - `src`, `dst`: the dimension that the axis shards in the first plan and in the second; `None` if it shards no
+        dimension.
     """
 
     axis: str
@@ -52,15 +53,16 @@ class LeafDiff:
 
     **Arguments:**
 
-    - `path`: the array's path, or one text for the paths of all with ranges for the numbers:
+    - `path`: the array's path, or one text with number ranges for the paths of all arrays:
         `layers/{0..31}/attn/q_proj/weight`.
     - `paths`: the path of each array.
-    - `before`, `after`: the first of them in either plan; `None` where a plan lacks it.
+    - `before`, `after`: the LeafPlan of the first array in the first plan and in the second; `None` if the plan lacks
+        the array.
     - `fields`: the names of the fields of [`shardfx.LeafPlan`][] that differ.
-    - `axes`: the mesh axes that moved, one `AxisMove` each.
+    - `axes`: the mesh axes that shard another dimension, one `AxisMove` each.
     - `move`: the move of the first array from one plan to the other, as in [`shardfx.plan_reshard`][]. `None` if
         nothing can be moved: the array is in one plan only, has another shape or dtype, or has unreduced axes.
-    - `wire_bytes`: bytes that enter a device to move all of them, the mean over devices.
+    - `wire_bytes`: the bytes that enter a device to move all these arrays, as the mean over devices.
     """
 
     path: str
@@ -79,7 +81,9 @@ class LeafDiff:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The kinds of collectives that move each array, or the one word of `LeafMove.how`."""
+        """The collectives that move each array, such as "all-gather"; without collectives the one word of
+        `LeafMove.how`.
+        """
         if self.move is None:
             return ()
         return tuple(step.kind for step in self.move.steps) or (self.move.how,)
@@ -87,14 +91,14 @@ class LeafDiff:
 
 @dataclasses.dataclass(frozen=True)
 class Diff:
-    """The difference between two plans; made by [`shardfx.diff`][]. `print` and a notebook show it. It is true if the
-    plans differ.
+    """The difference between two plans; made by [`shardfx.diff`][]. `print` and a notebook show it. A Diff is true if
+    the plans differ.
 
     **Arguments:**
 
     - `plans`: a line for each of mesh, mode, rules and strictness that differs.
-    - `leaves`: the differences, one `LeafDiff` for arrays that differ alike, with the moves that they need.
-    - `bytes_per_device`: bytes per device of all arrays, before and after.
+    - `leaves`: the differences between arrays. Arrays that differ in the same way are one `LeafDiff`.
+    - `bytes_per_device`: bytes per device of all arrays, in the first plan and in the second.
     """
 
     __module__ = "shardfx"
@@ -105,7 +109,7 @@ class Diff:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that enter a device to move all arrays from the first plan to the second, as the mean over devices."""
+        """The bytes that enter a device to move all arrays from the first plan to the second, the mean over devices."""
         return sum(leaf.wire_bytes for leaf in self.leaves)
 
     def __bool__(self) -> bool:
@@ -127,12 +131,12 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
 
     **Arguments:**
 
-    - `a`, `b`: the plans, before and after: of one tree or of two, for one mesh or for two.
+    - `a`, `b`: the plans. Their trees may differ, and so may their meshes.
 
     **Returns:**
 
-    A `Diff`, false exactly if the digests are equal. Arrays with equal rows are in it if they must move because the
-    meshes differ.
+    A `Diff`, false exactly if the digests are equal. If the meshes differ, it also has the arrays whose LeafPlans are
+    equal but that must move.
 
     !!! Example
 
@@ -186,7 +190,7 @@ def _axis_moves(before: LeafPlan, after: LeafPlan) -> tuple[AxisMove, ...]:
 
 
 def _moves(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
-    """The move of each array that is in both plans and may have another sharding in the second."""
+    """The move of each array that is in both plans and may have another sharding in the second plan, by its path."""
     there = b.content.by_path
     common = [
         leaf.path
@@ -208,7 +212,7 @@ def _planned(a: ShardPlan, b: ShardPlan, paths: Sequence[str]) -> dict[str, Leaf
 
 
 def _of_paths(plan: ShardPlan, paths: Sequence[str]) -> ShardPlan:
-    """A plan of only the arrays at these paths, as a flat tree in this order."""
+    """A plan of only the arrays at `paths`, as a flat tree in this order."""
     numbers = dict(plan.content.numbered)
     path_tree = PathTree(tuple(paths), jax.tree.structure([*paths]))
     return ShardPlan(plan.content.replaced(index=[numbers[path] for path in paths], path_tree=path_tree))

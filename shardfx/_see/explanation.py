@@ -1,4 +1,6 @@
-"""The reasons for the sharding of one array of a plan, dimension by dimension, and the changes that would alter it."""
+"""Explains the sharding of one array of a plan, dimension by dimension, and lists changes that would remove the reasons
+for it.
+"""
 
 import dataclasses
 import math
@@ -36,16 +38,16 @@ class DimExplanation:
 
     **Arguments:**
 
-    - `dim`, `size`: the dimension, and how many elements it has.
+    - `dim`, `size`: the index of the dimension and its number of elements.
     - `unit`: the number of elements that form an indivisible unit; 1 for single elements.
-    - `name`: its logical name or names, `None` without one.
-    - `tried`: the outcome of each rule for its names, in the order of the rules.
-    - `wanted`: the mesh axes that its rule, or all rules for its name that could apply, asked for.
+    - `name`: the logical name or names of the dimension; `None` without a name.
+    - `tried`: the outcome of each rule for these names, in the order of the rules.
+    - `wanted`: the mesh axes that the array's rule, or all rules for the names, request for the dimension.
     - `kept`: the axes in `wanted` that shard the dimension.
-    - `dropped`: the axes in `wanted` that do not.
+    - `dropped`: the axes in `wanted` that do not shard the dimension.
     - `added`: mesh axes that shard the dimension and are not in `wanted`, such as those of an `fsdp(...)` after a rule.
     - `reasons`: the plan's reasons for the dropped axes.
-    - `sizes`: if the size is at fault, the nearest sizes below and above that all wanted axes divide.
+    - `sizes`: if axes are dropped because of the size, the nearest sizes below and above that all wanted axes divide.
     - `free`: mesh axes that shard no dimension of the array, and that divide this dimension.
     - `changes`: changes that would remove the reasons, a sentence each.
     """
@@ -72,7 +74,7 @@ class Explanation:
 
     **Arguments:**
 
-    - `leaf`: the array's row in the plan.
+    - `leaf`: the array's LeafPlan.
     - `mesh`: the plan's mesh.
     - `dims`: one `DimExplanation` per dimension.
     - `reasons`: the plan's reasons for the array as a whole.
@@ -113,24 +115,26 @@ def explain(plan: Callable[..., Any], path: str, *args: Any) -> StepShardings: .
 def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
     """Why one array of a plan is sharded as it is, and what would change that; or the arrays of one line of a step.
 
-    Planning keeps nothing for this: the plan has its rules, reasons and requests, and the function that applied the
-    rules reads them again.
+    The plan contains its rules, requests and reasons. The function that applied the rules to the array is called again
+    to list what each rule did.
 
     **Arguments:**
 
     - `plan`: the plan; or a step, jitted or not.
-    - `path`: the path of the array, as the plan's report names it; or a regex that matches one array, or equal arrays
-        of repeated layers, of which the first is taken: `k_proj`. For a step, a file and a line, "train.py:41".
+    - `path`: the path of the array, as in the plan's report; or a regex, such as `k_proj`, that matches the path of one
+        array, or those of equal arrays of repeated layers, of which the first is explained. For a step, a file and a
+        line, "train.py:41".
     - `args`: the arguments of the step, as [`shardfx.cost.shardings`][] takes them.
 
     **Returns:**
 
-    An `Explanation`; for a step a [`shardfx.cost.StepShardings`][], whose notes say what the line sends, and why.
+    An `Explanation`; for a step a [`shardfx.cost.StepShardings`][], whose notes name the traffic of the line and its
+    cause.
 
     **Raises:**
 
     `UnknownPathError`, with the nearest paths, if the plan has no such array or the step no such line, or if a regex
-    also matches others.
+    matches arrays whose paths differ in more than numbers.
 
     !!! Example
 
@@ -188,8 +192,8 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
 
 
 def _found(plan: ShardPlan, where: str) -> LeafPlan:
-    """The array at a path, or the first array whose path a regex matches. Raises if the matched paths differ in more
-    than numbers.
+    """The LeafPlan at a path, or the first LeafPlan whose path a regex matches. Raises if the matched paths differ in
+    more than numbers.
     """
     try:
         groups = {} if where in plan else together(filter(re.compile(where).search, plan), between_numbers)
@@ -210,7 +214,7 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 
 
 def _changes(why: Reason, plan: ShardPlan, tried: tuple[Attempt, ...], left: int, sizes: tuple[int, ...]) -> list[str]:
-    """The changes that would remove one reason, with the values of this plan, one sentence each."""
+    """The changes that would remove one reason, a sentence each, with the values of this plan."""
     mesh = plan.mesh
     if why.code in _OF_SIZE and why.dim is not None:
         shares = [(axis, math.gcd(left, mesh.shape[axis])) for axis in why.axes if axis in mesh.shape]
@@ -268,7 +272,9 @@ def _cells(dim: DimExplanation) -> tuple[str, ...]:
 
 
 def _notes(found: Explanation) -> list[tuple[str, list[str]]]:
-    """A title and lines for each dimension that has notes, then for the whole array."""
+    """The notes of each dimension and then of the whole array, as pairs of a title and lines. Dimensions without notes
+    are left out.
+    """
     parts = []
     for title, one in [*((f"dim {dim.dim}", dim) for dim in found.dims), ("the array", found)]:
         tried = one.tried if isinstance(one, DimExplanation) else ()

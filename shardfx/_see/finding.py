@@ -1,4 +1,4 @@
-"""The findings of `lint`: one finding, and a tuple of findings that prints as a table."""
+"""The result of `lint`: `Finding` is one mistake, and `Findings` a tuple of them that prints as a table."""
 
 import collections
 import dataclasses
@@ -42,12 +42,13 @@ class Finding:
 
     **Arguments:**
 
-    - `code`: the kind of finding, see the table of [`shardfx.lint`][].
+    - `code`: the check that found the mistake, see the table of [`shardfx.lint`][].
     - `severity`: "error": `plan` raises for it. "warning": most likely a mistake. "info": worth a look.
-    - `where`: the leaf's path, with ranges if several are alike; or the rule, name or mesh axis.
-    - `bytes`: bytes that the mistake costs each device; 0 if that is not known.
+    - `where`: the leaf's path, with number ranges for equal leaves of repeated layers; or the rule, name or mesh axis.
+    - `bytes`: the bytes that the mistake costs each device; 0 if they are not known.
     - `message`: the mistake, in a sentence with the actual values.
-    - `fix`: code that resolves the finding: statements over the names of `lint`'s arguments. `lint` does not try them.
+    - `fix`: code that resolves the finding: statements that change the variables named like `lint`'s arguments. `lint`
+        does not try them.
     """
 
     __module__ = "shardfx"
@@ -121,7 +122,7 @@ _WIDTH, _SHOWN = 80, 100
 
 
 def findings_of(found: Iterable[Finding]) -> Findings:
-    """The findings in order: the most bytes first, then the worst severity, then the order in which they were found."""
+    """Sorts findings: the most bytes first, then the worst severity, then the order in which they were found."""
     return Findings(sorted(dict.fromkeys(found), key=lambda one: (-one.bytes, SEVERITIES.index(one.severity))))
 
 

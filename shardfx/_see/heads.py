@@ -1,4 +1,4 @@
-"""Checks of attention layers: dimensions that are sharded within an attention head."""
+"""Checks of attention layers: finds dimensions that are sharded within an attention head."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _USUAL, _NARROW = 128, 1024
 
 
 class _Width(NamedTuple):
-    """The number of elements of an attention head, and how it is known."""
+    """The number of elements of an attention head, and the source of this number."""
 
     unit: int
     severity: Severity
@@ -33,8 +33,9 @@ class _Width(NamedTuple):
 def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
     """Findings for dimensions that are sharded within an attention head.
 
-    The other leaves of a layer show the width of a head: a unit in the rules of one of them, or a norm of the queries.
-    Without these, if keys are narrower than queries, heads of the usual width are a hint.
+    The width of a head comes from `head_dim`, from the units in the rules of a leaf of the same layer, or from the size
+    of a norm of the queries. Without these, the usual width is assumed if the keys are narrower than the queries, and
+    the findings are of severity "info".
     """
     layers: dict[tuple[str, ...], dict[str, list[tuple[str, Group]]]] = {}
     norms: dict[tuple[str, ...], Group] = {}
@@ -75,7 +76,9 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
 
 
 def _cut_elements(subject: Subject, found: Sequence[tuple[str, Group]]) -> Iterator[Finding]:
-    """A finding for each array that shards the dimension of a head's elements although it could shard its heads."""
+    """A finding for each array that shards the dimension of a head's elements although it could shard the dimension of
+    heads.
+    """
     dims = [len(group.row.shape) - (2 if role == "o" else 1) for role, group in found]
     pairs = [(group, dim) for (_, group), dim in zip(found, dims, strict=True)]
     if len({group.row.names and group.row.names[dim - len(group.row.shape)] for group, dim in pairs}) > 1:
@@ -90,12 +93,14 @@ def _cut_elements(subject: Subject, found: Sequence[tuple[str, Group]]) -> Itera
             )
             entries = [*entries_at(row.spec, rank)]
             entries[dim - 1], entries[dim] = entries[dim], None
-            fix = subject.mended(group, _without(row.names or (None,) * rank, dim), trimmed(entries))
+            fix = subject.fix(group, _without(row.names or (None,) * rank, dim), trimmed(entries))
             yield Finding("cut-head", "warning", group.where, 0, message, fix)
 
 
 def _head_dimension(suffix: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
-    """The dimension of the projections that holds the heads: the one in which their sizes differ, or the usual one."""
+    """The dimension of the projections that contains the heads: the one in which the sizes of the projections differ,
+    or the usual one for leaves with this suffix; `None` if neither is known.
+    """
     if len(shapes) < 2 or len({len(shape) for shape in shapes}) != 1 or not shapes[0]:
         return None
     differ = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
@@ -131,9 +136,7 @@ def _cut(subject: Subject, group: Group, dim: int, width: _Width) -> Iterator[Fi
         f"({width.why})"
     )
     units = tuple(unit if at == dim else 1 for at in range(rank))
-    fix = subject.mended(
-        group, _without(row.names or (), dim), atomic(trimmed(entries_of(row.requested)[:rank]), units)
-    )
+    fix = subject.fix(group, _without(row.names or (), dim), atomic(trimmed(entries_of(row.requested)[:rank]), units))
     name = None if row.names is None or not subject.is_named(group) else row.names[dim]
     if isinstance(name, str) and subject.axes is not None and name not in dict(subject.axes.units):
         fix = f"axes = axes.merge(AxisRules(units={{{name!r}: {unit}}}))"

@@ -1,4 +1,4 @@
-"""A plan as one HTML page, which loads nothing from a network or from another file, and its content as plain data."""
+"""Shows a plan as one HTML page, which loads nothing from a network or from another file, and as plain data."""
 
 import base64
 import collections
@@ -39,9 +39,9 @@ def report_data(
 ) -> dict[str, Any]:
     """The content of a report as plain data that `json.dumps` takes: dicts, lists, strings and numbers.
 
-    It takes the arguments of [`shardfx.html_report`][]. The rows of `rows` are groups of arrays; `memory` has the bytes
-    per device of each part of the tree, or of each group of `fit`. Names are unchanged: escape them where you show
-    them.
+    It takes the arguments of [`shardfx.html_report`][]. `rows` has one entry for each array, or for equal arrays of
+    repeated layers; `memory` has the bytes per device of each part of the tree, or of each group of `fit`. Names are
+    not escaped.
 
     !!! Example
 
@@ -108,7 +108,7 @@ _DOUBTFUL, _BAD = 1.5, 4.0
 def _verdict(
     totals: dict[str, Any], findings: Sequence[Finding], fit: Fit | None, chip: dict[str, Any] | None
 ) -> dict[str, str]:
-    """The plan in one line, and a verdict: "good", "warn" or "bad"."""
+    """The quality of a plan: a text of one line, and a level: "good", "warn" or "bad"."""
     less, even = totals["corrected_arrays"], totals["even_bytes_per_device"]
     ratio = totals["bytes_per_device"] / even if even else 1.0
     errors, warnings = (sum(one.severity == severity for one in findings) for severity in ("error", "warning"))
@@ -169,8 +169,8 @@ def _axes(leaf: Row, spec: Any) -> list[list[str] | None]:
 
 
 def _memory(rows: Sequence[Group], fit: Fit | None) -> list[dict[str, object]]:
-    """Bytes per device of each part of the tree, by the first name of the path, or of each group of a step; host memory
-    separately.
+    """The bytes per device of each part of the tree, which is the first segment of the paths, or of each group of a
+    step. Bytes in host memory are separate entries.
     """
     sums = collections.Counter[tuple[str, str | None]]()
     if fit is None:
@@ -216,8 +216,8 @@ _AROUND, _LAYOUTS = 2, 2
 
 
 def step_data(fit: Fit) -> dict[str, object] | None:
-    """The arrays in memory at the worst moment of a step, and its source lines with the arrays that each line makes;
-    `None` if `fit` has no step.
+    """The arrays that a step has in memory when it uses most memory, and the source lines that make arrays; `None` if
+    `fit` has no step.
     """
     known = fit.shardings
     return known and {"moment": [_held(one) for one in fit.moment if one.bytes], "source": _source(known.rows)}
@@ -244,7 +244,7 @@ def _held(one: Offender) -> dict[str, object]:
 
 
 def _source(rows: Sequence[ArrayRow]) -> list[dict[str, object]]:
-    """For each source file, the lines that make arrays, their context, and the largest arrays of each line."""
+    """For each source file, the lines that make arrays, the lines around them, and the arrays that each line makes."""
     made: dict[str, dict[int, dict[str, None]]] = {}
     for row in rows:
         if row.source is not None:
@@ -286,8 +286,9 @@ def html_report(
     - `title`: a title, such as the model's name.
     - `findings`: the findings of [`shardfx.lint`][].
     - `traffic`: the traffic of a step under the plan, from [`shardfx.cost.traffic`][].
-    - `fit`: the memory of a step under the plan, from [`shardfx.cost.fit`][], shown in the place of the plan's arrays
-        alone. A second map shows the step's arrays at the worst moment, with the lines of your source that make them.
+    - `fit`: the memory of a step under the plan, from [`shardfx.cost.fit`][]. The page then shows it instead of the
+        memory of the plan's arrays. A second map shows the arrays in memory when the step uses most memory, with the
+        lines of your source that make them.
     - `chip`: a [`shardfx.chips.Chip`][] or its name, whose memory the plan is compared with; by default that of `fit`,
         if there is one.
 
@@ -364,18 +365,18 @@ _WHOLE = ("format", "title", "digest", "verdict", "mesh", "totals", "chip", "fit
 
 
 def embedded(value: object) -> str:
-    """A value as ASCII JSON that contains no `</script>`."""
+    """A value as ASCII JSON without the characters `<`, `>` and `&`, so that it cannot end a script in HTML."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
 
 def packed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of `report_data` in a form of bounded size, with all text made printable.
+    """The data of `report_data` in a compact form of bounded size, with all text made printable.
 
-    Rows with equal plans share a kind: their common values, with the bytes of one array. A row is four values: the
-    number of characters that its path shares with the path before it, the rest of its path, the number of arrays that
-    it represents, and the index of its kind. If there are too many rows, those with the fewest bytes per device are
-    left out, and `more` has their totals. Findings and traffic are cut at their end.
+    Each distinct plan of an array is stored once, in `kinds`. An entry of `rows` has four values: the number of
+    characters that its path shares with the path before it, the rest of its path, the number of arrays, and the index
+    of their plan in `kinds`. If there are too many entries, those with the fewest bytes per device are dropped, and
+    `more` has their sums. If there are too many findings or rows of traffic, the last ones are dropped.
     """
     traffic = data["traffic"]
     rows, left = _within(_ROW_CHARACTERS, data["rows"], _shared, lambda row: row["bytes_per_device"])
@@ -421,8 +422,8 @@ def _within(
     pack: Callable[[Sequence[Any]], Any] = list,
     weight: Callable[[Any], int] | None = None,
 ) -> tuple[Any, list[Any]]:
-    """Packs as many rows as fit into `characters` of JSON, heavier rows first, and returns them and the rows that did
-    not fit.
+    """Packs as many of `rows` as fit into `characters` of JSON, and returns the packed rows and the rows that do not
+    fit. Rows with more `weight` have priority.
     """
     numbers = range(len(rows))
     ranked = numbers if weight is None else sorted(numbers, key=lambda number: -weight(rows[number]))
@@ -452,7 +453,7 @@ def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _largest(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The groups with the most bytes, with the rest summed into one group."""
+    """The groups with the most bytes, and one group with the sum of all others."""
     if len(groups) <= _MOST_GROUPS + 1:
         return list(groups)
     rest = sum(group["bytes_per_device"] for group in groups[_MOST_GROUPS:])

@@ -1,4 +1,6 @@
-"""Checks of planned arrays: replicated, sharded less than their rules ask for, or otherwise than similar arrays."""
+"""Checks of planned arrays: finds arrays that are replicated, or sharded less than their rules request, or not like
+similar arrays.
+"""
 
 import itertools
 import math
@@ -14,7 +16,7 @@ from .._ground.text import between_numbers, bytes_text, plural, spec_text, toget
 from .._plan import Group, Request, Row, corresponding, shard_over
 from .._rules import axes_of_target, fsdp
 from .finding import Finding, Severity
-from .subject import Subject, asked_by, code_of
+from .subject import Subject, code_of, rule_of
 
 
 def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
@@ -34,17 +36,17 @@ def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
 
 
 def _asks(group: Group) -> str:
-    return f"{asked_by(group)} {'ask' if group.row.rule == 'names' else 'asks'}"
+    return f"{rule_of(group)} {'ask' if group.row.rule == 'names' else 'asks'}"
 
 
 def _sharded(subject: Subject, group: Group) -> str | None:
-    """Code that a user can add to shard these arrays over a mesh axis; `None` if no axis divides them."""
+    """Code that a user can add to shard the arrays of `group` over a mesh axis; `None` if no axis divides them."""
     row, mode = group.row, subject.mode
     places = subject.divisible(row.shape, row.units)
     if not places or any(why.code is Code.small for why in row.reasons):
         return None
     if not subject.is_named(group):
-        return subject.ruled(group.paths, subject.cut(row.shape, row.units))
+        return subject.rule_fix(group.paths, subject.target_for(row.shape, row.units))
     for dim, axis in places:
         if row.names and isinstance(name := row.names[dim], str):
             rule = f"[({name!r}, {axis!r})]"  # the array has no axis that could block it
@@ -58,8 +60,8 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 
 
 def corrected(subject: Subject) -> Iterator[Finding]:
-    """Findings for arrays that are sharded less than their rule requests; under `strict`, for all arrays with a reason.
-    Arrays that the same mesh axis does not divide are one finding.
+    """Findings for arrays that are sharded less than their rule requests. Under `strict`, arrays with other reasons are
+    included. All arrays that one mesh axis does not divide are one finding.
     """
     content = subject.content
     if not any(row.reasons for row in content.rows):
@@ -120,7 +122,7 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
 
 
 def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -> Finding:
-    """The finding about these arrays. Its bytes are those that each device holds beyond the requested sharding."""
+    """The finding about these arrays. Its bytes are the bytes per device that the requested sharding would save."""
     content, sizes, lost = subject.content, subject.content.mesh.shape, 0
     for row, group in ((one.group.row, one.group) for one in shorts):
         axes = [axis for target in (row.requested, *row.strategies) for axis in axes_of_target(target)]
@@ -131,8 +133,8 @@ def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -
 
 
 def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
-    """Code that changes the rules to request the present sharding, or that splits mesh axes if that shards the arrays
-    further.
+    """Code that resolves the finding. It changes the rules, so that they request the present sharding, or splits mesh
+    axes, if the arrays are then sharded further.
     """
     content, lines, targets = subject.content, dict[str, None](), dict[Any, list[str]]()
     for group, reasons, _ in shorts:
@@ -143,7 +145,7 @@ def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
                 return "refine = True"
         if not subject.is_named(group):
             is_whole = not entries_of(row.spec) and not any(why.code is Code.small for why in reasons)
-            target = subject.cut(row.shape, row.units) if is_whole else row.spec
+            target = subject.target_for(row.shape, row.units) if is_whole else row.spec
             targets.setdefault(target, []).extend(group.paths)
         elif subject.strict and not all(why.code in _CUT for why in reasons):
             lines["strict = False"] = None
@@ -155,14 +157,15 @@ def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
                 names[dim] = f"{names[dim]}_{row.shape[dim]}" if kept else None
                 if kept and subject.axes is not None and names[dim] not in subject.axes.names:
                     lines[f"axes = axes.extend([({names[dim]!r}, {code_of(kept)})])"] = None
-            lines[subject.renamed(group.paths, tuple(names))] = None
-    return "\n".join([*lines, *[subject.ruled(paths, target) for target, paths in targets.items()]])
+            lines[subject.names_fix(group.paths, tuple(names))] = None
+    return "\n".join([*lines, *[subject.rule_fix(paths, target) for target, paths in targets.items()]])
 
 
 class _State(NamedTuple):
-    """Leaves of an optimizer's state, the row of their parameter, and the spec that they would have if sharded like it.
+    """Leaves of an optimizer's state, the plan of their parameter, and the spec that the leaves would have if they were
+    sharded like it.
 
-    `is_whole` means that the leaves have all dimensions of the parameter, as moments do, so that ZeRO-1 can shard them.
+    `is_whole` is true if the leaves have all dimensions of the parameter, as moments do. ZeRO-1 can shard such leaves.
     """
 
     root: str
@@ -173,8 +176,8 @@ class _State(NamedTuple):
 
 
 def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
-    """Findings for states that are sharded less than their parameter or than other states, or that ZeRO-1
-    would shard.
+    """Findings for leaves of an optimizer's state that are sharded less than their parameter or than other leaves of
+    the state, or that ZeRO-1 would shard.
     """
     sizes, states = subject.content.mesh.shape, _states(subject)
     for state in states:
@@ -183,7 +186,7 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
         if shards < asked:
             message = f"it is sharded over {_told(spec)}, its parameter over {_told(follows)}"
             message += "" if state.is_whole else " in the dimensions that it has of it"
-        elif state.is_whole and not _keeps(spec, follows):
+        elif state.is_whole and not _covers(spec, follows):
             shown = [f"P({', '.join(map(repr, entries_of(one)))})" for one in (spec, follows)]
             message = f"it lies as {shown[0]}, its parameter as {shown[1]}: each step moves one to the other. "
             message += "Was it planned from another model's plan?"
@@ -204,7 +207,7 @@ def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
             message, least = f"other states are sharded over `{axis}`, these are not", 0
         elif size == 1 or len(left) < len(states) or any(axis in axes_of_target(state.param.spec) for state in states):
             continue
-        found = list(_over(subject, left, axis))
+        found = list(_shardable_over(subject, left, axis))
         if found:
             finding = _of_states(subject, found[0][0].where if len(found) == 1 else left[0].root, message, found)
             yield from [finding] if finding.bytes >= least else []
@@ -216,7 +219,9 @@ _CALLED = re.compile(r"(opt|ema|mom|adam|exp_avg|accum|slots?$|trace$|veloc|para
 
 
 def _states(subject: Subject) -> list[_State]:
-    """The optimizer's states. The branch of the tree that explains most of them is taken for the parameters."""
+    """The leaves of the optimizer's state. Of the branches of the tree, the one whose paths occur most often in other
+    branches holds the parameters.
+    """
     branches = together(subject.content.groups, lambda group: group.paths[0].partition("/")[0])
     # A single letter may be a module as well as a moment (values next to queries, for example); a moment never comes
     # alone.
@@ -230,7 +235,7 @@ def _states(subject: Subject) -> list[_State]:
 
 
 def _state(root: str, group: Group, known: dict[str, Row]) -> _State | None:
-    """The parameter that a leaf of the optimizer's state belongs to, found by the end of the leaf's path, such as `w`
+    """The parameter to which a leaf of the optimizer's state belongs, found by the end of the leaf's path, such as `w`
     or `w/v_row`; `None` for other leaves.
     """
     parts, shape = group.paths[0].split("/"), group.row.shape
@@ -246,9 +251,9 @@ def _state(root: str, group: Group, known: dict[str, Row]) -> _State | None:
     return None
 
 
-def _keeps(spec: PartitionSpec, follows: PartitionSpec) -> bool:
-    """Whether `spec` shards each dimension over at least the axes that `follows` shards it over."""
-    pairs = itertools.zip_longest(entries_of(spec), entries_of(follows))
+def _covers(spec: PartitionSpec, base: PartitionSpec) -> bool:
+    """Whether `spec` shards each dimension over at least the axes that shard it in `base`."""
+    pairs = itertools.zip_longest(entries_of(spec), entries_of(base))
     return all(set(entry_axes(theirs)) <= set(entry_axes(ours)) for ours, theirs in pairs)
 
 
@@ -256,8 +261,8 @@ def _told(spec: PartitionSpec) -> str:
     return " and ".join(f"`{axis}`" for axis in axes_of_target(spec)) or "nothing"
 
 
-def _over(subject: Subject, states: list[_State], axis: str) -> Iterator[tuple[Group, PartitionSpec]]:
-    """Yields the states that could also be sharded over a mesh axis, each with its spec if it were."""
+def _shardable_over(subject: Subject, states: list[_State], axis: str) -> Iterator[tuple[Group, PartitionSpec]]:
+    """Yields the states that can also be sharded over a mesh axis, each with the spec that it would then have."""
     for group in [state.group for state in states]:
         row = group.row
         request = Request(None, row.spec, None, row.units, (), ())
@@ -267,13 +272,13 @@ def _over(subject: Subject, states: list[_State], axis: str) -> Iterator[tuple[G
 
 
 def _of_states(subject: Subject, where: str, message: str, specs: list[tuple[Group, PartitionSpec]]) -> Finding:
-    """One finding for all states that these specs would shard further."""
+    """One finding for all states that would be sharded further under the given specs."""
     content, saved = subject.content, 0
     for group, spec in specs:
         shard = group.row._replace(spec=spec).byte_counts(content.mesh.shape)[1]
         saved += (content.byte_counts[group.number][1] - shard) * len(group.paths)
     message += f"; it costs each device {bytes_text(saved)}" if saved > 0 else ""
-    fix = "\n".join(subject.ruled(group.paths, spec) for group, spec in specs)
+    fix = "\n".join(subject.rule_fix(group.paths, spec) for group, spec in specs)
     return Finding("optimizer-state", "warning", where, max(saved, 0), message, fix)
 
 
@@ -291,10 +296,10 @@ def uneven_layers(subject: Subject) -> Iterator[Finding]:
         for group in (group for same in by_spec.values() if same is not most for group in same):
             more = max(0, sizes[group.number][1] - sizes[like.number][1]) * len(group.paths)
             message = (
-                f"sharded as {spec_text(entries_of(group.row.spec))} by {asked_by(group)}, while {_count(most)} of the "
-                f"same stack (`{like.where}`) are sharded as {spec_text(entries_of(like.row.spec))} by {asked_by(like)}"
+                f"sharded as {spec_text(entries_of(group.row.spec))} by {rule_of(group)}, while {_count(most)} of the "
+                f"same stack (`{like.where}`) are sharded as {spec_text(entries_of(like.row.spec))} by {rule_of(like)}"
             )
-            fix = subject.mended(group, like.row.names, like.row.spec)
+            fix = subject.fix(group, like.row.names, like.row.spec)
             yield Finding("uneven-layers", "warning", group.where, more, message, fix)
 
 

@@ -1,4 +1,4 @@
-"""All mistakes and likely mistakes in rules at once, as data, without devices."""
+"""`lint`: finds all mistakes and likely mistakes in rules at once, without devices, and returns them as data."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -63,14 +63,14 @@ def lint(
 
     - `tree`, `mesh`, `paths`, `names`, `axes`, `mode`, `min_bytes`, `memory_kinds`, `unmatched`, `unused`, `strict`,
         `refine`: as in [`shardfx.plan`][]; or a [`shardfx.ShardPlan`][] alone, `lint(plan)`.
-    - `replicated_bytes`: leaves of so many bytes are reported if every device holds them whole; and so is what sharding
-        optimizer states further would save.
-    - `head_dim`: the number of elements of an attention head, if the tree does not tell.
+    - `replicated_bytes`: the least number of bytes of a replicated leaf that is reported. Optimizer states that could
+        be sharded further are reported if this would save as many bytes.
+    - `head_dim`: the number of elements of an attention head, if the tree does not show it.
 
     **Returns:**
 
-    `Findings`: a tuple of `Finding`s, most bytes first, which prints as a table. Each has a `fix`: statements over the
-    names of these arguments, which `lint` proposes and does not try.
+    `Findings`: a tuple of `Finding`s, most bytes first, which prints as a table. Each has a `fix`: statements that
+    change the variables named like these arguments. `lint` proposes them and does not try them.
 
     **Raises:**
 
@@ -103,9 +103,9 @@ def lint(
     flat, found = flatten(tree), list[Finding]()
     if unused == "raise":
         raise_empty(tree, flat, paths)
-    given = _names(names, tree, flat, axes, found)
+    leaf_names = _names(names, tree, flat, axes, found)
     kinds = _kinds(memory_kinds, found)
-    draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds_matcher(kinds))
+    draft = drafted(flat, leaf_names, mesh, paths, axes, mode, min_bytes, kinds_matcher(kinds))
     if axes is not None and mode is not None and mode not in dict(axes.modes):
         if draft.errors:
             known = tuple(dict(axes.modes))
@@ -113,10 +113,10 @@ def lint(
             fix = f"mode = {next(iter(nearest(mode, known)), None)!r}"
             found.append(Finding("invalid", "error", f"mode {mode!r}", 0, message, fix))
         mode = None
-        draft = drafted(flat, given, mesh, paths, axes, mode, min_bytes, kinds_matcher(kinds))
+        draft = drafted(flat, leaf_names, mesh, paths, axes, mode, min_bytes, kinds_matcher(kinds))
     index = [max(number, -1) for number in draft.numbers]
     content = Content(draft.mesh, None, axes, mode, draft.rows, index, PathTree(flat.paths, flat.treedef))
-    subject = Subject(content, flat, given, paths, axes, mode, min_bytes, strict, refine)
+    subject = Subject(content, flat, leaf_names, paths, axes, mode, min_bytes, strict, refine)
     rules: Severity = "error" if unmatched == "raise" else "warning"
     found += unplannable(subject, draft)
     found += uncovered_leaves(subject, draft, rules)
@@ -129,7 +129,7 @@ def lint(
 
 
 def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) -> Iterator[Finding]:
-    """The findings for which a plan alone suffices, without the rules."""
+    """The findings of all checks that need only a plan, without the path rules."""
     yield from corrected(subject)
     yield from replicated(subject, replicated_bytes)
     yield from cut_heads(subject, head_dim)
@@ -139,7 +139,7 @@ def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) ->
 
 
 def _names(names: object, tree: object, flat: Flat, axes: AxisRules | None, found: list[Finding]) -> Sequence[Any]:
-    """The names of each leaf. Names that do not fit the tree become a finding, and no leaf has names then."""
+    """The logical names of each leaf. If `names` does not fit the tree, this is a finding, and no leaf has names."""
     try:
         return names_of_leaves(names, tree, flat, axes)
     except (RuleError, SpecError) as error:
@@ -147,9 +147,9 @@ def _names(names: object, tree: object, flat: Flat, axes: AxisRules | None, foun
         return [None] * len(flat.leaves)
 
 
-def _kinds(given: Iterable[tuple[str, str]] | None, found: list[Finding]) -> list[tuple[str, str]]:
+def _kinds(memory_kinds: Iterable[tuple[str, str]] | None, found: list[Finding]) -> list[tuple[str, str]]:
     """The valid pairs of a regex and a memory kind. Each invalid pair becomes a finding."""
-    pairs, valid = tuple(given or ()), list[tuple[str, str]]()
+    pairs, valid = tuple(memory_kinds or ()), list[tuple[str, str]]()
     for at, (regex, kind) in enumerate(pairs):
         try:
             kinds_matcher([(regex, kind)])
@@ -167,7 +167,7 @@ _HINTED = 40
 
 
 def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
-    """Findings for leaves that cannot be planned, one for equal leaves of repeated layers."""
+    """Findings for leaves that cannot be planned. Equal leaves of repeated layers are one finding."""
     flat, groups = subject.flat, dict[object, list[int]]()
     for at, number in enumerate(draft.numbers):
         if number <= -2:
@@ -177,18 +177,18 @@ def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
         leaf, paths = flat.leaves[places[0]], [flat.paths[at] for at in places]
         size = sum(subject.lost(tuple(flat.leaves[at].shape), flat.leaves[at].dtype) for at in places)
         text = str(draft.errors[-2 - draft.numbers[places[0]]][1])
-        if subject.given[places[0]] is None:
-            fix = subject.ruled(paths, subject.cut(tuple(leaf.shape)))
+        if subject.leaf_names[places[0]] is None:
+            fix = subject.rule_fix(paths, subject.target_for(tuple(leaf.shape)))
         elif subject.axes is None:
-            wanted = dict.fromkeys(name for given in subject.given for name in members_of(given))
+            wanted = dict.fromkeys(name for names in subject.leaf_names for name in members_of(names))
             fix = f"axes = AxisRules([{', '.join(f'({name!r}, None)' for name in wanted)}])"
         else:
-            fix = subject.renamed(paths, _fitting(tuple(subject.given[places[0]]), len(leaf.shape)))
+            fix = subject.names_fix(paths, _fitting(tuple(subject.leaf_names[places[0]]), len(leaf.shape)))
         yield Finding("unplannable", "error", joined(paths), size, text, fix)
 
 
 def _fitting(names: tuple[object, ...], rank: int) -> tuple[object, ...]:
-    """`names` shortened or extended to `rank` entries, each name once; `()` if some entry is not a plain name."""
+    """`names` shortened or extended to `rank` entries, without duplicates; `()` if some entry is not a single name."""
     if not all(name is None or name is ... or isinstance(name, str) for name in names):
         return ()
     once = [None if name in names[:at] else name for at, name in enumerate(names) if name is not ...][:rank]
@@ -205,7 +205,7 @@ def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iter
         told = "an array" if len(paths) == 1 else f"{len(paths)} arrays"
         message = f"no rule covers {told} of shape {row.shape}{like}, so every device holds all of it"
         size = subject.lost(row.shape, row.dtype) * len(paths)
-        fix = subject.ruled(paths, subject.cut(row.shape), last=True)
+        fix = subject.rule_fix(paths, subject.target_for(row.shape), last=True)
         yield Finding("unmatched", severity, joined(paths), size, message, fix)
 
 
@@ -243,7 +243,9 @@ def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Findi
 
 
 def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
-    """Lines of code that replace a mesh axis in every rule; none for rules that have no code, such as callables."""
+    """Lines of code that replace a mesh axis in every rule. There are none for rules that cannot be written as code,
+    such as callables.
+    """
     axes, paths = subject.axes, subject.paths
     places = [] if axes is None else [("axes", mode, rules) for mode, rules in ((None, axes.rules), *axes.modes)]
     places += [] if paths is None else [("paths", None, paths.rules)]
@@ -260,7 +262,7 @@ def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
 
 
 def _without(target: object, axis: str) -> object:
-    """The target of a rule without a mesh axis; targets that wrap others as they are."""
+    """The target of a rule without a mesh axis. Targets that combine other targets are not changed."""
     if isinstance(target, PartitionSpec):
         entries = [(entry, tuple(one for one in entry_axes(entry) if one != axis)) for entry in entries_of(target)]
         return PartitionSpec(*[left or None if axis in entry_axes(entry) else entry for entry, left in entries])
@@ -270,10 +272,10 @@ def _without(target: object, axis: str) -> object:
 def unused_findings(
     subject: Subject, draft: Draft, kinds: Sequence[tuple[str, str]], severity: Severity
 ) -> Iterator[Finding]:
-    """Findings for path rules and memory kinds that decide about no leaf."""
+    """Findings for path rules and memory kinds that shard or place no leaf."""
     rules, used = draft.paths.rules, draft.paths.used
-    for why in unused_rules(rules, used, subject.flat, subject.given, NAMES):
-        yield _unused(f"paths[{why.number}] {rules[why.number][0]!r}", "rule", severity, why, _used(subject, why))
+    for why in unused_rules(rules, used, subject.flat, subject.leaf_names, NAMES):
+        yield _unused(f"paths[{why.number}] {rules[why.number][0]!r}", "rule", severity, why, _fix(subject, why))
     # One path of each group shows which optional rules match at all; many rules of a preset do not.
     first, spare = [group.paths[0] for group in subject.content.groups], {}
     for number, (_, target) in enumerate(rules):
@@ -281,10 +283,10 @@ def unused_findings(
             spare[number] = target.target
     others = dict.fromkeys(number for number in range(len(rules)) if number not in spare)
     plain = [(regex, spare.get(number)) for number, (regex, _) in enumerate(rules)]
-    for why in unused_rules(plain, others, subject.flat, subject.given, NAMES) if spare else ():
+    for why in unused_rules(plain, others, subject.flat, subject.leaf_names, NAMES) if spare else ():
         # A rule that takes only these arrays is the user's own, before those of a preset.
         if any(wide for number, wide in subject.rules_for(why.arrays).items() if number is not None):
-            yield _unused(f"paths[{why.number}] {rules[why.number][0]!r}", "rule", "info", why, _used(subject, why))
+            yield _unused(f"paths[{why.number}] {rules[why.number][0]!r}", "rule", "info", why, _fix(subject, why))
     for why in unused_rules(draft.kinds.rules, draft.kinds.used, subject.flat):
         fix = f"memory_kinds = {(*kinds[: why.number], *kinds[why.number + 1 :])!r}"
         yield _unused(f"memory_kinds[{why.number}] {kinds[why.number][0]!r}", "entry", severity, why, fix)
@@ -295,11 +297,11 @@ def _unused(where: str, what: str, severity: Severity, why: Unused, fix: str) ->
     return Finding(code, severity, where, 0, f"the {what} {why.text}", fix)
 
 
-def _used(subject: Subject, why: Unused) -> str:
-    """Code that moves an unused rule before the rules that shadow it, or that removes it if those rules would become
-    unused.
+def _fix(subject: Subject, why: Unused) -> str:
+    """Code that moves an unused rule before the rules that shadow it. If those rules would then be unused, the code
+    removes the rule instead.
     """
-    takers = {number: wide for number, wide in subject.rules_for(why.arrays).items() if number is not None}
-    if takers and all(takers.values()):
+    deciders = {number: wide for number, wide in subject.rules_for(why.arrays).items() if number is not None}
+    if deciders and all(deciders.values()):
         return f"paths = paths.prepend([paths.rules[{why.number}]]).drop({why.number + 1})"
     return f"paths = paths.drop({why.number})"

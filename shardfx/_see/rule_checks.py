@@ -1,5 +1,5 @@
-"""Checks of rules: against each other, against the axes of a mesh, and against the sizes of the dimensions that they
-name.
+"""Checks of rules: compares rules with each other, with the axes of a mesh, and with the sizes of the dimensions that
+they name.
 """
 
 import collections
@@ -19,9 +19,9 @@ from .subject import Subject
 def dead_rules(subject: Subject) -> Iterator[Finding]:
     """Findings for axis rules that can never apply.
 
-    A rule is read only where all earlier rules of its name were blocked, and used axes stay used. So it can never apply
-    if and only if all axes of one earlier rule are among its own: what blocks that rule blocks this one too. A rule
-    without axes is never blocked.
+    A rule is tried only if all earlier rules of its name were blocked, and an axis that is in use stays in use. So a
+    rule can never apply if and only if it contains all axes of one earlier rule of its name: what blocks the earlier
+    rule blocks this rule too. A rule without axes is never blocked.
     """
     if subject.axes is None:
         return
@@ -43,7 +43,9 @@ def dead_rules(subject: Subject) -> Iterator[Finding]:
 
 
 def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
-    """Findings for mesh axes of more than one device that no rule uses. `misspelled` is the severity for near names."""
+    """Findings for mesh axes of more than one device that no rule uses. `misspelled` is the severity if the rules use a
+    similar name.
+    """
     path_rules, sizes = () if subject.paths is None else subject.paths.rules, subject.content.mesh.shape
     declared = [axis for rules in (subject.paths, subject.axes) if rules is not None for axis in rules.axes]
     used = axes_used(subject.content.rows, path_rules, subject.axes)
@@ -69,11 +71,12 @@ _Counts = dict[str, collections.Counter[int]]
 
 
 def contradicted_names(subject: Subject) -> Iterator[Finding]:
-    """Findings for names of dimensions whose sizes cannot belong to one logical axis, since neither divides the other.
+    """Findings for logical names whose dimensions have sizes that cannot belong to one logical axis, because neither
+    size divides the other.
 
-    A name may stand for similar axes, such as the inner widths of dense layers and of experts. So two cases are not
-    reported: a size on which leaves of one module agree and which no other name has; and a name that no mesh axis
-    shards.
+    A name may be used for similar axes, such as the inner widths of dense layers and of experts. So two cases are not
+    reported: a size that several leaves of one module have and that no other name has; and a name that no rule maps to
+    a mesh axis.
     """
     groups = [group for group in subject.content.groups if group.row.names is not None]
     names = [group.row.names or () for group in groups]
@@ -88,15 +91,15 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
                 f"the names {names[at]} stand on shape {group.row.shape}; elsewhere these names have the sizes that "
                 f"they would have here in the order {swapped[at]}"
             )
-            fix = subject.mended(group, swapped[at], swapped[at])
+            fix = subject.fix(group, swapped[at], swapped[at])
             yield Finding("contradicted-name", "warning", group.where, 0, message, fix)
             continue
         for name, size in _pairs(names[at], group.row.shape):
-            if size % usual[name] and usual[name] % size and _is_cut(name, subject.axes):
+            if size % usual[name] and usual[name] % size and _is_sharded(name, subject.axes):
                 odd.append(((name, size), group))
     for (name, size), found in together(odd, lambda one: one[0]).items():
         is_of_another = any(size in sizes for other, sizes in counts.items() if other != name)
-        if not is_of_another and _agree([group for _, group in found]):
+        if not is_of_another and _in_one_module([group for _, group in found]):
             continue
         message = (
             f"{name!r} is {size} here, and {usual[name]} elsewhere; neither divides the other, so one name stands for "
@@ -113,7 +116,7 @@ def _pairs(names: _Names, shape: tuple[int, ...]) -> list[tuple[str, int]]:
 
 
 def _counts(groups: list[Group], names: list[_Names]) -> _Counts:
-    """For each logical name, how many arrays have a dimension of that name with each size."""
+    """For each logical name, the number of arrays that have a dimension with this name, by the dimension's size."""
     counts: _Counts = {}
     for group, own in zip(groups, names, strict=True):
         for name, size in _pairs(own, group.row.shape):
@@ -122,19 +125,21 @@ def _counts(groups: list[Group], names: list[_Names]) -> _Counts:
 
 
 def _usual(counts: _Counts) -> dict[str, int]:
-    """The most frequent size of each name."""
+    """The most frequent size for each logical name."""
     return {name: sizes.most_common(1)[0][0] for name, sizes in counts.items()}
 
 
 def _swapped(names: _Names, shape: tuple[int, ...], usual: Mapping[str, int]) -> _Names | None:
-    """The names in another order that gives each its usual size; `None` if there is none, or none is needed."""
+    """`names` in another order, in which each name has its usual size; `None` if there is no such order, or if the
+    present order is one.
+    """
     orders = itertools.permutations(names) if len(names) <= 4 else [names]
     fitting = [other for other in orders if all(usual[name] == size for name, size in _pairs(other, shape))]
     return fitting[0] if fitting and names not in fitting else None
 
 
-def _is_cut(name: str, axes: AxisRules | None) -> bool:
-    """Whether a rule of any mode maps the name to a mesh axis."""
+def _is_sharded(name: str, axes: AxisRules | None) -> bool:
+    """Whether a rule of any mode maps the logical name to a mesh axis."""
     if axes is None:
         return False
     of = alias_chain(name, axes)[-1]
@@ -145,21 +150,19 @@ def _is_cut(name: str, axes: AxisRules | None) -> bool:
 _LAST = re.compile(r"[/.](kernel|weight|scale|bias|embedding|value)$")
 
 
-def _agree(groups: list[Group]) -> bool:
-    """Whether several of the arrays are in one module, as a layer's projections are."""
+def _in_one_module(groups: list[Group]) -> bool:
+    """Whether several of the arrays are in one module, as the projections of a layer are."""
     ends = {_LAST.sub("", group.paths[0]).rpartition("/")[::2] for group in groups}
     inner = {(between_numbers(module), between_numbers(end)) for module, end in ends if module}
     return len(inner) > len({module for module, _ in inner})
 
 
 def _own_name(subject: Subject, group: Group, name: str, size: int) -> str:
-    """Code that gives the dimension an own name with the same rules. For a finished plan it is code that sets the
-    spec.
-    """
+    """Code that gives the dimension a new name with the same rules. For a finished plan the code sets the spec."""
     if subject.is_plan:
-        return subject.ruled(group.paths, group.row.spec)
+        return subject.rule_fix(group.paths, group.row.spec)
     other = f"{name}_{size}"
     names = tuple(other if one == name else one for one in group.row.names or ())
     known = subject.axes is not None and other in subject.axes.names
     alias = [] if known else [f"axes = axes.with_alias({other!r}, of={name!r})"]
-    return "\n".join([subject.mended(group, names, names), *alias])
+    return "\n".join([subject.fix(group, names, names), *alias])

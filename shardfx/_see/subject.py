@@ -1,4 +1,6 @@
-"""The input of every check: the rows of the leaves and the rules that made them. Also writes fixes as code."""
+"""`Subject`, the input of every check: the plans of the leaves and the rules that made them. It also writes the code of
+fixes.
+"""
 
 import collections
 import dataclasses
@@ -29,7 +31,7 @@ from .._rules import (
 
 
 def code_of(value: object) -> str:
-    """The Python code of a rule's target, or of a part of it; for a callable its `repr`."""
+    """The Python code of a rule's target, or of a part of it. For a callable it is the `repr`."""
     match value:
         case PartitionSpec():
             return f"PartitionSpec({', '.join(map(code_of, entries_of(value)))})"
@@ -50,14 +52,14 @@ def code_of(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-    """The input of `lint`'s checks: the rows of the leaves in `content`, and the arguments of `lint`.
+    """The input of a check: the plan in `content`, and the arguments of `lint`. Its methods write the code of fixes.
 
-    A finished plan, `is_plan`, has no rules by path; `flat` and `given`, the names of each leaf, are empty then.
+    If a finished plan is checked, `is_plan` is true: `paths` is `None`, and `flat` and `leaf_names` are empty.
     """
 
     content: Content
     flat: Flat
-    given: Sequence[Any]
+    leaf_names: Sequence[Any]
     paths: PathRules | None
     axes: AxisRules | None
     mode: str | None
@@ -72,18 +74,18 @@ class Subject:
 
     @ft.cached_property
     def refined(self) -> Content:
-        """The same leaves on a mesh whose axes are split as `plan(..., refine=True)` does."""
+        """The plan on a mesh whose axes are split, as `plan(..., refine=True)` splits them."""
         return refined(self.content, self.min_bytes)
 
     def lost(self, shape: tuple[int, ...], dtype: object) -> int:
-        """Bytes of a replicated array that each device holds beyond an even distribution over all devices."""
+        """The bytes of a replicated array that each device holds beyond an even distribution over all devices."""
         whole = array_bytes(shape, dtype)
         return whole - -(-whole // self.content.mesh.size)
 
     def divisible(self, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> list[tuple[int, str]]:
         """The pairs of a dimension and a mesh axis that divides it, the largest axis first.
 
-        The first of three or more dimensions may be that of stacked layers, so it is left out.
+        The first of three or more dimensions is left out, because it may index stacked layers.
         """
         stacked = int(len(shape) > 2)
         counts = [
@@ -95,46 +97,50 @@ class Subject:
             (dim, axis) for axis, size in sizes for dim in dims if size > 1 and shape[dim] and not counts[dim] % size
         ]
 
-    def cut(self, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> Any:
+    def target_for(self, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> Any:
         """The target of a rule that shards an array of this shape over one mesh axis; `replicate` if no axis divides
-        it.
+        the array.
         """
         skip = (0,) if len(shape) > 2 else ()
         return next((fsdp(axis, skip=skip) for _, axis in self.divisible(shape, units)), replicate)
 
     def regex(self, paths: Sequence[str]) -> str:
-        r"""A regex that matches these paths and no others, with `\d+` for their numbers if every path of their form is
-        among them.
+        r"""A regex that matches these paths and no others. If the tree has no further path that differs only in
+        numbers, `\d+` replaces the numbers.
         """
         found = []
         for parts, own in together(paths, between_numbers).items():
-            if self._alike[parts] == len(own):
+            if self._like_paths[parts] == len(own):
                 found.append(r"\d+".join(map(re.escape, parts)))
             else:
                 found += map(re.escape, dict.fromkeys(own))
         return f"^{found[0]}$" if len(found) == 1 else f"^(?:{'|'.join(found)})$"
 
     @ft.cached_property
-    def _alike(self) -> collections.Counter[tuple[str, ...]]:
-        """The number of leaves for each form of path, where a form is the path without its numbers."""
+    def _like_paths(self) -> collections.Counter[tuple[str, ...]]:
+        """The number of leaves whose paths differ only in numbers, by the parts of the path between the numbers."""
         return collections.Counter(map(between_numbers, self.content.path_tree.paths))
 
     def is_named(self, group: Group) -> bool:
         """Whether these leaves have logical names, which take precedence over path rules."""
         return group.row.rule == "names" and not self.is_plan
 
-    def mended(self, group: Group, names: object, target: object) -> str:
-        """Code for a fix: it changes the names of leaves that have names, and the rule's target for all others."""
-        return self.renamed(group.paths, names) if self.is_named(group) else self.ruled(group.paths, target)
+    def fix(self, group: Group, names: object, target: object) -> str:
+        """Code of a fix. For leaves with logical names it changes the names, and for all others the target of their
+        rule.
+        """
+        return self.names_fix(group.paths, names) if self.is_named(group) else self.rule_fix(group.paths, target)
 
-    def renamed(self, paths: Sequence[str], names: object) -> str:
-        """Code that gives leaves other names."""
+    def names_fix(self, paths: Sequence[str], names: object) -> str:
+        """Code that gives leaves other logical names."""
         return f"names = auto.renamed(tree, {{{self.regex(paths)!r}: {code_of(names)}}}, names=names)"
 
-    def ruled(self, paths: Sequence[str], target: object, *, last: bool = False) -> str:
-        """Code that gives leaves a target by a path rule before all other rules, or after them if `last`.
+    def rule_fix(self, paths: Sequence[str], target: object, *, last: bool = False) -> str:
+        """Code that makes `target` the target of the path rule for these leaves. A new rule comes before all other
+        rules, or after them if `last`.
 
-        If a rule applies to these leaves only, the code replaces its target: with a new rule it would apply to none.
+        If an existing rule shards these leaves and no others, the code replaces the target of that rule. Otherwise that
+        rule would become unused.
         """
         ((number, wide), *others) = self.rules_for(paths).items()
         if self.paths is not None and number is not None and not wide and not others:
@@ -148,10 +154,9 @@ class Subject:
         return f"paths = paths.{'extend' if last else 'prepend'}([({rule})])"
 
     def rules_for(self, paths: Sequence[str]) -> dict[int | None, bool]:
-        """The numbers of the rules that decide about these leaves, and whether each rule decides about other leaves
-        too.
+        """The indices of the rules that shard these leaves, each with whether the rule shards other leaves too.
 
-        `None` stands for the default of leaves without a rule.
+        The index is `None` for leaves without a rule.
         """
         deciding, counts = self._deciding
         own = collections.Counter(deciding.get(path) for path in dict.fromkeys(paths))
@@ -159,14 +164,14 @@ class Subject:
 
     @ft.cached_property
     def _deciding(self) -> tuple[dict[str, int | None], collections.Counter[int | None]]:
-        """For each leaf without names, the number of the first rule that matches it; and for each rule, how many leaves
-        it decides about.
+        """For each leaf without names, the index of the first rule that matches it; and for each rule, the number of
+        leaves that it shards.
         """
-        columns = zip(self.flat.paths, self.given, self.flat.is_array, strict=True)
+        columns = zip(self.flat.paths, self.leaf_names, self.flat.is_array, strict=True)
         found = {path: first_match(path, self.patterns) for path, names, shaped in columns if shaped and names is None}
         return found, collections.Counter(found.values())
 
 
-def asked_by(group: Group) -> str:
-    """The text that names the rule of these arrays, or "its names"."""
+def rule_of(group: Group) -> str:
+    """The name of the rule of these arrays in a message, or "its names"."""
     return "its names" if group.row.rule == "names" else str(group.row.rule)
