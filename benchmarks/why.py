@@ -13,7 +13,7 @@ import shardfx as sfx
 from shardfx import chips
 from shardfx._step import step_of
 from shardfx.cost import ArrayRow, StepShardings
-from shardfx.cost._counted import StepOnChip, constrained, with_constraints
+from shardfx.cost._counted import StepOnChip, saving_constraints, with_constraints
 from shardfx.cost._hlo_text import parse_hlo
 from shardfx.cost._shardings import shardings_of
 from shardfx.cost._traffic import read
@@ -38,8 +38,8 @@ def judged(known: StepOnChip) -> str:
     """How much smaller the arrays and the memory get, and what is sent before and after."""
     step, before = known.step, shardings_of(known.step, "tpu")
     largest = _whole(before)
-    advised = constrained(known)
-    told = list(advised.told) if advised else []
+    advised = saving_constraints(known)
+    told = list(advised.constraints) if advised else []
     module = with_constraints(step, told, "tpu")
     after = shardings_of(step, "tpu", module)
     told += [one for row in _whole(after) for one in after.wanted(row)[:1]]
@@ -49,7 +49,7 @@ def judged(known: StepOnChip) -> str:
     after = shardings_of(step, "tpu", module)
     smaller = ", ".join(f"{row.bytes_per_device / _bytes_at(after, row.source, row.shape):.1f}" for row in largest)
     sent = [read(parse_hlo(step.partitioned("tpu", module=one)), step.mesh, step.leaves) for one in (None, module)]
-    held = [known.held.peak_bytes, known.written_as(module).peak_bytes]
+    held = [known.memory.peak_bytes, known.memory_with(module).peak_bytes]
     return (
         f"{len(told)} constraints, arrays {smaller} times smaller, memory {held[0] / held[1]:.2f} times; "
         f"{sent[0].wire_bytes:,} bytes sent, then {sent[1].wire_bytes:,}"

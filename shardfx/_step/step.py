@@ -17,7 +17,7 @@ from .._plan import ShardPlan
 from ..topology import MeshSpec
 from .lowered import Dims, Module, Parameter, bytecode, mesh_of_arguments, meshes, parameters, resharded
 from .partitioner import partitioned, propagated
-from .rewritten import rewritten
+from .rewrites import rewritten
 
 
 Platform = Literal["tpu", "gpu", "cpu"]

@@ -28,7 +28,7 @@ from ..cost._after import as_compiled
 from ..cost._compile_for import memory_of
 from ..cost._estimate import DIRECT, LARGEST, SIZED, carried_on
 from ..cost._hlo_text import parse_hlo
-from ..cost._live import held as held_by
+from ..cost._live import device_memory
 from ..cost._traffic import read
 from ..cost._traffic_rows import largest_first
 from ..cost._work import DeviceWork, work_of
@@ -189,7 +189,7 @@ class Pricer:
         def held(donated: Sequence[int]) -> int:
             """Bytes of one device at the worst moment, if results reuse the memory of the `donated` arguments."""
             flags = [which in donated for which, plan in enumerate(one.plans) for _ in plan.leaves]
-            return held_by(module, donated=flags, tile=self.chip.tile, tpu=tpu).peak_bytes
+            return device_memory(module, donated=flags, tile=self.chip.tile, tpu=tpu).peak_bytes
 
         least = held(self.donated)
         is_enough = least <= one.limit_bytes and mesh == one.mesh

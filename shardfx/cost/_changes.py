@@ -14,7 +14,7 @@ from .._ground.tree import flatten
 from .._plan import Request, shard_over
 from .._rules import Fsdp
 from .._step import Dims, Frame, argument_names, step_of
-from ._counted import StepOnChip, constrained
+from ._counted import StepOnChip, saving_constraints
 
 
 # The number of other batch sizes that are traced to find the largest that fits.
@@ -50,7 +50,7 @@ class Change:
     sources: tuple[Frame, ...] = ()
 
 
-class _After(NamedTuple):
+class _Trial(NamedTuple):
     """A change to the step, with the step's estimated peak memory after it."""
 
     what: str
@@ -70,48 +70,50 @@ def changes_of(known: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
     """
     found: list[Change] = []
     for one in _changed(known):
-        saves = known.held.peak_bytes - one.peak_bytes
+        saves = known.memory.peak_bytes - one.peak_bytes
         fits = peak_bytes - saves <= known.chip.usable_hbm_bytes_per_device
         if saves > _WORTH * peak_bytes:
             found.append(Change(one.what, saves, peak_bytes - saves, fits, one.how, one.host_bytes, one.sources))
     return tuple(sorted(found, key=lambda one: -one.saves_bytes))
 
 
-def _changed(known: StepOnChip) -> Iterator[_After]:
+def _changed(known: StepOnChip) -> Iterator[_Trial]:
     dims = [one.dims for one in known.step.arguments]
-    used = [axis for at in known.of_group("batch") for axes in dims[at] or () for axis in axes]
+    used = [axis for at in known.in_group("batch") for axes in dims[at] or () for axis in axes]
     axes = tuple(axis for axis in dict.fromkeys(used) if known.step.mesh.axis_size(axis) > 1)
     over = ", ".join(f'"{axis}"' for axis in axes)
     over = over if len(axes) == 1 else f"({over})"
-    state, ours = known.of_group("optimizer"), known.of_group("parameters")
+    state, ours = known.in_group("optimizer"), known.in_group("parameters")
     cuts = (
         ("ZeRO-1: the optimizer's state", state, "optimizer.init"),
         ("ZeRO-3: parameters and the optimizer's state", (*ours, *state) if ours else (), "lambda tree: tree"),
     )
     for name, chosen, init in cuts if axes else ():
-        if (arguments := _over(known, chosen, axes)) != dims:
+        if (arguments := _sharded_over(known, chosen, axes)) != dims:
             what = f"{name} cut over {' and '.join(axes)} too"
             with contextlib.suppress(ProgramError):  # XLA may not partition the step so
-                yield _After(what, known.under(arguments).peak_bytes, f"follow({init}, params_plan, over={over})")
-    yield from _of_moments(known)
-    returned = [at for at, one in enumerate(known.taken) if one.result is not None]
+                yield _Trial(what, known.under(arguments).peak_bytes, f"follow({init}, params_plan, over={over})")
+    yield from _moment_changes(known)
+    returned = [at for at, one in enumerate(known.purposes) if one.result is not None]
     if not all(known.step.arguments[at].donated for at in returned):
         donated = [one.donated or at in returned for at, one in enumerate(known.step.arguments)]
         names = dict.fromkeys(known.step.arguments[at].path.partition("/")[0] for at in returned)
         told = ", ".join(f'"{name}"' for name in names)
         how = f"filter_jit(step, donate={told if len(names) == 1 else f'({told})'})"
-        yield _After("donate what the step returns anew", known.of(known.module, donated=donated).peak_bytes, how)
-    if axes and (found := constrained(known)) is not None:
+        after = known.memory_of(known.module, donated=donated).peak_bytes
+        yield _Trial("donate what the step returns anew", after, how)
+    if axes and (found := saving_constraints(known)) is not None:
         what = f"constrain the activations along {' and '.join(axes)}, as the batch"
-        yield _After(what, found.peak_bytes, found.how, 0, found.sources)
-    after = known.of(known.module, recomputes=True).peak_bytes
-    yield _After("recompute each layer in the backward pass", after, "jax.lax.scan(jax.checkpoint(layer), x, layers)")
+        yield _Trial(what, found.peak_bytes, found.how, 0, found.sources)
+    after = known.memory_of(known.module, remat=True).peak_bytes
+    yield _Trial("recompute each layer in the backward pass", after, "jax.lax.scan(jax.checkpoint(layer), x, layers)")
     batch = batch_of(known)
     if batch is not None and batch > 1 and batch % 2 == 0 and (half := with_batch(known, batch // 2)) is not None:
-        yield _After("half the batch", half.held.peak_bytes, f"a batch of {batch // 2}, or a scan over 2 microbatches")
+        how = f"a batch of {batch // 2}, or a scan over 2 microbatches"
+        yield _Trial("half the batch", half.memory.peak_bytes, how)
 
 
-def _over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
+def _sharded_over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
     """The mesh axes of all arguments' dimensions, if the `chosen` arguments were sharded over `axes` too, on their
     largest dimensions.
     """
@@ -126,34 +128,34 @@ def _over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> li
     return found
 
 
-def _of_moments(known: StepOnChip) -> Iterator[_After]:
+def _moment_changes(known: StepOnChip) -> Iterator[_Trial]:
     """The change that keeps the optimizer's state in bfloat16, and the change that keeps it in host memory."""
-    held, taken = known.held, known.taken
-    moments = [at for at in known.of_group("optimizer") if taken[at].argument.shape and not taken[at].argument.on_host]
+    memory, found = known.memory, known.purposes
+    moments = [at for at in known.in_group("optimizer") if found[at].argument.shape and not found[at].argument.on_host]
 
     def sizes(at: int) -> int:
-        result = taken[at].result
-        return held.arguments[at] + (0 if result is None else held.results[result])
+        result = found[at].result
+        return memory.arguments[at] + (0 if result is None else memory.results[result])
 
-    wide = [at for at in moments if taken[at].dtype in _WIDE]
+    wide = [at for at in moments if found[at].dtype in _WIDE]
     if wide:
-        less = sum(sizes(at) - sizes(at) * 2 // (8 if taken[at].dtype == "f64" else 4) for at in wide)
+        less = sum(sizes(at) - sizes(at) * 2 // (8 if found[at].dtype == "f64" else 4) for at in wide)
         how = "optax.scale_by_adam(mu_dtype=jnp.bfloat16), and cast the others in the step"
-        yield _After("moments in bfloat16", held.peak_bytes - less, how)
+        yield _Trial("moments in bfloat16", memory.peak_bytes - less, how)
     if moments:
         # The largest array is on the device while it is updated.
-        less = sum(map(sizes, moments)) - max(held.arguments[at] for at in moments)
+        less = sum(map(sizes, moments)) - max(memory.arguments[at] for at in moments)
         how = (
             'follow(optimizer.init, params_plan, memory_kinds=[(".*", "pinned_host")]); in the step '
             "jax.device_put(state, jax.memory.Space.Device), and .Host for what it returns"
         )
-        here = sum(held.arguments[at] for at in moments)
-        yield _After("moments in host memory", held.peak_bytes - less, how, here)
+        here = sum(memory.arguments[at] for at in moments)
+        yield _Trial("moments in host memory", memory.peak_bytes - less, how, here)
 
 
 def batch_of(known: StepOnChip) -> int | None:
     """The number of examples in the step's batch; `None` if the arguments of the batch disagree."""
-    sizes = {known.step.arguments[at].shape[0] for at in known.of_group("batch")}
+    sizes = {known.step.arguments[at].shape[0] for at in known.in_group("batch")}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -167,8 +169,8 @@ def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
     batch = batch_of(known)
     if not batch:
         return None
-    usable, offset = known.chip.usable_hbm_bytes_per_device, peak_bytes - known.held.peak_bytes
-    dims = [known.step.arguments[at].dims for at in known.of_group("batch")]
+    usable, offset = known.chip.usable_hbm_bytes_per_device, peak_bytes - known.memory.peak_bytes
+    dims = [known.step.arguments[at].dims for at in known.in_group("batch")]
     unit = max(known.step.mesh.axis_size(own[0]) if own else 1 for own in dims)
     unit = unit if batch % unit == 0 else 1
     needs = {batch: peak_bytes}
@@ -181,7 +183,7 @@ def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
         other = with_batch(known, guess)
         if other is None:
             return fits if fits and len(needs) > 1 else None
-        needs[guess] = other.held.peak_bytes + offset
+        needs[guess] = other.memory.peak_bytes + offset
     if all(need <= usable for need in needs.values()):
         return None  # nothing that the step keeps grows with the batch, so that any size fits
     return max((count for count, need in needs.items() if need <= usable), default=0)
@@ -204,7 +206,7 @@ def with_batch(known: StepOnChip, batch: int) -> StepOnChip | None:
     """The step for another number of examples; `None` if the step's code only works for its own number."""
     if known.function is None:
         return None
-    ours = {known.step.arguments[at].path for at in known.of_group("batch")}
+    ours = {known.step.arguments[at].path for at in known.in_group("batch")}
     args: list[object] = []
     for arg, name in zip(known.step.args, argument_names(known.function, len(known.step.args)), strict=True):
         flat = flatten(arg)
@@ -217,6 +219,6 @@ def with_batch(known: StepOnChip, batch: int) -> StepOnChip | None:
         args.append(jax.tree.unflatten(flat.treedef, leaves))
     try:
         other = StepOnChip(step_of(known.function, args, known.step.given_mesh), known.chip, known.function)
-        return other if other.held else None
+        return other if other.memory else None
     except (TypeError, ValueError, ProgramError):
         return None

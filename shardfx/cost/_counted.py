@@ -17,9 +17,9 @@ from .._ground.spec import entry_axes
 from .._step import Dims, Frame, Module, Op, Platform, Step, lines_of, meshes, operations, own_line
 from ._after import as_compiled
 from ._hlo_text import Array, HloModule, bytes_of, parse_hlo
-from ._live import Held, held
-from ._live.program import OpenedProgram, program_of
-from ._purpose import Taken, taken
+from ._live import Memory, device_memory
+from ._live.program import FlatProgram, program_of
+from ._purpose import ArgumentPurpose, purposes_of
 from ._shardings import ArrayRow, StepShardings, Wanted, shardings_of
 
 
@@ -46,18 +46,18 @@ class StepOnChip:
     @ft.cached_property
     def module(self) -> HloModule:
         """The program of one device, after the compiler's passes."""
-        return self.made()
+        return self.partitioned()
 
-    def made(self, **changed: Any) -> HloModule:
+    def partitioned(self, **changed: Any) -> HloModule:
         """The partitioned program of one device, after the compiler's passes. `changed` is passed on to
         `Step.partitioned`.
         """
         return as_compiled(parse_hlo(self.step.partitioned(self.platform, **changed)), self.platform)
 
     @ft.cached_property
-    def held(self) -> Held:
+    def memory(self) -> Memory:
         """The bytes that one device holds at the worst moment of the step."""
-        return self.of(self.module)
+        return self.memory_of(self.module)
 
     @ft.cached_property
     def shardings(self) -> StepShardings:
@@ -65,13 +65,13 @@ class StepOnChip:
         return shardings_of(self.step, self.platform)
 
     @ft.cached_property
-    def _program(self) -> OpenedProgram:
+    def _program(self) -> FlatProgram:
         return program_of(self.module)
 
     @ft.cached_property
-    def taken(self) -> tuple[Taken, ...]:
+    def purposes(self) -> tuple[ArgumentPurpose, ...]:
         """The arrays that the step takes, each with its purpose."""
-        return taken(self.step, self._program)
+        return purposes_of(self.step, self._program)
 
     @ft.cached_property
     def shards(self) -> tuple[tuple[int, ...], ...]:
@@ -80,40 +80,40 @@ class StepOnChip:
 
     def host_bytes(self, at: int) -> int:
         """The bytes of argument number `at` in the host memory of one device."""
-        return bytes_of(Array(self.taken[at].dtype, self.shards[at]), self.chip.tile)
+        return bytes_of(Array(self.purposes[at].dtype, self.shards[at]), self.chip.tile)
 
-    def of_group(self, kind: str) -> tuple[int, ...]:
+    def in_group(self, kind: str) -> tuple[int, ...]:
         """The numbers of the arguments of a group. "optimizer" covers all groups whose name begins so."""
-        return tuple(at for at, one in enumerate(self.taken) if one.group.partition(":")[0] == kind)
+        return tuple(at for at, one in enumerate(self.purposes) if one.group.partition(":")[0] == kind)
 
-    def of(self, module: HloModule, *, donated: Sequence[bool] | None = None, recomputes: bool = False) -> Held:
+    def memory_of(self, module: HloModule, *, donated: Sequence[bool] | None = None, remat: bool = False) -> Memory:
         """The bytes that one device holds while it runs this module."""
         taken, returned = self.step.parameters
-        return held(
+        return device_memory(
             module,
             donated=[one.donated for one in taken] if donated is None else donated,
             on_host=[one.on_host for one in taken],
             results_on_host=[one.on_host for one in returned],
             tile=self.chip.tile,
             tpu=self.platform == "tpu",
-            recomputes=recomputes,
+            remat=remat,
         )
 
-    def written_as(self, module: Module) -> Held:
+    def memory_with(self, module: Module) -> Memory:
         """The bytes that one device would hold if the step's StableHLO module were another one with the same arguments
         and results.
         """
-        return self.of(self.made(module=module))
+        return self.memory_of(self.partitioned(module=module))
 
-    def under(self, arguments: Sequence[Dims | None]) -> Held:
+    def under(self, arguments: Sequence[Dims | None]) -> Memory:
         """The bytes that one device holds under other shardings of the arguments. A result that replaces an argument
         gets that argument's sharding.
         """
         results = [one.dims for one in self.step.parameters[1]]
-        for one, dims in zip(self.taken, arguments, strict=True):
+        for one, dims in zip(self.purposes, arguments, strict=True):
             if one.result is not None and results[one.result] is not None and dims is not None:
                 results[one.result] = dims
-        return self.of(self.made(arguments=arguments, results=results))
+        return self.memory_of(self.partitioned(arguments=arguments, results=results))
 
 
 # How many of the largest arrays at the peak are examined, and how many times, since a constraint may show the next
@@ -131,24 +131,24 @@ class Constrained(NamedTuple):
     **Arguments:**
 
     - `peak_bytes`: the peak of the step with them on one device.
-    - `told`: the constraints.
+    - `constraints`: the constraints.
     """
 
     peak_bytes: int
-    told: tuple[Wanted, ...]
+    constraints: tuple[Wanted, ...]
 
     @property
     def how(self) -> str:
         """The constraints as code, with the line of each."""
-        return "; ".join(f"{one.change} for the {one.where}" for one in self.told)
+        return "; ".join(f"{one.change} for the {one.where}" for one in self.constraints)
 
     @property
     def sources(self) -> tuple[Frame, ...]:
         """The lines that the constraints are for."""
-        return tuple(dict.fromkeys(one.line for one in self.told if one.line))
+        return tuple(dict.fromkeys(one.line for one in self.constraints if one.line))
 
 
-def constrained(known: StepOnChip) -> Constrained | None:
+def saving_constraints(known: StepOnChip) -> Constrained | None:
     """Constraints that save memory: they shard arrays of the worst moment over a mesh axis of the batch that
     propagation gave to another argument.
 
@@ -156,49 +156,49 @@ def constrained(known: StepOnChip) -> Constrained | None:
 
     As few constraints as save nearly as much as all of them; `None` if they save nothing.
     """
-    before = known.held.peak_bytes
-    told: tuple[Wanted, ...] = ()
+    before = known.memory.peak_bytes
+    constraints: tuple[Wanted, ...] = ()
     peak = before
     for _ in range(_ROUNDS):
-        more = dict.fromkeys((*told, *_lost(known, told)))
-        held = _held(known, tuple(more)) if len(more) > len(told) else None
-        if held is None or held.peak_bytes >= peak:
+        more = dict.fromkeys((*constraints, *_candidates(known, constraints)))
+        memory = _memory_with(known, tuple(more)) if len(more) > len(constraints) else None
+        if memory is None or memory.peak_bytes >= peak:
             break
-        told, peak = tuple(more), held.peak_bytes
-    for one in reversed(told) if len(told) > 1 else ():
-        fewer = tuple(other for other in told if other is not one)
-        held = _held(known, fewer)
-        if held is not None and before - held.peak_bytes >= _NEARLY * (before - peak):
-            told = fewer
-    held = _held(known, told) if told else None
-    return None if held is None else Constrained(held.peak_bytes, told)
+        constraints, peak = tuple(more), memory.peak_bytes
+    for one in reversed(constraints) if len(constraints) > 1 else ():
+        fewer = tuple(other for other in constraints if other is not one)
+        memory = _memory_with(known, fewer)
+        if memory is not None and before - memory.peak_bytes >= _NEARLY * (before - peak):
+            constraints = fewer
+    memory = _memory_with(known, constraints) if constraints else None
+    return None if memory is None else Constrained(memory.peak_bytes, constraints)
 
 
-def _held(known: StepOnChip, told: Sequence[Wanted]) -> Held | None:
+def _memory_with(known: StepOnChip, constraints: Sequence[Wanted]) -> Memory | None:
     try:
-        return known.written_as(with_constraints(known.step, told, known.platform))
+        return known.memory_with(with_constraints(known.step, constraints, known.platform))
     except ProgramError:
         return None
 
 
-def _lost(known: StepOnChip, told: Sequence[Wanted]) -> Iterator[Wanted]:
+def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wanted]:
     """Constraints for the largest arrays at the worst moment that lack a mesh axis of the batch, although they could be
     sharded over it.
     """
-    batch = {known.step.arguments[at].path or known.step.arguments[at].name for at in known.of_group("batch")}
-    held, found = known.held, known.shardings
-    if told:
-        module = with_constraints(known.step, told, known.platform)
-        held, found = known.written_as(module), shardings_of(known.step, known.platform, module)
+    batch = {known.step.arguments[at].path or known.step.arguments[at].name for at in known.in_group("batch")}
+    memory, found = known.memory, known.shardings
+    if constraints:
+        module = with_constraints(known.step, constraints, known.platform)
+        memory, found = known.memory_with(module), shardings_of(known.step, known.platform, module)
     made: dict[Frame | None, list[ArrayRow]] = {}
     for row in found.rows:
         made.setdefault(row.source, []).append(row)
-    for line in dict.fromkeys(one.source for one in held.arrays[:_LARGEST]):
+    for line in dict.fromkeys(one.source for one in memory.arrays[:_LARGEST]):
         for row in made.get(line, ()):
             yield from (one for one in found.wanted(row) if one.by in batch)
 
 
-def with_constraints(step: Step, told: Sequence[Wanted], platform: Platform) -> Module:
+def with_constraints(step: Step, constraints: Sequence[Wanted], platform: Platform) -> Module:
     """The step's module with these constraints on the values that the constraints' lines make."""
     module = step.module(platform)
     sizes = dict(step.mesh.shape)
@@ -210,7 +210,7 @@ def with_constraints(step: Step, told: Sequence[Wanted], platform: Platform) -> 
             line = own_line(lines_of((op.location,)))
             for result in op.results if op.name not in _NO_ARRAY else ():
                 shape = tuple(result.type.shape) if isinstance(result.type, ir.RankedTensorType) else None
-                found.extend((op, result, one) for one in told if (line, shape) == (one.line, one.shape))
+                found.extend((op, result, one) for one in constraints if (line, shape) == (one.line, one.shape))
         for op, result, one in found:
             cut = [[sdy.AxisRefAttr.get(axis) for axis in entry_axes(entry)] for entry in one.spec]
             dims = [sdy.DimensionShardingAttr.get(axes, True) for axes in cut]

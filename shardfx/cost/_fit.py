@@ -19,7 +19,7 @@ from ._collective import MOVING
 from ._compile_for import MemoryAnalysis, memory_of
 from ._counted import StepOnChip
 from ._hlo_text import padded
-from ._live import HeldArray
+from ._live import LiveArray
 from ._shardings import Origin, StepShardings
 
 
@@ -175,7 +175,7 @@ class Fit:
     @property
     def timeline(self) -> tuple[int, ...]:
         """Bytes in memory while each operation of the partitioned program runs, for a plot."""
-        return () if self._known is None else self._known.held.timeline
+        return () if self._known is None else self._known.memory.timeline
 
     def bytes_of(self, group: str) -> int:
         """The bytes of a group. "optimizer" covers all groups whose name begins so."""
@@ -283,12 +283,12 @@ def fit(
     known = StepOnChip(step_of(step, args, mesh), chip, step if args else None)
     rows, largest = _arguments(known)
     shapes = _gradient_shapes(known)
-    temporaries = [_offender(one, shapes) for one in known.held.arrays]
+    temporaries = [_offender(one, shapes) for one in known.memory.arrays]
     largest = tuple(sorted((*largest, *temporaries), key=lambda one: -one.bytes)[:_LARGEST])
     if compiled is not None:
         rows, notes = _compiled_rows(rows, memory_of(compiled))
         return Fit(rows, chip, "compiled", largest, notes, known)
-    rows += [FitRow("results", sum(known.held.results), exact=True), *_temporaries(temporaries, known)]
+    rows += [FitRow("results", sum(known.memory.results), exact=True), *_temporaries(temporaries, known)]
     return Fit(_sorted(rows), chip, "estimated", largest, (), known)
 
 
@@ -313,7 +313,7 @@ def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[Offender, ...]]:
     """A row of bytes for each group of arguments, and the largest arguments."""
     sizes: dict[str, list[int]] = {}
     largest: list[Offender] = []
-    for at, (one, here) in enumerate(zip(known.taken, known.held.arguments, strict=True)):
+    for at, (one, here) in enumerate(zip(known.purposes, known.memory.arguments, strict=True)):
         row = sizes.setdefault(one.group, [0, 0])
         if one.argument.on_host:
             row[1] += known.host_bytes(at)
@@ -330,7 +330,7 @@ def _temporaries(found: Sequence[Offender], known: StepOnChip) -> list[FitRow]:
     sums: dict[str, int] = {}
     for one in found:
         sums[one.group] = sums.get(one.group, 0) + one.bytes
-    over = sum(sums.values()) - known.held.temporary_bytes
+    over = sum(sums.values()) - known.memory.temporary_bytes
     for group in sorted(sums, key=lambda group: -sums[group]):
         shared = min(max(over, 0), sums[group])
         sums[group], over = sums[group] - shared, over - shared
@@ -376,27 +376,27 @@ _COPIES = MOVING | {"convert"}
 def _gradient_shapes(known: StepOnChip) -> set[tuple[int, ...]]:
     """The shapes by which gradients are recognized: those of parameters and of their shards, with sorted dimensions."""
     found: set[tuple[int, ...]] = set()
-    for at in known.of_group("parameters"):
-        found |= {tuple(sorted(known.taken[at].argument.shape)), tuple(sorted(known.shards[at]))}
+    for at in known.in_group("parameters"):
+        found |= {tuple(sorted(known.purposes[at].argument.shape)), tuple(sorted(known.shards[at]))}
     return found
 
 
 def _moment(known: StepOnChip) -> tuple[Offender, ...]:
     shapes = _gradient_shapes(known)
     found = []
-    for one, here in zip(known.taken, known.held.arguments, strict=True):
+    for one, here in zip(known.purposes, known.memory.arguments, strict=True):
         ours = one.argument
         entries = [canonical_entry(axes) for axes in ours.dims or ()]
         by = tuple(Origin(axis, ours.path or ours.name, ()) for axes in ours.dims or () for axis in axes)
         found.append(Offender(ours.path or ours.name, here, one.group, spec=PartitionSpec(*entries), origins=by))
-    for one in known.held.arrays:
+    for one in known.memory.arrays:
         row, why = known.shardings.of_held(one)
         laid = {} if row is None else {"spec": row.spec, "origins": row.origins}
         found.append(dataclasses.replace(_offender(one, shapes), why=why, **laid))
     return tuple(sorted(found, key=lambda one: -one.bytes))
 
 
-def _offender(one: HeldArray, shapes: set[tuple[int, ...]]) -> Offender:
+def _offender(one: LiveArray, shapes: set[tuple[int, ...]]) -> Offender:
     is_gradient = one.phase == "backward" and len(one.buffer.shape) > 1 and tuple(sorted(one.buffer.shape)) in shapes
     group = "gradients" if is_gradient else "copies in other layouts" if one.opcode in _COPIES else "activations"
     return Offender(str(one.buffer), one.bytes, group, one.source, one.phase)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from .._step import Frame
 from ._collective import MOVING
 from ._hlo_text import PRODUCTS, HloModule, Instruction
-from ._live.program import LiveOp, Uses, program_of, reached
+from ._live.program import FlatOp, Uses, program_of, reached
 
 
 # These return their first operand, or a reshape or slice of it. Those with several operands return each of them.
@@ -42,13 +42,13 @@ class Origins:
         self._uses = uses = Uses(self._program)
         self._names = dict(zip(self._program.entry.carried, self._program.parameters, strict=True))
         self._results = frozenset(self._program.entry.results)
-        self._ops: dict[int, LiveOp] = {}
+        self._ops: dict[int, FlatOp] = {}
         self._onward = ft.lru_cache(maxsize=65536)(self._next)
         # The loop that carries a value, with its index; the result of a body that becomes it, or the value that is
         # sent.
-        self._carried: dict[int, tuple[LiveOp, int]] = {}
+        self._carried: dict[int, tuple[FlatOp, int]] = {}
         self._becomes: dict[int, list[int]] = collections.defaultdict(list)
-        ends: dict[tuple[str, str], LiveOp] = {}
+        ends: dict[tuple[str, str], FlatOp] = {}
         for op in uses.ops:
             self._ops.setdefault(id(op.instruction), op)
             for body in op.bodies:
@@ -57,7 +57,7 @@ class Origins:
                     self._becomes[value].append(made)
             if (meets := op.instruction.rendezvous) is not None:
                 ends[op.opcode, meets] = op
-        self._senders: dict[LiveOp, LiveOp] = {}
+        self._senders: dict[FlatOp, FlatOp] = {}
         for (opcode, meets), op in ends.items():
             if opcode == "recv" and (sender := ends.get(("send", meets))) is not None:
                 self._senders[op] = sender
@@ -78,7 +78,7 @@ class Origins:
         found = (self._module.frames(own) for one in near for own in (one.instruction, *one.calls))
         return next(filter(None, found), ())
 
-    def _before(self, op: LiveOp | None) -> Iterator[LiveOp]:
+    def _before(self, op: FlatOp | None) -> Iterator[FlatOp]:
         """Yields an operation, then the one that made its first operand, and so on backwards."""
         for _ in range(_FAR):
             if op is None:
@@ -87,7 +87,7 @@ class Origins:
             op = self._senders.get(op, op)
             value = op.reads[0] if op.reads else -1
             if value in self._names:
-                yield LiveOp(self._names[value], (), (value,))
+                yield FlatOp(self._names[value], (), (value,))
             op = self._carried[value][0] if value in self._carried else self._uses.maker.get(value)
 
     def gathered(self, instruction: Instruction, element: int) -> str | None:
@@ -174,7 +174,7 @@ class Origins:
         )
 
 
-def _of_one(op: LiveOp, at: int) -> tuple[int, ...]:
+def _of_one(op: FlatOp, at: int) -> tuple[int, ...]:
     """The results of an operation that correspond to operand number `at`. A collective's `-start` also returns its
     operands.
     """

@@ -10,7 +10,7 @@ from .._ground.tree import flatten
 from .._step import Parameter, Step
 from ._collective import MOVING
 from ._hlo_text import ELEMENTWISE, PIECES, VIEWS
-from ._live.program import OpenedProgram, Uses, reached
+from ._live.program import FlatProgram, Uses, reached
 
 
 # Operations that update an argument. If the optimizer's state is sharded further than the parameters, so is the update,
@@ -18,7 +18,7 @@ from ._live.program import OpenedProgram, Uses, reached
 _FOLLOWED = ELEMENTWISE | VIEWS | PIECES | MOVING
 
 
-class Taken(NamedTuple):
+class ArgumentPurpose(NamedTuple):
     """One array that a step takes, and its purpose.
 
     **Arguments:**
@@ -35,7 +35,7 @@ class Taken(NamedTuple):
     result: int | None
 
 
-def taken(step: Step, program: OpenedProgram) -> tuple[Taken, ...]:
+def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]:
     """The arrays that a step takes, each with its purpose, in the order of the program's parameters.
 
     A subtree of the arguments that is returned with the same structure, shapes and dtypes is state. The forward pass
@@ -52,7 +52,7 @@ def taken(step: Step, program: OpenedProgram) -> tuple[Taken, ...]:
     dtypes = [program.buffers[value].dtype for value in program.entry.carried]
     uses = Uses(program)
     entry = program.entry
-    same = _returned(step, program)
+    same = _replacing_results(step, program)
     back = {at: to for at, to in same.items() if _comes_from(entry.results[to], entry.carried[at], uses)}
     trains = any("transpose(" in op.instruction.op_name for op in uses.ops)
     groups: list[str] = []
@@ -63,22 +63,22 @@ def taken(step: Step, program: OpenedProgram) -> tuple[Taken, ...]:
             groups.append("KV cache" if ours[at].shape else "other")
         else:
             groups.append("parameters" if _is_read_forward(value, uses) else "optimizer")
-    leading = _leading(ours, dtypes, groups)
+    leading = _batch_size(ours, dtypes, groups)
     paths = [one.path.split("/") for one, group in zip(ours, groups, strict=True) if group == "parameters"]
     below = {"/".join(path[at:]) for path in paths for at in range(1, len(path))}
     found = []
     for at, (one, dtype, group) in enumerate(zip(ours, dtypes, groups, strict=True)):
         if group == "optimizer":
-            group = _moment(one.path, below)
+            group = _moment_group(one.path, below)
         elif not group:
             is_batch = bool(one.shape) and one.shape[0] == leading
             is_weight = bool(one.shape) and not _is_whole_number(dtype)
             group = "batch" if is_batch else "parameters" if is_weight else "other"
-        found.append(Taken(one, dtype, group, back.get(at)))
+        found.append(ArgumentPurpose(one, dtype, group, back.get(at)))
     return tuple(found)
 
 
-def _returned(step: Step, program: OpenedProgram) -> dict[int, int]:
+def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
     """For each array of the arguments that a result replaces, the number of that result."""
     info, dtypes = flatten(step.traced.out_info), [buffer.dtype for buffer in program.buffers]
     results = itertools.compress(zip(info.paths, info.leaves, strict=True), info.is_array)
@@ -140,7 +140,7 @@ def _is_read_forward(value: int, uses: Uses) -> bool:
     return any("jvp(" in op.instruction.op_name or op.opcode not in ELEMENTWISE | VIEWS for op in readers)
 
 
-def _leading(ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
+def _batch_size(ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
     """The size of the batch, which is the first dimension of its arrays; `None` if there are none."""
     left = [(one, dtype) for one, dtype, group in zip(ours, dtypes, groups, strict=True) if not group and one.shape]
     # A PRNG key has at most four words.
@@ -154,7 +154,7 @@ def _is_whole_number(dtype: str) -> bool:
     return dtype.startswith(("s", "u", "pred"))
 
 
-def _moment(path: str, parameters: Set[str]) -> str:
+def _moment_group(path: str, parameters: Set[str]) -> str:
     """The group of an array of the optimizer's state, named by the part of its path before the parameter's path.
 
     `parameters` are the paths of the parameters within their argument, and all suffixes of these paths.

@@ -19,7 +19,7 @@ from .._step import Frame, Platform, Step, lines_of, name_stacks, own_line, plac
 from ..topology import MeshSpec
 from ._estimate import estimated, platform_of
 from ._hlo_text import Phase, phase_of
-from ._live import HeldArray
+from ._live import LiveArray
 from ._propagation import Conflict, Graph, Holder, Lost
 from ._traffic_rows import Traffic, TrafficRow
 
@@ -203,7 +203,7 @@ class StepShardings:
         """
         return dataclasses.replace(traffic, rows=tuple(map(self._known.annotated, traffic.rows)))
 
-    def of_held(self, array: HeldArray) -> tuple[ArrayRow | None, str]:
+    def of_held(self, array: LiveArray) -> tuple[ArrayRow | None, str]:
         """The row of an array in memory, found by its source line and size, and the reason why it is not sharded
         further.
         """

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 from shardfx import MeshSpec
 from shardfx.cost import fit
 from shardfx.cost._hlo_text import padded, parse_hlo
-from shardfx.cost._live import held
-from shardfx.cost._live.arrays import listed
+from shardfx.cost._live import device_memory
+from shardfx.cost._live.arrays import list_schedule
 
 
 def structs(mesh, **shapes):
@@ -62,13 +62,13 @@ ENTRY %main (x: f32[8,128], w: f32[128,128]) -> f32[4,8,128] {
 
 
 def test_a_loop_carries_its_state_in_place():
-    found = held(parse_hlo(TEXT))
+    found = device_memory(parse_hlo(TEXT))
     row = 8 * 128 * 4
     assert found.arguments == (row, 128 * 128 * 4) and found.results == (4 * row,)
     # The stack is the result. The loop holds its state beside `x`, and one product: the stack reads the old state.
     assert 2 * row <= found.temporary_bytes <= 3 * row + 64
     assert max(found.timeline) == found.peak_bytes
-    given = held(parse_hlo(TEXT), tile=(8, 128), tpu=True)
+    given = device_memory(parse_hlo(TEXT), tile=(8, 128), tpu=True)
     assert given.arguments == found.arguments and given.peak_bytes > found.peak_bytes  # copies on chip
 
 
@@ -76,7 +76,7 @@ def test_the_operation_that_frees_most_runs_next():
     sizes = {1: 10, 2: 10, 3: 1, 4: 1, 5: 0}
     # Two large arrays, each followed by a small one: never both large ones at once.
     reads = [frozenset(), frozenset(), frozenset([1]), frozenset([2]), frozenset([3, 4])]
-    order = listed(reads, [(1,), (2,), (3,), (4,), (5,)], sizes.__getitem__)
+    order = list_schedule(reads, [(1,), (2,), (3,), (4,), (5,)], sizes.__getitem__)
     assert order in ([0, 2, 1, 3, 4], [1, 3, 0, 2, 4])
 
 

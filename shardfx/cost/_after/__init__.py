@@ -11,7 +11,7 @@ Bytes that enter a device in one step, against compiled programs of JAX 0.10.2, 
 
 Passes of the compilers that change none of these figures are not imitated: inlined calls, dead instructions and equal
 instructions. There are no passes for CPUs, where XLA itself finishes programs. The rest of the difference on TPUs comes
-from programs that libtpu simplifies before it partitions them: `_step/rewritten.py` does this as far as more than one
+from programs that libtpu simplifies before it partitions them: `_step/rewrites.py` does this as far as more than one
 compiled program shows it. Sorts, rolls and sums that are added to a scatter's result are marked as unsure.
 """
 

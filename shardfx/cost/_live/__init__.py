@@ -4,4 +4,4 @@ It may import the text of programs and the ground values. It never compiles and 
 program has the shapes of one device.
 """
 
-from .held import Held as Held, HeldArray as HeldArray, held as held
+from .memory import LiveArray as LiveArray, Memory as Memory, device_memory as device_memory

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Collection, Sequence
 
 from .._hlo_text import CONSTANTS, ELEMENTWISE, PIECES, PRODUCTS, VIEWS
-from .program import OpenedProgram, Uses
+from .program import FlatProgram, Uses
 
 
 # The operation that reads these computes them in its own fusion, also where it is in a loop.
@@ -14,7 +14,7 @@ _FREE = CONSTANTS | {"broadcast"}
 _FUSED = VIEWS | PIECES | ELEMENTWISE
 
 
-def sources_of(program: OpenedProgram, uses: Uses, *, tpu: bool) -> dict[int, frozenset[int]]:
+def sources_of(program: FlatProgram, uses: Uses, *, tpu: bool) -> dict[int, frozenset[int]]:
     """For each value of a program, the arrays in memory that it is computed from. A value with memory of its own maps
     to itself.
 
@@ -33,7 +33,7 @@ def sources_of(program: OpenedProgram, uses: Uses, *, tpu: bool) -> dict[int, fr
     return found
 
 
-def listed(
+def list_schedule(
     reads: Sequence[frozenset[int]], makes: Sequence[Collection[int]], bytes_of: Callable[[int], int]
 ) -> list[int]:
     """The order of XLA's list scheduler, which picks the ready operation that frees the most bytes.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from .._collective import MOVING
 from .._hlo_text import PIECES, VIEWS
-from .program import Body, LiveOp, OpenedProgram, Uses
+from .program import Body, FlatOp, FlatProgram, Uses
 
 
 _PRECISE = re.compile(r"operand_precision=\{[^}]*hig|algorithm=dot_(?!bf16_bf16_f32\b)")
@@ -22,7 +22,7 @@ _MOVES = frozenset("concatenate optimization-barrier maximum minimum clamp sort 
 _MOVES |= MOVING | VIEWS | PIECES
 
 
-def narrowed(program: OpenedProgram) -> OpenedProgram:
+def narrowed(program: FlatProgram) -> FlatProgram:
     """The program, changed in place: values have the dtype that they are stored in, and loops have conversions before
     them.
     """
@@ -30,7 +30,7 @@ def narrowed(program: OpenedProgram) -> OpenedProgram:
     return program
 
 
-def narrow_values(program: OpenedProgram) -> set[int]:
+def narrow_values(program: FlatProgram) -> set[int]:
     """The float32 values that are read only by products at the default precision.
 
     These are the values that XLA's BFloat16Propagation finds: xla/service/bfloat16_propagation.cc, in the libtpu that
@@ -40,7 +40,7 @@ def narrow_values(program: OpenedProgram) -> set[int]:
 
 
 class _Narrowing:
-    def __init__(self, program: OpenedProgram):
+    def __init__(self, program: FlatProgram):
         self.program, self.uses = program, Uses(program)
         self.known: dict[int, bool | None] = {}
         self.loops = {}  # the loop that carries a value, and its index among the carried values
@@ -82,7 +82,7 @@ class _Narrowing:
             reads.append(self.is_narrow(op.makes[at]) if op.makes[at] in self.uses.users else None)
         return False not in reads and True in reads
 
-    def reads_narrow(self, op: LiveOp, at: int) -> bool | None:
+    def reads_narrow(self, op: FlatOp, at: int) -> bool | None:
         """Whether an operation reads operand number `at` as bfloat16."""
         if op.opcode in ("dot", "convolution"):
             return not _PRECISE.search(op.instruction.attributes) and not self.is_by_vector(op)
@@ -94,7 +94,7 @@ class _Narrowing:
             return self.is_narrow(op.bodies[0].carried[at])
         return False
 
-    def is_by_vector(self, product: LiveOp) -> bool:
+    def is_by_vector(self, product: FlatOp) -> bool:
         """Whether one operand of a product has only contracted and batch dimensions. The TPU computes such products in
         float32.
         """
@@ -112,9 +112,9 @@ class _Narrowing:
     def convert_before_loops(self, body: Body) -> None:
         """Adds a conversion before each loop that reads a value of this body only as bfloat16."""
         copies: dict[int, int] = {}
-        ops: list[LiveOp] = []
+        ops: list[FlatOp] = []
         for op in body.ops:
-            reads: dict[int, list[tuple[LiveOp, int]]] = {}
+            reads: dict[int, list[tuple[FlatOp, int]]] = {}
             for one in _inside(op) if op.opcode == "while" else ():
                 for at, value in enumerate(one.reads):
                     if self.uses.home[value] is body and self.program.buffers[value].dtype == "f32":
@@ -127,7 +127,7 @@ class _Narrowing:
                         self.program.buffers.append(self.program.buffers[value]._replace(dtype="bf16"))
                         copies[value] = len(self.program.buffers) - 1
                         convert = op.instruction._replace(opcode="convert", operands=())
-                        ops.append(LiveOp(convert, (value,), (copies[value],)))
+                        ops.append(FlatOp(convert, (value,), (copies[value],)))
                     for one, at in readers:
                         if one.opcode != "while":
                             one.reads = (*one.reads[:at], copies[value], *one.reads[at + 1 :])
@@ -135,7 +135,7 @@ class _Narrowing:
         body.ops[:] = ops
 
 
-def _inside(op: LiveOp) -> Iterator[LiveOp]:
+def _inside(op: FlatOp) -> Iterator[FlatOp]:
     """The operations in the bodies of a loop or conditional, nested ones included."""
     for body in op.bodies:
         for inner in body.ops:

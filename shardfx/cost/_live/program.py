@@ -27,7 +27,7 @@ _IDENTITIES = re.compile(r'custom_call_target="(Sharding|SPMDFullToShardShape|SP
 
 
 @dataclasses.dataclass(eq=False)
-class LiveOp:
+class FlatOp:
     """An operation: the values that it reads and makes, and the bodies of a loop or conditional.
 
     **Arguments:**
@@ -59,11 +59,11 @@ class Body:
 
     carried: tuple[int, ...]
     results: tuple[int, ...]
-    ops: list[LiveOp]
+    ops: list[FlatOp]
 
 
 @dataclasses.dataclass(eq=False)
-class OpenedProgram:
+class FlatProgram:
     """A program without calls, tuples and fusions, whose values are numbered.
 
     **Arguments:**
@@ -81,11 +81,11 @@ class OpenedProgram:
 class Uses:
     """The operation that makes each value of a program, and the operations that read it."""
 
-    def __init__(self, program: OpenedProgram):
-        self.ops: list[LiveOp] = []
-        self.maker: dict[int, LiveOp] = {}
+    def __init__(self, program: FlatProgram):
+        self.ops: list[FlatOp] = []
+        self.maker: dict[int, FlatOp] = {}
         self.home: dict[int, Body] = {}
-        self.users: dict[int, list[tuple[LiveOp, int, Body]]] = {}
+        self.users: dict[int, list[tuple[FlatOp, int, Body]]] = {}
         self.results: set[int] = set()
         self.read(program.entry)
 
@@ -106,38 +106,38 @@ class Uses:
 _T = TypeVar("_T", bound=Hashable)
 
 
-def reached(begun: Iterable[_T], onward: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
-    """Yields the items that a breadth-first search from `begun` reaches, each once, the nearest first."""
-    waiting = collections.deque(dict.fromkeys(begun))
-    seen = set(waiting)
-    while waiting:
-        one = waiting.popleft()
+def reached(starts: Iterable[_T], next_of: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
+    """Yields the items that a breadth-first search from `starts` reaches, each once, the nearest first."""
+    queue = collections.deque(dict.fromkeys(starts))
+    seen = set(queue)
+    while queue:
+        one = queue.popleft()
         yield one
-        new = [other for other in dict.fromkeys(onward(one)) if other not in seen]
+        new = [other for other in dict.fromkeys(next_of(one)) if other not in seen]
         seen.update(new)
-        waiting += new
+        queue += new
 
 
-def program_of(module: HloModule) -> OpenedProgram:
+def program_of(module: HloModule) -> FlatProgram:
     """The program of a module, with tuples, copies, calls and fusions expanded."""
-    return _Opener(module).program()
+    return _Flattener(module).flattened()
 
 
-class _Opener:
+class _Flattener:
     def __init__(self, module: HloModule):
         self.module = module
         self.buffers: list[Array] = []
         self.results: dict[str, Result] = {}
         self.calls: tuple[Instruction, ...] = ()
 
-    def program(self) -> OpenedProgram:
+    def flattened(self) -> FlatProgram:
         entry = self.module.computations[self.module.entry]
         parameters = sorted((one for one in entry.values() if one.opcode == "parameter"), key=_number)
         bound = [self.new(self.result(one.result)) for one in parameters]
-        ops: list[LiveOp] = []
+        ops: list[FlatOp] = []
         made = self.read(self.module.entry, bound, ops)
         named = {leaf: one for one, values in zip(parameters, bound, strict=True) for leaf in jax.tree.leaves(values)}
-        return OpenedProgram(self.buffers, Body((*named,), tuple(jax.tree.leaves(made)), ops), (*named.values(),))
+        return FlatProgram(self.buffers, Body((*named,), tuple(jax.tree.leaves(made)), ops), (*named.values(),))
 
     def new(self, result: Result) -> Values:
         """Adds a buffer for each array of an instruction's result, and returns their numbers."""
@@ -151,19 +151,19 @@ class _Opener:
             self.results[text] = result_of(text)
         return self.results[text]
 
-    def read(self, name: str, bound: Sequence[Values], ops: list[LiveOp]) -> Values:
+    def read(self, name: str, bound: Sequence[Values], ops: list[FlatOp]) -> Values:
         """Appends the operations of a computation with `bound` as its parameters, and returns the values of
         its root.
         """
         known: dict[str, Values] = {}
         root: Values = ()
         for instruction in self.module.computations[name].values():
-            known[instruction.name] = self.made(instruction, bound, known, ops)
+            known[instruction.name] = self.add(instruction, bound, known, ops)
             if instruction.is_root:
                 root = known[instruction.name]
         return root
 
-    def made(self, one: Instruction, bound: Sequence[Values], known: dict[str, Values], ops: list[LiveOp]) -> Values:
+    def add(self, one: Instruction, bound: Sequence[Values], known: dict[str, Values], ops: list[FlatOp]) -> Values:
         """Appends an instruction's operations to `ops`, and returns the values of its result."""
         operands = [known[name] for name in one.operands if name in known]
         if one.opcode == "parameter":
@@ -180,28 +180,28 @@ class _Opener:
             return operands[0]
         called = [target for _, target in one.called]
         if one.opcode in _CALLS:
-            return self.opened(one, called[0], operands, ops)
+            return self.inlined(one, called[0], operands, ops)
         if one.opcode in _BEGIN:
-            return (tuple(operands), self.opened(one, called[0], operands, ops))
+            return (tuple(operands), self.inlined(one, called[0], operands, ops))
         if one.opcode == "while":
             return self.loop(one, operands[0], ops)
         makes = self.new(self.result(one.result))
         bodies: list[Body] = []
         for target, own in zip(called, operands[1:], strict=True) if one.opcode == "conditional" else ():
-            inner: list[LiveOp] = []
+            inner: list[FlatOp] = []
             bodies.append(Body((), tuple(jax.tree.leaves(self.read(target, [own], inner))), inner))
         reads = tuple(jax.tree.leaves(operands))
-        ops.append(LiveOp(one, reads, tuple(jax.tree.leaves(makes)), (*bodies,), self.calls))
+        ops.append(FlatOp(one, reads, tuple(jax.tree.leaves(makes)), (*bodies,), self.calls))
         return makes
 
-    def opened(self, call: Instruction, name: str, bound: Sequence[Values], ops: list[LiveOp]) -> Values:
+    def inlined(self, call: Instruction, name: str, bound: Sequence[Values], ops: list[FlatOp]) -> Values:
         """Appends the operations of the computation that a call names, and returns the values of the call."""
         self.calls, before = (call, *self.calls), self.calls
         made = self.read(name, bound, ops)
         self.calls = before
         return made
 
-    def loop(self, one: Instruction, initial: Values, ops: list[LiveOp]) -> Values:
+    def loop(self, one: Instruction, initial: Values, ops: list[FlatOp]) -> Values:
         """Appends a loop, and returns its values. A value that the body returns unchanged keeps its number in the loop
         and after it.
         """
@@ -211,20 +211,20 @@ class _Opener:
         shapes = self.result(one.result)
         assert not isinstance(shapes, Array)
 
-        def renewed() -> tuple[Values, ...]:
+        def with_new_values() -> tuple[Values, ...]:
             """New values for what the loop changes, and the given ones for what it only reads."""
             return tuple(given if at not in changes else self.new(shapes[at]) for at, given in enumerate(entries))
 
-        inside, outside = renewed(), renewed()
+        inside, outside = with_new_values(), with_new_values()
 
         def changed(values: Sequence[Values]) -> tuple[int, ...]:
             return tuple(jax.tree.leaves([values[at] for at in changes]))
 
-        turn: list[LiveOp] = []
+        turn: list[FlatOp] = []
         root = self.read(body, [inside], turn)
         assert isinstance(root, tuple)
         made = Body(changed(inside), changed(root), turn)
-        ops.append(LiveOp(one, changed(entries), changed(outside), (made,), self.calls))
+        ops.append(FlatOp(one, changed(entries), changed(outside), (made,), self.calls))
         return outside
 
     def changes(self, name: str) -> tuple[int, ...]:
@@ -234,9 +234,9 @@ class _Opener:
         if root.opcode != "tuple":
             result = self.result(root.result)
             return (0,) if isinstance(result, Array) else tuple(range(len(result)))
-        return tuple(at for at, operand in enumerate(root.operands) if not self.hands_on(body, operand, at))
+        return tuple(at for at, operand in enumerate(root.operands) if not self.returns_unchanged(body, operand, at))
 
-    def hands_on(self, body: dict[str, Instruction], made: str, at: int) -> bool:
+    def returns_unchanged(self, body: dict[str, Instruction], made: str, at: int) -> bool:
         """Whether the body returns element `at` of its parameter unchanged as `made`, directly or through nested
         loops.
         """
@@ -250,7 +250,7 @@ class _Opener:
             return holder.opcode == "parameter" and index == at
         given = body[holder.operands[0]]
         is_kept = given.opcode == "tuple" and index not in self.changes(dict(holder.called)["body"])
-        return is_kept and self.hands_on(body, given.operands[index], at)
+        return is_kept and self.returns_unchanged(body, given.operands[index], at)
 
 
 def _number(parameter: Instruction) -> int:

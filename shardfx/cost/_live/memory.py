@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from ..._step import Frame, own_line
 from .._hlo_text import IN_PLACE, PRODUCTS, Array, HloModule, Phase, bytes_of, phase_of
-from .arrays import listed, sources_of
+from .arrays import list_schedule, sources_of
 from .narrow import narrowed
-from .program import Body, LiveOp, OpenedProgram, Uses, program_of
+from .program import Body, FlatOp, FlatProgram, Uses, program_of
 
 
-class Recomputed(NamedTuple):
+class Rematerialized(NamedTuple):
     """The change of memory if each layer were rematerialized in the backward pass.
 
     **Arguments:**
@@ -27,31 +27,31 @@ class Recomputed(NamedTuple):
     kept_bytes: int = 0
 
 
-def recomputed(program: OpenedProgram, uses: Uses, bytes_of: Callable[[int], int]) -> Recomputed:
+def rematerialized(program: FlatProgram, uses: Uses, bytes_of: Callable[[int], int]) -> Rematerialized:
     """The change of memory if each layer were rematerialized; an empty one if that saves nothing.
 
     The arrays that a loop of the forward pass stacks for another loop are not kept. The values that the forward loop
     carries from layer to layer are.
     """
     loops = {id(body) for op in uses.ops if op.opcode == "while" for body in op.bodies}
-    gone: set[int] = set()
+    dropped: set[int] = set()
     stacked = kept = 0
     for op in [one for one in program.entry.ops if one.opcode == "while"]:
         stacks = [at for at in range(len(op.makes)) if _is_stack(op, at, uses)]
         own = [at for at in stacks if {id(body) for _, _, body in uses.users.get(op.makes[at], ())} <= loops]
         for at in own:
             stacked += bytes_of(op.makes[at])
-            gone.update((op.makes[at], op.reads[at], op.bodies[0].carried[at], op.bodies[0].results[at]))
+            dropped.update((op.makes[at], op.reads[at], op.bodies[0].carried[at], op.bodies[0].results[at]))
         carried = [value for at, value in enumerate(op.makes) if at not in stacks and program.buffers[value].shape]
         # A stack of the carried values themselves stays as it is, on TPUs in bfloat16.
         sizes = {program.buffers[op.makes[at]].shape: bytes_of(op.makes[at]) for at in own}
         for value in carried if own else ():
             length, shape = program.buffers[op.makes[own[0]]].shape[0], program.buffers[value].shape
             kept += sizes.get((length, *shape), length * bytes_of(value))
-    return Recomputed(frozenset(gone), kept) if stacked > 1.1 * kept else Recomputed()
+    return Rematerialized(frozenset(dropped), kept) if stacked > 1.1 * kept else Rematerialized()
 
 
-def _is_stack(loop: LiveOp, at: int, uses: Uses) -> bool:
+def _is_stack(loop: FlatOp, at: int, uses: Uses) -> bool:
     """Whether a loop only writes slices of its loop-carried array number `at`, and never reads it."""
     body = loop.bodies[0]
     op = uses.maker.get(body.results[at])
@@ -67,7 +67,7 @@ _ASYNC = ("all-gather", "collective-permute")
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldArray:
+class LiveArray:
     """One temporary array in memory at the worst moment.
 
     **Arguments:**
@@ -92,7 +92,7 @@ class HeldArray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class Memory:
     """The bytes that one device holds: arguments, results and temporaries.
 
     **Arguments:**
@@ -108,7 +108,7 @@ class Held:
     arguments: tuple[int, ...]
     results: tuple[int, ...]
     temporary_bytes: int
-    arrays: tuple[HeldArray, ...]
+    arrays: tuple[LiveArray, ...]
     timeline: tuple[int, ...]
 
     @property
@@ -117,7 +117,7 @@ class Held:
         return sum(self.arguments) + sum(self.results) + self.temporary_bytes
 
 
-def held(
+def device_memory(
     module: HloModule,
     *,
     donated: Sequence[bool] = (),
@@ -125,8 +125,8 @@ def held(
     results_on_host: Sequence[bool] = (),
     tile: tuple[int, int] | None = None,
     tpu: bool = False,
-    recomputes: bool = False,
-) -> Held:
+    remat: bool = False,
+) -> Memory:
     """The bytes that one device holds while it runs a program.
 
     **Arguments:**
@@ -136,12 +136,12 @@ def held(
     - `on_host`, `results_on_host`: for each parameter and each result, whether it is in host memory.
     - `tile`: the rows and columns that the chip pads the last two dimensions of an array to.
     - `tpu`: whether the TPU's compiler places its arrays.
-    - `recomputes`: whether to count as if the backward pass computed each layer of a loop again.
+    - `remat`: whether to count as if the backward pass computed each layer of a loop again.
     """
     program = program_of(module)
-    memory = _Memory(module, narrowed(program) if tpu else program, tile, tpu)
-    if recomputes:
-        memory.changed = recomputed(program, memory.uses, memory.bytes_of)
+    memory = _Counter(module, narrowed(program) if tpu else program, tile, tpu)
+    if remat:
+        memory.remat = rematerialized(program, memory.uses, memory.bytes_of)
     entry = program.entry
     spare = [program.buffers[value] for value, yes in zip(entry.carried, donated, strict=False) if yes]
     results: list[int] = []
@@ -155,11 +155,11 @@ def held(
     arguments = tuple(0 if value in away else memory.bytes_of(value) for value in entry.carried)
     timeline: list[int] = []
     peak = memory.peak(entry, timeline, dict(zip(entry.results, results, strict=True)))
-    temporary = peak.bytes + memory.changed.kept_bytes
+    temporary = peak.bytes + memory.remat.kept_bytes
     ahead = min(sum(arguments), max(0, _ON_CHIP - temporary)) if tpu else 0
-    found = tuple(sorted(map(memory.described, peak.values), key=lambda one: -one.bytes))
-    beside = sum(arguments) + sum(results) + memory.changed.kept_bytes
-    return Held(arguments, tuple(results), temporary + ahead, found, tuple(beside + one for one in timeline))
+    found = tuple(sorted(map(memory.live_array, peak.values), key=lambda one: -one.bytes))
+    beside = sum(arguments) + sum(results) + memory.remat.kept_bytes
+    return Memory(arguments, tuple(results), temporary + ahead, found, tuple(beside + one for one in timeline))
 
 
 class _Peak(NamedTuple):
@@ -169,20 +169,20 @@ class _Peak(NamedTuple):
     values: tuple[int, ...] = ()
 
 
-class _Memory:
-    def __init__(self, module: HloModule, program: OpenedProgram, tile: tuple[int, int] | None, tpu: bool):
+class _Counter:
+    def __init__(self, module: HloModule, program: FlatProgram, tile: tuple[int, int] | None, tpu: bool):
         self.module, self.program, self.tile, self.tpu = module, program, tile, tpu
         self.uses = Uses(program)
         self.sources = sources_of(program, self.uses, tpu=tpu)
-        self.changed = Recomputed()
+        self.remat = Rematerialized()
 
     def bytes_of(self, value: int) -> int:
         """Bytes of a value in the device's memory, tile padding included; 0 for a rematerialized value."""
-        if value in self.changed.values:
+        if value in self.remat.values:
             return 0
         return bytes_of(self.program.buffers[value], self.tile)
 
-    def described(self, value: int) -> HeldArray:
+    def live_array(self, value: int) -> LiveArray:
         """A temporary with the operation that made it. For a loop's result this is the operation in the loop's body."""
         op = made = self.uses.maker.get(value)
         while made is not None and made.opcode == "while":
@@ -192,9 +192,9 @@ class _Memory:
         op = made or op
         assert op is not None
         line = own_line(self.module.frames(op.instruction))
-        return HeldArray(buffer, size, op.opcode, op.instruction.op_name, line)
+        return LiveArray(buffer, size, op.opcode, op.instruction.op_name, line)
 
-    def peak(self, body: Body, timeline: list[int], rooms: Mapping[int, int]) -> _Peak:
+    def peak(self, body: Body, timeline: list[int], result_bytes: Mapping[int, int]) -> _Peak:
         """The moment of a body with the most bytes in temporaries. Values that the body carries and returns do not
         count.
 
@@ -202,19 +202,19 @@ class _Memory:
 
         - `body`: the body.
         - `timeline`: the bytes of each moment are appended to it.
-        - `rooms`: the bytes of each result with its own memory. Temporaries use that memory until the result is made.
+        - `result_bytes`: the bytes of each result with its own memory. Temporaries use it until the result is made.
         """
         ops = [op for op in body.ops if op.bodies or any(map(self.is_array, op.makes))]
         makes = [tuple(filter(self.is_array, op.makes)) for op in ops]
         reads = [frozenset(self.reads(op)) for op in ops]
-        order = listed(reads, makes, self.bytes_of)
+        order = list_schedule(reads, makes, self.bytes_of)
         ops, makes, reads = [ops[at] for at in order], [makes[at] for at in order], [reads[at] for at in order]
         born = {value: at for at, values in enumerate(makes) for value in values}
         last = born | {value: at for at, values in enumerate(reads) for value in values}
         # Results are written to the buffers that the body carries, or to those of its caller.
         kept = {*body.results}
         begins: dict[int, list[int]] = {}
-        for value, at in (born | (_started(ops, reads, born) if self.tpu else {})).items():
+        for value, at in (born | (_async_starts(ops, reads, born) if self.tpu else {})).items():
             if value not in kept:
                 begins.setdefault(at, []).append(value)
         live: dict[int, int] = {}
@@ -226,7 +226,7 @@ class _Memory:
             live |= {value: self.bytes_of(value) for value in begins.get(at, ())}
             inner = max((self.peak(one, [], {}) for one in op.bodies), key=lambda one: one.bytes, default=_Peak())
             whole = sum(live.values()) + inner.bytes
-            free = [size for value, size in rooms.items() if born.get(value, -1) > at]
+            free = [size for value, size in result_bytes.items() if born.get(value, -1) > at]
             largest = max(free, default=0)
             hosted = min(sum(free), sum(size for size in live.values() if size <= largest))
             # An array that fits on chip stays there.
@@ -239,14 +239,14 @@ class _Memory:
         """Whether a value occupies memory of its own."""
         return value in self.sources[value]
 
-    def reads(self, op: LiveOp) -> set[int]:
+    def reads(self, op: FlatOp) -> set[int]:
         """The arrays that an operation and its bodies read."""
         read = [*op.reads, *(value for body in op.bodies for value in body.results)]
         found = set().union(*(self.sources[value] for value in read))
         return found.union(*(self.reads(inner) for body in op.bodies for inner in body.ops))
 
 
-def _started(ops: Sequence[LiveOp], reads: Sequence[frozenset[int]], born: Mapping[int, int]) -> dict[int, int]:
+def _async_starts(ops: Sequence[FlatOp], reads: Sequence[frozenset[int]], born: Mapping[int, int]) -> dict[int, int]:
     """For each collective's result, the position from which it occupies memory: that of the product with which the
     collective overlaps.
     """
