@@ -21,7 +21,7 @@ from shardfx import From, MeshSpec, PathRules, TreeMap
 from shardfx._convert import target_view
 from shardfx._reshard.sync import JaxChannel, Receiver, Sender, from_json, plan_transfer, receive, send, to_json
 from shardfx._reshard.sync.codec import _checksum
-from shardfx._reshard.sync.sockets import _Line
+from shardfx._reshard.sync.sockets import _SocketChannel
 from shardfx.errors import MeshError, PlanFormatError, PlanMismatchError, SyncError
 
 
@@ -352,7 +352,7 @@ def test_damaged_pieces_are_errors():
     _, dst, plan, tree = job(limit_bytes=64)
     ends, draws = socket.socketpair(), random.Random(0)
     with ends[0], ends[1]:
-        send(plan, tree, _Line(ends[0], 2), 3, sender=0, receiver=0)
+        send(plan, tree, _SocketChannel(ends[0], 2), 3, sender=0, receiver=0)
         ends[0].shutdown(socket.SHUT_WR)
         sent = b"".join(iter(lambda: ends[1].recv(1 << 16), b""))
     for number in range(300):
@@ -367,7 +367,7 @@ def test_damaged_pieces_are_errors():
             here.sendall(damaged)
             here.shutdown(socket.SHUT_WR)
             with pytest.raises((SyncError, OSError)):
-                receive(plan, dst, {0: _Line(there, 2)}, receiver=0)
+                receive(plan, dst, {0: _SocketChannel(there, 2)}, receiver=0)
 
 
 def test_a_peer_that_drips_counts_as_dead():

@@ -1,4 +1,4 @@
-"""Writes a transfer plan as JSON text, reads it back and checks it."""
+"""Writes a transfer plan as JSON text, and reads and checks such text."""
 
 import hashlib
 import itertools as it
@@ -12,7 +12,7 @@ import numpy as np
 from ..._convert import NOWHERE, Arithmetic, Factor, Piece, Scale, Struct, Value, dense, dtypes_of, hull, swapped
 from ..._ground.errors import PlanFormatError
 from ..._plan import decode_dtype
-from .planning import form_of, sent_of
+from .planning import encoding_of, form_of
 from .transfer import BUFFER, FORM, PLACE, PROCESS, Buffer, SentLeaf, TransferKind, TransferPlan, WireForm
 
 
@@ -22,11 +22,11 @@ _MOST, _MOST_BOXES, _MOST_CORNERS = 1 << 48, 1 << 22, 1 << 26
 
 
 def to_json(plan: TransferPlan) -> str:
-    """A transfer plan as JSON text, with a checksum; [`shardfx._reshard.sync.from_json`][] reads it.
+    """A transfer plan as JSON text with a checksum, which [`shardfx._reshard.sync.from_json`][] reads.
 
     **Arguments:**
 
-    - `plan`: the plan, or one receiver's part.
+    - `plan`: the plan for all receivers or for one.
     """
     text = _text(plan)
     return json.dumps({"version": _VERSION, "digest": plan.digest, "checksum": _checksum(text), "plan": text})
@@ -56,15 +56,15 @@ def _text(plan: TransferPlan) -> str:
 
 
 def from_json(text: str) -> TransferPlan:
-    """The plan that `to_json` wrote, checked so that each element of each shard is written exactly once.
+    """Reads a transfer plan from JSON text. It checks that the plan writes each element of each shard exactly once.
 
     **Arguments:**
 
-    - `text`: the JSON text.
+    - `text`: the text that [`shardfx._reshard.sync.to_json`][] returned.
 
     **Raises:**
 
-    `PlanFormatError` for text that is no such plan.
+    `PlanFormatError` for any other text.
     """
     try:
         data = json.loads(text)
@@ -103,7 +103,7 @@ def _form_data(form: WireForm) -> list[object]:
 
 
 def _form(data: Any, dtypes: Mapping[str, np.dtype], dtype: np.dtype) -> WireForm:
-    """Decodes a wire form from its JSON value; raises for invalid values."""
+    """The `WireForm` that `_form_data` wrote as JSON. Raises for invalid values."""
     (path, number, scale, casts), digits, rank, *_ = data
     _require((path is None) == isinstance(number, int | float), f"the value {data[0]!r:.80}")
     scale = None if scale is None else Scale(str(scale[0]), _ints(scale[1]))
@@ -117,7 +117,7 @@ def _form(data: Any, dtypes: Mapping[str, np.dtype], dtype: np.dtype) -> WireFor
         is_digit = size > 1 and here >= NOWHERE and step >= (here != NOWHERE) and there >= 0 and step_there > 0
         _require(is_digit, "a digit that no piece has")
     piece = Piece(value, (), (), factors)
-    return form_of(None if path is None else sent_of(value, dtypes), piece, int(rank), dtype)
+    return form_of(None if path is None else encoding_of(value, dtypes), piece, int(rank), dtype)
 
 
 def _dtype(name: Any) -> np.dtype:
@@ -163,7 +163,7 @@ def _kind(data: Any, leaf: SentLeaf, dtypes: Mapping[str, np.dtype]) -> Transfer
 
 
 def _check(plan: TransferPlan) -> None:
-    """Raises unless each leaf's pieces fit their arrays, and each device receives each element of its shard exactly
+    """Raises unless all positions are inside their arrays, and each device receives each element of its shards exactly
     once.
     """
     shapes = [one.shape for one in (*plan.leaves, *plan.sources.values())]
@@ -223,10 +223,11 @@ def _fits(piece: Piece, shape: Sequence[int]) -> bool:
 
 
 def _is_covered(kind: TransferKind, rank: int) -> bool:
-    """Whether pieces write each element of each buffer exactly once.
+    """Whether the rows of `kind` write each element of each buffer exactly once.
 
-    Boxes form a partition of a box if their corners cancel: each corner counts 1, or -1 if an odd number of its
-    coordinates are ends. All corners at one position must add up to the buffer's own corner there.
+    Boxes form a partition of a buffer if their corners cancel. A corner counts 1, or -1 if an odd number of its
+    coordinates are the ends of their intervals. The sum of the corners at each position must be the buffer's own value
+    there: 1 or -1 at its corners, and 0 elsewhere.
     """
     lows = [np.zeros((len(kind.buffers), rank), np.int64)]
     highs = [np.array([[high - low for low, high in buffer.box] for buffer in kind.buffers]).reshape(lows[0].shape)]

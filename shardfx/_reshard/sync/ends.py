@@ -1,4 +1,4 @@
-"""Both ends of a transfer and the channel between them: pieces are read from shards and written into spare memory."""
+"""Sends and receives a revision. The receiver writes into spare memory, which then becomes the new arrays."""
 
 import collections
 import contextlib
@@ -22,49 +22,52 @@ from ..._plan import ShardPlan, encode_dtype
 from ..pieces.assembly import leaves_of_plan
 from ..pieces.host import LocalShards, as_bytes
 from .transfer import SentPiece, Transfer, TransferPlan
-from .wire import ShardBytes, land, pack, received_at, sent_from
+from .wire import ShardBytes, pack, range_in_buffer, range_in_shard, unpack
 
 
 @runtime_checkable
 class Channel(Protocol):
-    """One direction from a sending to a receiving process; sockets are the reference, RDMA libraries fit.
+    """A connection that carries bytes from one sending process to one receiving process, in rounds.
 
-    Both sides know the plan, so a channel carries bytes only. A piece is a row of `uint8`. The pieces of a round come
-    in the plan's order, and their total is at most `limit_bytes` of the plan. A channel delivers each piece once and
-    unharmed or raises [`shardfx.errors.SyncError`][]. It never waits longer than its time-out for a dead peer.
+    `Sender` and `Receiver` use sockets. A channel over another transport, such as RDMA, implements these three methods.
+
+    Both processes have the same plan, so a channel carries bytes only. A piece is a row of `uint8`. The pieces of a
+    round arrive in the plan's order, and have at most the plan's `limit_bytes` in total. A channel delivers each piece
+    once and unchanged, or raises [`shardfx.errors.SyncError`][]. It waits for a dead peer no longer than its time-out.
     """
 
     __module__ = "shardfx.sync"
 
     def put(self, round: int, pieces: Sequence[np.ndarray]) -> None:
-        """Sends the pieces of a round. When it returns, their memory may be overwritten."""
+        """Sends the pieces of a round. After the call their memory may be overwritten."""
         ...
 
     def get(self, round: int, memories: Sequence[np.ndarray]) -> None:
-        """Fills memory with the pieces of a round. When it returns, all of them have been checked."""
+        """Receives the pieces of a round into `memories`, and checks that none is damaged."""
         ...
 
     def commit(self, revision: int | None = None) -> int:
-        """Ends a transfer: the sender gives its revision, and the receiver returns it."""
+        """Ends a transfer. The sender passes the revision that it sent, and the receiver's call returns it."""
         ...
 
 
-# Leaves whose memory is allocated in one block: the kernel gives large blocks in large pages, which takes less time.
-_TOGETHER_BYTES = 64 << 20
+# The memory of leaves is allocated in blocks of this size: the kernel allocates large blocks in large pages, which
+# takes less time.
+_GROUP_BYTES = 64 << 20
 
 
 def send(
     plan: TransferPlan, arrays: Mapping[str, jax.Array], channel: Channel, revision: int, *, sender: int, receiver: int
 ) -> None:
-    """Sends one process's pieces of a revision to another process.
+    """Sends to one receiving process all that the plan takes from one sending process.
 
     **Arguments:**
 
-    - `plan`: the transfer.
+    - `plan`: the plan of the transfer.
     - `arrays`: the sender's arrays by path.
     - `channel`: the channel to the receiver.
-    - `revision`: the number of the arrays.
-    - `sender`, `receiver`: the two processes.
+    - `revision`: the number of this version of the arrays.
+    - `sender`, `receiver`: the numbers of the two processes.
     """
     shards = LocalShards(arrays)
     for number, steps in enumerate(_outgoing(plan, shards, sender, receiver)):
@@ -82,25 +85,25 @@ def send(
 def receive(
     plan: TransferPlan, dst: ShardPlan, channels: Mapping[int, Channel], *, receiver: int
 ) -> tuple[dict[str, jax.Array], int]:
-    """Receives a revision into spare memory, from all senders at once.
+    """Receives one revision of all arrays into spare memory, from all senders at the same time.
 
     **Arguments:**
 
-    - `plan`: the transfer.
+    - `plan`: the plan of the transfer.
     - `dst`: the receiver's plan, made for its devices.
-    - `channels`: the channels from each sending process.
-    - `receiver`: this process.
+    - `channels`: the channel from each sending process, by its number.
+    - `receiver`: the number of this process.
 
     **Returns:**
 
-    The arrays by path, and their revision. Nothing is changed before all of them have arrived.
+    The new arrays by path, and their revision.
 
     **Raises:**
 
     `SyncError` if a piece is damaged or missing, or if senders sent different revisions.
     """
     rounds = {sender: _incoming(plan, sender, receiver) for sender in (-1, *channels)}
-    spare = _Spare(plan, dst, receiver, it.chain.from_iterable(it.chain.from_iterable(rounds.values())))
+    spare = _SpareMemory(plan, dst, receiver, it.chain.from_iterable(it.chain.from_iterable(rounds.values())))
     for steps in rounds.pop(-1):
         for step in steps:
             assert isinstance(step, SentPiece)
@@ -128,18 +131,18 @@ def receive(
     return spare.arrays(), revisions.pop()
 
 
-def _get(channel: Channel, number: int, steps: Sequence[ShardBytes | SentPiece], spare: "_Spare") -> None:
+def _get(channel: Channel, number: int, steps: Sequence[ShardBytes | SentPiece], spare: "_SpareMemory") -> None:
     slots = _slots(steps)
     memories = [spare.bytes_of(one) if isinstance(one, ShardBytes) else next(slots) for one in steps]
     channel.get(number, memories)
     for one, memory in zip(steps, memories, strict=True):
         if isinstance(one, SentPiece):
-            land(one, memory, ft.partial(spare.memory, one.leaf))
+            unpack(one, memory, ft.partial(spare.memory, one.leaf))
         spare.wrote(_leaf(one))
 
 
 def _slots(steps: Sequence[ShardBytes | SentPiece]) -> Iterator[np.ndarray]:
-    """Yields a new buffer for each piece of a round that is not one contiguous range of a shard."""
+    """Yields a new row of bytes for each piece of a round that is not one contiguous range of a shard."""
     sizes = [one.places[0].bytes for one in steps if isinstance(one, SentPiece)]
     return iter(buffers([((size,), np.dtype(np.uint8)) for size in sizes]))
 
@@ -152,8 +155,8 @@ Rounds = list[list[ShardBytes | SentPiece]]
 
 
 def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: int) -> Rounds:
-    """The pieces of each round from one sender to one receiver. A contiguous piece is given as its range of a shard's
-    bytes. The result is cached until a sharding changes.
+    """The pieces that one process sends another, as a list for each round. A piece that is contiguous in a shard is a
+    `ShardBytes`. The result is cached until a sharding changes.
     """
     key = "out", sender, receiver
     shardings, rounds = cast("tuple[dict[str, object], Rounds]", plan.known.get(key, ({}, [])))
@@ -161,42 +164,42 @@ def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: in
         found = plan.rounds(sender, receiver)
         paths = {one.places[0].form.value.path or "" for steps in found for one in steps}
         shardings = {path: shards.leaf(path).sharding for path in paths}
-        rounds = [[_held(shards, one.places[0]) or one for one in steps] for steps in found]
+        rounds = [[_in_shard(shards, one.places[0]) or one for one in steps] for steps in found]
         plan.known[key] = shardings, rounds
     return rounds
 
 
-def _held(shards: LocalShards, one: Transfer) -> ShardBytes | None:
-    """The contiguous range of a shard's bytes that equals the piece as it is sent; `None` if there is no such range."""
+def _in_shard(shards: LocalShards, one: Transfer) -> ShardBytes | None:
+    """The range of a shard's bytes that is sent for a piece, if no element has to be copied or cast; else `None`."""
     path = one.form.value.path or ""
     number = shards.containing(path, hull(swapped(one.piece)))
-    found = None if number is None else sent_from(one, shards.boxes(path)[number])
+    found = None if number is None else range_in_shard(one, shards.boxes(path)[number])
     return None if number is None or found is None else ShardBytes(path, number, *found)
 
 
 def _incoming(plan: TransferPlan, sender: int, receiver: int) -> Rounds:
     key = "in", sender, receiver
     if key not in plan.known:
-        plan.known[key] = [[_span(plan, one) or one for one in steps] for steps in plan.rounds(sender, receiver)]
+        plan.known[key] = [[_in_buffer(plan, one) or one for one in steps] for steps in plan.rounds(sender, receiver)]
     return cast("Rounds", plan.known[key])
 
 
-def _span(plan: TransferPlan, step: SentPiece) -> ShardBytes | None:
+def _in_buffer(plan: TransferPlan, step: SentPiece) -> ShardBytes | None:
     leaf, (one, *more) = plan.leaves[step.leaf], step.places
     sizes = [stop - start for start, stop in plan.kinds[leaf.kind].buffers[one.buffer].box]
-    found = received_at(one, sizes, leaf.dtype) if not more and one.process >= 0 else None
+    found = range_in_buffer(one, sizes, leaf.dtype) if not more and one.process >= 0 else None
     return None if found is None else ShardBytes(step.leaf, one.buffer, *found)
 
 
-class _Spare:
-    """Memory for a new revision. A leaf becomes an array as soon as all of its pieces have arrived.
+class _SpareMemory:
+    """The memory of a new revision in a receiving process. A leaf becomes an array when its last piece has arrived.
 
     **Arguments:**
 
-    - `plan`: the transfer.
-    - `dst`: the shardings of the arrays.
-    - `receiver`: this process.
-    - `steps`: all that will be written.
+    - `plan`: the plan of the transfer.
+    - `dst`: the plan with the shardings of the arrays.
+    - `receiver`: the number of this process.
+    - `steps`: all pieces that will be written.
     """
 
     def __init__(self, plan: TransferPlan, dst: ShardPlan, receiver: int, steps: Iterable[ShardBytes | SentPiece]):
@@ -216,32 +219,32 @@ class _Spare:
             sum(map(volume, own.values())) * leaf.dtype.itemsize
             for own, leaf in zip(self._own, plan.leaves, strict=True)
         ]
-        self._groups = [start // _TOGETHER_BYTES for start in it.accumulate(sizes, initial=0)]
+        self._groups = [start // _GROUP_BYTES for start in it.accumulate(sizes, initial=0)]
         for leaf in range(len(plan.leaves)):
             if not self._left[leaf]:
                 self._make(leaf)
 
     def arrays(self) -> dict[str, jax.Array]:
-        """All received arrays by path, once every leaf is complete."""
-        self._blocks.settle()
+        """All received arrays by path. Every piece must have been written."""
+        self._blocks.end_revision()
         return {leaf.path: self._made[number] for number, leaf in enumerate(self._plan.leaves)}
 
     def memory(self, leaf: int, buffer: int) -> np.ndarray:
-        """The spare memory of one buffer of a leaf."""
+        """The memory of a leaf's buffer, by its number. It is allocated at the first call."""
         with self._lock:
             if leaf not in self._memory:
                 self._allocate(leaf)
             return self._memory[leaf][buffer]
 
     def bytes_of(self, span: ShardBytes) -> np.ndarray:
-        """The bytes of a buffer in a range, as a writable view."""
+        """A writable view of a range of a buffer's bytes."""
         leaf, buffer, start, stop = span
         if (own := self._bytes.get((leaf, buffer))) is None:  # pyright: ignore[reportArgumentType]
             own = self._bytes[int(leaf), buffer] = as_bytes(self.memory(int(leaf), buffer))
         return own[start:stop]
 
     def wrote(self, leaf: int) -> None:
-        """Counts one received piece of a leaf. After the last one, the leaf becomes an array."""
+        """Counts one written piece of a leaf. After the last piece, the leaf becomes an array."""
         with self._lock:
             self._left[leaf] -= 1
             is_whole = not self._left[leaf]
@@ -249,9 +252,7 @@ class _Spare:
             self._make(leaf)
 
     def _allocate(self, one: int) -> None:
-        """Allocates memory for the new values of a leaf, and of all leaves in its group. Groups are the same at each
-        revision.
-        """
+        """Allocates memory for a leaf and for all leaves of its group. Groups are the same at each revision."""
         leaves = enumerate(self._plan.leaves)
         wanted = [
             (number, at, (tuple(stop - start for start, stop in box), leaf.dtype))
@@ -282,17 +283,17 @@ class _Spare:
 
 
 class _Blocks:
-    """Large memory blocks that are reused from one revision to the next, since new memory costs more than
-    filling it.
+    """Large memory blocks that are reused for later revisions, since the kernel takes longer to allocate memory than a
+    copy takes to fill it.
     """
 
     def __init__(self):
         self._taken = 0
-        # A view through the buffer protocol is the base of all arrays in a block: when it is gone, no array is left.
+        # All arrays in a block have one base, a view through the buffer protocol. If it is deleted, no array is left.
         self._blocks: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def take(self, nbytes: int) -> np.ndarray:
-        """A block of the requested number of bytes that nothing else references."""
+        """A memory block of `nbytes` bytes that no array uses."""
         free = (at for at, (block, lent) in enumerate(self._blocks) if len(block) == nbytes and lent() is None)
         block = self._blocks.pop(at)[0] if (at := next(free, None)) is not None else np.empty(nbytes, np.uint8)
         lent = np.frombuffer(block.data, np.uint8)
@@ -300,8 +301,8 @@ class _Blocks:
         self._taken += 1
         return lent
 
-    def settle(self) -> None:
-        """Ends a revision: keeps as many unreferenced blocks as the next revision takes."""
+    def end_revision(self) -> None:
+        """Drops unused blocks, except as many as the next revision needs."""
         kept = []
         for block, lent in self._blocks:
             if lent() is not None or self._taken > 0:

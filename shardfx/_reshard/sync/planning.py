@@ -1,4 +1,4 @@
-"""The plan of a transfer, from the plans of both jobs and the map between them."""
+"""Plans a transfer from the plans of both jobs and the map between their trees."""
 
 import dataclasses
 import itertools as it
@@ -47,16 +47,16 @@ def plan_transfer(
     receiver: int | None = None,
     limit_bytes: int = 16 << 20,
 ) -> TransferPlan:
-    """Plans the transfer of one job's arrays into another job's, without the devices of either.
+    """Plans the transfer of one job's arrays into another job's arrays. No device is needed.
 
     **Arguments:**
 
-    - `src`, `dst`: the plans of the sender and of the receiver.
-    - `map`: a map that makes the leaves of `dst` from those of `src`; without it the paths are equal.
-    - `processes`: for each side, the number of processes, which then hold equal consecutive ranges of the mesh's
-        devices, or the process of each device in the mesh's order.
-    - `receiver`: plans the part of this receiving process alone.
-    - `limit_bytes`: the most that the pieces of one round take, on either side.
+    - `src`, `dst`: the plans of the sending and of the receiving job.
+    - `map`: a map that makes the leaves of `dst` from the leaves of `src`. By default both trees have the same paths.
+    - `processes`: for each of the two jobs, the number of processes, or the process of each device in the mesh's order.
+        With a number, each process has an equal consecutive range of the mesh's devices.
+    - `receiver`: the only receiving process to plan for. By default the plan is for all.
+    - `limit_bytes`: the most bytes that are sent in one round.
 
     **Returns:**
 
@@ -89,8 +89,8 @@ def plan_transfer(
             numbers[key] = len(kinds)
             ends = {name: sources[name] for name in names}
             kinds.append(_kind(target, own.pieces, ends, jobs))
-        text = [path, repr(shape), str(target.dtype), str(_end(target)), repr(own.pieces)]
-        text += [f"{name} {sources[name].shape} {sources[name].dtype} {_end(sources[name])}" for name in names]
+        text = [path, repr(shape), str(target.dtype), str(_spec(target)), repr(own.pieces)]
+        text += [f"{name} {sources[name].shape} {sources[name].dtype} {_spec(sources[name])}" for name in names]
         leaves.append(SentLeaf(path, shape, dtype, hash_of(text), numbers[key], names))
     settings = repr((1, dict(src.mesh.shape), dict(dst.mesh.shape), senders, receivers, limit_bytes))
     used = dict.fromkeys(name for leaf in leaves for name in leaf.names)
@@ -108,14 +108,14 @@ def _processes(size: int, given: Processes) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _end(leaf: MovedLeaf) -> object:
+def _spec(leaf: MovedLeaf) -> object:
     assert isinstance(leaf.sharding, NamedSharding)
     return leaf.sharding.spec
 
 
-class Sent(NamedTuple):
-    """How elements of a source are sent: the dtype before casts, the casts, and the dtype of scales that are sent
-    too.
+class Encoding(NamedTuple):
+    """How elements of a source are sent: their dtype before any cast, the casts, and the dtype of their scales if these
+    are sent too.
     """
 
     value: Value
@@ -125,22 +125,22 @@ class Sent(NamedTuple):
     scales: np.dtype | None
 
 
-def sent_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Sent:
-    """How elements of a source are sent, given the dtypes of all sources. Scales are sent separately if that takes
-    fewer bytes.
+def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
+    """The encoding of a source's elements, from the dtypes of all sources. The receiver multiplies by scales if that
+    sends fewer bytes.
     """
     assert value.path is not None
     dtype = dtypes[value.path]
     if value.scale is None:
-        return Sent(value, value.path, dtype, value.casts, None)
+        return Encoding(value, value.path, dtype, value.casts, None)
     if bits(dtype) < sent_bits(value, _FLOAT32):
-        # The factors are fewer bytes than the product, so the receiver multiplies.
-        return Sent(value, value.path, dtype, (), dtypes[value.scale.path])
-    return Sent(value, value.path, _FLOAT32, value.casts, None)
+        # Elements and scales have fewer bytes than their product, so the receiver multiplies.
+        return Encoding(value, value.path, dtype, (), dtypes[value.scale.path])
+    return Encoding(value, value.path, _FLOAT32, value.casts, None)
 
 
-def form_of(one: Sent | None, piece: Piece, rank: int, dtype: np.dtype) -> WireForm:
-    """The wire form of a piece. A constant has a form too, but is not sent."""
+def form_of(one: Encoding | None, piece: Piece, rank: int, dtype: np.dtype) -> WireForm:
+    """The form in which a piece is sent with an encoding. A constant has no encoding, and is not sent."""
     if one is None:
         return WireForm(piece.value, piece.factors, 0, 0, dtype, None)
     count = first_casts(one.casts, one.dtype)
@@ -149,7 +149,9 @@ def form_of(one: Sent | None, piece: Piece, rank: int, dtype: np.dtype) -> WireF
 
 
 class _Jobs(NamedTuple):
-    """The arguments that all leaves have in common: the process of each device of both jobs, and limits."""
+    """The arguments of `plan_transfer` that are the same for all leaves. `senders` and `receivers` have the process of
+    each device.
+    """
 
     senders: tuple[int, ...]
     receivers: tuple[int, ...]
@@ -158,25 +160,25 @@ class _Jobs(NamedTuple):
 
 
 def _kind(target: MovedLeaf, pieces: tuple[Piece, ...], sources: Mapping[str, MovedLeaf], jobs: _Jobs) -> TransferKind:
-    locals_there = _local(jobs.receivers)
+    locals_there = _local_numbers(jobs.receivers)
     devices: dict[tuple[int, Box], list[int]] = {}
     for at, box in enumerate(shards_of(target).boxes.values()):
         if jobs.receiver in (None, jobs.receivers[at]):
             devices.setdefault((jobs.receivers[at], box), []).append(locals_there[at])
     buffers = tuple(Buffer(process, tuple(own), box) for (process, box), own in devices.items())
-    # Each piece is treated as an array of its own, so that the cuts know the dtype on the wire.
-    plain, read = [], dict[str, Sent]()
+    # Each piece is treated as an array of its own, so that its parts have the dtype on the wire.
+    plain, read = [], dict[str, Encoding]()
     dtypes = {name: data_of(leaf.shape, leaf.dtype)[1] for name, leaf in sources.items()}
     for number, piece in enumerate(pieces):
         if piece.value.path is not None:
-            own = read[str(number)] = sent_of(piece.value, dtypes)
+            own = read[str(number)] = encoding_of(piece.value, dtypes)
             piece = piece._replace(value=Value(str(number), casts=own.casts))
         plain.append(piece)
     made = Made(*data_of(target.shape, target.dtype), tuple(plain))
-    held = {name: _held(leaf) for name, leaf in sources.items()}
+    held = {name: _holders(leaf) for name, leaf in sources.items()}
     rank = max([len(data_of(leaf.shape, leaf.dtype)[0]) for leaf in sources.values()], default=0)
     table = _Table(rank, made.dtype)
-    for picks, group in _groups(buffers, held).items():
+    for picks, group in _by_replica(buffers, held).items():
         holders = {
             name: {box: [own[pick]] for box, own in boxes.items()}
             for (name, boxes), pick in zip(held.items(), picks, strict=True)
@@ -188,14 +190,12 @@ def _kind(target: MovedLeaf, pieces: tuple[Piece, ...], sources: Mapping[str, Mo
 def _add(
     table: "_Table",
     made: Made,
-    read: Mapping[str, Sent],
+    read: Mapping[str, Encoding],
     holders: Mapping[str, Mapping[Box, Sequence[int]]],
     group: Iterable[tuple[int, Box]],
     jobs: _Jobs,
 ) -> None:
-    """Appends the pieces of some buffers to the table. For all these buffers, each box of a source has the same
-    sender.
-    """
+    """Appends to the table what some buffers receive. `holders` has one sender for each box of each source."""
     alike: dict[Box, list[int]] = {}
     for number, box in group:
         alike.setdefault(box, []).append(number)
@@ -203,14 +203,14 @@ def _add(
     wanted = [(first + at, box) for at, box in enumerate(alike)]
     ends = {alias: (one.dtype, holders[one.path]) for alias, one in read.items()}
     starts = {name: {at: [low for low, _ in box] for box, (at,) in own.items()} for name, own in holders.items()}
-    locals_here, parts = _local(jobs.senders), list[ShardPart]()
+    locals_here, parts = _local_numbers(jobs.senders), list[ShardPart]()
     for part in shard_parts(made, wanted, ends, {}).all:
         parts += [part] if part.piece.value.path is None else divided(part, jobs.limit_bytes)
-    # Two positions may have the same numbers.
+    # An element of a source may be needed at two positions.
     is_repeated = len({one.path for one in read.values()}) < len(read) or any(
         factor.source_dim == NOWHERE for piece in made.pieces for factor in piece.factors
     )
-    for part in _alike(parts) if is_repeated else parts:
+    for part in _split_at_edges(parts) if is_repeated else parts:
         own = same[part.receiver - first]
         if part.piece.value.path is None:
             table.add((-1, -1), None, [], part.piece, own)
@@ -221,7 +221,7 @@ def _add(
 
 
 class _Table:
-    """Pieces as rows of integers, and the forms that rows share."""
+    """The rows and the forms of a `TransferKind`, while they are collected."""
 
     def __init__(self, rank: int, dtype: np.dtype):
         self.forms: list[WireForm] = []
@@ -232,9 +232,9 @@ class _Table:
         self._buffers: list[int] = []
 
     def add(
-        self, sender: tuple[int, int], one: Sent | None, start: Sequence[int], piece: Piece, buffers: Sequence[int]
+        self, sender: tuple[int, int], one: Encoding | None, start: Sequence[int], piece: Piece, buffers: Sequence[int]
     ) -> None:
-        """Adds a piece of a shard that begins at `start`, for some buffers."""
+        """Adds a part of a shard, for all buffers that need it. `start` is the position of the shard in its array."""
         number = self._numbers.setdefault((piece.value, piece.factors), len(self.forms))
         if number == len(self.forms):
             self.forms.append(form_of(one, piece, len(start), self._dtype))
@@ -244,17 +244,15 @@ class _Table:
         self._buffers += buffers
 
     def rows(self, dims: int) -> np.ndarray:
-        """All rows, one for each buffer. A receiver that plans only its own part has the same order."""
+        """The rows of a `TransferKind`, ordered by buffer, so that a plan for one receiver has the same order."""
         rows = np.array(self._rows, np.int64).reshape(len(self._counts), PLACE + self._rank + dims)
         rows = np.repeat(rows, self._counts, axis=0)
         rows[:, BUFFER] = self._buffers
         return rows[np.argsort(rows[:, BUFFER], kind="stable")]
 
 
-def _alike(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
-    """Yields the parts, with overlapping parts of a shard split at each other's edges, so that equal elements are sent
-    once.
-    """
+def _split_at_edges(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
+    """Yields parts of shards. Parts that overlap are split at the edges of the overlap, so that it is sent once."""
     groups: dict[object, list[ShardPart]] = {}
     for part in parts:
         groups.setdefault(part.sender, []).append(part)
@@ -271,19 +269,19 @@ def _alike(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
                     yield part._replace(piece=swapped(piece))
 
 
-def _held(leaf: MovedLeaf) -> dict[Box, list[int]]:
-    """The devices that hold each box of an array."""
+def _holders(leaf: MovedLeaf) -> dict[Box, list[int]]:
+    """The numbers of the devices that hold each box of an array."""
     held: dict[Box, list[int]] = {}
     for at, box in enumerate(shards_of(leaf).boxes.values()):
         held.setdefault(box, []).append(at)
     return held
 
 
-def _groups(
+def _by_replica(
     buffers: Sequence[Buffer], held: Mapping[str, Mapping[Box, Sequence[int]]]
 ) -> dict[tuple[int, ...], list[int]]:
-    """The buffers grouped by the replicas that send to them. The number of the receiving process chooses the
-    replica.
+    """Groups buffers by the replicas of the sources that send to them. The replica of a source is the number of the
+    receiving process modulo the number of replicas.
     """
     replicas = [min(map(len, one.values())) for one in held.values()]
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -292,8 +290,8 @@ def _groups(
     return groups
 
 
-def _local(processes: Iterable[int]) -> list[int]:
-    """For each device, its number among the devices of its process."""
+def _local_numbers(processes: Iterable[int]) -> list[int]:
+    """The number of each device among the devices of its process."""
     counts: dict[int, int] = {}
     found = []
     for process in processes:

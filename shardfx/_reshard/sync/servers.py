@@ -1,4 +1,4 @@
-"""A channel over JAX's transfer servers, which move arrays from one process's devices to another's."""
+"""A channel over JAX's transfer servers, which move arrays from the devices of one process to those of another."""
 
 import time
 from collections.abc import Sequence
@@ -15,18 +15,19 @@ _POLL_SECONDS = 2e-4
 
 
 class JaxChannel:
-    """A Channel over `jax.experimental.transfer`: each side has a server and the other's address.
+    """A Channel over the transfer servers of `jax.experimental.transfer`. Each process has a server and connects to the
+    other process's server.
 
-    One round is in flight at a time. A server never says that its peer is dead, so a round that does not arrive within
-    the time-out counts as lost. After an error both sides make a new channel with another `session`.
+    One round is in flight at a time. A server does not report that its peer is dead, so a round that does not arrive
+    within the time-out counts as lost. After an error both processes make a new channel with another `session`.
 
     **Arguments:**
 
     - `server`: the object that `jax.experimental.transfer.start_transfer_server` returned.
-    - `address`: the address of the other side's server.
-    - `session`: a number below 2**31 that both sides know and no other channel of the two servers has.
-    - `device`: through whose memory the pieces go; the first one without it.
-    - `timeout_seconds`: after which a round that was not pulled, or did not come, is lost.
+    - `address`: the address of the other process's server.
+    - `session`: a number below 2**31 that is the same in both processes. No other channel of the two servers has it.
+    - `device`: the device whose memory holds the bytes of a round; by default this process's first device.
+    - `timeout_seconds`: the time after which a round counts as lost.
     """
 
     __module__ = "shardfx.sync"
@@ -59,7 +60,7 @@ class JaxChannel:
         self._count, self._is_taken = self._count + 1, False
 
     def _settle(self) -> None:
-        """Waits until the other side has taken the last round."""
+        """Waits until the other process has received the last round."""
         if not self._is_taken:
             self._pull(2 * self._count - 1, 1)
             self._is_taken = True

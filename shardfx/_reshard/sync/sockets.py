@@ -1,4 +1,4 @@
-"""The reference channel: sockets with a shared secret, a checksum per piece, and time-outs."""
+"""`Sender` and `Receiver`, which transfer weights over sockets, with a shared secret, checksums and time-outs."""
 
 import contextlib
 import hashlib
@@ -22,8 +22,8 @@ from .ends import receive, send
 from .transfer import TransferPlan
 
 
-# The round, -1 for a commit; the number of bytes that follow, or the revision; the checksum of the checksums, or of the
-# revision.
+# A header: the round, or -1 for a commit; the number of bytes that follow, or the revision; the checksum of the
+# checksums, or of the revision.
 _FRAME = struct.Struct(">qqI")
 _COMMIT = -1
 _FRAME_BYTES = 1 << 22
@@ -37,10 +37,10 @@ Address = tuple[str, int]
 Memory = bytes | bytearray | memoryview
 
 
-class _Line:
-    """A Channel over one connected socket.
+class _SocketChannel:
+    """A `Channel` over one connected socket.
 
-    Each frame or message has the whole time-out, and no more, so that a peer that sends very slowly counts as dead.
+    Each frame or message must arrive within the time-out, so that a peer that sends very slowly counts as dead.
     """
 
     def __init__(self, connection: socket.socket, timeout_seconds: float):
@@ -73,20 +73,20 @@ class _Line:
         return sent
 
     def read(self, count: int) -> bytes:
-        """Reads the requested number of bytes from the socket."""
+        """Reads exactly `count` bytes from the socket."""
         memory = bytearray(count)
         self.fill(memory)
         return bytes(memory)
 
     def send(self, *parts: Memory) -> None:
         """Sends buffers one after another."""
-        self._carry(parts, self._connection.sendmsg)
+        self._transmit(parts, self._connection.sendmsg)
 
     def fill(self, *parts: Memory) -> None:
         """Fills buffers from the socket, one after another."""
-        self._carry(parts, lambda some: self._connection.recvmsg_into(some)[0])
+        self._transmit(parts, lambda some: self._connection.recvmsg_into(some)[0])
 
-    def _carry(self, parts: Sequence[Memory], carry: Callable[[list[memoryview]], int]) -> None:
+    def _transmit(self, parts: Sequence[Memory], carry: Callable[[list[memoryview]], int]) -> None:
         deadline = time.monotonic() + self._timeout
         left = [memoryview(part) for part in parts][::-1]
         while left:
@@ -105,7 +105,7 @@ def _data(pieces: Sequence[np.ndarray]) -> list[memoryview]:
 
 
 def _frames(pieces: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
-    """Groups of pieces that have one header. Each group is small enough to stay in the processor's cache."""
+    """Yields groups of pieces, each sent with one header. A group is small enough to stay in the processor's cache."""
     first, nbytes = 0, 0
     for at, piece in enumerate(pieces):
         if nbytes >= _FRAME_BYTES:
@@ -121,8 +121,8 @@ def _checksums(pieces: Sequence[np.ndarray]) -> bytes:
 
 
 def _checksum(piece: np.ndarray) -> int:
-    """The CRC of a piece's words summed along the columns of a table, since a CRC of all words takes three times as
-    long.
+    """The checksum of a piece. It is the CRC of the sums of the columns if the piece's words are written as a table,
+    since a CRC of all words takes three times as long.
     """
     body = len(piece) // _ROW_BYTES * _ROW_BYTES
     words = piece[:body].view(np.uint64).reshape(-1, _ROW_BYTES // 8)
@@ -130,17 +130,18 @@ def _checksum(piece: np.ndarray) -> int:
 
 
 class Sender:
-    """Serves the newest published arrays of one process of a trainer. A receiver that dies is forgotten.
+    """Serves the newest published arrays of one process of a trainer, over a socket.
 
-    It listens on 127.0.0.1 unless told otherwise. The secret admits receivers; what is sent is not encrypted.
+    Receivers must know the secret. The arrays are not encrypted. If a receiver dies, its connection is dropped.
 
     **Arguments:**
 
-    - `plan`: the transfer.
+    - `plan`: the plan of the transfer.
     - `secret`: a secret of at least 16 bytes that both jobs know.
     - `process`: the number of this sending process.
-    - `host`, `port`: the address to listen on. Port 0 is any free one, and `address` says which.
-    - `timeout_seconds`: after which a receiver that neither reads nor writes counts as dead.
+    - `host`, `port`: the address to listen on, by default on 127.0.0.1. Port 0 is any free port, and the attribute
+        `address` has its number.
+    - `timeout_seconds`: the time after which a receiver that neither reads nor writes counts as dead.
     """
 
     __module__ = "shardfx.sync"
@@ -165,15 +166,15 @@ class Sender:
         self._serving.start()
 
     def publish(self, arrays: Mapping[str, jax.Array], revision: int) -> None:
-        """Makes arrays, by path, the newest revision. They are not copied, so do not donate them before the next
-        revision.
+        """Makes `arrays`, by path, the newest revision. They are not copied, so do not donate them before the next
+        revision is published.
         """
         if self._newest is not None and revision <= self._newest[0]:
             raise SyncError(f"revision {revision} is not above {self._newest[0]}, which is published already.")
         self._newest = revision, arrays
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stops listening for receivers."""
         self._is_closed = True
         # A thread that waits in `accept` is not woken by `close` alone.
         self._listening.shutdown(socket.SHUT_RDWR)
@@ -186,20 +187,20 @@ class Sender:
                 connection, _ = self._listening.accept()
             except OSError:
                 return
-            # Python waits for this thread at its end. A thread that is stopped while it releases arrays would end the
-            # process.
+            # Python waits for this thread when it exits. If it stopped the thread while that releases arrays, the
+            # process would abort.
             threading.Thread(target=self._answer, args=(connection,), daemon=False).start()
 
     def _answer(self, connection: socket.socket) -> None:
         with connection:
-            line = _Line(connection, self._timeout)
+            line = _SocketChannel(connection, self._timeout)
             try:
-                _shake_hands(line, self._secret, b"sender", b"receiver")
+                _authenticate(line, self._secret, b"sender", b"receiver")
                 self._transfer(line)
             except (OSError, SyncError):
-                return  # The receiver is gone or was refused; the trainer goes on.
+                return  # The receiver is dead or was refused. The trainer continues.
 
-    def _transfer(self, line: _Line) -> None:
+    def _transfer(self, line: _SocketChannel) -> None:
         asked = _get_text(line)
         receiver, have, digest = asked.get("receiver"), asked.get("have"), asked.get("digest")
         if not isinstance(receiver, int):
@@ -215,26 +216,27 @@ class Sender:
         try:
             send(self._plan, arrays, line, revision, sender=self._process, receiver=receiver)
         except (RuntimeError, KeyError, TypeError, ValueError) as error:
-            # A donated array is deleted: the receiver learns of it by the end of the connection.
+            # An array was donated and is deleted. The closed connection tells the receiver.
             raise SyncError(f"revision {revision} cannot be read: {error}") from error
 
 
 class Receiver:
-    """Pulls revisions for one process of an inference engine. `arrays` and `revision` change at the same time, or not
-    at all.
+    """Receives revisions from a trainer's `Sender`s, for one process of an inference engine.
+
+    The attributes `arrays` and `revision` have the last revision that arrived as a whole.
 
     **Arguments:**
 
-    - `plan`: the transfer.
+    - `plan`: the plan of the transfer.
     - `dst`: the engine's plan, made for its devices.
     - `addresses`: the address of each sending process.
-    - `secret`: the sender's.
+    - `secret`: the secret of the senders.
     - `process`: the number of this receiving process.
-    - `timeout_seconds`: after which a sender that is silent counts as dead.
+    - `timeout_seconds`: the time after which a silent sender counts as dead.
 
     **Raises:**
 
-    `PlanMismatchError` if the plan has no part for this process, or a sender's address is missing.
+    `PlanMismatchError` if the plan is not for this process, or a sender's address is missing.
     """
 
     __module__ = "shardfx.sync"
@@ -259,7 +261,7 @@ class Receiver:
         self.revision: int | None = None
 
     def pull(self) -> bool:
-        """Receives the newest revision into spare memory, then makes it `arrays`.
+        """Receives the newest revision into spare memory, and then replaces `arrays` and `revision`.
 
         **Returns:**
 
@@ -267,23 +269,24 @@ class Receiver:
 
         **Raises:**
 
-        `SyncError` if a sender is dead, silent or refuses, or a piece is damaged; `PlanMismatchError`, with the first
-        leaf that differs, if the two jobs planned different transfers. All of `arrays` is then unchanged.
+        `SyncError` if a sender is dead, is silent or refuses the connection, or if bytes are damaged;
+        `PlanMismatchError`, with the first leaf that differs, if the two jobs planned different transfers. `arrays` is
+        then unchanged.
         """
         with contextlib.ExitStack() as stack:
-            lines: dict[int, _Line] = {}
+            lines: dict[int, _SocketChannel] = {}
             try:
                 for sender in self._plan.senders_to(self._process):
                     connection = socket.create_connection(self._addresses[sender], self._timeout)
-                    lines[sender] = _Line(stack.enter_context(connection), self._timeout)
-                    _shake_hands(lines[sender], self._secret, b"receiver", b"sender")
+                    lines[sender] = _SocketChannel(stack.enter_context(connection), self._timeout)
+                    _authenticate(lines[sender], self._secret, b"receiver", b"sender")
                 return self._pulled(lines)
             except OSError as error:
                 raise SyncError(
                     f"a sender is gone ({error or type(error).__name__}); `arrays` is revision {self.revision}, whole."
                 ) from error
 
-    def _pulled(self, lines: Mapping[int, _Line]) -> bool:
+    def _pulled(self, lines: Mapping[int, _SocketChannel]) -> bool:
         asked = {"receiver": self._process, "have": self.revision, "digest": self._plan.digest}
         offers = []
         for line in lines.values():
@@ -321,9 +324,9 @@ def _checked(secret: bytes) -> bytes:
     return secret
 
 
-def _shake_hands(line: _Line, secret: bytes, own: bytes, other: bytes) -> None:
-    """Proves to the other side that this one knows the secret, and checks its proof, each with a nonce of the other's
-    choice.
+def _authenticate(line: _SocketChannel, secret: bytes, own: bytes, other: bytes) -> None:
+    """Proves to the peer that this process knows the secret, and checks the peer's proof. Each process proves it for a
+    nonce that the other process chose.
     """
     mine = os.urandom(_NONCE_BYTES)
     line.send(mine)
@@ -337,12 +340,12 @@ def _proof(secret: bytes, role: bytes, mine: bytes, theirs: bytes) -> bytes:
     return hmac.new(secret, role + mine + theirs, hashlib.sha256).digest()
 
 
-def _put_text(line: _Line, data: Mapping[str, object]) -> None:
+def _put_text(line: _SocketChannel, data: Mapping[str, object]) -> None:
     text = json.dumps(data).encode()
     line.send(struct.pack(">I", len(text)), text)
 
 
-def _get_text(line: _Line) -> dict[str, object]:
+def _get_text(line: _SocketChannel) -> dict[str, object]:
     (count,) = struct.unpack(">I", line.read(4))
     try:
         found = json.loads(line.read(count)) if count <= _MOST_TEXT_BYTES else None

@@ -1,4 +1,4 @@
-"""The plan of a transfer as data: the pieces of arrays that each process sends to each process of another job."""
+"""The plan of a transfer as data: the parts of arrays that each process sends to each process of another job."""
 
 import dataclasses
 import functools as ft
@@ -15,7 +15,7 @@ from ..._ground.spec import bits
 
 
 class Buffer(NamedTuple):
-    """A box of an array that a receiving process fills once, for one or more of its devices."""
+    """A box of a target array in the memory of a receiving process, for the devices there that hold this box."""
 
     process: int
     devices: tuple[int, ...]
@@ -23,15 +23,16 @@ class Buffer(NamedTuple):
 
 
 class WireForm(NamedTuple):
-    """The common properties of pieces that differ only in their positions.
+    """The form in which parts of arrays are sent. Parts of one form differ only in their positions.
 
     **Arguments:**
 
-    - `value`, `factors`: those of the piece.
-    - `rank`: the dimensions of its source.
-    - `casts`: the number of casts that the sender makes.
+    - `value`: the source of the elements, its scales and its casts.
+    - `factors`: the shape of the part, as factors of its index in source and target.
+    - `rank`: the number of dimensions of the source.
+    - `casts`: the number of casts that the sender makes. The receiver makes the others.
     - `sent`: the dtype on the wire.
-    - `scales`: the dtype of the scales that follow a piece on the wire, where the receiver multiplies.
+    - `scales`: the dtype of the scales on the wire; `None` if the receiver does not multiply by scales.
     """
 
     value: Value
@@ -43,14 +44,14 @@ class WireForm(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One piece that one device sends to one buffer.
+    """A part of an array that one device sends to one buffer of a receiving process.
 
     **Arguments:**
 
-    - `process`, `device`: the sending process and its local device; -1 for constants, which nobody sends.
-    - `buffer`: the number of the buffer in its kind.
-    - `form`: the form of the piece.
-    - `source`, `target`: the position of its first element in the whole source array, and in the buffer.
+    - `process`, `device`: the sending process and its local device; -1 for constants, which are not sent.
+    - `buffer`: the number of the buffer among the buffers of its leaf.
+    - `form`: the form in which the part is sent.
+    - `source`, `target`: the position of the first element in the whole source array, and in the buffer.
     """
 
     process: int
@@ -62,47 +63,48 @@ class Transfer(NamedTuple):
 
     @property
     def piece(self) -> Piece:
-        """The piece, from the whole source array to the buffer."""
+        """The elements of the part, with their positions in the whole source array and in the buffer."""
         return Piece(self.form.value, self.source, self.target, self.form.factors)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape on the wire: one dimension per factor, without repetitions."""
+        """The shape on the wire, with one dimension for each factor of the part. Repeated elements are sent once."""
         return tuple(factor.size for factor in once(self.piece).factors)
 
     @property
     def scale_box(self) -> Box:
-        """The box of the scales that follow the piece on the wire; `()` if there are none."""
+        """The box of the scales that are sent after the elements; `()` if no scales are sent."""
         scale = self.form.value.scale
         return () if scale is None else scale_box(hull(swapped(once(self.piece))), scale)
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of the piece on the wire without its scales. Elements of less than a byte are packed."""
+        """The bytes of the elements on the wire, without scales. 4-bit elements are sent two to a byte."""
         return -(-math.prod(self.shape) * bits(self.form.sent) // 8)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the piece on the wire, scales included."""
+        """The bytes of the elements and of their scales on the wire."""
         scales = self.form.scales
         return self.own_bytes + (0 if scales is None else volume(self.scale_box) * scales.itemsize)
 
 
-# The columns of a kind's rows; the position in the source and the position in the buffer follow.
+# The first columns of `TransferKind.rows`. The position in the source and the position in the buffer follow.
 PROCESS, DEVICE, BUFFER, FORM, PLACE = range(5)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransferKind:
-    """The common plan of leaves that are made in the same way. Only the names of their sources differ.
+    """The plan that leaves have in common if they differ only in the paths of their sources.
 
     **Arguments:**
 
-    - `names`: the sources of the first such leaf.
-    - `rank`: the most dimensions of a source.
-    - `buffers`: the buffers that receivers fill.
-    - `forms`: the forms of the pieces.
-    - `rows`: for each piece its process, device, buffer and form, then its position in the source and in the buffer.
+    - `names`: the paths of the first leaf's sources.
+    - `rank`: the largest number of dimensions of a source.
+    - `buffers`: the boxes that receiving processes fill.
+    - `forms`: the forms in which parts of the sources are sent.
+    - `rows`: one row for each part that is sent to a buffer: the sending process and device, the numbers of the buffer
+        and the form, and the positions in the source and in the buffer.
     """
 
     names: tuple[str, ...]
@@ -113,12 +115,12 @@ class TransferKind:
 
     @ft.cached_property
     def receivers(self) -> np.ndarray:
-        """For each piece, the number of the process that receives it."""
+        """The receiving process of each row of `rows`."""
         return np.array([buffer.process for buffer in self.buffers], np.int64)[self.rows[:, BUFFER]]
 
     @ft.cached_property
     def firsts(self) -> np.ndarray:
-        """For each piece, the first piece with the same bytes on the wire. A process receives such bytes once."""
+        """For each row of `rows`, the first row with the same bytes on the wire. Equal bytes are received once."""
         numbers: dict[object, int] = {}
         alike = np.array([numbers.setdefault(_on_wire(form), len(numbers)) for form in self.forms], np.int64)
         places = self.rows[:, PLACE : PLACE + self.rank].T
@@ -131,13 +133,13 @@ class TransferKind:
         return found
 
     def transfer(self, number: int) -> Transfer:
-        """The `Transfer` of one piece, with the names of this kind's sources."""
+        """One row of `rows` as a `Transfer`, with the source paths of the first leaf."""
         process, device, buffer, at, *places = self.rows[number].tolist()
         form = self.forms[at]
         return Transfer(process, device, buffer, form, tuple(places[: form.rank]), tuple(places[self.rank :]))
 
     def sent(self, sender: int, receiver: int) -> list[tuple[int, ...]]:
-        """The pieces that one process sends another, in order; for each, the numbers of all pieces with its bytes."""
+        """The numbers of the rows that one process sends another, in order, grouped by equal bytes on the wire."""
         found: dict[int, list[int]] = {}
         own = np.flatnonzero((self.rows[:, PROCESS] == sender) & (self.receivers == receiver))
         for number, first in zip(own.tolist(), self.firsts[own].tolist(), strict=True):
@@ -151,8 +153,10 @@ def _on_wire(form: WireForm) -> object:
 
 
 class SentLeaf(NamedTuple):
-    """An array of the target: its path, the shape and dtype of its raw data, its digest, the number of its kind, and
-    its sources' paths.
+    """An array of the receiving job.
+
+    `shape` and `dtype` are those of its raw data, `digest` is a hash of its part of the plan, `kind` the number of its
+    `TransferKind`, and `names` are the paths of its sources.
     """
 
     path: str
@@ -164,7 +168,7 @@ class SentLeaf(NamedTuple):
 
 
 class SentPiece(NamedTuple):
-    """One piece on the wire: the number of its leaf, and the transfers that all have these same bytes."""
+    """Bytes that are sent once: the number of their leaf, and their positions in all buffers that need them."""
 
     leaf: int
     places: tuple[Transfer, ...]
@@ -172,17 +176,18 @@ class SentPiece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """The pieces that each process of one job sends to each process of another; made by
+    """The parts of arrays that each process of one job sends to each process of another job. It is made by
     [`shardfx._reshard.sync.plan_transfer`][].
 
     **Arguments:**
 
-    - `settings`: one text for what is not about a leaf: the meshes, the processes and the limit.
-    - `senders`, `receivers`: the process of each device, in the mesh's order.
-    - `receiver`: the only receiving process that it covers; `None` for all.
-    - `limit_bytes`: the most that the pieces of one round take.
-    - `sources`: the arrays that are read, as shape and dtype of their bits, by path.
-    - `kinds`, `leaves`: the arrays of the target, and what arrays that are made alike have in common.
+    - `settings`: the meshes, the processes and the limit, as one text.
+    - `senders`, `receivers`: the process of each device of the two jobs, in the order of their meshes.
+    - `receiver`: the receiving process, if the plan covers only one; `None` for all.
+    - `limit_bytes`: the most bytes that are sent in one round.
+    - `sources`: the shape and dtype of the raw data of each array that is read, by path.
+    - `leaves`: the arrays of the receiving job.
+    - `kinds`: the plans of the leaves, each for all leaves that differ only in paths.
     """
 
     __module__ = "shardfx.sync"
@@ -198,24 +203,24 @@ class TransferPlan:
 
     @ft.cached_property
     def digest(self) -> str:
-        """A text that is equal if both jobs plan the same transfer, whichever part they computed."""
+        """A hash of the plan. It is equal for the whole plan and for the part of one receiver."""
         return hash_of([self.settings, *[leaf.digest for leaf in self.leaves]])
 
     @ft.cached_property
     def known(self) -> dict[object, object]:
-        """A cache for the sender's or the receiver's own values, so that later revisions need no planning."""
+        """A cache of values that the sender or the receiver computes from the plan, for later revisions."""
         return {}
 
     @property
     def wire_bytes(self) -> int:
-        """The bytes that all senders send in total."""
+        """The bytes that all processes of the sending job send in total."""
         own = [_wire_bytes(kind) for kind in self.kinds]
         return sum(own[leaf.kind] for leaf in self.leaves)
 
     def rounds(self, sender: int, receiver: int) -> list[list[SentPiece]]:
-        """The pieces that one process sends another, in rounds of at most `limit_bytes` if the pieces are small enough.
+        """The pieces that one process sends another, as a list for each round.
 
-        Sender -1 stands for constants.
+        A round has at most `limit_bytes`, or one larger piece. Sender -1 stands for constants.
         """
         own = [[tuple(map(kind.transfer, numbers)) for numbers in kind.sent(sender, receiver)] for kind in self.kinds]
         sizes = [[places[0].bytes for places in kind] for kind in own]
@@ -232,7 +237,7 @@ class TransferPlan:
         return found
 
     def senders_to(self, receiver: int) -> list[int]:
-        """The processes that send something to a receiving process, in order."""
+        """The numbers of the processes that send bytes to a receiving process, in ascending order."""
         found = {process for kind in self.kinds for process in kind.rows[kind.receivers == receiver, PROCESS].tolist()}
         return sorted(found - {-1})
 
@@ -242,7 +247,7 @@ def _wire_bytes(kind: TransferKind) -> int:
     total = 0
     for number, form in enumerate(kind.forms):
         own = rows[kind.rows[rows, FORM] == number]
-        # The number of scales that follow a piece depends on its position; the rest of a form has one size.
+        # The number of scales that are sent with a part depends on its position. All else has one size for a form.
         several = own if form.scales else own[:1]
         total += sum(kind.transfer(at).bytes for at in several) * (len(own) if len(several) < len(own) else 1)
     return total

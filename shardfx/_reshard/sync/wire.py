@@ -1,4 +1,4 @@
-"""A piece as bytes on the wire: its range in a shard if it is contiguous there, its packing, and its unpacking."""
+"""Encodes a part of an array as a row of bytes for the wire, and writes received bytes into buffers."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,14 +24,15 @@ from ..._ground.spec import bits
 from .transfer import SentPiece, Transfer
 
 
-# A leaf's memory by the number of its buffer.
+# The memory of each buffer of a leaf, by number.
 Memory = Callable[[int], np.ndarray]
 
 
 class ShardBytes(NamedTuple):
-    """A piece that is one contiguous range of a shard's bytes: the array, the number of the shard, and the range.
+    """A contiguous range of the bytes of one shard, which is sent or received without a copy.
 
-    The sender knows its arrays by path, the receiver by number.
+    `array` is a path in the sending process and the number of a leaf in the receiving process. `shard` is the number of
+    the shard there.
     """
 
     array: str | int
@@ -40,8 +41,8 @@ class ShardBytes(NamedTuple):
     stop: int
 
 
-def sent_from(one: Transfer, shard: Box) -> tuple[int, int] | None:
-    """The range of bytes in a source's shard that is sent as the piece without any change; `None` if there is none."""
+def range_in_shard(one: Transfer, shard: Box) -> tuple[int, int] | None:
+    """The range of a shard's bytes that equals the bytes on the wire; `None` if these are not a contiguous range."""
     if one.form.value.scale is not None or one.form.casts:
         return None
     start = [at - low for at, (low, _) in zip(one.source, shard, strict=True)]
@@ -49,9 +50,10 @@ def sent_from(one: Transfer, shard: Box) -> tuple[int, int] | None:
     return _run(one, [stop - low for low, stop in shard], start, digits)
 
 
-def received_at(one: Transfer, sizes: Sequence[int], dtype: np.dtype) -> tuple[int, int] | None:
-    """The range of bytes in a buffer of these sizes that a received piece fills without any change; `None` if there is
-    none.
+def range_in_buffer(one: Transfer, sizes: Sequence[int], dtype: np.dtype) -> tuple[int, int] | None:
+    """The range of a buffer's bytes that equals the bytes on the wire; `None` if these are not a contiguous range.
+
+    `sizes` and `dtype` are the shape and dtype of the buffer.
     """
     form = one.form
     is_repeated = any(factor.source_dim == NOWHERE for factor in form.factors)
@@ -73,13 +75,14 @@ def _run(
 
 
 def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
-    """Writes a piece into `memory` as it is sent: each element once, and scaled and cast if that takes fewer bytes.
+    """Encodes a part of an array for the wire. Repeated elements are sent once. Elements are multiplied by scales and
+    cast if that gives fewer bytes.
 
     **Arguments:**
 
-    - `one`: the piece.
-    - `memory`: its bytes.
-    - `read`: gives a box of an array.
+    - `one`: the part of the array and its form on the wire.
+    - `memory`: the row of bytes that is written.
+    - `read`: a function that returns the elements of a box of an array.
     """
     form, piece = one.form, once(one.piece)
     value = form.value._replace(casts=form.value.casts[: form.casts], scale=None if form.scales else form.value.scale)
@@ -89,25 +92,25 @@ def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
     own = np.empty(one.shape, form.sent) if is_narrow else _typed(memory[: one.own_bytes], form.sent, one.shape)
     fill(own, box, Piece(value, piece.source, zero, tuple(factors)), read)
     if is_narrow:
-        memory[: one.own_bytes] = _halves(own)
+        memory[: one.own_bytes] = _packed(own)
     if form.scales and form.value.scale is not None:
         memory[one.own_bytes :] = (
             np.ascontiguousarray(read(form.value.scale.path, one.scale_box)).reshape(-1).view(np.uint8)
         )
 
 
-def land(step: SentPiece, memory: np.ndarray, there: Memory) -> None:
-    """Writes a received piece into every buffer that needs it.
+def unpack(step: SentPiece, memory: np.ndarray, there: Memory) -> None:
+    """Decodes received bytes and writes them into every buffer that needs them.
 
     **Arguments:**
 
-    - `step`: the piece.
-    - `memory`: its bytes.
-    - `there`: gives the buffers.
+    - `step`: the part of an array that was sent, with its position in each buffer.
+    - `memory`: the received bytes.
+    - `there`: a function that returns a buffer by its number.
     """
     one = step.places[0]
     form, raw = one.form, memory[: one.own_bytes]
-    values = _whole(raw, form.sent, one.shape) if bits(form.sent) < 8 else _typed(raw, form.sent, one.shape)
+    values = _unpacked(raw, form.sent, one.shape) if bits(form.sent) < 8 else _typed(raw, form.sent, one.shape)
     read = _reader(one, values, memory[one.own_bytes :]) if form.scales else None
     for place in step.places:
         buffer = there(place.buffer)
@@ -121,7 +124,7 @@ def land(step: SentPiece, memory: np.ndarray, there: Memory) -> None:
 
 
 def _reader(one: Transfer, values: np.ndarray, scales: np.ndarray) -> Read:
-    """A function that reads boxes from a received piece and its scales."""
+    """A function that returns the received elements, or, for the path of the scales, the received scales."""
     piece, scale = once(one.piece), one.form.value.scale
     assert scale is not None and one.form.scales is not None
     box = hull(swapped(piece))
@@ -136,13 +139,13 @@ def _typed(raw: np.ndarray, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray
     return np.ndarray(shape, dtype, raw)
 
 
-def _halves(values: np.ndarray) -> np.ndarray:
-    """4-bit numbers packed two to a byte."""
+def _packed(values: np.ndarray) -> np.ndarray:
+    """4-bit numbers as bytes, two numbers to a byte."""
     flat = np.zeros(-(-values.size // 2) * 2, np.uint8)
     flat[: values.size] = values.reshape(-1).view(np.uint8) & 15
     return flat[::2] | flat[1::2] << 4
 
 
-def _whole(raw: np.ndarray, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
+def _unpacked(raw: np.ndarray, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
     flat = np.stack([raw & 15, raw >> 4], axis=1).reshape(-1)[: int(np.prod(shape))]
     return flat.view(dtype).reshape(shape)
