@@ -104,7 +104,7 @@ def _sent(planned: ShardPlan) -> dict[str, Value]:
     sent = {name: traffic(one).wire_bytes / whole for name, one in compiled.items()}
     matrix = max(leaf.bytes for leaf in planned.leaves)
     stacks = [
-        math.prod(one.unit) * one.width * len(one.holds) * 4 for one in map_matrices(orthogonal, planned).exchanges
+        math.prod(one.unit) * one.width * len(one.owned) * 4 for one in map_matrices(orthogonal, planned).exchanges
     ]
     return {
         "received over the parameters": sent[_OURS],

@@ -1,5 +1,5 @@
-"""The matrices of a plan, the device that owns each, and the groups that share an all-to-all, all known
-before tracing.
+"""Chooses an owner device for each matrix of a plan, and the groups of matrices that share an all-to-all, before any
+tracing.
 """
 
 import heapq
@@ -19,31 +19,35 @@ from .._ground.spec import DType, entries_of, entry_axes
 from .._plan import LeafPlan, ShardPlan
 
 
-# The treatment of an array: the number of leading dimensions that count matrices, and the number after them that are
-# rows; or a function of the array; or `None`.
+# What `where` says of an array: the number of leading dimensions that count matrices and the number of dimensions
+# after them that are rows; or a function of the array; or `None` to leave it unchanged.
 MatrixDims = tuple[int, int]
-Other = Callable[[Any], Any] | None
-Where = Mapping[str, MatrixDims | Other]
+ArrayFn = Callable[[Any], Any] | None
+Where = Mapping[str, MatrixDims | ArrayFn]
 # Names of leading dimensions that count matrices.
 _COUNTED = frozenset({"layers", "layer", "stages", "stage", "blocks", "experts", "expert"})
 
 
 class Matrices(NamedTuple):
-    """The matrices of one array: one for each index of its leading dimensions.
+    """The matrices of one array. Each index of the leading dimensions is one matrix.
+
+    **Arguments:**
 
     - `at`: the number of the array in the plan.
     - `many`, `rest`: the sizes of its leading dimensions, and of the others.
-    - `cut`: the mesh axes that shard the first leading dimension.
-    - `entries`, `laid`: the mesh axes that shard each other dimension, in the plan and during the exchange.
-    - `matrix`: the numbers of rows and columns.
+    - `lead_axes`: the mesh axes that shard the first leading dimension.
+    - `entries`: the mesh axes that shard each other dimension in the plan.
+    - `sent_entries`: the mesh axes that shard each other dimension during the all-to-all.
+    - `matrix`: the number of rows and the number of columns.
+    - `dtype`: the dtype of the array.
     """
 
     at: int
     many: tuple[int, ...]
     rest: tuple[int, ...]
-    cut: tuple[str, ...]
+    lead_axes: tuple[str, ...]
     entries: tuple[tuple[str, ...], ...]
-    laid: tuple[tuple[str, ...], ...]
+    sent_entries: tuple[tuple[str, ...], ...]
     matrix: tuple[int, int]
     dtype: DType
 
@@ -53,65 +57,69 @@ class Matrices(NamedTuple):
         return math.prod(self.many)
 
     def spec(self, entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-        """The spec of the array with all its leading dimensions."""
-        return PartitionSpec(self.cut or None, *[None] * (len(self.many) - 1), *(axes or None for axes in entries))
+        """The spec of the array if `entries` shard the dimensions after the leading ones."""
+        return PartitionSpec(self.lead_axes or None, *[None] * (len(self.many) - 1), *(own or None for own in entries))
 
 
 class Stack(NamedTuple):
-    """Matrices of equal shape, dtype and layout.
+    """Matrices of equal shape, dtype and sharding.
 
-    - `parts`: the arrays that hold the matrices.
-    - `piece`: the shape of one device's shard of a matrix.
-    - `width`: the number of units in the piece.
+    **Arguments:**
+
+    - `arrays`: the arrays that hold the matrices.
+    - `shard_shape`: the shape of one device's shard of a matrix.
+    - `width`: the number of units in such a shard, as `OwnerExchange.unit` defines them.
     """
 
-    parts: tuple[Matrices, ...]
-    piece: tuple[int, ...]
+    arrays: tuple[Matrices, ...]
+    shard_shape: tuple[int, ...]
     width: int
 
     @property
     def name(self) -> str:
-        """The stack's key in a tree of states."""
-        one = self.parts[0]
+        """The key of the stack in the dict of states."""
+        one = self.arrays[0]
         return f"{one.at}_{'x'.join(map(str, one.matrix))}_{np.dtype(one.dtype).name}"
 
 
 class OwnerExchange(NamedTuple):
-    """Stacks of one dtype whose matrices go to their owners in one all-to-all.
+    """Stacks of matrices of one dtype that one all-to-all sends to their owner devices.
 
-    - `stacks`: the stacks to exchange.
-    - `cut`: the mesh axes that shard the dimension that counts matrices. Matrices do not move along these axes.
-    - `axes`: the mesh axes whose devices are the owners.
-    - `unit`: the shape of one unit of the sent rows: a device's piece of a matrix, or some elements of a row.
-    - `holds`: for each owner its matrices in order, each as the number of its stack and its index in the stack.
+    **Arguments:**
+
+    - `stacks`: the stacks.
+    - `lead_axes`: the mesh axes that shard the dimension that counts matrices. Matrices do not move along these axes.
+    - `axes`: the mesh axes along which the owner devices lie.
+    - `unit`: the shape of the unit in which sent elements are counted: a device's shard of a matrix, or a part of it.
+    - `owned`: for each owner its matrices in order, each as the number of its stack and its index in the stack.
     - `sizes`: the sizes of the mesh axes.
     """
 
     stacks: tuple[Stack, ...]
-    cut: tuple[str, ...]
+    lead_axes: tuple[str, ...]
     axes: tuple[str, ...]
     unit: tuple[int, ...]
-    holds: tuple[tuple[tuple[int, int], ...], ...]
+    owned: tuple[tuple[tuple[int, int], ...], ...]
     sizes: Mapping[str, int]
 
     def size(self, axes: Iterable[str]) -> int:
-        """The number of devices along some mesh axes."""
+        """The number of devices along mesh axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     @property
-    def parts(self) -> list[Matrices]:
-        """The arrays whose matrices the exchange sends."""
-        return [part for stack in self.stacks for part in stack.parts]
+    def arrays(self) -> list[Matrices]:
+        """The arrays of all stacks."""
+        return [one for stack in self.stacks for one in stack.arrays]
 
     @property
     def width(self) -> int:
-        """The number of units that a device sends to each owner, padding included."""
-        return max(sum(self.stacks[stack].width for stack, _ in own) for own in self.holds)
+        """The number of units that each device sends to each owner, padding included."""
+        return max(sum(self.stacks[stack].width for stack, _ in own) for own in self.owned)
 
     def starts(self, number: int) -> Int[np.ndarray, "owners slots"]:
-        """The position of each matrix of a stack in the rows that its owner receives; -1 for an empty slot."""
+        """The position, in units, of each matrix of a stack in its owner's rows; -1 for a slot without a matrix."""
         rows: list[list[int]] = []
-        for own in self.holds:
+        for own in self.owned:
             stacks = [stack for stack, _ in own]
             starts = np.cumsum([0, *[self.stacks[stack].width for stack in stacks]])
             rows.append([int(starts[at]) for at, stack in enumerate(stacks) if stack == number])
@@ -121,33 +129,33 @@ class OwnerExchange(NamedTuple):
 
 def exchanges_of(
     plan: ShardPlan, over: Sequence[str] | None, where: Where, limit: int | None
-) -> tuple[tuple[OwnerExchange, ...], dict[int, Other]]:
-    """The exchanges of a plan's matrices, and the function for each other array that changes, by the array's number."""
-    found, others = _sorted_out(plan, where)
+) -> tuple[tuple[OwnerExchange, ...], dict[int, ArrayFn]]:
+    """The exchanges of a plan's matrices, and what `where` says of each other array, by the number of the array."""
+    found, others = _matrices_of_plan(plan, where)
     sizes = dict(plan.mesh.shape)
     if over is None:
-        used = {axis for one in found for axes in (one.cut, *one.entries) for axis in axes}
+        used = {axis for one in found for axes in (one.lead_axes, *one.entries) for axis in axes}
         rules = () if plan.axes is None else plan.axes.rules
         batch = next((entry_axes(target) for name, target in rules if name == "batch"), ())
         over = [axis for axis in sizes if axis in used or axis in batch]
     elif unknown := [axis for axis in over if axis not in sizes]:
         raise SpecError(f"`over` has {unknown[0]!r}, and the mesh has the axes {', '.join(sizes)}; name some of these.")
     groups: dict[tuple[Any, ...], list[Matrices]] = {}
-    # Large products first, so that small ones even out the owners.
+    # Matrices with the largest products are assigned first, so that small ones even out the load of the owners.
     for one in sorted(found, key=lambda one: (-_cost(one), one.at)):
-        groups.setdefault((one.dtype, one.cut), []).append(one)
+        groups.setdefault((one.dtype, one.lead_axes), []).append(one)
     made: list[OwnerExchange] = []
-    for (_, cut), arrays in groups.items():
-        dealer = _Dealer(cut, tuple(axis for axis in over if axis not in cut), sizes)
-        groups_of = dealer.apart([*map(dealer.laid, arrays)])
-        made += [dealer.dealt(some) for own in groups_of for some in dealer.within(own, limit)]
+    for (_, lead_axes), arrays in groups.items():
+        owners = _Owners(lead_axes, tuple(axis for axis in over if axis not in lead_axes), sizes)
+        own = owners.grouped([*map(owners.sharded, arrays)])
+        made += [owners.exchange(some) for group in own for some in owners.limited(group, limit)]
     return tuple(made), others
 
 
-def _sorted_out(plan: ShardPlan, where: Where) -> tuple[list[Matrices], dict[int, Other]]:
+def _matrices_of_plan(plan: ShardPlan, where: Where) -> tuple[list[Matrices], dict[int, ArrayFn]]:
     unused: dict[str | None, None] = dict.fromkeys(where)
     found: list[Matrices] = []
-    others: dict[int, Other] = {}
+    others: dict[int, ArrayFn] = {}
     for at, leaf in enumerate(plan.leaves):
         regex = next((one for one in where if re.search(one, leaf.path)), None)
         if regex is None and len(leaf.shape) < 2:
@@ -166,8 +174,8 @@ def _sorted_out(plan: ShardPlan, where: Where) -> tuple[list[Matrices], dict[int
 
 
 def _dims(leaf: LeafPlan) -> MatrixDims:
-    """An array of two dimensions as a matrix; one with more dimensions as a stack if its names say that the leading
-    ones count.
+    """The number of leading dimensions that count matrices, and 1 for the rows. Raises for an array of more than two
+    dimensions if the plan's names do not say that the leading ones count.
     """
     many = len(leaf.shape) - 2
     names = (leaf.names or ())[:many]
@@ -205,24 +213,24 @@ def _matrices(at: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
 
 
 def _cost(one: Matrices) -> float:
-    """The multiplications in a product of a matrix with its transpose."""
+    """The number of multiplications in a product of a matrix with its transpose."""
     rows, columns = one.matrix
     return float(rows) * columns * min(rows, columns)
 
 
-def _alike(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
-    """The arrays grouped by the shape and sharding of their matrices."""
+def _by_shape(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
+    """Groups arrays by the shape and sharding of their matrices."""
     found: dict[tuple[Any, ...], list[Matrices]] = {}
     for one in arrays:
-        found.setdefault((one.rest, one.matrix, one.laid), []).append(one)
+        found.setdefault((one.rest, one.matrix, one.sent_entries), []).append(one)
     return found
 
 
-class _Dealer:
-    """Chooses an owner device for each matrix, among the devices along some mesh axes."""
+class _Owners:
+    """Assigns matrices to owner devices, which are the devices along some mesh axes."""
 
-    def __init__(self, cut: tuple[str, ...], axes: tuple[str, ...], sizes: Mapping[str, int]):
-        self.cut, self.axes, self.sizes = cut, axes, sizes
+    def __init__(self, lead_axes: tuple[str, ...], axes: tuple[str, ...], sizes: Mapping[str, int]):
+        self.lead_axes, self.axes, self.sizes = lead_axes, axes, sizes
         self.owners = self.size(axes)
         self.loads = [0.0] * self.owners
 
@@ -230,81 +238,79 @@ class _Dealer:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def count(self, one: Matrices) -> int:
-        """The number of matrices of an array in one group of owners."""
-        return one.number // self.size(self.cut)
+        """The number of an array's matrices on the devices along the owners' axes."""
+        return one.number // self.size(self.lead_axes)
 
-    def laid(self, one: Matrices) -> Matrices:
-        """The array sharded, for the exchange, over as many of the owners' axes as its sizes allow, and over no other
-        axis.
-        """
+    def sharded(self, one: Matrices) -> Matrices:
+        """The array with `sent_entries` over as many of the owners' axes as its sizes allow, and over no other axes."""
         entries = [[axis for axis in own if axis in self.axes] for own in one.entries]
         for axis in self.axes:
             dims = (dim for dim, size in enumerate(one.rest) if size % self.size((*entries[dim], axis)) == 0)
             if not any(axis in own for own in entries) and (dim := next(dims, None)) is not None:
                 entries[dim].append(axis)
-        return one._replace(laid=tuple(map(tuple, entries)))
+        return one._replace(sent_entries=tuple(map(tuple, entries)))
 
-    def piece(self, one: Matrices) -> tuple[int, ...]:
-        return tuple(size // self.size(axes) for size, axes in zip(one.rest, one.laid, strict=True))
+    def shard_shape(self, one: Matrices) -> tuple[int, ...]:
+        return tuple(size // self.size(axes) for size, axes in zip(one.rest, one.sent_entries, strict=True))
 
-    def dealt(self, arrays: Sequence[Matrices]) -> OwnerExchange:
-        """An exchange in which each matrix goes to the owner with the fewest bytes, the widest matrices first."""
-        widest = sorted(arrays, key=lambda one: (-math.prod(self.piece(one)), -_cost(one)))
-        alike = [(tuple(parts), self.piece(parts[0])) for parts in _alike(widest).values()]
-        pieces = {piece for _, piece in alike}
-        # The largest unit that divides all pieces: compilers handle whole rows with less work than elements.
-        unit = pieces.pop() if len(pieces) == 1 else (math.gcd(*(piece[-1] for piece in pieces)),)
-        stacks = tuple(Stack(parts, piece, math.prod(piece) // math.prod(unit)) for parts, piece in alike)
-        holds: list[list[tuple[int, int]]] = [[] for _ in range(self.owners)]
+    def exchange(self, arrays: Sequence[Matrices]) -> OwnerExchange:
+        """Assigns the matrices, the largest first, each to the owner that receives the fewest elements so far."""
+        widest = sorted(arrays, key=lambda one: (-math.prod(self.shard_shape(one)), -_cost(one)))
+        alike = [(tuple(same), self.shard_shape(same[0])) for same in _by_shape(widest).values()]
+        shapes = {shape for _, shape in alike}
+        # The largest unit that divides all shards, since compilers copy whole rows with less work than elements.
+        unit = shapes.pop() if len(shapes) == 1 else (math.gcd(*(shape[-1] for shape in shapes)),)
+        stacks = tuple(Stack(same, shape, math.prod(shape) // math.prod(unit)) for same, shape in alike)
+        owned: list[list[tuple[int, int]]] = [[] for _ in range(self.owners)]
         waiting = [(0, load, owner) for owner, load in enumerate(self.loads)]
         heapq.heapify(waiting)
         for number, stack in enumerate(stacks):
-            for matrix in range(sum(map(self.count, stack.parts))):
+            for matrix in range(sum(map(self.count, stack.arrays))):
                 width, load, owner = waiting[0]
-                holds[owner].append((number, matrix))
-                self.loads[owner] = load + _cost(stack.parts[0])
+                owned[owner].append((number, matrix))
+                self.loads[owner] = load + _cost(stack.arrays[0])
                 heapq.heapreplace(waiting, (width + stack.width, self.loads[owner], owner))
-        return OwnerExchange(stacks, self.cut, self.axes, unit, tuple(map(tuple, holds)), self.sizes)
+        return OwnerExchange(stacks, self.lead_axes, self.axes, unit, tuple(map(tuple, owned)), self.sizes)
 
-    def total(self, arrays: Sequence[Matrices]) -> int:
-        """The number of elements that a device sends to each owner if one all-to-all sends all these arrays."""
+    def sent_elements(self, arrays: Sequence[Matrices]) -> int:
+        """The number of elements that each device sends to each owner if one all-to-all sends all of `arrays`."""
         if not arrays:
             return 0
-        made = _Dealer(self.cut, self.axes, self.sizes).dealt(arrays)
+        made = _Owners(self.lead_axes, self.axes, self.sizes).exchange(arrays)
         return made.width * math.prod(made.unit)
 
-    def apart(self, arrays: Sequence[Matrices]) -> Iterator[Sequence[Matrices]]:
-        """Divides arrays into groups with one all-to-all each, so that padding is least: small arrays fill gaps that
-        large ones leave.
+    def grouped(self, arrays: Sequence[Matrices]) -> Iterator[Sequence[Matrices]]:
+        """Yields groups of arrays. Each group has an all-to-all of its own.
 
-        An array that fills no gap has an all-to-all of its own, which takes less memory.
+        Arrays share an all-to-all if that sends fewer elements, since owners without a large matrix get small ones in
+        place of padding. Otherwise separate all-to-alls take less memory.
         """
-        left, total = _alike(arrays), self.total(arrays)
+        left, least = _by_shape(arrays), self.sent_elements(arrays)
         for kind, own in [*left.items()]:
             others = [one for other, parts in left.items() if other != kind for one in parts]
-            if (rest := self.total(others)) + self.total(own) <= total:
+            if (rest := self.sent_elements(others)) + self.sent_elements(own) <= least:
                 yield own
                 del left[kind]
-                total = rest
+                least = rest
         if left:
             yield [one for parts in left.values() for one in parts]
 
-    def within(self, arrays: Sequence[Matrices], limit: int | None) -> Iterator[Sequence[Matrices]]:
-        """Yields groups of arrays for which two exchanges and one whole matrix fit into the memory limit."""
+    def limited(self, arrays: Sequence[Matrices], limit: int | None) -> Iterator[Sequence[Matrices]]:
+        """Yields groups of arrays for which the sent and received elements and one matrix fit into the memory limit."""
         some: list[Matrices] = []
         most = math.inf if limit is None else limit
         for one in arrays:
-            if self.needed([one]) > most:
+            if (need := self.needed_bytes([one])) > most:
                 raise MoveError(
                     f"`memory_limit_bytes={limit}`: {self.count(one)} matrices of {one.matrix[0]} x {one.matrix[1]} on "
-                    f"{self.owners} owners need {self.needed([one])} bytes; allow as much, or name more axes in `over`."
+                    f"{self.owners} owners need {need} bytes; allow as much, or name more axes in `over`."
                 )
-            if some and self.needed([*some, one]) > most:
+            if some and self.needed_bytes([*some, one]) > most:
                 yield some
                 some = []
             some = [*some, one]
         yield some
 
-    def needed(self, arrays: Sequence[Matrices]) -> int:
-        elements = 2 * self.owners * self.total(arrays) + max(math.prod(one.matrix) for one in arrays)
+    def needed_bytes(self, arrays: Sequence[Matrices]) -> int:
+        elements = 2 * self.owners * self.sent_elements(arrays) + max(math.prod(one.matrix) for one in arrays)
         return elements * np.dtype(arrays[0].dtype).itemsize

@@ -81,9 +81,9 @@ def test_what_is_left_over_goes_to_those_that_have_done_least():
                 built({"fsdp": 8}), paths=FSDP)  # fmt: skip
     mapped = map_matrices(unit, made)
     (exchange,) = mapped.exchanges
-    assert [len(own) for own in exchange.holds] == [1] * 8
+    assert [len(own) for own in exchange.owned] == [1] * 8
     made = plan(matrices(3, (64, 64)), MeshSpec({"fsdp": 64}), paths=FSDP)
-    assert sorted(map(len, map_matrices(orthogonal, made).exchanges[0].holds)) == [0] * 61 + [1] * 3
+    assert sorted(map(len, map_matrices(orthogonal, made).exchanges[0].owned)) == [0] * 61 + [1] * 3
     assert exchange.width * exchange.unit[0] == 16 * 32 // 8
 
 
@@ -124,7 +124,7 @@ def test_leading_dimensions_with_names_count_matrices_and_may_be_cut():
     tree = {"up": jax.random.normal(key, (8, 16, 32)), "down": jax.random.normal(key, (8, 11, 32, 16))}
     result, mapped, traffic = check(unit, tree, built({"ep": 2, "fsdp": 4}), rules=None, names=names, axes=axes)
     same(result, {"up": jax.vmap(unit)(tree["up"]), "down": jax.vmap(jax.vmap(unit))(tree["down"])})
-    assert {(one.cut, one.axes) for one in mapped.exchanges} == {(("ep",), ("fsdp",))}
+    assert {(one.lead_axes, one.axes) for one in mapped.exchanges} == {(("ep",), ("fsdp",))}
     assert "ep" not in {axis for row in traffic.rows for axis in row.axes or ()}
 
 
