@@ -1,8 +1,8 @@
 """Accelerators as data: memory, arithmetic and links of each, with the source of every number.
 
-It may import the ground, and from `topology` which dimensions of a slice are rings. It never uses a device. Values are
-per chip, as vendors publish them; if JAX shows a chip as several devices (two cores of a TPU v2, v3 or 7x),
-`devices_per_chip` has the number.
+The package imports `_ground`, and from `topology` the function that says which dimensions of a slice are rings. It
+never uses a device. All values are per chip, as vendors publish them. JAX shows one chip of TPU v2, v3 and v7x as two
+devices; `Chip.devices_per_chip` is this number.
 """
 
 from ._chip import Chip as Chip

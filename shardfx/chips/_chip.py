@@ -1,8 +1,8 @@
-"""One accelerator's memory, arithmetic and network, and the links that each mesh axis has in a slice.
+"""The memory, arithmetic and network of one accelerator, and the network links of each mesh axis in a slice.
 
-There is one model of links. `axes_on` lays mesh axes over the dimensions of a slice, which gives the links of each
-collective. `shared` describes the same network by two numbers, for prices of thousands of meshes at once: an axis has
-links in proportion to the logarithm of its size.
+Two functions describe the network of a slice. `axes_on` assigns each mesh axis to dimensions of the slice, which
+determines the links of each collective. `shared` returns averages over the whole slice. The search uses these averages
+to estimate thousands of meshes at once: it gives each mesh axis links in proportion to the logarithm of its size.
 """
 
 import dataclasses
@@ -22,26 +22,28 @@ from ..topology import wraps
 class Chip:
     """The memory, the arithmetic and the network of one accelerator.
 
-    It is plain data: make your own, or `dataclasses.replace(chips.find("h100"), name="my h100", ...)`.
+    A chip is plain data. Construct a new one, or change one: `dataclasses.replace(chips.find("h100"), name="my h100")`.
 
     **Arguments:**
 
-    - `name`: such as "v5p".
-    - `hbm_bytes`: nominal memory.
-    - `usable_hbm_bytes`: bytes that a program may fill. The runtime keeps the rest.
-    - `hbm_bytes_per_second`: between memory and cores.
-    - `flops_per_second`: pairs of a dtype's name and the peak of products in it; dense, without sparsity.
-    - `link_bytes_per_second`: bytes per second of one link in one direction. If a switch joins the chips: of all links
-        of a chip, in one direction.
-    - `torus_dims`: the number of dimensions of the network, with two links in each; 0 if a switch joins the chips.
-    - `island_chips`: the largest number of chips that this network joins.
-    - `dcn_bytes_per_second`: bytes per second in one direction of a host's network, divided by the chips of the host.
-    - `devices_per_chip`: the number of devices that JAX shows for it.
-    - `tile`: the rows and columns to whose multiples the chip pads the last two dimensions of an array; `None` if it
-        does not pad.
-    - `kinds`: JAX's names for it (`device.device_kind`).
-    - `sources`: pairs of a field and where its value is from, "*" for all fields that are not named. "secondary" is
-        a source that is not the vendor's; "sources differ" names the other value.
+    - `name`: the name of the chip, such as "v5p".
+    - `hbm_bytes`: the nominal size of its memory (HBM) in bytes.
+    - `usable_hbm_bytes`: the bytes of memory that a program may use. The runtime reserves the rest.
+    - `hbm_bytes_per_second`: the bandwidth between memory and cores.
+    - `flops_per_second`: pairs of a dtype's name and the peak rate of dense matrix products in this dtype.
+    - `link_bytes_per_second`: the bandwidth of one network link in one direction. If a switch connects the chips, it is
+        the bandwidth of all links of one chip in one direction.
+    - `torus_dims`: the number of dimensions of the torus, with two links per chip in each dimension; 0 if a switch
+        connects the chips.
+    - `island_chips`: the largest number of chips that this network connects.
+    - `dcn_bytes_per_second`: the bandwidth of a host's data-center network in one direction, divided by the number of
+        chips of the host.
+    - `devices_per_chip`: the number of JAX devices of one chip.
+    - `tile`: the rows and columns of a memory tile. The chip pads the last two dimensions of an array to multiples of
+        them. `None` if the chip does not pad.
+    - `kinds`: the values of `device.device_kind` for this chip.
+    - `sources`: pairs of a field's name and the source of its value. The name "*" is for all fields that are not named.
+        "secondary" marks a source other than the vendor, and "sources differ" gives the value of another source.
     """
 
     __module__ = "shardfx.chips"
@@ -72,25 +74,25 @@ class Chip:
 
     @property
     def links(self) -> int:
-        """The number of links of a chip; 1 if a switch joins the chips."""
+        """The number of network links of a chip; 1 if a switch connects the chips."""
         return 2 * self.torus_dims or 1
 
     @property
     def usable_hbm_bytes_per_device(self) -> int:
-        """Bytes that a program may fill on one of JAX's devices."""
+        """The bytes of memory that a program may use on one JAX device."""
         return self.usable_hbm_bytes // self.devices_per_chip
 
     def flops(self, dtype: DType = "bfloat16") -> float | int:
-        """Floating-point operations of one chip per second, at its peak.
+        """The peak rate of floating-point operations of one chip, per second.
 
         **Arguments:**
 
-        - `dtype`: the dtype of the operands. float16 counts as bfloat16, every kind of fp8 as "float8", of fp4 as
-            "float4".
+        - `dtype`: the dtype of the operands. float16 has the rate of bfloat16. Every 8-bit float has the rate of
+            "float8", and every 4-bit float has the rate of "float4".
 
         **Raises:**
 
-        `ChipError` for a dtype whose peak is unknown.
+        `ChipError` for a dtype whose peak rate is not known.
 
         !!! Example
 
@@ -112,15 +114,15 @@ class Chip:
         return known[name]
 
     def source(self, field: str) -> str:
-        """The source of a field's value; "" if it has none. The entry "*" of `sources` is for all fields without their
-        own.
+        """The source of a field's value; "" if no source is known. The entry "*" of `sources` is for all fields that
+        have no entry.
         """
-        told = dict(self.sources)
-        return told.get(field, told.get("*", ""))
+        sources = dict(self.sources)
+        return sources.get(field, sources.get("*", ""))
 
 
 def near_cube(count: int, dims: int) -> tuple[int, ...]:
-    """The most cubic shape of `count` chips in `dims` dimensions, the smallest extent first."""
+    """The shape of `count` chips in `dims` dimensions that is nearest to a cube. The smallest extent comes first."""
     if dims == 1:
         return (count,)
     root = round(count ** (1 / dims))
@@ -129,22 +131,27 @@ def near_cube(count: int, dims: int) -> tuple[int, ...]:
 
 
 class Ring(NamedTuple):
-    """The chips of one dimension of a slice that a mesh axis covers. The ring is closed if links join its ends."""
+    """The chips along one dimension of a slice that a mesh axis spans. `size` is their number. `closed` says whether
+    links connect the last chip to the first.
+    """
 
     size: int
     closed: bool
 
     @property
     def ways(self) -> int:
-        """The number of links over which bytes enter a device along the ring: 2 if it is closed, else 1."""
+        """The number of links over which a chip receives bytes along this dimension: 2 if it is closed, else 1."""
         return 2 if self.closed else 1
 
 
 class Shared(NamedTuple):
-    """The average network of a slice, for mesh axes whose place on the torus is not known: bytes per second along one
-    dimension, number of dimensions, devices per island.
+    """Averages over the network of a slice, for mesh axes whose dimensions of the slice are not known.
 
-    An island is a group of chips that a switch joins; a torus has none.
+    **Arguments:**
+
+    - `bytes_per_second`: the bandwidth of one chip along one dimension of the torus, or through the switch.
+    - `dims`: the number of dimensions of the torus; 0 if a switch connects the chips.
+    - `island_devices`: the number of devices that one switch connects; infinite for a torus.
     """
 
     bytes_per_second: float
@@ -153,17 +160,17 @@ class Shared(NamedTuple):
 
 
 def extents_of(chip: Chip, devices: int) -> tuple[int, ...]:
-    """The most cubic shape of a slice of `devices` devices."""
+    """The extents in chips of the slice of `devices` devices that is nearest to a cube."""
     return near_cube(devices // chip.devices_per_chip or 1, chip.torus_dims or 1)
 
 
 def closed(chip: Chip, extents: Sequence[int]) -> tuple[bool, ...]:
-    """For each dimension of a slice, whether it is a ring."""
+    """Whether links connect the two ends of each dimension of a slice."""
     return wraps(chip.kinds[0] if chip.kinds else "", extents)
 
 
 def shared(chip: Chip, extents: Sequence[int]) -> Shared:
-    """The average network of a slice. A closed dimension counts twice, since bytes travel in both directions."""
+    """Averages over the network of a slice. A closed ring has twice the bandwidth: it sends in both directions."""
     link = float(chip.link_bytes_per_second)
     if not chip.torus_dims:
         return Shared(link, 0.0, float(chip.island_chips * chip.devices_per_chip))
@@ -172,9 +179,9 @@ def shared(chip: Chip, extents: Sequence[int]) -> Shared:
 
 
 def axes_on(chip: Chip, extents: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[Ring, ...]]:
-    """For each mesh axis, the dimensions of a slice that it spans.
+    """The dimensions of a slice that each mesh axis spans, one `Ring` per dimension.
 
-    Dimensions are assigned from the last axis to the first, whole dimensions before parts.
+    Dimensions are assigned to the last mesh axis first. An axis gets whole dimensions of the slice before parts.
     """
     ends, left, cores, found = closed(chip, extents), list(extents), chip.devices_per_chip, {}
     for name in reversed(tuple(sizes)):

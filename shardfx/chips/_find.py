@@ -1,4 +1,4 @@
-"""Chips and slices by name, and all chips as a table."""
+"""Functions that find chips and slices by their names, and a table of all chips."""
 
 import difflib
 import math
@@ -12,9 +12,9 @@ from ._tpus import GPUS, TPUS
 
 
 CHIPS: tuple[Chip, ...] = TPUS + GPUS
-"""All chips that are known, TPUs first, from the oldest."""
+"""All known chips. TPUs come first, from the oldest to the newest."""
 
-# Names that people write, in addition to JAX's own.
+# Names that users write, in addition to the values of `device.device_kind`.
 _ALIASES = {
     "v5e": ("v5litepod", "v5lite", "v5 lite"),
     "v6e": ("v6lite", "trillium"),
@@ -27,14 +27,15 @@ _ALIASES = {
 }
 
 
-# For these chips a slice's name counts cores, two in a chip; for the others it counts chips.
+# The name of a slice of these chips has the number of cores, two per chip. Names of other slices have the number of
+# chips.
 _NAMED_BY_CORES = ("v2", "v3", "v4", "v5p")
 _FORM = re.compile(r"((?:\w+:)?[\w ]+):([1-9]\d{0,8}(?:x[1-9]\d{0,8})*)")
 _CLOUD = re.compile(r"(?:tpu:)?(v\d\w*)-([1-9]\d{0,8})")
 
 
 class Slice(NamedTuple):
-    """Chips of one kind along each dimension of their network; along one dimension if a switch joins them."""
+    """A slice: its chip, and the number of chips along each dimension of its network. A switch has one dimension."""
 
     __module__ = "shardfx.chips"
 
@@ -43,22 +44,22 @@ class Slice(NamedTuple):
 
     @property
     def chips(self) -> int:
-        """The number of chips."""
+        """The number of chips in the slice."""
         return math.prod(self.extents)
 
     @property
     def devices(self) -> int:
-        """The number of devices that JAX shows."""
+        """The number of JAX devices in the slice."""
         return self.chips * self.chip.devices_per_chip
 
     @property
     def name(self) -> str:
-        """The name of the slice: `tpu:v5e:4x4`, or `h100:8`."""
+        """The name of the slice, such as `tpu:v5e:4x4` or `h100:8`."""
         return f"{'tpu:' * (self.chip.torus_dims > 0)}{self.chip.name}:{'x'.join(map(str, self.extents))}"
 
 
 def _existing(made: Slice, text: str) -> Slice:
-    """Returns the slice; raises if its chip has no slice of this shape. `text` is the name that the user wrote."""
+    """Returns `made`. Raises `MeshError` if no slice of this shape exists; `text` is the name that the user wrote."""
     chip, dims, extents = made.chip, made.chip.torus_dims or 1, made.extents
     if len(extents) != dims:
         raise MeshError(
@@ -77,12 +78,12 @@ def _existing(made: Slice, text: str) -> Slice:
 
 
 def find(name: str | Chip) -> Chip:
-    """The chip that a name stands for, such as "v5p", "TPU v5 lite" or "h100".
+    """The chip with a name such as "v5p", "TPU v5 lite" or "h100".
 
     **Arguments:**
 
-    - `name`: "v5p", "TPU v5 lite" (as JAX says it), "tpu:v5e:4x4" or "v5e-16" (slices), "NVIDIA H200", "h100". A Chip
-        is returned as it is, so that functions can take either.
+    - `name`: the name of a chip ("v5p", "h100"), a value of `device.device_kind` ("TPU v5 lite", "NVIDIA H200"), or the
+        name of a slice ("tpu:v5e:4x4", "v5e-16"). A [`shardfx.chips.Chip`][] is returned unchanged.
 
     **Returns:**
 
@@ -90,7 +91,7 @@ def find(name: str | Chip) -> Chip:
 
     **Raises:**
 
-    `ChipError` for an unknown name, with similar ones; `MeshError` for a slice that does not exist.
+    `ChipError` for an unknown name; the message lists similar names. `MeshError` for a slice that does not exist.
 
     !!! Example
 
@@ -107,15 +108,15 @@ def find(name: str | Chip) -> Chip:
     if _CLOUD.fullmatch(name) or _FORM.fullmatch(name):
         return parse_slice(name).chip
     known = {_plain(alias): chip for chip in CHIPS for alias in (chip.name, *chip.kinds, *_ALIASES.get(chip.name, ()))}
-    asked = _plain(name)
-    if asked not in known:
-        near = difflib.get_close_matches(asked, known, n=3, cutoff=0.5)
+    wanted = _plain(name)
+    if wanted not in known:
+        near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
         meant = f"; did you mean {' or '.join(dict.fromkeys(known[one].name for one in near))}? " if near else ". "
         raise ChipError(
             f"there is no chip {name!r:.80}{meant}There are {', '.join(chip.name for chip in CHIPS)}. Make your own "
             "with `shardfx.chips.Chip(...)`."
         )
-    return known[asked]
+    return known[wanted]
 
 
 def parse_slice(text: str) -> Slice:
@@ -123,8 +124,8 @@ def parse_slice(text: str) -> Slice:
 
     **Arguments:**
 
-    - `text`: the kind and the chips along each dimension, "tpu:v5p:8x8x8" or "v5e:4x4"; or as clouds call it, "v5e-8"
-        (chips) or "v4-32" (cores).
+    - `text`: the chip's name and the number of chips along each dimension ("tpu:v5p:8x8x8", "v5e:4x4"); or a cloud
+        provider's name of the slice, with the number of chips ("v5e-8") or of cores ("v4-32").
 
     **Returns:**
 
@@ -132,8 +133,8 @@ def parse_slice(text: str) -> Slice:
 
     **Raises:**
 
-    `MeshError` for another form, and for a slice that does not exist, because it has more chips than a pod, or other
-    dimensions than the chip's network. `ChipError` for an unknown chip.
+    `MeshError` for text that is no name of a slice, and for a slice that does not exist: it has more chips than a pod,
+    or more or fewer dimensions than the chip's network. `ChipError` for an unknown chip.
 
     !!! Example
 
@@ -158,16 +159,17 @@ def parse_slice(text: str) -> Slice:
 
 
 def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) -> str:
-    """The chips as a table for a person.
+    """A text table of chips, with their memory, bandwidth and arithmetic.
 
     **Arguments:**
 
     - `chips`: the chips to list; all by default.
-    - `width`: the number of columns of text. If it is too small, the last columns are left out.
+    - `width`: the largest length of a line. If the table is wider, columns are left out, starting with the last.
 
     **Returns:**
 
-    One line per chip. Memory is usable and nominal, per chip; links count in one direction.
+    A table with one line per chip. It shows usable and nominal memory per chip, and the bandwidth of links in one
+    direction.
 
     !!! Example
 
@@ -191,6 +193,6 @@ def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) ->
 
 
 def _plain(name: str) -> str:
-    """A name in lower case without vendor and topology: "tpu:v5e:4x4" is "v5e", "NVIDIA H200" is "h200"."""
-    told = re.sub(r"^(tpu|nvidia|amd)[\s:]+", "", name.strip().lower())
-    return re.sub(r"[\s_-]+", " ", told.split(":")[0]).strip()
+    """A chip's name in lower case without vendor and extents: "tpu:v5e:4x4" is "v5e", "NVIDIA H200" is "h200"."""
+    bare = re.sub(r"^(tpu|nvidia|amd)[\s:]+", "", name.strip().lower())
+    return re.sub(r"[\s_-]+", " ", bare.split(":")[0]).strip()

@@ -1,4 +1,4 @@
-"""The table of TPUs and GPUs, each number with its source."""
+"""The known TPUs and GPUs as `Chip` values, each number with its source."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from ._chip import Chip
 
 
 def _peaks(**teraflops: int) -> tuple[tuple[str, float], ...]:
-    """Peaks by the names of dtypes."""
+    """Pairs of a dtype's name and its peak rate in operations per second."""
     return tuple((name, 1e12 * count) for name, count in teraflops.items())
 
 
@@ -28,14 +28,19 @@ _TPU_SOURCES = {
 
 
 def _tpu(*row: Any, devices: int = 1, **sources: str) -> Chip:
-    """A TPU, from a row of the table: its name, JAX's names for it, its nominal and usable memory in GiB, the bytes per
-    second of memory, of a link and to other slices, the dimensions of the torus, the chips of a pod, and the peaks. The
-    other keywords are fields, each with its source.
+    """The `Chip` of a TPU.
+
+    **Arguments:**
+
+    - `row`: the name; the values of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory,
+        of a link and of the data-center network; the number of torus dimensions; the chips of a pod; the peak rates.
+    - `devices`: the number of JAX devices of one chip.
+    - `sources`: for a field's name, the source of the field's value.
     """
     name, kinds, hbm, usable, (memory, link, dcn), dims, pod, flops = row
-    told = tuple((_TPU_SOURCES | sources).items())
+    pairs = tuple((_TPU_SOURCES | sources).items())
     sizes = (_gib(hbm), _gib(usable), memory, flops, link, dims, pod, dcn, devices)
-    return Chip(name, *sizes, tile=(8, 128), kinds=kinds, sources=told)
+    return Chip(name, *sizes, tile=(8, 128), kinds=kinds, sources=pairs)
 
 
 TPUS: tuple[Chip, ...] = (
@@ -100,14 +105,21 @@ _GPU_SOURCES = {
 
 
 def _gpu(*row: Any, island: int = 8, dcn: float = 50e9, sheet: str = _NVIDIA, **sources: str) -> Chip:
-    """A GPU, from a row of the table: its name, JAX's name for it, its nominal and usable memory in GiB, the bytes per
-    second of memory and of all links, and the peaks. `sheet` is the source of fields without their own. The other
-    keywords are fields, each with its source.
+    """The `Chip` of a GPU.
+
+    **Arguments:**
+
+    - `row`: the name; the value of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory and
+        of all links together; the peak rates.
+    - `island`: the number of GPUs that one switch connects.
+    - `dcn`: the bandwidth of the data-center network per GPU.
+    - `sheet`: the source of the fields that are not in `sources`.
+    - `sources`: for a field's name, the source of the field's value.
     """
     name, kind, hbm, usable, memory, link, flops = row
-    told = tuple((_GPU_SOURCES | sources | {"*": sheet}).items())
+    pairs = tuple((_GPU_SOURCES | sources | {"*": sheet}).items())
     sizes = (_gib(hbm), _gib(usable), memory, flops, link)
-    return Chip(name, *sizes, torus_dims=0, island_chips=island, dcn_bytes_per_second=dcn, kinds=(kind,), sources=told)
+    return Chip(name, *sizes, torus_dims=0, island_chips=island, dcn_bytes_per_second=dcn, kinds=(kind,), sources=pairs)
 
 
 _A100 = _peaks(bfloat16=312, int8=624, float32=156)

@@ -1,7 +1,8 @@
-"""What one collective of a compiled program sends, between which devices, and where these devices are in the mesh.
+"""The collectives of a compiled program: the bytes that each one sends, its replica groups, and their mesh axes.
 
-Collectives are read from every form in which HLO writes them. Between hosts of different TPU slices, a program contains
-transfers as sends and receives.
+HLO has several notations for replica groups, and this module reads all of them. Between TPU slices, a program has
+`send` and `recv` instructions instead of collectives. The module calls a pair of them a transfer, and reads it as the
+collective that it is a part of.
 """
 
 import itertools
@@ -22,7 +23,7 @@ from ._hlo_text import Array, HloModule, Instruction, array_of, arrays_in, parts
 
 
 def _gathered(size: Fraction, members: np.ndarray) -> Fraction:
-    # Bytes from other slices enter a slice once for all of its devices, as the compilers for TPUs do it.
+    # Bytes from another slice enter a slice once for all of its devices: compilers for TPUs gather hierarchically.
     return size * sum(len(set(row)) - 1 for row in members.tolist())
 
 
@@ -31,15 +32,16 @@ def _exchanged(size: Fraction, members: np.ndarray) -> Fraction:
 
 
 class CollectiveKind(NamedTuple):
-    """A kind of collective.
+    """The properties of a kind of collective, such as an all-gather.
 
     **Arguments:**
 
-    - `received`: the bytes that all devices of the groups take in, by the bytes of a result and the members of each
-        group: a row of numbers, which differ where bytes between two members count.
-    - `links`: the links that carry it. "rings": all of the group's. "middle": half of it crosses the middle of the
-        longest ring. "one": one device sends to another.
-    - `moves`: whether its result has the operand's elements and no others, so that the result is the operand elsewhere.
+    - `received`: a function that returns the bytes which all devices receive together. Its arguments are the bytes of
+        the result on one device, and an array of labels of shape (groups, members). Bytes between two devices count if
+        their labels differ.
+    - `links`: the network links that limit the collective. "rings": all links of the replica group. "middle": the links
+        in the middle of the longest ring, since half of the bytes cross it. "one": one link.
+    - `moves`: whether the collective only moves elements of its operand, without arithmetic.
     """
 
     received: Callable[[Fraction, np.ndarray], Fraction]
@@ -61,42 +63,42 @@ KINDS: Final[Mapping[str, CollectiveKind]] = {
 MOVING: Final = frozenset(name for name, kind in KINDS.items() if kind.moves)
 # An instruction that names device groups, or a channel between devices, communicates, and its kind must be known.
 _COMMUNICATES = re.compile(r"\b(replica_groups|source_target_pairs|device_groups|channel_id|collective_id)=")
-# A kernel that sends to other devices by itself says so in its backend configuration only.
+# Only the backend configuration of a kernel shows that the kernel itself sends to other devices.
 _KERNEL_SENDS = re.compile(r'"has_communication":\s*true|"collective_id":\s*"?\d')
-# These have a channel too: the second halves of asynchronous collectives, and transfers to a host, which no other
-# device sees.
+# The suffixes of the opcodes that continue or end an asynchronous collective. These instructions have a channel too.
 _ENDS = ("-done", "-update")
-# A GPU's compiler may write a permute as a send and a receive with these pairs.
+# The compiler for GPUs may write a permute as a `send` and a `recv` with this attribute.
 _HAS_PAIRS = "source_target_pairs="
 _SLICED = re.compile(r"\bslice_sizes=\{((?:\{[\d,]*\},?)*)\}")
 # Arrays of device numbers with shape (groups, members), one array per group size.
 Groups = tuple[np.ndarray, ...]
 
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
-# `[4,2]<=[2,4]T(1,0)`: the numbers 0 to 7 in shape (2, 4), transposed, as four groups of two.
+# `[4,2]<=[2,4]T(1,0)`: the numbers 0 to 7 in an array of shape (2, 4), transposed, as four groups of two devices.
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# `mesh['x'=2,'y'=4], device_ids=([2,4]T(1,0)) {'y','x':(1)2}`: groups along whole axes, or along sub-axes written as
-# (product of the sizes before it)size. The devices of the mesh are in their order, or in that of `device_ids`.
+# `mesh['x'=2,'y'=4], device_ids=([2,4]T(1,0)) {'y','x':(1)2}`: groups along mesh axes or sub-axes. The text of a
+# sub-axis is (the product of the sizes of the sub-axes before it)size. `device_ids` is the order of the mesh's devices.
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*(?:\([^)]*\))?)\))? \{([^}]*)\}")
 _AXIS = re.compile(r"'([^']*)'=(\d+)")
 _USED = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
 _ORDER = re.compile(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _PAIR = re.compile(r"\{(\d+),(\d+)\}")
-# These have an attribute that says whether their numbers are device numbers; in others a channel says so.
-_SAYS_WHOSE = ("all-gather", "all-reduce", "reduce-scatter")
+# The replica groups of these have device numbers if `use_global_device_ids` is true. The replica groups of the other
+# collectives have device numbers if the collective has a channel.
+_HAS_ID_FLAG = ("all-gather", "all-reduce", "reduce-scatter")
 
 
 class Collective(NamedTuple):
-    """One collective of a compiled program, as one execution of it.
+    """One execution of a collective of a compiled program.
 
     **Arguments:**
 
-    - `kind`: one of `KINDS`.
-    - `arrays`: the arrays of its result on one device.
-    - `parts`: the bytes of each array. In a reduce-scatter these are the bytes of one device's shard.
-    - `groups`: arrays of shape (groups, members) of device numbers, one array for each group size. A permute has one
-        array of shape (pairs, 2), with senders and receivers, without devices that send to themselves.
+    - `kind`: XLA's name of the kind, a key of `KINDS`.
+    - `arrays`: the arrays of the collective's result on one device.
+    - `parts`: the bytes of each of these arrays. For a reduce-scatter, these are the bytes of one shard.
+    - `groups`: the replica groups: arrays of device numbers of shape (groups, members), one array for each group size.
+        For a permute, one array of shape (pairs, 2) with senders and receivers, without pairs of equal devices.
     """
 
     kind: str
@@ -106,12 +108,12 @@ class Collective(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The dtype that the collective sends, as HLO writes it; several dtypes are joined by "+"."""
+        """The dtype of the collective's result in HLO's notation; several dtypes are separated by "+"."""
         return "+".join(dict.fromkeys(array.dtype for array in self.arrays))
 
     @property
     def bytes(self) -> Fraction:
-        """The bytes of the whole result on one device."""
+        """The bytes of the collective's whole result on one device."""
         return sum(self.parts, Fraction(0))
 
     @property
@@ -119,21 +121,24 @@ class Collective(NamedTuple):
         """The number of devices in the largest replica group; 2 for a permute."""
         return max(own.shape[1] for own in self.groups)
 
-    def wire_bytes(self, apart: np.ndarray) -> Fraction:
-        """The bytes that enter a device, as the mean over all devices. Bytes count between devices that have different
-        numbers in `apart`.
+    def wire_bytes(self, labels: np.ndarray) -> Fraction:
+        """The bytes that enter a device, as the mean over all devices.
+
+        **Arguments:**
+
+        - `labels`: a number for each device. Bytes between two devices count if their labels differ. Labels that are
+            device numbers count all bytes, and labels that are slice numbers count the bytes between slices.
         """
         received = KINDS[self.kind].received
-        return sum((received(self.bytes, apart[own]) for own in self.groups), Fraction(0)) / len(apart)
+        return sum((received(self.bytes, labels[own]) for own in self.groups), Fraction(0)) / len(labels)
 
 
 def collective_of(instruction: Instruction, devices: int) -> Collective | None:
-    """The collective that an instruction starts; `None` for an instruction that sends nothing, and for the end of a
-    collective.
+    """The collective that an instruction starts; `None` for an instruction that starts no collective.
 
     **Raises:**
 
-    `ProgramError` for an instruction that exchanges between devices in a way that is not known.
+    `ProgramError` for a collective of an unknown kind.
     """
     kind = instruction.opcode.removesuffix("-start")
     if kind == "recv" and _HAS_PAIRS in instruction.attributes:
@@ -146,7 +151,7 @@ def collective_of(instruction: Instruction, devices: int) -> Collective | None:
 
 
 def channel_of(instruction: Instruction) -> int | None:
-    """The instruction's `channel_id`, which is different for different collectives; `None` without one."""
+    """The `channel_id` of an instruction, which identifies its collective; `None` if it has no channel."""
     found = re.search(r"\bchannel_id=(\d+)", instruction.structure)
     return int(found[1]) if found else None
 
@@ -189,12 +194,12 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
 
     **Returns:**
 
-    Arrays of shape (groups, members), one per group size. For a permute it is one array of shape (pairs, 2) of senders
-    and receivers, without devices that send to themselves.
+    Arrays of device numbers of shape (groups, members), one array for each group size. For a permute, one array of
+    shape (pairs, 2) with senders and receivers, without pairs of equal devices.
 
     **Raises:**
 
-    `ProgramError` for groups that cannot be read, that name a device twice, or that name a device which does not exist.
+    `ProgramError` for groups that cannot be read, that have a device twice, or that have a device that does not exist.
     """
     is_permute = kind == "collective-permute"
     rows = (_pairs(instruction),) if is_permute else _rows(instruction)
@@ -202,8 +207,8 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
     if not is_permute and len(set(members)) < len(members):
         raise ProgramError("a collective names a device twice")
     has_channel = "channel_id=" in instruction.structure
-    is_of_devices = "use_global_device_ids=true" in instruction.structure or (has_channel and kind not in _SAYS_WHOSE)
-    # Other numbers are replica numbers. A program has one replica: all its devices, or each device alone.
+    is_of_devices = "use_global_device_ids=true" in instruction.structure or (has_channel and kind not in _HAS_ID_FLAG)
+    # Otherwise the numbers are replica numbers, and a program has one replica, number 0.
     count = devices if is_of_devices else 1
     if max(members, default=0) >= count:
         raise ProgramError(
@@ -216,12 +221,12 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
 
 
 def groups_by_size(rows: Sequence[Sequence[int]]) -> Groups:
-    """Replica groups as arrays, one for each size that the groups have."""
+    """Replica groups as arrays of shape (groups, members), one array for each group size."""
     return tuple(np.array(own) for own in together(rows, len).values())
 
 
 def _pairs(instruction: Instruction) -> np.ndarray:
-    # In the attributes of a send or receive the pairs can be in quotes.
+    # The pairs of a `send` or `recv` can be in quotes.
     found = _PAIRS.search(instruction.structure) or _PAIRS.search(instruction.attributes.replace('"', ""))
     if found is None:
         raise ProgramError("a permute does not say who sends to whom")
@@ -265,10 +270,10 @@ def _mesh_groups(mesh: str, order: str | None, used: str) -> np.ndarray:
     return grid.reshape(-1, math.prod(shape[axis] for axis in inside))
 
 
-# Hosts number the devices of several slices: slice * SLICE + device.
+# Transfers between slices number devices as slice * SLICE + device.
 SLICE = 100_000
-# `..._xla_megascale_target={{100000->200000},...},...`: a list of pairs or of device groups, with numbers slice *
-# 100000 + device; or `"{1,2}x{0:15}"`, slices x devices, where devices with the same number form a group.
+# `..._xla_megascale_target={{100000->200000},...},...`: a list of pairs or of device groups. Or `"{1,2}x{0:15}"`,
+# slices x devices: the devices with one number in all slices form a group.
 _TARGET = re.compile(r'_xla_megascale_target="?(\{.*?\})"?,_xla_megascale_transfer_type="(\w+)"')
 _KINDS = {
     "ALL_REDUCE": "all-reduce",
@@ -280,29 +285,29 @@ _KINDS = {
 _PRODUCT = re.compile(r"^\{([\d,:]+)\}x\{([\d,:]+)\}$")
 
 
-class Where:
-    """The position of each device of a program in its mesh and in its slice.
+class DevicePositions:
+    """The position in the mesh, and the slice, of each device that runs a program.
 
-    Devices are numbered by position in the mesh. A program over several TPU slices is written for one slice and numbers
-    the devices of that slice.
+    A device's number is its position in the mesh. A program over several TPU slices is written for one slice: its
+    device numbers are positions in that slice.
 
     **Arguments:**
 
-    - `mesh`: the mesh, if it is known.
-    - `own`: the number of devices in the first line of the program. Some texts do not say it; then it is 1.
-    - `slices`: the number of slices that the program runs on, as far as it says.
-    - `ids`: the ids of the mesh's devices, in its order, if they are known.
+    - `mesh`: the mesh; `None` if it is not known.
+    - `own`: the number of devices in the program's first line; 1 if the line does not have it.
+    - `slices`: the number of slices in the program's text.
+    - `ids`: the ids of the mesh's devices in the order of the mesh; empty if they are not known.
     """
 
     def __init__(self, mesh: MeshSpec | Mesh | AbstractMesh | None, own: int, slices: int = 1, ids: Sequence[int] = ()):
         spec = MeshSpec({}) if mesh is None else MeshSpec.of(mesh)
         self.own = own = spec.size if mesh is not None and own == 1 else own
         self.devices = own * slices if mesh is None else spec.size
-        self.names, self.apart = spec.axis_names, np.arange(self.devices)
+        self.names, self.numbers = spec.axis_names, np.arange(self.devices)
         self.slices: np.ndarray = np.zeros(self.devices, int)
         self.coordinates = np.zeros((0, self.devices))
         if self.names:
-            self.coordinates = np.stack(np.unravel_index(self.apart, spec.axis_sizes))
+            self.coordinates = np.stack(np.unravel_index(self.numbers, spec.axis_sizes))
             parts = np.array(spec.axis_sizes) // np.array(spec.dcn_sizes)
             self.slices = np.asarray(np.ravel_multi_index(tuple(self.coordinates // parts[:, None]), spec.dcn_sizes))
         if isinstance(mesh, Mesh):
@@ -310,74 +315,73 @@ class Where:
             for number, members in enumerate(topology.slices(mesh.devices)):
                 self.slices[[*members]] = number
         if not self.slices.any() and self.devices == own * slices:
-            self.slices = self.apart // own
+            self.slices = self.numbers // own
         programs = [np.flatnonzero(self.slices == number) for number in range(self.slices.max() + 1)]
         if self.devices == own:
-            programs = [self.apart]
+            programs = [self.numbers]
         if {len(one) for one in programs} != {own}:
             raise MeshError(f"the program runs on {own * slices} devices, and the mesh {spec} has {self.devices}.")
         self.programs = np.stack(programs)
         self.ids = {id_: at for at, id_ in enumerate(ids)}
 
-    def lifted(self, groups: Groups, number: int | None) -> Groups:
-        """Replica groups in one slice's device numbers, converted to positions in the mesh: for every slice, or only
-        for slice `number`.
+    def in_mesh(self, groups: Groups, number: int | None) -> Groups:
+        """Replica groups whose device numbers are positions in a slice, converted to positions in the mesh.
+
+        The result has the groups of slice `number`, or of every slice if `number` is `None`.
         """
         programs = self.programs if number is None else self.programs[number : number + 1]
         return tuple(np.concatenate([program[own] for program in programs]) for own in groups)
 
-    def numbers(self, names: Sequence[int]) -> dict[int, int]:
-        """The position in the mesh of each device, from the ids that transfers between slices use."""
-        if all(name in self.ids for name in names):
-            return {name: self.ids[name] for name in names}
-        first = min(name // SLICE for name in names)
-        return {name: int(self.programs[name // SLICE - first, name % SLICE]) for name in names}
+    def numbers_of(self, ids: Sequence[int]) -> dict[int, int]:
+        """The position in the mesh of each device whose id is in a transfer between slices, by its id."""
+        if all(id_ in self.ids for id_ in ids):
+            return {id_: self.ids[id_] for id_ in ids}
+        first = min(id_ // SLICE for id_ in ids)
+        return {id_: int(self.programs[id_ // SLICE - first, id_ % SLICE]) for id_ in ids}
 
     def axes(self, collective: Collective) -> tuple[str, ...]:
-        """The mesh axes along which the devices of a replica group differ."""
+        """The mesh axes along which the devices of a collective's replica group differ."""
         found = np.zeros(len(self.names), dtype=bool)
         for own in collective.groups:
-            where = self.coordinates[:, own]
-            found |= (where != where[:, :, :1]).any(axis=(1, 2))
+            members = self.coordinates[:, own]
+            found |= (members != members[:, :, :1]).any(axis=(1, 2))
         return tuple(name for name, differs in zip(self.names, found.tolist(), strict=True) if differs)
 
 
 def is_transfer(instruction: Instruction) -> bool:
-    """Whether an instruction receives from another slice. A transfer is counted where it is received."""
+    """Whether an instruction is the `recv` of a transfer between slices, where the bytes of the transfer count."""
     return instruction.opcode == "recv" and "_xla_megascale_target=" in instruction.attributes
 
 
 def slices_of(module: HloModule) -> int:
-    """The number of slices that the transfers of a program span; 1 without transfers."""
+    """The number of slices between which a program has transfers; 1 if it has none."""
     instructions = (one for computation in module.computations.values() for one in computation.values())
-    names = {name // SLICE for one in filter(is_transfer, instructions) for row in _target(one)[0] for name in row}
-    return max(1, max(names, default=1) - min(names, default=1) + 1)
+    slices = {id_ // SLICE for one in filter(is_transfer, instructions) for row in _target(one)[0] for id_ in row}
+    return max(1, max(slices, default=1) - min(slices, default=1) + 1)
 
 
-def transfer_of(instruction: Instruction, where: Where) -> Collective:
-    """A transfer between slices, as a collective among all devices that take part."""
+def transfer_of(instruction: Instruction, positions: DevicePositions) -> Collective:
+    """The collective that a transfer between slices is a part of."""
     target, kind = _target(instruction)
     sent = array_of(instruction)
-    numbers = where.numbers(sorted({name for row in target for name in row}))
-    groups = groups_by_size([[numbers[name] for name in row] for row in target])
+    numbers = positions.numbers_of(sorted({id_ for row in target for id_ in row}))
+    groups = groups_by_size([[numbers[id_] for id_ in row] for row in target])
     return Collective(kind, (sent,), (sent.bytes,), groups)
 
 
 def _target(instruction: Instruction) -> tuple[list[list[int]], str]:
-    """The groups of devices that a transfer between slices connects, by their ids in the text, and the kind of the
-    collective.
-    """
+    """The groups of device ids that a transfer between slices connects, and the kind of its collective."""
     found = _TARGET.search(instruction.attributes)
     if found is None or found[2] not in _KINDS:
         raise ProgramError(f"a transfer between slices does not say what goes whither: {instruction.text:.300}")
     if product := _PRODUCT.match(found[1]):
-        slices, devices = (_listed(part) for part in product.groups())
+        slices, devices = (_numbers_in(part) for part in product.groups())
         return [[slice_ * SLICE + device for slice_ in slices] for device in devices], _KINDS[found[2]]
-    rows = [[int(name) for name in re.findall(r"\d+", row)] for row in found[1][1:-1].split("},{")]
+    rows = [[int(id_) for id_ in re.findall(r"\d+", row)] for row in found[1][1:-1].split("},{")]
     return rows, _KINDS[found[2]]
 
 
-def _listed(text: str) -> list[int]:
-    """The numbers in a text such as `0:3,8`, here 0, 1, 2, 3 and 8."""
+def _numbers_in(text: str) -> list[int]:
+    """The numbers of a list with ranges: 0, 1, 2, 3 and 8 for the text `0:3,8`."""
     ends = [[int(number) for number in part.split(":")] for part in text.split(",")]
     return list(itertools.chain.from_iterable(range(own[0], own[-1] + 1) for own in ends))

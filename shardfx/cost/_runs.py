@@ -1,4 +1,4 @@
-"""How often each computation of a compiled program runs in a step, through loops, branches, calls and fusions."""
+"""The number of times that each computation of an HLO module runs in a step, from loop trip counts and calls."""
 
 import collections
 import dataclasses
@@ -15,21 +15,21 @@ _COMPARED = re.compile(r"direction=(LT|LE|GT|GE|NE)")
 _HOLDS = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne}
 _INTEGER = re.compile(r"-?\d+")
 _ENDS = ("-done", "-update")
-# These return a number unchanged.
+# The operations that return an integer scalar unchanged.
 _MOVES = ("copy", "copy-start", "copy-done", "convert", "bitcast", "reshape")
 _REDUCES = ("all-reduce", "reduce", "scatter", "sort", "select-and-scatter")
 
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """How often a computation runs in one step.
+    """The number of times that a computation runs in one step.
 
     **Arguments:**
 
-    - `count`: times, where a loop whose trips are not known counts once.
-    - `unknown`: the loops around it whose trips are not known, as lines of HLO.
-    - `branch`: the conditional whose branch it is in and the number of the branch, outermost first.
-    - `slice`: the only slice of TPUs that runs it, by number; `None` where all do.
+    - `count`: the number of times. A loop of unknown trip count counts as one iteration.
+    - `unknown`: the enclosing loops of unknown trip count, as lines of HLO.
+    - `branch`: for each enclosing conditional, outermost first, its name and the number of the branch.
+    - `slice`: the number of the TPU slice that runs the computation; `None` if all slices do.
     """
 
     count: int
@@ -39,22 +39,16 @@ class Runs:
 
 
 def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
-    """How often each computation runs that the entry reaches.
+    """The number of times that each computation of an HLO module runs, by the name of the computation.
 
-    **Arguments:**
-
-    - `module`: the program.
-
-    **Returns:**
-
-    The counts by the name of the computation. A computation with several callers has the sum, with an entry for each
-    branch, and for each loop of unknown length, that contains it.
+    Computations that do not run are left out. A computation has one entry for all its callers, except for callers in
+    different branches of a conditional or in different loops of unknown trip count.
     """
     found = {module.entry: collections.Counter({Runs(0): 1})}
     # Callees come before callers in the text. In reverse order, each count is complete when it is reached.
     for name in reversed(module.computations):
         for instruction in module.computations[name].values() if name in found else ():
-            # The end of an asynchronous operation names its computation again; a reducer runs within one device.
+            # The `-done` of an asynchronous operation names the computation again. A reducer contains no collectives.
             if instruction.opcode.endswith(_ENDS) or instruction.opcode.startswith(_REDUCES):
                 continue
             for own, count in found[name].items():
@@ -71,21 +65,23 @@ def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
 
 
 def _called(module: HloModule, name: str, instruction: Instruction, own: Runs) -> Iterator[tuple[str, Runs, int]]:
-    """Yields the computations that an instruction calls: for each its loops and branches, and how often one run of the
-    instruction calls it. `own` has the loops and branches around the instruction.
+    """Yields, for each computation that an instruction calls: the name of the computation, its enclosing loops and
+    branches, and the number of calls per run of the instruction.
+
+    `name` is the computation that contains the instruction. `own` has the loops and branches that enclose it.
     """
     around = module.computations[name]
     if instruction.opcode == "while":
         trips = trip_count(module, around, instruction)
         if trips is None:
             own = dataclasses.replace(own, unknown=(*own.unknown, instruction.text))
-        # The condition runs once more than the body, and may communicate too.
+        # The condition runs once more than the body, and can contain collectives too.
         times = {"body": 1 if trips is None else trips, "condition": 1 if trips is None else trips + 1}
         yield from ((target, own, times[what]) for what, target in instruction.called if what in times)
     elif instruction.opcode == "conditional":
-        asked = around.get(instruction.operands[0])
-        # In programs for several TPU slices, all branches of such a conditional run, each in its own slice.
-        is_by_slice = asked is not None and 'custom_call_target="SliceId"' in asked.attributes
+        index = around.get(instruction.operands[0])
+        # In programs for several TPU slices, each slice runs the branch of its own number.
+        is_by_slice = index is not None and 'custom_call_target="SliceId"' in index.attributes
         for number, (_, target) in enumerate(instruction.called):
             branch = (*own.branch, (f"{name}/{instruction.name}", number))
             yield target, dataclasses.replace(own, **({"slice": number} if is_by_slice else {"branch": branch})), 1
@@ -94,17 +90,17 @@ def _called(module: HloModule, name: str, instruction: Instruction, own: Runs) -
 
 
 def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instruction) -> int | None:
-    """The number of iterations of a loop, from the compiler's note or from its condition and the step of its counter.
+    """The trip count of a loop; `None` if it is not a constant.
+
+    The trip count is the one that XLA wrote into the loop's `backend_config`. Otherwise it follows from the loop's
+    condition and the increment of its counter: a smaller form of `ComputeWhileLoopTripCount` in
+    xla/service/while_loop_analysis.cc.
 
     **Arguments:**
 
     - `module`: the program.
-    - `around`: the computation that the loop is in.
-    - `loop`: the loop.
-
-    **Returns:**
-
-    The count, or `None` if it depends on values that are not in the program.
+    - `around`: the instructions of the computation that contains the loop.
+    - `loop`: the `while` instruction.
     """
     if known := _KNOWN.search(loop.attributes):
         return int(known[1])
@@ -124,8 +120,9 @@ def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instr
 
 
 def _trips(start: int, step: int, stop: int, direction: str) -> int | None:
-    """The number of iterations of a counted loop, from its start, step, bound and comparison; `None` if it never
-    ends.
+    """The trip count of a loop over an integer counter; `None` if the loop never ends.
+
+    The counter goes from `start` in increments of `step`, as long as its comparison with `stop` in `direction` is true.
     """
     if not _HOLDS[direction](start, stop):
         return 0
@@ -137,8 +134,9 @@ def _trips(start: int, step: int, stop: int, direction: str) -> int | None:
 def _opened(
     module: HloModule, scope: Mapping[str, Instruction], one: Instruction
 ) -> tuple[Instruction, Mapping[str, Instruction]]:
-    """For a fusion, its root instruction and the instructions in scope there, by name; for another instruction itself
-    and its scope.
+    """The instruction that computes the result of `one`, and the instructions by name that it can have as operands.
+
+    For a fusion, this is the root of the fusion's computation. Other instructions are returned unchanged.
     """
     if one.opcode != "fusion":
         return one, scope
@@ -148,8 +146,10 @@ def _opened(
 
 
 def _value(module: HloModule, scope: Mapping[str, Instruction], name: str) -> tuple[int | None, int] | None:
-    """A loop-carried integer plus a constant: the index of the integer (`None` for a constant alone), and the constant.
-    `None` for any other value.
+    """An integer value as a loop-carried integer plus a constant; `None` for any other value.
+
+    The result is the loop-carried integer's index in the tuple that the loop carries (`None` if there is only a
+    constant), and the constant.
     """
     if name not in scope:
         return None

@@ -1,4 +1,4 @@
-"""An estimate of the time that the collectives of a step take on a chip's links, by rings on a torus."""
+"""An estimate of the time that the collectives of a step take on a chip's network links."""
 
 import dataclasses
 import math
@@ -22,10 +22,10 @@ class SecondsRow:
     **Arguments:**
 
     - `traffic`: the collective.
-    - `seconds`: seconds in one step: of all calls, on the links and between slices, one after the other.
-    - `dcn_seconds`: the part of the seconds spent between slices.
-    - `bytes_per_second`: the rate at which bytes enter a device over the links that it can use.
-    - `why`: a description of those links.
+    - `seconds`: the seconds of all calls in one step, within slices and between slices.
+    - `dcn_seconds`: the part of `seconds` between slices.
+    - `bytes_per_second`: the rate at which bytes enter a device over the links that the collective uses.
+    - `why`: a description of these links.
     """
 
     __module__ = "shardfx.cost"
@@ -39,15 +39,14 @@ class SecondsRow:
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """The time that a step's collectives take if nothing hides them; from [`shardfx.cost.seconds`][]. `str(...)` is a
-    table.
+    """An estimate of the time that a step's collectives take; returned by [`shardfx.cost.seconds`][].
 
-    It is an estimate: bytes divided by bandwidth, without latency, contention, or overlap of communication and
-    arithmetic.
+    The time is bytes divided by bandwidth. It leaves out latency, contention, and the overlap of communication and
+    arithmetic. `str(...)` is a table.
 
     **Arguments:**
 
-    - `rows`: one for each collective, longest first.
+    - `rows`: one row for each collective, the longest time first.
     - `chip`: the chip.
     """
 
@@ -58,11 +57,11 @@ class Seconds:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all collectives, one after the other."""
+        """The seconds of all collectives, if they run one after the other."""
         return math.fsum(row.seconds for row in self.rows)
 
     def by_axes(self) -> dict[tuple[str, ...], float]:
-        """The seconds of each set of mesh axes, longest first."""
+        """The seconds of all collectives along each tuple of mesh axes, the longest time first."""
         axes = together(self.rows, lambda row: row.traffic.axes)
         sums = {own: math.fsum(row.seconds for row in rows) for own, rows in axes.items()}
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
@@ -86,21 +85,22 @@ class Seconds:
 def seconds(
     traffic: Traffic, chip: str | chips.Chip, mesh: MeshSpec | Mesh | AbstractMesh | None = None, *, slice: str = ""
 ) -> Seconds:
-    """An estimate of the time that each collective of a step takes on the chip's links.
+    """An estimate of the time that each collective of a step takes on the chip's network links.
 
-    On a torus a mesh axis lies along dimensions of the slice. A dimension that is a ring sends in both directions, an
-    open one in one direction; axes that span several dimensions use the links of all of them. An all-to-all crosses the
-    middle of its ring: a quarter of the ring's devices share each link, or half of them if it is open. If chips are
-    joined by a switch, each sends over all of its links. Bytes from another slice, or from another group of switched
-    chips, go through the network between hosts.
+    On a torus, a mesh axis spans dimensions of the slice. A collective uses the links of all dimensions that its axes
+    span: in both directions along a dimension that is a closed ring, and in one direction along an open one. An
+    all-to-all is limited by the links in the middle of its longest dimension, since half of its bytes cross them. If a
+    switch connects the chips, each chip sends over all of its links. Bytes from another slice, or from chips of another
+    switch, use the data-center network.
 
     **Arguments:**
 
     - `traffic`: the traffic from [`shardfx.cost.traffic`][].
-    - `chip`: its name, or a [`shardfx.chips.Chip`][].
-    - `mesh`: the mesh whose axes the rows name. Without it each collective is taken to have one ring of its own.
-    - `slice`: the slice's extents in chips, "4x4x8"; the smallest that fits if not given. Axes are laid over its
-        dimensions in order, the last axis innermost, as [`shardfx.MeshSpec.build`][] does.
+    - `chip`: the chip's name, or a [`shardfx.chips.Chip`][].
+    - `mesh`: the mesh whose axes the rows name. Without a mesh, each collective on a torus uses one link in one
+        direction.
+    - `slice`: the slice's extents in chips, such as "4x4x8"; by default the extents nearest to a cube. Mesh axes are
+        assigned to dimensions of the slice in order, the last axis innermost, as [`shardfx.MeshSpec.build`][] does.
 
     **Returns:**
 
@@ -144,8 +144,9 @@ def seconds(
 
 
 def _extents(given: str, usual: tuple[int, ...], chip: chips.Chip) -> tuple[int, ...]:
-    """The extents of a slice, such as (4, 8), from their text; raises if they hold another number of chips than
-    `usual`.
+    """The extents of a slice from their text: (4, 8) for "4x8".
+
+    Raises `MeshError` if the extents have not as many dimensions and chips as `usual`.
     """
     parts = given.lower().split("x")
     found = tuple(int(part) for part in parts if part.isdigit())
@@ -162,14 +163,14 @@ def _row(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip
     near = (row.wire_bytes - row.dcn_bytes) / rate
     far = row.dcn_bytes / chip.dcn_bytes_per_second * chip.devices_per_chip
     if not chip.torus_dims and row.group_size > chip.island_chips:
-        # A group larger than a switch's group of chips also sends between such groups.
+        # A replica group with more chips than one switch connects also uses the network between switches.
         far += row.wire_bytes / chip.island_chips / chip.dcn_bytes_per_second
         why += f", and the network between islands of {chip.island_chips}"
     return SecondsRow(row, near + far, far, rate, why)
 
 
 def _rate(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip) -> tuple[float, str]:
-    """Bytes per second that enter one device, and a description of the links that carry them."""
+    """The bytes per second that enter a device during a collective, and a description of the links that limit them."""
     link = chip.link_bytes_per_second
     if not chip.torus_dims:
         return link, "a switch"

@@ -1,4 +1,4 @@
-"""The bytes that a compiled step sends, a row for each collective, with the line of the program that causes it."""
+"""The bytes that a compiled step sends: a row for each collective, with the source line that causes it."""
 
 import dataclasses
 import functools as ft
@@ -16,7 +16,7 @@ from .._ground.errors import LeafTypeError, ProgramError
 from .._ground.text import together
 from .._step import own_line
 from ..topology import MeshSpec
-from ._collective import Collective, Where, channel_of, collective_of, is_transfer, slices_of, transfer_of
+from ._collective import Collective, DevicePositions, channel_of, collective_of, is_transfer, slices_of, transfer_of
 from ._compile_for import CompiledFor
 from ._hlo_text import HloModule, Instruction, parse_hlo
 from ._origin import Origins, path_of
@@ -24,13 +24,13 @@ from ._runs import Runs, runs_of
 from ._traffic_rows import Traffic, TrafficRow, largest_first
 
 
-# The note of the rows in a branch that sends less than another branch.
+# The note in the rows of a branch that sends less than another branch of the same conditional.
 IDLE = "one branch of a conditional runs: the one that sends most counts, the others are listed with 0 calls."
-# The note of the rows of an all-to-all whose shards differ in size.
+# The note in the rows of an all-to-all whose shards differ in size.
 RAGGED = "a ragged exchange sends what its sizes say when it runs: all that it has room for counts, in equal parts."
-# The computation in which a TPU sums and keeps a shard of the sum.
+# The name of a computation in which a TPU performs an all-reduce and slices its result: a reduce-scatter.
 _SCATTERS = "all-reduce-scatter"
-# The fusion in which a TPU's collective begins; other fusions name the collective again.
+# The name of the fusion that starts a TPU's collective. Other fusions contain the collective's instruction again.
 _BEGINS = "async-collective-start"
 _PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")
 
@@ -38,15 +38,15 @@ _PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")
 def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None) -> Traffic:
     """The bytes that a compiled step sends: a row for each collective, with the line of your program that causes it.
 
-    A collective in a loop counts once per iteration, an asynchronous collective counts once, and an unknown collective
-    is an error, so that nothing is left out silently.
+    A collective in a loop counts once per iteration. An asynchronous collective counts once. A collective of an unknown
+    kind is an error, so the total is never too small without notice.
 
     **Arguments:**
 
     - `compiled`: a compiled program of `jax.jit`, `filter_jit` or [`shardfx.cost.compile_for`][]; a lowered program,
         which is compiled first; or the text of an optimized HLO module. It may be for CPUs, GPUs or TPUs.
-    - `mesh`: the mesh whose axes are named in the rows; read from the program's shardings if it has them. A MeshSpec
-        with `dcn`, or a Mesh of devices in several slices, also says what crosses slices.
+    - `mesh`: the mesh whose axes the rows name; by default the mesh of the program's shardings, if it has any. With a
+        MeshSpec that has `dcn`, or a Mesh of devices in several slices, the rows also count the bytes between slices.
 
     **Returns:**
 
@@ -54,8 +54,8 @@ def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None
 
     **Raises:**
 
-    `ProgramError`, with the line, for a collective or text that cannot be read; `MeshError` for a mesh of another size
-    than the program's; `LeafTypeError` for an object that is no program.
+    `ProgramError` for text or a collective that cannot be read, with the line of HLO; `MeshError` for a mesh that has
+    more or fewer devices than the program; `LeafTypeError` for an object that is no program.
 
     !!! Example
 
@@ -89,7 +89,7 @@ def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None
         shardings = jax.tree.leaves(compiled.input_shardings)
         mesh = next((one.mesh for one in shardings if isinstance(one, NamedSharding) and not one.mesh.empty), None)
     named = {} if isinstance(compiled, jax.stages.Compiled) else compiled.argument_paths
-    # The path within an argument, without the name of the argument.
+    # Paths without the argument's name.
     paths = {name: path.partition("/")[2] or path for name, path in named.items()}
     ids = compiled.device_ids if isinstance(compiled, CompiledFor) else ()
     return largest_first(read(parse_hlo(text), mesh, paths, ids))
@@ -101,49 +101,53 @@ def read(
     paths: Mapping[str, str],
     ids: tuple[int, ...] = (),
 ) -> Traffic:
-    """The traffic of a compiled or partitioned module, with its rows in program order.
+    """The traffic of a compiled or partitioned HLO module, with the rows in the order of the program.
 
     **Arguments:**
 
-    - `module`: the program.
-    - `mesh`: the mesh whose axes are named in the rows.
-    - `paths`: the paths of its arguments, by their names in the text.
-    - `ids`: the ids of the devices, in the order of the mesh, if they are known.
+    - `module`: the module.
+    - `mesh`: the mesh whose axes the rows name; `None` if it is not known.
+    - `paths`: the path of each argument of the module, by the argument's name in the text.
+    - `ids`: the ids of the devices in the order of the mesh; empty if they are not known.
     """
     runs = runs_of(module)
     numbers = [own.slice + 1 for ways in runs.values() for own in ways if own.slice is not None]
-    where = Where(mesh, module.partitions, max([slices_of(module), *numbers]), ids)
-    found = _of_costly_branches(_ModuleReader(module, where, paths).collectives(runs))
-    return Traffic(tuple(one.row for one in found), where.devices, where.names)
+    positions = DevicePositions(mesh, module.partitions, max([slices_of(module), *numbers]), ids)
+    found = _of_costly_branches(_ModuleReader(module, positions, paths).collectives(runs))
+    return Traffic(tuple(one.row for one in found), positions.devices, positions.names)
 
 
 class _Found(NamedTuple):
-    """A traffic row, and how often its instruction's computation runs.
+    """The traffic row of one instruction, and how often the instruction's computation runs.
 
-    Instructions of one collective, such as its `-start` and `-done`, have equal keys; `begins` marks the first one.
+    A TPU's program can have several instructions for one collective. Their rows have equal keys, and `starts` is true
+    for the instruction that starts the collective.
     """
 
     row: TrafficRow
     runs: Runs
     key: object
-    begins: bool
+    starts: bool
 
 
 @dataclasses.dataclass
 class _ModuleReader:
-    """Reads the collectives of one module into rows."""
+    """Makes traffic rows of the collectives of one HLO module."""
 
     module: HloModule
-    where: Where
+    positions: DevicePositions
     paths: Mapping[str, str]
 
     @ft.cached_property
     def origins(self) -> Origins:
-        """The search for the arguments behind the module's collectives."""
+        """The object that finds, for each collective of the module, the argument that it gathers or reduces."""
         return Origins(self.module)
 
     def collectives(self, runs: Mapping[str, tuple[Runs, ...]]) -> list[_Found]:
-        """The collectives of the module. One that runs in several branches or loops has a row for each."""
+        """The rows of the module's collectives. A collective that runs in several branches or loops has a row for each.
+
+        `runs` is how often each computation runs, from `runs_of`.
+        """
         instructions = [(name, one) for name in runs for one in self.module.computations[name].values()]
         fusions = {target: one.name for _, one in instructions if one.opcode == "fusion" for _, target in one.called}
         found: list[_Found] = []
@@ -155,45 +159,44 @@ class _ModuleReader:
                 except ProgramError as error:
                     raise ProgramError(f"{error}: {one.text:.300}") from None
                 if row is not None:
-                    # A TPU's program names a collective again in each fusion that runs beside it. On other platforms
-                    # each name is one collective, whatever its channel, since all collectives of a `shard_map` may
-                    # share one.
+                    # A TPU's program repeats a collective in each fusion that runs at the same time. On other platforms
+                    # each instruction is one collective, and all collectives of a `shard_map` may have one channel.
                     key = (id(one), own) if fusion is None or channel is None else (row.kind, channel)
                     found.append(_Found(row, own, key, fusion is not None and fusion.startswith(_BEGINS)))
         kept: list[_Found] = []
         for alike in together(found, lambda one: one.key).values():
-            # Where no fusion begins the collective, it is in the fusion that runs least often: the others are in loops
-            # beside it.
-            begun = [one for one in alike if one.begins]
-            kept += begun or [min(alike, key=lambda one: one.runs.count)]
+            # If no fusion starts the collective, it belongs to the fusion that runs least often: the other fusions are
+            # in loops that run at the same time.
+            starts = [one for one in alike if one.starts]
+            kept += starts or [min(alike, key=lambda one: one.runs.count)]
         return kept
 
     def row(self, name: str, instruction: Instruction, runs: Runs) -> TrafficRow | None:
-        """The row of an instruction in the computation `name`; `None` if the instruction sends nothing."""
+        """The traffic row of an instruction of the computation `name`; `None` if the instruction is no collective."""
         if is_transfer(instruction):
-            collective = transfer_of(instruction, self.where)
-        elif (collective := collective_of(instruction, self.where.own)) is None:
+            collective = transfer_of(instruction, self.positions)
+        elif (collective := collective_of(instruction, self.positions.own)) is None:
             return None
         else:
-            collective = collective._replace(groups=self.where.lifted(collective.groups, runs.slice))
+            collective = collective._replace(groups=self.positions.in_mesh(collective.groups, runs.slice))
             if name.startswith(_SCATTERS):
                 parts = tuple(part / collective.group_size for part in collective.parts)
                 collective = collective._replace(kind="reduce-scatter", parts=parts)
-        kind = self.replaced(instruction, collective)
+        kind = self.kind_of(instruction, collective)
         note = RAGGED if kind == "ragged-all-to-all" else instruction.note
         if runs.unknown:
             note = f"the trips of a loop are not known and count once: {runs.unknown[0]:.160}"
-        wire = runs.count * collective.wire_bytes(self.where.apart)
+        wire = runs.count * collective.wire_bytes(self.positions.numbers)
         shares = self.shares(instruction, collective, round(wire))
         stack = self.origins.frames(instruction)
         return TrafficRow(
             kind=kind,
             wire_bytes=round(wire),
-            dcn_bytes=round(runs.count * collective.wire_bytes(self.where.slices)),
+            dcn_bytes=round(runs.count * collective.wire_bytes(self.positions.slices)),
             calls=None if runs.unknown else runs.count,
             dtype=collective.dtype,
             group_size=collective.group_size,
-            axes=self.where.axes(collective),
+            axes=self.positions.axes(collective),
             source=own_line(stack),
             stack=stack,
             leaf=", ".join(filter(None, shares)) or None,
@@ -206,19 +209,22 @@ class _ModuleReader:
             phase=instruction.phase,
         )
 
-    def replaced(self, instruction: Instruction, collective: Collective) -> str:
-        """The kind of a collective. A permute of a windowed product counts as the collective that the window replaces.
+    def kind_of(self, instruction: Instruction, collective: Collective) -> str:
+        """The kind of a collective. A permute of a windowed einsum has the kind of the collective that it replaces.
 
-        The TPU's compiler replaces a gather before a product by permutes of one factor, and a reduction after a product
-        by permutes of the partial sum.
+        In a windowed einsum, a loop of permutes and partial products replaces an all-gather before a product, or a
+        reduce-scatter after it. XLA makes it: `EmitWindowedDotGeneral` in xla/service/spmd/dot_handler.cc.
         """
-        is_ring = collective.kind == "collective-permute" and len(collective.groups[0]) == self.where.devices
+        is_ring = collective.kind == "collective-permute" and len(collective.groups[0]) == self.positions.devices
         if not is_ring or not _PRODUCT.search(instruction.op_name):
-            return collective.kind  # a permute that leaves out a device only changes the order of devices
+            return collective.kind  # permutes of a windowed einsum have all devices
         return "reduce-scatter" if self.origins.is_sum_of_products(instruction) else "all-gather"
 
     def shares(self, instruction: Instruction, collective: Collective, wire_bytes: int) -> dict[str | None, int]:
-        """The bytes of each leaf: the weight that a collective gathers, or the weights whose gradients it reduces."""
+        """The bytes that a collective sends for each weight that it gathers, or whose gradient it reduces.
+
+        The keys are the weights' paths; `None` is the key of bytes of other arrays.
+        """
         find = self.origins.updated if collective.kind in ("all-reduce", "reduce-scatter") else self.origins.gathered
         shares: dict[str | None, int] = {}
         for at, part in enumerate(collective.parts):
@@ -230,8 +236,9 @@ class _ModuleReader:
 
 
 def _of_costly_branches(found: list[_Found]) -> list[_Found]:
-    """The rows, with only the branch of each conditional that sends most, since one branch runs and it is not known
-    which.
+    """The rows, with zero bytes in all branches of a conditional but the one that sends most.
+
+    Only one branch runs, and the program does not say which.
     """
     # Inner conditionals come first, so that the counted branches of an outer one are complete.
     for depth in reversed(range(max((len(one.runs.branch) for one in found), default=0))):

@@ -1,4 +1,4 @@
-"""The rows of a step's traffic: which collective runs how often, along which mesh axes, from which line."""
+"""The traffic of a step as data: a row for each collective, with its bytes, calls, mesh axes and source line."""
 
 import dataclasses
 from collections import Counter
@@ -20,26 +20,28 @@ class TrafficRow:
 
     **Arguments:**
 
-    - `kind`: XLA's name of the kind, such as "all-gather". A loop of permutes that feeds a product has the kind of the
-        collective that it replaces, and `windowed` is true.
-    - `wire_bytes`: bytes that enter a device in one step, the mean over devices: `calls` times the bytes of one call.
-        In a loop whose trips are not known, the bytes of one trip.
+    - `kind`: XLA's name of the kind, such as "all-gather". If `windowed` is true, the kind of the collective that the
+        permutes replace.
+    - `wire_bytes`: the bytes that enter a device in one step, as the mean over devices: `calls` times the bytes of one
+        call. In a loop of unknown trip count, the bytes of one iteration.
     - `dcn_bytes`: the part of `wire_bytes` that comes from another slice.
-    - `calls`: the number of times that it runs in one step; `None` in a loop whose trips are not known; 0 in a branch
-        of a conditional that has a branch which sends more.
-    - `dtype`: the dtype that it sends, in HLO's notation.
-    - `group_size`: the number of devices that exchange with each other.
-    - `axes`: the mesh axes along which these devices differ; empty if no mesh is known.
-    - `source`: the innermost line of your own program that causes it; `None` if the program does not name one.
-    - `stack`: the lines of the call stack that causes it, innermost first.
-    - `leaf`: the path of the parameter that it gathers, or whose gradient it reduces; several are joined by ", ".
-    - `shares`: pairs of a leaf and its bytes. Bytes that belong to no leaf have `None` as their leaf.
-    - `windowed`: whether a loop of permutes replaces the gather or the reduction.
+    - `calls`: the number of times that the collective runs in one step; `None` in a loop of unknown trip count; 0 in a
+        branch of a conditional if another branch sends more.
+    - `dtype`: the dtype of the collective's result, in HLO's notation.
+    - `group_size`: the number of devices in a replica group.
+    - `axes`: the mesh axes along which the devices of a replica group differ; empty if no mesh is known.
+    - `source`: the innermost line of your own program that causes the collective; `None` if it is not known.
+    - `stack`: the call stack of the operation that causes the collective, innermost frame first.
+    - `leaf`: the path of the parameter that the collective gathers, or whose gradient it reduces; `None` for other
+        arrays. Several paths are separated by ", ".
+    - `shares`: pairs of a parameter's path and its bytes. The path is `None` for the bytes of other arrays.
+    - `windowed`: whether the collective is a loop of permutes and products by which XLA replaces an all-gather or a
+        reduce-scatter (a windowed einsum).
     - `note`: further notes, or "".
-    - `passes`: the compiler's passes that made it from another collective, if the program was not finished by a
-        compiler.
-    - `unsure_bytes`: bytes by which the finished program may differ from `wire_bytes`, in either direction.
-    - `arrays`: the arrays of its result on one device, as `f32[8,128]`.
+    - `passes`: for an estimate, the names of the compiler passes that changed this collective; else empty.
+    - `unsure_bytes`: for an estimate, the bytes by which a compiled program may differ from `wire_bytes`, in either
+        direction; else 0.
+    - `arrays`: the arrays of the collective's result on one device, as `f32[8,128]`.
     - `phase`: "forward", "backward" or "recomputed"; "" if JAX does not name the pass.
     """
 
@@ -66,13 +68,13 @@ class TrafficRow:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """The bytes that a step sends, a row for each collective, the largest first; made by [`shardfx.cost.traffic`][].
+    """The bytes that a step sends, a row for each collective; returned by [`shardfx.cost.traffic`][].
 
     `str(...)` is a table. `a - b` is a [`shardfx.cost.TrafficDifference`][].
 
     **Arguments:**
 
-    - `rows`: the collectives.
+    - `rows`: the collectives, the largest first.
     - `devices`: the number of devices that run the step.
     - `axes`: the axes of its mesh; empty if no mesh is known.
     """
@@ -85,29 +87,29 @@ class Traffic:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that enter a device in one step."""
+        """The bytes that enter a device in one step, as the mean over devices."""
         return sum(row.wire_bytes for row in self.rows)
 
     @property
     def dcn_bytes(self) -> int:
-        """Bytes that enter a device from another slice in one step."""
+        """The bytes that enter a device from other slices in one step, as the mean over devices."""
         return sum(row.dcn_bytes for row in self.rows)
 
     @property
     def unsure_bytes(self) -> int:
-        """The bytes by which the finished program may differ from `wire_bytes`, in either direction."""
+        """For an estimate, the bytes by which a compiled program may differ from `wire_bytes`, in either direction."""
         return sum(row.unsure_bytes for row in self.rows)
 
     def by(self, key: Key) -> dict[Any, int]:
-        """The bytes of one step, summed by a field of the rows, such as the mesh axes.
+        """The bytes of one step for each value of a field of the rows.
 
         **Arguments:**
 
-        - `key`: "axes", "kind", "source", "leaf" or "dtype": a field of the rows.
+        - `key`: the name of the field: "axes", "kind", "source", "leaf" or "dtype".
 
         **Returns:**
 
-        Bytes per value, the largest first.
+        A dict from the field's values to bytes, the largest first.
         """
         sums: Counter[object] = Counter()
         for row in self.rows:
@@ -130,14 +132,14 @@ class Traffic:
     _repr_html_ = html_text
 
     def text(self, width: int | None = None) -> str:
-        """The traffic as a table. If it is wider than `width`, the least informative columns are left out."""
+        """The traffic as a text table. If it is wider than `width`, the least informative columns are left out."""
         return "\n".join(text_of(self, width=width))
 
 
 def text_of(made: Traffic, most: int | None = None, width: int | None = None) -> list[str]:
-    """The first rows as a table, and below it the total, the number of rows left out, and each note once.
+    """The lines of a text table of the first `most` rows, followed by the total and the notes.
 
-    Rows of one source line are adjacent, and the line that sends most comes first.
+    Rows of one source line are adjacent, and the source line that sends most comes first.
     """
     if not made.rows:
         return [f"no traffic: a step on {plural(made.devices, 'device')} sends nothing."]
@@ -155,17 +157,18 @@ def text_of(made: Traffic, most: int | None = None, width: int | None = None) ->
 
 
 def largest_first(made: Traffic) -> Traffic:
-    """The traffic with its rows sorted by bytes."""
+    """The traffic with its rows sorted by `wire_bytes`, the largest first."""
     return dataclasses.replace(made, rows=tuple(sorted(made.rows, key=lambda row: -row.wire_bytes)))
 
 
 @dataclasses.dataclass(frozen=True)
 class TrafficDifference:
-    """The difference between the traffic of two steps; made by subtracting one [`shardfx.cost.Traffic`][] from another.
+    """The difference between the traffic of two steps: one [`shardfx.cost.Traffic`][] minus another.
 
     **Arguments:**
 
-    - `rows`: (kind, axes, source, leaf), bytes of the first, bytes of the second; the largest difference first.
+    - `rows`: tuples of a key (kind, axes, source, leaf), the bytes of the first step with this key, and the bytes of
+        the second. The largest difference comes first.
     """
 
     __module__ = "shardfx.cost"
@@ -174,7 +177,7 @@ class TrafficDifference:
 
     @property
     def wire_bytes(self) -> int:
-        """The bytes that the first step sends beyond the second; negative if it sends fewer."""
+        """The bytes of the first step minus the bytes of the second."""
         return sum(ours - theirs for _, ours, theirs in self.rows)
 
     def __str__(self) -> str:
@@ -199,17 +202,17 @@ _HEADER = ("bytes/step", "kind", "axes", "group", "calls", "array", "pass", "lea
 
 
 def axes_text(axes: tuple[str, ...]) -> str:
-    """The names of mesh axes as one text for a table."""
+    """The text of mesh axes in a table: "data x model", or "-" for none."""
     return " x ".join(axes) or "-"
 
 
 def place_cells(axes: tuple[str, ...], leaf: str | None, source: Frame | None) -> tuple[str, str, str]:
-    """The cells of a table for mesh axes, a leaf and a source line."""
+    """The cells of a table's row for mesh axes, a parameter's path and a source line."""
     return axes_text(axes), leaf or "-", place_text(source)
 
 
 def _cells(row: TrafficRow, is_first: bool) -> tuple[str, ...]:
-    """The cells of a row. The source line is shown only in the first row of that line."""
+    """The cells of a traffic row in a table. The source line is shown only if `is_first`."""
     first, _, others = (row.leaf or "").partition(", ")
     leaf = printable(first + (f" +{others.count(', ') + 1}" if others else "") or "-")
     kind = f"{row.kind} (windowed)" if row.windowed else row.kind

@@ -1,5 +1,5 @@
-"""The arithmetic of a program on one device: its products, the bytes that they move, and the compiler's
-count of cycles.
+"""The work of one device in a partitioned or compiled program: floating-point operations, bytes to and from memory,
+and the compiler's count of cycles.
 """
 
 import dataclasses
@@ -11,15 +11,16 @@ from ._hlo_text import HloModule, Instruction, array_of, arrays_in, root_of
 from ._runs import runs_of
 
 
-# These read their operands from memory and write their results to it; elementwise operations are fused with them.
+# These operations read operands from memory and write results to memory. Elementwise operations are fused with them.
 _HEAVY = frozenset("dot convolution ragged-dot reduce reduce-window select-and-scatter sort fft custom-call".split())
-# Values up to this size that a loop reads unchanged or carries stay in a TPU's vector memory: v5e and v6e have 128 MiB.
+# Loop-carried arrays up to this size stay in a TPU's vector memory: v5e and v6e have 128 MiB.
 _ON_CHIP_BYTES = 2**25
 _PASSED = ("convert", "copy", "bitcast", "transpose", "reshape")
 _PRODUCTS = ("dot", "convolution", "ragged-dot")
-# These read or write only part of their operand.
+# These operations read or write only a part of an operand: a part of the size of the result (`None`), or of the size of
+# the operand with this number.
 _IN_PLACE = {"gather": None, "scatter": 2, "dynamic-update-slice": 1}
-# The results of these are no new arrays.
+# The results of these operations are no new arrays.
 _NOT_MADE = frozenset("parameter get-tuple-element dynamic-update-slice scatter while conditional".split())
 _CONTRACTED = re.compile(r"[lr]hs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
@@ -34,12 +35,12 @@ class DeviceWork:
 
     **Arguments:**
 
-    - `flops`: floating-point operations of its matrix products and convolutions, with loops counted as often as they
-        run.
-    - `bytes`: bytes to and from memory for products, reductions, sorts and look-ups, and for the results of the step.
-        Other operations are taken to be fused with these.
-    - `cycles`: cycles of all its instructions by the compiler's own estimate, which compiled TPU programs hold; else 0.
-    - `notes`: the operations that are not counted exactly: loops whose trips are not known, and kernels.
+    - `flops`: the floating-point operations of matrix products and convolutions, for all iterations of loops.
+    - `bytes`: the bytes to and from memory of products, reductions, sorts and gathers, and of the step's results. All
+        other operations count as fused with these.
+    - `cycles`: the cycles of all instructions, as the TPU's compiler estimates them in the text of its programs; 0 for
+        other programs.
+    - `notes`: a text for each kind of inexact count: loops of unknown trip count, and kernels.
     """
 
     flops: float
@@ -54,8 +55,8 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
     **Arguments:**
 
     - `module`: the program.
-    - `tpu`: whether a TPU runs it, which multiplies float32 in bfloat16 and keeps what products read so, and which
-        keeps small arrays of a loop on the chip, such as the weights of a recurrent cell.
+    - `tpu`: whether a TPU runs the program. On a TPU, products read float32 operands as bfloat16. Small loop-carried
+        arrays, such as the weights of a recurrent cell, stay in on-chip memory.
     """
     runs = runs_of(module)
     flops, moved, cycles = 0.0, _written(module), 0
@@ -77,7 +78,7 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
 
 
 def _moved(computation: Mapping[str, Instruction], instruction: Instruction, tpu: bool, in_loop: bool) -> float:
-    """Bytes that an operation reads and writes in HBM."""
+    """The bytes that one run of an operation reads from HBM and writes to HBM."""
     if instruction.opcode in _IN_PLACE:
         part = _IN_PLACE[instruction.opcode]
         return 2.0 * _bytes(instruction if part is None else computation[instruction.operands[part]])
@@ -93,7 +94,7 @@ def _moved(computation: Mapping[str, Instruction], instruction: Instruction, tpu
 
 
 def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> bool:
-    """Whether an operand in a loop's body is a loop-carried array that is small enough to stay on the chip."""
+    """Whether an operand in a loop's body is a loop-carried array that is small enough to stay in on-chip memory."""
     size = _bytes(one)
     while one.opcode in _PASSED:
         one = computation[one.operands[0]]
@@ -102,7 +103,7 @@ def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> boo
 
 
 def _written(module: HloModule) -> float:
-    """Bytes of HBM traffic of the entry's elementwise results: each is read once and written once."""
+    """The HBM bytes of the program's results that elementwise operations compute: one read and one write of each."""
     entry = module.computations[module.entry]
     root = root_of(entry)
     made = [entry[name] for name in root.operands] if root.opcode == "tuple" else [root]
@@ -111,7 +112,7 @@ def _written(module: HloModule) -> float:
 
 def _flops(module: HloModule, name: str, instruction: Instruction) -> float:
     if instruction.opcode == "dot":
-        # An operand may be a tuple of its parts, and each part is shorter; the other operand has the whole length.
+        # An operand can be a tuple of slices along the contracted dimension. The other operand has the whole dimension.
         found = zip(instruction.operands, _CONTRACTED.findall(instruction.attributes), strict=False)
         sides = ((array_of(module.computations[name][operand]).shape, dims.split(",")) for operand, dims in found)
         over = max((math.prod(own[int(dim)] for dim in dims if dim) for own, dims in sides), default=1)
@@ -124,5 +125,5 @@ def _flops(module: HloModule, name: str, instruction: Instruction) -> float:
 
 
 def _bytes(instruction: Instruction) -> float:
-    """Bytes of an instruction's result."""
+    """The bytes of an instruction's result."""
     return float(sum(array.bytes for array in arrays_in(instruction.result)))
