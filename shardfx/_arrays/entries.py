@@ -1,13 +1,17 @@
-"""The arguments `in_shardings`, `out_shardings` and `donate`: the entry of each parameter and of each leaf."""
+"""The arguments `in_shardings`, `out_shardings` and `donate` of `filter_jit`, read for each parameter and each array.
+
+The key of an argument is its position, or its name if the function takes it by name only. A table by these keys has the
+key `int` for `*args` and the key `str` for `**kwargs`.
+"""
 
 import inspect
 import itertools as it
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._ground.errors import PlanMismatchError
 from .._ground.reason import Decision
@@ -20,33 +24,14 @@ from ..topology import MeshSpec
 Donate = (
     bool | Literal["all", "all-except-first", "warn", "warn-except-first", "none"] | int | str | Sequence[int | str]
 )
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+Table: TypeAlias = dict[Any, Any]
 # Values that are passed by mistake instead of a sharding. JAX accepts other entries too, such as layouts.
-_NO_ENTRIES = (str, int, float, MeshSpec, AxisRules, PathRules, LeafPlan, Decision)
+_NO_ENTRIES = (str, int, float, MeshSpec, AxisRules, PathRules, LeafPlan, Decision, PartitionSpec)
 _NO_ENTRIES += (Mesh, AbstractMesh, jax.Device, jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 def _is_entry(node: object) -> bool:
     return node is None or isinstance(node, ShardPlan)
-
-
-def checked(form: object, what: str) -> Any:
-    """Returns `form`, the argument named `what`, after a check. Raises if an entry is a bare PartitionSpec, or no
-    sharding at all.
-    """
-    for entry in jax.tree.leaves(form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)):
-        if isinstance(entry, PartitionSpec):
-            raise PlanMismatchError(
-                f"`{what}` holds the bare spec {entry}; say which mesh it is for: "
-                f"`NamedSharding(plan.jax_mesh, {entry})`."
-            )
-        if _is_mistaken(entry):
-            raise PlanMismatchError(
-                f"`{what}` holds {' '.join(repr(entry).split()):.80}, of type {type(entry).__name__}, which is no "
-                "sharding; give a plan, `plan.sharding(names)`, a `Sharding`, a tree of these, or `None` to take an "
-                "array as it comes."
-            )
-    return form
 
 
 def _is_mistaken(node: object) -> bool:
@@ -56,18 +41,23 @@ def _is_mistaken(node: object) -> bool:
     return {str} <= set(map(type, node)) <= {str, type(None), type(...)}
 
 
-def key_of(sharding: object) -> Any:
-    """A key that equal shardings share. Other entries, such as layouts, are their own keys."""
-    return sharding if sharding is None or isinstance(sharding, Sharding) else id(sharding)
+def shardings_in(form: object, what: str) -> list[Any]:
+    """The distinct shardings in the argument named `what`, with `None` as the first.
 
+    **Raises:**
 
-def shardings_in(form: object) -> dict[Any, Any]:
-    """The distinct shardings in an argument such as `in_shardings`, by their keys. `None` comes first."""
+    `PlanMismatchError` for an entry that is no sharding, such as a PartitionSpec, which has no mesh.
+    """
     found = {None: None}
-    for entry in jax.tree.leaves(form, is_leaf=_is_entry):
-        shardings = entry.content.row_shardings if isinstance(entry, ShardPlan) else (entry,)
-        found |= {key_of(one): one for one in shardings}
-    return found
+    for entry in jax.tree.leaves(form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)):
+        if _is_mistaken(entry):
+            raise PlanMismatchError(
+                f"`{what}` holds {' '.join(repr(entry).split()):.80}, of type {type(entry).__name__}, which is no "
+                "sharding; give a plan, `plan.sharding(names)`, `NamedSharding(plan.jax_mesh, spec)`, a tree of "
+                "these, or `None` to take an array as it comes."
+            )
+        found |= dict.fromkeys(entry.content.row_shardings if isinstance(entry, ShardPlan) else [entry])
+    return [*found]
 
 
 def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> list[Any]:
@@ -77,7 +67,7 @@ def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> lis
 
     - `form`: a plan, a sharding, or a tree of them that is a prefix of `tree`.
     - `what`: the tree's name in messages.
-    - `shapes`: whether shapes and dtypes are compared; if not, only where the arrays are in the tree.
+    - `shapes`: whether shapes and dtypes are compared with the plans, beside the paths of the arrays.
 
     **Raises:**
 
@@ -121,111 +111,80 @@ def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
     return [entry] * len(jax.tree.leaves(part))
 
 
-class Entries(NamedTuple):
-    """The value of `in_shardings`: an entry for each positional or named parameter, for `*args` and for `**kwargs`."""
-
-    known: dict[int | str, Any]
-    more: Any = None
-    others: Any = None
-
-    @property
-    def forms(self) -> list[Any]:
-        """The entries of all parameters, as one list."""
-        return [*self.known.values(), self.more, self.others]
-
-    def of(self, args: Sequence[object], kwargs: dict[str, object]) -> list[tuple[str, Any, Any]]:
-        """For each argument of a call: its name in messages, the argument, and its entry. Keywords are in
-        sorted order.
-        """
-        found = [(f"{at}", arg, self.known.get(at, self.more)) for at, arg in enumerate(args)]
-        return found + [(f"`{key}`", kwargs[key], self.known.get(key, self.others)) for key in sorted(kwargs)]
+def parameter_keys(signature: inspect.Signature) -> Table:
+    """The key of each parameter, by the parameter's name."""
+    kinds = {inspect.Parameter.VAR_POSITIONAL: int, inspect.Parameter.VAR_KEYWORD: str}
+    return {
+        one.name: one.name if one.kind is one.KEYWORD_ONLY else kinds.get(one.kind, at)
+        for at, one in enumerate(signature.parameters.values())
+    }
 
 
-def by_parameter(in_shardings: object, signature: inspect.Signature, name: str = "the step") -> Entries:
-    names, known = positional_names(signature), list(signature.parameters)
-    more, others = _variadic(signature, "VAR_POSITIONAL"), _variadic(signature, "VAR_KEYWORD")
+def at_key(table: Table, key: object) -> Any:
+    """The value of an argument in a table by keys; `None` if the table has no value for it."""
+    return table.get(key, table.get(type(key)))
+
+
+def _positional(keys: Table) -> list[str]:
+    return [name for name, key in keys.items() if isinstance(key, int)]
+
+
+def arguments(keys: Table, args: Sequence[object], kwargs: dict[str, object]) -> list[tuple[Any, str, Any]]:
+    """The key, the name and the value of each argument of a call. The name is "params", or "xs/0" for `*xs`. Keyword
+    arguments are in sorted order.
+    """
+    names = _positional(keys)
+    variadic = next((name for name, key in keys.items() if key is int), "")
+    names += [f"{variadic}/{at}" for at in range(len(args) - len(names))]
+    return [*zip(it.count(), names, args), *[(key, key, kwargs[key]) for key in sorted(kwargs)]]  # noqa: B905
+
+
+def entries_by_key(in_shardings: object, keys: Table, name: str) -> Table:
+    """The entries of `in_shardings` for the function `name`, whose parameters have these keys.
+
+    **Raises:**
+
+    `PlanMismatchError` for an entry of a parameter that the function does not have.
+    """
     if isinstance(in_shardings, dict):
-        unknown = [key for key in in_shardings if key not in known and others is None]
-        if len(unknown) == len(in_shardings) > 0:
-            # One entry for all arguments, which is a dict.
-            return Entries({}, in_shardings, in_shardings)
-        if unknown:
+        unknown = [key for key in in_shardings if key not in keys and str not in keys.values()]
+        if not unknown:
+            return {keys.get(key, key): entry for key, entry in (dict.fromkeys(keys) | in_shardings).items()}
+        if len(unknown) < len(in_shardings):
             raise PlanMismatchError(
-                f"`{unknown[0]}` is no parameter of {name}({', '.join(known)}), which `in_shardings` names; name "
+                f"`{unknown[0]}` is no parameter of {name}({', '.join(keys)}), which `in_shardings` names; name "
                 "parameters, or give a tuple, one entry for each."
             )
-        keys = [key for key in dict.fromkeys([*known, *in_shardings]) if key not in (more, others)]
-        table = {names.index(key) if key in names else key: in_shardings.get(key) for key in keys}
-        return Entries(table, in_shardings.get(more), in_shardings.get(others))
-    if isinstance(in_shardings, tuple | list):
-        if len(in_shardings) > len(names) and more is None:
+    elif isinstance(in_shardings, tuple | list):
+        names = _positional(keys)
+        if len(in_shardings) > len(names) and int not in keys.values():
             raise PlanMismatchError(
                 f"`in_shardings` has {len(in_shardings)} entries, but there are {len(names)} positional "
                 f"parameters ({', '.join(names)}); give one for each, or name parameters in a dict."
             )
-        return Entries(dict(enumerate(in_shardings)))
-    return Entries({}, in_shardings, in_shardings)
+        return dict(enumerate(in_shardings))
+    # One entry for all arguments, which may be a dict.
+    return {int: in_shardings, str: in_shardings}
 
 
-def positional_names(signature: inspect.Signature) -> list[str]:
-    return [parameter.name for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL]
+def donated_by_key(donate: Any, keys: Table) -> Table:
+    """Whether each argument is donated, by its key.
 
+    **Raises:**
 
-def parameter_names(signature: inspect.Signature, args: Sequence[object], kwargs: dict[str, object]) -> list[str]:
-    """The name of each argument of a call: "params", or "xs/0" for `*xs`. Keywords are in sorted order."""
-    names = positional_names(signature)
-    more = [f"{_variadic(signature, 'VAR_POSITIONAL')}/{at}" for at in range(len(args) - len(names))]
-    return [*names[: len(args)], *more, *sorted(kwargs)]
-
-
-def arity(signature: inspect.Signature) -> int | None:
-    """The number of positional arguments with which a call needs no `Signature.bind`; `None` if every call needs it."""
-    count = len(positional_names(signature))
-    return count if count == len(signature.parameters) else None
-
-
-def _variadic(signature: inspect.Signature, kind: str) -> str | None:
-    return next((one.name for one in signature.parameters.values() if one.kind.name == kind), None)
-
-
-class Donated(NamedTuple):
-    """The positions of the donated arguments, or of the arguments that are not donated."""
-
-    positions: frozenset[int]
-    all_but: bool = False
-
-    def __contains__(self, position: object) -> bool:
-        """Whether the argument at a position is donated; `None` stands for keyword arguments."""
-        return (position in self.positions) is not self.all_but
-
-
-def donated(donate: Any, signature: inspect.Signature) -> Donated:
+    `ValueError` for a name or a position in `donate` that is no positional parameter.
+    """
     if isinstance(donate, bool) or donate in ("none", "all", "all-except-first", "warn", "warn-except-first"):
-        first = isinstance(donate, str) and donate.endswith("-except-first")
-        return Donated(frozenset({0} if first else ()), all_but=donate not in (False, "none"))
-    names, variadic = positional_names(signature), _variadic(signature, "VAR_POSITIONAL") is not None
+        every = donate not in (False, "none")
+        kept = {0: False} if isinstance(donate, str) and donate.endswith("-except-first") else {}
+        return {int: every, str: every} | kept
+    names = _positional(keys)
     chosen = (donate,) if isinstance(donate, str | int) else tuple(donate)
     for one in chosen:
-        known = isinstance(one, int) and not isinstance(one, bool) and 0 <= one and (variadic or one < len(names))
-        if one not in names and not known:
+        known = isinstance(one, int) and not isinstance(one, bool) and 0 <= one
+        if one not in names and not (known and (one < len(names) or int in keys.values())):
             raise ValueError(
                 f"`donate` names {one!r}, which is no positional parameter ({', '.join(names)}); use those, their "
                 'positions, True or "all", "all-except-first", False or "none".'
             )
-    return Donated(frozenset(names.index(one) if isinstance(one, str) else one for one in chosen))
-
-
-def bound(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a call as the function receives them: keyword arguments become positional where they can, and
-    defaults are filled in.
-
-    **Raises:**
-
-    `TypeError` if a call does not fit the signature.
-    """
-    try:
-        found = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{name}{signature}: {error}") from None
-    found.apply_defaults()
-    return found.args, found.kwargs
+    return {keys.get(one, one): True for one in chosen}

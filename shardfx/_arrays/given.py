@@ -1,14 +1,13 @@
-"""Checks of a call's arrays: that none was deleted, is donated twice or is on other devices.
+"""Checks of a call's arrays: that none was deleted, is donated twice, or has another sharding than its entry.
 
 The runtime notices this too, but in a program on several CPU devices it ends the process.
 """
 
 import functools as ft
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
@@ -18,99 +17,106 @@ from ..topology import MeshSpec
 
 
 class Given(NamedTuple):
-    """One leaf of a jitted function or of its arguments, with the sharding that `in_shardings` gives it.
+    """One array of a jitted function or of its arguments, with the sharding that `in_shardings` gives it.
 
     **Arguments:**
 
-    - `name`, `path`: its name in messages, and its path: "params/layers/0/w".
-    - `wanted`: its sharding by `in_shardings`; `None` without one.
-    - `is_donated`: whether its argument is donated.
-    - `argument`: the position of its argument; `None` for a leaf of the function.
+    - `name`, `path`: the name of the array in messages, and its path: "params/layers/0/w".
+    - `array`: an array, a tracer or a struct.
+    - `wanted`: the sharding by `in_shardings`; `None` without one.
+    - `is_donated`: whether the argument that holds the array is donated.
+    - `argument`: the position of that argument; `None` for an array of the function.
     """
 
     name: str
     path: str
-    leaf: Any
+    array: Any
     wanted: Any
     is_donated: bool
     argument: int | None
 
     @property
     def text(self) -> str:
-        """The leaf's name, dtype and shape."""
-        return f"{self.name}, {self.leaf.dtype}{list(self.leaf.shape)},"
+        """The name, dtype and shape of the array."""
+        return f"{self.name}, {self.array.dtype}{list(self.array.shape)},"
+
+    @property
+    def own(self) -> Sharding | None:
+        """The sharding that the array is committed to; `None` if JAX may place the array anywhere."""
+        return struct_of(self.array).sharding
 
 
-@ft.lru_cache(maxsize=1024)
 def is_placed(kind: type) -> bool:
-    """Whether leaves of this type are arrays with buffers."""
+    """Whether values of this type are arrays with buffers."""
     return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
 
 
-def raise_gone_or_shared(given: Iterable[Given]) -> None:
-    """Raises for an array whose buffers were deleted, and for one that a call passes twice and donates."""
+def check_given(given: Iterable[Given]) -> None:
+    """Raises for an array that has another sharding than its entry, was deleted, or is donated and given twice."""
     seen: dict[int, Given] = {}
     for one in given:
-        if one.leaf.is_deleted():
+        if _is_elsewhere(one):
+            raise PlanMismatchError(
+                f"{one.text} lies by {one.own}{_listed(one.own)}, but its entry of `in_shardings` is "
+                f"{one.wanted}{_listed(one.wanted)}. Move it first: `shard(tree, plan)`, or `reshard(tree, plan)`; or "
+                "leave the entry out, to take the argument as it comes."
+            )
+        if not is_placed(type(one.array)):
+            continue
+        if one.array.is_deleted():
             raise PlanMismatchError(
                 f"{one.text} was deleted, or donated to an earlier call, which may have written over it. Use what that "
                 "call returned, or leave the argument out of `donate`."
             )
-        first = seen.setdefault(id(one.leaf), one)
-        if first is not one and (first.is_donated or one.is_donated) and not (_is_moved(first) or _is_moved(one)):
+        first = seen.setdefault(id(one.array), one)
+        donated = [each.is_donated for each in (first, one)]
+        if first is not one and any(donated) and not (_is_moved(first) or _is_moved(one)):
             raise PlanMismatchError(
-                f"{first.name} and {one.name} are one array, {one.leaf.dtype}{list(one.leaf.shape)}, and "
-                f"{'both are' if first.is_donated and one.is_donated else 'one of them is'} donated: the program "
-                "could write over what it still reads. Copy one of them first: "
+                f"{first.name} and {one.text} are one array, and {'both are' if all(donated) else 'one of them is'} "
+                "donated: the program could write over what it still reads. Copy one of them first: "
                 "`jax.tree.map(jax.numpy.copy, tree)`; or leave the argument out of `donate`."
             )
 
 
 def _is_moved(one: Given) -> bool:
     """Whether JAX copies an array to the sharding that the program wants, so that only the copy is donated."""
-    is_asked = isinstance(one.wanted, Sharding)
-    return not one.leaf.committed or (is_asked and not lies_as(one.leaf.sharding, one.wanted, one.leaf.shape))
+    own, wanted = one.own, one.wanted
+    return own is None or (isinstance(wanted, Sharding) and not lies_as(own, wanted, one.array.shape))
 
 
-def raise_elsewhere(given: Iterable[Given], error: Exception | None) -> None:
-    """Raises for the first array whose sharding differs from its entry of `in_shardings`."""
-    for one in given:
-        own = struct_of(one.leaf).sharding
-        is_known = own is not None and isinstance(one.wanted, Sharding)
-        if is_known and not lies_as(own, one.wanted, one.leaf.shape):
-            raise PlanMismatchError(
-                f"{one.text} lies by {own}, but its entry of `in_shardings` is {one.wanted}. Move it first: "
-                "`shard(tree, plan)`, or `reshard(tree, plan)`; or leave the entry out, to take the argument as it "
-                "comes."
-            ) from error
+def _is_elsewhere(one: Given) -> bool:
+    """Whether an array has another sharding than its entry of `in_shardings`, or devices in another order.
 
-
-def raise_apart(places: Iterable[tuple[str, object]]) -> None:
-    """Raises if two shardings have different devices, or the same devices in another order. Each sharding comes with
-    its name in messages.
+    JAX moves an array that every device holds whole to an entry of one device. It also moves an array if the two
+    shardings differ in devices only, but only at the first call, and the next call fails.
     """
-    pairs = [(what, devices) for what, sharding in places if (devices := _in_order(sharding))]
-    for what, devices in pairs[1:]:
-        if devices != pairs[0][1]:
+    own, wanted = one.own, one.wanted
+    if own is None or not isinstance(wanted, Sharding):
+        return False
+    if wanted.num_devices == 1 and own.is_fully_replicated:
+        return memory_kind(own) != memory_kind(wanted)
+    orders = {*filter(None, (_in_order(own), _in_order(wanted)))}
+    return len(orders) > 1 or not lies_as(own, wanted, one.array.shape)
+
+
+def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
+    """Raises if two shardings of the function `name` have different devices, or the same devices in another order.
+
+    **Arguments:**
+
+    - `shardings`: the shardings in each argument of `filter_jit`, by the argument's name.
+    """
+    pairs = [(what, one) for what, found in shardings.items() for one in found if _in_order(one)]
+    for what, sharding in pairs[1:]:
+        if _in_order(sharding) != _in_order(pairs[0][1]):
             raise PlanMismatchError(
-                f"{what} {_listed(devices)}, and {pairs[0][0]} {_listed(pairs[0][1])}; a compiled function runs on one "
-                "set of devices in one order. Move one of them: `shard(tree, plan)`, or `reshard(tree, plan)`; where "
-                "plans are on several meshes, give each a function of its own, and `reshard` between them."
+                f"an entry of `{what}` of `{name}` is{_listed(sharding)}, and an entry of `{pairs[0][0]}` of `{name}` "
+                f"is{_listed(pairs[0][1])}; a compiled function runs on one set of devices in one order. Where plans "
+                "are on several meshes, give each a function of its own, and `reshard` between them."
             )
 
 
-def raise_apart_from_entry(given: Iterable[Given]) -> None:
-    """Raises for an array that is on other devices than its entry of `in_shardings`. Entries of one device are not
-    checked.
-
-    If the two shardings differ in devices only, JAX moves the array at the first call, and the next call fails.
-    """
-    for one in given:
-        is_checked = isinstance(one.wanted, NamedSharding) and one.wanted.num_devices > 1
-        if is_checked and is_placed(type(one.leaf)) and one.leaf.committed:
-            raise_apart([("its entry of `in_shardings` is on", one.wanted), (f"{one.text} lies on", one.leaf.sharding)])
-
-
+@ft.lru_cache(maxsize=64)
 def _in_order(sharding: object) -> tuple[Any, ...]:
     """The devices of a sharding in the order in which a program takes them; none for an abstract mesh."""
     if isinstance(sharding, NamedSharding):
@@ -118,10 +124,11 @@ def _in_order(sharding: object) -> tuple[Any, ...]:
     return tuple(sorted(sharding.device_set, key=lambda one: one.id)) if isinstance(sharding, Sharding) else ()
 
 
-def _listed(devices: Sequence[Any]) -> str:
-    ids = [device.id for device in devices]
+def _listed(sharding: object) -> str:
+    """The devices of a sharding as a text: " on devices [0, 1]"; "" if it has none."""
+    ids = [device.id for device in _in_order(sharding)]
     listed = f"{ids}" if len(ids) <= 16 else f"{str(ids[:16])[:-1]}, ...]"
-    return f"{'device' if len(ids) == 1 else 'devices'} {listed}"
+    return f" on {'device' if len(ids) == 1 else 'devices'} {listed}" if ids else ""
 
 
 def is_abstract(sharding: object) -> bool:
@@ -177,15 +184,3 @@ def without_devices(leaf: Any) -> jax.ShapeDtypeStruct:
         return found.update(sharding=None)
     abstract = NamedSharding(MeshSpec.of(own.mesh).abstract(), own.spec, memory_kind=memory_kind(own))
     return found if is_abstract(own) else found.update(sharding=abstract)
-
-
-@ft.lru_cache(maxsize=1024)
-def is_traced(kind: type) -> bool:
-    """Whether leaves of this type are arrays, tracers or structs."""
-    return issubclass(kind, (jax.Array, Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct))
-
-
-@ft.lru_cache(maxsize=1024)
-def are_traced(kinds: tuple[type, ...]) -> tuple[bool, ...]:
-    """For leaves of these types, whether each is an array, a tracer or a struct."""
-    return tuple(map(is_traced, kinds))

@@ -6,42 +6,20 @@ import inspect
 import itertools as it
 import operator
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
+import equinox as eqx
 import jax
 import numpy as np
 
 from .._ground.errors import LeafTypeError, PlanMismatchError
-from .._ground.tree import tree_paths
+from .._ground.tree import is_array_type, tree_paths
 from .._plan import ShardPlan
 from ..topology import MeshSpec
-from .entries import (
-    Donate,
-    arity,
-    bound,
-    by_parameter,
-    checked,
-    donated,
-    key_of,
-    parameter_names,
-    shardings_in,
-    spread,
-)
-from .given import (
-    Given,
-    are_traced,
-    is_abstract,
-    is_placed,
-    is_traced,
-    raise_apart,
-    raise_apart_from_entry,
-    raise_elsewhere,
-    raise_gone_or_shared,
-    struct_of,
-    without_devices,
-)
-from .partition import FunctionArrays, Parted, Rest, Static, joined, node_data
+from .entries import Donate, arguments, at_key, donated_by_key, entries_by_key, parameter_keys, shardings_in, spread
+from .given import Given, check_given, is_abstract, is_placed, raise_apart, struct_of, without_devices
+from .partition import Parted, Rest, Static, joined, node_data
 from .stages import Lowered, Traced, TracedArray
 
 
@@ -141,37 +119,28 @@ def filter_jit(
 
 @dataclasses.dataclass(eq=False)
 class _Form:
-    """One structure of the function and its arguments, and the `jax.jit` for it.
+    """One structure of the function and its arguments with the types of the leaves, and the `jax.jit` for it.
 
     **Arguments:**
 
     - `run`: the jitted function. It takes the static parts and then every array.
+    - `is_array`: for each leaf whether it is an array.
     - `statics`: the positions of the leaves that are no arrays.
     - `has_data`: whether equal structures may differ in the data that their nodes hold.
-    - `watched`: the first array of each sharding in `in_shardings`. JAX does not look at its devices where it was
-        placed before.
-    - `alive`: the arrays whose buffers may be gone: all if an array is donated, else the watched ones.
-    - `donates`: whether an array is donated.
+    - `watched`: the first array of each sharding in `in_shardings`. JAX does not look at the devices of an array that
+        has the layout of an earlier one.
+    - `alive`: the arrays whose buffers may be deleted: all if an array is donated, else the watched ones.
     - `static`, `shardings`: the static parts, and the shardings of the watched arrays, of the last call.
     """
 
     run: Any
+    is_array: tuple[bool, ...]
     statics: list[int]
     has_data: bool
     watched: list[int]
     alive: list[int]
-    donates: bool
     static: Static | None = None
     shardings: list[Any] | None = None
-
-
-class _Call(NamedTuple):
-    """The function and the arguments of a call, its form, its static parts, and its arrays."""
-
-    tree: tuple[Any, Any, Any]
-    form: _Form
-    static: Static
-    arrays: Sequence[Any]
 
 
 class Jitted(Generic[P, R]):
@@ -183,23 +152,23 @@ class Jitted(Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], in_shardings: object, out_shardings: object, donate: Donate):
-        self._fn, self._signature = FunctionArrays(fn), inspect.signature(fn)
-        self._plain: Callable[..., R] = fn
+        self._fn, self._signature = fn, inspect.signature(fn)
+        self._arrays, self._rest = eqx.partition(fn, _is_array)
+        # A function without arrays need not be flattened at each call.
+        self._arrays = self._arrays if jax.tree.leaves(self._arrays) else None
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._short_name = getattr(fn, "__name__", type(fn).__name__)
-        self._in = by_parameter(checked(in_shardings, "in_shardings"), self._signature, self._name)
-        self._out = checked(out_shardings, "out_shardings")
-        self._donated = donated(donate, self._signature)
-        self._arity = arity(self._signature)
-        self._results = shardings_in(self._out)
-        places = [
-            (f"an entry of `{what}` of `{self._name}` is on", sharding)
-            for what, form in (("in_shardings", self._in.forms), ("out_shardings", self._out))
-            for sharding in shardings_in(form).values()
-        ]
-        raise_apart(places)
-        self._is_abstract = any(is_abstract(sharding) for _, sharding in places)
-        self._form = ft.lru_cache(maxsize=_FORMS)(self._form_of)
+        forms = {"in_shardings": in_shardings, "out_shardings": out_shardings}
+        shardings = {what: shardings_in(form, what) for what, form in forms.items()}
+        raise_apart(self._name, shardings)
+        self._results = shardings["out_shardings"]
+        self._is_abstract = any(map(is_abstract, it.chain(*shardings.values())))
+        self._keys = parameter_keys(self._signature)
+        self._in, self._out = entries_by_key(in_shardings, self._keys, self._name), out_shardings
+        self._donated = donated_by_key(donate, self._keys)
+        # With this number of positional arguments a call needs no `Signature.bind`.
+        self._arity = len(self._keys) if [*self._keys.values()] == [*range(len(self._keys))] else None
+        self._form, self._jit = (ft.lru_cache(maxsize=_FORMS)(made) for made in (self._form_of, self._jit_of))
         ft.update_wrapper(self, fn, updated=())
 
     @overload
@@ -217,11 +186,12 @@ class Jitted(Generic[P, R]):
                 f"`{self._name}` was called, and a plan or sharding of its `in_shardings` or `out_shardings` has no "
                 "devices. It can be traced and lowered; to call it use `plan.on(plan.mesh.build(jax.devices()))`."
             )
-        call = self._bound(args, kwargs, runs=True)
+        run, static, arrays = self._ready(args, kwargs)
         try:
-            out = call.form.run(call.static, *call.arrays)
+            out = run(static, *arrays)
         except (TypeError, ValueError, AttributeError) as error:
-            self._explain(error, call)
+            if not isinstance(error, PlanMismatchError):
+                self._explain(error, static, arrays)
             raise
         return out.joined() if type(out) is Parted else out
 
@@ -231,61 +201,72 @@ class Jitted(Generic[P, R]):
 
     def trace(self, *args: object, **kwargs: object) -> Traced[P, R]:
         """Traces the function for arguments, or structs, of these shapes. The plans need no devices."""
-        call = self._bound(args, kwargs, runs=False)
-        given = self._arrays(call)
-        arrays = [*map(without_devices, call.arrays)] if self._is_abstract else call.arrays
-        try:
-            if self._is_abstract:
-                raise_elsewhere(given, None)
-            traced = call.form.run.trace(call.static, *arrays)
-        except (TypeError, ValueError, AttributeError) as error:
-            self._explain(error, call)
-            raise
+        form, static, arrays = self._bound(args, kwargs)
+        given = self._checked(static, map(without_devices if self._is_abstract else struct_of, arrays))
+        traced = form.run.trace(static, *[one.array for one in given])
         taken = tuple(
-            TracedArray(one.path, struct_of(leaf, one.wanted), one.is_donated, one.argument, f"arrays[{at}]")
-            for at, (one, leaf) in enumerate(zip(given, arrays, strict=True))
+            TracedArray(one.path, struct_of(one.array, one.wanted), one.is_donated, one.argument, f"arrays[{at}]")
+            for at, one in enumerate(given)
         )
         # The mesh of the first plan.
-        plans = jax.tree.leaves([self._in.forms, self._out], is_leaf=lambda node: isinstance(node, ShardPlan))
+        plans = jax.tree.leaves([[*self._in.values()], self._out], is_leaf=lambda node: isinstance(node, ShardPlan))
         mesh: MeshSpec | None = next((one.mesh for one in plans if isinstance(one, ShardPlan)), None)
-        return Traced(ft.partial(self._run_compiled, call.static), traced, taken, self._returned(traced.out_info), mesh)
+        return Traced(ft.partial(self._run_compiled, static), traced, taken, self._returned(traced.out_info), mesh)
 
-    def _run_compiled(self, static: Static, compiled: jax.stages.Compiled, args: object, kwargs: object) -> Any:
-        call = self._bound(args, kwargs, runs=True)
-        if call.static != static:
+    def _run_compiled(self, lowered: Static, compiled: jax.stages.Compiled, args: object, kwargs: object) -> Any:
+        _, static, arrays = self._ready(args, kwargs)
+        if static != lowered:
             raise PlanMismatchError(
                 f"`{self._name}` was compiled for other arguments: they differ in their structure, or in what is no "
-                f"array ({static.values!r:.60} then, {call.static.values!r:.60} now); lower it with what you call "
-                "it with."
+                f"array ({lowered.values!r:.60} then, {static.values!r:.60} now); lower it with what you call it with."
             )
-        out = compiled(*call.arrays)
+        out = compiled(*arrays)
         return out.joined() if type(out) is Parted else out
 
-    def _bound(self, args: Any, kwargs: Any, *, runs: bool) -> _Call:
+    def _bound(self, args: Any, kwargs: Any) -> tuple[_Form, Static, Sequence[Any]]:
+        """The form of a call, its static parts and its arrays."""
         if kwargs or len(args) != self._arity:
-            args, kwargs = bound(self._name, self._signature, args, kwargs)
-        # A function without arrays need not be flattened at each call.
-        tree = self._fn if self._fn.paths else None, args, kwargs
-        leaves, treedef = jax.tree.flatten(tree)
-        is_array = are_traced(tuple(map(type, leaves)))
-        form = self._form(treedef, is_array)
-        arrays = [*it.compress(leaves, is_array)] if form.statics else leaves
-        call = _Call(tree, form, self._static(form, treedef, is_array, leaves), arrays)
-        shardings = [one.sharding for at in form.watched if is_placed(type(one := arrays[at]))]
-        if shardings != form.shardings:
-            raise_apart_from_entry(self._arrays(call))
-            form.shardings = shardings
-        alive = [one for at in form.alive if is_placed(type(one := arrays[at]))] if runs else []
-        if True in [one.is_deleted() for one in alive] or (form.donates and len({*map(id, alive)}) < len(alive)):
-            given = self._arrays(call)
-            raise_gone_or_shared(given[at] for at in form.alive)
-        return call
+            try:
+                found = self._signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{self._name}{self._signature}: {error}") from None
+            found.apply_defaults()
+            args, kwargs = found.args, found.kwargs
+        leaves, treedef = jax.tree.flatten((self._arrays, args, kwargs))
+        form = self._form(treedef, tuple(map(type, leaves)))
+        arrays = [*it.compress(leaves, form.is_array)] if form.statics else leaves
+        return form, self._static(form, treedef, leaves), arrays
 
-    def _form_of(self, treedef: Any, is_array: tuple[bool, ...]) -> _Form:
-        tree = jax.tree.unflatten(treedef, [_ARRAY if one else object() for one in is_array])
+    def _ready(self, args: Any, kwargs: Any) -> tuple[Any, Static, Sequence[Any]]:
+        """The jitted function for a call, its static parts and its arrays, after a check of the arrays."""
+        form, static, arrays = self._bound(args, kwargs)
+        alive = [arrays[at] for at in form.alive]
+        shardings = [arrays[at].sharding for at in form.watched]
+        is_unsafe = len({*map(id, alive)}) < len(alive) or True in [one.is_deleted() for one in alive]
+        if is_unsafe or shardings != form.shardings:
+            self._checked(static, arrays)
+            form.shardings = shardings
+        return form.run, static, arrays
+
+    def _form_of(self, treedef: Any, kinds: tuple[type, ...]) -> _Form:
+        is_array = tuple(map(is_array_type, kinds))
+        run, given = self._jit(treedef, is_array)
+        placed = [at for at, kind in enumerate(it.compress(kinds, is_array)) if is_placed(kind)]
+        watched = [*{given[at].wanted: at for at in reversed(placed)}.values()]
+        return _Form(
+            run,
+            is_array,
+            statics=[at for at, one in enumerate(is_array) if not one],
+            has_data=any(type(one).__eq__ is not object.__eq__ for one in node_data(treedef)),
+            watched=watched,
+            alive=placed if any(one.is_donated for one in given) else watched,
+        )
+
+    def _jit_of(self, treedef: Any, is_array: tuple[bool, ...]) -> tuple[Any, list[Given]]:
+        """The jitted function for arguments of one structure, and the arrays that it takes."""
+        tree = joined(treedef, is_array, (it.repeat(""), it.repeat(_ARRAY)))
+        given = self._given(*tree, shapes=False)
         self._check_taken(*tree[1:])
-        given = [one for one in self._given(*tree) if one.leaf is _ARRAY]
-        gone = [at for at, one in enumerate(given) if one.is_donated]
 
         def traced(static: Static, *arrays: object) -> Any:
             return self._traced(static, arrays)
@@ -296,27 +277,19 @@ class Jitted(Generic[P, R]):
             traced,
             static_argnums=0,
             in_shardings=tuple(one.wanted for one in given),
-            out_shardings=Parted([*self._results.values()], None) if len(self._results) > 1 else None,
-            donate_argnums=[1 + at for at in gone],
+            out_shardings=Parted(self._results, None) if len(self._results) > 1 else None,
+            donate_argnums=[at for at, one in enumerate(given, 1) if one.is_donated],
         )
-        firsts = [*{key_of(one.wanted): at for at, one in reversed([*enumerate(given)])}.values()]
-        return _Form(
-            run,
-            statics=[at for at, one in enumerate(is_array) if not one],
-            has_data=any(type(one).__eq__ is not object.__eq__ for one in node_data(treedef)),
-            watched=firsts,
-            alive=[*range(len(given))] if gone else firsts,
-            donates=bool(gone),
-        )
+        return run, given
 
-    def _static(self, form: _Form, treedef: Any, is_array: tuple[bool, ...], leaves: list[Any]) -> Static:
+    def _static(self, form: _Form, treedef: Any, leaves: list[Any]) -> Static:
         values = [leaves[at] for at in form.statics]
         parts = values + node_data(treedef) if form.has_data else values
         last = form.static
         if last is not None and len(parts) == len(last.parts) and all(map(operator.is_, parts, last.parts)):
             return last
         try:
-            form.static = Static(treedef, is_array, values, parts)
+            form.static = Static(treedef, form.is_array, values, parts)
         except TypeError as error:
             raise LeafTypeError(
                 f"an argument of `{self._name}` holds a value that is no array and cannot be hashed ({error}), so it "
@@ -324,75 +297,66 @@ class Jitted(Generic[P, R]):
             ) from error
         return form.static
 
-    def _traced(self, static: Static, arrays: tuple[object, ...]) -> Any:
-        fn, args, kwargs = joined(static.treedef, static.is_array, (static.values, arrays))
-        self._given(fn, args, kwargs, shapes=True)
-        out = (self._plain if fn is None else fn)(*args, **kwargs)
+    def _traced(self, static: Static, arrays: Sequence[object]) -> Any:
+        fn, args, kwargs = static.tree(arrays)
+        self._given(fn, args, kwargs)
+        out = (self._fn if fn is None else eqx.combine(fn, self._rest))(*args, **kwargs)
         leaves, treedef = jax.tree.flatten(out)
-        lists: dict[object, list[Any]] = {"statics": [], **{key: [] for key in self._results}}
-        numbers, order = {key: at for at, key in enumerate(lists)}, []
-        for leaf, sharding in zip(leaves, spread(self._out, out, f"what `{self._name}` returns"), strict=True):
-            key = key_of(sharding) if _is_array(leaf) else "statics"
-            lists[key].append(leaf)
-            order.append(numbers[key])
-        statics = lists.pop("statics")
-        return out if len(lists) == 1 and not statics else Parted([*lists.values()], Rest(treedef, order, statics))
-
-    def _given(self, fn: Any, args: Any, kwargs: Any, *, shapes: bool = False) -> list[Given]:
-        """The function's arrays and all leaves of its arguments; raises if they do not match their plans, with `shapes`
-        also in shape and dtype.
-        """
-        rows: list[tuple[int, str, str, Any, Any, bool]] = []
-        names = parameter_names(self._signature, args, kwargs)
-        for at, (name, (which, arg, entry)) in enumerate(zip(names, self._in.of(args, kwargs), strict=True)):
-            is_donated = (at if at < len(args) else None) in self._donated
-            rows.append((at, name, f"argument {which} of `{self._name}`", arg, entry, is_donated))
-        found = [
-            Given(f"`{path}` of `{self._name}`", f"{self._name}/{path}", leaf, None, False, None)
-            for path, leaf in zip(self._fn.paths, [*filter(_is_array, jax.tree.leaves(fn))], strict=True)
+        numbers = {key: at for at, key in enumerate(["statics", *self._results])}
+        order = [
+            numbers[sharding if _is_array(leaf) else "statics"]
+            for leaf, sharding in zip(leaves, spread(self._out, out, f"what `{self._name}` returns"), strict=True)
         ]
-        for argument, name, what, tree, entry, is_donated in rows:
+        statics, *lists = [[*it.compress(leaves, [at == number for at in order])] for number in numbers.values()]
+        return out if len(lists) == 1 and not statics else Parted(lists, Rest(treedef, order, statics))
+
+    def _given(self, fn: Any, args: Any, kwargs: Any, *, shapes: bool = True) -> list[Given]:
+        """The arrays of the function and of its arguments; raises if they do not match their plans, with `shapes` also
+        in shape and dtype.
+        """
+        found = []
+        trees = [(None, self._name, fn), *arguments(self._keys, args, kwargs)]
+        for argument, (key, name, tree) in enumerate(trees, -1):
+            what = f"`{name}`" if key is None else f"argument {_shown(key)} of `{self._name}`"
             leaves, treedef = jax.tree.flatten(tree)
-            wanted = spread(entry, tree, what, shapes=shapes)
+            wanted = spread(at_key(self._in, key), tree, what, shapes=shapes)
             for path, leaf, sharding in zip(tree_paths(treedef), leaves, wanted, strict=True):
-                text = f"`{path}` of {what}" if path else what
-                found.append(Given(text, f"{name}/{path}" if path else name, leaf, sharding, is_donated, argument))
+                if _is_array(leaf):
+                    text, path = (f"`{path}` of {what}", f"{name}/{path}") if path else (what, name)
+                    is_donated = bool(at_key(self._donated, key))
+                    found.append(Given(text, path, leaf, sharding, is_donated, None if key is None else argument))
         return found
 
-    def _arrays(self, call: _Call, *, shapes: bool = False) -> list[Given]:
-        return [one for one in self._given(*call.tree, shapes=shapes) if _is_array(one.leaf)]
+    def _checked(self, static: Static, arrays: Iterable[Any]) -> list[Given]:
+        """The arrays of a call; raises if they do not match their plans, or cannot be passed to the program."""
+        given = self._given(*static.tree(arrays))
+        check_given(given)
+        return given
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
         """Raises if a parameter with an entry gets no argument, while an argument has no entry: the entry's name is
         then probably wrong.
         """
-        taken = {*range(len(args)), *kwargs}
-        missing = [key for key, entry in self._in.known.items() if entry is not None and key not in taken]
-        given = self._in.of(args, kwargs) if missing else ()
-        bare = [which for which, arg, entry in given if entry is None and _ARRAY in jax.tree.leaves(arg)]
-        if bare:
-            which = f"{missing[0]}" if isinstance(missing[0], int) else f"`{missing[0]}`"
+        given = {key: tree for key, _, tree in arguments(self._keys, args, kwargs)}
+        missing = [key for key in self._in if self._in[key] is not None and key not in (int, str, *given)]
+        bare = [key for key in given if at_key(self._in, key) is None and _ARRAY in jax.tree.leaves(given[key])]
+        if missing and bare:
             raise PlanMismatchError(
-                f"`in_shardings` has an entry for argument {which} of `{self._name}{self._signature}`, which this "
-                f"call lacks, and none for argument {bare[0]}, which it has. Pass arguments by position for a tuple, "
-                "by name for a dict, or name them in the signature, which `functools.wraps` keeps for decorators."
+                f"`in_shardings` has an entry for argument {_shown(missing[0])} of `{self._name}{self._signature}`, "
+                f"which this call lacks, and none for argument {_shown(bare[0])}, which it has. Pass arguments by "
+                "position for a tuple, by name for a dict, or name them in the signature, which `functools.wraps` "
+                "keeps for decorators."
             )
 
-    def _explain(self, error: Exception, call: _Call) -> None:
+    def _explain(self, error: Exception, static: Static, arrays: Sequence[Any]) -> None:
         """Raises an error about the arguments if they explain the given error."""
-        if isinstance(error, PlanMismatchError):
-            return
-        try:
-            arrays = self._arrays(call, shapes=True)
-        except PlanMismatchError as mismatch:
-            raise mismatch from error
+        given = self._checked(static, arrays)
         if "incompatible devices" in str(error):
-            text = re.sub(r"arrays\[(\d+)\] of [^ ]*", lambda found: arrays[int(found[1])].name, f"{error}")
+            text = re.sub(r"arrays\[(\d+)\] of [^ ]*", lambda found: given[int(found[1])].name, f"{error}")
             raise PlanMismatchError(
                 f"`{self._name}` runs on one set of devices in one order. Place its arguments, `shard(tree, plan)`; "
                 f"use plans on one mesh inside one function, and `reshard` between functions. JAX says: {text}"
             ) from error
-        raise_elsewhere(arrays, error)
 
     def _returned(self, out: Any) -> tuple[TracedArray, ...]:
         """The path and struct of each array that the function returns, in the order of the compiled program's
@@ -402,11 +366,16 @@ class Jitted(Generic[P, R]):
             pairs = zip(tree_paths(jax.tree.structure(out)), jax.tree.leaves(out), strict=True)
             return tuple(TracedArray(path, struct_of(leaf)) for path, leaf in pairs)
         found = []
-        for number, (leaves, sharding) in enumerate(zip(out.lists, self._results.values(), strict=True), 1):
+        for number, (leaves, sharding) in enumerate(zip(out.lists, self._results, strict=True), 1):
             paths = it.compress(tree_paths(out.rest.treedef), [at == number for at in out.rest.order])
             found += [TracedArray(path, struct_of(leaf, sharding)) for path, leaf in zip(paths, leaves, strict=True)]
         return tuple(found)
 
 
 def _is_array(leaf: object) -> bool:
-    return is_traced(type(leaf))
+    return is_array_type(type(leaf))
+
+
+def _shown(key: int | str) -> str:
+    """The text of an argument's key: its position, or its name in backticks."""
+    return f"`{key}`" if isinstance(key, str) else f"{key}"

@@ -5,12 +5,10 @@ Static values are compared by value and by type: 1, 1.0 and True are equal, and 
 
 import dataclasses
 import functools as ft
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-
-from .given import is_traced
 
 
 @ft.lru_cache(maxsize=1024)
@@ -54,28 +52,6 @@ def node_data(treedef: Any) -> list[Any]:
     return found
 
 
-@jax.tree_util.register_pytree_node_class
-class FunctionArrays:
-    """A function as a tree of its arrays. Structures with one function are equal, whether it can be hashed or not."""
-
-    def __init__(self, fn: Any):
-        pairs, self._treedef = jax.tree_util.tree_flatten_with_path(fn)
-        self._leaves = [leaf for _, leaf in pairs]
-        self._numbers = [at for at, leaf in enumerate(self._leaves) if is_traced(type(leaf))]
-        self.paths = [jax.tree_util.keystr(pairs[at][0], simple=True, separator="/") for at in self._numbers]
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], "FunctionArrays"]:
-        return tuple([self._leaves[at] for at in self._numbers]), self
-
-    @classmethod
-    def tree_unflatten(cls, own: "FunctionArrays", arrays: Sequence[Any]) -> Any:
-        """The function itself with these arrays."""
-        leaves = [*own._leaves]
-        for at, array in zip(own._numbers, arrays, strict=True):
-            leaves[at] = array
-        return own._treedef.unflatten(leaves)
-
-
 class Static:
     """The parts of a tree that are not traced.
 
@@ -100,8 +76,12 @@ class Static:
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Static) and self._key == other._key)
 
+    def tree(self, arrays: Iterable[Any]) -> Any:
+        """The tree, with these arrays at the leaves that are traced."""
+        return joined(self.treedef, self.is_array, (self.values, arrays))
 
-def joined(treedef: Any, order: Sequence[int], lists: Sequence[Sequence[Any]]) -> Any:
+
+def joined(treedef: Any, order: Sequence[int], lists: Sequence[Iterable[Any]]) -> Any:
     """The tree with this structure, with each leaf taken from one of several lists. `order` has the index of the list
     for each leaf.
     """

@@ -104,14 +104,5 @@ class Compiled(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(self.compiled, args, kwargs)
 
-    @property
-    def input_shardings(self) -> Any:
-        """The shardings of the program's parameters."""
-        return self.compiled.input_shardings
-
-    def as_text(self) -> str:
-        """The text of the compiled program."""
-        return self.compiled.as_text() or ""
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compiled, name)

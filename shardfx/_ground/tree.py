@@ -69,7 +69,7 @@ def flatten(tree: PyTree, *, takes_specs: bool = False) -> Flat:
     """
     leaves, treedef = jax.tree.flatten(tree)
     columns = _columns_of(treedef)
-    kinds = {kind: _is_array_type(kind) for kind in set(map(type, leaves))}
+    kinds = {kind: is_array_type(kind) for kind in set(map(type, leaves))}
     if all(kinds.values()):
         return Flat(leaves, treedef, *columns, [True] * len(leaves))
     if not takes_specs:
@@ -116,7 +116,8 @@ def near_paths(path: str, known: Collection[str]) -> str:
 
 
 @ft.lru_cache(maxsize=1024)
-def _is_array_type(kind: type) -> bool:
+def is_array_type(kind: type) -> bool:
+    """Whether values of this type are arrays, tracers or structs."""
     return issubclass(kind, _ARRAYS)
 
 

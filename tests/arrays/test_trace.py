@@ -119,8 +119,11 @@ def test_a_call_needs_devices(kind):
 
 
 def test_a_struct_that_lies_otherwise_than_its_entry_is_an_error():
-    params, batch = plans()
-    jitted = filter_jit(lambda params, batch: batch["x"] @ params["w"], in_shardings=(params, batch))
-    other = jax.ShapeDtypeStruct((6, 4), jnp.float32, sharding=NamedSharding(MESH.abstract(), P(None, "data")))
-    with pytest.raises(PlanMismatchError, match=r"`x` of argument 1 .* lies by .*, but its entry of `in_shardings` is"):
-        jitted.trace(params.structs, {"x": other})
+    mesh = MESH.build(jax.devices())
+    for params, batch in (plans(), plans(mesh)):
+        jitted = filter_jit(lambda params, batch: batch["x"] @ params["w"], in_shardings=(params, batch))
+        for lies_on in (MESH.abstract(), mesh):
+            sharding = NamedSharding(lies_on, P(None, "data"))
+            other = jax.ShapeDtypeStruct((6, 4), jnp.float32, sharding=sharding)
+            with pytest.raises(PlanMismatchError, match=r"`x` of argument 1 .* lies by .*, but its entry of `in_shar"):
+                jitted.trace(params.structs, {"x": other})

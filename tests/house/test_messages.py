@@ -363,7 +363,10 @@ def test_devices_in_the_place_of_a_mesh(as_users_run_it):
 def test_a_bare_spec_at_the_boundary_of_jit(ambient):
     made, spec = built(), P("data")
     assert made.jax_mesh is not None
-    wanted = f"holds the bare spec {spec}; say which mesh it is for: `NamedSharding(plan.jax_mesh, {spec})`."
+    wanted = (
+        f"holds {spec}, of type {type(spec).__name__}, which is no sharding; give a plan, `plan.sharding(names)`, "
+        "`NamedSharding(plan.jax_mesh, spec)`, a tree of these, or `None` to take an array as it comes."
+    )
     # Nothing is ambient: a mesh that happens to be set is not asked.
     with jax.set_mesh(made.jax_mesh) if ambient else contextlib.nullcontext():
         for entry in ((made, spec), (made, {"x": spec})):
