@@ -1,4 +1,4 @@
-"""Reads the words of a command line: models, rules and optimizers by name, keyword arguments, TPU slices."""
+"""Loads the objects that command-line arguments name: models, rules, optimizers, keyword arguments, TPU slices."""
 
 import ast
 import difflib
@@ -27,8 +27,8 @@ Rules = tuple[PathRules | None, AxisRules | None]
 
 
 class LoadedModel(NamedTuple):
-    """A model that a command line names: its arrays as structs, and its plan if the name refers to a plan, else
-    `None`.
+    """A model that a command-line argument names: its tree with a struct for each array, and its plan, or `None` unless
+    the argument names a plan.
     """
 
     tree: PyTree
@@ -51,7 +51,7 @@ def load_model(name: str, arguments: Mapping[str, object] | None = None, *, stac
 
     **Raises:**
 
-    `UsageError` if the name refers to nothing, or loading fails.
+    `UsageError` if there is no object with this name, or loading fails.
     """
     if not os.path.exists(name) and name in presets.models.names():
         named = {"stack_experts": stack_experts, **(arguments or {})}
@@ -96,7 +96,7 @@ def _file(path: str) -> LoadedModel:
 
 
 def _plan(path: str) -> ShardPlan | None:
-    """Returns the plan in a file; `None` if it does not begin as a plan's JSON does."""
+    """Returns the plan in a file; `None` if the file does not begin like a plan's JSON."""
     with open(path, "rb") as opened:
         begin = opened.read(200)
         if b'"shardfx.plan' not in begin:
@@ -108,15 +108,15 @@ def _plan(path: str) -> ShardPlan | None:
 
 
 def _near_models(name: str) -> str:
-    """Returns a hint with published models of a similar name; also for Hugging Face's form,
-    `meta-llama/Llama-3.1-8B`.
+    """Returns a hint with the published models of similar names. The prefix in a name from Hugging Face,
+    `meta-llama/Llama-3.1-8B`, is ignored.
     """
     short = name.rstrip("/").rpartition("/")[2].lower()
     return near(short, presets.models.names(), cutoff=0.75)
 
 
 def load_rules(name: str, model: str) -> Rules:
-    """Returns the path rules and the axis rules that a name refers to; either may be `None`.
+    """Returns the path rules and the axis rules with a name; either may be `None`.
 
     **Arguments:**
 
@@ -131,7 +131,7 @@ def load_rules(name: str, model: str) -> Rules:
 
     **Raises:**
 
-    `UsageError` if the name refers to nothing or to something other than rules, or loading fails.
+    `UsageError` if there is no object with this name, if it is no rules, or if loading fails.
     """
     if "->" in name:
         return calling("reading --rules", lambda: PathRules.parse(name)), None
@@ -169,7 +169,7 @@ def load_optimizer(name: str) -> Callable[..., Any]:
 
     **Raises:**
 
-    `UsageError` if the name refers to nothing or not to an optimizer, or the function fails.
+    `UsageError` if there is no object with this name, if it is no optimizer, or if the function fails.
     """
     found = attribute(name)
     if "init" not in dir(found) and callable(found):
@@ -185,7 +185,7 @@ def _optimizer(make: Callable[..., object]) -> Any:
     return make(learning_rate=1e-3) if "learning_rate" in inspect.signature(make).parameters else make()
 
 
-def _strategy(text: str, how: str, given: str, model: str) -> PathRules:
+def _strategy(text: str, how: str, arguments: str, model: str) -> PathRules:
     if model not in presets.models.names():
         if ":" not in model and not os.path.exists(model):
             hint = _near_models(model) or "; a model is named as MODULE:CALLABLE"
@@ -194,12 +194,14 @@ def _strategy(text: str, how: str, given: str, model: str) -> PathRules:
             f"--rules {text} is for a published model, as llama3-8b (`shardfx models` lists them), not for {model!r}; "
             "name rules as MODULE:NAME or as a text, or a ready set, as in --rules llama"
         )
-    return calling(f"--rules {text}", lambda: presets.models.rules_for(model, how, **_arguments(text, given)))
+    return calling(f"--rules {text}", lambda: presets.models.rules_for(model, how, **_arguments(text, arguments)))
 
 
-def _arguments(text: str, given: str) -> dict[str, Any]:
-    """Returns the arguments of a rule set, as in `llama:head_dim=64,fsdp=data`."""
-    found = {key: value for key, _, value in (part.partition("=") for part in given.split(",") if part)}
+def _arguments(text: str, arguments: str) -> dict[str, Any]:
+    """Parses the arguments of a rule set, such as "head_dim=64,fsdp=data". `text` is the whole value of --rules, for
+    messages.
+    """
+    found = {key: value for key, _, value in (part.partition("=") for part in arguments.split(",") if part)}
     if not all(found.values()):
         raise UsageError(f"--rules {text!r:.200} is not of the form NAME or NAME:key=value,..., as llama:head_dim=64")
     return {key: int(value) if value.isdecimal() else value for key, value in found.items()}
@@ -214,22 +216,22 @@ def _sorted(found: object, what: str) -> Rules:
     return next(iter(paths), None), next(iter(axes), None)
 
 
-def made_of(name: str, kind: type, what: str) -> Any:
-    """Returns the object of class `kind` that a name refers to, or that the named function returns.
+def made_of(name: str, cls: type, what: str) -> Any:
+    """Returns the object with a name if it is an instance of `cls`, or else what the function with that name returns.
 
     **Raises:**
 
-    `UsageError` for an object of another class, with `what`, a description of `kind`.
+    `UsageError` if the object is no instance of `cls`. The message describes `cls` as `what`.
     """
     found = attribute(name)
-    found = calling(f"`{name}()`", found) if callable(found) and not isinstance(found, kind) else found
-    if not isinstance(found, kind):
+    found = calling(f"`{name}()`", found) if callable(found) and not isinstance(found, cls) else found
+    if not isinstance(found, cls):
         raise UsageError(f"`{name}` is {found!r:.60}; it must be {what}")
     return found
 
 
 def attribute(name: str) -> Any:
-    """Imports a module and returns the object in it that `package.module:name.in.it` names."""
+    """Imports a module and returns an object in it. `name` is `package.module:name.in.it`."""
     module_name, _, attribute = name.partition(":")
     if module_name.endswith(".py") and os.path.isfile(module_name):
         folder, file = os.path.split(module_name)
@@ -254,19 +256,21 @@ def attribute(name: str) -> Any:
 
 
 def _evaluated(function: Callable[..., object], arguments: Mapping[str, Any]) -> Any:
-    """Returns the result of a function as structs; an argument `key` gets a key, unless `arguments` has it."""
+    """Returns the result of a function as structs. If the function has an argument `key` that `arguments` lacks, it
+    gets a PRNG key.
+    """
     if "key" in inspect.signature(function).parameters and "key" not in arguments:
         arguments = {**arguments, "key": jax.eval_shape(lambda: jax.random.key(0))}
     return eqx.filter_eval_shape(function, **arguments)
 
 
 def literals(text: str | None, flag: str) -> dict[str, Any]:
-    """Parses `depth=4, name="x"`: keyword arguments whose values are Python literals.
+    """Parses keyword arguments whose values are Python literals: `depth=4, name="x"`.
 
     **Arguments:**
 
-    - `text`: the text as between the brackets of a call; `None` for no arguments.
-    - `flag`: the flag that had this text, for messages.
+    - `text`: the text, as between the brackets of a call; `None` for no arguments.
+    - `flag`: the flag with this text, for messages.
 
     **Returns:**
 
@@ -274,7 +278,7 @@ def literals(text: str | None, flag: str) -> dict[str, Any]:
 
     **Raises:**
 
-    `UsageError` with the text, if it has another form.
+    `UsageError` with the text, if it cannot be parsed.
     """
     try:
         call = ast.parse(f"call({text or ''}\n)", mode="eval").body
@@ -291,14 +295,14 @@ def literals(text: str | None, flag: str) -> dict[str, Any]:
 
 
 def near(name: str, known: tuple[str, ...], cutoff: float = 0.6) -> str:
-    """Returns "; did you mean 'x' or 'y'?" with the known names most similar to `name`, or "" if none is similar."""
+    """Returns "; did you mean 'x' or 'y'?" with the names in `known` most similar to `name`; "" if there are none."""
     lower = {one.lower(): one for one in known}
     found = [lower[one] for one in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=cutoff)]
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def rule_set_names() -> tuple[str, ...]:
-    """Returns the names of the rule sets in `shardfx.presets`, the functions that return PathRules or AxisRules."""
+    """Returns the names of the rule sets in `shardfx.presets`: the functions that return PathRules or AxisRules."""
     functions = {name: one for name, one in vars(presets).items() if inspect.isfunction(one)}
     return tuple(
         name for name, one in sorted(functions.items()) if one.__annotations__["return"] in (PathRules, AxisRules)
@@ -306,7 +310,7 @@ def rule_set_names() -> tuple[str, ...]:
 
 
 def parse_slice(text: str) -> chips.Slice:
-    """Returns the TPU slice that a text names, as [`shardfx.chips.parse_slice`][] reads it: "tpu:v5p:8x8x8".
+    """Returns the TPU slice with a name such as "tpu:v5p:8x8x8", as [`shardfx.chips.parse_slice`][] parses it.
 
     **Raises:**
 
@@ -322,8 +326,8 @@ def parse_slice(text: str) -> chips.Slice:
 
 
 def order_text(target: chips.Slice, mesh: MeshSpec) -> str:
-    """Returns lines about the order in which the mesh takes the slice's devices, and the mean hops between neighbours
-    on each axis.
+    """Returns text about the order of a TPU slice's devices in the mesh, with the mean hops between neighbours on each
+    axis.
     """
     places = itertools.product(*map(range, reversed(target.extents)), range(target.chip.devices_per_chip))
     # Stand-ins with the attributes of JAX's devices, whose coordinates have three dimensions.

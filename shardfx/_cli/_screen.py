@@ -1,4 +1,4 @@
-"""The output of a verb: coloured text, JSON, progress on a terminal, and exit codes."""
+"""Writes the output of verbs: coloured text, JSON, progress on a terminal, and exit codes."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ _COLOURS = (
 
 
 def terminal_width() -> int | None:
-    """Returns the terminal's columns; `None`, which means no limit, if stdout is not a terminal."""
+    """Returns the number of the terminal's columns; `None`, which means no limit, if stdout is not a terminal."""
     return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
 
 
@@ -71,7 +71,7 @@ def coloured(text: str) -> Text:
 
 
 def answer(json_file: str | None, text: Callable[[], str], data: Callable[[], Any]) -> None:
-    """Prints a result as text, or writes it as JSON, or both, depending on the value of --json."""
+    """Prints a result as text, or writes it as JSON, or both. `json_file` is the value of --json."""
     if json_file != "-":
         show(text())
     if json_file is not None:
@@ -105,8 +105,8 @@ def require_writable(*files: str | None) -> None:
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """A context manager that shows a message on a terminal while work takes longer than a second, and removes it at the
-    end. It gives a function that replaces the message.
+    """A context manager that shows a message on a terminal if its block takes longer than a second, and removes the
+    message at the end. Its value is a function that replaces the message.
     """
     # `Text` keeps rich from reading names of files and modules as markup.
     status = Console(stderr=True).status(Text(what))
@@ -123,12 +123,12 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def as_json(value: object) -> str:
-    """Returns a result as JSON text in ASCII; other characters, including lone surrogates, are escaped."""
+    """Returns a result as JSON text in ASCII. Other characters, including lone surrogates, are escaped."""
     return json.dumps(data_of(value), indent=2)
 
 
 def data_of(value: object) -> Any:
-    """Returns a result of the library as dicts, lists, strings, numbers and `None`.
+    """Converts a result of the library to dicts, lists, strings, numbers and `None`.
 
     A dataclass or named tuple becomes a dict of its fields, a PartitionSpec a list with an entry for each dimension, a
     dtype its name.
@@ -153,8 +153,8 @@ def data_of(value: object) -> Any:
 
 
 class Verb(click.Command):
-    """A click command that exits with the number its function returns, or 0; and with 2, after one line on stderr, for
-    a UsageError.
+    """A click command whose exit code is the number that its function returns, or 0. For a UsageError it prints one
+    line on stderr, and the exit code is 2.
     """
 
     def invoke(self, ctx: click.Context) -> int:

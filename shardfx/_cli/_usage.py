@@ -1,4 +1,4 @@
-"""Turns errors into one line on stderr, and runs a user's code so that its errors become such a line."""
+"""Turns errors into one line on stderr. User code is run so that its errors become such a line, too."""
 
 import pathlib
 import re
@@ -22,7 +22,7 @@ _INSTALLED = (*sysconfig.get_paths().values(), str(pathlib.Path(__file__).parent
 
 
 class UsageError(ValueError):
-    """An argument on the command line, or a file or object that it names, cannot be used; the message is one line."""
+    """The error of an argument on the command line, or of a file or object that it names. Its message has one line."""
 
 
 def one_line(error: BaseException) -> str:
@@ -36,9 +36,10 @@ def one_line(error: BaseException) -> str:
 
 
 def shown(text: str, encoding: str | None) -> str:
-    """Returns `text` in characters that a terminal displays and its encoding has; of a very long text only both ends.
+    """Returns `text` without characters that a terminal does not display or that `encoding` lacks. Of a very long text
+    it returns the beginning and the end.
 
-    User input and file contents may hold control characters or very long names.
+    User input and the contents of files may have control characters or very long names.
     """
     text = printable(text)
     if len(text) > _SHOWN_CHARACTERS:
@@ -64,7 +65,7 @@ def in_flags(text: str) -> str:
 
 
 def calling(what: str, function: Callable[[], _Result]) -> _Result:
-    """Calls a function that may run the user's code, and turns its errors into a UsageError.
+    """Calls a function that may run user code, and turns its errors into a UsageError.
 
     **Arguments:**
 
@@ -77,8 +78,8 @@ def calling(what: str, function: Callable[[], _Result]) -> _Result:
 
     **Raises:**
 
-    `UsageError` with the message of the error that the function raised; for an error that is not of this package, also
-    with its type and the line of the user's code.
+    `UsageError` with the message of the error that the function raised. For an error of another library or of user
+    code, the message also has its type and the line of user code that raised it.
     """
     try:
         return function()
@@ -94,9 +95,7 @@ def calling(what: str, function: Callable[[], _Result]) -> _Result:
 
 
 def _place(error: BaseException) -> str:
-    """Returns the file and line of the user's code that ran last before the error, as " in FILE, line N"; "" if there
-    is none.
-    """
+    """Returns the last line of user code that ran before the error, as " in FILE, line N"; "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" in {error.filename}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,7 +1,7 @@
-"""The demo: a byte-level transformer, trained under a plan, then on one device without a plan, on the same batches.
+"""The demo: trains a byte-level transformer under a plan, and then on one device without a plan, on the same batches.
 
-It uses the public names of `shardfx` alone, since it shows what users can do. The model declares its sharding only
-through logical names, of fields and activations.
+It uses only the public names of `shardfx`, as a user's program does. The model declares its sharding only through the
+logical names of fields and activations.
 """
 
 import math
@@ -138,8 +138,8 @@ class Transformer(eqx.Module):
 
 
 def loss(model: Transformer, text: Int[Array, "batch length"], plan: ShardPlan | None = None) -> Float[Array, ""]:
-    """Returns the mean cross-entropy, in nats per byte, of each byte of `text` after the first, given the bytes before
-    it.
+    """Returns the mean cross-entropy, in nats per byte, of all bytes of `text` but the first. Each byte is predicted
+    from the bytes before it.
     """
     logits = model(text[:, :-1], plan)
     targets = _constrain(jax.nn.one_hot(text[:, 1:], VOCAB), ("batch", "sequence", "vocab"), plan)
@@ -147,8 +147,9 @@ def loss(model: Transformer, text: Int[Array, "batch length"], plan: ShardPlan |
 
 
 def _project(x: Array, weight: Array, name: str | None, plan: ShardPlan | None, over: str | None = None) -> Array:
-    """Returns `x @ weight`, whose last dimension has this name. The weight is gathered over fsdp first; `over` is the
-    name of the dimension that the product sums over, if it stays sharded.
+    """Returns `x @ weight`, whose last dimension has the logical name `name`. The weight is first gathered over fsdp.
+
+    `over` is the logical name of the dimension that the product sums over, if that dimension is sharded.
     """
     weight, names = _constrain(weight, (over, name), plan), ("batch", "sequence", name)
     if plan is None or AxisType.Explicit not in plan.mesh.axis_types:
@@ -163,8 +164,8 @@ def _heads(x: Float[Array, "b s rows"], heads: int) -> Float[Array, "b s heads d
 
 
 def _per_query_head(x: Float[Array, "b s kv_heads d"], plan: ShardPlan | None) -> Float[Array, "b s heads d"]:
-    """Returns the key or value heads, each repeated for every query head that uses it, and sharded like the query
-    heads.
+    """Returns key or value heads with one head for each query head, sharded like the query heads. A head that several
+    query heads share is repeated.
     """
     batch, length, *_ = x.shape
     group = jnp.broadcast_to(x[:, :, :, None], (batch, length, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM))
@@ -186,7 +187,7 @@ def _normed(x: Float[Array, "b s embed"], scale: Float[Array, " embed"]) -> Floa
 
 
 def _rotate(x: Float[Array, "b s heads d"]) -> Float[Array, "b s heads d"]:
-    """Returns `x` with rotary positions: pairs of elements, one from each half of a head, are rotated by angles that
+    """Returns `x` with rotary positions. Pairs of elements, one from each half of a head, are rotated by angles that
     grow with the position.
     """
     frequencies = 10_000 ** (-jnp.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
@@ -197,7 +198,7 @@ def _rotate(x: Float[Array, "b s heads d"]) -> Float[Array, "b s heads d"]:
 
 
 def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
-    """Returns the standard library's own source files, in order of their paths, as one array of bytes.
+    """Returns the source files of Python's standard library, in order of their paths, as one array of bytes.
 
     **Arguments:**
 
@@ -205,7 +206,7 @@ def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
 
     **Returns:**
 
-    The bytes; the same on every run of one Python installation.
+    The bytes. Every run of one Python installation returns the same bytes.
     """
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     others = ("test", "tests", "site-packages", "dist-packages")
@@ -219,7 +220,7 @@ def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
 def batch(
     text: UInt8[np.ndarray, " bytes"], step: int, *, size: int, length: int, seed: int
 ) -> Int[np.ndarray, "size length"]:
-    """Returns `size` random windows of `length` bytes of `text`; they depend only on `seed` and `step`."""
+    """Returns `size` random windows of `length` bytes of `text`. They depend only on `seed` and `step`."""
     starts = np.random.default_rng((seed, step)).integers(0, text.size - length, size=size)
     return text[starts[:, None] + np.arange(length)].astype(np.int32)
 
@@ -248,8 +249,8 @@ class DemoPlans(NamedTuple):
 
 
 def default_mesh(device_count: int, axis_types: AxisType = AxisType.Auto) -> MeshSpec:
-    """Returns a mesh data x fsdp x tensor: tensor and fsdp of size 2 if the number of devices allows it, data for the
-    rest.
+    """Returns a mesh with the axes data, fsdp and tensor. The sizes of fsdp and tensor are 2 if the number of devices
+    allows it, and all other devices are along data.
     """
     tensor = KV_HEADS if device_count % KV_HEADS == 0 else 1
     fsdp = 2 if device_count % (2 * tensor) == 0 else 1
@@ -264,7 +265,7 @@ def make_optimizer(run: Run) -> optax.GradientTransformation:
 
 
 def make_plans(mesh: Any, run: Run) -> DemoPlans:
-    """Plans model, optimizer state and batch from shapes alone. `mesh` may be a MeshSpec, or a Mesh to place arrays."""
+    """Plans model, optimizer state and batch from shapes alone, for a MeshSpec or for a jax Mesh."""
     model = plan(eqx.filter_eval_shape(lambda: Transformer(key=jax.random.key(0))), mesh, axes=AXIS_RULES)
     text = jax.ShapeDtypeStruct((run.batch_size, run.length + 1), jnp.int32)
     return DemoPlans(
@@ -275,7 +276,9 @@ def make_plans(mesh: Any, run: Run) -> DemoPlans:
 
 
 def make_step(optimizer: optax.GradientTransformation, model_plan: ShardPlan | None) -> Callable:
-    """Returns the function of one training step; `model_plan` constrains the activations, `None` leaves them free."""
+    """Returns the function of one training step. `model_plan` constrains the activations; with `None` they are not
+    constrained.
+    """
 
     def train_step(model: Transformer, state: optax.OptState, text: Int[Array, "batch length"]) -> tuple:
         value, gradients = eqx.filter_value_and_grad(loss)(model, text, model_plan)
@@ -286,7 +289,9 @@ def make_step(optimizer: optax.GradientTransformation, model_plan: ShardPlan | N
 
 
 def start_sharded(plans: DemoPlans, run: Run) -> tuple[Any, Transformer, optax.OptState]:
-    """Returns the jitted step, the model and the optimizer state, with each array created in the shards of its plan."""
+    """Returns the jitted step, the model and the optimizer state. Each array is made directly in the shards of its
+    plan.
+    """
     optimizer, (model, state, _) = make_optimizer(run), plans
     step = filter_jit(
         make_step(optimizer, model), in_shardings=tuple(plans), out_shardings=(model, state, None), donate=(0, 1)
@@ -297,7 +302,7 @@ def start_sharded(plans: DemoPlans, run: Run) -> tuple[Any, Transformer, optax.O
 
 
 def start_unsharded(run: Run) -> tuple[Callable, Transformer, optax.OptState]:
-    """Returns the jitted step, the model and the optimizer state, made with Equinox alone on JAX's first device."""
+    """Returns the jitted step, the model and the optimizer state, made only with Equinox, on JAX's first device."""
     optimizer = make_optimizer(run)
     step = eqx.filter_jit(make_step(optimizer, None), donate="all")
     model = eqx.filter_jit(lambda key: Transformer(key=key))(jax.random.key(run.seed))
@@ -320,7 +325,7 @@ def train(
     - `text`: the bytes to train on, from `stdlib_text`.
     - `run`: the settings.
     - `place`: puts a batch onto the devices of the step.
-    - `show`: a name; with it, a line is printed for every tenth of the steps.
+    - `show`: a name. With it, a line is printed for the first step and after each tenth of the steps.
 
     **Returns:**
 
@@ -349,7 +354,7 @@ def _tenths(steps: int) -> list[int]:
 
 
 def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None) -> bool:
-    """Trains twice, sharded and not, and prints the plan, the progress and both loss curves.
+    """Trains twice, with and without a plan, and prints the plan, the progress and both loss curves.
 
     **Arguments:**
 

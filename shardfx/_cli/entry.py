@@ -1,5 +1,5 @@
-"""The entry point of `python -m shardfx`. It imports only Python's standard library, so that it can name a missing
-library.
+"""The entry point of `python -m shardfx`. It imports only Python's standard library, so that it runs without click and
+rich and can report that they are missing.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""The command group `shardfx`, which loads a verb when it is called, and the handling of errors that no verb
-handles.
+"""The command group `shardfx`, which imports a verb's module when the verb is called, and the handling of errors in the
+command line itself.
 """
 
 import importlib
@@ -19,19 +19,19 @@ from ._usage import shown
 # completion and the version then need no import of JAX, which takes a second.
 _VERBS = {
     "chips": ("lists", "List accelerators: memory, arithmetic, links."),
-    "clean": ("checkpoints", "List or remove what saves that were killed left in DIRECTORY."),
-    "convert": ("checkpoints", "Write a checkpoint anew: other names, shapes, dtypes, files."),
+    "clean": ("checkpoints", "List or remove the incomplete checkpoints of killed saves."),
+    "convert": ("checkpoints", "Convert a checkpoint: change names, shapes, dtypes, files."),
     "demo": ("training", "Train a small transformer under a plan, and again without one."),
-    "diff": ("plans", "Compare two plans: what differs, and what it costs to move."),
+    "diff": ("plans", "Compare two plans: the differences, and the cost of moving."),
     "explain": ("plans", "Say why one array is sharded as it is, and what would change it."),
     "fit": ("steps", "Say whether a step fits a chip, and which changes would make it fit."),
-    "lint": ("plans", "Find all that is wrong with a model's rules, and how to mend it."),
+    "lint": ("plans", "List the mistakes in a model's rules, with a fix for each."),
     "models": ("lists", "List the published models."),
     "plan": ("plans", "Print how every array of a model is sharded on a mesh, and why."),
     "report": ("plans", "Write a plan as one HTML page: a map of bytes, findings, a table."),
-    "search": ("steps", "Choose mesh and rules for a step, by what they would cost."),
-    "traffic": ("steps", "List what a step sends, and the line that causes it."),
-    "why": ("steps", "Say how the arrays of a step lie, and what each mesh axis is from."),
+    "search": ("steps", "Choose a mesh and rules for a step by their estimated cost."),
+    "traffic": ("steps", "List the collectives of a step, and the lines that cause them."),
+    "why": ("steps", "Show how a step's arrays are sharded, and why."),
 }
 _COMPLETION = """\b
 completion in a shell, here for bash; zsh and fish have their own word:
@@ -40,7 +40,7 @@ completion in a shell, here for bash; zsh and fish have their own word:
 
 
 class _Verbs(click.Group):
-    """A click group of the verbs in `_VERBS`, which imports a verb's module when it is called."""
+    """A click group of the verbs in `_VERBS`. It imports a verb's module when the verb is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_VERBS)
@@ -80,7 +80,7 @@ def run(arguments: Sequence[str] | None) -> int:
 
     **Returns:**
 
-    The exit code of the verb; 2 if the command line has no valid form.
+    The exit code of the verb; 2 if the command line cannot be parsed.
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if sys.stdout is None:  # a shell's `>&-` closes it

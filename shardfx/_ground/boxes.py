@@ -15,7 +15,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """The box of a JAX index, which is a tuple of slices."""
+    """Converts a JAX index, which is a tuple of slices, to a box."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
@@ -55,18 +55,18 @@ def slices(part: Box, box: Box) -> tuple[Any, ...]:
 
 
 def first_with(box: Box, shards: Sequence[Box]) -> int | None:
-    """The number of the first shard that contains all of a box; `None` if none does."""
+    """The index of the first box in `shards` that contains all of `box`; `None` if there is no such box."""
     return next((number for number, own in enumerate(shards) if common(box, own) == box), None)
 
 
 def read_box(box: Box, shards: Sequence[Box], data: Callable[[int], np.ndarray]) -> np.ndarray | None:
-    """The elements of a box: a view if one shard contains the box, else copied from several shards.
+    """The elements of a box: a view of one shard if a shard contains the box, else a copy from several shards.
 
     **Arguments:**
 
     - `box`: the box.
     - `shards`: the box of each shard.
-    - `data`: returns the elements of the shard with a number.
+    - `data`: a function that takes the index of a shard and returns the elements of the shard.
 
     **Returns:**
 

@@ -25,7 +25,7 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
-    """Copies `source` into `target` in blocks along the dimension `dim`, which `block_dim` returned; in one step if
+    """Copies `source` into `target`: in blocks along the dimension `dim`, which `block_dim` chooses, or in one step if
     `dim` is `None`.
     """
     if dim is None:

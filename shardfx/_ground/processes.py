@@ -55,18 +55,18 @@ def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[
 def exchanged(
     client: Any, name: str, text: str, seconds: float, me: int, processes: Sequence[int]
 ) -> tuple[dict[int, str], str]:
-    """Sends a text to other processes, and returns the texts of all of them.
+    """Sends the text of this process to other processes, and returns the texts of all of them.
 
     **Arguments:**
 
     - `client`, `seconds`, `me`, `processes`: as in `absent`.
-    - `name`: a name for the exchange, which may be used again.
+    - `name`: a name for the exchange; a name may be used several times.
     - `text`: the text of this process.
 
     **Returns:**
 
-    The texts by process, in the order of the processes' numbers; and the processes that did not arrive in time, as
-    `absent` returns them, whose texts may be missing.
+    The texts by process, in the order of the processes' numbers; and the processes that did not arrive in time, as text
+    like that of `absent`. The texts of these processes may be missing.
 
     **Raises:**
 

@@ -1,4 +1,6 @@
-"""The reasons why an array is sharded over fewer mesh axes than requested, and a spec with its reasons."""
+"""Reasons and decisions. A `Reason` says why an array is sharded over fewer mesh axes than requested, and a `Decision`
+is a PartitionSpec with its reasons.
+"""
 
 import dataclasses
 import enum
@@ -11,7 +13,7 @@ _REFINE = ", or split the mesh axis (`refine=True`)"
 
 
 class Code(enum.Enum):
-    """The causes for which a dimension is not sharded as requested.
+    """The possible causes for a dimension that is not sharded as requested.
 
     The value of a code is a template for the message of a [`shardfx.Reason`][]. The template ends with advice to the
     user, and values replace its `{...}`.

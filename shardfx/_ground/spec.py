@@ -114,7 +114,7 @@ def with_reductions(
 
 
 def pinned(spec: PartitionSpec) -> PartitionSpec:
-    """`spec` with `None` in place of UNCONSTRAINED, which JAX refuses at `device_put` and at jit boundaries."""
+    """`spec` with `None` in place of UNCONSTRAINED entries, which JAX refuses at `device_put` and at jit boundaries."""
     if not any(entry is UNCONSTRAINED for entry in entries_of(spec)):
         return spec
     return trimmed([None if entry is UNCONSTRAINED else entry for entry in entries_of(spec)], spec)
@@ -149,7 +149,7 @@ _DTYPE = re.compile(r"bool|u?int(1|2|4|8|16|32|64)|bfloat16|float(16|32|64|[468]
 
 
 def dtype_named(name: str) -> DType | None:
-    """The dtype of arrays on devices with the name `name`; `None` if this version of JAX has no such dtype."""
+    """The dtype named `name`, if arrays on devices can have it in this version of JAX; else `None`."""
     # NumPy also takes aliases of other types ("a", "O", "datetime64"), and evaluates parts of a text.
     try:
         return jnp.dtype(name) if _DTYPE.fullmatch(name) else None

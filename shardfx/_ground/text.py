@@ -87,7 +87,9 @@ def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _products(rows: Sequence[tuple[str, ...]], at: int) -> Iterator[Sequence[tuple[str, ...]]]:
-    """Divides `rows` into sets. Each set has every combination of the numbers in its columns, from column `at` on."""
+    """Divides `rows` of numbers into sets. Each set has every combination of the numbers in its columns, from column
+    `at` on.
+    """
     if at == len(rows[0]):
         yield rows
         return

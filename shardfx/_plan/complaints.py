@@ -57,7 +57,9 @@ _SHOWN = 40
 
 
 def _refuse(error: type[Exception], head: str, lines: Sequence[str], cause: Exception | None = None) -> None:
-    """Raises `error` if there are `lines`. Its message has `head`, the first lines, and the number of further lines."""
+    """Raises `error` if `lines` is not empty. Its message has `head`, the first lines, and the number of the other
+    lines.
+    """
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         raise error("\n".join([head, *lines[:_SHOWN], *more])) from cause
@@ -133,7 +135,7 @@ def unknown_units(axes: AxisRules) -> tuple[str, ...]:
 
 
 def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
-    """Returns, by index in `rows`, the logical names of an array that have no rule in any mode."""
+    """Returns the logical names that have no rule in any mode, by the index in `rows` of the array that has them."""
     by_name = [(i, row) for i, row in enumerate(rows) if row.names is not None and _axes_of(Code.unmatched, row)]
     return {i: found for i, row in by_name if (found := unknown_names(row.names or (), axes))}
 
@@ -296,8 +298,8 @@ def _axes_of(code: Code, row: Row) -> list[str]:
 
 
 def raise_strict(arrays: Iterable[tuple[str, Row]], advice: str = "") -> None:
-    """Raises if an array is not sharded as its rule requests, from pairs of a path and a plan. The message ends with
-    `advice`.
+    """Raises if an array is not sharded as its rule requests. `arrays` holds pairs of a path and a plan, and the
+    message has `advice`.
     """
     lines = [
         f"  leaf `{path}`, shape {row.shape}: {why}"

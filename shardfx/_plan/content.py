@@ -38,7 +38,7 @@ class Group(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The path of the array, or one text with ranges for all paths: `layers/{0..31}/attn/q_proj/weight`."""
+        """The path of the array, or one text with number ranges for all paths: `layers/{0..31}/attn/q_proj/weight`."""
         return joined(self.paths)
 
 

@@ -178,8 +178,8 @@ def units_at(
     """Returns the unit of each dimension of an array. The unit is 1 at a dimension whose size is a number of units,
     such as 8 heads, and not a number of elements, such as 8 x 128.
 
-    `sizes_of` returns the sizes of dimensions with one logical name in other arrays. These sizes decide if the size of
-    the dimension could be either number.
+    If the size could be either number, the sizes of dimensions with the same logical name in other arrays decide.
+    `sizes_of` returns these sizes.
     """
 
     def counts(name: Any, size: int, unit: int) -> bool:
@@ -213,8 +213,8 @@ def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, 
 
 
 def _with_advice(why: Reason, leaf: Leaf) -> Reason:
-    """Returns the reason. If a unit prevents sharding, and the dimension may be a number of units, advice is added to
-    its message.
+    """Returns the reason `why`. Its message gets advice if a unit prevents sharding, but the size of the dimension
+    could be a number of units.
     """
     if why.code is not Code.unit or why.dim is None:
         return why

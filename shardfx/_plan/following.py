@@ -179,7 +179,7 @@ def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object,
     return _shapes(init, given, *last), refused
 
 
-def _shapes(init: Callable[..., object], given: tuple[object, ...], mesh: AbstractMesh | None, other: object) -> PyTree:
+def _shapes(init: Callable[..., object], args: tuple[object, ...], mesh: AbstractMesh | None, other: object) -> PyTree:
     """Returns the result of `init` as structs. In the planned trees that `init` gets, `other` replaces leaves that are
     not arrays.
     """
@@ -190,7 +190,7 @@ def _shapes(init: Callable[..., object], given: tuple[object, ...], mesh: Abstra
 
     structs = [
         arg.content.tree(list(map(struct, arg.content.rows)), other) if isinstance(arg, ShardPlan) else arg
-        for arg in given
+        for arg in args
     ]
     # JAX 0.11 takes the mesh of arrays that `init` makes from the context.
     with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
@@ -287,8 +287,8 @@ def _request_from_base(entry: str, path: str, shape: tuple[int, ...], plan: Shar
 
 
 def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
-    """Returns the request of an array from its sharding that JAX propagated, or else from the planned array whose path
-    is in its path; `None` if it has neither.
+    """Returns the request of an array: from the sharding that JAX propagated to it, or else from the planned array
+    whose path is contained in `path`; `None` if there is neither.
     """
     names = units = namesake = None
     source, dims = _source(path, tuple(leaf.shape), plan)

@@ -389,7 +389,7 @@ def declared_axes(axes: Iterable[object]) -> tuple[Any, ...]:
 
 
 def check_axis_rules(what: str, value: object) -> None:
-    """Raises unless the argument named `what` is AxisRules."""
+    """Raises unless `value`, the argument named `what`, is AxisRules."""
     check_type(what, value, AxisRules, RuleError, "wrap it: `AxisRules([...])`")
 
 

@@ -308,7 +308,7 @@ class Matcher:
 
 
 def is_callable(target: object) -> bool:
-    """Whether a rule's target must be called for each path."""
+    """Whether the target of a rule is a callable, which is called for each path."""
     target = bare(target)
     first = target.steps[0] if isinstance(target, Pipeline) else target
     return callable(first) and not isinstance(first, PartitionSpec)

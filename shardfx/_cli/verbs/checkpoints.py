@@ -1,5 +1,5 @@
-"""`shardfx convert` writes a checkpoint anew in another form; `shardfx clean` removes the remains of saves that were
-killed.
+"""`shardfx convert` writes a checkpoint with other names, shapes, dtypes or files; `shardfx clean` removes the
+incomplete checkpoints of saves that were killed.
 """
 
 import math
@@ -50,11 +50,11 @@ def convert(
     dry_run: bool,
     json_file: str | None,
 ) -> None:
-    """Write a checkpoint anew: other names, shapes, dtypes, files.
+    """Convert a checkpoint: change names, shapes, dtypes, files.
 
     FROM is any checkpoint that shardfx reads: safetensors, Orbax, zarr, eformer. TO is a directory for safetensors
-    files, or one file NAME.safetensors. The command holds all arrays in memory once. Without --map, TO gets FROM's
-    arrays.
+    files, or one file NAME.safetensors. The command holds all arrays in memory once. Without --map, TO gets the arrays
+    of FROM with the same names.
     """
     if inverse and (map_name is None or like is None):
         raise UsageError("--inverse needs --map, and --like that says what there shall be")
@@ -111,9 +111,10 @@ def _cast(struct: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
 )
 @JSON
 def clean(directory: str, remove: bool, older_than_seconds: float, json_file: str | None) -> None:
-    """List or remove what saves that were killed left in DIRECTORY.
+    """List or remove the incomplete checkpoints of killed saves.
 
-    A save writes to .NAME.partial-... and renames it at the end. A save that was killed leaves this directory or file.
+    A save writes to .NAME.partial-... in DIRECTORY and renames it at the end. If a save is killed, this directory or
+    file remains.
     """
     found = calling(
         f"looking at {directory!r}",

@@ -36,8 +36,8 @@ def chips(names: tuple[str, ...], json_file: str | None) -> None:
 def models(text: str, json_file: str | None) -> None:
     """List the published models.
 
-    With TEXT, list only the models that have it in their names.
-    --kwargs of other verbs may change these numbers, as in --kwargs layers=2.
+    With TEXT, list only the models whose names contain it. --kwargs of other verbs may change the numbers of a model,
+    as in --kwargs layers=2.
     """
     published = presets.models
     named = {name: published.config(name) for name in published.names() if text.lower() in name}

@@ -1,5 +1,5 @@
-"""`shardfx plan`, `explain`, `lint`, `diff` and `report`: print a plan, its reasons, its mistakes, its differences, or
-a page.
+"""`shardfx plan`, `explain`, `lint`, `diff` and `report`: print a plan, the reasons for one array, mistakes in rules,
+the difference of two plans, or an HTML page.
 """
 
 import dataclasses
@@ -11,19 +11,19 @@ import shardfx as sfx
 from shardfx import html_report
 from shardfx._see import report_data
 
-from .._asked import (
+from .._load import order_text
+from .._options import (
     MOST_DEVICES,
     PlanOptions,
-    asks_for_a_plan,
     chip_of,
     findings_of,
-    fitted,
+    fit_of,
     inputs_of,
     load_step,
     plan_of,
-    sent_by,
+    takes_plan_options,
+    traffic_of,
 )
-from .._load import order_text
 from .._screen import JSON, answer, as_json, data_of, show, terminal_width, verb, working, write
 from .._usage import UsageError, calling
 
@@ -39,19 +39,19 @@ _SEVERITIES = click.Choice(["error", "warning", "info"])
         "shardfx plan mixtral-8x7b --mesh expert=8,fsdp=-1 --target tpu:v5e:4x4 --rules ep --json plan.json",
     )
 )
-@asks_for_a_plan()
+@takes_plan_options()
 @click.option("--only", metavar="REGEX", help="Show the arrays whose paths it finds, and their totals.")
 @click.option("--width", type=click.IntRange(1), help="Columns of text; the terminal's, else no limit.")
 @JSON
-def plan(asked: PlanOptions, only: str | None, width: int | None, json_file: str | None) -> None:
+def plan(options: PlanOptions, only: str | None, width: int | None, json_file: str | None) -> None:
     """Print how every array of a model is sharded on a mesh, and why.
 
     Allocates nothing and needs no device: the mesh need not exist here.
 
     {MODEL}
     """
-    inputs = inputs_of(asked)
-    made = plan_of(asked, inputs)
+    inputs = inputs_of(options)
+    made = plan_of(options, inputs)
     if json_file == "-":
         write(made.to_json(), json_file)
         return
@@ -69,10 +69,10 @@ def plan(asked: PlanOptions, only: str | None, width: int | None, json_file: str
         "shardfx explain my_model:make layer_0/up --mesh fsdp=3,tensor=2 --rules my_model:BOTH",
     )
 )
-@asks_for_a_plan()
+@takes_plan_options()
 @click.argument("path", metavar="PATH")
 @JSON
-def explain(asked: PlanOptions, path: str, json_file: str | None) -> None:
+def explain(options: PlanOptions, path: str, json_file: str | None) -> None:
     """Say why one array is sharded as it is, and what would change it.
 
     PATH is the array's path, as `shardfx plan` prints it, or a regex that matches only this path, such as k_proj. For
@@ -80,7 +80,7 @@ def explain(asked: PlanOptions, path: str, json_file: str | None) -> None:
 
     {MODEL}
     """
-    made = plan_of(asked)
+    made = plan_of(options)
     named = path if path in made else _RANGE.sub(r"\1", path)
     found = calling("explaining", lambda: sfx.explain(made, named))
     answer(json_file, lambda: str(found), lambda: found)
@@ -93,19 +93,19 @@ def explain(asked: PlanOptions, path: str, json_file: str | None) -> None:
     ),
     exits="0; 1 if there are findings of the severity of --fail-on or a worse one",
 )
-@asks_for_a_plan()
+@takes_plan_options()
 @click.option("--fail-on", type=_SEVERITIES, default="warning", show_default=True, help="Exit with 1 for these.")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Leave out findings of this code; may be repeated.")
 @JSON
-def lint(asked: PlanOptions, fail_on: str, ignore: tuple[str, ...], json_file: str | None) -> int:
-    """Find all that is wrong with a model's rules, and how to mend it.
+def lint(options: PlanOptions, fail_on: str, ignore: tuple[str, ...], json_file: str | None) -> int:
+    """List the mistakes in a model's rules, with a fix for each.
 
     An error is a mistake for which `plan` would fail; a warning is a probable mistake.
 
     {MODEL}
     """
-    given = inputs_of(asked)
-    found = calling("checking", lambda: findings_of(asked, given).without(*ignore))
+    given = inputs_of(options)
+    found = calling("checking", lambda: findings_of(options, given).without(*ignore))
     answer(json_file, lambda: str(found), lambda: list(found))
     return 1 if found.worst(fail_on) else 0  # pyright: ignore[reportArgumentType]
 
@@ -117,35 +117,35 @@ def lint(asked: PlanOptions, fail_on: str, ignore: tuple[str, ...], json_file: s
     ),
     exits="0; 1 with --exit-code if the plans differ",
 )
-@asks_for_a_plan()
+@takes_plan_options()
 @click.argument("to", type=click.Path(), required=False, metavar="[OTHER]")
 @click.option("--to-mesh", metavar="MESH", help="The second plan's; the first's by default.")
 @click.option("--to-rules", metavar="RULES", help="The second plan's; the first's by default.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if the plans differ.")
 @JSON
 def diff(
-    asked: PlanOptions,
+    options: PlanOptions,
     to: str | None,
     to_mesh: str | None,
     to_rules: str | None,
     exit_code: bool,
     json_file: str | None,
 ) -> int:
-    """Compare two plans: what differs, and what it costs to move.
+    """Compare two plans: the differences, and the cost of moving.
 
-    The second plan is the plan of OTHER, or that of MODEL on another mesh or by other rules.
+    The second plan is the plan of OTHER, or the plan of MODEL on another mesh or by other rules.
 
     {MODEL}
     """
     if to is None and to_mesh is None and to_rules is None:
         raise UsageError("there is one plan; name another, or give --to-mesh or --to-rules")
     # The second mesh has as many devices as the first if --devices or --target says how many.
-    usual = (asked.mesh, asked.rules)
+    usual = (options.mesh, options.rules)
     if to is not None and to_mesh is None and to_rules is None and to.endswith(".json"):
         usual = (None, None)
     mesh, rules = to_mesh or usual[0], to_rules or usual[1]
-    other = dataclasses.replace(asked, model=to or asked.model, mesh=mesh, rules=rules)
-    first, second = plan_of(asked), plan_of(other)
+    other = dataclasses.replace(options, model=to or options.model, mesh=mesh, rules=rules)
+    first, second = plan_of(options), plan_of(other)
     with working("comparing the plans"):
         found = calling("comparing", lambda: sfx.diff(first, second))
     answer(json_file, lambda: str(found), lambda: {"wire_bytes": found.wire_bytes, **data_of(found)})
@@ -158,7 +158,7 @@ def diff(
         "shardfx report my_model:make --mesh fsdp=4,tensor=2 --rules my_model:BOTH --step my_model:train_step --json",
     )
 )
-@asks_for_a_plan()
+@takes_plan_options()
 @click.option("--html", "html_file", metavar="FILE", help="Write one page that needs no network, to open in a browser.")
 @click.option("--chip", metavar="CHIP", help="Compare with the memory of this one, as v5p; see `shardfx chips`.")
 @click.option(
@@ -168,7 +168,7 @@ def diff(
 )
 @JSON
 def report(
-    asked: PlanOptions,
+    options: PlanOptions,
     html_file: str | None,
     chip: str | None,
     step: str | None,
@@ -182,17 +182,17 @@ def report(
     """
     if html_file is None and json_file is None:
         raise UsageError("Missing option '--html'; say where the page goes, as in --html plan.html")
-    hardware, inputs = None if chip is None else chip_of(chip), inputs_of(asked)
-    made = plan_of(asked, inputs)
+    hardware, inputs = None if chip is None else chip_of(chip), inputs_of(options)
+    made = plan_of(options, inputs)
     with working("checking the plan"):
-        found = calling("checking", lambda: findings_of(asked, inputs))
+        found = calling("checking", lambda: findings_of(options, inputs))
     loaded = None if step is None else load_step(step, None, made.mesh)
     sent = needs = None
     if loaded is not None:
         with working(f"compiling {step}"):
-            sent = sent_by(loaded, "estimate" if loaded.mesh.size > MOST_DEVICES else "compile")
-        needs = None if hardware is None else fitted(loaded, hardware)
-    about = {"title": asked.model, "findings": found, "chip": hardware, "traffic": sent, "fit": needs}
+            sent = traffic_of(loaded, "estimate" if loaded.mesh.size > MOST_DEVICES else "compile")
+        needs = None if hardware is None else fit_of(loaded, hardware)
+    about = {"title": options.model, "findings": found, "chip": hardware, "traffic": sent, "fit": needs}
     with working("writing the report"):
         if html_file is not None:
             write(calling("drawing the page", lambda: html_report(made, **about)), html_file)

@@ -1,5 +1,5 @@
-"""`shardfx traffic`, `why`, `fit` and `search`: what a step sends, how its arrays are sharded, and whether it fits in
-memory.
+"""`shardfx traffic`, `why`, `fit` and `search`: a step's collectives, the sharding of its arrays, its memory, and the
+choice of its mesh and rules.
 """
 
 import json
@@ -16,19 +16,19 @@ from ..._step import place_text
 from ...auto import Candidate, search as search_of
 from ...auto._asked import asked_for
 from ...cost import TrafficRow
-from .._asked import (
+from .._load import made_of
+from .._options import (
     PlanOptions,
-    asks_for_a_plan,
     chip_of,
     compiled,
     emulate,
-    fitted,
+    fit_of,
     load_bare_step,
     load_step,
     plan_of,
-    sent_by,
+    takes_plan_options,
+    traffic_of,
 )
-from .._load import made_of
 from .._screen import JSON, answer, data_of, require_writable, terminal_width, verb, working, write
 from .._usage import UsageError, calling
 
@@ -66,7 +66,7 @@ def traffic(
     chip: str | None,
     json_file: str | None,
 ) -> None:
-    """List what a step sends, and the line that causes it.
+    """List the collectives of a step, and the lines that cause them.
 
     {STEP} Nothing runs. The step's `jax.jit` or `filter_jit` says what it donates, and how its results are sharded.
     """
@@ -74,7 +74,7 @@ def traffic(
         raise UsageError("--target is what is compiled for; with --how estimate leave it out")
     hardware, loaded = None if chip is None else chip_of(chip), load_step(step, kwargs, mesh)
     with working(f"{'estimating' if how == 'estimate' else 'compiling'} {step}"):
-        found = sent_by(loaded, how, target)
+        found = traffic_of(loaded, how, target)
     sent = found.compiled if how == "compare" else found
     timed = None if hardware is None else calling("timing", lambda: cost.seconds(sent, hardware, loaded.mesh))
     text = str(found) if how == "compare" else found.text(terminal_width())
@@ -97,9 +97,10 @@ def traffic(
 @click.option("--kwargs", metavar="NAME=VALUE,...", help="For the function, as in 'layers=4'.")
 @JSON
 def why(step: str, line: str | None, mesh: str | None, kwargs: str | None, json_file: str | None) -> None:
-    """Say how the arrays of a step lie, and what each mesh axis is from.
+    """Show how a step's arrays are sharded, and why.
 
-    With LINE, such as train.py:41, it prints the arrays that this line makes, what the line sends, and why. {STEP}
+    With LINE, such as train.py:41, print the arrays that this line makes, the collectives that the line causes, and
+    why. {STEP}
     """
     loaded = load_step(step, kwargs, mesh)
     with working(f"asking about {step}"):
@@ -117,35 +118,35 @@ def why(step: str, line: str | None, mesh: str | None, kwargs: str | None, json_
     ),
     exits="0 if a step fits; 1 if it does not, or where no step was counted",
 )
-@asks_for_a_plan(model_is_needed=False)
+@takes_plan_options(model_is_needed=False)
 @click.option(
     "--chip", metavar="CHIP", help="As v5e or h100, see `shardfx chips`; by default that of --target, else v5p."
 )
 @click.option("--step", metavar="MODULE:STEP", help="In the place of MODEL: a step; see `shardfx traffic`.")
 @click.option("--compile", "compiles", is_flag=True, help="Compile the step for --target: the compiler's own numbers.")
 @JSON
-def fit(asked: PlanOptions, chip: str | None, step: str | None, compiles: bool, json_file: str | None) -> int:
+def fit(options: PlanOptions, chip: str | None, step: str | None, compiles: bool, json_file: str | None) -> int:
     """Say whether a step fits a chip, and which changes would make it fit.
 
-    For a step, it counts the bytes that are live at the moment of largest use. For a model, it counts the bytes of its
-    arrays and of the state of --optimizer; these alone do not say whether a step fits.
+    For a step, it counts the bytes that are live when the step uses most memory. For a model, it counts the bytes of
+    its arrays and of the state of --optimizer; these alone do not say whether a step fits.
 
     {MODEL}
     """
-    hardware = chip_of(chip or asked.target or "v5p")
-    if compiles and (step is None or asked.target is None):
+    hardware = chip_of(chip or options.target or "v5p")
+    if compiles and (step is None or options.target is None):
         raise UsageError("--compile needs --step MODULE:STEP, and --target that says what to compile for")
-    if (step is None) == (asked.model is None):
+    if (step is None) == (options.model is None):
         raise UsageError("give a MODEL, as llama3-8b, or --step MODULE:STEP")
     if step is None:
-        made = plan_of(asked)
+        made = plan_of(options)
         # `cost.fit` makes a row for each first path component.
         is_joined = {path.partition("/")[0] for path in made} == {"model", "optimizer"}
         parts = made if is_joined else ShardPlan.join(model=made)
         found = calling("counting", lambda: cost.fit(parts, chip=hardware))
     else:
-        loaded = load_step(step, asked.kwargs, asked.mesh)
-        found = fitted(loaded, hardware, compiled(loaded, asked.target) if compiles else None)
+        loaded = load_step(step, options.kwargs, options.mesh)
+        found = fit_of(loaded, hardware, compiled(loaded, options.target) if compiles else None)
     answer(json_file, lambda: calling("trying changes", found.explain), lambda: _data(found))
     return 0 if found.fits and found.how != "arguments" else 1
 
@@ -209,11 +210,11 @@ def search(
     code_file: str | None,
     json_file: str | None,
 ) -> int:
-    """Choose mesh and rules for a step, by what they would cost.
+    """Choose a mesh and rules for a step by their estimated cost.
 
     MODULE:STEP is a function that returns a step and a tuple of its arguments, trees of ShapeDtypeStructs. The search
-    names their dimensions by what the step does with them. XLA's partitioner makes the program of one device for the
-    best candidates and for the strategies that people usually write; without --verify nothing is compiled further.
+    names their dimensions by their use in the step. XLA's partitioner makes the program of one device for the best
+    candidates and for the usual strategies. Without --verify nothing is compiled further.
     """
     if (target is None) == (devices is None):
         raise UsageError("say what the devices are: --target tpu:v5e:4x4, or --devices 16 --chip h100")
@@ -237,7 +238,7 @@ def search(
 
 
 def _table(found: Sequence[Candidate]) -> str:
-    """Returns the candidates of a search as a table, with a line for each."""
+    """Returns the candidates of a search as the text of a table, with one line for each candidate."""
     rows = [("", "candidate", "by", "ms a step", "sent", "a device")]
     for number, one in enumerate(found, start=1):
         sent = bytes_text(one.wire_bytes) + (f" ± {bytes_text(one.unsure_bytes)}" if one.unsure_bytes else "")

@@ -1,4 +1,4 @@
-"""The arguments that several verbs share: they name a model, a mesh, rules or a training step."""
+"""The command-line arguments that several verbs share. They name a model, a mesh, rules or a training step."""
 
 import contextlib
 import dataclasses
@@ -38,11 +38,11 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
     - `name`: `MODULE:FUNCTION`. The function returns the step and a tuple of its arguments: trees of structs with
         shardings, such as `plan.structs`, or values that are not arrays.
     - `kwargs`: keyword arguments of the function as text, which `literals` parses; `None` for no arguments.
-    - `mesh`: the function's argument `mesh`; text is parsed. `None` if it takes no mesh.
+    - `mesh`: the argument `mesh` of the function; text is parsed. `None` if the function takes no mesh.
 
     **Raises:**
 
-    `UsageError` if there is no such function, it fails, or it returns something else.
+    `UsageError` if there is no such function, if it fails, or if it returns something else.
     """
     if isinstance(mesh, str):
         mesh = calling("reading --mesh", ft.partial(MeshSpec.parse, mesh))
@@ -51,9 +51,10 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
 
 
 def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the training step and the arguments that a user's function makes, without shardings.
+    """Returns the training step and the arguments that a user's function makes. The arguments are structs without
+    shardings.
 
-    The function takes no mesh. Arguments and errors are those of `load_step`.
+    The function takes no mesh. `name`, `kwargs` and errors are as in `load_step`.
     """
     function, args = _made(name, kwargs, None)
     bare = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
@@ -79,13 +80,13 @@ def _made(name: str, kwargs: str | None, mesh: MeshSpec | None) -> tuple[Any, tu
 
 
 def chip_of(name: str) -> chips.Chip:
-    """Returns the chip that the value of --chip names."""
+    """Returns the accelerator with the name `name`, which is the value of --chip."""
     return calling("reading --chip", ft.partial(chips.find, name))
 
 
-def sent_by(step: LoadedStep, how: str, target: str | None = None) -> Any:
-    """Returns the traffic of a step: with "estimate" the estimated traffic, with "compile" that of the compiled step,
-    with "compare" a comparison of both. `target` is as for `compiled`.
+def traffic_of(step: LoadedStep, how: str, target: str | None = None) -> Any:
+    """Returns the traffic of a step. `how` is "estimate" for the estimated traffic, "compile" for the traffic of the
+    compiled step, or "compare" for a comparison of both. `target` is as in `compiled`.
     """
     given = {"compiler": "cpu" if how == "compare" and target is None else "tpu", "mesh": step.mesh}
     guess = ft.partial(cost.estimate, step.function, *step.args, **given)
@@ -95,21 +96,24 @@ def sent_by(step: LoadedStep, how: str, target: str | None = None) -> Any:
     return sent if how == "compile" else calling("comparing", lambda: cost.compare(guess(), sent))
 
 
-def fitted(step: LoadedStep, chip: chips.Chip, program: object = None) -> cost.Fit:
-    """Returns the memory of a step on a chip, estimated, or read from its compiled program."""
+def fit_of(step: LoadedStep, chip: chips.Chip, program: object = None) -> cost.Fit:
+    """Returns the memory of a step on a chip: of the compiled `program`, or an estimate if `program` is `None`."""
     with working("counting memory"):
         given = {"compiled": program, "chip": chip, "mesh": step.mesh}
         return calling("counting memory", lambda: cost.fit(step.function, *step.args, **given))
 
 
 def compiled(step: LoadedStep, target: str | None = None) -> Any:
-    """Returns the compiled step: for a TPU slice that need not exist here, or for emulated CPU devices, as many as the
-    mesh has.
+    """Compiles a step for a TPU slice, which need not exist here, or for as many emulated CPU devices as the mesh has.
 
     **Arguments:**
 
     - `step`: the step.
     - `target`: a TPU slice, such as "tpu:v5e:4x4"; `None` for CPU devices.
+
+    **Returns:**
+
+    The compiled step.
 
     **Raises:**
 
@@ -123,7 +127,7 @@ def compiled(step: LoadedStep, target: str | None = None) -> Any:
 
 
 def emulate(count: int, what: str = "the target has") -> None:
-    """Makes JAX start with `count` emulated CPU devices.
+    """Makes JAX start with `count` emulated CPU devices. `what` is the subject of the error message.
 
     **Raises:**
 
@@ -154,7 +158,7 @@ def _mesh_of(name: str, structs: object) -> MeshSpec:
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """The arguments of a command line that name a model, a mesh and rules, before they are parsed.
+    """The command-line arguments that name a model, a mesh and rules, before they are parsed.
 
     `how` holds the keyword arguments of `shardfx.plan` that need no parsing.
     """
@@ -212,8 +216,10 @@ MODEL_HELP = """MODEL is a published one by name (see `shardfx models`), as llam
     that was written as JSON."""
 
 
-def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator that gives a verb the arguments that name a model, a mesh and rules, as one `PlanOptions`."""
+def takes_plan_options(*, model_is_needed: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator for verbs. It adds the command-line arguments that name a model, a mesh and rules, and passes
+    them to the verb as one `PlanOptions`.
+    """
     names = [field.name for field in dataclasses.fields(PlanOptions)][:-1]
     shown = "MODEL" if model_is_needed else "[MODEL]"
     model = click.argument("model", type=click.Path(), required=model_is_needed, metavar=shown)
@@ -222,8 +228,8 @@ def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., 
         @ft.wraps(function)
         def call(**words: Any) -> Any:
             how = {name: words.pop(name) for name in _HOW}
-            asked = PlanOptions(**{name: words.pop(name) for name in names}, how=how)
-            return function(asked, **words)
+            options = PlanOptions(**{name: words.pop(name) for name in names}, how=how)
+            return function(options, **words)
 
         call.__doc__ = (function.__doc__ or "").replace("{MODEL}", MODEL_HELP)
         made: Callable[..., Any] = call
@@ -234,66 +240,66 @@ def asks_for_a_plan(*, model_is_needed: bool = True) -> Callable[[Callable[..., 
     return decorated
 
 
-def inputs_of(asked: PlanOptions) -> Inputs:
-    """Parses the arguments and loads the model and the rules. If no mesh and no rules are given, both come from MODEL,
-    which is then a stored plan.
+def inputs_of(options: PlanOptions) -> Inputs:
+    """Parses the options and loads the model and the rules. Without a mesh and rules, MODEL must be a stored plan,
+    which has both.
 
     **Raises:**
 
     `UsageError` if an argument is missing or invalid.
     """
-    if asked.model is None:
+    if options.model is None:
         raise UsageError("Missing argument 'MODEL'; name one, as in llama3-8b or my_model:make")
-    if asked.mesh is None and asked.rules is None:
-        model = load_model(asked.model)
+    if options.mesh is None and options.rules is None:
+        model = load_model(options.model)
         if model.plan is not None:
             return Inputs(model, model.plan.mesh, {}, None)
-    if asked.mesh is None:
+    if options.mesh is None:
         raise UsageError("Missing option '--mesh'; give one, as in --mesh data=64,fsdp=16,tensor=8")
-    if asked.rules is None:
+    if options.rules is None:
         raise UsageError("Missing option '--rules'; give some, as in --rules '.*->fsdp(fsdp)'")
-    target = None if asked.target is None else parse_slice(asked.target)
-    mesh = calling("reading --mesh", lambda: _mesh(asked, None if target is None else target.devices))
-    name = asked.model
-    if asked.dtype is not None and name not in presets.models.names():
+    target = None if options.target is None else parse_slice(options.target)
+    mesh = calling("reading --mesh", lambda: _mesh(options, None if target is None else target.devices))
+    name = options.model
+    if options.dtype is not None and name not in presets.models.names():
         raise UsageError(f"--dtype is for a published model, as llama3-8b, not for {name!r}; leave it out")
-    paths, axes = load_rules(asked.rules, name)
-    kwargs = literals(asked.kwargs, "kwargs") | ({} if asked.dtype is None else {"dtype": asked.dtype})
+    paths, axes = load_rules(options.rules, name)
+    kwargs = literals(options.kwargs, "kwargs") | ({} if options.dtype is None else {"dtype": options.dtype})
     with working(f"reading {name}"):
-        model = load_model(name, kwargs, stack_experts=asked.rules.partition(":")[0] == "ep")
-    return Inputs(model, mesh, {"paths": paths, "axes": axes, **asked.how}, target)
+        model = load_model(name, kwargs, stack_experts=options.rules.partition(":")[0] == "ep")
+    return Inputs(model, mesh, {"paths": paths, "axes": axes, **options.how}, target)
 
 
-def plan_of(asked: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
-    """Returns the plan that the arguments describe: a new plan, or the plan in a JSON file if no mesh and no rules are
-    given. `inputs` are the parsed arguments, if they are there already.
+def plan_of(options: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
+    """Returns a new plan of the model, or the stored plan if MODEL is one and the options have no mesh and no rules.
+    `inputs` are the parsed options; they are parsed here if `inputs` is `None`.
 
     **Raises:**
 
     `UsageError` if an argument is missing or invalid, or planning fails.
     """
-    given = inputs or inputs_of(asked)
-    if given.model.plan is not None and asked.rules is None:
-        return given.model.plan
-    _require_known(asked, given)
-    made = calling("planning", lambda: plan(given.model.tree, given.mesh, **given.rules))
-    if asked.optimizer is None:
+    inputs = inputs or inputs_of(options)
+    if inputs.model.plan is not None and options.rules is None:
+        return inputs.model.plan
+    _require_known(options, inputs)
+    made = calling("planning", lambda: plan(inputs.model.tree, inputs.mesh, **inputs.rules))
+    if options.optimizer is None:
         return made
-    init = load_optimizer(asked.optimizer)
-    state = calling(f"`{asked.optimizer}`", lambda: follow(init, made))
+    init = load_optimizer(options.optimizer)
+    state = calling(f"`{options.optimizer}`", lambda: follow(init, made))
     return ShardPlan.join(model=made, optimizer=state)
 
 
-def findings_of(asked: PlanOptions, given: Inputs) -> Findings:
-    """Returns the findings of `lint` for the model, and for the state of its optimizer if one is given."""
+def findings_of(options: PlanOptions, inputs: Inputs) -> Findings:
+    """Returns the findings of `lint` for the model, and for the state of its optimizer if the options name one."""
     with working("checking the rules"):
-        if given.model.plan is not None and asked.rules is None:
-            return lint(given.model.plan)
-        found = lint(given.model.tree, given.mesh, **given.rules)
-        if asked.optimizer is None or found.worst("error"):
+        if inputs.model.plan is not None and options.rules is None:
+            return lint(inputs.model.plan)
+        found = lint(inputs.model.tree, inputs.mesh, **inputs.rules)
+        if options.optimizer is None or found.worst("error"):
             return found
         # `found` has the findings about the model already.
-        joined = lint(plan_of(asked, given))
+        joined = lint(plan_of(options, inputs))
         return Findings([*found, *[one for one in joined if one.code == "optimizer-state"]])
 
 
@@ -301,27 +307,29 @@ def findings_of(asked: PlanOptions, given: Inputs) -> Findings:
 _STRATEGY_AXES = ("data", "fsdp", "tensor", "expert")
 
 
-def _require_known(asked: PlanOptions, given: Inputs) -> None:
-    """Raises for a mesh axis that the chosen strategy for published models does not use, such as a misspelled one."""
-    if asked.rules is None or asked.rules.partition(":")[0] not in presets.models.strategies():
+def _require_known(options: PlanOptions, inputs: Inputs) -> None:
+    """Raises if the mesh has an axis that the chosen strategy for published models does not use, such as a misspelled
+    one.
+    """
+    if options.rules is None or options.rules.partition(":")[0] not in presets.models.strategies():
         return
-    used = given.rules["paths"].axes
+    used = inputs.rules["paths"].axes
     known = tuple(dict.fromkeys((*used, *_STRATEGY_AXES)))
-    for axis, size in given.mesh.shape.items():
+    for axis, size in inputs.mesh.shape.items():
         if size > 1 and axis not in known:
-            hint = near(axis, known) or f"; for another name write --rules {asked.rules}:{used[-1]}={axis}"
+            hint = near(axis, known) or f"; for another name write --rules {options.rules}:{used[-1]}={axis}"
             raise UsageError(
-                f"--mesh {asked.mesh} has the axis {axis!r}, and --rules {asked.rules} uses {', '.join(used)}{hint}"
+                f"--mesh {options.mesh} has the axis {axis!r}, and --rules {options.rules} uses {', '.join(used)}{hint}"
             )
 
 
-def _mesh(asked: PlanOptions, device_count: int | None) -> MeshSpec:
-    mesh = MeshSpec.parse(asked.mesh or "")
-    if device_count is not None and asked.devices not in (None, device_count):
+def _mesh(options: PlanOptions, device_count: int | None) -> MeshSpec:
+    mesh = MeshSpec.parse(options.mesh or "")
+    if device_count is not None and options.devices not in (None, device_count):
         raise UsageError(
-            f"--target {asked.target} has {device_count} devices, not {asked.devices}; leave out --devices"
+            f"--target {options.target} has {device_count} devices, not {options.devices}; leave out --devices"
         )
-    count = device_count or asked.devices
+    count = device_count or options.devices
     if count is None and -1 in mesh.axis_sizes:
-        raise UsageError(f"--mesh {asked.mesh} has a size of -1; say what fills it with --devices N or --target")
+        raise UsageError(f"--mesh {options.mesh} has a size of -1; say what fills it with --devices N or --target")
     return mesh if count is None else mesh.fit(count)
