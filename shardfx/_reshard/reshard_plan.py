@@ -1,4 +1,4 @@
-"""The plan of a move of a tree, as a value: no array is moved, and no device is needed."""
+"""`plan_reshard`: plans the move of a tree as a value. No array is moved, and no device is needed."""
 
 import collections
 import dataclasses
@@ -30,26 +30,28 @@ class LeafMove:
 
     **Arguments:**
 
-    - `path`, `shape`, `dtype`: those of the array.
-    - `src`, `dst`: its shardings. With "pieces", `src` is the sharding of the first of its sources.
-    - `how`: "in place" or "relabel" (no byte moves), "memory kind", "steps" (over one device set), "tiles" (between
-        device sets), or "pieces" (a map makes it of parts of other arrays).
-    - `steps`: the collectives, for "steps": one `MoveStep` each, in order.
-    - `links`: bytes per (sender, receiver), for "tiles" and "pieces"; what a device takes from itself is left out. A
-        device is its id where it is known, else its place in the mesh.
-    - `missing`: the elements that only lost devices hold, as boxes of (start, stop) per dimension.
-    - `copied`: whether `reshard` copies from shard to shard instead, because all devices are CPU devices of this
-        process and share its memory. The costs are those on devices with separate memories.
-    - `wire_bytes`: bytes that enter a device, the mean over the target's devices.
-    - `dcn_bytes`: the part of `wire_bytes` that comes from another slice (or node), for "steps"; an upper bound if
-        slices do not line up with mesh axes.
-    - `lower_bound_bytes`: the same for the best algorithm there could be.
-    - `source_bytes`, `target_bytes`: bytes of a device's shard before and after the move. A source of several arrays
-        counts for the last of them, with which it can be donated.
+    - `path`, `shape`, `dtype`: the path, shape and dtype of the array.
+    - `src`, `dst`: the shardings before and after the move. For "pieces", `src` is the sharding of the first source.
+    - `how`: "in place" or "relabel" (no byte moves), "memory kind" (the same shards move to other memory), "steps"
+        (collectives over one set of devices), "tiles" (between two sets of devices, each new shard is assembled from
+        the old shards that overlap it), or "pieces" (a map makes the array of parts of other arrays).
+    - `source_bytes`, `target_bytes`: the bytes of a device's shard before and after the move. If several arrays read
+        one source, its bytes count for the last of them, since it can be donated only then.
     - `peak_bytes`: the most bytes of this array in a device's memory during the move, source and target included. A
         shard in host memory counts only while the device holds a copy of it.
-    - `made_of`: with a map, the paths of the arrays that it is made of.
-    - `rounds`: for "pieces", in how many rounds programs exchange them; in each a device sends and receives one piece.
+    - `steps`: for "steps", the collectives in order.
+    - `links`: for "tiles" and "pieces", the bytes that each sender sends to each receiver, by (sender, receiver). A
+        device is given by its id, or in a mesh without devices by its position.
+    - `missing`: the elements that only lost devices hold, as boxes of (start, stop) per dimension.
+    - `copied`: whether `reshard` copies between shards instead, since all devices are CPU devices of this process and
+        share its memory. The costs are those of devices with separate memories.
+    - `wire_bytes`: the bytes that a device receives, as the mean over the target's devices.
+    - `dcn_bytes`: for "steps", the part of `wire_bytes` that comes from another slice (or node). It is an upper bound
+        if slices do not line up with mesh axes.
+    - `lower_bound_bytes`: a lower bound on `wire_bytes` for any algorithm.
+    - `made_of`: with a map, the paths of the source arrays of which this array is made.
+    - `rounds`: for "pieces", the number of rounds of the programs. In a round a device sends at most one part of a
+        shard and receives at most one.
     """
 
     path: str
@@ -73,24 +75,24 @@ class LeafMove:
 
     @property
     def idle(self) -> bool:
-        """Whether no byte of this array moves."""
+        """Whether no byte of the array moves."""
         return self.how in ("in place", "relabel")
 
     @property
     def held_bytes(self) -> tuple[int, int]:
-        """`source_bytes` and `target_bytes`, each 0 if that shard is in host memory."""
+        """The bytes of a device's shard in device memory, before and after the move: 0 for a shard in host memory."""
         source, target = (0 if in_host_memory(end) else 1 for end in (self.src, self.dst))
         return source * self.source_bytes, target * self.target_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class ReshardPlan:
-    """The moves that [`shardfx.reshard`][] would make of a tree; made by [`shardfx.plan_reshard`][]. `print` shows them
-    as a table.
+    """The moves that [`shardfx.reshard`][] would make of a tree, as [`shardfx.plan_reshard`][] returns them. `print`
+    shows them as a table.
 
     **Arguments:**
 
-    - `leaves`: one `LeafMove` per array, in the tree's order.
+    - `leaves`: one `LeafMove` for each array, in the tree's order.
     """
 
     leaves: tuple[LeafMove, ...]
@@ -102,47 +104,45 @@ class ReshardPlan:
 
     @property
     def steps(self) -> dict[str, tuple[MoveStep, ...]]:
-        """The collectives of each array that needs any, by path."""
+        """The collectives of each array that moves by "steps", by path."""
         return {leaf.path: leaf.steps for leaf in self.leaves if leaf.steps}
 
     @property
     def moves(self) -> int:
-        """The number of different moves. Arrays with the same move share a program."""
+        """The number of distinct moves. Arrays of equal shape, dtype and shardings share a move and a program."""
         return len({(leaf.shape, str(leaf.dtype), leaf.src, leaf.dst) for leaf in self.leaves if not leaf.idle})
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that enter a device, summed over all arrays, as the mean over devices."""
+        """The bytes that a device receives of all arrays, as the mean over devices."""
         return sum(leaf.wire_bytes for leaf in self.leaves)
 
     @property
     def dcn_bytes(self) -> int:
-        """Bytes that enter a device from another slice or node, for arrays whose source and target have the same
-        devices.
-        """
+        """The bytes that a device receives from another slice or node, of the arrays that move by "steps"."""
         return sum(leaf.dcn_bytes for leaf in self.leaves)
 
     @property
     def lower_bound_bytes(self) -> int:
-        """The fewest bytes that must enter a device, whatever the algorithm."""
+        """A lower bound on `wire_bytes` for any algorithm."""
         return sum(leaf.lower_bound_bytes for leaf in self.leaves)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in a device's memory while one array moves at a time, the whole source and target included."""
+        """The most bytes in a device's memory if one array moves at a time, with all sources and targets included."""
         held = [(leaf, sum(leaf.held_bytes)) for leaf in self.leaves if not leaf.idle]
         idle = sum(leaf.held_bytes[0] for leaf in self.leaves if leaf.idle)
         return idle + sum(size for _, size in held) + max([0, *[leaf.peak_bytes - size for leaf, size in held]])
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory for one device's shards, of the whole source and target."""
+        """The bytes of one device's shards in host memory, of all sources and targets."""
         ends = [(leaf.source_bytes, 0 if leaf.idle else leaf.target_bytes, leaf.held_bytes) for leaf in self.leaves]
         return sum(source - here[0] + (target - here[1] if target else 0) for source, target, here in ends)
 
     @ft.cached_property
     def links(self) -> dict[tuple[int, int], int]:
-        """Bytes per (sender, receiver) between device sets, summed over all arrays."""
+        """The bytes that each sender sends to each receiver, of all arrays that move by "tiles" or "pieces"."""
         links = collections.Counter[tuple[int, int]]()
         for leaf in self.leaves:
             links.update(leaf.links)
@@ -150,7 +150,7 @@ class ReshardPlan:
 
     @property
     def missing(self) -> dict[str, tuple[Box, ...]]:
-        """For each array, the elements that only lost devices hold, as boxes of (start, stop) per dimension."""
+        """The elements that only lost devices hold, by path, as boxes of (start, stop) per dimension."""
         return {leaf.path: leaf.missing for leaf in self.leaves if leaf.missing}
 
     def __str__(self) -> str:
@@ -161,19 +161,18 @@ class ReshardPlan:
 
 
 def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: Iterable[object] = ()) -> ReshardPlan:
-    """Plans a move of a tree without making it: steps, bytes and memory, for each array and in total.
+    """Plans a move of a tree without moving an array: the steps, bytes and memory of each array and in total.
 
-    Devices are taken to have separate memories. If all of them are CPU devices of this process, as in tests, `reshard`
-    copies from shard to shard in the shared memory and takes no steps; `LeafMove.copied` says so.
+    The plan is for devices with separate memories. If all devices are CPU devices of this process, as in tests,
+    `reshard` copies between shards in the shared memory and runs no collectives. `LeafMove.copied` is then true.
 
     **Arguments:**
 
     - `src`, `dst`: plans, or trees of arrays or ShapeDtypeStructs with shardings (one struct is a tree). Meshes need no
-        devices: where one has none, its devices are taken to be numbered by their place in the mesh. Slices are those
-        of the devices, or else by the `dcn` of a plan's MeshSpec.
-    - `map`: a map that makes the arrays of `dst` from those of `src`, if `dst` is another tree: as in
-        [`shardfx.reshard`][].
-    - `lost`: jax devices whose shards will not be read.
+        devices. In a mesh without devices, positions in the mesh stand for device ids, and the `dcn` of a plan's
+        MeshSpec says how the mesh spans slices.
+    - `map`: a [`shardfx.TreeMap`][] that makes the arrays of `dst` from those of `src`, if `dst` is another tree.
+    - `lost`: jax devices whose shards are not read.
 
     **Returns:**
 
@@ -181,10 +180,10 @@ def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: 
 
     **Raises:**
 
-    `MapError` that lists all of a map that does not fit;
-    `PlanMismatchError` if the two are of different trees, shapes or dtypes; `SpecError` if a sharding does not divide
-    its array, or has unreduced axes and needs something; `LeafTypeError` for a leaf without a sharding, or of a dtype
-    that JAX moves wrongly, and if `lost` holds others than devices.
+    `MapError` with all problems of a map that does not fit; `PlanMismatchError` if `src` and `dst` have different
+    trees, shapes or dtypes; `SpecError` if a sharding does not divide its array, or if an array with unreduced axes
+    would move; `LeafTypeError` for a leaf without a sharding, for a dtype that JAX moves wrongly, and if `lost` holds
+    anything other than devices.
 
     !!! Example
 
@@ -207,13 +206,13 @@ def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: 
         ```
     """
     lost = lost_devices(lost)
-    ours = _columns(src, "src")
+    ours = _leaves_of(src, "src")
     if map is not None:
         if lost:
             raise LeafTypeError("`plan_reshard` with a map takes no `lost`; move the tree as it is first.")
-        return ReshardPlan(tuple(_through(map, ours, _columns(dst, "dst"))))
+        return ReshardPlan(tuple(_moves_by_map(map, ours, _leaves_of(dst, "dst"))))
     theirs = (
-        _columns(dst, "dst") if isinstance(dst, ShardPlan) or isinstance(src, ShardPlan) else _wanted(src, dst, ours)
+        _leaves_of(dst, "dst") if isinstance(dst, ShardPlan) or isinstance(src, ShardPlan) else _targets(src, dst, ours)
     )
     if [leaf.path for leaf in ours] != [leaf.path for leaf in theirs]:
         here, there = ({leaf.path for leaf in leaves} for leaves in (ours, theirs))
@@ -224,14 +223,14 @@ def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: 
     chosen = balanced(collections.Counter(moves))
     rows = zip(ours, moves, strict=True)
     return ReshardPlan(
-        tuple(LeafMove(leaf.path, leaf.shape, leaf.dtype, **_costs(chosen[move])) for leaf, move in rows)
+        tuple(LeafMove(leaf.path, leaf.shape, leaf.dtype, **_move_fields(chosen[move])) for leaf, move in rows)
     )
 
 
-def _through(map: TreeMap, ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf]) -> Iterable[LeafMove]:
-    """The moves of a tree that a map makes of another one, from the same plan that `reshard` carries out."""
+def _moves_by_map(map: TreeMap, ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf]) -> Iterable[LeafMove]:
+    """Yields the move of each array that a map makes of the arrays of another tree."""
     source = {leaf.path: leaf for leaf in ours}
-    # As on devices with separate memories. The same function decides whether arrays are copied instead.
+    # The costs are those of devices with separate memories. `live` says whether `reshard` copies instead.
     works, live = (target_arrays(map, tuple(ours), tuple(theirs), copies) for copies in (False, True))
     most_bytes = max([0, *[work.assembly.most_bytes for work in works if work.assembly is not None]])
     order = sorted(works, key=lambda work: work.assembly is not None)
@@ -245,11 +244,11 @@ def _through(map: TreeMap, ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf
     for work, other in zip(works, live, strict=True):
         path = work.leaf.path
         if work.assembly is None or other.assembly is None:
-            costs = _costs(chosen[moves[path]])
+            costs = _move_fields(chosen[moves[path]])
         else:
             assembly = work.assembly
             costs = {"dst": assembly.sharding, "how": "pieces", "copied": assembly.method != other.assembly.method}
-            costs |= _assembly_costs(assembly, most_bytes)
+            costs |= _assembly_fields(assembly, most_bytes)
             costs["src"] = source[work.sources[0]].sharding if work.sources else work.leaf.sharding
             read = [source[name] for name in work.sources if last[name] == path]
             costs["source_bytes"] = sum(_shard_bytes(leaf) for leaf in read)
@@ -262,7 +261,7 @@ def _shard_bytes(leaf: MovedLeaf) -> int:
     return array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
 
 
-def _columns(form: object, what: str) -> list[MovedLeaf]:
+def _leaves_of(form: object, what: str) -> list[MovedLeaf]:
     if isinstance(form, ShardPlan):
         return leaves_of_plan(form)
     flat = flatten(form)
@@ -276,8 +275,8 @@ def _columns(form: object, what: str) -> list[MovedLeaf]:
     return [MovedLeaf(path, tuple(leaf.shape), leaf.dtype, leaf.sharding) for path, leaf in arrays]
 
 
-def _wanted(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedLeaf]:
-    """If neither `src` nor `dst` is a plan, the leaves of `src` with the shardings of `dst`."""
+def _targets(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedLeaf]:
+    """The leaves of `src` with the shardings of `dst`, if neither of them is a plan."""
     flat, kinds = flatten(src), jax.Array | jax.ShapeDtypeStruct
     wanted = [end for leaf, end in zip(flat.leaves, targets(dst, flat, "dst"), strict=True) if isinstance(leaf, kinds)]
     arrays = [leaf for leaf in jax.tree.leaves(dst) if isinstance(leaf, kinds)]
@@ -303,61 +302,61 @@ def _move(ours: MovedLeaf, theirs: MovedLeaf, lost: tuple[object, ...]) -> Move:
 
 
 @ft.lru_cache(maxsize=4096)
-def _costs(move: Move) -> dict[str, Any]:
-    """The fields of a LeafMove that all arrays of one move have in common."""
+def _move_fields(move: Move) -> dict[str, Any]:
+    """The fields of a `LeafMove` that are equal for all arrays of one move."""
     ends = (move.source_bytes, move.target_bytes)
     found: dict[str, Any] = {"src": move.src, "dst": move.dst, "how": move.how}
     found |= {"source_bytes": ends[0], "target_bytes": ends[1]}
     if move.plan is not None:
         plan = move.plan
         wire = {"wire_bytes": plan.wire_bytes, "dcn_bytes": plan.dcn_bytes, "lower_bound_bytes": plan.lower_bound_bytes}
-        # Programs compute on devices: an end in host memory is copied to them and from them.
+        # Programs compute on devices, so a shard in host memory has a copy in device memory.
         peak = max(plan.peak_bytes, *ends)
         return {**found, **wire, "steps": plan.steps, "copied": shares_memory(move), "peak_bytes": peak}
     if move.assembly is not None:
         parts = move.assembly.parts
         wire = -(-parts.wire_bytes // max(1, move.dst.num_devices))
-        # While pieces of an array are cut out and received, a device holds two copies of them beside its shards.
+        # While parts of shards are sliced and received, a device holds two copies of them besides its shards.
         found |= {"peak_bytes": sum(ends) + 2 * max([0, *parts.links.values()]), "missing": parts.missing}
-        return found | {"wire_bytes": wire, "lower_bound_bytes": wire, "links": _named_links(move.assembly)}
+        return found | {"wire_bytes": wire, "lower_bound_bytes": wire, "links": _links_by_id(move.assembly)}
     here = [size for end, size in zip((move.src, move.dst), ends, strict=True) if not in_host_memory(end)]
     return {**found, "peak_bytes": max([0, *here])}
 
 
 @ft.lru_cache(maxsize=4096)
-def _assembly_costs(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
-    """The cost of assembling an array with programs, or as if its devices had separate memories.
+def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
+    """The cost of assembling an array on devices with separate memories.
 
     **Arguments:**
 
-    - `assembly`: the plan of the array.
-    - `most_bytes`: bytes that programs between different device sets may take of each device.
+    - `assembly`: the plan for assembling the array.
+    - `most_bytes`: the most bytes that programs may use on a device, for source and target on different devices.
 
     **Returns:**
 
-    The fields of a `LeafMove`, and `extra_bytes` per memory beside the shards of both sides.
+    Fields of a `LeafMove`, and `extra_bytes`: the most bytes in one memory besides the shards of source and target.
     """
     steps, count = assembly.exchanges(None, most_bytes), max(1, assembly.sharding.num_devices)
     return {
         "wire_bytes": -(-assembly.parts.wire_bytes // count),
         "lower_bound_bytes": -(-_least_bytes(assembly) // count),
         "target_bytes": array_bytes(assembly.shard_shape, assembly.dtype),
-        "links": _named_links(assembly),
+        "links": _links_by_id(assembly),
         "rounds": sum(len(step.rounds) for step in steps),
         "extra_bytes": assembly.extra_bytes(steps),
     }
 
 
-def _named_links(assembly: Assembly) -> dict[tuple[int, int], int]:
-    """Bytes per (sender, receiver), by device ids."""
+def _links_by_id(assembly: Assembly) -> dict[tuple[int, int], int]:
+    """The bytes that each sender sends to each receiver of an assembly, by (sender id, receiver id)."""
     ids = [getattr(device, "id", device) for device in assembly.devices]
-    # Devices of two platforms may have equal ids; their positions tell them apart.
+    # Devices of two platforms may have equal ids. Their positions are distinct.
     names = ids if len({*ids}) == len(ids) else list(range(len(ids)))
     return {(names[sender], names[receiver]): size for (sender, receiver), size in assembly.parts.links.items()}
 
 
 def _least_bytes(assembly: Assembly) -> int:
-    """The bytes that devices need and do not hold, each counted once; at most the bytes that are sent."""
+    """A lower bound on the sent bytes: the bytes that devices need and do not hold, each counted once per device."""
     by_source: dict[str | None, list[Piece]] = {}
     for piece in assembly.pieces:
         by_source.setdefault(piece.value.path, []).append(swapped(once(piece)))
@@ -367,7 +366,7 @@ def _least_bytes(assembly: Assembly) -> int:
     for part in assembly.parts.all:
         if part.sender != part.receiver:
             by_receiver.setdefault((part.receiver, part.piece.value.path), []).append(part.bytes)
-    # If two pieces may have common elements, the lower bound is the larger of the two.
+    # If parts of a source may have common elements, only the largest part counts.
     return sum(max(own) if key in repeated else sum(own) for (_, key), own in by_receiver.items())
 
 
