@@ -14,7 +14,7 @@ import numpy as np
 import shardfx as sfx
 from shardfx.auto import Limits
 from shardfx.auto._asked import EMULATED, asked_for, trace
-from shardfx.auto._core import assignment_count, find, shares_of
+from shardfx.auto._core import assignment_count, find, sizes_and_slices
 from shardfx.auto._name_axes import named_classes
 from shardfx.auto._space import Space
 
@@ -93,7 +93,7 @@ def _speed() -> dict[str, Value]:
         begin = time.perf_counter()
         find(made.terms, machine, 256)
         seconds.append(time.perf_counter() - begin)
-    shares = [shares_of(256, axes, 1) for axes in range(1, 5)]
+    shares = [sizes_and_slices(256, axes, 1) for axes in range(1, 5)]
     assignments = assignment_count(made.terms, shares)
     count = sum(math.comb(assignments, axes) * len(sizes) for axes, (sizes, _) in enumerate(shares, start=1))
     return {

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 import shardfx as sfx
 from shardfx.auto._asked import asked_for
-from shardfx.auto._priced import devices_for, measured
+from shardfx.auto._programs import devices_for, measured
 from shardfx.auto._search import candidates_of, opened
 
 from ._case import Entry, Finding, Limit, Value
@@ -86,26 +86,26 @@ def _all(target: str) -> dict[str, Value]:
 
 def _measured(target: str, model: tuple[Any, ...]) -> dict[str, Any]:
     """The choice and all ways by hand, compiled; seconds are computation and sending, nothing hidden."""
-    return _held_against(target, model, lambda pricer, ones, on: measured(pricer, ones, on, print, runs=False))
+    return _held_against(target, model, lambda lowered, ones, on: measured(lowered, ones, on, print, runs=False))
 
 
 def _run(target: str, model: tuple[Any, ...]) -> dict[str, Any]:
     """The same on the devices, in turn."""
-    return _held_against(target, model, lambda pricer, ones, on: measured(pricer, ones, on, print, runs=True))
+    return _held_against(target, model, lambda lowered, ones, on: measured(lowered, ones, on, print, runs=True))
 
 
 def _held_against(target: str, model: tuple[Any, ...], look: Callable[..., list[sfx.auto.Candidate]]) -> dict[str, Any]:
     step, *args = model
     begin = time.process_time()
     asked = asked_for(target, None)
-    space, pricer = opened(step, args, asked, sfx.auto.Limits(), (), lambda _: None)
+    space, lowered = opened(step, args, asked, sfx.auto.Limits(), (), lambda _: None)
     # Emulated devices hide nothing; a TPU's compiler does, but how much is not in its program's text.
-    pricer.model = dataclasses.replace(pricer.model, overlap=0.0)
-    found, hands = candidates_of(space, pricer, 1, lambda _: None)
+    lowered.model = dataclasses.replace(lowered.model, overlap=0.0)
+    found, hands = candidates_of(space, lowered, 1, lambda _: None)
     seconds = time.process_time() - begin
     fitting = [one for one in found if one.fits]
     chosen = [one for at, one in enumerate(fitting) if at < _OWN or one.title in hands]
-    looked = look(pricer, chosen, devices_for("compile", asked, None))
+    looked = look(lowered, chosen, devices_for("compile", asked, None))
     choice, best = looked[0], next(one for one in looked if one.title in hands)
     first = next(one for one in looked if one.title == fitting[0].title)
     values = {

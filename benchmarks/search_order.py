@@ -14,7 +14,7 @@ import shardfx as sfx
 from shardfx import chips
 from shardfx.auto._asked import asked_for
 from shardfx.auto._core import find
-from shardfx.auto._priced import jitted
+from shardfx.auto._programs import jitted
 from shardfx.auto._search import opened
 from shardfx.auto._space import various
 from shardfx.cost._hlo_text import parse_hlo
@@ -59,7 +59,7 @@ def _order(name: str, few: int, devices: Sequence[Any]) -> dict[str, Value]:
     Seconds are those of products and sending on a TPU, nothing hidden.
     """
     step, *args = unseen_step(name) if name in UNSEEN else models(jnp.float32)[name]()
-    space, pricer = opened(step, args, asked_for("cpu:8", None), sfx.auto.Limits(), (), lambda _: None)
+    space, lowered = opened(step, args, asked_for("cpu:8", None), sfx.auto.Limits(), (), lambda _: None)
     found = find(space.terms, space.machine(), 8, keep=4000)
     rng = np.random.default_rng(0)
     drawn = [found[i] for i in sorted(rng.permutation(len(found))[: 6 * few])]
@@ -68,8 +68,8 @@ def _order(name: str, few: int, devices: Sequence[Any]) -> dict[str, Value]:
     sent: list[_Pair] = []
     seconds: list[_Pair] = []
     for one in ones:
-        made = pricer.priced(one)
-        compiled, flops = _compiled(pricer, made, devices)
+        made = lowered.partitioned(one)
+        compiled, flops = _compiled(lowered, made, devices)
         sent.append((float(made.wire_bytes), float(compiled.wire_bytes)))
         # Both by the flops of the compiled program: what is held against it is the sending.
         seconds.append((_seconds(made.traffic, flops, made.mesh), _seconds(compiled, flops, made.mesh)))
@@ -86,10 +86,10 @@ def unseen_step(name: str) -> tuple[Any, ...]:
     )
 
 
-def _compiled(pricer: Any, one: sfx.auto.Candidate, devices: Sequence[Any]) -> tuple[sfx.cost.Traffic, float]:
+def _compiled(lowered: Any, one: sfx.auto.Candidate, devices: Sequence[Any]) -> tuple[sfx.cost.Traffic, float]:
     """What a program sends, and how many operations of products a device does."""
     plans = [plan.on(one.mesh.build(devices)) for plan in one.plans]
-    program = jitted(pricer, one, plans).lower(*pricer.args).compile()
+    program = jitted(lowered, one, plans).lower(*lowered.args).compile()
     return sfx.cost.traffic(program, one.mesh), work_of(parse_hlo(program.as_text())).flops
 
 

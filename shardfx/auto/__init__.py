@@ -2,17 +2,11 @@
 
 It may import plans, costs and what is below them. It never touches arrays, and never imports a command.
 
-The words of this room; each is defined by the ones before it:
-
-- part: a dimension, or a factor of a dimension that a reshape splits, such as the heads of `heads * head_dim`
-    (`_program.py`).
-- label: an operation's name for dimensions that it iterates over at once (`_layouts.py`).
-- class: all parts that operations tie to each other, so that they are sharded alike. A group is the classes with one
-    name: they are at the same position of equal layers (`_classes.py`).
-- assignment: the order in which one mesh axis prefers classes. It determines how the axis shards every array
-    (`_layouts.py`).
-- term: bytes or operations of the step, with the assignments that divide them (`_core.py`).
-- set and share: some assignments, and a number of devices for each. Both make a candidate (`_core.py`).
+The terms of this folder: a sub-dimension is a factor of a dimension that a reshape splits, such as the heads in
+`heads * head_dim`. Dimensions that operations pair form an equivalence class, and must be sharded alike. A logical axis
+is one such class, or the classes at one position of equal layers. An axis assignment is the logical axes that one mesh
+axis shards, in order of preference. A strategy is one axis assignment per mesh axis. A cost term is a sum of work,
+bytes or traffic that the same assignments divide. A candidate is a strategy with the sizes of its mesh axes.
 """
 
 from .._plan import renamed as renamed, replan as replan

@@ -1,4 +1,4 @@
-"""The input of a search: the devices, and a traced step with its arrays."""
+"""The input of a search: the devices, and a traced step with its arguments."""
 
 import contextlib
 import dataclasses
@@ -39,22 +39,32 @@ EMULATED = chips.Chip(
 
 
 class SearchOptions(NamedTuple):
-    """The devices of a search: their number, their chip and the number of slices. `target` names one slice, if the
-    caller did.
+    """The devices of a search.
+
+    - `total`, `chip`, `slices`: the number of devices, their kind, and the number of their slices.
+    - `target`, `targets`: the name of one slice, such as "tpu:v5e:2x4", and the number of such slices, if the caller
+        named them.
+    - `extents`: the number of chips of one slice along each dimension of its torus.
     """
 
     total: int
     chip: chips.Chip
     target: str | None = None
     slices: int = 1
-    # The number of slices that `target` describes.
     targets: int = 1
-    # The chips of one slice along each dimension.
     extents: tuple[int, ...] = ()
 
 
 def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -> SearchOptions:
-    """The devices of a search. The text may give the number of slices, as in "tpu:v5p:4x4x4*2"."""
+    """The devices of a search, from the arguments of [`shardfx.auto.search`][].
+
+    **Arguments:**
+
+    - `devices`: the number of devices; or the name of one slice or of several, such as "tpu:v5p:4x4x4*2"; or a list of
+        JAX's devices.
+    - `chip`: the kind of the devices, or `None` if `devices` says it.
+    - `slices`: the number of slices, if `devices` does not say it.
+    """
     found = re.fullmatch(r"(.*)\*([1-9]\d*)", devices) if isinstance(devices, str) else None
     text, times = (found[1], int(found[2])) if found else (devices, 1)
     if found and slices not in (1, times):
@@ -69,7 +79,7 @@ def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -
 
 
 def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
-    """The number of devices, their chip, and the slice if one was named."""
+    """The number of devices, their kind, and the name of one slice if the caller gave it."""
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED
     if isinstance(devices, str):
@@ -92,7 +102,7 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
 
 
 def require_options(keep: object, closely: object, verify: object) -> None:
-    """Raises for values of `keep`, `closely` and `verify` that are not allowed."""
+    """Raises `RuleError` for values of these arguments that [`shardfx.auto.search`][] does not allow."""
     are_counts = all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in (keep, closely))
     if not are_counts or verify not in (None, "compile", "run"):
         raise RuleError(
@@ -103,7 +113,7 @@ def require_options(keep: object, closely: object, verify: object) -> None:
 
 
 def require_arrays(args: Sequence[PyTree]) -> None:
-    """Raises if no argument has an array, since there is nothing to shard."""
+    """Raises `LeafTypeError` if no argument of a step has an array."""
     if any(eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray) for leaf in jax.tree.leaves(args)):
         return
     found = ", ".join(type(arg).__name__ for arg in args) or "nothing"
@@ -114,7 +124,7 @@ def require_arrays(args: Sequence[PyTree]) -> None:
 
 
 def noted(args: Sequence[PyTree]) -> contextlib.ExitStack:
-    """A context that adds the shapes of the arguments as a note to each error of the user's function."""
+    """A context manager that adds the shapes of a step's arguments as a note to each error raised inside it."""
 
     def note(_kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
@@ -126,13 +136,18 @@ def noted(args: Sequence[PyTree]) -> contextlib.ExitStack:
     return stack
 
 
-# The platform for which a step is lowered: names must not depend on the chip. Kernels for GPUs lower only for GPUs.
+# The platforms for which a step is lowered, the first that can: names must not depend on the chip. Kernels for GPUs
+# lower only for GPUs.
 _PLATFORMS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 
 
 class StepArray(NamedTuple):
-    """An array that a step takes: the number of its argument, its path in messages, such as `model/layers/mlp/gate`,
-    the names that its field declares, and its number of dimensions.
+    """An array that a step takes.
+
+    - `which`: the number of the argument that contains it.
+    - `path`: the name of the argument and the path within, such as `model/layers/mlp/gate`.
+    - `names`: the logical names that the field of an Equinox module declares for it, or `None`.
+    - `rank`: the number of its dimensions.
     """
 
     which: int
@@ -143,20 +158,25 @@ class StepArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A traced step with its arguments, and the classes of their dimensions."""
+    """A traced step with its arguments.
+
+    - `tied`: the lowered program, with equivalence classes of its dimensions.
+    - `flats`, `structs`: for each argument, its leaves with their paths, and the argument as a tree of structs.
+    - `words`: the names of the arguments.
+    - `arrays`: all arrays of the arguments, in the order of the program's arguments.
+    - `step`: the step, traced without shardings.
+    """
 
     tied: Tied
     flats: tuple[Flat, ...]
     words: tuple[str, ...]
-    # The arrays in the order of the program's arguments.
     arrays: tuple[StepArray, ...]
-    # The structs of all arguments, as the step received them.
     structs: tuple[PyTree, ...]
     step: Step
 
     @property
     def out(self) -> PyTree:
-        """The step's result, with structs in the place of arrays and `None` in the place of other leaves."""
+        """The step's result as a tree of structs, with `None` for leaves that are no arrays."""
         return self.step.traced.out_info
 
 
@@ -166,8 +186,7 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
         raise LeafTypeError(f"`step` must be a function, not {type(step).__name__}; pass the function that is jitted.")
     flats = tuple(map(flatten, args))
     structs = structs_of(args)
-    # A plain function of any step takes all arrays in order. The shardings of a jitted step would be constraints inside
-    # of it.
+    # The shardings of a jitted step would be constraints inside of it, so the function that it jits is traced.
     inner = inspect.unwrap(step, stop=lambda one: not isinstance(one, JaxJitted))
     made = step_of(lambda *args: inner(*args), structs)
     words = tuple(argument_names(step, len(args)))
@@ -184,9 +203,7 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
 
 
 def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
-    """The number of equations of a primitive in a jaxpr, inside calls and loops too. On one device some of them lower
-    to nothing.
-    """
+    """The number of equations of the primitive `name` in a jaxpr, including the jaxprs of its calls and loops."""
     inner, _ = opened(jaxpr)
     found = sum(equation.primitive.name == name for equation in inner.eqns)
     params = [param for equation in inner.eqns for param in equation.params.values()]
@@ -205,7 +222,7 @@ def _module(step: Step) -> Any:
 
 
 def structs_of(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-    """The arguments with structs in the place of arrays, without shardings."""
+    """The arguments of a step with each array replaced by its `jax.ShapeDtypeStruct`, without sharding."""
     flats = list(map(flatten, args))
     arrays = [leaf for flat in flats for leaf, shaped in zip(flat.leaves, flat.is_array, strict=True) if shaped]
     made = iter(jax.eval_shape(lambda leaves: leaves, arrays))

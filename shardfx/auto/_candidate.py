@@ -13,7 +13,7 @@ from .._rules import AxisRules
 from ..cost import Comparison, Traffic
 from ..cost._traffic_rows import text_of
 from ..topology import MeshSpec
-from ._core import Found
+from ._core import Estimate
 
 
 By = Literal["estimate", "compile", "run"]
@@ -31,24 +31,26 @@ class Candidate:
 
     **Arguments:**
 
-    - `mesh`, `rules`: the chosen mesh and rules.
-    - `assignments`: pairs of a mesh axis and the names that it shards, in the axis's order of preference.
-    - `plans`: one for each argument of the step.
+    - `mesh`, `rules`: the mesh, and the rules from logical names to its axes.
+    - `assignments`: pairs of a mesh axis and the logical names that it shards, in the axis's order of preference.
+    - `plans`: a plan for each argument of the step.
     - `seconds`: seconds of one step: `compute_seconds`, plus the `exposed_seconds` of collectives that computation
-        waits for, plus the part of the `hidden_seconds` that computation does not hide. After a run, the measured time.
-    - `memory_bytes`, `limit_bytes`: bytes on one device, and how many may be used.
-    - `by`: the origin of these numbers: "estimate" is the program of one device from XLA's own partitioner, "compile"
-        the compiled program, "run" a measurement.
+        waits for, plus the part of the `hidden_seconds` of other collectives that does not overlap with computation.
+        After a run, the measured time.
+    - `memory_bytes`, `limit_bytes`: the bytes that the step takes on one device, and the bytes that it may take.
+    - `by`: the origin of these numbers. "estimate": the program of one device from XLA's own partitioner. "compile":
+        the compiled program. "run": `seconds` is measured.
     - `traffic`: the collectives, row by row.
     - `constrained`: whether the step is faster if [`shardfx.auto.constrain_step`][] constrains its intermediate values.
-        Then all numbers, and `code()`, are of the constrained step.
-    - `donated`: the numbers of the arguments whose memory the results reuse: the arguments that the step donates, and
-        the arguments that it returns in a new version if the step does not fit otherwise.
-    - `results`: for each result the number of the argument that has the same sharding, or `None`.
+        Then all numbers, and `code()`, describe the constrained step.
+    - `donated`: the numbers of the arguments whose memory the results reuse: those that the step donates, and, if it
+        does not fit otherwise, those for which it returns an updated value.
+    - `results`: for each result the number of the argument that has the same shardings, or `None`.
     - `state_over`, `states`: the mesh axes that shard the optimizer's state in addition to the axes of its parameters
         (ZeRO-1), and the numbers of the arguments with this state. `plans` has these axes, `rules` do not.
-    - `reasons`: the extra costs of the next candidates.
-    - `notes`: the operations of the step that were not understood.
+    - `reasons`: one text for each of the next two candidates, with its additional seconds and bytes. If no candidate
+        fits in memory, a text that says so.
+    - `notes`: one text for each kind of operation that was not understood.
     - `comparison`: the differences between the compiled and the partitioned program.
     """
 
@@ -77,42 +79,40 @@ class Candidate:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that enter a device in one step."""
+        """The bytes that one device receives in one step."""
         return self.traffic.wire_bytes
 
     @property
     def unsure_bytes(self) -> int:
-        """The bytes by which the compiler may send more or less; see [`shardfx.cost.Traffic`][]."""
+        """The number of bytes by which the compiled program may differ from `wire_bytes`; see
+        [`shardfx.cost.Traffic`][].
+        """
         return self.traffic.unsure_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether its memory is within the limit."""
+        """Whether `memory_bytes` is at most `limit_bytes`."""
         return self.memory_bytes <= self.limit_bytes
 
     @property
     def title(self) -> str:
-        """The mesh, with the names that each axis shards: `data=4 (batch), tensor=2 (heads, mlp)`."""
+        """A text with the mesh axes and the logical names that each shards: `data=4 (batch), tensor=2 (heads, mlp)`."""
         assignments = dict(self.assignments)
         axes = [f"{axis}={size} ({', '.join(assignments[axis])})" for axis, size in self.mesh.shape.items()]
         zero = [f"ZeRO-1 over {' x '.join(self.state_over)}"] if self.state_over else []
         return ", ".join([*axes, *zero, *(["constrained"] if self.constrained else [])])
 
     def code(self) -> str:
-        """A Python file to read and commit: the mesh, the rules, and everything else that the numbers depend on.
+        """The text of a Python module with the mesh, the rules, and everything else that the numbers depend on.
 
-        The code defines `plans_of(step, *args)`, which makes the plans of this candidate, and `jitted(step, plans)`,
-        the function to call, with constraints, donation and the shardings of the results.
+        The module defines two functions. `plans_of(step, *args)` returns the plans of this candidate.
+        `jitted(step, plans)` returns the jitted step, with constraints, donation and the shardings of the results.
         """
         return _code_of(self)
 
     def explain(self) -> str:
-        """All traffic, by mesh axes and source lines. After `verify`, also the difference between the compiled program
-        and the estimate.
-
-        **Returns:**
-
-        A text.
+        """All collectives of the step as text, with their bytes, mesh axes and source lines. After `verify`, the text
+        includes the differences between the compiled program and the estimate.
         """
         compared = [] if self.comparison is None else [str(self.comparison)]
         return "\n".join([self._head(), str(self.traffic), *self._below(), *compared])
@@ -146,36 +146,34 @@ class Candidate:
 
 
 def rank(one: Candidate) -> tuple[bool, float]:
-    """A sort key: candidates that fit come before others, and fast candidates before slow ones."""
+    """The sort key of a candidate: candidates that fit in memory come first, the fastest first."""
     return not one.fits, one.seconds
 
 
 def ms(seconds: float) -> str:
-    """Seconds as text in milliseconds, with three digits."""
+    """A text for a number of seconds, in milliseconds with three digits."""
     return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -> Iterator[Candidate]:
-    """The candidates without duplicates. Two candidates are duplicates if they divide all arguments into the same
-    shards.
+    """Yields the candidates without duplicates of earlier ones or of `known`. Two candidates are duplicates if they
+    divide all arguments into the same shards.
     """
-    seen = {_pieces(one) for one in known}
+    seen = {_shard_counts(one) for one in known}
     for one in found:
-        if (pieces := _pieces(one)) not in seen:
-            seen.add(pieces)
+        if (counts := _shard_counts(one)) not in seen:
+            seen.add(counts)
             yield one
 
 
-def _pieces(one: Candidate) -> object:
+def _shard_counts(one: Candidate) -> object:
     """The number of shards of each dimension of each argument, and the number of slices that each mesh axis spans."""
     leaves = (leaf for made in one.plans for leaf in made.leaves)
     return one.mesh.dcn_sizes, tuple(tuple(one.mesh.axis_size(entry_axes(e)) for e in leaf.spec) for leaf in leaves)
 
 
 def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
-    """Yields one sentence for each other candidate, which says how its seconds, traffic and memory differ from those of
-    `mine`.
-    """
+    """Yields a text for each other candidate that compares its seconds, traffic and memory with those of `mine`."""
     for other in others:
         computation = _more(other.compute_seconds - mine.compute_seconds, mine.seconds)
         told = [_more(other.seconds - mine.seconds, mine.seconds)]
@@ -192,7 +190,7 @@ _AS_FAST = "as fast"
 
 
 def _more(seconds: float, of: float) -> str:
-    """A difference in seconds as text; "as fast" if it is below a thousandth of the step's time."""
+    """A text for a difference in seconds, such as "3 ms more"; "as fast" if it is at most a thousandth of `of`."""
     return f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}" if abs(seconds) > 1e-3 * of else _AS_FAST
 
 
@@ -201,26 +199,28 @@ _HEADS = frozenset("heads kv_heads query_groups mlp hidden vocab".split())
 _RANKS = {"data": 0, "fsdp": 1, "context": 2, "expert": 3, "tensor": 5}
 
 
-def axis_name(cut: Sequence[str]) -> str:
-    """The usual name of a mesh axis that shards these logical names, given in the axis's order of preference."""
-    if cut[0] == "batch":
-        return "data" if len(cut) == 1 else "fsdp"
-    if cut[0] in ("experts", "sequence"):
-        return {"experts": "expert", "sequence": "context"}[cut[0]]
-    return f"{cut[0]}_axis" if _HEADS.isdisjoint(cut) else "tensor"
+def axis_name(order: Sequence[str]) -> str:
+    """The usual name of a mesh axis, such as "fsdp", from the logical names that it shards in its order of
+    preference.
+    """
+    if order[0] == "batch":
+        return "data" if len(order) == 1 else "fsdp"
+    if order[0] in ("experts", "sequence"):
+        return {"experts": "expert", "sequence": "context"}[order[0]]
+    return f"{order[0]}_axis" if _HEADS.isdisjoint(order) else "tensor"
 
 
 def mesh_and_rules(
-    orders: Sequence[Sequence[str]], found: Found, known: Iterable[str]
+    orders: Sequence[Sequence[str]], found: Estimate, known: Iterable[str]
 ) -> tuple[MeshSpec, AxisRules, tuple[str, ...]] | None:
-    """The mesh, the rules and each assignment's mesh axis; `None` if two assignments need contradicting orders of
-    names.
+    """The mesh, the rules, and the names of the mesh axes, from axis assignments. `None` if two assignments need
+    contradicting orders of logical names: rules have one order for all mesh axes.
 
     **Arguments:**
 
-    - `orders`: the names that each assignment shards, in its order of preference.
-    - `found`: the sizes of the axes.
-    - `known`: all names of the step.
+    - `orders`: for each mesh axis, the logical names that it shards, in its order of preference.
+    - `found`: the sizes of the mesh axes.
+    - `known`: all logical names of the step.
     """
     called = [axis_name(order) for order in orders]
     counts = [called[: at + 1].count(name) for at, name in enumerate(called)]
@@ -235,7 +235,7 @@ def mesh_and_rules(
         return None
     entries: list[tuple[str, object]] = []
     for name in ranked:
-        # An axis gives up its last resort first, so the last resort is innermost.
+        # The mesh axis that prefers the name least is innermost: rules try tuples without it next.
         having = sorted((at for at in inner if name in orders[at]), key=lambda at: orders[at].index(name))
         least = len(having) if all(orders[at][0] == name for at in having) else 1
         for count in range(len(having), least - 1, -1):
@@ -246,7 +246,7 @@ def mesh_and_rules(
 
 
 def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
-    """One order that contains all of the given orders; `None` if they contradict each other."""
+    """Merges orders of names into one order that keeps each of them; `None` if they contradict each other."""
     left, found = [list(order) for order in orders], list[str]()
     while any(left):
         heads = [order[0] for order in left if order]

@@ -1,8 +1,10 @@
-"""The classes of dimensions in a step's arguments: dimensions that operations tie to each other are sharded alike."""
+"""The logical axes of a step's arguments, found from its operations: dimensions that must be sharded alike get one
+name.
+"""
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from .._ground.text import between_numbers
 from .._rules import Atomic
@@ -15,29 +17,47 @@ _COPIES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ClassPlace:
-    """One dimension of an argument that belongs to a class, or one sub-dimension of a fused dimension."""
+class ArgumentDim:
+    """A dimension of an array that the step takes, or a sub-dimension, such as the heads in a fused dimension of heads
+    and head widths.
+
+    - `argument`: the number of the array among all arrays of the step's arguments.
+    - `dim`: the number of the dimension.
+    - `at`, `of`: the index of the sub-dimension, major-most first, and their number; 0 and 1 for a whole dimension.
+    """
 
     argument: int
     dim: int
-    # The index of a part within its dimension, the slowest first, and the number of parts.
     at: int
     of: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class ClassGroup:
-    """Classes of dimensions that get one name: a single class, or the classes at one position of repeated layers."""
+class LogicalAxis:
+    """The dimensions of a step's arguments that get one name.
+
+    They form one equivalence class, or several: the classes at the same position of equal layers get one name.
+
+    - `roots`: the numbers of the equivalence classes; empty after a merge into another logical axis.
+    - `size`: the size of each of the dimensions.
+    - `places`: the dimensions.
+    """
 
     roots: list[int]
     size: int
-    places: list[ClassPlace]
+    places: list[ArgumentDim]
     name: str = ""
 
 
 class Classes:
-    """The groups of classes of a step, and the groups of each dimension of its arguments. `_name_axes.py` names the
-    groups.
+    """The logical axes of a step's arguments, each a union of equivalence classes of dimensions. `_name_axes.py` names
+    them.
+
+    - `dims`: for each array and each of its dimensions, the equivalence classes of the sub-dimensions.
+    - `axes`: the logical axes, including those that were merged into others.
+    - `of_root`: the number of the logical axis of each equivalence class.
+    - `main`, `model`: the number of the argument that is the model; the numbers of the arrays of the model and of its
+        optimizer.
     """
 
     def __init__(self, traced: TracedStep):
@@ -45,69 +65,69 @@ class Classes:
         self.marked = self.tied.marked
         # The words of a random key are no dimensions of its array.
         arrays = zip(self.program.arguments, traced.arrays, strict=True)
-        self.dims = [self.tied.leaves[value][: array.rank] for value, array in arrays]
-        self.groups: list[ClassGroup] = []
+        self.dims = [self.tied.roots[value][: array.rank] for value, array in arrays]
+        self.axes: list[LogicalAxis] = []
         self.of_root: dict[int, int] = {}
-        placed = list(self._placed())
-        for place, leaf in placed:
-            if leaf not in self.of_root:
-                self.of_root[leaf] = len(self.groups)
-                self.groups.append(ClassGroup([leaf], self.tied.sizes[leaf], []))
-            self.of(leaf).places.append(place)
-        # Classes at the same position of layers that differ only in their number have one name.
+        placed = [
+            (ArgumentDim(argument, dim, at, len(roots)), root)
+            for argument, dims in enumerate(self.dims)
+            for dim, roots in enumerate(dims)
+            for at, root in enumerate(roots)
+        ]
+        for place, root in placed:
+            if root not in self.of_root:
+                self.of_root[root] = len(self.axes)
+                self.axes.append(LogicalAxis([root], self.tied.sizes[root], []))
+            self.of(root).places.append(place)
+        # Dimensions at the same position of layers that differ only in their number have one name.
         keys: dict[object, int] = {}
         alike = [between_numbers(array.path) for array in traced.arrays]
-        for place, leaf in placed:
-            key = (alike[place.argument], place.dim, place.at, place.of, self.tied.sizes[leaf])
-            self.tie(self.of_root[keys.setdefault(key, leaf)], self.of_root[leaf])
+        for place, root in placed:
+            key = (alike[place.argument], place.dim, place.at, place.of, self.tied.sizes[root])
+            self.tie(self.of_root[keys.setdefault(key, root)], self.of_root[root])
         self.main, self.model = _model_arguments(traced)
 
-    def of(self, leaf: int) -> ClassGroup:
-        """The group that a class belongs to."""
-        return self.groups[self.of_root[leaf]]
+    def of(self, root: int) -> LogicalAxis:
+        """The logical axis that contains an equivalence class."""
+        return self.axes[self.of_root[root]]
 
-    def flat(self, argument: int) -> list[ClassGroup]:
-        """The group of each sub-dimension of an argument, in order."""
-        return [self.of(leaf) for leaves in self.dims[argument] for leaf in leaves]
+    def flat(self, argument: int) -> list[LogicalAxis]:
+        """The logical axes of an array's sub-dimensions, in order. `argument` is the number of the array."""
+        return [self.of(root) for roots in self.dims[argument] for root in roots]
 
-    def kept(self, leaves: Sequence[int]) -> int:
-        """How many of a dimension's sub-dimensions, from the major-most, may be sharded. The rest is an indivisible
-        unit.
+    def kept(self, roots: Sequence[int]) -> int:
+        """The number of a dimension's sub-dimensions, from the major-most, that may be sharded. The others form a unit
+        that no shard splits.
 
-        The fastest part of a fused dimension is the width of one head, unless products run over it in batches: then it
-        counts heads itself.
+        The minor-most of several sub-dimensions counts as the width of one head, unless products have it as a batch
+        dimension. `roots` are the equivalence classes of the sub-dimensions.
         """
-        count = len(leaves)
-        # If slices separate queries, keys and values, one of them is a unit.
-        taken = next((at + 1 for at, leaf in enumerate(leaves[:-1]) if leaf in self.marked["sliced"]), count)
-        return min(taken, count - (count > 1 and leaves[-1] not in self.marked["batched"]))
+        count = len(roots)
+        # If slices separate queries, keys and values, each of the three is a unit.
+        taken = next((at + 1 for at, root in enumerate(roots[:-1]) if root in self.marked["sliced"]), count)
+        return min(taken, count - (count > 1 and roots[-1] not in self.marked["batched"]))
 
     def names_of(self, argument: int) -> tuple[object, ...]:
-        """The names of an argument's dimensions. A name that occurs twice is left out the second time."""
+        """The logical names of an array's dimensions, for `plan(..., names=...)`. A second dimension with the same name
+        gets none. `argument` is the number of the array.
+        """
         used, found = set[str](), list[object]()
-        for leaves in self.dims[argument]:
-            count = self.kept(leaves)
-            names = [name for name in dict.fromkeys(self.of(leaf).name for leaf in leaves[:count]) if name not in used]
+        for roots in self.dims[argument]:
+            count = self.kept(roots)
+            names = [name for name in dict.fromkeys(self.of(root).name for root in roots[:count]) if name not in used]
             used.update(names)
-            unit = math.prod(self.tied.sizes[leaf] for leaf in leaves[count:])
+            unit = math.prod(self.tied.sizes[root] for root in roots[count:])
             entries = [*names[:-1], *(Atomic(name, unit) if unit > 1 else name for name in names[-1:])]
             found.append(tuple(entries) if len(entries) > 1 else next(iter(entries), None))
         return tuple(found)
 
-    def _placed(self) -> Iterator[tuple[ClassPlace, int]]:
-        """Yields each sub-dimension of all arguments as a position and a class."""
-        for argument, dims in enumerate(self.dims):
-            for dim, leaves in enumerate(dims):
-                for at, leaf in enumerate(leaves):
-                    yield ClassPlace(argument, dim, at, len(leaves)), leaf
-
     def tie(self, first: int, second: int) -> bool:
-        """Merges two groups if they have one size and no array in common; returns whether they are one group
-        afterwards.
+        """Merges two logical axes, given by number, if their sizes are equal and no array has both. Returns whether
+        they are one axis afterwards.
         """
         if first == second:
             return True
-        a, b = self.groups[first], self.groups[second]
+        a, b = self.axes[first], self.axes[second]
         if a.size != b.size or {p.argument for p in a.places} & {p.argument for p in b.places}:
             return False
         a.roots += b.roots
@@ -118,39 +138,40 @@ class Classes:
         return True
 
     def tie_names(self) -> None:
-        """Merges groups that were given one name, or numbers them if some array has several of them."""
+        """Merges logical axes with equal names. If some array has two of them, the second gets a number, as in
+        `mlp_2`.
+        """
         known: dict[str, list[int]] = {}
-        for number, group in enumerate(self.groups):
-            if group.roots:
-                known.setdefault(group.name, []).append(number)
+        for number, axis in enumerate(self.axes):
+            if axis.roots:
+                known.setdefault(axis.name, []).append(number)
         for name, numbers in known.items():
             kept: list[int] = []
             for number in numbers:
                 if not any(self.tie(other, number) for other in kept):
                     kept.append(number)
-                    self.groups[number].name = name if len(kept) == 1 else f"{name}_{len(kept)}"
+                    self.axes[number].name = name if len(kept) == 1 else f"{name}_{len(kept)}"
 
     @property
     def own(self) -> set[int]:
-        """The classes that dimensions of the model's arrays belong to."""
-        return {root for group in self.groups if self.in_model(group) for root in group.roots}
+        """The equivalence classes of all dimensions of the model and its optimizer."""
+        return {root for axis in self.axes if self.in_model(axis) for root in axis.roots}
 
-    def in_model(self, group: ClassGroup) -> list[ClassPlace]:
-        """The dimensions of a group that are in arguments of the model."""
-        return [place for place in group.places if place.argument in self.model]
+    def in_model(self, axis: LogicalAxis) -> list[ArgumentDim]:
+        """The dimensions of a logical axis that belong to arrays of the model or of its optimizer."""
+        return [place for place in axis.places if place.argument in self.model]
 
-    def live(self) -> list[ClassGroup]:
-        """The groups that were not merged into another one."""
-        return [group for group in self.groups if group.roots]
+    def live(self) -> list[LogicalAxis]:
+        """The logical axes, without those that were merged into others."""
+        return [axis for axis in self.axes if axis.roots]
 
 
 def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
-    """The number of the argument that is the model, and the parameters of the program that belong to it or its
-    optimizer.
+    """The number of the argument that is the model, and the numbers of all arrays of the model and its optimizer.
 
-    The first argument with many arrays is the model. Another argument belongs to it if, for most of its arrays, all
-    dimensions are the model's: moments have the dimensions of the parameters, and a frozen base those of its adapters;
-    a batch has a dimension of its own.
+    The first argument with many arrays is the model. Another argument counts as part of the model if most of its arrays
+    have only dimensions of the model. An optimizer's moments have the parameters' dimensions, and a frozen base has its
+    adapters' dimensions. A batch of data has a dimension that the model lacks.
     """
     counts = [sum(flat.is_array) for flat in traced.flats]
     # An optimizer may hold several arrays for each array of the model.
@@ -158,7 +179,7 @@ def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
     owned: set[int] = set()
     of: dict[int, list[set[int]]] = {}
     for value, array in zip(traced.tied.program.arguments, traced.arrays, strict=True):
-        dims = traced.tied.leaves_of(value)
+        dims = traced.tied.roots_of(value)
         of.setdefault(array.which, []).append(dims)
         if array.which == model:
             owned |= dims
@@ -166,14 +187,16 @@ def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
     return model, {argument for argument, array in enumerate(traced.arrays) if array.which in members}
 
 
-# The distance, in operations, at which the other operand of a sum is searched.
+# The number of operations within which `_is_made_of` searches.
 _FAR = 400
 
 
 def residual(tied: Tied, own: set[int]) -> set[int]:
-    """The classes of activations to which products of the same activation are added, as in a residual stream.
+    """The equivalence classes of the dimensions of residual streams. A residual stream is an activation to which a
+    product computed from it is added.
 
-    `own` are the classes of the model's arrays: a sum of only these is an update.
+    `own` are the equivalence classes of the model's dimensions. A sum with only these dimensions is an update of
+    parameters, not a residual stream.
     """
     operations = tied.program.operations
     maker = {out: made for made in operations for out in made.outs}
@@ -182,17 +205,19 @@ def residual(tied: Tied, own: set[int]) -> set[int]:
     for made in operations:
         if made.name != "add" or not spread.isdisjoint(made.ins):
             continue
-        leaves = tied.leaves_of(made.outs[0])
-        if leaves <= found or leaves <= own:
+        roots = tied.roots_of(made.outs[0])
+        if roots <= found or roots <= own:
             continue
         first, second = made.ins
         if _is_made_of(second, first, maker) or _is_made_of(first, second, maker):
-            found |= leaves
+            found |= roots
     return found
 
 
 def _is_made_of(value: int, source: int, maker: dict[int, Operation]) -> bool:
-    """Whether a value is computed from another through a product, within a limited number of operations."""
+    """Whether `value` is computed from `source` through a product, within 400 operations. `maker` maps each value to
+    the operation that makes it.
+    """
     left, seen = [(value, False)], {(value, False)}
     while left and len(seen) < _FAR:
         one, by_product = left.pop(0)

@@ -1,8 +1,8 @@
-"""A step whose arrays are constrained to the shardings that the search priced.
+"""A step whose intermediate values are constrained to the shardings that a search assumed.
 
-The step's jaxpr is walked twice in the same order. The first walk gives each equation a number as a name scope. The
-locations of lowered operations contain it, so the sharding of each operation is known for its equation. The second walk
-constrains the results of the equations.
+The step's jaxpr is evaluated twice in the same order. The first evaluation puts each equation in a name scope with its
+number. The locations of lowered operations contain the number, which gives the sharding of each operation to its
+equation. The second evaluation constrains the results of the equations.
 """
 
 import functools as ft
@@ -33,23 +33,24 @@ _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_
 _NESTED = ("scan", "while", "cond", "checkpoint", "remat", "remat2")
 _TAG = "shardfx-equation-"
 _TAGS = re.compile(_TAG + r"(\d+)")
-# A sharded sub-dimension, its place in the axis's order of preference, and the axis.
-_Cut = tuple[int, int, str]
+# The index of a sharded sub-dimension, its place in the mesh axis's order of preference, and the mesh axis.
+_Sharded = tuple[int, int, str]
 
 
 def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: AxisRules) -> Callable[..., PyTree]:
-    """The same step, with its arrays constrained to the shardings that follow from the rules for its arguments.
+    """The same step, with its intermediate values constrained to the shardings that follow from rules for its
+    arguments.
 
     A plan gives the shardings of the arguments. The compiler chooses the shardings of all intermediate values, and
     often sends several times more bytes than necessary. This function names the step's dimensions as
-    [`shardfx.auto.name_axes`][] does. It shards every operation under the assignment that the rules give each mesh
-    axis, as [`shardfx.auto.search`][] prices it. Then it constrains the results of the operations. The step needs no
+    [`shardfx.auto.name_axes`][] does. It propagates the logical axes that the rules give each mesh axis through the
+    operations, as [`shardfx.auto.search`][] does. Then it constrains the results of the operations. The step needs no
     change and computes the same values.
 
     **Arguments:**
 
-    - `step`: the whole step that is jitted.
-    - `mesh`: a mesh with devices, or a MeshSpec if the arguments have devices.
+    - `step`: the whole function that is jitted.
+    - `mesh`: a `jax.sharding.Mesh`, or a MeshSpec if the arguments are on devices.
     - `rules`: rules for the logical names that `name_axes` finds, such as the rules of a [`shardfx.auto.Candidate`][].
 
     **Returns:**
@@ -114,9 +115,10 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
 
 
 class _Walker:
-    """Walks through a jaxpr and evaluates each equation under a name scope with the equation's number.
+    """Evaluates a jaxpr, each equation in a name scope with the equation's number.
 
-    `change` takes this number, the name of the primitive and the equation's results, and returns them constrained.
+    `change` takes the number, the name of the primitive and the equation's results, and returns the results to use
+    instead.
     """
 
     def __init__(self, change: Callable[[int, str, Sequence[Any]], Sequence[Any]]):
@@ -124,7 +126,9 @@ class _Walker:
         self.count = 0
 
     def run(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        """Evaluates a jaxpr, and returns its results after `change`."""
+        """Evaluates a jaxpr, with `change` applied to the results of each equation, and returns the results of the
+        jaxpr.
+        """
         arrays: dict[object, Any] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*arguments, *consts), strict=True))
 
         def read(atom: object) -> Any:
@@ -146,8 +150,8 @@ class _Walker:
         return list(map(read, jaxpr.outvars))
 
     def anew(self, given: object) -> Any:
-        """An equation's parameter. If it is a jaxpr, it is evaluated and traced again with `change` applied to its
-        equations.
+        """The parameter of an equation, with each jaxpr in it traced again, so that `change` is applied to the jaxpr's
+        equations too.
         """
         if type(given) is tuple:
             return tuple(map(self.anew, given))
@@ -160,7 +164,7 @@ class _Walker:
 
 
 class _Constrainer:
-    """Constrains each equation's results to the shardings that the search chose for them."""
+    """Constrains the results of a jaxpr's equations to the shardings of the operations that each equation lowers to."""
 
     def __init__(self, layouts: Layouts, chosen: Mapping[str, AssignedLayout], mesh: Mesh | AbstractMesh):
         self.layouts, self.chosen, self.mesh = layouts, chosen, mesh
@@ -171,8 +175,8 @@ class _Constrainer:
                 self.operations.setdefault(int(tags[-1]), []).append(made)
 
     def __call__(self, number: int, name: str, outs: Sequence[Any]) -> Sequence[Any]:
-        """Constrains the results of equation number `number`. Each gets the sharding of the last value with its shape
-        among the operations that the equation lowers to.
+        """Constrains the results of an equation. Each gets the sharding of the last value with its shape among the
+        operations that the equation lowers to. `number` is the number of the equation, and `name` its primitive.
         """
         values = self.layouts.program.values
         left = [value for made in self.operations.get(number, ()) for value in made.outs]
@@ -182,34 +186,42 @@ class _Constrainer:
             if value is None or values[value].free:
                 continue
             left.remove(value)
-            if name == "gather" and any(value in made.summed for made in self.chosen.values()):
+            if name == "gather" and any(value in made.unreduced for made in self.chosen.values()):
                 # XLA's partitioner fails if a lookup in a sharded dimension is to be sharded along the same axis too:
                 # "Slice dim size 128 greater than dynamic slice dimension: 64".
-                found[at] = self.constrained(found[at], self.spec(value, whole_where_summed=True))
+                found[at] = self.constrained(found[at], self.spec(value, whole_if_unreduced=True))
             found[at] = self.constrained(found[at], self.spec(value))
         return found
 
-    def spec(self, value: int, *, whole_where_summed: bool = False) -> PartitionSpec:
-        """The PartitionSpec of a value under all mesh axes."""
-        dims = self.layouts.parts[value]
-        flat = [(dim, at) for dim, leaves in enumerate(dims) for at in range(len(leaves))]
-        found: list[list[_Cut]] = [[] for _ in dims]
+    def spec(self, value: int, *, whole_if_unreduced: bool = False) -> PartitionSpec:
+        """The PartitionSpec of a value, from the axis assignments of all mesh axes.
+
+        With `whole_if_unreduced`, a mesh axis over which an operation leaves the value unreduced does not shard it.
+        """
+        dims = self.layouts.roots[value]
+        flat = [(dim, at) for dim, roots in enumerate(dims) for at in range(len(roots))]
+        found: list[list[_Sharded]] = [[] for _ in dims]
         for axis, made in self.chosen.items():
-            position = made.cuts[value]
-            if position >= 0 and not (whole_where_summed and value in made.summed):
+            position = made.positions[value]
+            if position >= 0 and not (whole_if_unreduced and value in made.unreduced):
                 dim, at = flat[position]
                 used = [number for number in made.assignment if number in made.used]
-                # An axis gives up its last resort first, so the last resort is innermost.
+                # The mesh axis that prefers the sub-dimension least is innermost, as in the rules of a candidate.
                 found[dim].append((at, used.index(self.layouts.flat[value][position][0]), axis))
         return PartitionSpec(*map(self.entry, dims, found))
 
-    def entry(self, leaves: Sequence[int], given: Sequence[_Cut]) -> object:
-        """The entry of a spec for one dimension. It is UNCONSTRAINED if a spec cannot express the sharding of its
+    def entry(self, roots: Sequence[int], given: Sequence[_Sharded]) -> object:
+        """The entry of a spec for one dimension; UNCONSTRAINED if a spec cannot express the sharding of its
         sub-dimensions.
+
+        **Arguments:**
+
+        - `roots`: the equivalence classes of the sub-dimensions.
+        - `given`: the mesh axes that shard the sub-dimensions.
         """
         cut = sorted(given, key=lambda one: one[:2])
-        sizes = [self.layouts.tied.sizes[leaf] for leaf in leaves]
-        counts = [math.prod(self.mesh.shape[axis] for at, _, axis in cut if at == part) for part in range(len(leaves))]
+        sizes = [self.layouts.tied.sizes[root] for root in roots]
+        counts = [math.prod(self.mesh.shape[axis] for at, _, axis in cut if at == part) for part in range(len(roots))]
         last = max((at for at, *_ in cut), default=0)
         if any(counts[at] != sizes[at] for at in range(last)) or (cut and sizes[last] % counts[last]):
             return PartitionSpec.UNCONSTRAINED

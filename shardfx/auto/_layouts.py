@@ -1,10 +1,9 @@
-"""The effect of one mesh axis on a whole step, given the order in which the axis prefers classes of dimensions: an
-assignment.
+"""The shardings and collectives of a whole step under one axis assignment: the logical axes that one mesh axis shards,
+in order of preference.
 
-The axis shards each array along the first class of its assignment that the array has. It shards an operation along the
-first class of the assignment among the operation's labels. Operands with another sharding are moved. Sums over a
-sharded dimension stay partial until an operation needs the whole. The result has the bytes that are sent and the
-sharding of each array.
+The mesh axis shards each array along the first logical axis of the assignment that the array has. It shards each
+operation along the first one among the operation's dimensions. Operands with another sharding are resharded. Sums over
+a sharded dimension stay unreduced until an operation needs the reduced value.
 """
 
 import dataclasses
@@ -21,25 +20,28 @@ from ._classes import Classes
 from ._program import whole
 
 
-WHOLE, PARTIAL = -1, -2
+WHOLE, UNREDUCED = -1, -2
 _GATHER, _SCATTER, _REDUCE, _EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
-# Operations that keep a partial sum partial if the other operand is a scalar.
+# Operations that may run on an unreduced operand if the other operand is a scalar.
 _SCALED = frozenset("multiply divide".split())
-# Operations that add, reorder or cast: they may run on partial sums.
+# Operations that add, reorder or cast: they may run on unreduced operands.
 _LINEAR = frozenset("add subtract negate convert copy reduce_precision sharding_constraint transpose reshape".split())
-_FIRST = frozenset("dot_general convolution ragged_dot".split())
+_PRODUCTS = frozenset("dot_general convolution ragged_dot".split())
 
 
-# The classes of dimensions that a mesh axis shards, by number, in its order of preference.
+# The logical axes that a mesh axis shards, by number, in its order of preference.
 Assignment = tuple[int, ...]
-# Whether an assignment divides an operation, and the states of its operands and results.
+# Whether the mesh axis divides an operation, and the shardings of its operands and results.
 _Effect = tuple[bool, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """One collective of the step: its kind, the value that it moves, how often it runs, and the operation that needs
-    it.
+    """One collective of the step.
+
+    - `kind`: its name, such as "all-gather".
+    - `value`, `operation`: the number of the value that it moves, and of the operation that needs it.
+    - `times`: how often one step runs it.
     """
 
     kind: str
@@ -50,157 +52,168 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AssignedLayout:
-    """The result of an assignment: the collectives, the sharded dimension of each value, and which operations are
-    divided.
+    """The shardings of a step under an axis assignment, and the collectives that they need.
+
+    - `assignment`: the numbers of logical axes that the mesh axis may shard, in order of preference.
+    - `events`: the collectives.
+    - `positions`: for each value, the index of the sharded dimension among its sub-dimensions; `WHOLE` if it is
+        replicated.
+    - `divided`: for each operation, whether the mesh axis divides its work.
+    - `used`: the numbers of the logical axes that are sharded.
+    - `unreduced`: the values that an operation leaves unreduced.
     """
 
     assignment: Assignment
     events: tuple[Event, ...]
-    # For each value, the position of the sharded part among its parts, `WHOLE` or `PARTIAL`.
-    cuts: tuple[int, ...]
-    shared: tuple[bool, ...]
-    # The classes that it shards.
+    positions: tuple[int, ...]
+    divided: tuple[bool, ...]
     used: frozenset[int]
-    # Values that were partial sums when they were made.
-    summed: frozenset[int]
+    unreduced: frozenset[int]
 
 
 class _Labelled(NamedTuple):
-    """An operation with a label for each sub-dimension of its values. Equal operations of equal layers
-    compare equal.
+    """An operation whose sub-dimensions have labels, as the indices of an `einsum`: two sub-dimensions have equal
+    labels if they share a factor. Equal operations of equal layers compare equal.
+
+    - `ins`, `outs`: the labels of each operand and each result; -1 for a dimension that cannot be sharded.
+    - `shardable`: pairs of a label that a mesh axis may shard, and the number of its logical axis.
+    - `minor`: the labels of sub-dimensions that are not the major-most of their dimension.
+    - `bytes`: the bytes of each operand; 0 for scalars and values made of constants.
     """
 
     name: str
     ins: tuple[tuple[int, ...], ...]
     outs: tuple[tuple[int, ...], ...]
-    # The labels that an axis may shard, each with its class.
-    cuttable: tuple[tuple[int, int], ...]
-    # Labels that follow another part of some dimension.
-    behind: frozenset[int]
-    # The bytes of each operand; 0 for scalars and values made of constants.
+    shardable: tuple[tuple[int, int], ...]
+    minor: frozenset[int]
     bytes: tuple[float, ...]
 
 
 class Layouts:
-    """The program with its dimensions as classes, from which `under` makes the layout of any assignment."""
+    """A program with the logical axes of its dimensions. `under` shards it by any axis assignment.
+
+    - `numbers`: the number of the logical axis of each equivalence class that a mesh axis may shard.
+    - `minor`: the numbers of logical axes that are a minor sub-dimension of some argument's dimension. Only an
+        assignment with one of them shards minor sub-dimensions, where other mesh axes shard the major ones completely.
+    - `roots`: the equivalence classes of each dimension of each value.
+    - `flat`: for each value, pairs of its sub-dimensions: the number of the logical axis, or -1 if no mesh axis may
+        shard it, and the index within the dimension.
+    - `kind`, `labelled`: the distinct labelled operations, and for each operation the index of its own among them.
+    """
 
     def __init__(self, classes: Classes, devices: int):
         self.classes, self.tied, self.program = classes, classes.tied, classes.program
         scanned, sizes = classes.marked["scanned"], self.tied.sizes
-        # The group number of each sub-dimension that a mesh axis may shard.
         self.numbers = {
             root: number
-            for number, group in enumerate(classes.groups)
-            for root in group.roots
+            for number, logical in enumerate(classes.axes)
+            for root in logical.roots
             if root not in scanned and math.gcd(sizes[root], devices) > 1
         }
-        # The classes that are a minor sub-dimension of a fused dimension of some argument. An assignment with one of
-        # them shards minor sub-dimensions, if other axes shard the major ones completely.
-        self.behind = {
+        self.minor = {
             number
-            for number, group in enumerate(classes.groups)
-            if any(0 < place.at < classes.kept(classes.dims[place.argument][place.dim]) for place in group.places)
+            for number, logical in enumerate(classes.axes)
+            if any(0 < place.at < classes.kept(classes.dims[place.argument][place.dim]) for place in logical.places)
         }
-        self.parts = self.tied.leaves
+        self.roots = self.tied.roots
         self.flat = [
-            [(self.numbers.get(leaf, -1), at) for dim in dims for at, leaf in enumerate(dim)] for dims in self.parts
+            [(self.numbers.get(root, -1), at) for dim in dims for at, root in enumerate(dim)] for dims in self.roots
         ]
         kinds: dict[_Labelled, int] = {}
-        # The index of the kind of each operation.
         self.kind = [kinds.setdefault(_labelled(self, made), len(kinds)) for made in self.program.operations]
         self.labelled = list(kinds)
 
     def under(self, assignment: Assignment) -> AssignedLayout:
-        """The layout of the step under this assignment."""
-        return _Run(self, assignment).layout()
+        """The shardings and collectives of the step under an axis assignment."""
+        return _Propagation(self, assignment).layout()
 
 
 def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
-    """One operation with labels for the dimensions of its operands and results. A factor has one label for each of its
-    sub-dimensions.
+    """An operation with a label for each sub-dimension of its operands and results. A factor gives one label to each of
+    its sub-dimensions.
     """
     if made.name == "use":
         return _Labelled(made.name, (), (), (), frozenset(), ())
     sides = [*zip(made.ins, made.factors.ins, strict=True), *zip(made.outs, made.factors.outs, strict=True)]
-    leaves: dict[int, list[int]] = {}
+    roots: dict[int, list[int]] = {}
     for value, dims in sides:
-        for own, dim in zip(layouts.parts[value], dims, strict=True):
+        for own, dim in zip(layouts.roots[value], dims, strict=True):
             if len(dim) == 1:
-                leaves.setdefault(dim[0], own)
+                roots.setdefault(dim[0], own)
     numbers: dict[tuple[int, int], int] = {}
-    cuttable: dict[int, int] = {}
-    behind: set[int] = set()
+    shardable: dict[int, int] = {}
+    minor: set[int] = set()
     found: list[tuple[int, ...]] = []
     for value, dims in sides:
         labels: list[int] = []
-        for size, own, dim in zip(layouts.program.values[value].shape, layouts.parts[value], dims, strict=True):
-            keys = [(factor, at) for factor in dim for at in range(len(leaves.get(factor, ())))]
-            if [leaves[factor][at] for factor, at in keys] != own or whole(made, dim, size):
+        for size, own, dim in zip(layouts.program.values[value].shape, layouts.roots[value], dims, strict=True):
+            keys = [(factor, at) for factor in dim for at in range(len(roots.get(factor, ())))]
+            if [roots[factor][at] for factor, at in keys] != own or whole(made, dim, size):
                 labels += [-1] * len(own)
                 continue
             labels += [numbers.setdefault(key, len(numbers)) for key in keys]
-            behind.update(labels[len(labels) - len(own) + 1 :])
+            minor.update(labels[len(labels) - len(own) + 1 :])
             pairs = zip(keys, own, strict=True)
-            cuttable |= {numbers[key]: layouts.numbers[leaf] for key, leaf in pairs if leaf in layouts.numbers}
+            shardable |= {numbers[key]: layouts.numbers[root] for key, root in pairs if root in layouts.numbers}
         found.append(tuple(labels))
     values = [layouts.program.values[value] for value in made.ins]
     counts = tuple(0.0 if value.free or not value.shape else value.bytes for value in values)
     ins, outs = tuple(found[: len(values)]), tuple(found[len(values) :])
-    return _Labelled(made.name, ins, outs, tuple(cuttable.items()), frozenset(behind), counts)
+    return _Labelled(made.name, ins, outs, tuple(shardable.items()), frozenset(minor), counts)
 
 
-class _Run:
-    """The propagation of one assignment through the program, operation by operation."""
+class _Propagation:
+    """Propagates shardings under one axis assignment through a program, operation by operation."""
 
     def __init__(self, layouts: Layouts, assignment: Assignment):
         self.layouts, self.assignment = layouts, assignment
-        self.behind = not layouts.behind.isdisjoint(assignment)
+        self.minor = not layouts.minor.isdisjoint(assignment)
         self.rank = {number: place for place, number in enumerate(assignment)}
         count = len(layouts.program.values)
         self.state = [WHOLE] * count
-        self.cuts: list[int] = [WHOLE] * count
+        self.positions: list[int] = [WHOLE] * count
         self.copies: set[tuple[int, int]] = set()
         self.events: list[Event] = []
         self.used: set[int] = set()
-        self.summed: set[int] = set()
+        self.unreduced: set[int] = set()
         self.effects: dict[tuple[int, tuple[int, ...]], _Effect] = {}
 
     def layout(self) -> AssignedLayout:
         program = self.layouts.program
         for value in program.arguments:
             self.set(value, self.preferred(value))
-        shared = tuple([self.is_divided(number, made) for number, made in enumerate(program.operations)])
-        # Results have the sharding of their arguments: an updated weight has that of the weight.
+        divided = tuple([self.is_divided(number, made) for number, made in enumerate(program.operations)])
+        # A result has the sharding of the argument that it replaces, such as the weight that it updates.
         for value in program.results:
-            if self.state[value] == PARTIAL:
+            if self.state[value] == UNREDUCED:
                 self.move(value, self.preferred(value), 1.0, len(program.operations) - 1)
-        sets = frozenset(self.used), frozenset(self.summed)
-        return AssignedLayout(self.assignment, tuple(self.events), tuple(self.cuts), shared, *sets)
+        sets = frozenset(self.used), frozenset(self.unreduced)
+        return AssignedLayout(self.assignment, tuple(self.events), tuple(self.positions), divided, *sets)
 
     def preferred(self, value: int) -> int:
-        """The position of the sub-dimension of a value that the assignment prefers to shard; `WHOLE` if it shards
-        none.
+        """The index of the sub-dimension that the assignment prefers to shard, among those of a value; `WHOLE` if it
+        shards none.
         """
         flat = self.layouts.flat[value]
         for wanted in self.assignment:
             for position, (number, at) in enumerate(flat):
                 before = flat[position - at : position]
-                if number == wanted and (not at or (self.behind and all(known >= 0 for known, _ in before))):
+                if number == wanted and (not at or (self.minor and all(known >= 0 for known, _ in before))):
                     return position
         return WHOLE
 
     def set(self, value: int, state: int) -> None:
         self.state[value] = state
-        if state == PARTIAL:
-            self.summed.add(value)
-        # A partial sum gets the sharding that the assignment prefers once it is complete.
-        cut = self.cuts[value] = self.preferred(value) if state == PARTIAL else state
+        if state == UNREDUCED:
+            self.unreduced.add(value)
+        # An unreduced value gets the sharding that the assignment prefers when it is reduced.
+        cut = self.positions[value] = self.preferred(value) if state == UNREDUCED else state
         if cut >= 0:
             self.used.add(self.layouts.flat[value][cut][0])
 
     def is_divided(self, number: int, made: Operation) -> bool:
-        """Adds the collectives that an operation's operands need, and sets the sharding of its results. Returns whether
-        the mesh axis divides the operation.
+        """Adds the collectives that an operation's operands need, and sets the shardings of its results. Returns
+        whether the mesh axis divides the operation's work. `number` is the number of the operation.
         """
         if made.name == "use" or all(self.layouts.program.values[value].free for value in made.outs):
             return False
@@ -218,29 +231,33 @@ class _Run:
         return is_divided
 
     def hand_on(self, number: int, made: Operation) -> None:
-        """Reshards a loop-carried value to the sharding that it has in the loop's body."""
+        """Reshards a loop-carried value. At the start of the loop it gets the sharding that the assignment prefers. At
+        the end of the body it gets back the sharding from the start of the body.
+        """
         wanted = self.state[made.ins[1]] if made.name == "return" else self.preferred(made.outs[0])
-        # A reshaped dimension may have more parts inside than outside. A value that cannot be followed is whole.
+        # Inside, a reshape may split a dimension that is whole outside. Such a value is replicated.
         if made.name == "carry" and wanted >= len(self.layouts.flat[made.ins[0]]):
             wanted = WHOLE
         self.move(made.ins[0], wanted, made.times, number)
         self.set(made.outs[0], wanted)
 
     def effect(self, made: _Labelled, states: tuple[int, ...]) -> _Effect:
-        """Whether an operation is divided, and the shardings of its operands and results, given the operands' present
-        shardings.
+        """Whether the mesh axis divides an operation's work, and the shardings of its operands and results. `states`
+        are the operands' shardings before the operation.
         """
-        if PARTIAL in states and _stays_partial(made, states):
-            return False, states, (PARTIAL,) * len(made.outs)
+        if UNREDUCED in states and _stays_unreduced(made, states):
+            return False, states, (UNREDUCED,) * len(made.outs)
         label = self.label(made, states)
-        summed = label is not None and any(label in labels for labels in made.ins)
+        unreduced = label is not None and any(label in labels for labels in made.ins)
         outs = [_position(labels, label) for labels in made.outs]
-        made_of = tuple(PARTIAL if at == WHOLE and summed else at for at in outs)
+        made_of = tuple(UNREDUCED if at == WHOLE and unreduced else at for at in outs)
         return label is not None, tuple(_position(labels, label) for labels in made.ins), made_of
 
     def label(self, made: _Labelled, states: tuple[int, ...]) -> int | None:
-        """The label along which the operation is divided. Among the labels of the class that the assignment prefers
-        most, it is the one that moves the fewest bytes.
+        """The label along which the mesh axis divides an operation; `None` if it does not.
+
+        The label belongs to the logical axis that the assignment prefers most. Among several such labels, it is the one
+        for which the fewest bytes of operands are resharded. `states` are the operands' shardings.
         """
 
         def moved(label: int) -> float:
@@ -248,15 +265,17 @@ class _Run:
             return math.fsum(count for labels, state, count in sides if state not in (WHOLE, _position(labels, label)))
 
         def is_worth_it(label: int) -> bool:
-            """Whether to divide the operation: a product always, a sum only if an operand is sharded already."""
-            if any(label in labels for labels in made.outs) or made.name in _FIRST:
+            """Whether to divide the operation along a label: a product always, a reduction over the label only if an
+            operand is sharded along it.
+            """
+            if any(label in labels for labels in made.outs) or made.name in _PRODUCTS:
                 return True
             return any(label in labels and state != WHOLE for labels, state in zip(made.ins, states, strict=True))
 
         places = {
             label: self.rank[number]
-            for label, number in made.cuttable
-            if number in self.rank and (self.behind or label not in made.behind) and is_worth_it(label)
+            for label, number in made.shardable
+            if number in self.rank and (self.minor or label not in made.minor) and is_worth_it(label)
         }
         return min(places, key=lambda label: (places[label], moved(label)), default=None)
 
@@ -264,7 +283,7 @@ class _Run:
         state = self.state[value]
         if state in (wanted, WHOLE):
             return
-        if state == PARTIAL:
+        if state == UNREDUCED:
             self.events.append(Event(_REDUCE if wanted == WHOLE else _SCATTER, value, times, operation))
             self.set(value, wanted)
             return
@@ -273,12 +292,12 @@ class _Run:
             self.events.append(Event(_GATHER if wanted == WHOLE else _EXCHANGE, value, times, operation))
 
 
-def _stays_partial(made: _Labelled, states: tuple[int, ...]) -> bool:
-    """Whether the operation may read unreduced operands and give an unreduced result, since it is linear in them."""
+def _stays_unreduced(made: _Labelled, states: tuple[int, ...]) -> bool:
+    """Whether an operation may read unreduced operands and return an unreduced result, since it is linear in them."""
     if made.name in _LINEAR:
-        return all(state == PARTIAL for state in states)
-    others = [at for at, state in enumerate(states) if state != PARTIAL]
-    first = made.name == "multiply" or states[0] == PARTIAL
+        return all(state == UNREDUCED for state in states)
+    others = [at for at, state in enumerate(states) if state != UNREDUCED]
+    first = made.name == "multiply" or states[0] == UNREDUCED
     return made.name in _SCALED and first and len(others) == 1 and not made.bytes[others[0]]
 
 
@@ -290,18 +309,17 @@ def _position(labels: tuple[int, ...], label: int | None) -> int:
 # them.
 _TENSOR = ("experts", "heads", "kv_heads", "mlp", "hidden", "vocab", "classes")
 _NEVER = ("layers", "embed", "norm", "positions", "head_dim", "query_groups")
-# The largest number of sets of classes that start an assignment. The sets with most bytes are taken.
+# The number of sets of logical axes that assignments are made of: the sets with the most bytes.
 _SETS = 9
 
 
 def assignments_of_rules(
     rules: AxisRules, classes: Classes, never: frozenset[int] = frozenset()
 ) -> dict[str, Assignment]:
-    """The assignment of each mesh axis under given rules: the names that the axis shards, in the order of the rules.
-
-    The classes in `never` are not sharded, whatever the rules say.
+    """The axis assignment of each mesh axis under given rules: the logical axes that it shards, in the order of the
+    rules. `never` are the numbers of logical axes that are not sharded, whatever the rules say.
     """
-    known = {group.name: number for number, group in enumerate(classes.groups) if group.roots and number not in never}
+    known = {one.name: number for number, one in enumerate(classes.axes) if one.roots and number not in never}
     orders: dict[str, dict[int, None]] = {}
     for name, target in rules.rules:
         for axis in entry_axes(target) if name in known else ():
@@ -312,43 +330,47 @@ def assignments_of_rules(
 def seeds(
     layouts: Layouts, never: frozenset[int] = frozenset()
 ) -> tuple[list[tuple[Assignment, ...]], list[tuple[Assignment, ...]]]:
-    """Well-known strategies, restricted to the dimensions that the step has.
+    """Well-known sharding strategies, restricted to the logical axes that the step has.
 
-    They are data parallelism, fully sharded, tensor parallelism, separate experts, and pairs of these; then the same
-    with sharded sequences. The rules of T5X, MaxText and Megatron are among them.
+    The usual ones are data parallelism, fully sharded data parallelism, tensor parallelism, expert parallelism, and
+    pairs of these. The other ones shard sequences too. The rules of T5X, MaxText and Megatron are among them.
 
     **Returns:**
 
-    The usual strategies and the other ones. A strategy is an assignment for each mesh axis.
+    The usual strategies, and the other ones. A strategy is a tuple with one axis assignment per mesh axis.
     """
     classes, free = layouts.classes, sorted({*layouts.numbers.values()} - never, reverse=True)
-    known = {classes.groups[number].name: number for number in free}
+    known = {classes.axes[number].name: number for number in free}
 
-    def ways(*each: tuple[tuple[str, ...], ...]) -> list[tuple[Assignment, ...]]:
-        """The strategies whose assignments all have dimensions of the step, without duplicates."""
-        orders = [[tuple(dict.fromkeys(known[n] for n in names if n in known)) for names in way] for way in each]
-        return list(dict.fromkeys(tuple(way) for way in orders if all(way)))
+    def strategies(*named: tuple[tuple[str, ...], ...]) -> list[tuple[Assignment, ...]]:
+        """Strategies of logical axes from strategies of names, without duplicates. Names that the step lacks are left
+        out, and so is a strategy with an assignment of only such names.
+        """
+        found = (tuple(tuple(dict.fromkeys(known[n] for n in one if n in known)) for one in each) for each in named)
+        return list(dict.fromkeys(one for one in found if all(one)))
 
-    own = [name for name, n in known.items() if classes.in_model(classes.groups[n]) and name not in (*_TENSOR, *_NEVER)]
+    own = [name for name, n in known.items() if classes.in_model(classes.axes[n]) and name not in (*_TENSOR, *_NEVER)]
     batch, stored, sequence, experts = ("batch",), ("batch", "embed"), ("sequence",), ("experts",)
     cut = (*_TENSOR[1:], *sorted(own))
     pairs = itertools.product((stored, batch), (cut, experts))
-    usual = ways((batch,), (stored,), (cut,), (experts,), *pairs)
+    usual = strategies((batch,), (stored,), (cut,), (experts,), *pairs)
     whole, cut_too = (*stored, *_TENSOR, *own), (*cut, *sequence)
     pairs = itertools.product((stored, batch), (cut_too, sequence))
-    others = ways((whole,), (cut_too,), (sequence,), *pairs, (stored, experts, cut), (batch, sequence, cut))
-    return usual, [way for way in others if way not in usual]
+    others = strategies((whole,), (cut_too,), (sequence,), *pairs, (stored, experts, cut), (batch, sequence, cut))
+    return usual, [strategy for strategy in others if strategy not in usual]
 
 
 def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Iterator[Assignment]:
-    """The assignments to try, ordered by the number of sets of classes in them. The most usual come first."""
+    """Yields the axis assignments to try, simple ones first: each concatenates one to three sets of logical axes that
+    one mesh axis can shard together.
+    """
     weights = Counter[int]()
-    for value, parts in zip(layouts.program.values, layouts.flat, strict=True):
-        weights.update(dict.fromkeys({number for number, _ in parts if number >= 0}, value.bytes))
+    for value, flat in zip(layouts.program.values, layouts.flat, strict=True):
+        weights.update(dict.fromkeys({number for number, _ in flat if number >= 0}, value.bytes))
     sets = _sets(layouts, [number for number, _ in weights.most_common() if number not in never])[:_SETS]
-    # Triples shard the data along two sets and the parameters along one, or the other way round.
+    # Triples are two sets of the data and one of the parameters, or one of the data and two of the parameters.
     classes = layouts.classes
-    data = [group for group in sets if not any(classes.in_model(classes.groups[number]) for number in group)]
+    data = [group for group in sets if not any(classes.in_model(classes.axes[number]) for number in group)]
     model = [group for group in sets if group not in data]
     triples = [(a, b, c) for a in model for b in data for c in model if a != c]
     triples += [(a, b, c) for a in data for b in data for c in model if a != b]
@@ -359,15 +381,14 @@ def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Ite
 
 
 def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
-    """The largest sets of classes that one mesh axis can shard together. No array has dimensions of two classes in a
-    set.
+    """The largest sets of logical axes that one mesh axis can shard together. No array has two axes of one set.
 
-    The smallest power of two in a set limits how far it can be sharded, so sets without their least divisible classes
-    follow.
+    The axis of a set that is divisible by the fewest devices limits the set. So smaller sets without such axes follow
+    the largest ones.
     """
     beside: dict[int, set[int]] = {}
-    for parts in layouts.flat:
-        known = {number for number, _ in parts}
+    for flat in layouts.flat:
+        known = {number for number, _ in flat}
         for number in known:
             beside.setdefault(number, set()).update(known)
     found: dict[tuple[int, ...], None] = {}
@@ -377,7 +398,7 @@ def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
             if beside[number].isdisjoint(group):
                 group.append(number)
         found[tuple(sorted(group, key=numbers.index))] = None
-    sizes = [group.size & -group.size for group in layouts.classes.groups]
+    sizes = [logical.size & -logical.size for logical in layouts.classes.axes]
     for group in list(found):
         for least in sorted({sizes[number] for number in group})[1:]:
             found[tuple(number for number in group if sizes[number] >= least)] = None

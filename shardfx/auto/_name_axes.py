@@ -1,5 +1,5 @@
-"""Logical names for the arguments of any step, derived from its operations: classes of dimensions, and a
-name for each.
+"""Logical names for the dimensions of any step's arguments, derived from the step's operations and the arrays'
+paths.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ from .._ground.text import between_numbers, first_lines, html_text, joined, tabl
 from .._rules import Atomic
 from .._step import lines_of, own_line
 from ._asked import TracedStep, trace
-from ._classes import Classes, ClassGroup, ClassPlace, residual
+from ._classes import ArgumentDim, Classes, LogicalAxis, residual
 from ._program import batched
 
 
 def named_classes(traced: TracedStep) -> Classes:
-    """The classes of a step's dimensions, each with a name."""
+    """The logical axes of a step's arguments, each with a name."""
     classes = Classes(traced)
     _Namer(classes).name_all()
     classes.tie_names()
@@ -38,7 +38,7 @@ _SPATIAL = {1: ("sequence",), 2: ("height", "width"), 3: ("depth", "height", "wi
 
 
 class _Namer:
-    """Names each group by the operations on it, then by the paths of its arrays."""
+    """Names each logical axis by the operations on it, then by the paths of its arrays."""
 
     def __init__(self, classes: Classes):
         self.classes = classes
@@ -47,207 +47,218 @@ class _Namer:
     def name_all(self) -> None:
         self.declared()
         self.key_words()
-        for group in self.unnamed("scanned"):
-            group.name = "layers" if self.classes.in_model(group) else ""
+        for axis in self.unnamed("scanned"):
+            axis.name = "layers" if self.classes.in_model(axis) else ""
         self.data()
         self.heads()
         self.routers()
         self.looked_up()
         # Convolutions slide along a window, and no axis should shard it.
-        for group in self.unnamed("windows"):
-            group.name = "window" if len(self.classes.in_model(group)) == len(group.places) else ""
+        for axis in self.unnamed("windows"):
+            axis.name = "window" if len(self.classes.in_model(axis)) == len(axis.places) else ""
         self.width()
         self.by_path()
 
-    def unnamed(self, mark: str | None = None) -> list[ClassGroup]:
-        """The groups without a name; with `mark`, only the groups that operations marked with it."""
-        found = [group for group in self.classes.live() if not group.name]
-        return [group for group in found if mark is None or self.is_marked(group, mark)]
+    def unnamed(self, mark: str | None = None) -> list[LogicalAxis]:
+        """The logical axes without a name. `mark` selects those that some kind of operation acts on, such as "batched"
+        for batch dimensions of products.
+        """
+        found = [axis for axis in self.classes.live() if not axis.name]
+        return [axis for axis in found if mark is None or self.is_marked(axis, mark)]
 
-    def is_marked(self, group: ClassGroup, mark: str) -> bool:
-        return not self.classes.marked[mark].isdisjoint(group.roots)
+    def is_marked(self, axis: LogicalAxis, mark: str) -> bool:
+        return not self.classes.marked[mark].isdisjoint(axis.roots)
 
-    def paths(self, places: Iterable[ClassPlace]) -> list[str]:
+    def paths(self, places: Iterable[ArgumentDim]) -> list[str]:
         return list(dict.fromkeys(self.traced.arrays[place.argument].path for place in places))
 
-    def rank(self, place: ClassPlace) -> int:
+    def rank(self, place: ArgumentDim) -> int:
         return len(self.classes.dims[place.argument])
 
     def declared(self) -> None:
-        """Gives groups the names that the model's fields declare. It runs before all other naming."""
-        for group in self.unnamed():
-            for place in group.places:
+        """Names logical axes by the names that fields of Equinox modules declare for the dimensions of their arrays."""
+        for axis in self.unnamed():
+            for place in axis.places:
                 names = self.traced.arrays[place.argument].names
                 if names is None or ... in names or len(names) != self.rank(place) or place.of > 1:
                     continue
                 name = names[place.dim]
                 name = name.target if isinstance(name, Atomic) else name
-                group.name = group.name or (name if isinstance(name, str) else "")
+                axis.name = axis.name or (name if isinstance(name, str) else "")
 
     def key_words(self) -> None:
-        """Names the dimension of the words in raw PRNG keys. It is no batch and is never sharded."""
+        """Names the last dimension of raw PRNG keys `key_words`. No mesh axis shards it."""
         values, arguments = self.tied.program.values, self.tied.program.arguments
-        for group in self.unnamed():
-            if group.size in _KEY_WORDS and all(
+        for axis in self.unnamed():
+            if axis.size in _KEY_WORDS and all(
                 place.dim == self.rank(place) - 1
                 and place.argument not in self.classes.model
                 and values[arguments[place.argument]].dtype == np.uint32
-                for place in group.places
+                for place in axis.places
             ):
-                group.name = "key_words"
+                axis.name = "key_words"
 
     def data(self) -> None:
-        """Names the dimensions of the data: the first is the batch; the others are an image's, or the second is a
-        sequence.
+        """Names the dimensions of the data: the first is `batch`. Among the others are the channels, the height and the
+        width of images, or a sequence and features.
 
-        The layers over which a loop runs do not count, such as those of a cache of keys and values.
+        A dimension that a loop iterates over does not count, such as the layers of a key-value cache.
         """
         images = self.images()
-        for group in self.unnamed():
-            own = self.classes.in_model(group)
-            places = [place for place in group.places if place.argument not in self.classes.model]
+        for axis in self.unnamed():
+            own = self.classes.in_model(axis)
+            places = [place for place in axis.places if place.argument not in self.classes.model]
             positions = all(map(_POSITIONS.search, self.paths(own)))
-            if not places or not (positions or images.get(group) == "channels"):
+            if not places or not (positions or images.get(axis) == "channels"):
                 continue
             first = max(places, key=lambda place: (len(self.data_dims(place)), -place.dim))
             dims = self.data_dims(first)
             at = dims.index(first.dim)
             if all(self.data_dims(place)[:1] == [place.dim] and place.at == 0 for place in places):
-                group.name = "batch"
-            elif group in images:
-                group.name = images[group]
-            elif not at or (own and self.is_marked(group, "batched")):
+                axis.name = "batch"
+            elif axis in images:
+                axis.name = images[axis]
+            elif not at or (own and self.is_marked(axis, "batched")):
                 continue
             elif (at < len(dims) - 1 or len(dims) == 2) and images.keys().isdisjoint(self.classes.flat(first.argument)):
-                group.name = "sequence"
+                axis.name = "sequence"
             elif len(dims) == 3:
-                group.name = "features"
+                axis.name = "features"
 
-    def data_dims(self, place: ClassPlace) -> list[int]:
-        """The dimensions of an argument, without those that a loop iterates over."""
-        named = [{self.classes.of(leaf).name for leaf in leaves} for leaves in self.classes.dims[place.argument]]
+    def data_dims(self, place: ArgumentDim) -> list[int]:
+        """The numbers of the dimensions of an array, without those that a loop over layers iterates over. `place` is
+        any dimension of the array.
+        """
+        named = [{self.classes.of(root).name for root in roots} for roots in self.classes.dims[place.argument]]
         return [dim for dim, names in enumerate(named) if "layers" not in names]
 
-    def images(self) -> dict[ClassGroup, str]:
-        """The names of channels and spatial dimensions of images, from the dimension numbers of convolutions."""
+    def images(self) -> dict[LogicalAxis, str]:
+        """The names of the channels and the spatial dimensions of images, from the dimension numbers of
+        convolutions.
+        """
         classes = self.classes
-        found = {classes.of(leaf): "channels" for leaf in classes.marked["channels"] if leaf in classes.of_root}
-        for leaf, (at, count) in self.tied.spatial.items():
-            if leaf in classes.of_root and count in _SPATIAL:
-                found[classes.of(leaf)] = _SPATIAL[count][at]
+        found = {classes.of(root): "channels" for root in classes.marked["channels"] if root in classes.of_root}
+        for root, (at, count) in self.tied.spatial.items():
+            if root in classes.of_root and count in _SPATIAL:
+                found[classes.of(root)] = _SPATIAL[count][at]
         return found
 
     def looked_up(self) -> None:
-        """Names dimensions that are looked up: a vocabulary if the tokens of a sequence index it, classes if a label
-        does.
+        """Names the dimensions of tables from which entries are looked up: `vocab` if tokens of a sequence index them,
+        `classes` if labels do, and `positions` for position embeddings.
         """
-        found, vocabs = list[ClassGroup](), set[int]()
-        for group in self.unnamed("looked_up"):
-            paths = self.paths(self.classes.in_model(group))
+        found, vocabs = list[LogicalAxis](), set[int]()
+        for axis in self.unnamed("looked_up"):
+            paths = self.paths(self.classes.in_model(axis))
             are_positions = any(map(_POSITIONS.search, paths))
             is_named = any(map(_VOCAB.search, paths)) and not are_positions
-            if is_named or (paths and group.size >= _SMALL_VOCAB and self.is_marked(group, "tokens")):
-                vocabs.add(group.size)
-            group.name = "positions" if are_positions else ""
-            found += [group] if paths and not are_positions else []
-        for group in found:
-            # Logits with as many classes as there are tokens are over tokens.
-            group.name = "vocab" if group.size in vocabs else "classes"
+            if is_named or (paths and axis.size >= _SMALL_VOCAB and self.is_marked(axis, "tokens")):
+                vocabs.add(axis.size)
+            axis.name = "positions" if are_positions else ""
+            found += [axis] if paths and not are_positions else []
+        for axis in found:
+            # Logits with the size of a vocabulary are over its tokens.
+            axis.name = "vocab" if axis.size in vocabs else "classes"
 
     def heads(self) -> None:
-        """Names the batch dimensions of products: heads, or experts if one operand is made of weights only."""
+        """Names the batch dimensions of products: `experts` if one operand has dimensions of weights only, else
+        `heads`, or `kv_heads` and `query_groups` if query heads share keys. The dimension behind heads is `head_dim`.
+        """
         classes, of = self.classes, self.classes.of
-        found = [group for group in self.unnamed("batched") if classes.in_model(group)]
-        kept = [leaves[: classes.kept(leaves)] for dims in classes.dims for leaves in dims]
-        kept = [[*map(of, leaves)] for leaves in kept if len(leaves) > 1 and of(leaves[0]) in found]
-        shared, behind = {groups[0] for groups in kept}, {group for groups in kept for group in groups[1:]}
-        of_weights, named = self.batches_of_weights(), set[ClassGroup]()
-        for group in [*found, *(group for group in self.unnamed() if group in behind and group not in found)]:
-            paths = self.paths(classes.in_model(group))
-            attends = any("att" in path.lower() for path in paths) or any(place.of > 1 for place in group.places)
-            if group in behind:
-                group.name = "query_groups"
-            elif group in shared:
-                group.name = "kv_heads"
-            elif any(map(_EXPERTS.search, paths)) or not (attends or group not in of_weights):
-                group.name = "experts"
+        found = [axis for axis in self.unnamed("batched") if classes.in_model(axis)]
+        kept = [roots[: classes.kept(roots)] for dims in classes.dims for roots in dims]
+        kept = [[*map(of, roots)] for roots in kept if len(roots) > 1 and of(roots[0]) in found]
+        shared, behind = {axes[0] for axes in kept}, {axis for axes in kept for axis in axes[1:]}
+        of_weights, named = self.batches_of_weights(), set[LogicalAxis]()
+        for axis in [*found, *(axis for axis in self.unnamed() if axis in behind and axis not in found)]:
+            paths = self.paths(classes.in_model(axis))
+            attends = any("att" in path.lower() for path in paths) or any(place.of > 1 for place in axis.places)
+            if axis in behind:
+                axis.name = "query_groups"
+            elif axis in shared:
+                axis.name = "kv_heads"
+            elif any(map(_EXPERTS.search, paths)) or not (attends or axis not in of_weights):
+                axis.name = "experts"
                 continue
             else:
-                group.name = "heads"
-            named.add(group)
-        # The dimension, or part of it, that follows heads belongs to one head.
+                axis.name = "heads"
+            named.add(axis)
+        # The sub-dimension that follows heads is the width of one head.
         for argument in range(len(classes.dims)):
             flat = classes.flat(argument)
             for before, after in zip(flat, flat[1:], strict=False):
                 if before in named and not after.name and self.is_marked(after, "contracted"):
                     after.name = "head_dim"
 
-    def batches_of_weights(self) -> set[ClassGroup]:
-        """The groups that are batch dimensions of products in which one operand has dimensions of the model only."""
-        tied, own, found = self.tied, self.classes.own, set[ClassGroup]()
+    def batches_of_weights(self) -> set[LogicalAxis]:
+        """The logical axes that are batch dimensions of products with an operand that has only dimensions of the
+        model.
+        """
+        tied, own, found = self.tied, self.classes.own, set[LogicalAxis]()
         for made in tied.program.operations:
             over = batched(made)
             for value, dims in zip(made.ins, made.factors.ins, strict=True) if over else ():
-                leaves = tied.leaves_of(value)
-                if len(leaves) > 1 and leaves <= own:
-                    wide = (part for part, dim in zip(tied.leaves[value], dims, strict=True) if dim[0] in over)
-                    found.update(self.classes.of(leaf) for part in wide for leaf in part)
+                roots = tied.roots_of(value)
+                if len(roots) > 1 and roots <= own:
+                    wide = (part for part, dim in zip(tied.roots[value], dims, strict=True) if dim[0] in over)
+                    found.update(self.classes.of(root) for part in wide for root in part)
         return found
 
     def routers(self) -> None:
-        """Names a dimension of router scores `experts` if its size is the number of experts. No operation
-        ties the two.
+        """Names the dimension of router scores `experts` if its size is the number of experts. No operation shows that
+        the two dimensions correspond.
         """
-        sizes = {group.size for group in self.classes.live() if group.name == "experts"}
-        for group in self.unnamed():
-            places = self.classes.in_model(group)
-            if group.size in sizes and places and all(self.rank(place) <= 3 and place.of == 1 for place in places):
-                chosen = self.is_marked(group, "chosen") or self.is_marked(group, "looked_up")
+        sizes = {axis.size for axis in self.classes.live() if axis.name == "experts"}
+        for axis in self.unnamed():
+            places = self.classes.in_model(axis)
+            if axis.size in sizes and places and all(self.rank(place) <= 3 and place.of == 1 for place in places):
+                chosen = self.is_marked(axis, "chosen") or self.is_marked(axis, "looked_up")
                 if chosen or any(map(_ROUTERS.search, self.paths(places))):
-                    group.name = "experts"
+                    axis.name = "experts"
 
     def width(self) -> None:
-        """Names the model's width `embed`: the class of residual sums that more than one array of the model has.
+        """Names the dimension of each residual stream `embed`, if products contract at least two arrays of the model
+        over it.
 
-        A model with several towers has several widths, each with its own residual sums.
+        A model with several towers has several residual streams.
         """
         sums = residual(self.tied, self.classes.own)
         found = [
-            group
-            for group in self.unnamed("contracted")
-            if not sums.isdisjoint(group.roots) and len({place.argument for place in self.classes.in_model(group)}) > 1
+            axis
+            for axis in self.unnamed("contracted")
+            if not sums.isdisjoint(axis.roots) and len({place.argument for place in self.classes.in_model(axis)}) > 1
         ]
         flats = map(self.classes.flat, range(len(self.classes.dims)))
-        tables = [flat for flat in flats if len(flat) == 2 and "vocab" in [group.name for group in flat]]
-        beside = {group for flat in tables for group in flat if not group.name}
-        for group in [*found, *(beside if len(beside) == 1 else ())]:
-            group.name = "embed"
+        tables = [flat for flat in flats if len(flat) == 2 and "vocab" in [axis.name for axis in flat]]
+        beside = {axis for flat in tables for axis in flat if not axis.name}
+        for axis in [*found, *(beside if len(beside) == 1 else ())]:
+            axis.name = "embed"
 
     def by_path(self) -> None:
-        for group in self.unnamed():
-            places = self.classes.in_model(group) or group.places
+        for axis in self.unnamed():
+            places = self.classes.in_model(axis) or axis.places
             places = [place for place in places if self.rank(place) > 1] or places
             paths = self.paths(places)
             if all(map(_POSITIONS.search, paths)):
-                group.name = "positions"
-            elif any(map(_MLP.search, paths)) or self.is_between_widths(group):
-                group.name = "mlp"
+                axis.name = "positions"
+            elif any(map(_MLP.search, paths)) or self.is_between_widths(axis):
+                axis.name = "mlp"
             elif any(map(_VOCAB.search, paths)):
-                group.name = "vocab"
+                axis.name = "vocab"
             else:
-                group.name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
+                axis.name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
 
-    def is_between_widths(self, group: ClassGroup) -> bool:
-        """Whether the model has matrices from its width to this dimension, and others from this dimension back to its
+    def is_between_widths(self, axis: LogicalAxis) -> bool:
+        """Whether the model has matrices from its width to the dimensions of a logical axis, and others back to its
         width.
         """
-        places = [place for place in self.classes.in_model(group) or group.places if place.of == 1]
+        places = [place for place in self.classes.in_model(axis) or axis.places if place.of == 1]
         wide = {p.dim for p in places if "embed" in [other.name for other in self.classes.flat(p.argument)]}
-        return len(wide) > 1 and self.is_marked(group, "contracted")
+        return len(wide) > 1 and self.is_marked(axis, "contracted")
 
 
 def _short(path: str, words: tuple[str, ...]) -> str:
-    """The most telling part of a path, as an identifier."""
+    """An identifier made of the last part of a path that is neither a common name such as `weight` nor in `words`."""
     parts = [part for part in path.split("/") if part not in _DULL and part not in words] or path.split("/")
     name = re.sub(r"\W+", "_", "_".join(parts[-2:] if parts[-1].isdecimal() else parts[-1:])).strip("_")
     return name if name and not name[0].isdigit() else f"a{name}"
@@ -255,10 +266,13 @@ def _short(path: str, words: tuple[str, ...]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedAxis:
-    """A logical axis: its name and size, the dimensions that have it, and the operations that tied these dimensions.
+    """A logical axis: dimensions of a step's arguments that must be sharded alike.
 
-    `places` are paths such as `model/layers/mlp/gate[2]`; arrays that differ only in numbers share one. `joins` are
-    pairs of a primitive and the source line of the operation.
+    - `name`, `size`: the logical name and the size of the dimensions.
+    - `places`: the dimensions, such as `model/layers/mlp/gate[2]`. Arrays whose paths differ only in numbers have one
+        entry.
+    - `joins`: the operations that show that these dimensions must be sharded alike: pairs of a primitive and a source
+        line.
     """
 
     __module__ = "shardfx.auto"
@@ -271,10 +285,11 @@ class NamedAxis:
 
 @dataclasses.dataclass(frozen=True)
 class NamedAxes:
-    """The logical axes that [`shardfx.auto.name_axes`][] found.
+    """The logical axes of a step, as [`shardfx.auto.name_axes`][] returns them. `str(...)` is a table of them.
 
-    `names` has one tree of names for each argument of the step, for `plan(args[i], ..., names=found.names[i])`. `notes`
-    names the operations that were not understood. `str(...)` is a table with the origin of each axis.
+    - `names`: one tree of names for each argument of the step, for `plan(args[i], ..., names=found.names[i])`.
+    - `axes`: the logical axes.
+    - `notes`: one text for each kind of operation that was not understood.
     """
 
     __module__ = "shardfx.auto"
@@ -305,17 +320,17 @@ class NamedAxes:
 def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
     """Finds the logical axes of a step's arguments: dimensions that must be sharded alike get one name.
 
-    The step is traced. Dimensions that an operation ties (contracts, adds, scans over, looks up) are one class. Where a
-    reshape splits a fused dimension, its parts are separate classes: this finds heads, and the width of a head becomes
-    the unit that no shard splits. Rules and names are not needed beforehand; names that fields declare are used for
-    their classes.
+    The step is traced, not run. Two dimensions get one name if an operation pairs them, as an addition, a contraction
+    or a loop does. If a reshape splits a dimension into heads and head widths, its name is that of the heads, and the
+    head width is the unit that no shard splits. A name that a field of a module declares is used for all dimensions of
+    its logical axis.
 
-    An unknown operation ties nothing, and `notes` reports it.
+    An operation that is not understood relates no dimensions, and `notes` reports it.
 
     **Arguments:**
 
     - `step`: the function that is jitted: a forward pass or a whole training step.
-    - `args`: its arguments: arrays or `jax.ShapeDtypeStruct`s, in any trees. Nothing is run.
+    - `args`: its arguments: arrays or `jax.ShapeDtypeStruct`s, in any trees.
 
     **Returns:**
 
@@ -349,18 +364,18 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
         ```
     """
     classes = named_classes(trace(step, *args))
-    axes = tuple(_axis(group, classes) for group in classes.live() if group.name)
+    axes = tuple(_named_axis(axis, classes) for axis in classes.live() if axis.name)
     return NamedAxes(names_trees(classes), axes, notes_of(classes))
 
 
 def notes_of(classes: Classes) -> tuple[str, ...]:
-    """The operations of the step that were not understood, in words."""
+    """A text for each kind of operation of the step that was not understood."""
     notes = classes.tied.program.notes
     return tuple(words if count == 1 else f"{words} ({count} times)" for words, count in notes.items())
 
 
 def names_trees(classes: Classes) -> tuple[PyTree, ...]:
-    """For each argument of the step, a tree of its structure with names at the arrays."""
+    """For each argument of the step, a tree of the same structure with the names of each array's dimensions."""
     found = iter(map(classes.names_of, range(len(classes.dims))))
     return tuple(
         jax.tree.unflatten(flat.treedef, [next(found) if shaped else None for shaped in flat.is_array])
@@ -368,13 +383,13 @@ def names_trees(classes: Classes) -> tuple[PyTree, ...]:
     )
 
 
-def _axis(group: ClassGroup, classes: Classes) -> NamedAxis:
-    arrays, tied, roots = classes.traced.arrays, classes.tied, set(group.roots)
+def _named_axis(axis: LogicalAxis, classes: Classes) -> NamedAxis:
+    arrays, tied, roots = classes.traced.arrays, classes.tied, set(axis.roots)
     alike: dict[tuple[object, str], list[str]] = {}
     # The moments of an optimizer have the axes of the parameters; they are listed only if nothing else is.
-    own = [place for place in group.places if arrays[place.argument].which == classes.main]
-    data = [place for place in group.places if place.argument not in classes.model]
-    for place in own + data or group.places:
+    own = [place for place in axis.places if arrays[place.argument].which == classes.main]
+    data = [place for place in axis.places if place.argument not in classes.model]
+    for place in own + data or axis.places:
         path = arrays[place.argument].path
         part = f".{place.at}" if place.of > 1 else ""
         alike.setdefault((between_numbers(path), f"[{place.dim}{part}]"), []).append(path)
@@ -382,11 +397,11 @@ def _axis(group: ClassGroup, classes: Classes) -> NamedAxis:
     # The operations in which two operands with the axis meet, products and lookups first.
     joins: dict[tuple[str, str], None] = {}
     for made in sorted(tied.program.operations, key=lambda made: not made.factors.reduction):
-        having = sum(not roots.isdisjoint(tied.leaves_of(value)) for value in {*made.ins})
+        having = sum(not roots.isdisjoint(tied.roots_of(value)) for value in {*made.ins})
         if having > 1 and made.name not in ("carry", "return", "use"):
             frame = own_line(lines_of(made.location))
             joins[made.name, "-" if frame is None else frame.place] = None
-    return NamedAxis(group.name, group.size, places, tuple(joins))
+    return NamedAxis(axis.name, axis.size, places, tuple(joins))
 
 
 def _some(texts: Sequence[str], most: int = 4) -> str:

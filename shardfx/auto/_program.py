@@ -1,4 +1,8 @@
-"""A step whose dimensions are tied: each dimension is a part, and an operation merges parts that it treats alike."""
+"""Equivalence classes of the dimensions in a program: an operation makes two dimensions equivalent if it must see them
+sharded alike.
+
+The contracted dimensions of the two operands of a `dot_general` are an example.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,9 +12,11 @@ from jax.extend.mlir.dialects import stablehlo
 from .._step import Operation, Program
 
 
-class Parts:
-    """A union-find over dimensions. A part is one dimension, or one sub-dimension of a fused dimension; tied parts form
-    a class.
+class UnionFind:
+    """A union-find over the dimensions of a program. Its sets are equivalence classes of dimensions.
+
+    A node is a dimension, or a sub-dimension: a factor of a dimension that a reshape splits, such as `heads` of
+    `heads * head_dim`. Sub-dimensions are the children of the node that is split.
     """
 
     def __init__(self):
@@ -19,28 +25,32 @@ class Parts:
         self._children: dict[int, tuple[int, ...]] = {}
 
     def new(self, size: int) -> int:
-        """Adds a part of `size` elements, and returns its number."""
+        """Adds a dimension of `size` elements, and returns the number of its node."""
         self.sizes.append(size)
         self._parent.append(len(self._parent))
         return len(self._parent) - 1
 
-    def find(self, part: int) -> int:
-        """The root of a part's class, as in any union-find."""
-        while self._parent[part] != part:
-            self._parent[part] = self._parent[self._parent[part]]
-            part = self._parent[part]
-        return part
+    def find(self, node: int) -> int:
+        """The representative of a node's equivalence class."""
+        while self._parent[node] != node:
+            self._parent[node] = self._parent[self._parent[node]]
+            node = self._parent[node]
+        return node
 
-    def leaves(self, part: int) -> list[int]:
-        """The classes of a part's sub-dimensions, major-most first; none for a part of size 1."""
-        part = self.find(part)
-        if part in self._children:
-            return [leaf for child in self._children[part] for leaf in self.leaves(child)]
-        return [part] if self.sizes[part] > 1 else []
+    def roots(self, node: int) -> list[int]:
+        """The equivalence classes of a dimension: one, or one for each sub-dimension, major-most first; none for a
+        dimension of size 1.
+        """
+        node = self.find(node)
+        if node in self._children:
+            return [root for child in self._children[node] for root in self.roots(child)]
+        return [node] if self.sizes[node] > 1 else []
 
     def align(self, left: Sequence[int], right: Sequence[int]) -> None:
-        """Ties two sequences of parts that hold the same elements in the same order. A part is split where the sizes
-        differ. Nothing is tied after the first pair of sizes where neither divides the other.
+        """Merges the classes of the dimensions of an array before and after a reshape.
+
+        `left` and `right` are the nodes of the dimensions. A dimension is split where the sizes differ. Merging stops
+        at the first pair of sizes where neither divides the other.
         """
         ours, theirs = list(reversed(left)), list(reversed(right))
         while ours and theirs:
@@ -52,7 +62,7 @@ class Parts:
             elif self.sizes[b] == 1:
                 theirs.pop()
             elif self.sizes[a] == self.sizes[b] and not (a in self._children and b in self._children):
-                # The class that is split represents both, so that its parts are found.
+                # The node that is split represents both, so that its children are found.
                 root, other = (b, a) if b in self._children else (a, b)
                 self._parent[other] = root
                 ours.pop()
@@ -60,17 +70,17 @@ class Parts:
             elif not self._opened(ours, a, b) and not self._opened(theirs, b, a):
                 return
 
-    def _opened(self, stack: list[int], part: int, other: int) -> bool:
-        """Replaces `part` by its children on the stack, if it is at least as large as `other`; returns
-        whether it did.
+    def _opened(self, stack: list[int], node: int, other: int) -> bool:
+        """Replaces `node`, the last one of `stack`, by its two children. A node without children is split first, if the
+        size of node `other` divides its size. Returns whether the node was replaced.
         """
-        size, least = self.sizes[part], self.sizes[other]
-        if part not in self._children and size > least and size % least == 0:
-            self._children[part] = self.new(least), self.new(size // least)
-        if size < least or part not in self._children:
+        size, least = self.sizes[node], self.sizes[other]
+        if node not in self._children and size > least and size % least == 0:
+            self._children[node] = self.new(least), self.new(size // least)
+        if size < least or node not in self._children:
             return False
         stack.pop()
-        stack.extend(reversed(self._children[part]))
+        stack.extend(reversed(self._children[node]))
         return True
 
 
@@ -80,20 +90,22 @@ _MARKS = "scanned looked_up tokens batched contracted sliced chosen channels win
 
 
 class Tied:
-    """A program and the classes of its dimensions. Each operation ties the dimensions that have a factor in common.
+    """A program and the equivalence classes of its dimensions. Two dimensions are equivalent if they share a factor of
+    some operation.
 
-    - `leaves`: for each dimension of each value the classes that it consists of, major-most first; `sizes` are the
-        sizes of classes by number.
-    - `marked`: for each kind of operation, the classes that such operations act on: loops run over them, an index looks
-        them up ("tokens": one index for each token of a sequence), products have them as batch or contracted
-        dimensions, slices take a part of them, top-k chooses among them, convolutions have them as channels or windows.
-    - `spatial`: the spatial dimensions of convolutions, each with its position among them and their number.
+    - `roots`: the classes of each dimension of each value, as numbers, major-most first.
+    - `sizes`: the size of each class, by its number.
+    - `marked`: for each of these words, a set of classes. Loops iterate over "scanned" classes. Gathers look up entries
+        along "looked_up" classes, and along "tokens" classes if the indices are sequences. "batched" and "contracted"
+        classes are dimensions of products. Slices keep a range of "sliced" classes. Top-k runs along "chosen" classes.
+        "channels" and "windows" are dimensions of convolutions.
+    - `spatial`: for each spatial dimension of a convolution, its position among them and their number.
     """
 
     def __init__(self, program: Program):
-        self.program, self.parts = program, Parts()
-        self.sizes = self.parts.sizes
-        self.dims = [tuple(map(self.parts.new, value.shape)) for value in program.values]
+        self.program, self.union = program, UnionFind()
+        self.sizes = self.union.sizes
+        self.dims = [tuple(map(self.union.new, value.shape)) for value in program.values]
         self.marks: dict[str, list[int]] = {kind: [] for kind in _MARKS}
         self.slid: dict[int, tuple[int, int]] = {}
         loops: dict[tuple[int, int], int] = {}
@@ -102,22 +114,29 @@ class Tied:
                 continue
             _mark(self, made, _tie(self, made))
             for dim, loop in made.counted:
-                part = self.dims[made.ins[0]][dim]
-                # All that one loop iterates over has one length, and is one dimension.
-                self.parts.align([loops.setdefault((loop, self.sizes[part]), part)], [part])
-                self.marks["scanned"].append(part)
-        leaves = self.parts.leaves
-        self.leaves = [[*map(leaves, dims)] for dims in self.dims]
-        self.marked = {kind: {leaf for part in found for leaf in leaves(part)} for kind, found in self.marks.items()}
-        self.spatial = {leaf: place for part, place in self.slid.items() for leaf in leaves(part)[:1]}
+                node = self.dims[made.ins[0]][dim]
+                # Arrays that one loop iterates over have one length, and share that dimension.
+                self.union.align([loops.setdefault((loop, self.sizes[node]), node)], [node])
+                self.marks["scanned"].append(node)
+        roots = self.union.roots
+        self.roots = [[*map(roots, dims)] for dims in self.dims]
+        self.marked = {kind: {root for node in found for root in roots(node)} for kind, found in self.marks.items()}
+        self.spatial = {root: place for node, place in self.slid.items() for root in roots(node)[:1]}
 
-    def leaves_of(self, value: int) -> set[int]:
-        """The classes of all dimensions of a value."""
-        return {leaf for leaves in self.leaves[value] for leaf in leaves}
+    def roots_of(self, value: int) -> set[int]:
+        """The equivalence classes of all dimensions of a value."""
+        return {root for roots in self.roots[value] for root in roots}
 
 
 def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
-    """Whether an operation needs a dimension unsharded, or reads only a part of the dimension's elements."""
+    """Whether no mesh axis can shard a dimension of an operation: it needs all elements, or reads only some of them.
+
+    **Arguments:**
+
+    - `made`: the operation.
+    - `dim`: the factors of the dimension in the operation's rule.
+    - `size`: the size of the dimension.
+    """
     factors = made.factors
     short = math.prod(factors.sizes[factor] for factor in dim) != size
     apart = len(dim) > 1 and made.name in _WINDOWED
@@ -125,30 +144,32 @@ def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
 
 
 def _tie(found: Tied, made: Operation) -> dict[object, int]:
-    """Ties the dimensions of one operation that have a factor in common, and returns the part of each factor."""
-    sizes, parts = made.factors.sizes, found.parts
+    """Merges the classes of the dimensions that share a factor of one operation. Returns the union-find node of each
+    factor.
+    """
+    sizes, union = made.factors.sizes, found.union
     first: dict[object, int] = {}
     fused: list[tuple[int, tuple[int, ...]]] = []
     for values, sides in ((made.ins, made.factors.ins), (made.outs, made.factors.outs)):
         for at, (value, dims) in enumerate(zip(values, sides, strict=True)):
-            for part, dim in zip(found.dims[value], dims, strict=True):
-                size = parts.sizes[part]
+            for node, dim in zip(found.dims[value], dims, strict=True):
+                size = union.sizes[node]
                 if size == 1 or not dim:
                     continue
                 if len(dim) == 1 and sizes[dim[0]] == size:
                     # A sorted or updated dimension stays the same: operand and result have it at the same position.
                     key = (dim[0], at) if dim[0] in made.factors.replicated else dim[0]
-                    if first.setdefault(key, part) != part:
-                        parts.align([first[key]], [part])
+                    if first.setdefault(key, node) != node:
+                        union.align([first[key]], [node])
                 elif not whole(made, dim, size):
-                    fused.append((part, dim))
-    for part, dim in fused:
-        parts.align([part], [first.setdefault(one, parts.new(sizes[one])) for one in dim])
+                    fused.append((node, dim))
+    for node, dim in fused:
+        union.align([node], [first.setdefault(one, union.new(sizes[one])) for one in dim])
     return first
 
 
 def batched(made: Operation) -> tuple[int, ...]:
-    """The factors that are batch dimensions of a product, the groups of a `ragged_dot` included."""
+    """The factors of an operation that are batch dimensions of a `dot_general`, or groups of a `ragged_dot`."""
     if made.name == "ragged_dot":
         return tuple(factor for dim in made.factors.ins[2] for factor in dim)
     if made.name != "dot_general":
@@ -171,10 +192,10 @@ def _mark(found: Tied, made: Operation, first: dict[object, int]) -> None:
         own = factors.reduction if made.name == "gather" else [one for dim in factors.ins[0] for one in dim]
         looked_up = [factor for factor in own if factor not in given]
         mark("looked_up", looked_up)
-        # The rows are for the tokens of sequences if the indices have more dimensions than a batch.
+        # Indices with more dimensions than the batch are the tokens of sequences.
         pairs = zip(found.dims[made.ins[1]], factors.ins[1], strict=True)
-        rows = [part for part, dim in pairs if factors.replicated.isdisjoint(dim)]
-        if sum(len(found.parts.leaves(part)) for part in rows) > 1:
+        rows = [node for node, dim in pairs if factors.replicated.isdisjoint(dim)]
+        if sum(len(found.union.roots(node)) for node in rows) > 1:
             mark("tokens", looked_up)
     elif made.name == "top_k":
         found.marks["chosen"].append(found.dims[made.ins[0]][-1])
@@ -189,10 +210,10 @@ def _mark(found: Tied, made: Operation, first: dict[object, int]) -> None:
 def _mark_convolution(found: Tied, made: Operation) -> None:
     numbers = stablehlo.ConvDimensionNumbers(made.windows)
     image, kernel = (found.dims[value] for value in made.ins)
-    known = {leaf for part in found.slid for leaf in found.parts.leaves(part)}
+    known = {root for node in found.slid for root in found.union.roots(node)}
     channels = image[numbers.input_feature_dimension]
     # The first convolution of an array shows its dimensions, since that of a gradient uses batches as channels.
-    if known.isdisjoint(found.parts.leaves(channels)):
+    if known.isdisjoint(found.union.roots(channels)):
         found.marks["channels"].append(channels)
     found.marks["contracted"].append(kernel[numbers.kernel_input_feature_dimension])
     found.marks["windows"] += [kernel[dim] for dim in numbers.kernel_spatial_dimensions]

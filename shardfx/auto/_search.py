@@ -20,20 +20,21 @@ from ..cost._estimate import DIRECT, LARGEST
 from ._asked import SearchOptions, asked_for, noted, require_arrays, require_options, trace
 from ._candidate import Candidate, against, ms, rank, without_twins
 from ._name_axes import name_axes, named_classes
-from ._priced import Pricer, Tell, devices_for, measured, zero_1
+from ._programs import LoweredStep, Tell, devices_for, measured, zero_1
 from ._space import MODEL, Limits, Space, by_hand, fastest, near
 
 
-# The seconds that all programs of a search may take on two cores, as the step is written, and as it is constrained,
-# which also traces and lowers it again; then the smallest and the largest number of programs.
+# The seconds that partitioning may take on two cores, and the smallest and the largest number of programs: for the step
+# without constraints, and for the constrained step, which is also traced and lowered again.
 _WRITTEN_SECONDS, _WRITTEN = 15.0, (6, 36)
 _CONSTRAINED_SECONDS, _CONSTRAINED = 8.0, (2, 6)
-# The seconds of one program: a fixed part, then per byte of StableHLO for partitioning, for constraining, and per
-# device of XLA's client. They are measured once, since with a clock two hosts could look at different candidates.
+# The seconds of one program: a fixed part; per byte of StableHLO, for partitioning and for constraining; per device.
+# They
+# are measured once and not by each search, so that two hosts partition the same candidates.
 _EACH, _BYTE, _CONSTRAINED_BYTE, _DEVICE = 0.1, 1 / 42_000, 1 / 20_000, 1 / 2_700
 _THREADS = 2
-# How many of the core's best candidates join those written by hand; how many programs are reserved for other sizes, and
-# for how many of the best candidates these are tried.
+# The number of candidates by estimate that join the well-known ones; the number of programs that are reserved for other
+# mesh axis sizes; the number of best candidates for which other sizes are tried.
 _DRAWN, _NEAR, _BEST = 12, 8, 3
 # A constrained step must be this much faster to be preferred.
 _WORTH = 0.99
@@ -56,40 +57,39 @@ def search(
     limits: Limits = _NO_LIMITS,
     progress: Tell | None = None,
 ) -> tuple[Candidate, ...]:
-    """Chooses the mesh and rules for a step: the fastest that fits in memory, and the runners-up.
+    """Finds the fastest meshes and rules for a step that fit in memory.
 
-    The step's dimensions are named as [`shardfx.auto.name_axes`][] does. Each mesh axis has an assignment: the order in
-    which it prefers dimensions. The step is sharded under every assignment, and a compiled function prices all meshes
-    of up to four assignments at once. XLA itself partitions the step as it is written under the best of these and under
-    the usual strategies that people write by hand. The best few are also partitioned with the values between the
-    arguments constrained, by [`shardfx.auto.constrain_step`][], and the better form is returned. All numbers are read
-    off that program of one device.
+    The search names the step's dimensions as [`shardfx.auto.name_axes`][] does. A mesh axis has an axis assignment: the
+    logical names that it shards, in order of preference. The search propagates many assignments through the step, and
+    a compiled function estimates the time and memory of all meshes of up to four assignments. Then XLA partitions the
+    step for the best meshes and for well-known strategies such as data and tensor parallelism. The best few are also
+    partitioned with intermediate values constrained by [`shardfx.auto.constrain_step`][], and the faster program is
+    kept. All numbers of a candidate are those of its program.
 
     **Arguments:**
 
-    - `step`: a function, or what `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][] returned. Its
-        donation counts. The search chooses the shardings of its arguments and results.
-    - `args`: its arguments: arrays or structs, in any trees.
-    - `devices`: the number of devices; a slice as "tpu:v5p:4x4x4", which names the chip too, or two of them as
+    - `step`: a function, or a function jitted by `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][]. Its
+        donation counts; its shardings do not, since the search chooses them.
+    - `args`: the arguments of the step: arrays or structs, in any trees.
+    - `devices`: the number of devices; a slice as "tpu:v5p:4x4x4", which names the chip too, or two slices as
         "tpu:v5p:4x4x4*2"; emulated CPU devices as "cpu:8"; or JAX's own, as `jax.devices()`.
     - `chip`: the kind of the devices; see [`shardfx.chips.find`][].
-    - `slices`: the number of slices (or nodes of GPUs) of the devices, joined by the hosts' network, if `devices` does
-        not say it.
+    - `slices`: the number of slices (or nodes of GPUs) that the hosts' network connects, if `devices` does not say it.
     - `keep`: the largest number of candidates to return.
-    - `verify`: "compile" compiles the best candidates and the usual strategies: for the slice if `devices` is one
-        and libtpu is installed, else for as many of JAX's devices. The traffic, computation and memory of the compiled
-        programs order the candidates, and candidates that do not fit are dropped. "run" also runs the candidates on the
-        devices, in turn, with arrays that it makes, and orders them by the measured time.
-    - `also`: rules by hand, over names that [`shardfx.auto.name_axes`][] finds, that are partitioned too, as the usual
-        ones are. The sizes of their axes are chosen.
-    - `closely`: the number of candidates to compile, beside the usual strategies and those of `also`.
+    - `verify`: "compile" compiles the best candidates and the well-known strategies: for the slice if `devices` names
+        one and libtpu is installed, else for as many of JAX's devices. Candidates that do not fit are dropped, and the
+        others are sorted by the time of their compiled programs. "run" also runs the candidates in turn on the devices,
+        with new arrays, and sorts them by the measured time.
+    - `also`: rules for names that [`shardfx.auto.name_axes`][] finds. The search treats them as well-known strategies,
+        and chooses the sizes of their mesh axes.
+    - `closely`: the number of candidates to compile in addition to the well-known strategies and those of `also`.
     - `limits`: see [`shardfx.auto.Limits`][].
     - `progress`: a function that receives a line of text for each candidate that is partitioned, compiled or run.
 
     **Returns:**
 
-    The candidates, the fastest first. If none fits in memory, the result is the one candidate that needs least
-    memory, with a reason. Above 2,048 devices, programs on smaller meshes are read and extrapolated.
+    The candidates, the fastest first. If none fits in memory, the result is the one candidate that needs the least
+    memory, with a reason. Above 2,048 devices, numbers are extrapolated from programs for smaller meshes.
 
     **Raises:**
 
@@ -128,12 +128,12 @@ def search(
     asked = asked_for(devices, chip, slices)
     given = None if isinstance(devices, int | str) else devices
     targets = () if verify is None else devices_for(verify, asked, given)
-    space, pricer = opened(step, args, asked, limits, also, tell)
-    tell(f"pricing meshes of {asked.total} devices")
-    found, usual = candidates_of(space, pricer, keep, tell)
+    space, lowered = opened(step, args, asked, limits, also, tell)
+    tell(f"estimating meshes of {asked.total} devices")
+    found, usual = candidates_of(space, lowered, keep, tell)
     if verify is not None and found[0].fits:
         chosen = [one for at, one in enumerate(found) if one.fits and (at < closely or one.title in usual)]
-        found = measured(pricer, chosen, targets, tell, runs=verify == "run")
+        found = measured(lowered, chosen, targets, tell, runs=verify == "run")
     if not found[0].fits:
         least = min(found, key=lambda one: one.memory_bytes)
         held = f"{bytes_text(least.memory_bytes)} of {bytes_text(least.limit_bytes)}"
@@ -152,49 +152,52 @@ def opened(
     limits: Limits,
     also: Sequence[AxisRules],
     tell: Tell,
-) -> tuple[Space, Pricer]:
-    """The search space of a step, and the traced step, ready for XLA to partition."""
+) -> tuple[Space, LoweredStep]:
+    """The search space of a step, and the step lowered for XLA to partition."""
     if asked.total == 1:
         raise MeshError("one device needs no plan: `search` chooses how several share the work.")
     require_arrays(args)
-    tell("laying the step out under assignments")
+    tell("propagating axis assignments through the step")
     with noted(args):
         traced = trace(step, *args)
-    return Space(named_classes(traced), asked, limits, also), Pricer(step, traced, asked.chip, MODEL)
+    return Space(named_classes(traced), asked, limits, also), LoweredStep(step, traced, asked.chip, MODEL)
 
 
-def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:
-    """The candidates with the numbers of their partitioned programs: those that fit first, the fastest first. Also the
-    titles of the usual and of the caller's strategies.
+def candidates_of(space: Space, lowered: LoweredStep, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:
+    """The candidates of a search with the numbers of their partitioned programs, and the titles of those that come from
+    usual strategies or from the caller's rules.
+
+    Candidates that fit in memory come first, the fastest first. `keep` is the least number of candidates to try, and
+    `tell` receives a line of text for each program.
     """
-    most, constrained = _counts(len(bytecode(pricer.plain.module(pricer.platform))), space.devices)
+    most, constrained = _counts(len(bytecode(lowered.plain.module(lowered.platform))), space.devices)
     drawn = fastest(space, max(keep, min(_DRAWN, most)))
     usual = [*by_hand(space, space.usual)]
     others = itertools.chain(drawn, by_hand(space, space.usual, 1), by_hand(space, space.known))
-    states = pricer.states(space.classes)
-    # Each candidate as the core prices it, with the numbers of its program, or with XLA's refusal.
+    states = lowered.states(space.classes)
+    # For each candidate as it is estimated, the candidate with the numbers of its program, or XLA's error.
     made: dict[Candidate, Candidate] = {}
     refused: dict[Candidate, ProgramError] = {}
 
     def has_room(one: Candidate) -> bool:
-        """Whether a device has room for its shards of the arguments. If not, there is no need to partition."""
+        """Whether the shards of the arguments fit in the memory of a device. If not, XLA need not partition the
+        step.
+        """
         return sum(plan.bytes_per_device for plan in (zero_1(one, states) or one).plans) <= one.limit_bytes
 
-    def priced(one: Candidate) -> Candidate | ProgramError:
-        """The candidate without constraints, with the optimizer's state sharded further if it does not fit
-        otherwise.
-        """
+    def partitioned(one: Candidate) -> Candidate | ProgramError:
+        """The candidate with the numbers of its program, under ZeRO-1 if it does not fit otherwise; or XLA's error."""
         try:
-            found = pricer.priced(one)
+            found = lowered.partitioned(one)
             less = None if found.fits else zero_1(found, states)
-            return found if less is None or not less.fits else min(found, pricer.priced(less), key=rank)
+            return found if less is None or not less.fits else min(found, lowered.partitioned(less), key=rank)
         except ProgramError as error:
             return error
 
     def add(ones: Sequence[Candidate]) -> None:
-        # XLA partitions the next program while this one is read.
+        # XLA partitions one program while another one is parsed.
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-            for one, found in zip(ones, pool.map(priced, ones), strict=True):
+            for one, found in zip(ones, pool.map(partitioned, ones), strict=True):
                 if isinstance(found, ProgramError):
                     refused[one] = found
                 else:
@@ -208,7 +211,7 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
     more = without_twins(filter(has_room, others), first)
     first += itertools.islice(more, max(0, most - min(_NEAR, most // 3) - len(first)))
     add(first or [*usual, *drawn][:most])
-    # The core chose the sizes. Other sizes are tried around the best few, until these no longer change.
+    # The sizes are those of the estimate. Sizes next to those of the best few are tried until nothing is new.
     while (left := most - len(made)) > 0:
         nearby = (other for one in ranked()[:_BEST] for other in near(space, one))
         new = [*itertools.islice(without_twins(filter(has_room, nearby), [*made, *refused]), left)]
@@ -217,12 +220,12 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
         add(new)
     if not made:
         raise next(iter(refused.values()))
-    by_core = sorted(ranked(), key=lambda one: one.seconds)
-    # Constraints reduce communication. Without sharded parameters there is little for the compiler to get wrong.
-    worth = dict.fromkeys([*ranked()[:2], *by_core, *ranked()])
+    by_seconds = sorted(ranked(), key=lambda one: one.seconds)
+    # Constraints reduce communication. Under plain data parallelism, XLA's own choice is good.
+    worth = dict.fromkeys([*ranked()[:2], *by_seconds, *ranked()])
     worth = [one for one in worth if any(names != ("batch",) for _, names in one.assignments)][:constrained]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        better = pool.map(ft.partial(_better, pricer), [made[one] for one in worth])
+        better = pool.map(ft.partial(_better, lowered), [made[one] for one in worth])
         for number, (one, other) in enumerate(zip(worth, better, strict=True), start=1):
             tell(f"constrained candidate {number} of {len(worth)}: {one.title}")
             made[one] = other
@@ -231,8 +234,10 @@ def candidates_of(space: Space, pricer: Pricer, keep: int, tell: Tell) -> tuple[
 
 
 def _counts(size: int, devices: int) -> tuple[int, int]:
-    """How many programs of `size` bytes the search partitions: without constraints, and with them."""
-    # Larger meshes are read on three smaller ones.
+    """The number of programs that a search partitions: without constraints, and with them. `size` is the number of
+    bytes of the step's StableHLO.
+    """
+    # Larger meshes are extrapolated from three smaller ones.
     each = _EACH + size * _BYTE + devices * _DEVICE
     each = each if devices <= DIRECT else 3 * (_EACH + size * _BYTE + LARGEST * _DEVICE)
     pairs = (
@@ -243,10 +248,12 @@ def _counts(size: int, devices: int) -> tuple[int, int]:
     return written, constrained
 
 
-def _better(pricer: Pricer, one: Candidate) -> Candidate:
-    """The candidate as it is, or with sharding constraints if these make it clearly faster or make it fit."""
+def _better(lowered: LoweredStep, one: Candidate) -> Candidate:
+    """The candidate with the intermediate values of its step constrained, if that makes it faster by a hundredth or
+    makes it fit in memory; otherwise the candidate.
+    """
     try:
-        other = pricer.priced(one, constrained=True)
+        other = lowered.partitioned(one, constrained=True)
     except ProgramError:
         return one
     if one.fits != other.fits:
@@ -256,7 +263,9 @@ def _better(pricer: Pricer, one: Candidate) -> Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class FrontierPoint:
-    """A candidate that no other candidate for its devices and batch beats in both time and memory."""
+    """A candidate of a [`shardfx.auto.Frontier`][]. No other candidate for the same devices and batch size beats it in
+    both time and memory.
+    """
 
     __module__ = "shardfx.auto"
 
@@ -270,24 +279,28 @@ class FrontierPoint:
 
     @property
     def per_second(self) -> float:
-        """Examples per second."""
+        """The number of examples per second of training."""
         return self.batch / self.candidate.seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Frontier:
-    """The points that [`shardfx.auto.frontier`][] found, by devices, batch and seconds. `str(...)` is a table."""
+    """The points that [`shardfx.auto.frontier`][] found, sorted by devices, batch size and seconds. `str(...)` is a
+    table of them.
+    """
 
     __module__ = "shardfx.auto"
 
     points: tuple[FrontierPoint, ...]
 
     def of(self, devices: int, batch: int) -> tuple[FrontierPoint, ...]:
-        """The points for these devices and this batch: the fastest first, each next one slower with less memory."""
+        """The points for a number of devices and a batch size: the fastest first, each next one slower with less
+        memory.
+        """
         return tuple(point for point in self.points if (point.devices, point.batch) == (devices, batch))
 
     def fastest(self) -> tuple[FrontierPoint, ...]:
-        """The fastest point that fits, for each number of devices and batch that has one."""
+        """The fastest point that fits in memory, for each number of devices and batch size that has one."""
         found: dict[tuple[int, int], FrontierPoint] = {}
         for point in self.points:
             if point.candidate.fits:
@@ -315,19 +328,19 @@ def frontier(
     batches: Sequence[int] = (),
     limits: Limits = _NO_LIMITS,
 ) -> Frontier:
-    """The time and memory of a step's best candidates, for several numbers of devices and sizes of the batch.
+    """The time and memory of a step's best candidates, for several numbers of devices and batch sizes.
 
-    Each batch size and number of devices is searched as by [`shardfx.auto.search`][]. A point is a candidate that no
-    other partitioned candidate beats in both quantities.
+    Each pair of a batch size and a number of devices is searched as by [`shardfx.auto.search`][]. A point of the
+    frontier is a candidate that no other candidate of the pair beats in both time and memory.
 
     **Arguments:**
 
-    - `step`, `args`: as of `search`.
-    - `devices`: numbers, or slices as "tpu:v5e:4x4".
-    - `chip`, `slices`, `limits`: as of `search`. Candidates that do not fit in memory stay in the
-        result, and the table marks them.
-    - `batches`: sizes of the dimension that [`shardfx.auto.name_axes`][] calls "batch"; the step is traced for each. By
-        default the one that the arguments have.
+    - `step`, `args`: as for `search`.
+    - `devices`: numbers of devices, or slices such as "tpu:v5e:4x4".
+    - `chip`, `slices`, `limits`: as for `search`. Candidates that do not fit in memory stay in the result, and the
+        table marks them.
+    - `batches`: sizes of the dimension that [`shardfx.auto.name_axes`][] names "batch"; the step is traced for each. By
+        default the batch size of the arguments.
 
     **Returns:**
 
@@ -369,9 +382,9 @@ def frontier(
     names = name_axes(step, *args).names if batches else ()
     for these in asked:
         for given in [_resized(args, names, size) for size in batches] or [args]:
-            space, pricer = opened(step, given, these, limits, (), lambda _: None)
-            found, _ = candidates_of(space, pricer, _DRAWN, lambda _: None)
-            size = next((group.size for group in space.classes.live() if group.name == "batch"), 0)
+            space, lowered = opened(step, given, these, limits, (), lambda _: None)
+            found, _ = candidates_of(space, lowered, _DRAWN, lambda _: None)
+            size = next((logical.size for logical in space.classes.live() if logical.name == "batch"), 0)
             least = math.inf
             for one in sorted(found, key=lambda one: (one.seconds, one.memory_bytes)):
                 points += [FrontierPoint(size, one)] if one.memory_bytes < least else []
@@ -380,7 +393,7 @@ def frontier(
 
 
 def _resized(args: Sequence[PyTree], names: Sequence[PyTree], size: int) -> list[PyTree]:
-    """The arguments with a batch of another size."""
+    """The arguments with size `size` in each dimension named "batch". `names` are the trees of logical names."""
     found = False
 
     def resized(leaf: object, called: tuple[object, ...] | None) -> object:

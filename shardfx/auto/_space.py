@@ -1,4 +1,4 @@
-"""The meshes and rules to search for a step, laid out under all assignments worth trying and ready for the core."""
+"""The search space of a step: axis assignments, their cost terms, and candidates made of the best of them."""
 
 import dataclasses
 import functools as ft
@@ -15,12 +15,12 @@ from .._rules import AxisRules, near as near_name
 from ._asked import SearchOptions
 from ._candidate import Candidate, axis_name, mesh_and_rules, without_twins
 from ._classes import Classes
-from ._core import AXES, CostModel, Found, Numbers, Terms, costs, cut_by, find, machine_of, shares, terms_of
+from ._core import AXES, CostModel, CostTerms, Estimate, Numbers, axis_sizes, cost_terms, costs, cut_by, find, rates_of
 from ._layouts import AssignedLayout, Assignment, Layouts, assignments_of, assignments_of_rules, seeds
 from ._name_axes import names_trees, notes_of
 
 
-# With this many assignments all searches share one compiled core.
+# With at most this many assignments all searches share one compiled estimate.
 _ASSIGNMENTS = 79
 MODEL = CostModel()
 
@@ -72,19 +72,21 @@ class Limits:
 
     @property
     def wanted_axes(self) -> tuple[tuple[str, int | None], ...]:
-        """The mesh axes that must exist, each with its size, or `None` if any size will do."""
+        """Pairs of a mesh axis that must exist and its size; the size is `None` where `axes` gives none."""
         return tuple((one, None) if isinstance(one, str) else one for one in self.axes)
 
 
 class Space:
-    """The meshes and rules of a step within some limits, and the core's prices.
+    """The search space of a step: the axis assignments within the user's limits, with the step's cost terms.
 
-    - `classes`: the step's dimensions by name.
-    - `args`: its arguments as structs, without the shardings that arrays have now.
-    - `made`: the layout of each assignment, by its number.
-    - `usual`: the caller's and the usual strategies, each a tuple of numbers of assignments.
-    - `known`: the other well-known strategies.
-    - `limit_bytes`: the memory that a device may use.
+    - `classes`: the logical axes of the step.
+    - `args`: the arguments of the step as structs without shardings.
+    - `made`: for each axis assignment, the shardings and collectives of the step under it. A number of an assignment is
+        an index of this list.
+    - `usual`: the rules of the caller and the usual strategies, each a tuple of numbers of assignments.
+    - `known`: other well-known strategies, in the same form.
+    - `terms`: the cost terms of the step.
+    - `limit_bytes`: the memory that the step may take on one device.
     """
 
     def __init__(self, classes: Classes, asked: SearchOptions, limits: Limits, also: Sequence[AxisRules] = ()):
@@ -98,29 +100,31 @@ class Space:
 
         @ft.lru_cache(maxsize=2 * _ASSIGNMENTS)
         def number(assignment: Assignment) -> int | None:
-            """The number of an assignment, laid out on first use; `None` for one that shards nothing."""
+            """The number of an axis assignment, which it gets on first use; `None` if it shards nothing."""
             made = self.layouts.under(assignment)
             if not made.used:
                 return None
-            found = keys.setdefault((made.events, made.cuts, made.shared), len(self.made))
+            found = keys.setdefault((made.events, made.positions, made.divided), len(self.made))
             self.made += [made] if found == len(self.made) else []
             return found
 
-        def numbered(ways: Iterable[Iterable[Assignment]]) -> list[tuple[int, ...]]:
-            """The numbers of each strategy's assignments, without assignments and strategies that shard nothing."""
-            found = [tuple(sorted(n for assignment in way if (n := number(assignment)) is not None)) for way in ways]
-            return list(dict.fromkeys(way for way in found if 0 < len(way) <= AXES and len(set(way)) == len(way)))
+        def numbered(strategies: Iterable[Iterable[Assignment]]) -> list[tuple[int, ...]]:
+            """The distinct strategies as sorted numbers of axis assignments, without assignments that shard nothing. A
+            strategy without assignments, with more than four, or with one twice is left out.
+            """
+            found = [tuple(sorted(n for one in each if (n := number(one)) is not None)) for each in strategies]
+            return list(dict.fromkeys(one for one in found if 0 < len(one) <= AXES and len(set(one)) == len(one)))
 
         never = frozenset(numbers_of(limits.never, classes).values())
         # The words of a raw key, and the windows of convolutions, are never sharded.
-        called = [group.name for group in classes.groups]
+        called = [logical.name for logical in classes.axes]
         whole = never | {
             n for n, name in enumerate(called) if name == "key_words" or name.partition("_")[0] == "window"
         }
         usual, known = seeds(self.layouts, whole) if limits.rules is None else ([], [])
         by_rules = [assignments_of_rules(rules, classes, never).values() for rules in also]
         self.usual = numbered([*by_rules, *usual])
-        self.known = [way for way in numbered(known) if way not in self.usual]
+        self.known = [one for one in numbered(known) if one not in self.usual]
         own = assignments_of(self.layouts, whole)
         for assignment in own if limits.rules is None else assignments_of_rules(limits.rules, classes, never).values():
             if len(self.made) < _ASSIGNMENTS:
@@ -128,16 +132,17 @@ class Space:
         self.terms = _limited(self) if self.made else {}
 
     def machine(self, limit: int | float = math.inf) -> Numbers:
-        """The numbers of the chip for the core, with at most `limit` bytes of memory per device."""
-        return machine_of(self.hardware.chip, self.devices, MODEL, float(limit), self.hardware.extents)
+        """The rates of one device of the search, with at most `limit` bytes of memory."""
+        return rates_of(self.hardware.chip, self.devices, MODEL, float(limit), self.hardware.extents)
 
     def names_of(self, layout: AssignedLayout) -> tuple[str, ...]:
-        """The names that an assignment shards, in its order of preference."""
-        return tuple(self.classes.groups[number].name for number in layout.assignment if number in layout.used)
+        """The logical names that an axis assignment shards, in its order of preference."""
+        return tuple(self.classes.axes[number].name for number in layout.assignment if number in layout.used)
 
 
 def fastest(space: Space, keep: int) -> list[Candidate]:
-    """The core's best candidates that fit in memory, the fastest first; if none fits, those that take the least memory.
+    """The candidates with the least estimated time that fit in memory, the fastest first; if none fits, those with the
+    least memory.
 
     **Raises:**
 
@@ -147,7 +152,7 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
     if not made:
         made = list(various(space, sorted(_found(space), key=lambda one: one.memory_bytes), min(keep, 8)))
     if not made:
-        sizes = ", ".join(f"{group.name}={group.size}" for group in space.classes.live())
+        sizes = ", ".join(f"{logical.name}={logical.size}" for logical in space.classes.live())
         raise SpecError(
             f"no mesh of {space.devices} devices divides the step's dimensions within the limits ({sizes}); "
             f"{_culprits(space)}."
@@ -155,55 +160,62 @@ def fastest(space: Space, keep: int) -> list[Candidate]:
     return made
 
 
-def _found(space: Space, limit: int | float = math.inf) -> list[Found]:
+def _found(space: Space, limit: int | float = math.inf) -> list[Estimate]:
     return find(space.terms, space.machine(limit), space.devices, space.slices) if space.made else []
 
 
-def by_hand(space: Space, ways: Sequence[tuple[int, ...]], place: int = 0) -> Iterator[Candidate]:
-    """Yields, for each strategy, its best candidate, or the one at position `place` in the core's order. Candidates
-    that fit in memory come first.
+def by_hand(space: Space, strategies: Sequence[tuple[int, ...]], place: int = 0) -> Iterator[Candidate]:
+    """Yields one candidate for each strategy, with the mesh axis sizes that have the least estimated time. Sizes that
+    fit in memory come first.
+
+    **Arguments:**
+
+    - `strategies`: tuples of numbers of axis assignments, one assignment per mesh axis.
+    - `place`: 0 for the best sizes of each strategy, 1 for the second best.
     """
-    for way in ways:
+    for strategy in strategies:
         ranked = sorted(
-            _priced(space, way, shares(space.devices, len(way))),
+            _estimates(space, strategy, axis_sizes(space.devices, len(strategy))),
             key=lambda one: (one.memory_bytes > space.limit_bytes, one.seconds),
         )
         yield from [*various(space, ranked, place + 1)][place:]
 
 
 def near(space: Space, one: Candidate) -> Iterator[Candidate]:
-    """Yields candidates that differ by one factor of two, moved from one mesh axis to another or to a usual axis that
-    is missing.
+    """Yields neighbours of a candidate: one mesh axis is halved, and another one is doubled. The other axis may be new,
+    with the assignment of a well-known strategy.
     """
     known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
     own = {known[names]: one.mesh.shape[axis] for axis, names in one.assignments}
     if len(own) < len(one.assignments):
         return  # two axes shard the same names in the same order
-    sizes = {**own, **{way[0]: 1 for way in (*space.usual, *space.known) if len(way) == 1 and way[0] not in own}}
-    found: list[Found] = []
+    missing = [one[0] for one in (*space.usual, *space.known) if len(one) == 1 and one[0] not in own]
+    sizes = {**own, **dict.fromkeys(missing, 1)}
+    found: list[Estimate] = []
     for source, target in itertools.product(own, sizes):
         if sizes[source] % 2 == 0 and source != target:
             changed = {**sizes, source: sizes[source] // 2, target: sizes[target] * 2}
-            way = tuple(assignment for assignment, size in changed.items() if size > 1)
-            found += _priced(space, way, np.array([[changed[one] for one in way]])) if len(way) <= AXES else []
+            used = tuple(assignment for assignment, size in changed.items() if size > 1)
+            found += _estimates(space, used, np.array([[changed[one] for one in used]])) if len(used) <= AXES else []
     yield from various(space, found, len(found))
 
 
-def _limited(space: Space) -> Terms:
-    """The terms of the step, with the user's limits added."""
-    limits, terms = space.limits, terms_of(space.layouts, space.made)
+def _limited(space: Space) -> CostTerms:
+    """The cost terms of the step, with the user's limits as further rows of `limits`, `sizes` and `least`."""
+    limits, terms = space.limits, cost_terms(space.layouts, space.made)
     wanted = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
     used = cut_by(space.made)
     for name, number in numbers_of(tuple(wanted), space.classes).items():
         if number not in used:
             raise SpecError(
                 f"`limits` wants {name!r} sharded, and no mesh axis of {space.devices} devices within the other limits "
-                f"divides its size {space.classes.groups[number].size}; pad it, let `rules` shard it, take it out of "
+                f"divides its size {space.classes.axes[number].size}; pad it, let `rules` shard it, take it out of "
                 "`never`, or do not want it."
             )
         terms["least"][used.index(number)] = wanted[name]
-    # A mesh axis that is required is one more class: dimensions with its name are sharded over its size, 0 for any
-    # size.
+    # A required mesh axis is one more row: its assignments are those with its name. Every number of shards divides 0,
+    # so
+    # size 0 allows any.
     called = [axis_name(space.names_of(layout)) for layout in space.made]
     for name, size in limits.wanted_axes:
         if name not in called:
@@ -217,8 +229,8 @@ def _limited(space: Space) -> Terms:
 
 
 def numbers_of(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
-    """The group number of each name; raises for an unknown name, with near names."""
-    known = {group.name: number for number, group in enumerate(classes.groups) if group.roots}
+    """The number of the logical axis with each of these names. Raises `RuleError` for a name that the step lacks."""
+    known = {logical.name: number for number, logical in enumerate(classes.axes) if logical.roots}
     for name in names:
         if name not in known:
             raise RuleError(
@@ -230,7 +242,7 @@ def numbers_of(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
 
 
 def _culprits(space: Space) -> str:
-    """The limits that leave no candidate, in words."""
+    """A text that says which of the user's limits leave no candidate."""
     limits, loosened = space.limits, list[tuple[str, Limits]]()
     for field in dataclasses.fields(limits):
         value = getattr(limits, field.name)
@@ -240,7 +252,7 @@ def _culprits(space: Space) -> str:
             loosened.append((text, dataclasses.replace(limits, **{field.name: left})))
 
     def has_any(other: Limits) -> bool:
-        """Whether a mesh exists within other limits, whatever memory it takes."""
+        """Whether some mesh of the devices exists within other limits, whatever memory it takes."""
         try:
             return bool(_found(Space(space.classes, space.hardware, other)))
         except (SpecError, RuleError):
@@ -253,32 +265,32 @@ def _culprits(space: Space) -> str:
     return "pad one, or use another number of devices"
 
 
-def _priced(space: Space, way: tuple[int, ...], sizes: np.ndarray) -> list[Found]:
-    """Prices a strategy with each of these axis sizes that divides its dimensions. The first axis whose size allows it
-    spans the slices.
+def _estimates(space: Space, strategy: tuple[int, ...], sizes: np.ndarray) -> list[Estimate]:
+    """The estimates of a strategy for each tuple of mesh axis sizes that divides its dimensions. The first mesh axis
+    whose size the number of slices divides spans the slices.
     """
     can = sizes % space.slices == 0
     sizes, first = sizes[can.any(axis=1)], can[can.any(axis=1)].argmax(axis=1)
-    spans = np.where(np.arange(len(way)) == first[:, None], space.slices, 1)
-    seconds, memory = costs(space.terms, space.machine(), np.array([way]), sizes, spans)
+    spans = np.where(np.arange(len(strategy)) == first[:, None], space.slices, 1)
+    seconds, memory = costs(space.terms, space.machine(), np.array([strategy]), sizes, spans)
     rows = zip(*(part.tolist() for part in (sizes, spans, seconds[0], memory[0])), strict=True)
-    return [Found(way, tuple(size), tuple(span), *cost) for size, span, *cost in rows if math.isfinite(cost[0])]
+    return [Estimate(strategy, tuple(size), tuple(span), *cost) for size, span, *cost in rows if math.isfinite(cost[0])]
 
 
-def various(space: Space, found: Iterable[Found], keep: int) -> Iterator[Candidate]:
-    """The first `keep` candidates whose plans differ."""
+def various(space: Space, found: Iterable[Estimate], keep: int) -> Iterator[Candidate]:
+    """Yields the first `keep` candidates that some rules express and whose plans differ."""
     made = (_candidate(space, one) for one in found)
     return itertools.islice(without_twins(one for one in made if one is not None), keep)
 
 
-def _agrees(space: Space, one: Found, plans: Sequence[ShardPlan], axes: tuple[str, ...]) -> bool:
-    """Whether the rules shard the arguments as the assignments do."""
+def _agrees(space: Space, one: Estimate, plans: Sequence[ShardPlan], axes: tuple[str, ...]) -> bool:
+    """Whether plans made by rules shard the arguments of the step as the axis assignments of an estimate do."""
     specs = [leaf.spec for made in plans for leaf in made.leaves]
     for value, spec in zip(space.layouts.program.arguments, specs, strict=True):
-        dims = [dim for dim, leaves in enumerate(space.layouts.parts[value]) for _ in leaves]
+        dims = [dim for dim, roots in enumerate(space.layouts.roots[value]) for _ in roots]
         wanted: dict[int, set[str]] = {}
         for assignment, axis in zip(one.assignments, axes, strict=True):
-            position = space.made[assignment].cuts[value]
+            position = space.made[assignment].positions[value]
             if position >= 0:
                 wanted.setdefault(dims[position], set()).add(axis)
         if wanted != {dim: set(entry_axes(entry)) for dim, entry in enumerate(spec) if entry is not None}:
@@ -286,12 +298,12 @@ def _agrees(space: Space, one: Found, plans: Sequence[ShardPlan], axes: tuple[st
     return True
 
 
-def _candidate(space: Space, one: Found) -> Candidate | None:
-    """A priced candidate as plans and rules, ready to be partitioned; `None` if no rules shard the arguments as its
-    assignments do.
+def _candidate(space: Space, one: Estimate) -> Candidate | None:
+    """A candidate with plans and rules from an estimate; `None` if no rules shard the arguments as its axis assignments
+    do.
     """
     orders = [space.names_of(space.made[number]) for number in one.assignments]
-    built = mesh_and_rules(orders, one, (group.name for group in space.classes.live()))
+    built = mesh_and_rules(orders, one, (logical.name for logical in space.classes.live()))
     if built is None:
         return None
     mesh, rules, axes = built

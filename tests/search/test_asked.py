@@ -88,5 +88,5 @@ def test_progress_keys_and_slices():
 
     best = search(step, f32(64, 128), keys, Struct((16, 64), "float32"), devices="cpu:4*2", progress=said.append)[0]
     assert best.mesh.size == 8 and max(best.mesh.dcn_sizes) == 2
-    assert said[:2] == ["laying the step out under assignments", "pricing meshes of 8 devices"]
+    assert said[:2] == ["propagating axis assignments through the step", "estimating meshes of 8 devices"]
     assert said[2].startswith("partitioned candidate 1: ")

@@ -6,7 +6,7 @@ import pytest
 from models import f32, mlp_step
 
 from shardfx import AxisRules
-from shardfx.auto import Limits, _priced as priced, search
+from shardfx.auto import Limits, _programs as programs, search
 from shardfx.auto._candidate import Candidate, without_twins
 from shardfx.errors import OutOfMemoryError
 
@@ -78,13 +78,13 @@ def test_the_clock_orders_what_is_run_of_every_kind_of_argument():
 
 def test_what_the_compiler_refuses_is_dropped(monkeypatch):
     """What has no program does not stop the others."""
-    compile_for = priced.compile_for
+    compile_for = programs.compile_for
 
     def refuses(jitted, *args, target, **rest):
         if target.shape.get("data") == 8:
             raise OutOfMemoryError("no room", 2**40, 2**34)
         return compile_for(jitted, *args, target=target, **rest)
 
-    monkeypatch.setattr(priced, "compile_for", refuses)
+    monkeypatch.setattr(programs, "compile_for", refuses)
     found = search(step, *ARGS, devices="cpu:8", keep=9, closely=3, verify="compile")
     assert found and not any(one.mesh.shape.get("data") == 8 for one in found)

@@ -9,7 +9,7 @@ import pytest
 
 from shardfx import chips, topology
 from shardfx.auto import _core as core
-from shardfx.auto._core import CostModel, find, machine_of
+from shardfx.auto._core import CostModel, find, rates_of
 from shardfx.chips._chip import extents_of
 
 
@@ -31,7 +31,7 @@ def random_terms(seed, assignments=5, rows=12, few=3):
 
 
 def machine(chip, devices, limit=1e12):
-    return machine_of(chips.find(chip), devices, MODEL, limit)
+    return rates_of(chips.find(chip), devices, MODEL, limit)
 
 
 def by_hand(terms, chip, assignments, sizes, total):

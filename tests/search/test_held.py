@@ -12,7 +12,7 @@ import shardfx
 from shardfx import filter_jit, follow
 from shardfx.auto import Limits, search
 from shardfx.auto._asked import asked_for
-from shardfx.auto._priced import zero_1
+from shardfx.auto._programs import zero_1
 from shardfx.auto._search import opened
 from shardfx.auto._space import by_hand
 
@@ -35,20 +35,20 @@ def args():
 
 @pytest.fixture(scope="module")
 def searched(args):
-    space, pricer = opened(step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None)
-    return space, pricer, {one.title: one for one in by_hand(space, space.usual)}
+    space, lowered = opened(step, args, asked_for("cpu:8", None), Limits(), (), lambda _: None)
+    return space, lowered, {one.title: one for one in by_hand(space, space.usual)}
 
 
 def test_zero_1_cuts_the_state_over_the_data_axis_and_sends_as_much(searched, args):
-    space, pricer, ways = searched
+    space, lowered, ways = searched
     whole = ways["data=8 (batch)"]
-    assert pricer.states(space.classes) == (1,)
+    assert lowered.states(space.classes) == (1,)
     cut = zero_1(whole, (1,))
     assert cut is not None and cut.state_over == ("data",) and cut.plans[0] == whole.plans[0]
     followed = follow(OPTIMIZER.init, whole.plans[0], over="data")
     assert [leaf.spec for leaf in cut.plans[1].leaves] == [leaf.spec for leaf in followed.leaves]
     assert cut.title == "data=8 (batch), ZeRO-1 over data"
-    before, after = pricer.priced(whole), pricer.priced(cut)
+    before, after = lowered.partitioned(whole), lowered.partitioned(cut)
     # A TPU's compiler scatters the gradients and gathers the parameters; a CPU's sends no less than the sum did.
     assert after.wire_bytes == pytest.approx(before.wire_bytes, rel=0.51)
     # Both moments, an eighth of which is left; results take over the memory of what is donated.
@@ -64,11 +64,11 @@ def test_zero_1_cuts_the_state_over_the_data_axis_and_sends_as_much(searched, ar
 
 
 def test_what_fits_only_donated_is_donated_and_says_so(searched, args):
-    _, pricer, ways = searched
-    kept = pricer.priced(ways["data=8 (batch)"])
+    _, lowered, ways = searched
+    kept = lowered.partitioned(ways["data=8 (batch)"])
     assert kept.donated == () and "donate" not in kept.code()
     tight = dataclasses.replace(ways["data=8 (batch)"], limit_bytes=kept.memory_bytes - 1)
-    spent = pricer.priced(tight)
+    spent = lowered.partitioned(tight)
     state = sum(plan.bytes_per_device for plan in kept.plans[:2])
     assert spent.donated == (0, 1) and spent.fits
     assert kept.memory_bytes - spent.memory_bytes > 0.3 * state

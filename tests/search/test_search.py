@@ -17,7 +17,7 @@ def sent_under(names, *model):
     """What an axis of this assignment sends: pairs of a collective and a shape, in order."""
     classes = named_classes(trace(*model))
     layouts = Layouts(classes, 8)
-    known = {group.name: number for number, group in enumerate(classes.groups) if group.roots}
+    known = {group.name: number for number, group in enumerate(classes.axes) if group.roots}
     made = layouts.under(tuple(known[name] for name in names))
     return [(event.kind, layouts.program.values[event.value].shape) for event in made.events]
 

@@ -1,4 +1,4 @@
-"""The price of a candidate: traffic, time and memory by its partitioned or compiled program, or time by the clock."""
+"""The traffic, time and memory of a candidate, from its partitioned or compiled program, and measured times."""
 
 import dataclasses
 import functools as ft
@@ -42,9 +42,10 @@ from ._core import CostModel
 
 
 @dataclasses.dataclass(frozen=True)
-class _Read:
-    """The traffic, work and memory of a program. The two numbers of memory are with the step's own donation, and with
-    all arguments donated that can be.
+class _ProgramCosts:
+    """The traffic, the work and the memory of one device's program.
+
+    `held` has two numbers of bytes: if the step donates its own arguments, and if it donates all that it can.
     """
 
     sent: Traffic
@@ -52,18 +53,23 @@ class _Read:
     held: tuple[int | float, int | float]
 
 
-# Products per cycle of a core's units, for chips whose clock follows from it.
+# Multiplications per cycle of a core's matrix units. The clock rate of a chip follows from them and its peak.
 _UNITS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2}
 
 
 def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, model: CostModel) -> Candidate:
-    """The candidate with the traffic of its program and an estimate of the seconds that one step takes.
+    """The candidate with the traffic of its program, and an estimate of the seconds of one step.
 
-    This is the only model of time: for a partitioned program, and for a compiled one that does not report its cycles.
-    Computation takes the products at the peak rate, or the memory traffic at its bandwidth, whichever is longer.
-    Communication takes [`shardfx.cost.seconds`][], and some microseconds per call. Gathers of parameters and sums of
-    gradients, which have a leaf in their rows, overlap with a part of the computation; communication of activations
-    does not.
+    Computation takes the longer of two times: the floating-point operations at the peak rate, and the memory traffic at
+    the memory's bandwidth. A compiled program that reports its cycles takes these instead. Communication takes
+    [`shardfx.cost.seconds`][], and some microseconds per collective. Collectives of parameters and gradients overlap
+    with a part of the computation; those of activations do not.
+
+    **Arguments:**
+
+    - `one`: the candidate.
+    - `sent`, `work`: the traffic and the work of its program.
+    - `chip`, `model`: the chip of its devices, and the assumptions of the estimate.
     """
     per_device = model.compute / chip.devices_per_chip
     compute = max(
@@ -87,14 +93,15 @@ def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, mod
     )
 
 
-class Pricer:
+class LoweredStep:
     """A step that is traced and lowered once, to be partitioned by XLA for many candidates.
 
     **Arguments:**
 
     - `step`: the step to search for.
-    - `traced`: its arguments and results.
+    - `traced`: the traced step.
     - `chip`: the chip of the devices.
+    - `model`: the assumptions of the time estimate.
     """
 
     def __init__(self, step: Callable[..., object], traced: TracedStep, chip: chips.Chip, model: CostModel):
@@ -115,21 +122,26 @@ class Pricer:
         return tuple(at for at, word in enumerate(known) if any(one[: len(word)] == word for one in words))
 
     @ft.cached_property
-    def spare(self) -> tuple[int, ...]:
-        """The numbers of the arguments that a step may donate: those that it donates already, and those that it returns
-        in a new version.
+    def donatable(self) -> tuple[int, ...]:
+        """The numbers of the arguments that the step could donate: those that it donates, and those for which it
+        returns an updated value.
         """
         return tuple(sorted({*self.donated, *(which for which, _ in self.results if which is not None)}))
 
     def states(self, classes: Classes) -> tuple[int, ...]:
-        """The numbers of the arguments that hold an optimizer's state: they contain trees like the model's, and the
-        step returns them in a new version.
+        """The numbers of the arguments that are an optimizer's state. Their arrays have dimensions of the model, and
+        the step returns an updated value for each of them.
         """
         members = {classes.traced.arrays[argument].which for argument in classes.model} - {classes.main}
         return tuple(sorted(members & {which for which, _ in self.results if which is not None}))
 
-    def priced(self, one: Candidate, *, constrained: bool = False) -> Candidate:
-        """The candidate with the time, the traffic and the memory of its partitioned program.
+    def partitioned(self, one: Candidate, *, constrained: bool = False) -> Candidate:
+        """The candidate with the estimated time, the traffic and the memory of its partitioned program.
+
+        **Arguments:**
+
+        - `one`: the candidate.
+        - `constrained`: whether `constrain_step` constrains the step's intermediate values.
 
         **Raises:**
 
@@ -138,22 +150,22 @@ class Pricer:
         step, changed = self.plain, constrain_step(self.step, one.mesh, one.rules) if constrained else None
         if changed is not None:
             step = step_of(lambda *args: changed(*args), self.args)
-        read = self._carried_on(step, one) if one.mesh.size > DIRECT else self._read(step, one, one.mesh)
+        read = self._extrapolated(step, one) if one.mesh.size > DIRECT else self._read(step, one, one.mesh)
         fits = read.held[0] <= one.limit_bytes
         return dataclasses.replace(
             timed(one, read.sent, read.work, self.chip, self.model),
             memory_bytes=round(read.held[0 if fits else 1]),
             constrained=constrained,
             notes=(*one.notes, *read.work.notes),
-            donated=self.donated if fits else self.spare,
+            donated=self.donated if fits else self.donatable,
             results=tuple(which for which, _ in self.results),
         )
 
-    def _carried_on(self, step: Step, one: Candidate) -> _Read:
-        """The traffic, work and memory on more devices than XLA partitions for, extrapolated from meshes with shorter
-        axes.
+    def _extrapolated(self, step: Step, one: Candidate) -> _ProgramCosts:
+        """The traffic, work and memory of a candidate on a large mesh, extrapolated from programs that XLA partitions
+        for smaller meshes.
         """
-        read: dict[tuple[int, ...], _Read] = {}
+        read: dict[tuple[int, ...], _ProgramCosts] = {}
 
         def rows_on(mesh: MeshSpec) -> Sequence[TrafficRow]:
             read[mesh.axis_sizes] = self._read(step, one, mesh)
@@ -165,16 +177,16 @@ class Pricer:
         sent = carried_on(one.mesh, LARGEST, rows_on)
         sizes, *others = read
         found = first = numbers_on(sizes)
-        # Each number changes with each doubling of an axis as it did with the first one.
+        # Each doubling of an axis multiplies a number as the first doubling did.
         for other in others:
             axis = next(at for at, size in enumerate(other) if size != sizes[at])
             times = math.log2(one.mesh.axis_sizes[axis] / sizes[axis])
             found = found * (numbers_on(other) / np.where(first, first, 1)) ** times
         flops, moved, *held = found.tolist()
-        return _Read(sent, dataclasses.replace(read[sizes].work, flops=flops, bytes=moved), (held[0], held[1]))
+        return _ProgramCosts(sent, dataclasses.replace(read[sizes].work, flops=flops, bytes=moved), (held[0], held[1]))
 
-    def _read(self, step: Step, one: Candidate, mesh: MeshSpec) -> _Read:
-        """The traffic, work and memory of a candidate's program. No other function reads a candidate's program."""
+    def _read(self, step: Step, one: Candidate, mesh: MeshSpec) -> _ProgramCosts:
+        """The traffic, work and memory of a candidate's program, as XLA partitions it for `mesh`."""
         arguments, results = step.parameters
         dims = [[tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves] for plan in one.plans]
         out = [[None] * count if which is None else dims[which] for which, count in self.results]
@@ -187,24 +199,28 @@ class Pricer:
         tpu = self.platform == "tpu"
 
         def held(donated: Sequence[int]) -> int:
-            """Bytes of one device at the worst moment, if results reuse the memory of the `donated` arguments."""
+            """The peak bytes of one device if results reuse the memory of the `donated` arguments."""
             flags = [which in donated for which, plan in enumerate(one.plans) for _ in plan.leaves]
             return device_memory(module, donated=flags, tile=self.chip.tile, tpu=tpu).peak_bytes
 
         least = held(self.donated)
         is_enough = least <= one.limit_bytes and mesh == one.mesh
-        return _Read(sent, work_of(partitioned, tpu=tpu), (least, least if is_enough else held(self.spare)))
+        return _ProgramCosts(sent, work_of(partitioned, tpu=tpu), (least, least if is_enough else held(self.donatable)))
 
 
 def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, int], ...]:
-    """For each part of the result, the argument with the same structure, shapes and dtypes. The two have the same
-    sharding.
+    """Pairs each result of a step with the argument of the same structure, shapes and dtypes, such as updated
+    parameters with the parameters. Such a result gets the shardings of its argument.
+
+    **Arguments:**
+
+    - `args`: the arguments as structs.
+    - `made`: the results as structs.
 
     **Returns:**
 
-    For each subtree of the step's results, or for all of them together, the index of the argument with its sharding
-    (`None` if it is free) and its number of arrays. Of several arguments with the same structure, each is used once, in
-    order.
+    For each element of a tuple of results, or for the only result, the number of its argument and the number of its
+    arrays. The first is `None` if no argument is like it. Several results of one structure get different arguments.
     """
 
     def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:
@@ -223,13 +239,21 @@ def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, 
 
 
 def _filled(dims: Sequence[Sequence[Dims | None]], own: Sequence[Parameter]) -> list[Dims | None]:
-    """The dimensions' axes of all arrays, with `()` for each dimension that a spec leaves out."""
+    """The mesh axes of each dimension of each array, with `()` for trailing dimensions that a spec leaves out.
+
+    **Arguments:**
+
+    - `dims`: for each argument and each of its arrays, the mesh axes of each dimension; `None` for a free sharding.
+    - `own`: the arrays, in the same order.
+    """
     pairs = zip(itertools.chain(*dims), own, strict=True)
     return [None if dim is None else (*dim, *[()] * (len(one.shape) - len(dim))) for dim, one in pairs]
 
 
 def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:
-    """The candidate with the optimizer's state sharded over the data axes too; `None` if that changes nothing."""
+    """The candidate under ZeRO-1: the data axes shard the optimizer's state too. `None` if they cannot shard it
+    further. `states` are the numbers of the arguments that are the state.
+    """
     axes = tuple(axis for axis, names in one.assignments if names[0] == "batch")
     if not states or not axes or one.state_over:
         return None
@@ -245,18 +269,24 @@ def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:
 
 
 Tell = Callable[[str], None]
-# The number of rounds in which candidates run in turn, and the steps in each turn.
+# The number of rounds in which candidates run in turn, and the number of timed steps in each turn.
 _ROUNDS, _STEPS = 3, 3
 
 
 def measured(
-    pricer: Pricer, ones: Sequence[Candidate], devices: Sequence[object], tell: Tell, *, runs: bool
+    lowered: LoweredStep, ones: Sequence[Candidate], devices: Sequence[object], tell: Tell, *, runs: bool
 ) -> list[Candidate]:
-    """The candidates with the traffic, work and memory of their compiled programs; those that fit first, the fastest
-    first.
+    """The candidates with the traffic, the memory and the time of their compiled programs, sorted: those that fit in
+    memory first, the fastest first.
 
-    If the candidates run, they run in turn on the devices, and each also gets the median seconds of its steps.
-    Candidates that do not fit are then left out.
+    **Arguments:**
+
+    - `lowered`: the step, lowered.
+    - `ones`: the candidates.
+    - `devices`: the devices to compile for.
+    - `tell`: receives a line of text for each candidate.
+    - `runs`: whether candidates that fit also run on the devices, in turn, and get the median seconds of their steps.
+        Then candidates that do not fit are left out, unless none fits.
     """
     looked: list[tuple[Candidate, Any]] = []
     for number, one in enumerate(ones, start=1):
@@ -264,34 +294,34 @@ def measured(
         mesh = one.mesh.build(devices)
         try:
             if runs:
-                program = jitted(pricer, one, [plan.on(mesh) for plan in one.plans]).lower(*pricer.args).compile()
+                program = jitted(lowered, one, [plan.on(mesh) for plan in one.plans]).lower(*lowered.args).compile()
             else:
-                program = compile_for(jitted(pricer, one, one.plans), *pricer.args, target=mesh)
+                program = compile_for(jitted(lowered, one, one.plans), *lowered.args, target=mesh)
         except OutOfMemoryError as error:
             held = max(error.needed_bytes or 0, one.limit_bytes + 1)
             looked.append((dataclasses.replace(one, by="compile", memory_bytes=held), None))
             continue
         sent, work = traffic(program, one.mesh), work_of(parse_hlo(program.as_text()))
-        priced = timed(one, sent, work, pricer.chip, pricer.model)
+        made = timed(one, sent, work, lowered.chip, lowered.model)
         held, comparison = memory_of(program).needed_bytes, compare(one.traffic, sent)
-        priced = dataclasses.replace(priced, by="compile", memory_bytes=held, comparison=comparison)
-        looked.append((priced, program))
+        made = dataclasses.replace(made, by="compile", memory_bytes=held, comparison=comparison)
+        looked.append((made, program))
     kept = [(one, program) for one, program in looked if one.fits]
     if not runs or not kept:
         return sorted((one for one, _ in looked), key=rank)
-    return _ran(pricer, kept, devices, tell)
+    return _ran(lowered, kept, devices, tell)
 
 
 def _ran(
-    pricer: Pricer, kept: Sequence[tuple[Candidate, Any]], devices: Sequence[object], tell: Tell
+    lowered: LoweredStep, kept: Sequence[tuple[Candidate, Any]], devices: Sequence[object], tell: Tell
 ) -> list[Candidate]:
-    """The candidates with the median time of their steps, the fastest first."""
+    """Runs compiled candidates in turn. Returns them with the median seconds of their steps, the fastest first."""
     taken: list[list[float]] = [[] for _ in kept]
     order = list(range(len(kept)))
     for turn in range(_ROUNDS):
         for number in order if turn % 2 else reversed(order):
             tell(f"running candidate {number + 1} of {len(kept)}, round {turn + 1} of {_ROUNDS}")
-            taken[number] += _timed(pricer.args, devices, *kept[number])
+            taken[number] += _timed(lowered.args, devices, *kept[number])
         # Only the faster half can still contain the fastest.
         order = sorted(order, key=lambda number: statistics.median(taken[number]))[: max(2, (len(order) + 1) // 2)]
     found = [
@@ -302,7 +332,9 @@ def _ran(
 
 
 def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | None) -> tuple[Any, ...]:
-    """The devices to compile for: the given ones, those of the slice if libtpu describes it, or JAX's own."""
+    """The devices to compile for: `given` if it is not `None`, else those of the slice that the caller named if libtpu
+    is installed, else JAX's own.
+    """
     count, target = asked.total, asked.target
     if given is not None:
         return tuple(given)
@@ -318,16 +350,17 @@ def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | Non
     return tuple(known[:count])
 
 
-def jitted(pricer: Pricer, one: Candidate, plans: Sequence[ShardPlan]) -> Any:
-    """The step jitted under these plans, as `code()` writes it."""
-    step = constrain_step(pricer.step, plans[0].jax_mesh or one.mesh, one.rules) if one.constrained else pricer.step
+def jitted(lowered: LoweredStep, one: Candidate, plans: Sequence[ShardPlan]) -> Any:
+    """The step of a candidate jitted under plans of its arguments, as the candidate's `code()` does it."""
+    mesh = plans[0].jax_mesh or one.mesh
+    step = constrain_step(lowered.step, mesh, one.rules) if one.constrained else lowered.step
     results = tuple(None if which is None else plans[which] for which in one.results)
     out = results[0] if len(results) == 1 else results
     return filter_jit(step, in_shardings=tuple(plans), out_shardings=out, donate=one.donated)
 
 
 def _timed(args: Sequence[PyTree], devices: Sequence[object], one: Candidate, program: Any) -> list[float]:
-    """The seconds of several steps. Only the arrays of the candidate at hand are on the devices."""
+    """The seconds of several runs of a candidate's compiled program, each with new arrays as arguments."""
     plans = [plan.on(one.mesh.build(devices)) for plan in one.plans]
     taken = []
     for turn in range(_STEPS + 1):
@@ -341,7 +374,7 @@ def _timed(args: Sequence[PyTree], devices: Sequence[object], one: Candidate, pr
 
 
 def _arrays_for(arg: PyTree, plan: ShardPlan) -> PyTree:
-    """Arrays for an argument, each made in its shards. Their values do not matter to the timing."""
+    """The argument with new arrays in the place of structs, each sharded by the plan. Their values are constants."""
     structs, rest = eqx.partition(arg, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
     make = filter_jit(lambda: jax.tree.map(_value, structs), out_shardings=plan)
     return eqx.combine(make(), rest)
