@@ -15,17 +15,18 @@ _REST = "what has no line, and lines at which little differs"
 
 @dataclasses.dataclass(frozen=True)
 class Surplus:
-    """The bytes that a compiled step sends beyond its estimate at one line and along the same mesh axes.
+    """The difference between a compiled step's traffic and its estimate, for one source line and tuple of mesh axes.
 
     **Arguments:**
 
-    - `extra_bytes`: bytes beyond the estimate that enter a device in one step; negative if fewer do.
-    - `source`: the line; `None` for the rest.
-    - `axes`: the mesh axes along which it is sent; none for the rest.
-    - `leaf`: the parameters that it is about, or `None`.
-    - `expected`, `found`: the bytes of each kind of collective.
-    - `passes`: the compiler passes that the estimate applies at this line. The compiler did not apply one of them.
-    - `why`: the explanation of the difference, in words.
+    - `extra_bytes`: the bytes per device and step of the compiled step, minus the bytes of the estimate.
+    - `source`: the source line; `None` in a row that sums all other lines.
+    - `axes`: the mesh axes of the collectives; empty in a row that sums all other lines.
+    - `leaf`: the paths of the parameters that the collectives gather, or whose gradients they reduce; `None` if there
+        are none.
+    - `expected`, `found`: the bytes of each kind of collective in the estimate, and in the compiled step.
+    - `passes`: the compiler passes that the estimate simulates at this line. The compiler did not apply at least one.
+    - `why`: a sentence that explains the difference.
     """
 
     __module__ = "shardfx.cost"
@@ -42,17 +43,16 @@ class Surplus:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The differences between a compiled step's traffic and its estimate; made by [`shardfx.cost.compare`][].
-    `str(...)` is a table.
+    """The differences between a compiled step's traffic and its estimate; returned by [`shardfx.cost.compare`][].
 
-    Each byte is in exactly one row: the bytes of `rows` and `less` add up to `extra_bytes`.
+    The bytes of all rows, in `rows` and `less`, add up to `extra_bytes`. `str(...)` is a table.
 
     **Arguments:**
 
-    - `rows`: a [`shardfx.cost.Surplus`][] for each line and mesh axes, the largest first. The last row is for all other
-        lines.
-    - `estimated`, `compiled`: the traffic that was compared.
-    - `less`: the rows of lines that send less than the estimate.
+    - `rows`: a [`shardfx.cost.Surplus`][] for each source line and tuple of mesh axes where the compiled step sends
+        more than the estimate, the largest first. The last row sums all other lines.
+    - `estimated`, `compiled`: the traffic of the estimate, and of the compiled step.
+    - `less`: the same for source lines where the compiled step sends less than the estimate.
     """
 
     __module__ = "shardfx.cost"
@@ -64,20 +64,18 @@ class Comparison:
 
     @property
     def different_bytes(self) -> int:
-        """The sum over all rows of the absolute difference in bytes."""
+        """The sum of the absolute differences in bytes of all rows."""
         return sum(abs(row.extra_bytes) for row in (*self.rows, *self.less))
 
     @property
     def explained(self) -> float:
-        """The fraction of `different_bytes` in rows that a pass of the compiler explains; 1 if nothing differs."""
+        """The fraction of `different_bytes` that is in rows with compiler passes; 1 if there are no differences."""
         by_pass = sum(abs(row.extra_bytes) for row in (*self.rows, *self.less) if row.passes)
         return by_pass / self.different_bytes if self.different_bytes else 1.0
 
     @property
     def extra_bytes(self) -> int:
-        """The bytes that enter each device in one step beyond the estimate; negative if the compiled step
-        sends less.
-        """
+        """The bytes per device and step of the compiled step, minus the bytes of the estimate."""
         return self.compiled.wire_bytes - self.estimated.wire_bytes
 
     def __str__(self) -> str:
@@ -101,21 +99,21 @@ class Comparison:
 
 
 def compare(estimated: Traffic, compiled: object) -> Comparison:
-    """The bytes that a compiled step sends beyond its estimate, line by line, with the compiler's pass that explains
-    them.
+    """The bytes that a compiled step sends beyond its estimate, for each source line, and the compiler passes that
+    explain them.
 
-    An estimate is the program that XLA's partitioner made, after the passes of the compiler that are known. Each of its
-    rows names the passes that changed it.
+    An estimate reads the program of XLA's partitioner and simulates the known passes that follow. Each row of the
+    estimate has the names of the passes that changed it.
 
     **Arguments:**
 
-    - `estimated`: the estimate from [`shardfx.cost.estimate`][], for the same step and plans.
-    - `compiled`: the traffic from [`shardfx.cost.traffic`][], or a program that it reads.
+    - `estimated`: the estimate of the step, from [`shardfx.cost.estimate`][].
+    - `compiled`: the traffic of the compiled step, from [`shardfx.cost.traffic`][]; or any argument of that function.
 
     **Returns:**
 
-    A [`shardfx.cost.Comparison`][]. Bytes along the same mesh axes that the compiler sends at another line are no
-    difference. All differences below a thousandth of all bytes are one row.
+    A [`shardfx.cost.Comparison`][]. If the compiler sends the same bytes along the same mesh axes at another source
+    line, they are no difference. All differences smaller than a thousandth of the step's bytes are in one row.
 
     **Raises:**
 
@@ -139,7 +137,7 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
         ```
     """
     found = compiled if isinstance(compiled, Traffic) else traffic(compiled)
-    # The line where the gradient of each leaf is summed. A merged sum is divided between these lines.
+    # The source line of the reduction of each leaf's gradient. A reduction of several gradients is divided among them.
     lines = {row.leaf: row.source for row in estimated.rows if row.leaf is not None and row.kind in _SUMS}
     places: dict[tuple[object, ...], _LineSent] = {}
     for side, sent in enumerate((_sent(estimated, {}), _sent(found, lines))):
@@ -148,7 +146,7 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
             place = places.setdefault(key, _LineSent(source, row.axes, ([], [])))
             place.rows[side].append(row)
             place.extra += row.wire_bytes if side else -row.wire_bytes
-    # A line that sends less offsets lines that send more along the same mesh axes, the largest first.
+    # Bytes that a line sends less offset bytes that other lines send more along the same mesh axes, the largest first.
     for place in sorted(places.values(), key=lambda one: -one.extra):
         for other in places.values():
             moved = min(place.extra, -other.extra) if other.axes == place.axes else 0
@@ -167,7 +165,14 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
 
 @dataclasses.dataclass(eq=False)
 class _LineSent:
-    """The estimated and the compiled rows of one source line and set of mesh axes, and the difference in bytes."""
+    """The estimated and the compiled traffic rows of one source line and tuple of mesh axes, and their difference.
+
+    **Arguments:**
+
+    - `source`, `axes`: the source line and the mesh axes.
+    - `rows`: the rows of the estimate, and the rows of the compiled step.
+    - `extra`: the bytes of the compiled rows minus the bytes of the estimated rows.
+    """
 
     source: Frame | None
     axes: tuple[str, ...]
@@ -176,10 +181,13 @@ class _LineSent:
 
 
 def _sent(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow]]:
-    """The rows of a step's traffic, each with its line. A merged sum is divided into one row per leaf."""
+    """Yields the rows of a step's traffic, each with its source line.
+
+    A collective of several leaves has one row for each leaf. `lines` has the source line of each leaf's reduction.
+    """
     for row in made.rows:
         shares = row.shares or ((row.leaf, row.wire_bytes),)
-        missing = row.wire_bytes - sum(count for _, count in shares)  # shares are rounded
+        missing = row.wire_bytes - sum(count for _, count in shares)  # the rounding error of the shares
         for leaf, count in shares:
             source = lines[leaf] if leaf in lines and row.kind in _SUMS else row.source
             yield source, dataclasses.replace(row, leaf=leaf, wire_bytes=count + missing)
@@ -187,8 +195,9 @@ def _sent(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame
 
 
 def _surplus(places: Sequence[_LineSent], source: Frame | None = None, axes: tuple[str, ...] = ()) -> Surplus:
-    """The difference at one source line along some mesh axes; without a line, the sum over all lines that have no row
-    of their own.
+    """The row of a comparison for the differences in `places`, with its source line and mesh axes.
+
+    Without a source line, it is the row that sums all other lines.
     """
     ours, theirs = ([row for one in places for row in one.rows[side] if row.wire_bytes] for side in (0, 1))
     passes = tuple(dict.fromkeys(one for row in ours for one in row.passes))

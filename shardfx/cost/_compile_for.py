@@ -1,4 +1,4 @@
-"""Compiling a step ahead of time for a topology whose devices are not present."""
+"""Ahead-of-time compilation of a step for devices that are not present."""
 
 import contextlib
 import dataclasses
@@ -17,9 +17,9 @@ from ..interop import tpu
 from ..topology import MeshSpec
 
 
-# The lowering function for each platform, by the name that JAX gives the platform.
+# The platform for which a step is lowered, for each platform name of JAX's devices.
 _PLATFORMS: Mapping[str, Platform] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "cpu": "cpu"}
-# The TPU compiler's errors if arguments and temporaries together are too large, and if temporaries alone are.
+# The errors of the TPU's compiler if arguments and temporaries together are too large, and if temporaries alone are.
 _FULL = (
     re.compile(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm"),
     re.compile(r"total memory required for [\w ]+ \(([\d.]+[KMGT]?)\) exceeds available \w+ \(([\d.]+[KMGT]?)\)"),
@@ -28,11 +28,11 @@ _FULL = (
 
 @dataclasses.dataclass(frozen=True)
 class MemoryAnalysis:
-    """The compiler's count of a program's memory on one device, under the names that JAX gives them.
+    """The compiler's count of a program's memory on one device. The fields have the names of JAX's memory analysis.
 
-    `peak_memory_in_bytes` is the whole need of the program; it is 0 if the compiler does not report it, since the
-    numbers of CPU compilers leave out temporaries. A TPU compiler also counts temporaries that share memory with
-    arguments and results, so that arguments, temporaries and results add up to more than the program needs.
+    `peak_memory_in_bytes` is the largest number of bytes in use at one time; 0 if the compiler does not report it. On a
+    TPU, `temp_size_in_bytes` includes temporaries that reuse the memory of arguments and results. The sum of all sizes
+    is therefore larger than the peak.
     """
 
     __module__ = "shardfx.cost"
@@ -46,7 +46,7 @@ class MemoryAnalysis:
 
     @property
     def needed_bytes(self) -> int:
-        """The bytes that the program needs at its worst moment, as far as the compiler reports them."""
+        """The peak memory of the program; if the compiler does not report it, the sum of the sizes without aliases."""
         return self.peak_memory_in_bytes or (
             self.argument_size_in_bytes + self.output_size_in_bytes - self.alias_size_in_bytes + self.temp_size_in_bytes
         )
@@ -56,15 +56,15 @@ _COUNTED = [one for one in dataclasses.fields(MemoryAnalysis) if one.default is 
 
 
 def memory_of(compiled: Any) -> MemoryAnalysis:
-    """The memory analysis of a compiled step, whether JAX or `compile_for` compiled it."""
+    """The memory analysis of a step that JAX or `compile_for` compiled."""
     found = compiled.memory_analysis()
     if isinstance(found, MemoryAnalysis):
         return found
     devices = [device for one in jax.tree.leaves(compiled.input_shardings) for device in one.device_set]
     sizes = {one.name: int(getattr(found, one.name)) for one in _COUNTED}
-    # JAX 0.9 does not pass the peak on.
+    # The memory analysis of JAX 0.9 has no peak. The peak of CPU compilers leaves out temporaries.
     peak = int(getattr(found, "peak_memory_in_bytes", 0)) if any(one.platform == "tpu" for one in devices) else 0
-    if peak:  # the compiler counts arrays in host memory with it
+    if peak:  # includes arrays in host memory
         peak -= found.host_argument_size_in_bytes + found.host_output_size_in_bytes + found.host_temp_size_in_bytes
         peak += found.host_alias_size_in_bytes
     return MemoryAnalysis(**sizes, peak_memory_in_bytes=peak)
@@ -72,21 +72,22 @@ def memory_of(compiled: Any) -> MemoryAnalysis:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledFor:
-    """A step compiled for a topology; made by [`shardfx.cost.compile_for`][].
+    """A step compiled for devices that are not present; returned by [`shardfx.cost.compile_for`][].
 
-    [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] read it like a program that JAX compiled. It cannot run. It is
+    [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] accept it like a step that JAX compiled. It cannot run. It is
     plain data, so `pickle` can store it in a file.
 
     **Arguments:**
 
-    - `text`: the text of the optimized program.
-    - `memory`: the compiler's count.
-    - `mesh`: the mesh, with its slices.
-    - `argument_paths`: the path of each array, with its argument's name in front, by its name in the text.
-    - `target`: the target that it was compiled for.
+    - `text`: the text of the optimized HLO module.
+    - `memory`: the compiler's count of memory on one device.
+    - `mesh`: the mesh of the step, with its slices.
+    - `argument_paths`: for the name of each argument in the text, its path, which starts with the name of the step's
+        argument.
+    - `target`: the name of the target, such as "tpu:v5e:4x4".
     - `chip`: the chip of the target; `None` if it is not known.
-    - `seconds`: seconds that the compiler took.
-    - `device_ids`: the ids of the devices that it was compiled for, in the order of the mesh.
+    - `seconds`: the time that compilation took.
+    - `device_ids`: the ids of the target's devices in the order of the mesh.
     """
 
     __module__ = "shardfx.cost"
@@ -102,17 +103,15 @@ class CompiledFor:
 
     @property
     def input_shardings(self) -> tuple[NamedSharding]:
-        """One sharding on the program's mesh, so that code which reads the mesh from a compiled step's shardings finds
-        it.
-        """
+        """A replicated sharding on the step's mesh, for code that reads the mesh from a compiled step's shardings."""
         return (NamedSharding(self.mesh.abstract(), jax.P()),)
 
     def as_text(self) -> str:
-        """The text of the optimized program."""
+        """The text of the optimized HLO module."""
         return self.text
 
     def memory_analysis(self) -> MemoryAnalysis:
-        """The compiler's count of memory on one device."""
+        """The compiler's count of the step's memory on one device."""
         return self.memory
 
 
@@ -122,20 +121,19 @@ def compile_for(
     target: str | Mesh | Sequence[object] = "tpu:v5e:4x4",
     mesh: MeshSpec | None = None,
 ) -> CompiledFor:
-    """Compiles a step for a topology whose devices are not present, for [`shardfx.cost.traffic`][] and
-    [`shardfx.cost.fit`][] to read.
+    """Compiles a step for devices that are not present.
 
-    The TPU's own compiler runs, from the libtpu wheel, on any machine: `pip install "shardfx[aot]"`. A model of many
-    different layers takes minutes. To see what a layer sends, a `scan` over layers, or two layers instead of eighty, is
-    enough.
+    [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] accept the result. For TPUs, the compiler is the TPU's own
+    from the libtpu wheel, which runs on any machine: `pip install "shardfx[aot]"`. A model of many layers takes minutes
+    to compile. To see the traffic of one layer, compile a `scan` over the layers, or a model of two layers.
 
     **Arguments:**
 
     - `step`, `args`: as in [`shardfx.cost.estimate`][]. A plan that the step closes over must have no devices
         ([`shardfx.ShardPlan.off`][]) or the devices of the target.
-    - `target`: a TPU topology such as "tpu:v5p:4x4x4"; "cpu" for this machine's (emulated) CPU devices; or devices, or
-        a Mesh of them.
-    - `mesh`: the mesh of the arguments with its slices, which the arguments' shardings do not hold.
+    - `target`: the name of a TPU slice, such as "tpu:v5p:4x4x4"; "cpu" for this machine's (emulated) CPU devices; or
+        devices, or a Mesh of devices.
+    - `mesh`: the arguments' mesh as a MeshSpec with `dcn`, if the mesh spans several slices.
 
     **Returns:**
 
@@ -143,9 +141,9 @@ def compile_for(
 
     **Raises:**
 
-    `MeshError` for a target that is unknown or has too few devices, or whose compiler is not installed (the message
-    says what to install); `OutOfMemoryError` if the compiler reports that the program needs more memory than a device
-    has; JAX's own errors for a step that it cannot lower or compile.
+    `MeshError` for a target that is unknown or has too few devices, or if its compiler is not installed (the message
+    has the command to install it); `OutOfMemoryError` if the compiler reports that the program needs more memory than a
+    device has; JAX's own errors for a step that cannot be lowered or compiled.
 
     !!! Example
 
@@ -167,8 +165,7 @@ def compile_for(
     devices, chip = tuple(on.devices.flat), None
     lowered = made.lowered(_PLATFORMS.get(devices[0].platform, "cpu"))
     start = time.perf_counter()
-    # JAX compiles a program that was lowered without devices with the default platform's client, even if it is for
-    # other devices.
+    # By default, JAX compiles a program that was lowered without devices for the default platform.
     lowered._lowering.compile_args["backend"] = devices[0].client
     program = compiled(lowered, devices)
     seconds = time.perf_counter() - start
@@ -180,7 +177,7 @@ def compile_for(
 
 
 def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
-    """The compiled program; raises `OutOfMemoryError` if it needs more memory than a device has."""
+    """Compiles a lowered program for `devices`. Raises `OutOfMemoryError` if it needs more memory than a device has."""
     try:
         return lowered.compile(device_assignment=tuple(devices))
     except jax.errors.JaxRuntimeError as error:
@@ -199,7 +196,7 @@ def compiled(lowered: Any, devices: Sequence[Any]) -> Any:
 
 
 def _bytes_of(text: str) -> int:
-    """The bytes of a size as XLA writes it, such as "16.18G"."""
+    """The bytes of a size in XLA's notation, such as "16.18G"."""
     return int(float(text.rstrip("KMGT")) * 2 ** (10 * max(0, " KMGT".find(text[-1]))))
 
 

@@ -1,4 +1,4 @@
-"""The text of an HLO module as data: computations, instructions with their types, and their source lines."""
+"""A parser of HLO text: the computations of a module, their instructions, result types and source lines."""
 
 import dataclasses
 import functools as ft
@@ -15,9 +15,9 @@ from .._step import Frame
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-# JAX 0.12 writes an element of a tuple as `%param#0`, without an instruction that extracts it.
+# In the text of JAX 0.12, `%param#0` is an element of the tuple `%param`, without a `get-tuple-element` instruction.
 _OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")
-# In texts without `%`, each operand ends with its name.
+# In texts without `%`, the last word of an operand is its name.
 _BARE = re.compile(r"([A-Za-z_][\w.\-]*)\s*(?:,|$)")
 _NO_OPERANDS = ("constant", "parameter", "iota", "partition-id", "replica-id", "after-all")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -32,10 +32,10 @@ _NUMBER = re.compile(r"(\w+)=(\d+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)"(?:.*?source_line=(\d+))?')
-# Between hosts an exchange has a name; between GPUs it is identified by its pairs.
+# The attribute that a `send` and its `recv` have in common: a name between hosts, device pairs between GPUs.
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"|_xla_send_recv_source_target_pairs="?(\{\{.*?\}\})')
 _OPENING, _CLOSING = "([{", ")]}"
-# The brackets and commas of a line. A quoted text is one match, so that none in it counts.
+# A bracket, a comma, or a whole quoted text, so that brackets and commas in quotes do not match.
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]', re.DOTALL)
 
 
@@ -43,17 +43,30 @@ Phase = Literal["", "forward", "backward", "recomputed"]
 
 
 def phase_of(op_name: str) -> Phase:
-    """The pass that a JAX name stack belongs to: "forward", "backward" or "recomputed"; "" outside of a gradient."""
+    """The pass of an operation, from its JAX name stack: "forward", "backward" or "recomputed".
+
+    It is "" for an operation that `jax.grad` did not transform.
+    """
     if "rematted_computation" in op_name:
         return "recomputed"
     return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else ""
 
 
 class Instruction(NamedTuple):
-    """One instruction of HLO: its result type, its operands, and the rest of its line.
+    """One instruction of HLO.
 
-    `passes` names the compiler passes that would make this instruction. `unsure` is the fraction of its bytes that the
-    compiler may or may not send, for the reason in `note`. All three are empty in a program that was read from text.
+    **Arguments:**
+
+    - `name`: the name of the instruction.
+    - `result`: the text of its result type.
+    - `opcode`: the opcode, such as "dot".
+    - `operands`: the names of its operands.
+    - `inside`: the text between the parentheses after the opcode.
+    - `attributes`: the text after these parentheses.
+    - `is_root`: whether the computation returns the instruction's result.
+    - `passes`: the names of the simulated compiler passes that made this instruction; empty after parsing.
+    - `unsure`: the fraction of the instruction's bytes that a compiler may or may not send; 0 after parsing.
+    - `note`: the reason for `unsure`; "" after parsing.
     """
 
     name: str
@@ -69,18 +82,18 @@ class Instruction(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The instruction's line, without the compiler's `backend_config`."""
+        """The text of the instruction, without its `backend_config`."""
         line = f"%{self.name} = {self.result} {self.opcode}({self.inside}){self.attributes}"
         return line.partition(", backend_config=")[0]
 
     @property
     def structure(self) -> str:
-        """The attributes with quoted text removed, since names that users choose can look like attributes."""
+        """The text of the attributes without quoted texts, since users' names in quotes can look like attributes."""
         return _QUOTED.sub('""', self.attributes)
 
     @property
     def rendezvous(self) -> str | None:
-        """The name that a `send` has in common with its `recv`; `None` for other instructions."""
+        """The text that identifies a `send` together with its `recv`; `None` for other instructions."""
         if self.opcode not in ("send", "recv"):
             return None
         found = _RENDEZVOUS.search(self.attributes)
@@ -88,21 +101,21 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """JAX's name stack of the operation that was lowered to this instruction."""
+        """The JAX name stack of the operation that was lowered to this instruction; "" if it has none."""
         found = _OP_NAME.search(self.attributes)
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
     @property
     def phase(self) -> Phase:
-        """The pass that the instruction belongs to, by JAX's name stack."""
+        """The pass of the instruction: "forward", "backward" or "recomputed"; "" outside of gradients."""
         return phase_of(self.op_name)
 
     @property
     def called(self) -> Iterator[tuple[str, str]]:
-        """The computations that the instruction calls, each with the attribute that names it."""
-        # Most instructions name no computation, and searching each line for eight attributes takes long.
-        told = self.attributes
-        if "calls=" not in told and "to_apply=" not in told and "body=" not in told and "comp" not in told:
+        """Yields the computations that the instruction calls: the attribute ("body"), and the computation's name."""
+        # Most instructions call no computation, and a search for eight attributes in each line is slow.
+        text = self.attributes
+        if "calls=" not in text and "to_apply=" not in text and "body=" not in text and "comp" not in text:
             return
         for attribute, several, one in _CALLED.findall(self.structure):
             for name in several.split(",") if several else [one]:
@@ -115,10 +128,10 @@ class HloModule:
 
     **Arguments:**
 
-    - `entry`: the name of the computation that runs first.
-    - `computations`: by name, the instructions by name. Callees come before their callers.
-    - `stacks`: for each number in the instructions' attributes, the frames of the trace, innermost first.
-    - `partitions`: the number of devices in its first line; 1 if it has none.
+    - `entry`: the name of the entry computation.
+    - `computations`: for the name of each computation, its instructions by name. Callees come before their callers.
+    - `stacks`: for each stack frame id in the attributes of instructions, the call stack, innermost frame first.
+    - `partitions`: the number of partitions (devices) in the module's first line; 1 if the line does not have it.
     """
 
     entry: str
@@ -127,7 +140,7 @@ class HloModule:
     partitions: int = 1
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
-        """The source lines of the operation that was lowered to an instruction, innermost first."""
+        """The call stack of the operation that was lowered to an instruction, innermost frame first."""
         if found := _FRAME.search(instruction.attributes):
             return self.stacks.get(int(found[1]), ())
         if found := _OLD_SOURCE.search(instruction.attributes):
@@ -136,11 +149,11 @@ class HloModule:
 
 
 def parse_hlo(text: str) -> HloModule:
-    """Reads the text of a compiled module.
+    """Parses the text of an HLO module.
 
     **Arguments:**
 
-    - `text`: a text as `compiled.as_text()` returns it.
+    - `text`: the text, as `compiled.as_text()` returns it.
 
     **Returns:**
 
@@ -148,14 +161,14 @@ def parse_hlo(text: str) -> HloModule:
 
     **Raises:**
 
-    `ProgramError`, with the line, for text that is no HLO module or has an instruction that cannot be read.
+    `ProgramError` for text that is no HLO module or has an instruction that cannot be read. The message has the line.
     """
     computations: dict[str, dict[str, Instruction]] = {}
     tables: dict[str, list[str]] = {}
     entry, own, rows, open_line = "", None, None, ""
     for line in text.splitlines():
         if own is not None:
-            # The text of a kernel may span several lines, and a line of it may begin with a bracket.
+            # The attributes of a kernel can span several lines, and one of these lines can start with a bracket.
             if open_line and not _NAME.match(line) and not _is_whole(open_line):
                 open_line += f"\n{line}"
                 continue
@@ -217,7 +230,7 @@ def _take_out(own: dict[str, Instruction], operand: str) -> None:
 
 
 def parts_of(result: str) -> list[str]:
-    """The types inside a tuple's type; a list of one for an array's type."""
+    """The texts of the element types of a tuple type; for an array type, a list of this one type."""
     inside = result[1:-1] if result.startswith("(") else result
     depth, start, parts = 0, 0, []
     for found in _BRACKET.finditer(inside):
@@ -234,7 +247,7 @@ def _is_whole(line: str) -> bool:
 
 
 def _closed(line: str, opening: int) -> int:
-    """The position after the bracket that closes the one at `opening`."""
+    """The position in `line` after the bracket that closes the bracket at position `opening`."""
     depth = 0
     for found in _BRACKET.finditer(line, opening):
         depth += (found[0] in _OPENING) - (found[0] in _CLOSING)
@@ -268,7 +281,7 @@ _NO_MEMORY = ("token", "opaque")
 
 
 class Array(NamedTuple):
-    """An array's element type as HLO writes it, and its dimensions on one device."""
+    """The dtype of an array in HLO's notation, and its shape on one device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -278,11 +291,11 @@ class Array(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits of one element.
+        """The bits of one element.
 
         **Raises:**
 
-        `ProgramError` for an element type of unknown size.
+        `ProgramError` for a dtype of unknown size.
         """
         if self.dtype in _NO_MEMORY:
             return 0
@@ -293,13 +306,13 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> Fraction:
-        """Bytes of all elements, without padding."""
+        """The bytes of all elements, without padding."""
         return Fraction(self.bits * math.prod(self.shape), 8)
 
 
 @ft.lru_cache(maxsize=65536)
 def arrays_in(result: str) -> tuple[Array, ...]:
-    """The arrays in a type, in order.
+    """The arrays of a result type, in order; for a tuple type, the arrays of all its elements.
 
     **Raises:**
 
@@ -313,7 +326,7 @@ def arrays_in(result: str) -> tuple[Array, ...]:
 
 
 def array_of(instruction: Instruction) -> Array:
-    """The array that an instruction makes; for a tuple the first array in it."""
+    """The array that an instruction returns; for an instruction that returns a tuple, the first array of the tuple."""
     return next(iter(arrays_in(instruction.result)), Array("", ()))
 
 
@@ -328,12 +341,12 @@ def root_of(computation: Mapping[str, Instruction]) -> Instruction:
     return next(instruction for instruction in computation.values() if instruction.is_root)
 
 
-# The result of an instruction: a buffer, or a tuple of results.
+# The result type of an instruction: an array, or a tuple of result types.
 Result: TypeAlias = "Array | tuple[Result, ...]"
 
 
 def result_of(text: str) -> Result:
-    """The arrays of a result type, nested as its tuples are."""
+    """The parsed text of a result type: an `Array`, or a nested tuple of them."""
     if text.startswith("("):
         return tuple(result_of(part) for part in parts_of(text) if part)
     return next(iter(arrays_in(text)), Array("token", ()))
@@ -341,14 +354,15 @@ def result_of(text: str) -> Result:
 
 @ft.lru_cache(maxsize=65536)
 def bytes_of(buffer: Array, tile: tuple[int, int] | None) -> int:
-    """Bytes of an array in tiled memory; sub-byte types are packed."""
+    """The bytes of an array in memory, padded to whole tiles. Elements smaller than a byte are packed."""
     return -(-math.prod(padded(buffer.shape, tile)) * buffer.bits // 8)
 
 
 def padded(shape: tuple[int, ...], tile: tuple[int, int] | None) -> tuple[int, ...]:
-    """A shape padded to whole tiles, with the two last dimensions chosen so that the padding is least.
+    """A shape padded to whole tiles of (rows, columns).
 
-    The rows of a dimension shorter than a tile are padded only to a power of two, as the TPU's compiler does it.
+    The layout is the one with the least padding: any two dimensions can be the rows and columns of the tiles. A
+    dimension shorter than a tile's rows is padded to a power of two. The TPU's compiler pads arrays in the same way.
     """
     if tile is None or not shape or 0 in shape:
         return shape
@@ -368,7 +382,7 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-# These operations read and write each element once.
+# Operations that compute each element of the result from the same element of each operand.
 ELEMENTWISE = frozenset(
     "abs add and atan2 bitcast-convert cbrt ceil clamp compare complex convert cosine count-leading-zeros divide erf "
     "exponential exponential-minus-one floor imag is-finite log log-plus-one logistic map maximum minimum multiply "
@@ -376,12 +390,12 @@ ELEMENTWISE = frozenset(
     "shift-left shift-right-arithmetic shift-right-logical sign sine sqrt stochastic-convert subtract tan tanh "
     "xor".split()
 )
-# These only reorder elements, repeat them, or do nothing.
+# Operations whose result has elements of the operand in another order, or repeated, or padded.
 VIEWS = frozenset(["broadcast", "transpose", "reverse", "reshape", "copy", "pad"])
-# Constants are made by the operation that reads them.
+# Constants take no memory: the operation that reads them computes them.
 CONSTANTS = frozenset(["constant", "iota", "partition-id", "replica-id"])
-# Slices of an array: a fusion reads them in place.
+# Operations that slice an array. A fusion reads the slice from the array, without a copy.
 PIECES = frozenset(["slice", "dynamic-slice"])
 PRODUCTS = frozenset(["dot", "convolution", "ragged-dot"])
-# The result may reuse the memory of an operand that is read for the last time.
+# Operations whose result can reuse the memory of an operand that no later operation reads.
 IN_PLACE = ELEMENTWISE | {"dynamic-update-slice", "scatter", "all-reduce", "sort"}
