@@ -266,7 +266,7 @@ def carry_out(
     if move.idle:
         return labelled(x, move.dst)
     if move.how == "steps":
-        return labelled(program_of(move, donate, move.cut_within(limit_bytes))(x), move.dst)
+        return labelled(program_of(move, donate, move.chunks_within(limit_bytes))(x), move.dst)
     if move.assembly is not None:
         return labelled(_assembled(move, move.assembly, x, donate, limit_bytes, pool), move.dst)
     if not move.dst.addressable_devices:  # JAX's own device_put asserts that it has something to put

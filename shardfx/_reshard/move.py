@@ -24,7 +24,7 @@ from .shardings import (
     require_reduced,
     sharers,
 )
-from .steps.parts import PartCut, cut_in
+from .steps.chunks import Chunks, split_into
 from .steps.programs import live_program
 from .steps.redistribution import Redistribution, redistribute
 
@@ -102,39 +102,39 @@ class Move:
         devices = self.dst.device_set
         return not self.dst.is_fully_addressable and any(device.platform == "cpu" for device in devices)
 
-    def cut_in(self, count: int) -> PartCut | None:
+    def chunks_of(self, count: int) -> Chunks | None:
         """The division of the steps into at least `count` parts, or into as many as possible; `None` for a move that
         has no parts.
         """
-        return None if self.plan is None else cut_in(count, self.src.shard_shape(self.shape), self.plan.steps)
+        return None if self.plan is None else split_into(count, self.src.shard_shape(self.shape), self.plan.steps)
 
-    def cut_within(self, limit_bytes: int | None) -> PartCut | None:
+    def chunks_within(self, limit_bytes: int | None) -> Chunks | None:
         """The division of the steps into the fewest parts that fit into `limit_bytes`; `None` if the whole
         move fits.
         """
         if limit_bytes is None or self.extra_bytes <= limit_bytes:
             return None
-        cut = self.cut_in(-(-self.held_bytes // max(1, limit_bytes - self.aside_bytes)))
-        return cut if cut is None or self.bytes_in(cut) <= limit_bytes else self.cut_in(max(self.shape))
+        chunks = self.chunks_of(-(-self.held_bytes // max(1, limit_bytes - self.aside_bytes)))
+        return chunks if chunks is None or self.bytes_in(chunks) <= limit_bytes else self.chunks_of(max(self.shape))
 
-    def bytes_in(self, cut: PartCut) -> int:
+    def bytes_in(self, chunks: Chunks) -> int:
         """The bytes that the move holds if its steps run in parts, source and target included."""
-        return -(-(self.held_bytes - self.aside_bytes) * cut.part // cut.block) + self.aside_bytes
+        return -(-(self.held_bytes - self.aside_bytes) * chunks.chunk // chunks.block) + self.aside_bytes
 
     @property
     def least_bytes(self) -> int:
         """The smallest memory limit under which the array can move, whole or in the smallest parts."""
         if self.assembly is not None:
             return min(self.extra_bytes, self.assembly.least_bytes + self.aside_bytes)
-        finest = self.cut_in(max(self.shape, default=1))
+        finest = self.chunks_of(max(self.shape, default=1))
         return self.extra_bytes if finest is None else min(self.extra_bytes, self.bytes_in(finest))
 
 
 @ft.lru_cache(maxsize=4096)
-def program_of(move: Move, donate: bool, cut: PartCut | None) -> Callable[[jax.Array], jax.Array]:
+def program_of(move: Move, donate: bool, chunks: Chunks | None) -> Callable[[jax.Array], jax.Array]:
     """The steps of a move as a function, compiled on its first call."""
     assert move.plan is not None
-    return live_program(move.shape, move.plan, named(move.src), named(move.dst), donate=donate, cut=cut)
+    return live_program(move.shape, move.plan, named(move.src), named(move.dst), donate=donate, chunks=chunks)
 
 
 @ft.lru_cache(maxsize=4096)

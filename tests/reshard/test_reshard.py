@@ -278,11 +278,11 @@ def test_an_error_says_within_which_limit_an_array_moves(shape, source, target, 
 def test_what_a_move_says_it_needs_covers_what_its_program_allocates(source, target, parts):
     shape, dtype = (480, 960), np.dtype("float32")
     move = move_of(shape, dtype, source(), target(), copies=False)
-    cut = None if parts == 1 else move.cut_in(parts)
+    chunks = None if parts == 1 else move.chunks_of(parts)
     steps: Any = steps_program(shape, dtype, source(), target())
-    allocated = temp_bytes(lowered(ft.partial(steps, cut=cut), shape, dtype, source(), target()))
+    allocated = temp_bytes(lowered(ft.partial(steps, chunks=chunks), shape, dtype, source(), target()))
     devices = len(move.src.device_set)
-    needed = move.extra_bytes if cut is None else move.bytes_in(cut)
+    needed = move.extra_bytes if chunks is None else move.bytes_in(chunks)
     # The pointers of a tuple and scalars are allocations, but no copies of the array.
     assert 0 <= allocated <= needed // devices + 4096
 

@@ -1,4 +1,4 @@
-"""`StepLayout`, an array's sharding as plain integers, which the planner of reshard steps reads."""
+"""`StepLayout`, which describes an array's sharding by integers, and the shards that devices hold under it."""
 
 import dataclasses
 import math
@@ -56,7 +56,8 @@ class StepLayout:
 
 
 def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """For each device in the mesh order of `like`, its position in the mesh order of `layout`.
+    """Returns the position of each device in the mesh order of `layout`. Devices are listed in the mesh order of
+    `like`.
 
     **Arguments:**
 
@@ -68,7 +69,7 @@ def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
 
     **Raises:**
 
-    `MeshError` if the devices are not the same.
+    `MeshError` if the two meshes have different devices.
     """
     if layout.order is None or like.order is None or layout.order == like.order:
         places = np.arange(layout.size)
@@ -84,21 +85,23 @@ def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
     return places
 
 
-def digits(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:
-    """The mesh coordinates of devices at `position` in a mesh of `sizes`, with one row per axis."""
+def mesh_coordinates(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:
+    """Returns the mesh coordinates of the devices at `position` in a mesh of `sizes`, with one row per mesh axis."""
     if not sizes:
         return np.zeros((0, len(position)), np.int64)
     return np.stack(np.unravel_index(position, sizes))
 
 
 def slice_numbers(layout: StepLayout) -> np.ndarray:
-    """The slice number of each device, in mesh order. Axes with a weight above 1 run between slices."""
+    """Returns the slice number of each device, in mesh order. Axes with a weight above 1 run between slices."""
     slow = tuple(axis for axis, weight in enumerate(layout.weights) if weight > 1)
-    return piece_index(layout.sizes, digits(layout.sizes, np.arange(layout.size)), slow)
+    return shard_index(layout.sizes, mesh_coordinates(layout.sizes, np.arange(layout.size)), slow)
 
 
-def piece_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """The index of the shard that each device holds of a dimension sharded over `axes`."""
+def shard_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """Returns the index of each device's shard along a dimension that is sharded over `axes`, from the device's
+    coordinates.
+    """
     index = np.zeros(coordinates.shape[1], np.int64)
     for axis in axes:
         index = index * sizes[axis] + coordinates[axis]
@@ -106,11 +109,11 @@ def piece_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: tuple[int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class End:
-    """The layout before or after a move or a step, over factors of its mesh, with every device's coordinates.
+class FineLayout:
+    """A `StepLayout` over sub-axes of its mesh, and every device's coordinates.
 
-    `coordinates` has a row per factor and a column per device. At both ends, devices are numbered by their position
-    in the source's mesh.
+    `coordinates` has a row per sub-axis and a column per device. Devices are numbered by their position in the mesh of
+    the move's source.
     """
 
     layout: StepLayout
@@ -118,36 +121,44 @@ class End:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """For each factor, the bytes of all devices' coordinates. Equal factors of two meshes have equal keys."""
+        """For each sub-axis, the coordinates of all devices as bytes. Equal sub-axes of two meshes have equal keys."""
         return tuple(row.astype(np.uint16).tobytes() for row in self.coordinates)
 
 
 def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """Each device's coordinates in the mesh of `layout`, with devices in the order of the mesh of `like`."""
-    return digits(layout.sizes, positions(layout, like))
+    """Returns each device's coordinates in the mesh of `layout`, with devices in the mesh order of `like`."""
+    return mesh_coordinates(layout.sizes, positions(layout, like))
 
 
-def levels(end: End) -> list[tuple[float, np.ndarray]]:
-    """For each distinct link weight, from low to high: the weight, and the number of each device's group.
+def link_groups(end: FineLayout) -> list[tuple[float, np.ndarray]]:
+    """Groups devices by the speed of the links between them, for each distinct weight of the sub-axes.
 
-    Within a group a byte costs at most that weight.
+    **Returns:**
+
+    For each weight, in ascending order: the weight, and the number of each device's group. Between two devices of a
+    group a byte costs at most this weight.
     """
     weights = end.layout.weights or (1.0,) * len(end.layout.sizes)
     found = []
     for weight in sorted(dict.fromkeys(weights)) or [1.0]:
         dearer = tuple(axis for axis, other in enumerate(weights) if other > weight)
-        found.append((weight, piece_index(end.layout.sizes, end.coordinates, dearer)))
+        found.append((weight, shard_index(end.layout.sizes, end.coordinates, dearer)))
     return found
 
 
-# For each dimension of the array, the factors that shard it, major first.
-ShardDims = tuple[tuple[int, ...], ...]
+# Indices of sub-axes, major first.
+SubAxes = tuple[int, ...]
+# For each dimension of the array, the sub-axes that shard it, and the number of shards along it.
+ShardDims = tuple[SubAxes, ...]
+Counts = tuple[int, ...]
 
 
-class Holdings:
-    """The shard that each device holds under any layout over one end's factors, cached per dimension."""
+class Shards:
+    """The shard that each device holds, for any layout over the sub-axes of one mesh. A cache keeps results per
+    dimension.
+    """
 
-    def __init__(self, end: End):
+    def __init__(self, end: FineLayout):
         self.sizes = end.layout.sizes
         # Half the bytes, half the time: on thousands of devices the search is bound by these arrays.
         self.coordinates = end.coordinates.astype(np.int32)
@@ -157,7 +168,7 @@ class Holdings:
         self._numbers: dict[ShardDims, np.ndarray] = {}
 
     def count(self, axes: tuple[int, ...]) -> int:
-        """The number of shards of a dimension that is sharded over `axes`."""
+        """The number of shards along a dimension that is sharded over `axes`."""
         if axes not in self._count:
             self._count[axes] = math.prod([self.sizes[axis] for axis in axes])
         return self._count[axes]
@@ -171,14 +182,16 @@ class Holdings:
         return math.prod([self.count(axes) for axes in dims])
 
     def index(self, axes: tuple[int, ...]) -> np.ndarray:
-        """The index of the shard that each device holds of a dimension sharded over `axes`."""
+        """The index of each device's shard along a dimension that is sharded over `axes`."""
         if axes not in self._index:
             *outer, last = axes
             self._index[axes] = self.index(tuple(outer)) * np.int32(self.sizes[last]) + self.coordinates[last]
         return self._index[axes]
 
     def numbers(self, dims: ShardDims) -> np.ndarray:
-        """A number for each device's shard of the whole array. Equal shards have equal numbers at both ends."""
+        """The number of each device's shard of the whole array. Equal shards have equal numbers in all meshes of the
+        move.
+        """
         if dims not in self._numbers:
             out = np.zeros(self.devices, np.int64)
             for axes in dims:
@@ -188,9 +201,12 @@ class Holdings:
         return self._numbers[dims]
 
 
-def missing_share(source: End, target: End) -> Fraction:
-    """The fraction of the array that a device needs at the target and does not hold at the source, on average."""
-    common, unit, here, there = None, 1, Holdings(source), Holdings(target)
+def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
+    """Returns the fraction of an array that a device must receive in a move, as the mean over devices.
+
+    A device must receive the elements of its shard in `target` that are not in its shard in `source`.
+    """
+    common, unit, here, there = None, 1, Shards(source), Shards(target)
     for have, want in zip(source.layout.dims, target.layout.dims, strict=True):
         if not have and not want:
             continue
@@ -203,9 +219,18 @@ def missing_share(source: End, target: End) -> Fraction:
 
 
 def overlap(index: np.ndarray, count: int, other: np.ndarray, others: int) -> tuple[np.ndarray, int]:
-    """For each device, the overlap of its shards in two shardings of a dimension, and the dimension's size.
+    """Returns the number of elements that each device's shards in two shardings of a dimension have in common.
 
-    Both are in units of the least common multiple of the two shard counts.
+    The size of the dimension is taken to be the least common multiple of the two shard counts.
+
+    **Arguments:**
+
+    - `index`, `count`: the index of each device's shard in the first sharding, and the number of shards.
+    - `other`, `others`: the same for the second sharding.
+
+    **Returns:**
+
+    The number of common elements per device, and the size of the dimension.
     """
     parts = math.lcm(count, others)
     mine, theirs = np.int32(parts // count), np.int32(parts // others)

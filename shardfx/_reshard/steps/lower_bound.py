@@ -1,4 +1,4 @@
-"""Lower bounds on the traffic between two layouts: the bytes that devices need and do not hold."""
+"""Lower bounds on the cost of a path between two layouts, from the bytes that devices must receive."""
 
 import functools as ft
 import math
@@ -6,59 +6,58 @@ from typing import Literal
 
 import numpy as np
 
-from .layout import End, Holdings, ShardDims, levels, overlap
+from .layout import FineLayout, ShardDims, Shards, link_groups, overlap
 
 
 class LowerBound:
-    """A lower bound on the cost of moving from a layout to the target, or from the source to the layout.
+    """A lower bound on the cost of every path between a layout and the source or the target of a move.
 
-    Two things must be paid for, whatever the steps are. A device has to receive the elements that it needs and does not
-    hold; each such byte costs at least as much as one over the cheapest axis. And a group of devices that only
-    expensive axes connect to the others has to receive the elements that one of its devices needs and none of them
-    holds. Each such byte costs the difference between the expensive axes and the cheapest one.
+    The bound adds two costs. A device has to receive the elements of its new shard that are not in its old shard; each
+    of these bytes costs at least as much as a byte over the cheapest axis. A group of devices that only expensive axes
+    connect to other devices has to receive the elements that none of its devices holds. Each of these bytes costs the
+    difference between the expensive axes and the cheapest axis in addition.
 
     **Arguments:**
 
-    - `held`: the shards that devices hold under layouts over one end's factors.
-    - `near`: that end; its axes say what bytes cost.
-    - `far`: the other end.
-    - `far_is`: "target" if the move leads from the layout to the far end, "source" if it leads from the far end to the
-        layout.
+    - `shards`: the shards that devices hold, for layouts over the sub-axes of `near`.
+    - `near`: the source or the target, over whose sub-axes the layouts are; its axes say the cost of a byte.
+    - `far`: the other one of source and target.
+    - `far_is`: whether `far` is the "target" or the "source" of the move.
     """
 
-    def __init__(self, held: Holdings, near: End, far: End, far_is: Literal["target", "source"]):
-        self.held, self.needs_far = held, far_is == "target"
-        there = Holdings(far)
+    def __init__(self, shards: Shards, near: FineLayout, far: FineLayout, far_is: Literal["target", "source"]):
+        self.shards, self.needs_far = shards, far_is == "target"
+        there = Shards(far)
         self.far = [(there.index(axes), there.count(axes)) for axes in far.layout.dims]
         self.far_pieces = far.layout.pieces
-        (self.cheapest, _), *_ = cheaper = levels(near)
+        (self.cheapest, _), *_ = cheaper = link_groups(near)
         self.dearer = [
-            _GroupBound(held, self.far, group, weight - less)
+            _GroupBound(shards, self.far, group, weight - less)
             for (less, group), (weight, _) in zip(cheaper, cheaper[1:], strict=False)
         ]
         self._common_shares: dict[tuple[int, tuple[int, ...]], np.ndarray | None] = {}
 
     def __call__(self, dims: ShardDims) -> float:
-        """The least cost of a path between the layout `dims` and the far end of the move, which `far_is` names."""
+        """The least cost of a path between the layout `dims` and the layout `far`."""
         shares = [share for share in map(self._common_share, range(len(dims)), dims) if share is not None]
         if not shares:
             return 0.0
         *others, last = shares
         common = last.sum() if not others else np.dot(ft.reduce(np.multiply, others), last)
-        wanted = self.far_pieces if self.needs_far else self.held.pieces(dims)
+        wanted = self.far_pieces if self.needs_far else self.shards.pieces(dims)
         bound = max(0.0, 1.0 / wanted - float(common) / len(last)) * self.cheapest
         return bound + sum([group.bound(dims, self.needs_far) for group in self.dearer])
 
     def _common_share(self, dim: int, axes: tuple[int, ...]) -> np.ndarray | None:
-        """The fraction of a dimension that each device holds both in this layout and at the far end of the move.
+        """The fraction of a dimension that each device holds both under the layout and under `far`.
 
-        `None` if neither end shards the dimension.
+        `None` if neither layout shards the dimension.
         """
         key = (dim, axes)
         if key not in self._common_shares:
             index, count = self.far[dim]
             if axes or count > 1:
-                common, parts = overlap(self.held.index(axes), self.held.count(axes), index, count)
+                common, parts = overlap(self.shards.index(axes), self.shards.count(axes), index, count)
                 self._common_shares[key] = common * (1.0 / parts)
             else:
                 self._common_shares[key] = None
@@ -66,34 +65,34 @@ class LowerBound:
 
 
 class _GroupBound:
-    """The term of the lower bound for groups of devices: a byte from another group costs `extra` more."""
+    """The term of a lower bound for groups of devices: each byte from another group costs `extra` more."""
 
-    def __init__(self, held: Holdings, far: list[tuple[np.ndarray, int]], group: np.ndarray, extra: float):
-        self.held, self.group, self.extra = held, group, extra
+    def __init__(self, shards: Shards, far: list[tuple[np.ndarray, int]], group: np.ndarray, extra: float):
+        self.shards, self.group, self.extra = shards, group, extra
         self.groups = int(group.max()) + 1
-        self.far = [_HeldByGroups(group, self.groups, *pieces) for pieces in far]
-        # The fraction of a dimension that each group holds in a layout, and the fraction that it also holds at the far
-        # end.
+        self.far = [_GroupShards(group, self.groups, *pieces) for pieces in far]
+        # The fraction of a dimension that each group holds under a layout, and the fraction of it that the group also
+        # holds under the far layout.
         self._shares: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def bound(self, dims: ShardDims, needs_far: bool) -> float:
-        """The extra cost of the bytes that a group needs and none of its devices holds, on average per device."""
+        """The extra cost of the bytes that a group of devices must receive from other groups: the mean over devices."""
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):
             if not axes and self.far[dim].count == 1:
                 continue
             if (dim, axes) not in self._shares:
-                here = _HeldByGroups(self.group, self.groups, self.held.index(axes), self.held.count(axes))
-                self._shares[dim, axes] = here.share, here.share_in_common(self.far[dim])
+                here = _GroupShards(self.group, self.groups, self.shards.index(axes), self.shards.count(axes))
+                self._shares[dim, axes] = here.share, here.common_share(self.far[dim])
             share, both = self._shares[dim, axes]
             need, common = need * (self.far[dim].share if needs_far else share), common * both
-        return max(0.0, float(np.mean(need - common))) * self.groups / self.held.devices * self.extra
+        return max(0.0, float(np.mean(need - common))) * self.groups / self.shards.devices * self.extra
 
 
-class _HeldByGroups:
-    """The shards of a dimension, out of `count`, that the devices of each group hold between them.
+class _GroupShards:
+    """The shards of a dimension, out of `count`, that the devices of each group hold.
 
-    Only pairs of a group and a shard that it holds are listed, so there are at most as many as devices.
+    Only pairs of a group and a shard in it are listed, so there are at most as many pairs as devices.
     """
 
     def __init__(self, group: np.ndarray, groups: int, index: np.ndarray, count: int):
@@ -103,8 +102,8 @@ class _HeldByGroups:
         self.group, self.index = np.divmod(np.flatnonzero(self.holds), count)
         self.share = np.bincount(self.group, minlength=groups) * (1.0 / count)
 
-    def share_in_common(self, other: "_HeldByGroups") -> np.ndarray:
-        """For each group, the fraction of the dimension that it holds in both `self` and `other`."""
+    def common_share(self, other: "_GroupShards") -> np.ndarray:
+        """For each group, the fraction of the dimension that its devices hold both in `self` and in `other`."""
         fine, coarse = (self, other) if self.count >= other.count else (other, self)
         parts = math.lcm(fine.count, coarse.count)
         step = parts // fine.count

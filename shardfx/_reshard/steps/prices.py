@@ -9,7 +9,7 @@ import itertools as it
 
 import numpy as np
 
-from .layout import End, levels
+from .layout import FineLayout, link_groups
 
 
 # A small cost per step makes the search prefer the path with fewer steps among paths of equal traffic.
@@ -20,66 +20,66 @@ STEP_BEFORE_PERMUTATION = 1.01 * STEP
 
 
 class Prices:
-    """The costs of collectives along factors of one end's mesh, as fractions of the array times weights."""
+    """The costs of collectives along sub-axes of one mesh, as fractions of the array's bytes, times weights."""
 
-    def __init__(self, end: End):
+    def __init__(self, end: FineLayout):
         self.sizes = end.layout.sizes
         self.weights = end.layout.weights or (1.0,) * len(self.sizes)
 
     def all_to_all(self, pieces: int, group: tuple[int, ...]) -> float:
-        """The cost of an all-to-all along the factors `group` for an array of `pieces` shards."""
+        """The cost of an all-to-all along the sub-axes `group` for an array of `pieces` shards."""
         left, cost = 1.0, 0.0
-        for factor in self._dearest_first(group):
+        for sub_axis in self._dearest_first(group):
             # Only the bytes that must cross a slow axis do so, once. The rest moves over faster axes.
-            cost += left * (1 - 1 / self.sizes[factor]) * self.weights[factor]
-            left /= self.sizes[factor]
+            cost += left * (1 - 1 / self.sizes[sub_axis]) * self.weights[sub_axis]
+            left /= self.sizes[sub_axis]
         return cost / pieces
 
     def all_gather(self, pieces: int, group: tuple[int, ...]) -> float:
-        """The cost of an all-gather along the factors `group` for an array of `pieces` shards."""
+        """The cost of an all-gather along the sub-axes `group` for an array of `pieces` shards."""
         held, cost = 1, 0.0
-        for factor in self._dearest_first(group):
+        for sub_axis in self._dearest_first(group):
             # A shard enters a slice once and is copied inside it.
-            cost += held * (self.sizes[factor] - 1) * self.weights[factor]
-            held *= self.sizes[factor]
+            cost += held * (self.sizes[sub_axis] - 1) * self.weights[sub_axis]
+            held *= self.sizes[sub_axis]
         return cost / pieces
 
     def are_mixed(self, group: tuple[int, ...]) -> bool:
-        """Whether the factors in `group` have different weights."""
-        return len({self.weights[factor] for factor in group}) > 1
+        """Whether the sub-axes in `group` have different weights."""
+        return len({self.weights[sub_axis] for sub_axis in group}) > 1
 
     def _dearest_first(self, group: tuple[int, ...]) -> list[int]:
-        return sorted(group, key=lambda factor: -self.weights[factor])
+        return sorted(group, key=lambda sub_axis: -self.weights[sub_axis])
 
 
 class PermutationPrices:
-    """The costs of permutations of shards among all devices. `asked` counts the expensive computations."""
+    """The costs of permutations of shards among all devices. `computed` counts the costs that took long to compute."""
 
-    def __init__(self, source: End):
-        self.levels = levels(source)
-        self.asked = 0
+    def __init__(self, source: FineLayout):
+        self.link_groups = link_groups(source)
+        self.computed = 0
 
-    def cost(self, have: np.ndarray, want: np.ndarray, share: float, spare: float) -> float:
-        """The cost of the permutation that takes the shards `have` to the shards `want`.
+    def cost(self, have: np.ndarray, want: np.ndarray, share: float, limit: float) -> float:
+        """Returns the cost of the permutation after which devices hold the shards `want` instead of the shards `have`.
 
         **Arguments:**
 
-        - `have`, `want`: for each device, the number of the shard that it holds before and after.
+        - `have`, `want`: for each device, the number of its shard before and after.
         - `share`: the size of one shard as a fraction of the array.
-        - `spare`: a limit. If the cost reaches it, the function may return any lower bound that reaches it too.
+        - `limit`: a cost. If the permutation costs more, any lower bound above `limit` may be returned.
         """
         moves = have != want
         moving = int(moves.sum())
         if not moving:
             return 0.0
         share /= len(have)
-        total = self.levels[0][0] * moving * share
-        if len(self.levels) == 1 or total >= spare:
+        total = self.link_groups[0][0] * moving * share
+        if len(self.link_groups) == 1 or total >= limit:
             return total + STEP
-        self.asked += 1
+        self.computed += 1
         # Each device sends its shard to one other, so a group serves at most as many requests as it has copies.
         span, have, want = int(want.max()) + 1, have[moves], want[moves]
-        for (cheap, group), (weight, _) in it.pairwise(self.levels):
+        for (cheap, group), (weight, _) in it.pairwise(self.link_groups):
             # The size of the multiset intersection of the two sides.
             marked = np.sort(
                 np.concatenate([2 * (group[moves] * span + side) + at for at, side in enumerate((have, want))])

@@ -1,7 +1,7 @@
 """Runs the steps of a `Redistribution` on traced or live arrays, as one `shard_map` over the source's mesh.
 
-Collectives list the devices of their replica groups. So no mesh of factors is built, and the steps along factors of
-the target's mesh run in the same `shard_map`.
+Each collective lists the devices of its replica groups. No mesh of sub-axes is needed, and steps along sub-axes of the
+target's mesh run in the same `shard_map`.
 """
 
 import functools as ft
@@ -16,9 +16,9 @@ from jaxtyping import Array, Shaped
 
 from ..._ground.spec import bits
 from ..shardings import NO_MESH, flat, labelled, layouts, placed, same_order, untyped
+from .chunks import Chunks, chunks_on_tpus, in_chunks
 from .groups import all_to_all, gathered, join, split, starts
 from .layout import StepLayout
-from .parts import PartCut, cut_on_tpus, in_parts
 from .redistribution import MoveStep, Redistribution, permutation
 
 
@@ -28,7 +28,7 @@ def program(
     dst: NamedSharding,
     steps: tuple[MoveStep, ...],
     like: StepLayout,
-    cut: PartCut | None = None,
+    chunks: Chunks | None = None,
 ) -> Shaped[Array, "..."]:
     """Moves a traced array from sharding `src` to sharding `dst`.
 
@@ -36,9 +36,9 @@ def program(
 
     - `x`: an array of rank 1 or more if there are steps.
     - `src`, `dst`: shardings on meshes that list the same devices in the same order.
-    - `steps`: the steps of the Redistribution between the two.
-    - `like`: the layout of `src`, which numbers the devices.
-    - `cut`: as of `live_program`.
+    - `steps`: the steps from `src` to `dst`.
+    - `like`: the layout of `src`. Devices are numbered in its mesh order.
+    - `chunks`: the chunks in which shards move one after another to limit memory; `None` to move whole shards.
 
     **Returns:**
 
@@ -46,12 +46,12 @@ def program(
     """
     if not steps:
         return placed(x, dst)
-    mapped = ft.partial(_moving, src=src, steps=steps, like=like, cut=cut)
+    mapped = ft.partial(_moving, src=src, steps=steps, like=like, chunks=chunks)
     if src.mesh.abstract_mesh == dst.mesh.abstract_mesh:
         return mapped(placed(x, src), spec=dst.spec)
     # The shards concatenated along dimension 0 in device order mean the same on either mesh, so nothing moves here.
     x = placed(mapped(placed(x, src), spec=flat(src.mesh)), NamedSharding(dst.mesh, flat(dst.mesh)))
-    return _mapped(lambda piece: piece, dst.mesh, flat(dst.mesh), dst.spec)(x)
+    return _mapped(lambda shard: shard, dst.mesh, flat(dst.mesh), dst.spec)(x)
 
 
 def _moving(
@@ -59,10 +59,10 @@ def _moving(
     src: NamedSharding,
     steps: tuple[MoveStep, ...],
     like: StepLayout,
-    cut: PartCut | None,
+    chunks: Chunks | None,
     spec: PartitionSpec,
 ) -> Shaped[Array, "..."]:
-    body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), cut=cut)
+    body = ft.partial(run, steps=steps, like=like, axes=tuple(src.mesh.axis_names), chunks=chunks)
     return _mapped(body, src.mesh, src.spec, spec)(x)
 
 
@@ -73,9 +73,9 @@ def live_program(
     dst: NamedSharding,
     *,
     donate: bool,
-    cut: PartCut | None = None,
+    chunks: Chunks | None = None,
 ) -> Callable[[jax.Array], jax.Array]:
-    """A function that moves live arrays of one shape and sharding. It compiles on its first call.
+    """Returns a function that moves live arrays of one shape and sharding. It compiles on its first call.
 
     **Arguments:**
 
@@ -83,14 +83,14 @@ def live_program(
     - `plan`: the steps from `src` to `dst`, one or more.
     - `src`, `dst`: the shardings before and after, on the same devices in any order.
     - `donate`: whether the function gives up the buffers of its argument.
-    - `cut`: the chunks in which shards move one after another to limit memory; `None` to move whole shards.
+    - `chunks`: the chunks in which shards move one after another to limit memory; `None` to move whole shards.
 
     **Returns:**
 
     A function of one array.
     """
     here, there = untyped(src), untyped(dst)
-    planned = {"src": here, "steps": plan.steps, "like": layouts(len(shape), here, there)[0], "cut": cut}
+    planned = {"src": here, "steps": plan.steps, "like": layouts(len(shape), here, there)[0], "chunks": chunks}
     if same_order(here, there):
         # XLA reuses a buffer only for a result of the same size.
         reuse = (0,) if donate and here.shard_shape(shape) == there.shard_shape(shape) else ()
@@ -128,83 +128,83 @@ def _mapped(body, mesh: Mesh | AbstractMesh, source: PartitionSpec, target: Part
 
 
 def run(
-    piece: Shaped[Array, "..."],
+    shard: Shaped[Array, "..."],
     *,
     steps: tuple[MoveStep, ...],
     like: StepLayout,
     axes: tuple[str, ...],
-    cut: PartCut | None = None,
+    chunks: Chunks | None = None,
 ) -> Shaped[Array, "..."]:
-    """Applies all steps to one device's shard. It is traced inside `shard_map` over all `axes`."""
+    """Applies all steps to one device's shard. It is traced inside a `shard_map` over all `axes`."""
 
-    def at_once(piece: Array) -> Array:
+    def at_once(shard: Array) -> Array:
         for step in steps:
-            piece = _RUN[step.kind](piece, step, like, axes)
-        return piece
+            shard = _RUN[step.kind](shard, step, like, axes)
+        return shard
 
-    is_key = jnp.issubdtype(piece.dtype, jax.dtypes.extended)  # whose memory is none of ours
-    on_tpus = None if is_key else cut_on_tpus(piece.shape, bits(piece.dtype), steps)
-    if on_tpus is None or (cut is not None and cut.parts >= on_tpus.parts):
-        on_tpus = cut
+    is_key = jnp.issubdtype(shard.dtype, jax.dtypes.extended)  # whose memory is none of ours
+    on_tpus = None if is_key else chunks_on_tpus(shard.shape, bits(shard.dtype), steps)
+    if on_tpus is None or (chunks is not None and chunks.per_block >= on_tpus.per_block):
+        on_tpus = chunks
     if on_tpus is None:
-        return at_once(piece)
-    tpu = ft.partial(in_parts, move=at_once, cut=on_tpus)
-    other = at_once if cut is None else ft.partial(in_parts, move=at_once, cut=cut, as_on_tpus=False)
-    return lax.platform_dependent(piece, tpu=tpu, cpu=other if cut is None else on_bits(other), default=other)
+        return at_once(shard)
+    tpu = ft.partial(in_chunks, move=at_once, chunks=on_tpus)
+    other = at_once if chunks is None else ft.partial(in_chunks, move=at_once, chunks=chunks, as_on_tpus=False)
+    return lax.platform_dependent(shard, tpu=tpu, cpu=other if chunks is None else on_bits(other), default=other)
 
 
-def _slice(piece: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
+def _slice(shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
     part = jnp.asarray(starts(step.source, step.target, like), jnp.int32)[lax.axis_index(axes)]
     sizes = [
         size * have // want
-        for size, have, want in zip(piece.shape, step.source.counts, step.target.counts, strict=True)
+        for size, have, want in zip(shard.shape, step.source.counts, step.target.counts, strict=True)
     ]
     start = [part[dim] * size for dim, size in enumerate(sizes)]
-    return moved(ft.partial(lax.dynamic_slice, start_indices=start, slice_sizes=sizes), piece)
+    return moved(ft.partial(lax.dynamic_slice, start_indices=start, slice_sizes=sizes), shard)
 
 
-def _permute(piece: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
+def _permute(shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
     pairs = [(sender, device) for device, sender in enumerate(permutation(step.source, step.target, like).tolist())]
-    return moved(ft.partial(lax.ppermute, axis_name=axes, perm=pairs), piece)
+    return moved(ft.partial(lax.ppermute, axis_name=axes, perm=pairs), shard)
 
 
-def _all_gather(piece: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
+def _all_gather(shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
     for dim, groups in gathered(step.source, step.target, like):
         gather = ft.partial(lax.all_gather, axis_name=axes, axis_index_groups=groups.tolist())
-        shape = (*piece.shape[:dim], -1, *piece.shape[dim + 1 :])
-        stacked = lambda piece, gather=gather, dim=dim, shape=shape: jnp.moveaxis(gather(piece), 0, dim).reshape(shape)
-        piece = _either(piece, ft.partial(gather, axis=dim, tiled=True), stacked)
-    return piece
+        shape = (*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
+        stacked = lambda shard, gather=gather, dim=dim, shape=shape: jnp.moveaxis(gather(shard), 0, dim).reshape(shape)
+        shard = _either(shard, ft.partial(gather, axis=dim, tiled=True), stacked)
+    return shard
 
 
-def _either(piece: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]) -> Array:
+def _either(shard: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]) -> Array:
     """Applies `stacked` on CPUs, over integers of the same bits, and `at_once` on other platforms.
 
-    XLA's CPU compiler runs `at_once` in a buffer with transposed dimensions and copies that element by element. On TPUs
-    `at_once` is fast, and `stacked` would read and write the shards once more.
+    XLA's CPU compiler runs `at_once` in a buffer with transposed dimensions, which it copies element by element. On
+    TPUs `at_once` is fast, and `stacked` would read and write the shards once more.
     """
-    return lax.platform_dependent(piece, cpu=on_bits(stacked), default=at_once)
+    return lax.platform_dependent(shard, cpu=on_bits(stacked), default=at_once)
 
 
-def _all_to_all(piece: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
+def _all_to_all(shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str, ...]) -> Array:
     how = all_to_all(step.source, step.target, like)
     swap = ft.partial(lax.all_to_all, axis_name=axes, tiled=True, axis_index_groups=how.groups.tolist())
-    stacked = lambda piece: join(swap(split(piece, how), split_axis=0, concat_axis=0), how)
+    stacked = lambda shard: join(swap(split(shard, how), split_axis=0, concat_axis=0), how)
     members = tuple(range(len(how.sizes)))
     if how.splits.count(members) == 1 and how.joins.count(members) == 1:
         ends = {"split_axis": how.splits.index(members), "concat_axis": how.joins.index(members)}
-        return _either(piece, ft.partial(swap, **ends), stacked)
-    return moved(stacked, piece)
+        return _either(shard, ft.partial(swap, **ends), stacked)
+    return moved(stacked, shard)
 
 
 _RUN = {"slice": _slice, "permute": _permute, "all_gather": _all_gather, "all_to_all": _all_to_all}
 
 
 def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs `move` on small floats as integers of the same bits, and on other dtypes directly.
+    """Returns a function that runs `move` on small floats as integers of the same bits, and on other dtypes directly.
 
-    XLA's CPU compiler turns bfloat16 and floats of fewer bits into larger ones, moves those, and turns them back: twice
-    the traffic and the memory, and a NaN does not keep its bits.
+    XLA's CPU compiler converts bfloat16 and floats of fewer bits to larger floats, moves these, and converts them back.
+    This takes twice the traffic and the memory, and a NaN does not keep its bits.
     """
 
     def run(x: Any, *others: Any) -> Any:
@@ -223,5 +223,5 @@ def is_small_float(dtype: Any) -> bool:
 
 
 def moved(move: Callable[..., object], *arrays: object) -> Any:
-    """Wraps `move` for traced arrays. On CPUs it moves small floats as integers of the same bits."""
+    """Applies `move` to traced arrays. On CPUs `move` gets small floats as integers of the same bits."""
     return lax.platform_dependent(*arrays, cpu=on_bits(move), default=move)

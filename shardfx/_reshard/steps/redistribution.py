@@ -1,6 +1,6 @@
-"""Plans the steps from one layout to another with little traffic and bounded memory, without any devices.
+"""Plans the steps that move an array between two shardings over the same devices, from integers alone.
 
-The steps are those of Rink et al. 2021 (arXiv 2112.01075); the search is a bidirectional A* over them.
+The kinds of steps are from Rink et al. 2021 (arXiv 2112.01075). `search` finds the layouts between the steps.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from .layout import (
-    End,
-    Holdings,
+    FineLayout,
+    Shards,
     StepLayout,
     coordinates,
-    levels,
+    link_groups,
     missing_share,
     slice_numbers,
 )
@@ -30,16 +30,16 @@ StepKind = Literal["slice", "all_to_all", "permute", "all_gather"]
 
 
 class PathStep(NamedTuple):
-    """One step of a path, with the bytes that a device receives in it.
+    """One step of a path, and the bytes that a device receives in it.
 
-    Both fractions are means over devices, relative to the bytes of the whole array.
+    The bytes are fractions of the bytes of the whole array, as means over devices.
 
     **Arguments:**
 
-    - `kind`: the collective; see `MoveStep`.
-    - `source`, `target`: the layouts before and after.
-    - `wire_share`: the fraction received from all other devices.
-    - `dcn_share`: the fraction received from devices of other slices.
+    - `kind`: the kind of step, as in `MoveStep`.
+    - `source`, `target`: the layouts before and after the step.
+    - `wire_share`: the bytes from all other devices.
+    - `dcn_share`: the bytes from devices of other slices.
     """
 
     kind: StepKind
@@ -55,13 +55,13 @@ Path = tuple[PathStep, ...]
 
 @dataclasses.dataclass(frozen=True)
 class MoveStep:
-    """One collective (or local slice) of a move, along factors of the mesh axes.
+    """One collective (or local slice) of a move, along sub-axes of the mesh.
 
     **Arguments:**
 
     - `kind`: "slice" (local), "all_to_all", "permute" or "all_gather".
-    - `source`, `target`: the layouts before and after, on meshes whose axes are factors of the given mesh
-        axes; the two differ in their mesh only where a permute or a slice leads from one factorisation to another.
+    - `source`, `target`: the layouts before and after the step, over sub-axes of the given meshes. Only a permute or a
+        slice may lead from sub-axes of one mesh to sub-axes of the other mesh.
     - `wire_bytes`: the bytes that a device receives, as the mean over devices, rounded up.
     - `dcn_bytes`: the bytes among `wire_bytes` that come from another slice (or node). An upper bound if slices do not
         line up with mesh axes.
@@ -82,13 +82,13 @@ class Redistribution:
 
     **Arguments:**
 
-    - `steps`: in order; empty if every device already holds its target shard.
+    - `steps`: the steps in order; none if every device already holds its target shard.
     - `wire_bytes`: the bytes that a device receives over all steps, as the mean over devices, rounded up.
     - `dcn_bytes`: the bytes among `wire_bytes` that come from another slice (or node). An upper bound if slices do not
         line up with mesh axes.
     - `peak_bytes`: the most bytes of shards that a device holds at one time.
-    - `lower_bound_bytes`: the bytes that a device must receive under any algorithm, as the mean over devices: its
-        target shard without the elements that it already holds.
+    - `lower_bound_bytes`: the bytes that a device must receive under any algorithm, as the mean over devices. Elements
+        of its target shard that the device already holds do not count.
     """
 
     steps: tuple[MoveStep, ...]
@@ -112,7 +112,7 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, ds
 
     **Returns:**
 
-    The `Redistribution`, from a bounded cache where the same move was planned before.
+    The `Redistribution`. A bounded cache keeps earlier results.
 
     **Raises:**
 
@@ -126,7 +126,7 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, ds
 
 @ft.lru_cache(maxsize=4096)
 def _planned(room: tuple[int, ...], src: StepLayout, dst: StepLayout) -> tuple[Path, Fraction]:
-    """The path, and the least fraction of the array that a device receives on any path."""
+    """Returns the path, and the least fraction of the array that a device receives on any path."""
     source, target = refine(src, dst)
     bound = missing_share(source, target)
     if not bound:  # every device already holds its target shard
@@ -135,7 +135,7 @@ def _planned(room: tuple[int, ...], src: StepLayout, dst: StepLayout) -> tuple[P
     route = route or cheapest_route(Problem(room, *refine(src, dst, prime=True)))
     if route is None:
         raise AssertionError(
-            "slices, all-to-alls and gathers of prime factors lead everywhere; please report this move"
+            "slices, all-to-alls and all-gathers of prime sub-axes lead everywhere; please report this move"
         )
     return path_along(*route), bound
 
@@ -164,24 +164,24 @@ def _bytes(bits: Fraction | int) -> int:
 
 
 def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Path:
-    """The steps of a path that visits the layouts `before`, then the layouts `after`.
+    """Returns the steps of a path through the layouts `before` and then through the layouts `after`.
 
     The step from the source's mesh to the target's mesh is a permutation, or a slice if each device already holds its
     next shard.
 
     **Arguments:**
 
-    - `before`: layouts over the source's factors, beginning with the source.
-    - `after`: layouts over the target's factors, ending with the target.
+    - `before`: layouts over the source's sub-axes, beginning with the source.
+    - `after`: layouts over the target's sub-axes, ending with the target.
 
     **Returns:**
 
-    The steps. Neighbouring steps of one kind are merged where one operation can do both.
+    The steps. Successive steps of one kind are merged if one operation can do both.
     """
     pairs = [*it.pairwise(before), (before[-1], after[0]), *it.pairwise(after)]
     steps: list[PathStep] = []
     for index, (source, target) in enumerate(pairs):
-        # The two meshes number their factors differently, so the step between them may be any permutation.
+        # The two meshes number their sub-axes differently, so the step between them may be any permutation.
         crosses = index == len(before) - 1 and target.pieces == source.pieces
         kind = "permute" if crosses else _kind(source, target)
         if steps and kind == steps[-1].kind and _are_one(kind, steps[-1], source, target):
@@ -199,16 +199,18 @@ def _kind(source: StepLayout, target: StepLayout) -> StepKind:
 
 
 def _shares(kind: StepKind, source: StepLayout, target: StepLayout, like: StepLayout) -> tuple[Fraction, Fraction]:
-    """The fractions of the array that a device receives in one step: in total, and from other slices."""
+    """Returns the fractions of the array that a device receives in a step: from all devices, and from other slices."""
     if kind == "slice":
         return Fraction(0), Fraction(0)
     if kind == "permute":
         senders = permutation(source, target, like)
         moved = [int((ids[senders] != ids).sum()) for ids in (np.arange(len(senders)), slice_numbers(like))]
         return Fraction(moved[0], len(senders) * source.pieces), Fraction(moved[1], len(senders) * source.pieces)
-    factors = _changed(source, target)
-    members = math.prod(source.sizes[factor] for factor in factors)
-    near = math.prod(source.sizes[factor] for factor in factors if not source.weights or source.weights[factor] <= 1)
+    sub_axes = _changed(source, target)
+    members = math.prod(source.sizes[sub_axis] for sub_axis in sub_axes)
+    near = math.prod(
+        source.sizes[sub_axis] for sub_axis in sub_axes if not source.weights or source.weights[sub_axis] <= 1
+    )
     if kind == "all_gather":
         # A shard enters a slice once and is copied inside it.
         return Fraction(members - 1, source.pieces), Fraction(members // near - 1, source.pieces)
@@ -216,7 +218,7 @@ def _shares(kind: StepKind, source: StepLayout, target: StepLayout, like: StepLa
 
 
 def _changed(source: StepLayout, target: StepLayout) -> list[int]:
-    """The factors that do not shard the same dimension in `target` as in `source`."""
+    """Returns the sub-axes that do not shard the same dimension in `target` as in `source`."""
     places = [{f: dim for dim, axes in enumerate(end.dims) for f in axes} for end in (source, target)]
     return [f for f in range(len(source.sizes)) if places[0].get(f) != places[1].get(f)]
 
@@ -224,10 +226,10 @@ def _changed(source: StepLayout, target: StepLayout) -> list[int]:
 def _are_one(kind: StepKind, earlier: PathStep, source: StepLayout, target: StepLayout) -> bool:
     """Whether a step from `source` to `target` and the previous step of the same kind are one operation.
 
-    Two all-to-alls never are; slices and permutations always are. Two gathers are one if they join the same dimension
-    and are along factors of the same mesh. Gathers along factors of two meshes become neighbours if the
-    permutation between them moves nothing and is left out. Then the first gather's target is not
-    the second gather's source.
+    Two all-to-alls never are; slices and permutations always are. Two all-gathers are one if they concatenate along the
+    same dimension, and along sub-axes of the same mesh. All-gathers along sub-axes of two meshes follow each other if
+    the permutation between them moves nothing and is left out. The first one's target then differs from the second
+    one's source.
     """
     if kind != "all_gather":
         return kind != "all_to_all"
@@ -238,16 +240,16 @@ def _are_one(kind: StepKind, earlier: PathStep, source: StepLayout, target: Step
 
 
 def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """For each device, the device that sends it its shard in a permute step.
+    """Returns for each device the device that sends it its new shard in a permute.
 
-    It is the device itself if it has that shard, else the nearest free holder. Both layouts have equal counts along
-    every dimension.
+    A device that already holds its new shard is its own sender. Another device receives the shard from the nearest
+    device that holds it and does not yet send. Both layouts have equal shard counts along every dimension.
     """
-    ends = [End(end, coordinates(end, like)) for end in (source, target)]
-    have, want = (Holdings(end).numbers(end.layout.dims) for end in ends)
+    ends = [FineLayout(end, coordinates(end, like)) for end in (source, target)]
+    have, want = (Shards(end).numbers(end.layout.dims) for end in ends)
     sender = np.where(have == want, np.arange(len(have)), -1)
     span = int(max(have.max(), want.max())) + 1
-    for _, group in levels(ends[0]):
+    for _, group in link_groups(ends[0]):
         free = np.setdiff1d(np.arange(len(have)), sender)
         without = np.flatnonzero(sender < 0)
         _match(sender, without, (group * span + want)[without], free, (group * span + have)[free])
@@ -255,8 +257,13 @@ def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.
 
 
 def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np.ndarray, held: np.ndarray) -> None:
-    """Sets senders in place: the k-th device that lacks a shard receives it from the k-th free device that holds this
-    shard.
+    """Sets senders in place. The k-th receiver of a shard gets it from the k-th device that holds this shard.
+
+    **Arguments:**
+
+    - `sender`: the sender of each device.
+    - `without`, `wanted`: the devices that still need a shard, and the number of this shard.
+    - `free`, `held`: the devices that do not send yet, and the number of the shard that each holds.
     """
     (without, wanted, first), (free, held, second) = (_ranked(without, wanted), _ranked(free, held))
     pair = len(sender) + 1
@@ -266,8 +273,8 @@ def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np
 
 
 def _ranked(who: np.ndarray, what: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The devices `who` sorted by their shards `what`, the sorted shards, and the rank of each device among those with
-    the same shard.
+    """Returns the devices `who` sorted by their shards `what`, the sorted shards, and each device's rank within its
+    shard.
     """
     order = np.argsort(what, kind="stable")
     ascending = what[order]

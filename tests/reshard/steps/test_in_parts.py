@@ -8,8 +8,8 @@ from hypothesis import example, given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx._reshard.shardings import flat
+from shardfx._reshard.steps.chunks import Chunks, chunks_on_tpus, in_chunks
 from shardfx._reshard.steps.layout import StepLayout
-from shardfx._reshard.steps.parts import PartCut, cut_on_tpus, in_parts
 from shardfx._reshard.steps.programs import run
 from shardfx._reshard.steps.redistribution import Redistribution, redistribute
 
@@ -34,12 +34,12 @@ def moves(draw):
     return more, dtype, src, dst, draw(st.integers(1, 4)), draw(st.integers(0, rank - 1))
 
 
-def moved(values: np.ndarray, src: StepLayout, dst: StepLayout, plan: Redistribution, cut: PartCut) -> jax.Array:
+def moved(values: np.ndarray, src: StepLayout, dst: StepLayout, plan: Redistribution, chunks: Chunks) -> jax.Array:
     """The array after the steps of a plan, part by part; its pieces lie end to end along the first dimension."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(src.sizes), tuple("abc"[: len(src.sizes)]))
     spec = P(*[tuple("abc"[axis] for axis in axes) or None for axes in src.dims])
     step = ft.partial(run, steps=plan.steps, like=src, axes=mesh.axis_names)
-    body = ft.partial(in_parts, move=step, cut=cut)
+    body = ft.partial(in_chunks, move=step, chunks=chunks)
     program = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=flat(mesh), check_vma=False)
     return jax.jit(program)(jax.device_put(values, NamedSharding(mesh, spec)))
 
@@ -53,7 +53,7 @@ def assert_moved(shape: tuple[int, ...], dtype: np.dtype, src: StepLayout, dst: 
     # Every element has bits of its own, also where they are those of a NaN (of a small one the CPU would change them).
     bits = np.arange(math.prod(shape), dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(32 - 8 * dtype.itemsize)
     values = bits.astype(f"uint{8 * dtype.itemsize}").view(dtype).reshape(shape)
-    got = moved(values, src, dst, plan, PartCut(dim, block, min(part, block), dst.piece_shape(shape)))
+    got = moved(values, src, dst, plan, Chunks(dim, block, min(part, block), dst.piece_shape(shape)))
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(dst.sizes), tuple("abc"[: len(dst.sizes)]))
     right = NamedSharding(mesh, P(*[tuple("abc"[axis] for axis in axes) or None for axes in dst.dims]))
     wanted = {device: values[index] for device, index in right.devices_indices_map(shape).items()}
@@ -91,13 +91,13 @@ ROWS, COLUMNS = StepLayout((64,), ((0,), ())), StepLayout((64,), ((), (0,)))
 
 
 @pytest.mark.parametrize(
-    "shape, bits, src, dst, cut",
+    "shape, bits, src, dst, chunks",
     [
         # A block is 129 x 65. Of 17 x 65 there are 24 x 128 stored, of 129 x 9 there would be 256 x 16.
-        ((8256, 4160), 16, ROWS, COLUMNS, PartCut(0, 129, 17, (8256, 65))),
+        ((8256, 4160), 16, ROWS, COLUMNS, Chunks(0, 129, 17, (8256, 65))),
         ((8192, 8192), 16, ROWS, COLUMNS, None),  # 128 x 128
         ((640, 640), 16, ROWS, COLUMNS, None),  # small
-        ((8256, 4160), 16, ROWS, StepLayout((64,), ((), ())), PartCut(1, 4160, 520, (8256, 4160))),
+        ((8256, 4160), 16, ROWS, StepLayout((64,), ((), ())), Chunks(1, 4160, 520, (8256, 4160))),
         ((8256, 4160), 16, StepLayout((64,), ((), ())), COLUMNS, None),  # nothing but a slice
         ((2**22,), 16, StepLayout((8,), ((0,),)), StepLayout((8,), ((),)), None),
         # The heads are the minor dimension's neighbour, and the minor one is cut no further.
@@ -106,13 +106,13 @@ ROWS, COLUMNS = StepLayout((64,), ((0,), ())), StepLayout((64,), ((), (0,)))
             16,
             StepLayout((64,), ((0,), (), ())),
             StepLayout((64,), ((), (0,), ())),
-            PartCut(0, 80, 10, (5120, 1, 80)),
+            Chunks(0, 80, 10, (5120, 1, 80)),
         ),
     ],
 )
-def test_pieces_that_fill_no_tiles_are_cut_where_parts_are_padded_least(shape, bits, src, dst, cut):
+def test_pieces_that_fill_no_tiles_are_cut_where_parts_are_padded_least(shape, bits, src, dst, chunks):
     plan = redistribute(shape, bits, src, dst)
-    assert cut_on_tpus(src.piece_shape(shape), bits, plan.steps) == cut
+    assert chunks_on_tpus(src.piece_shape(shape), bits, plan.steps) == chunks
 
 
 def grid(*sizes: int) -> StepLayout:
@@ -121,10 +121,10 @@ def grid(*sizes: int) -> StepLayout:
 
 
 @pytest.mark.parametrize(
-    "shape, src, dst, cut",
+    "shape, src, dst, chunks",
     [
         # A permutation, an all-to-all of 16 in another order into pieces of one tile's width, and a gather of two.
-        ((8192, 8192), grid(16, 4), StepLayout((4, 2, 8), ((), (2, 0))), PartCut(0, 512, 256, (8192, 256))),
+        ((8192, 8192), grid(16, 4), StepLayout((4, 2, 8), ((), (2, 0))), Chunks(0, 512, 256, (8192, 256))),
         # The same, two tiles wide: the compiler finds room.
         ((8192, 16384), grid(16, 4), StepLayout((4, 2, 8), ((), (2, 0))), None),
         # The permutation comes after the all-to-all.
@@ -132,7 +132,7 @@ def grid(*sizes: int) -> StepLayout:
             (8192, 8192),
             StepLayout((4, 16), ((1, 0), ())),
             StepLayout((2, 2, 8, 2), ((0,), (2, 1))),
-            PartCut(0, 128, 64, (4096, 512)),
+            Chunks(0, 128, 64, (4096, 512)),
         ),
         # Parts in the order in which they lie.
         ((8192, 8192), StepLayout((64,), ((0,), ())), StepLayout((32, 2), ((), (0,))), None),
@@ -141,9 +141,9 @@ def grid(*sizes: int) -> StepLayout:
         ((128, 8192), grid(16, 4), StepLayout((4, 2, 8), ((), (2, 0))), None),  # small
     ],
 )
-def test_pieces_that_fill_tiles_are_halved_where_a_gather_doubles_what_was_put_in_order(shape, src, dst, cut):
+def test_pieces_that_fill_tiles_are_halved_where_a_gather_doubles_what_was_put_in_order(shape, src, dst, chunks):
     steps = redistribute(shape, 32, src, dst).steps
-    assert cut_on_tpus(src.piece_shape(shape), 32, steps) == cut
+    assert chunks_on_tpus(src.piece_shape(shape), 32, steps) == chunks
 
 
 def test_stacks_whose_all_to_all_follows_a_permutation_come_in_four():
@@ -151,5 +151,5 @@ def test_stacks_whose_all_to_all_follows_a_permutation_come_in_four():
     src, dst = StepLayout((2, 8, 4), ((0, 1), (2,), ())), StepLayout((8, 8), ((1,), (0,), ()))
     plan = redistribute(shape, 32, src, dst)
     assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
-    cut = cut_on_tpus(src.piece_shape(shape), 32, plan.steps)
-    assert cut is not None and -(-cut.block // cut.part) == 4
+    chunks = chunks_on_tpus(src.piece_shape(shape), 32, plan.steps)
+    assert chunks is not None and -(-chunks.block // chunks.chunk) == 4

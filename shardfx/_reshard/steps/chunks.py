@@ -13,8 +13,8 @@ The compiler reorders chunks by copies, cannot reuse their memory for the double
 the larger shard.
 
 Shards of three or more dimensions move in four chunks if the path has a permutation and ends in an all-to-all. The
-compiler holds up to 4.7 times the larger shard without chunks (17 of 25
-such pairs of float32 [192, 768, 640] on v5p:4x4x4 took one to 4.7 times; in four chunks 0.5 to 1.6).
+compiler holds up to 4.7 times the larger shard without chunks. 17 of 25 such pairs of float32 [192, 768, 640] on
+v5p:4x4x4 took one to 4.7 times the larger shard; in four chunks they took 0.5 to 1.6 times.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ from .redistribution import MoveStep
 
 _TILE = (8, 128)
 # The numbers of chunks: for blocks that do not fill tiles, for blocks that do, and for three or more dimensions.
-_PARTS = 8
-_PARTS_OF_TILES = 2
-_PARTS_OF_STACKS = 4
+_CHUNKS = 8
+_CHUNKS_OF_TILES = 2
+_CHUNKS_OF_STACKS = 4
 # Smaller moves have small temporaries, and more collectives would only take longer.
 _SMALL_BYTES = 2**18
 # The loop over strips is unrolled by at most this many copies.
@@ -42,30 +42,33 @@ _STRIPS_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class PartCut:
-    """How a move is split into chunks of every block along one dimension.
+class Chunks:
+    """The chunks in which the shards of an array move, one after another. Each is a chunk of every block along one
+    dimension.
+
+    A block is a range of a dimension in which all steps of the move keep the order of elements.
 
     **Arguments:**
 
     - `dim`: the dimension.
-    - `block`: the size of a block along it.
-    - `part`: the size of a chunk of a block; the last chunk may be smaller.
+    - `block`: the size of a block along the dimension.
+    - `chunk`: the size of a chunk of a block; the last chunk may be smaller.
     - `target_shape`: the shape of the shard after the move.
     """
 
     dim: int
     block: int
-    part: int
+    chunk: int
     target_shape: tuple[int, ...]
 
     @property
-    def parts(self) -> int:
+    def per_block(self) -> int:
         """The number of chunks of a block."""
-        return -(-self.block // self.part)
+        return -(-self.block // self.chunk)
 
 
-def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[MoveStep]) -> PartCut | None:
-    """How a move is split into chunks on TPUs; `None` if the whole shard moves at once.
+def chunks_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[MoveStep]) -> Chunks | None:
+    """Returns the chunks in which a move runs on TPUs; `None` if the whole shard moves at once.
 
     **Arguments:**
 
@@ -74,70 +77,71 @@ def cut_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[Move
     - `steps`: the steps of the move.
     """
     whole, blocks, target_shape = _blocks(shape, steps)
-    bytes_of_piece = max(math.prod(shape), math.prod(target_shape)) * itemsize_bits // 8
-    count = _part_count(whole, blocks, steps)
-    if count == 1 or bytes_of_piece < _SMALL_BYTES:
+    shard_bytes = max(math.prod(shape), math.prod(target_shape)) * itemsize_bits // 8
+    count = _chunk_count(whole, blocks, steps)
+    if count == 1 or shard_bytes < _SMALL_BYTES:
         return None
-    parts = [-(-block // count) for block in blocks]
-    # The dimension whose parts are padded least; of several, the one along which blocks consist of the fewest strips.
+    chunks = [-(-block // count) for block in blocks]
+    # The dimension whose chunks are padded least; of several, the one along which blocks consist of the fewest strips.
     dim = min(
         (dim for dim in range(len(shape)) if blocks[dim] > 1),
         key=lambda dim: (
-            _best_order([*blocks[:dim], parts[dim], *blocks[dim + 1 :]])[0] / parts[dim] * blocks[dim],
+            _best_order([*blocks[:dim], chunks[dim], *blocks[dim + 1 :]])[0] / chunks[dim] * blocks[dim],
             max(shape[dim], target_shape[dim]) // blocks[dim],
         ),
         default=None,
     )
-    return None if dim is None else PartCut(dim, blocks[dim], parts[dim], target_shape)
+    return None if dim is None else Chunks(dim, blocks[dim], chunks[dim], target_shape)
 
 
-def cut_in(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) -> PartCut | None:
-    """How a move is split into at least `count` chunks, or into as many as possible; `None` if it cannot be split.
+def split_into(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) -> Chunks | None:
+    """Splits a move into at least `count` chunks, or into as many as possible; `None` if it cannot be split.
 
     **Arguments:**
 
     - `count`: the requested number of chunks.
-    - `shape`: of the piece that the move starts from.
-    - `steps`: of the move.
+    - `shape`: the shape of the shard before the move.
+    - `steps`: the steps of the move.
     """
     _, blocks, target_shape = _blocks(shape, steps)
     dim = next((dim for dim, block in enumerate(blocks) if block >= count), blocks.index(max(blocks)))
-    return None if blocks[dim] < 2 else PartCut(dim, blocks[dim], max(1, blocks[dim] // count), target_shape)
+    return None if blocks[dim] < 2 else Chunks(dim, blocks[dim], max(1, blocks[dim] // count), target_shape)
 
 
 def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> tuple[tuple[int, ...], list[int], tuple[int, ...]]:
-    """The shapes of the whole array, of its blocks, and of a shard after the move."""
+    """Returns the shape of the whole array, the sizes of its blocks, and the shape of a shard after the move."""
     whole = tuple(size * count for size, count in zip(shape, steps[0].source.counts, strict=True))
     layouts = [steps[0].source, *(step.target for step in steps)]
     blocks = [size // math.lcm(*counts) for size, *counts in zip(whole, *(end.counts for end in layouts), strict=True)]
     return whole, blocks, layouts[-1].piece_shape(whole)
 
 
-def _part_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[MoveStep]) -> int:
+def _chunk_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[MoveStep]) -> int:
     kinds = [step.kind for step in steps]
     tile = _TILE[-len(blocks) :]
     if any(size % full for size, full in zip(blocks[-len(tile) :], tile, strict=True)):
-        return _PARTS if {"all_to_all", "all_gather"} & {*kinds} else 1
+        return _CHUNKS if {"all_to_all", "all_gather"} & {*kinds} else 1
     if len(whole) > 2 and kinds[-1] == "all_to_all" and "permute" in kinds:
-        return _PARTS_OF_STACKS
-    return _PARTS_OF_TILES if _doubles_after_copies(whole, steps, kinds) else 1
+        return _CHUNKS_OF_STACKS
+    return _CHUNKS_OF_TILES if _doubles_after_copies(whole, steps, kinds) else 1
 
 
 def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kinds: Sequence[str]) -> bool:
     """Whether the TPU compiler cannot reuse the memory of copies around the last all-to-all for a doubled shard.
 
-    The last step then is an all-gather that doubles the shard, to at least the size of the source's. The other
-    conditions were found by compiling for a v5p of 4 x 4 x 4 chips. Of 388 moves with a doubling all-gather, 58 took
-    more than twice the larger shard; the conditions find all 58, and 2 others. In halves the worst takes 1.36.
+    This happens only if the last step is an all-gather that doubles the shard, to at least the size of the source's
+    shard. The other conditions were found by compiling for a v5p of 4 x 4 x 4 chips. Of 388 moves with a doubling
+    all-gather, 58 took more than twice the larger shard; the conditions find all 58, and 2 others. In halves the worst
+    of them takes 1.36 times the larger shard.
     """
     before, after, first = (end.pieces for end in (steps[-1].source, steps[-1].target, steps[0].source))
     if kinds[-1] != "all_gather" or before != 2 * after or after > first or "all_to_all" not in kinds:
         return False
     at = len(kinds) - 1 - kinds[::-1].index("all_to_all")
     step, earlier, later = steps[at], kinds[:at], kinds[at + 1 :]
-    # The order of parts is the same however devices are numbered.
+    # The order of chunks is the same however devices are numbered.
     splits = all_to_all(step.source, step.target, step.source).splits
-    order = [factor for factors in splits for factor in factors]
+    order = [sub_axis for sub_axes in splits for sub_axis in sub_axes]
     if order == sorted(order):
         return False
     one_tile_wide = step.target.piece_shape(whole)[-1] == _TILE[1]
@@ -145,36 +149,36 @@ def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kin
     return "permute" in later or cuts_rows
 
 
-def in_parts(piece: Any, move: Callable[[Any], Any], cut: PartCut, *, as_on_tpus: bool = True) -> Any:
-    """Returns `move(piece)`, computed for one chunk of every block after another.
+def in_chunks(shard: Any, move: Callable[[Any], Any], chunks: Chunks, *, as_on_tpus: bool = True) -> Any:
+    """Returns `move(shard)`, computed for one chunk of every block after another.
 
     **Arguments:**
 
-    - `piece`: a device's shard.
+    - `shard`: a device's shard.
     - `move`: a function that moves such shards or chunks of them.
-    - `cut`: the chunks.
+    - `chunks`: the chunks.
     - `as_on_tpus`: whether shards are stored in the order of dimensions that needs the least memory in tiles.
 
     **Returns:**
 
     The device's shard after the move.
     """
-    source, target = (_Stored.of(shape, cut, as_on_tpus) for shape in (piece.shape, cut.target_shape))
+    source, target = (_Stored.of(shape, chunks, as_on_tpus) for shape in (shard.shape, chunks.target_shape))
 
     def moved_to(out: object, start: object, size: int) -> Any:
-        part = source.unturned(_pinned(source.part_of(stored, start, size)))
-        return _pinned(target.with_part(out, _pinned(target.turned(move(part))), start, size))
+        chunk = source.unturned(_pinned(source.chunk_of(stored, start, size)))
+        return _pinned(target.with_chunk(out, _pinned(target.turned(move(chunk))), start, size))
 
-    stored = _pinned(source.turned(piece))
-    out = _pinned(lax.empty(tuple(cut.target_shape[dim] for dim in target.order), piece.dtype))
-    full, rest = divmod(cut.block, cut.part)
-    out = lax.fori_loop(0, full, lambda index, out: moved_to(out, index * cut.part, cut.part), out)
-    return target.unturned(moved_to(out, full * cut.part, rest) if rest else out)
+    stored = _pinned(source.turned(shard))
+    out = _pinned(lax.empty(tuple(chunks.target_shape[dim] for dim in target.order), shard.dtype))
+    full, rest = divmod(chunks.block, chunks.chunk)
+    out = lax.fori_loop(0, full, lambda index, out: moved_to(out, index * chunks.chunk, chunks.chunk), out)
+    return target.unturned(moved_to(out, full * chunks.chunk, rest) if rest else out)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """The order of dimensions in which a shard is stored, minor dimension last, and its blocks in that order."""
+    """The order of dimensions in which a shard is stored, minor dimension last, and the blocks of the stored shard."""
 
     order: tuple[int, ...]
     dim: int
@@ -182,38 +186,38 @@ class _Stored:
     block: int
 
     @staticmethod
-    def of(shape: tuple[int, ...], cut: PartCut, as_on_tpus: bool) -> "_Stored":
-        """The storage order of dimensions that needs the least memory on TPUs; the array's own order if not
-        `as_on_tpus`.
+    def of(shape: tuple[int, ...], chunks: Chunks, as_on_tpus: bool) -> "_Stored":
+        """The storage order of dimensions that needs the least memory on TPUs; without `as_on_tpus`, the array's own
+        order.
         """
         order = _best_order(shape)[1] if as_on_tpus else tuple(range(len(shape)))
-        return _Stored(order, order.index(cut.dim), shape[cut.dim] // cut.block, cut.block)
+        return _Stored(order, order.index(chunks.dim), shape[chunks.dim] // chunks.block, chunks.block)
 
-    def turned(self, piece: Any) -> Any:
-        return piece.transpose(self.order)
+    def turned(self, shard: Any) -> Any:
+        return shard.transpose(self.order)
 
     def unturned(self, stored: Any) -> Any:
         return stored.transpose(np.argsort(self.order))
 
-    def part_of(self, stored: Any, start: Any, size: int) -> Any:
-        """The chunks of `size` from `start` on of all blocks, concatenated."""
+    def chunk_of(self, stored: Any, start: Any, size: int) -> Any:
+        """Returns the elements `start` to `start + size` of all blocks, concatenated."""
         if self.strips == 1:
             return lax.dynamic_slice_in_dim(stored, start, size, self.dim)
         shape = list(stored.shape)
         shape[self.dim] = self.strips * size
-        copy = lambda index, part: lax.dynamic_update_slice_in_dim(
-            part,
+        copy = lambda index, chunk: lax.dynamic_update_slice_in_dim(
+            chunk,
             lax.dynamic_slice_in_dim(stored, index * self.block + start, size, self.dim),
             index * size,
             self.dim,
         )
         return self._for_each_strip(copy, lax.empty(tuple(shape), stored.dtype))
 
-    def with_part(self, stored: object, part: Any, start: object, size: int) -> Any:
-        """A copy of `stored` in which the chunks of `part` replace the chunks from `start` on of all blocks."""
+    def with_chunk(self, stored: object, chunk: Any, start: object, size: int) -> Any:
+        """Returns a copy of `stored` in which `chunk` replaces the elements from `start` on of all blocks."""
         copy = lambda index, stored: lax.dynamic_update_slice_in_dim(
             stored,
-            lax.dynamic_slice_in_dim(part, index * size, size, self.dim),
+            lax.dynamic_slice_in_dim(chunk, index * size, size, self.dim),
             index * self.block + start,
             self.dim,
         )
@@ -224,9 +228,9 @@ class _Stored:
 
 
 def _best_order(shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """The least number of elements that an array occupies with padding to tiles, and the storage order for it.
+    """Returns the least number of elements that an array occupies with padding to tiles, and the storage order for it.
 
-    Any dimension may be the minor-most one. Of equal orders it is the one nearest to the array's own.
+    Any dimension may be the minor-most one. Of orders with equal padding, the one nearest to the array's own is taken.
     """
     rank = len(shape)
     orders = [(*(dim for dim in range(rank) if dim != minor), minor) for minor in reversed(range(rank))]
@@ -234,7 +238,7 @@ def _best_order(shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
 
 
 def _padded(shape: Sequence[int]) -> int:
-    """The number of elements that an array of this shape occupies with padding to tiles, minor dimension last."""
+    """Returns the number of elements that an array of this shape takes with padding to tiles, minor dimension last."""
     *outer, minor = shape
     found = math.prod(outer[:-1]) * -(-minor // _TILE[1]) * _TILE[1]
     if not outer:
