@@ -1,7 +1,7 @@
 """`map_matrices`: applies a function to each whole matrix of a tree of sharded matrices, on one owner device each.
 
-Each device sends one row of elements to each owner: its shards of the owner's matrices, concatenated. An owner so
-receives one row from each device. The columns of these rows that belong to one matrix are all shards of the matrix.
+Each device sends one row of elements to each owner: its shards of the owner's matrices, concatenated. An owner
+therefore receives one row from each device. The columns of one matrix in these rows hold all of its shards.
 """
 
 import dataclasses
@@ -108,14 +108,14 @@ def map_matrices(
 
     **Arguments:**
 
-    - `fn`: a function from a matrix to one of the same shape and dtype; with `state`, from a matrix and its state to
-        both.
+    - `fn`: a function from a matrix to a matrix of the same shape and dtype; with `state`, from a matrix and its state
+        to a matrix and a state.
     - `plan`: the plan of the tree.
     - `over`: the mesh axes whose devices own matrices. By default these are all axes that shard a matrix, and the axes
         of the logical name "batch".
-    - `where`: a dict from regexes, of which the first that matches a part of an array's path counts, to one of three
-        values. `(many, rows)`: the first `many` dimensions count matrices, the next `rows` dimensions are rows, and the
-        others are columns. A function: it is applied to the array and must keep its sharding. `None`: the array stays
+    - `where`: a dict from regexes to values. The first regex that matches a part of an array's path decides. The value
+        `(many, rows)` says that the first `many` dimensions count matrices, the next `rows` dimensions are rows, and
+        the others are columns. A function is applied to the array, and must keep its sharding. `None` leaves the array
         unchanged.
     - `state`: a function from a matrix to its initial state. The result is then a function of a tree and states that
         returns both. `.init()` makes the states, and `.states` is their plan. States stay on the owner devices.

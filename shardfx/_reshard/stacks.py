@@ -130,7 +130,7 @@ class OwnerExchange(NamedTuple):
 def exchanges_of(
     plan: ShardPlan, over: Sequence[str] | None, where: Where, limit: int | None
 ) -> tuple[tuple[OwnerExchange, ...], dict[int, ArrayFn]]:
-    """The exchanges of a plan's matrices, and what `where` says of each other array, by the number of the array."""
+    """The all-to-alls of a plan's matrices, and for each other array, by its number, the value in `where`."""
     found, others = _matrices_of_plan(plan, where)
     sizes = dict(plan.mesh.shape)
     if over is None:
@@ -238,7 +238,7 @@ class _Owners:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def count(self, one: Matrices) -> int:
-        """The number of an array's matrices on the devices along the owners' axes."""
+        """The number of matrices of an array that one group of owners shares."""
         return one.number // self.size(self.lead_axes)
 
     def sharded(self, one: Matrices) -> Matrices:
@@ -254,7 +254,7 @@ class _Owners:
         return tuple(size // self.size(axes) for size, axes in zip(one.rest, one.sent_entries, strict=True))
 
     def exchange(self, arrays: Sequence[Matrices]) -> OwnerExchange:
-        """Assigns the matrices, the largest first, each to the owner that receives the fewest elements so far."""
+        """The exchange that assigns each matrix, the largest first, to the owner with the fewest elements so far."""
         widest = sorted(arrays, key=lambda one: (-math.prod(self.shard_shape(one)), -_cost(one)))
         alike = [(tuple(same), self.shard_shape(same[0])) for same in _by_shape(widest).values()]
         shapes = {shape for _, shape in alike}

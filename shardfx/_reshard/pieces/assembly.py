@@ -121,7 +121,7 @@ class Assembly:
 
     @ft.cached_property
     def is_remote(self) -> bool:
-        """Whether this process has nothing to do, since it owns none of the devices."""
+        """Whether this process owns no device that takes part in the assembly."""
         own = jax.process_index()
         if self.method == "programs":
             return all(device.process_index != own for device in self.devices)
@@ -135,19 +135,19 @@ class Assembly:
 
     @ft.cached_property
     def most_bytes(self) -> int:
-        """The default for the bytes that programs may use on a device besides source and target: one shard of the
-        target, and 1 MiB or more, since each program takes time to start.
+        """The default limit of the bytes that programs use on a device besides source and target: the bytes of one
+        shard of the target, but at least 1 MiB.
         """
         return max(_LEAST_BYTES, array_bytes(self.shard_shape, self.dtype))
 
     def exchanges(self, limit_bytes: int | None = None, most_bytes: int | None = None) -> list[Exchange]:
-        """The programs in the order in which they run. Parts are divided so that each program keeps the limits.
+        """The programs that assemble the array, in order. Parts of shards are divided to keep within the limits.
 
         **Arguments:**
 
         - `limit_bytes`: the most bytes that one memory may hold besides source and target; `None` for no limit.
-        - `most_bytes`: if there is no limit, the most bytes on a device for source and target on different devices. By
-            default it is `self.most_bytes`.
+        - `most_bytes`: the most bytes on a device if there is no limit and source and target are on different devices.
+            By default it is `self.most_bytes`.
         """
         if self.method != "programs":
             return []
@@ -163,10 +163,10 @@ class Assembly:
 
     @property
     def _buffers(self) -> int:
-        """The largest number of buffers for one part that a program holds at the same time.
+        """The number of buffers that a program needs for the parts of one round at the same time.
 
-        If source and target are on different devices, the program that writes holds the received part besides the old
-        and the new values of the target.
+        If source and target are on different devices, the program that writes the shards holds the received part
+        besides the old and the new values of the target.
         """
         return 4 if self.changes_devices else 3
 
@@ -185,9 +185,9 @@ class Assembly:
 
 
 class TargetArray(NamedTuple):
-    """An array that a map makes, the paths of the source arrays that it is made of, and the plan for assembling it.
+    """An array that a map makes, the paths of its source arrays, and the plan for assembling it.
 
-    The assembly is `None` if the array equals a source array, which then moves like an array without a map.
+    `assembly` is `None` if the array is an unchanged source array, which moves as it would without a map.
     """
 
     leaf: MovedLeaf
@@ -265,11 +265,12 @@ def assembly_between(
     - `src`, `dst`: the shardings before and after the move.
     - `lost`: devices whose shards are not read. Elements that no other device holds are in `parts.missing`.
     - `copies`: whether CPU devices of one process may copy shards in the memory that they share.
-    - `sent_before`: for devices that sent other arrays, the bytes that they have sent more than another replica.
+    - `sent_before`: pairs of a device and the bytes that it has already sent, of other arrays, beyond those that
+        another replica of its shard has sent.
 
     **Returns:**
 
-    The Assembly.
+    The plan.
 
     **Raises:**
 
@@ -405,7 +406,7 @@ def shards_of(leaf: MovedLeaf) -> LeafShards:
 
 
 def _with_host_copies(found: Assembly, sources: Sequence[MovedLeaf], devices: _Devices) -> Assembly:
-    """The plan with the NumPy copies of this process: those of one shard per box, since replicas share memory."""
+    """Returns `found` with the NumPy copies of this process. Replicas of a shard share memory, so it is copied once."""
     first: dict[Box, int] = {}
     for device, box in devices.target:
         if device.process_index == jax.process_index():
@@ -423,16 +424,16 @@ def _with_host_copies(found: Assembly, sources: Sequence[MovedLeaf], devices: _D
 
 
 def _ordered(end: Sharding) -> list[Any]:
-    """The devices of a sharding, in the same order on every process. An abstract mesh has positions in their place."""
+    """The devices of a sharding, in the same order on every process; for an abstract mesh, the positions in it."""
     if isinstance(end, NamedSharding):
         return list(end.mesh.devices.flat if isinstance(end.mesh, Mesh) else range(end.mesh.size))
     return sorted(end.device_set, key=lambda device: device.id)
 
 
 def _scaled_first(made: Made) -> tuple[Made, dict[str, ScaledArray]]:
-    """Replaces each source that is multiplied by scales by one array, the product.
+    """Replaces each source that is multiplied by scales by a new array, the product.
 
-    Returns the value in terms of these products, and the products by key.
+    Returns `made` with the products as its sources, and the products by key.
     """
     scaled: dict[str, ScaledArray] = {}
     pieces = []

@@ -1,9 +1,9 @@
 """Assembles the target's arrays from live arrays, one array after another.
 
-If source and target are on the same devices, one program slices the parts of shards, sends them and writes them. An
-argument has one shape on all devices of a program, so devices of one side alone would need a shard of the other side's
-shape. If source and target are on different devices, three programs run instead: the source's devices concatenate the
-parts that they send, all devices send these blocks to each other, and the target's devices write the received parts.
+If source and target are on the same devices, one program slices parts out of the old shards, sends them and writes them
+into the new shards. In one program every argument takes memory on every device. If source and target are on different
+devices, three programs run instead: the source's devices concatenate the parts that they send to blocks, all devices
+send these blocks to each other, and the target's devices write the received parts into the new shards.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ Sending = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def _sent_shape(form: PieceForm) -> list[int]:
-    """The shape in which a part of a shard is sent. Repeated elements are sent once."""
+    """The shape in which a part of a shard is sent, without repeated elements."""
     return [count for _, own in form.source for count, _ in own]
 
 
@@ -128,14 +128,14 @@ def zeros(devices: tuple[object, ...], block: Block) -> Any:
 
 @dataclasses.dataclass
 class Context:
-    """The arrays, memory limits and caches for the assembly of all arrays of one tree.
+    """The arrays, memory limits and caches that the assemblies of all arrays of one tree share.
 
     **Arguments:**
 
     - `arrays`: the source's arrays by path.
-    - `move`: a function that moves an array to a sharding. Only arrays of scales need it.
+    - `move`: a function that moves an array of scales to a sharding.
     - `limit_bytes`: the most bytes that may be used besides source and target; `None` for no limit.
-    - `most_bytes`: if there is no limit, the most bytes that programs may use on a device, for source and target on
+    - `most_bytes`: the most bytes that programs may use on a device if there is no limit and source and target are on
         different devices.
     - `pool`: the threads that copy, if any.
     - `shards`: this process's shards of the arrays.
@@ -155,7 +155,7 @@ class Context:
     in_flight_bytes: int = 0
 
     def wait_for(self, count: int, sharers: int) -> None:
-        """Waits for the programs in flight if `count` more bytes would exceed the limit.
+        """Waits for all programs in flight if their bytes and `count` more would exceed the limit.
 
         `sharers` is the number of devices that allocate from one memory.
         """
@@ -322,8 +322,8 @@ def _crosses(devices: Sequence[Any]) -> bool:
 def _programs(
     plan: Assembly, limit_bytes: int | None, most_bytes: int
 ) -> tuple[tuple[Exchange, tuple[jax.Array | None, ...]], ...]:
-    """The programs of an assembly, each with the positions of the parts as arrays: one array on all devices, or, if
-    source and target are on different devices, one array on the devices of each.
+    """The programs of an assembly, each with the positions of its parts of shards as an array on all devices. If source
+    and target are on different devices, there is one such array on the devices of each.
     """
     number, found = {device: at for at, device in enumerate(plan.devices)}, []
     for step in plan.exchanges(limit_bytes, most_bytes):
@@ -333,14 +333,14 @@ def _programs(
 
 
 def _placed(rows: np.ndarray, devices: tuple[object, ...]) -> jax.Array | None:
-    """An array with one of the rows on each device; `None` if this process has none of the devices."""
+    """An array with one row of `rows` on each device; `None` if this process has none of the devices."""
     if not any(map(_is_mine, devices)):
         return None
     return jax.make_array_from_callback(rows.shape, sharding_of(devices), lambda index: rows[index])
 
 
 def _constants(plan: Assembly) -> jax.Array | None:
-    """The new shards with the constants of the array, and zeros elsewhere; `None` if the array has no constants."""
+    """New shards with the constants of the array, and zeros elsewhere; `None` if the array has no constants."""
     constants: dict[int, list[Piece]] = {}
     for part in plan.parts.all:
         if part.piece.value.path is None:

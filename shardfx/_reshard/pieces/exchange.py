@@ -24,7 +24,7 @@ _MOST_SOURCES = 8
 
 
 class Round(NamedTuple):
-    """One collective permute of a program, or one copy on each device. All parts have the same shape and casts.
+    """One round of a program: a collective permute, or a copy on each device. All parts have the same shape and casts.
 
     **Arguments:**
 
@@ -45,7 +45,7 @@ class Exchange(NamedTuple):
 
     **Arguments:**
 
-    - `keys`: the keys of the arrays that are read.
+    - `keys`: the names of the arrays that are read.
     - `rounds`: the rounds, in the order in which they run.
     - `places`: for each device and round, the position of the part that the device sends in the source's shard, then
         the position of the part that it receives in the target's shard, then 1 if it receives a part and 0 if not.
@@ -160,7 +160,8 @@ def program(
 def program_dtype(dtype: Any, devices: Sequence[Any]) -> Any:
     """The dtype in which devices send elements of `dtype` and write them into new shards.
 
-    On CPUs bfloat16 and smaller floats are sent as integers of the same bits, for the reason that `on_bits` gives.
+    On CPUs bfloat16 and smaller floats are sent as integers of the same bits, since XLA's CPU compiler would otherwise
+    convert them to a larger type.
     """
     if devices[0].platform != "cpu" or not is_small_float(dtype):
         return dtype
@@ -178,10 +179,7 @@ def sent_dtype(form: PieceForm, dtype: object) -> Any:
 
 
 def slice_part(form: PieceForm, block: jax.Array, place: jax.Array) -> jax.Array:
-    """Slices a part out of a device's shard, and casts it to the dtype in which it is sent.
-
-    `place` has the position of the part. The result has one dimension for each digit of `form.source`.
-    """
+    """Slices a part out of a device's shard at the position `place`, and casts it to the dtype in which it is sent."""
     piece = jax.lax.dynamic_slice(block, list(place[: len(form.source)]), [size for size, _ in form.source])
     return _cast(taken(piece, form.source), form.casts[: first_casts(form.casts, block.dtype)])
 
@@ -194,10 +192,7 @@ def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
 
 
 def write_part(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: jax.Array) -> jax.Array:
-    """The shard `out` with a received part written into it.
-
-    `place` has the position of the part. `dtype` is the source's dtype.
-    """
+    """The shard `out` with a received part written into it at the position `place`. `dtype` is the source's dtype."""
     form = step.form
     piece = ordered(bitcast(_cast(piece, form.casts[first_casts(form.casts, dtype) :]), out.dtype), form)
     starts, sizes = list(place[-1 - len(form.target) : -1]), [size for size, _ in form.target]

@@ -51,7 +51,7 @@ class Copy(NamedTuple):
         and its strides.
     - `target_start`, `target_strides`: the second view, in bytes: the position of its first element in the new shard,
         and its strides.
-    - `block_dim`: the dimension along which the elements are copied in blocks; `None` for a copy at once.
+    - `block_dim`: the dimension along which the elements are copied in blocks; `None` if they are copied at once.
     """
 
     array: int
@@ -128,8 +128,8 @@ class LocalShards:
     **Arguments:**
 
     - `arrays`: the arrays by path.
-    - `keeps_replicas`: whether every replica of a shard is read and deleted by itself. By default the first shard of a
-        replicated array is read in place of all.
+    - `keeps_replicas`: whether each replica is read and deleted separately. By default the first shard of a fully
+        replicated array is read in place of all its shards.
     """
 
     def __init__(self, arrays: Mapping[str, Any], keeps_replicas: bool = False):
@@ -149,7 +149,7 @@ class LocalShards:
         return found
 
     def leaf(self, path: str) -> Any:
-        """The array at a path, or the key data of PRNG keys."""
+        """The array at a path; for PRNG keys, the array of their key data."""
         if path not in self._bits:
             leaf = self._arrays[path]
             self._bits[path] = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
@@ -191,7 +191,7 @@ class LocalShards:
             del self._known[key]
 
     def delete(self, but: Container[int] = (), only: int | None = None) -> None:
-        """Deletes shards of the only array: all except the numbers in `but`, or the number `only` alone."""
+        """Deletes this process's shards of the only array: all except the numbers in `but`, or the number `only`."""
         (path,) = self._owned
         for number, shard in enumerate(self._owned[path]):
             if only in (None, number) and number not in but and not shard.is_deleted():

@@ -53,8 +53,8 @@ class ShardPart(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes from the first to the last element of the part, in the source's shard or in the target's,
-        whichever are more.
+        """The bytes from the first to the last element of the part: in the source's shard or in the target's,
+        whichever is larger.
         """
         return -(-_extent(self.piece) * self.bits // 8)
 
@@ -140,8 +140,8 @@ class Senders:
         return found
 
     def choose(self, receiver: int, count: int) -> int:
-        """Chooses the device that sends `count` bytes to a receiver: in the receiver's process, if one holds a replica
-        there, the device that has sent the fewest bytes.
+        """Chooses the device that sends `count` bytes to a receiver: of the replicas in the receiver's process, or of
+        all replicas if that has none, the one that has sent the fewest bytes.
         """
         if len(self.holders) == 1:
             (device,) = self.holders
@@ -240,7 +240,7 @@ def shard_parts(
 
 
 def _choose(found: list[tuple[ShardPart, Senders | None]]) -> tuple[tuple[int, ...], ...]:
-    """Chooses the sender of each part, in place. Returns the devices of each shard that several devices could send."""
+    """Writes a sender into each part of `found`. Returns the devices of each shard that several devices could send."""
     replicas: dict[tuple[int, ...], None] = {}
     for at in sorted(range(len(found)), key=lambda at: -found[at][0].bytes):
         part, senders = found[at]
@@ -252,8 +252,8 @@ def _choose(found: list[tuple[ShardPart, Senders | None]]) -> tuple[tuple[int, .
 
 
 def _split(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) -> Iterator[tuple[ShardPart, Senders]]:
-    """Yields the part of `piece` in each shard of the source, for the elements inside `box`. Boxes that no device holds
-    are added to `missing`.
+    """Yields the parts of `piece` inside `box`, one for each shard of the source, with the devices that hold the shard.
+    Boxes that no device holds are added to `missing`.
     """
     widths = [bits(source.dtype), *map(bits, dtypes_of(piece.value.casts))]
     for inside in within(piece, box):
@@ -271,7 +271,7 @@ def _split(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) 
 
 
 def first_casts(casts: Sequence[object], dtype: object) -> int:
-    """The number of casts that the sender applies: those up to the dtype with the fewest bits."""
+    """The number of casts that the sender applies: up to the cast whose result has the fewest bits."""
     sizes = [bits(dtype)]
     for to in casts:
         sizes.append(sizes[-1] if isinstance(to, Arithmetic) else bits(to))
@@ -284,8 +284,8 @@ def sent_bits(value: Value, dtype: object) -> int:
 
 
 def _extent(piece: Piece) -> int:
-    """The number of elements from the first to the last one of a piece, in the source or the target, whichever is
-    more.
+    """The number of elements from the first to the last one of a piece: in the source or in the target, whichever is
+    larger.
     """
     return _extent_of(piece.factors, len(piece.source), len(piece.target))
 

@@ -59,7 +59,7 @@ _GROUP_BYTES = 64 << 20
 def send(
     plan: TransferPlan, arrays: Mapping[str, jax.Array], channel: Channel, revision: int, *, sender: int, receiver: int
 ) -> None:
-    """Sends to one receiving process all that the plan takes from one sending process.
+    """Sends all parts of arrays that the plan takes from one sending process to one receiving process.
 
     **Arguments:**
 
@@ -230,7 +230,7 @@ class _SpareMemory:
         return {leaf.path: self._made[number] for number, leaf in enumerate(self._plan.leaves)}
 
     def memory(self, leaf: int, buffer: int) -> np.ndarray:
-        """The memory of a leaf's buffer, by its number. It is allocated at the first call."""
+        """The memory of one buffer of a leaf. It is allocated at the first call."""
         with self._lock:
             if leaf not in self._memory:
                 self._allocate(leaf)
@@ -252,7 +252,7 @@ class _SpareMemory:
             self._make(leaf)
 
     def _allocate(self, one: int) -> None:
-        """Allocates memory for a leaf and for all leaves of its group. Groups are the same at each revision."""
+        """Allocates memory for a leaf and for all other leaves of its group, in one block."""
         leaves = enumerate(self._plan.leaves)
         wanted = [
             (number, at, (tuple(stop - start for start, stop in box), leaf.dtype))

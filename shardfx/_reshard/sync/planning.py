@@ -64,7 +64,7 @@ def plan_transfer(
 
     **Raises:**
 
-    `MapError` if the map does not fit, `MeshError` if the processes do not.
+    `MapError` if the map does not fit the two trees; `MeshError` if `processes` or `receiver` does not fit the meshes.
     """
     senders, receivers = (_processes(one.mesh.size, count) for one, count in zip((src, dst), processes, strict=True))
     if receiver is not None and receiver not in receivers:
@@ -140,7 +140,7 @@ def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
 
 
 def form_of(one: Encoding | None, piece: Piece, rank: int, dtype: np.dtype) -> WireForm:
-    """The form in which a piece is sent with an encoding. A constant has no encoding, and is not sent."""
+    """The `WireForm` of a piece with an encoding. A constant has no encoding, and is not sent."""
     if one is None:
         return WireForm(piece.value, piece.factors, 0, 0, dtype, None)
     count = first_casts(one.casts, one.dtype)
@@ -195,7 +195,7 @@ def _add(
     group: Iterable[tuple[int, Box]],
     jobs: _Jobs,
 ) -> None:
-    """Appends to the table what some buffers receive. `holders` has one sender for each box of each source."""
+    """Appends to `table` the parts of arrays that some buffers receive. `holders` has one sender for each box."""
     alike: dict[Box, list[int]] = {}
     for number, box in group:
         alike.setdefault(box, []).append(number)
@@ -280,8 +280,8 @@ def _holders(leaf: MovedLeaf) -> dict[Box, list[int]]:
 def _by_replica(
     buffers: Sequence[Buffer], held: Mapping[str, Mapping[Box, Sequence[int]]]
 ) -> dict[tuple[int, ...], list[int]]:
-    """Groups buffers by the replicas of the sources that send to them. The replica of a source is the number of the
-    receiving process modulo the number of replicas.
+    """Groups buffers by the replicas of the sources that send to them. The receiving process `n` receives from replica
+    `n % count` of a source with `count` replicas.
     """
     replicas = [min(map(len, one.values())) for one in held.values()]
     groups: dict[tuple[int, ...], list[int]] = {}

@@ -15,7 +15,7 @@ from ..._ground.spec import bits
 
 
 class Buffer(NamedTuple):
-    """A box of a target array in the memory of a receiving process, for the devices there that hold this box."""
+    """A box of a target array in the memory of a receiving process, and the devices there that hold the box."""
 
     process: int
     devices: tuple[int, ...]
@@ -28,7 +28,7 @@ class WireForm(NamedTuple):
     **Arguments:**
 
     - `value`: the source of the elements, its scales and its casts.
-    - `factors`: the shape of the part, as factors of its index in source and target.
+    - `factors`: the dimensions of the part, each with its size and its steps in source and target.
     - `rank`: the number of dimensions of the source.
     - `casts`: the number of casts that the sender makes. The receiver makes the others.
     - `sent`: the dtype on the wire.
@@ -68,7 +68,7 @@ class Transfer(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape on the wire, with one dimension for each factor of the part. Repeated elements are sent once."""
+        """The shape of the part on the wire. Repeated elements are sent once."""
         return tuple(factor.size for factor in once(self.piece).factors)
 
     @property
@@ -168,7 +168,7 @@ class SentLeaf(NamedTuple):
 
 
 class SentPiece(NamedTuple):
-    """Bytes that are sent once: the number of their leaf, and their positions in all buffers that need them."""
+    """A row of bytes that is sent once: the number of its leaf, and its position in each buffer that needs it."""
 
     leaf: int
     places: tuple[Transfer, ...]
