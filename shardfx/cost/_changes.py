@@ -1,4 +1,4 @@
-"""Single changes that would save memory, each applied and counted, and the largest batch that fits."""
+"""Changes to a step that would save memory, each with the memory after it, and the largest batch that fits."""
 
 import contextlib
 import dataclasses
@@ -17,9 +17,9 @@ from .._step import Dims, Frame, argument_names, step_of
 from ._counted import StepOnChip, saving_constraints
 
 
-# The number of other batch sizes that are traced to find the largest that fits.
+# The number of batch sizes for which the step is traced to find the largest one that fits.
 _TRIES = 8
-# Changes that save a smaller share of the peak are not reported.
+# Changes that save a smaller fraction of the peak are left out.
 _WORTH = 0.01
 _WIDE = ("f32", "f64")
 
@@ -31,12 +31,12 @@ class Change:
     **Arguments:**
 
     - `what`: the change in words.
-    - `saves_bytes`: bytes on one device, at the worst moment.
-    - `peak_bytes`: the peak after the change.
-    - `fits`: whether that fits.
+    - `saves_bytes`: the bytes by which the change lowers the peak memory of one device.
+    - `peak_bytes`: the peak memory of one device after the change.
+    - `fits`: whether the step fits the chip after the change.
     - `how`: the change as code.
-    - `host_bytes`: bytes that the change adds to host memory, for one device.
-    - `sources`: the lines of your program that it is about, where it is about lines.
+    - `host_bytes`: the bytes of one device's arrays that the change moves to host memory.
+    - `sources`: the lines of your program whose arrays the change constrains; else empty.
     """
 
     __module__ = "shardfx.cost"
@@ -51,7 +51,7 @@ class Change:
 
 
 class _Trial(NamedTuple):
-    """A change to the step, with the step's estimated peak memory after it."""
+    """A change to a step, and the estimated peak memory of one device after it. The fields are those of `Change`."""
 
     what: str
     peak_bytes: int
@@ -61,12 +61,12 @@ class _Trial(NamedTuple):
 
 
 def changes_of(known: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
-    """The changes that save memory, the one that saves most first.
+    """The changes to a step that save memory, the largest saving first.
 
     **Arguments:**
 
     - `known`: the step.
-    - `peak_bytes`: the peak of the step as it is, which a compiler may have counted.
+    - `peak_bytes`: the peak memory of the unchanged step, estimated or counted by a compiler.
     """
     found: list[Change] = []
     for one in _changed(known):
@@ -91,7 +91,7 @@ def _changed(known: StepOnChip) -> Iterator[_Trial]:
     for name, chosen, init in cuts if axes else ():
         if (arguments := _sharded_over(known, chosen, axes)) != dims:
             what = f"{name} cut over {' and '.join(axes)} too"
-            with contextlib.suppress(ProgramError):  # XLA may not partition the step so
+            with contextlib.suppress(ProgramError):  # XLA may fail to partition the step for these shardings
                 yield _Trial(what, known.under(arguments).peak_bytes, f"follow({init}, params_plan, over={over})")
     yield from _moment_changes(known)
     returned = [at for at, one in enumerate(known.purposes) if one.result is not None]
@@ -114,8 +114,9 @@ def _changed(known: StepOnChip) -> Iterator[_Trial]:
 
 
 def _sharded_over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
-    """The mesh axes of all arguments' dimensions, if the `chosen` arguments were sharded over `axes` too, on their
-    largest dimensions.
+    """The mesh axes of each dimension of all arguments' arrays if `axes` shard some of the arrays too.
+
+    `chosen` has the numbers of these arrays. Their largest dimensions are sharded.
     """
     found = [one.dims for one in known.step.arguments]
     for at in chosen:
@@ -129,7 +130,7 @@ def _sharded_over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...
 
 
 def _moment_changes(known: StepOnChip) -> Iterator[_Trial]:
-    """The change that keeps the optimizer's state in bfloat16, and the change that keeps it in host memory."""
+    """Yields two changes: the optimizer's state in bfloat16, and the optimizer's state in host memory."""
     memory, found = known.memory, known.purposes
     moments = [at for at in known.in_group("optimizer") if found[at].argument.shape and not found[at].argument.on_host]
 
@@ -154,17 +155,22 @@ def _moment_changes(known: StepOnChip) -> Iterator[_Trial]:
 
 
 def batch_of(known: StepOnChip) -> int | None:
-    """The number of examples in the step's batch; `None` if the arguments of the batch disagree."""
+    """The number of examples in the step's batch; `None` if the arrays of the batch have different first dimensions."""
     sizes = {known.step.arguments[at].shape[0] for at in known.in_group("batch")}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
-    """The largest number of examples that fits, a multiple of what the mesh divides; `None` if it cannot be found.
+    """The largest batch size with which the step fits the chip; `None` if it cannot be found.
 
-    A step's peak grows with its batch piecewise linearly: slowly as long as the new arrays fit where results will be,
-    then faster. The next guess is, in turn, where a line through the largest size that fits and the smallest that does
-    not meets the limit, and the middle between both. The step is traced for each guess.
+    It is a multiple of the number of shards of the batch. The peak memory is a piecewise linear function of the batch
+    size, so the search alternates between linear interpolation and bisection of two sizes: the largest that fits, and
+    the smallest that does not. The step is traced for each size that is tried.
+
+    **Arguments:**
+
+    - `known`: the step.
+    - `peak_bytes`: the peak memory of the unchanged step, estimated or counted by a compiler.
     """
     batch = batch_of(known)
     if not batch:
@@ -185,12 +191,17 @@ def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
             return fits if fits and len(needs) > 1 else None
         needs[guess] = other.memory.peak_bytes + offset
     if all(need <= usable for need in needs.values()):
-        return None  # nothing that the step keeps grows with the batch, so that any size fits
+        return None  # the peak does not grow with the batch, so any size fits
     return max((count for count, need in needs.items() if need <= usable), default=0)
 
 
 def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None, unit: int, *, halves: bool) -> int:
-    """The batch to try next: between one that fits and one that does not, or about twice the largest that fits."""
+    """The next batch size to try, a multiple of `unit`.
+
+    It is between `fits`, the largest size that fits, and `over`, the smallest that does not; or larger than `fits` if
+    `over` is `None`. `needs` has the peak memory of each size that was tried. `halves` asks for bisection instead of
+    linear interpolation.
+    """
     if over is None:
         before = max((count for count in needs if count < fits), default=None)
         slope = 0.0 if before is None else (needs[fits] - needs[before]) / (fits - before)
@@ -203,7 +214,7 @@ def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None,
 
 
 def with_batch(known: StepOnChip, batch: int) -> StepOnChip | None:
-    """The step for another number of examples; `None` if the step's code only works for its own number."""
+    """The step traced with another batch size; `None` if the step's code raises an error for it."""
     if known.function is None:
         return None
     ours = {known.step.arguments[at].path for at in known.in_group("batch")}

@@ -1,6 +1,6 @@
-"""The memory of a step, partitioned for its own shardings, for other shardings, and with further sharding constraints.
+"""The memory of a step on one device: with its own shardings, other shardings, or additional sharding constraints.
 
-Constraints that shard activations over the batch again are found by the origin of each axis of an array.
+`saving_constraints` finds constraints on activations that are not sharded over the batch's mesh axes.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from ._shardings import ArrayRow, StepShardings, Wanted, shardings_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepOnChip:
-    """A step and the chip on which its memory is counted.
+    """A traced step, and the chip for which its memory is counted.
 
     **Arguments:**
 
-    - `step`: the step, traced once.
-    - `chip`: the chip, for its compiler and its tiles.
-    - `function`: the traced function; `None` if the step came traced.
+    - `step`: the traced step.
+    - `chip`: the chip, which determines the compiler and the tiles of memory.
+    - `function`: the function that was traced; `None` if it is not known.
     """
 
     step: Step
@@ -40,28 +40,29 @@ class StepOnChip:
 
     @property
     def platform(self) -> Platform:
-        """The platform whose lowering is partitioned."""
+        """The platform for which the step is lowered and partitioned."""
         return "tpu" if self.chip.torus_dims > 0 else "gpu"
 
     @ft.cached_property
     def module(self) -> HloModule:
-        """The program of one device, after the compiler's passes."""
+        """The partitioned program of one device, after the known passes of the platform's compiler."""
         return self.partitioned()
 
     def partitioned(self, **changed: Any) -> HloModule:
-        """The partitioned program of one device, after the compiler's passes. `changed` is passed on to
-        `Step.partitioned`.
+        """The partitioned program of one device for a changed step, after the known passes of the platform's compiler.
+
+        `changed` are keyword arguments of `Step.partitioned`: other shardings, or another module.
         """
         return as_compiled(parse_hlo(self.step.partitioned(self.platform, **changed)), self.platform)
 
     @ft.cached_property
     def memory(self) -> Memory:
-        """The bytes that one device holds at the worst moment of the step."""
+        """The memory of one device while the step runs."""
         return self.memory_of(self.module)
 
     @ft.cached_property
     def shardings(self) -> StepShardings:
-        """The sharding of every array of the step, and where each sharding comes from."""
+        """The sharding of every array of the step, and the origin of each of its mesh axes."""
         return shardings_of(self.step, self.platform)
 
     @ft.cached_property
@@ -70,24 +71,31 @@ class StepOnChip:
 
     @ft.cached_property
     def purposes(self) -> tuple[ArgumentPurpose, ...]:
-        """The arrays that the step takes, each with its purpose."""
+        """The arrays of the step's arguments, each with its purpose."""
         return purposes_of(self.step, self._program)
 
     @ft.cached_property
     def shards(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of each argument on one device."""
+        """The shape of one shard of each array of the arguments."""
         return tuple(self._program.buffers[value].shape for value in self._program.entry.carried)
 
     def host_bytes(self, at: int) -> int:
-        """The bytes of argument number `at` in the host memory of one device."""
+        """The bytes of a shard of the arguments' array number `at`, if it is in host memory."""
         return bytes_of(Array(self.purposes[at].dtype, self.shards[at]), self.chip.tile)
 
     def in_group(self, kind: str) -> tuple[int, ...]:
-        """The numbers of the arguments of a group. "optimizer" covers all groups whose name begins so."""
+        """The numbers of the arguments' arrays in a group. The group "optimizer" includes all "optimizer: ..."."""
         return tuple(at for at, one in enumerate(self.purposes) if one.group.partition(":")[0] == kind)
 
     def memory_of(self, module: HloModule, *, donated: Sequence[bool] | None = None, remat: bool = False) -> Memory:
-        """The bytes that one device holds while it runs this module."""
+        """The memory of one device while it runs `module`, a program for one device.
+
+        **Arguments:**
+
+        - `module`: the program.
+        - `donated`: whether each array of the arguments is donated; by default as the step says.
+        - `remat`: whether to count each layer as rematerialized in the backward pass.
+        """
         taken, returned = self.step.parameters
         return device_memory(
             module,
@@ -100,14 +108,13 @@ class StepOnChip:
         )
 
     def memory_with(self, module: Module) -> Memory:
-        """The bytes that one device would hold if the step's StableHLO module were another one with the same arguments
-        and results.
-        """
+        """The memory of one device if the step's StableHLO module were `module`. Arguments and results stay."""
         return self.memory_of(self.partitioned(module=module))
 
     def under(self, arguments: Sequence[Dims | None]) -> Memory:
-        """The bytes that one device holds under other shardings of the arguments. A result that replaces an argument
-        gets that argument's sharding.
+        """The memory of one device if the arguments had other shardings.
+
+        `arguments` has the mesh axes of each dimension of each array. The new value of an array gets its sharding.
         """
         results = [one.dims for one in self.step.parameters[1]]
         for one, dims in zip(self.purposes, arguments, strict=True):
@@ -116,21 +123,21 @@ class StepOnChip:
         return self.memory_of(self.partitioned(arguments=arguments, results=results))
 
 
-# How many of the largest arrays at the peak are examined, and how many times, since a constraint may show the next
-# array.
+# The number of the largest arrays for which constraints are searched, and the number of searches. A constraint can make
+# other arrays the largest.
 _LARGEST, _ROUNDS = 8, 3
-# A constraint is left out if this share of the saving remains without it.
+# A constraint is left out if the others save at least this fraction of the bytes.
 _NEARLY = 0.98
-# Arrays of these operations need no constraint, or are constrained already.
+# Operations whose results need no constraint, or have one.
 _NO_ARRAY = ("sdy.sharding_constraint", "stablehlo.while", "func.call", "stablehlo.constant")
 
 
 class Constrained(NamedTuple):
-    """Sharding constraints that shard activations over the batch's mesh axes, where propagation did not.
+    """Sharding constraints on activations over the batch's mesh axes, and the memory of the step with them.
 
     **Arguments:**
 
-    - `peak_bytes`: the peak of the step with them on one device.
+    - `peak_bytes`: the peak memory of one device with the constraints.
     - `constraints`: the constraints.
     """
 
@@ -139,22 +146,20 @@ class Constrained(NamedTuple):
 
     @property
     def how(self) -> str:
-        """The constraints as code, with the line of each."""
+        """The constraints as code, each with the array that it constrains."""
         return "; ".join(f"{one.change} for the {one.where}" for one in self.constraints)
 
     @property
     def sources(self) -> tuple[Frame, ...]:
-        """The lines that the constraints are for."""
+        """The source lines whose arrays are constrained."""
         return tuple(dict.fromkeys(one.line for one in self.constraints if one.line))
 
 
 def saving_constraints(known: StepOnChip) -> Constrained | None:
-    """Constraints that save memory: they shard arrays of the worst moment over a mesh axis of the batch that
-    propagation gave to another argument.
+    """Sharding constraints on activations that lower the step's peak memory; `None` if none does.
 
-    **Returns:**
-
-    As few constraints as save nearly as much as all of them; `None` if they save nothing.
+    Each constraint shards an array that is in memory at the peak over a mesh axis of the batch. Constraints that save
+    almost nothing beside the others are left out.
     """
     before = known.memory.peak_bytes
     constraints: tuple[Wanted, ...] = ()
@@ -182,8 +187,9 @@ def _memory_with(known: StepOnChip, constraints: Sequence[Wanted]) -> Memory | N
 
 
 def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wanted]:
-    """Constraints for the largest arrays at the worst moment that lack a mesh axis of the batch, although they could be
-    sharded over it.
+    """Yields constraints that shard the largest arrays in memory at the peak over mesh axes of the batch.
+
+    The step has the sharding constraints `constraints` already.
     """
     batch = {known.step.arguments[at].path or known.step.arguments[at].name for at in known.in_group("batch")}
     memory, found = known.memory, known.shardings
@@ -199,7 +205,10 @@ def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wa
 
 
 def with_constraints(step: Step, constraints: Sequence[Wanted], platform: Platform) -> Module:
-    """The step's module with these constraints on the values that the constraints' lines make."""
+    """A copy of the step's StableHLO module with sharding constraints added.
+
+    A constraint applies to each value that has its shape and that its source line computes.
+    """
     module = step.module(platform)
     sizes = dict(step.mesh.shape)
     mesh = next(name for name, own in meshes(module).items() if dict(own) == sizes)

@@ -1,6 +1,4 @@
-"""The argument of a compiled program that a collective serves: the weight that it gathers, or the weight whose gradient
-it reduces.
-"""
+"""The argument of a program that a collective gathers, or whose gradient it reduces, found by following values."""
 
 import collections
 import functools as ft
@@ -15,25 +13,27 @@ from ._hlo_text import PRODUCTS, HloModule, Instruction
 from ._live.program import FlatOp, Uses, program_of, reached
 
 
-# These return their first operand, or a reshape or slice of it. Those with several operands return each of them.
+# Operations whose result is the operand, or a slice or reshape of it. With several operands, each has its own result.
 _PASSES = frozenset(
     "copy copy-start copy-done convert bitcast bitcast-convert reshape transpose slice dynamic-slice pad opt-barrier "
     "slice-start slice-done recv-done while".split()
 ) | {kind + stage for kind in MOVING for stage in ("", "-start", "-done")}
 _WHOLE = ("all-gather", "all-gather-done")
-# These make one array of slices that are read one by one.
+# A custom call that concatenates slices of an array into one.
 _JOINED = 'custom_call_target="ConcatBitcast"'
-# The results of these are new values, whatever their shape.
+# Operations whose result is never the same gradient as the operand, even if the shapes are equal.
 _ENDS_HERE = PRODUCTS | frozenset("custom-call reduce reduce-window gather scatter sort while conditional send".split())
 _ARGUMENT = re.compile(r"^[A-Za-z_]\w*")
 _KEY = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|([^\]]*))\]|\.([A-Za-z_]\w*)")
-# The number of instructions that a value is followed, backwards and forwards.
+# The largest number of operations on a path backwards from a value, and of values that are visited forwards from it.
 _FAR, _MANY = 64, 2000
 
 
 class Origins:
-    """Finds the argument behind a value: backwards from a collective's operand, or forwards from its result to the
-    argument's update.
+    """Finds the argument that a collective gathers or reduces, and the source line that causes the collective.
+
+    The search goes backwards from the collective's operand to an argument, or forwards from its result to the operation
+    that adds the result to an argument.
     """
 
     def __init__(self, module: HloModule):
@@ -44,8 +44,8 @@ class Origins:
         self._results = frozenset(self._program.entry.results)
         self._ops: dict[int, FlatOp] = {}
         self._onward = ft.lru_cache(maxsize=65536)(self._next)
-        # The loop that carries a value, with its index; the result of a body that becomes it, or the value that is
-        # sent.
+        # For a loop-carried value, its loop and its index. For the result of a loop's body or the operand of a `send`,
+        # the values that are equal to it outside the body or after the `recv`.
         self._carried: dict[int, tuple[FlatOp, int]] = {}
         self._becomes: dict[int, list[int]] = collections.defaultdict(list)
         ends: dict[tuple[str, str], FlatOp] = {}
@@ -64,10 +64,10 @@ class Origins:
                 self._becomes[sender.reads[0]].append(op.makes[0])
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
-        """The source lines of the operation that was lowered to an instruction.
+        """The call stack of the operation that causes a collective's instruction, innermost frame first.
 
-        A change of a result's sharding has no line of its own. It gets the line that made the value before the change,
-        else the line that uses the value after it.
+        A collective that reshards a value has no source line. Its call stack is the one of the operation that computes
+        the value, or else of an operation that reads the resharded value.
         """
         op = self._ops.get(id(instruction))
         if op is None:
@@ -79,7 +79,7 @@ class Origins:
         return next(filter(None, found), ())
 
     def _before(self, op: FlatOp | None) -> Iterator[FlatOp]:
-        """Yields an operation, then the one that made its first operand, and so on backwards."""
+        """Yields `op`, then the operation that computes the first operand of `op`, and so on backwards."""
         for _ in range(_FAR):
             if op is None:
                 return
@@ -91,40 +91,41 @@ class Origins:
             op = self._carried[value][0] if value in self._carried else self._uses.maker.get(value)
 
     def gathered(self, instruction: Instruction, element: int) -> str | None:
-        """The argument, by JAX's name for it, that an instruction sends, or of which it sends a slice; `None` if it
-        sends a computed value.
+        """JAX's name of the argument that a collective sends; `None` if the collective sends a computed value.
 
-        `element` is the index of the array among those that the instruction sends.
+        The collective's operand number `element` is the argument or a slice of it.
         """
         op = self._ops.get(id(instruction))
         moved = () if op is None else self._senders.get(op, op).reads[element:]
         return self._argument(moved[0]) if moved else None
 
     def updated(self, instruction: Instruction, element: int) -> str | None:
-        """The argument that a reduction's result is added to in the end, which is the argument whose gradient it is;
-        `None` without one.
+        """JAX's name of the argument whose gradient a collective reduces; `None` if there is no such argument.
 
-        `element` is the index of the array in the instruction's result.
+        Result number `element` of the collective, or a value computed from it, is added to this argument.
         """
         op = self._ops.get(id(instruction))
-        for begun in () if op is None else _of_one(op, element):
-            for value in self._later(begun):
+        for gradient in () if op is None else _of_one(op, element):
+            for value in self._later(gradient):
                 for user, at, _ in self._uses.users.get(value, ()):
                     if user.opcode in ("add", "subtract") and len(user.reads) == 2:
                         found = self._argument(user.reads[1 - at])
-                        # An updated weight becomes a result of the program, and a difference from data does not.
+                        # The sum is an updated weight only if it is a result of the program.
                         if found is not None and not self._results.isdisjoint(self._later(user.makes[0])):
                             return found
         return None
 
-    def _later(self, begun: int) -> Iterator[int]:
-        """Yields a value and the values computed from it that may still be the same gradient or its shards, the nearest
-        first.
+    def _later(self, gradient: int) -> Iterator[int]:
+        """Yields the value `gradient`, and the values computed from it that may be the same gradient or a shard of it.
+
+        The nearest values come first.
         """
-        return itertools.islice(reached([begun], self._onward), _MANY)
+        return itertools.islice(reached([gradient], self._onward), _MANY)
 
     def _next(self, value: int) -> tuple[int, ...]:
-        """The results of a value's readers that have its shape, or that of a shard or a stack of it."""
+        """The results of the operations that read a value, if they have the shape of the value, its shard or a stack of
+        such values.
+        """
         found = [*self._becomes.get(value, ())]
         for op, at, _ in self._uses.users.get(value, ()):
             made = () if op.opcode in _ENDS_HERE else _of_one(op, at)
@@ -132,7 +133,7 @@ class Origins:
         return tuple(found)
 
     def _argument(self, value: int) -> str | None:
-        """The name of the argument that a value equals or is a slice of; `None` for a computed value."""
+        """JAX's name of the argument that a value is, or is a slice of; `None` for a computed value."""
         for _ in range(_FAR):
             if value in self._names:
                 return self._names[value].op_name or None
@@ -146,9 +147,10 @@ class Origins:
         return None
 
     def is_sum_of_products(self, instruction: Instruction) -> bool:
-        """Whether a permute passes on partial products, to which other products are added.
+        """Whether a permute sends a sum of products, which the next device adds its own product to.
 
-        Such a sum starts from zeros, and within a loop from the body's last result.
+        Otherwise the permute sends an operand of the products. A sum of products starts from zeros. In a loop, it is a
+        result of the loop's body.
         """
         op = self._ops.get(id(instruction))
         values = itertools.islice(reached(() if op is None else op.reads, self._made_of), _FAR)
@@ -157,7 +159,7 @@ class Origins:
         return not opcodes.isdisjoint(PRODUCTS) or opcodes.isdisjoint((None, *_WHOLE))
 
     def _made_of(self, value: int) -> Iterable[int]:
-        """The operands of the operation that made a value. For a loop-carried value, it is the body's result."""
+        """The operands of the operation that computes a value; for a loop-carried value, the body's result."""
         if value in self._carried:
             loop, at = self._carried[value]
             return (loop.bodies[0].results[at],)
@@ -165,7 +167,7 @@ class Origins:
         return () if made is None or made.opcode in _WHOLE else made.reads
 
     def _is_like(self, part: int, whole: int) -> bool:
-        """Whether a value has as many elements as another, or the shape of a shard of it."""
+        """Whether the value `part` has as many elements as the value `whole`, or the shape of a shard of it."""
         sizes, limits = (self._program.buffers[value].shape for value in (part, whole))
         if not sizes or not limits or math.prod(sizes) == math.prod(limits):
             return bool(sizes and limits)
@@ -175,15 +177,16 @@ class Origins:
 
 
 def _of_one(op: FlatOp, at: int) -> tuple[int, ...]:
-    """The results of an operation that correspond to operand number `at`. A collective's `-start` also returns its
-    operands.
+    """The results of an operation that correspond to its operand number `at`.
+
+    They can be several, since the `-start` of an asynchronous collective also returns its operands.
     """
     count = max(1, min(len(op.reads), len(op.makes)))
     return op.makes[at % count :: count]
 
 
 def path_of(argument: str) -> str:
-    """The path of a leaf in its own argument, from the name that JAX gives it: `w['mlp'].up[0]` is `mlp/up/0`."""
+    """The path of a leaf within its argument, from JAX's name of the leaf: `mlp/up/0` for `w['mlp'].up[0]`."""
     named = _ARGUMENT.match(argument)
     keys = _KEY.findall(argument[named.end() :] if named else argument)
     return "/".join(next(filter(None, key), "") for key in keys) or argument

@@ -1,4 +1,7 @@
-"""The purpose of each array that a step takes, found from what the step does with it rather than from its name."""
+"""The purpose of each array in a step's arguments: parameter, optimizer state, batch or cache.
+
+It follows from the operations that read the array, not from the array's name.
+"""
 
 import collections
 import itertools
@@ -13,20 +16,20 @@ from ._hlo_text import ELEMENTWISE, PIECES, VIEWS
 from ._live.program import FlatProgram, Uses, reached
 
 
-# Operations that update an argument. If the optimizer's state is sharded further than the parameters, so is the update,
-# and it is gathered afterwards.
+# Operations that compute an argument's new value from its old one. They include collectives: updated parameters are
+# gathered if the optimizer's state is sharded further than the parameters.
 _FOLLOWED = ELEMENTWISE | VIEWS | PIECES | MOVING
 
 
 class ArgumentPurpose(NamedTuple):
-    """One array that a step takes, and its purpose.
+    """One array of a step's arguments, and its purpose.
 
     **Arguments:**
 
-    - `argument`: its path, whole shape and sharding.
-    - `dtype`: the dtype in HLO's notation.
-    - `group`: "parameters", "optimizer: mu" (one for each moment), "KV cache", "batch", or "other".
-    - `result`: the number of the result that it comes back as, if it does.
+    - `argument`: the array's path, whole shape and sharding.
+    - `dtype`: the array's dtype in HLO's notation.
+    - `group`: the purpose: "parameters", "optimizer: mu" (one group for each moment), "KV cache", "batch" or "other".
+    - `result`: the number of the step's result that is the array's new value; `None` if there is none.
     """
 
     argument: Parameter
@@ -36,17 +39,17 @@ class ArgumentPurpose(NamedTuple):
 
 
 def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]:
-    """The arrays that a step takes, each with its purpose, in the order of the program's parameters.
+    """The arrays of a step's arguments, each with its purpose, in the order of the program's parameters.
 
-    A subtree of the arguments that is returned with the same structure, shapes and dtypes is state. The forward pass
-    reads parameters; only the update reads the arrays of an optimizer. A step without gradients updates caches. An
-    argument that is not returned is the batch, or weights that do not change: the batch has the leading dimension of
-    the integer arrays, or else of the last argument.
+    An array has a new value if the step returns a subtree of the same structure, shapes and dtypes, computed from the
+    old one. In a step with gradients, such an array is a parameter if the forward pass reads it, and else optimizer
+    state. In a step without gradients, it is a cache. The other arrays are the batch or constant weights: an array is
+    part of the batch if its first dimension has the size of the batch.
 
     **Arguments:**
 
     - `step`: the step.
-    - `program`: its program on one device.
+    - `program`: the step's program on one device.
     """
     ours = step.arguments
     dtypes = [program.buffers[value].dtype for value in program.entry.carried]
@@ -79,7 +82,7 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
 
 
 def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
-    """For each array of the arguments that a result replaces, the number of that result."""
+    """The number of the result that has the place of an argument's array in an equal subtree, by the array's number."""
     info, dtypes = flatten(step.traced.out_info), [buffer.dtype for buffer in program.buffers]
     results = itertools.compress(zip(info.paths, info.leaves, strict=True), info.is_array)
     made = [(path, (leaf.shape, dtypes[at])) for (path, leaf), at in zip(results, program.entry.results, strict=True)]
@@ -98,9 +101,9 @@ def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
 
 
 def _subtrees(arrays: Sequence[tuple[str, object]]) -> Iterator[tuple[object, list[int]]]:
-    """The subtrees of a tree, the larger ones first: the structure of each, and the numbers of its arrays.
+    """Yields the structure of each subtree of a tree, and the numbers of its arrays. Larger subtrees come first.
 
-    Each array is its path, and its shape and dtype.
+    `arrays` has the path of each array of the tree, and its shape and dtype.
     """
     parts = [path.split("/") for path, _ in arrays]
     for depth in range(max(map(len, parts), default=0) + 1):
@@ -113,7 +116,7 @@ def _subtrees(arrays: Sequence[tuple[str, object]]) -> Iterator[tuple[object, li
 
 
 def _comes_from(result: int, given: int, uses: Uses) -> bool:
-    """Whether a result is computed from an argument by elementwise operations and in-place updates only."""
+    """Whether only elementwise operations, in-place updates and resharding compute a result from an argument."""
 
     def before(value: int) -> Sequence[int]:
         op = uses.maker.get(value)
@@ -130,7 +133,7 @@ def _comes_from(result: int, given: int, uses: Uses) -> bool:
 
 
 def _is_read_forward(value: int, uses: Uses) -> bool:
-    """Whether a value is read by a forward pass, or by any operation other than an elementwise update."""
+    """Whether the forward pass, or any operation that is not elementwise, reads a value."""
 
     def forms(value: int) -> Iterator[int]:
         for op, _, _ in uses.users.get(value, ()):
@@ -141,7 +144,10 @@ def _is_read_forward(value: int, uses: Uses) -> bool:
 
 
 def _batch_size(ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
-    """The size of the batch, which is the first dimension of its arrays; `None` if there are none."""
+    """The size of the batch; `None` if every array has a group in `groups`.
+
+    It is the first dimension of the largest integer array without a group, or else of the last array without a group.
+    """
     left = [(one, dtype) for one, dtype, group in zip(ours, dtypes, groups, strict=True) if not group and one.shape]
     # A PRNG key has at most four words.
     whole = [one for one, dtype in left if _is_whole_number(dtype) and math.prod(one.shape) > 4]
@@ -155,9 +161,9 @@ def _is_whole_number(dtype: str) -> bool:
 
 
 def _moment_group(path: str, parameters: Set[str]) -> str:
-    """The group of an array of the optimizer's state, named by the part of its path before the parameter's path.
+    """The group of an array of the optimizer's state: "optimizer: " and the part of its path before a parameter's path.
 
-    `parameters` are the paths of the parameters within their argument, and all suffixes of these paths.
+    `parameters` has the paths of the parameters within their argument, and all suffixes of these paths.
     """
     parts = path.split("/")
     for at in range(1, len(parts)):
