@@ -178,11 +178,11 @@ def donated_by_key(donate: Any, keys: Table) -> Table:
         every = donate not in (False, "none")
         kept = {0: False} if isinstance(donate, str) and donate.endswith("-except-first") else {}
         return {int: every, str: every} | kept
-    names = _positional(keys)
+    names, is_variadic = _positional(keys), int in keys.values()
     chosen = (donate,) if isinstance(donate, str | int) else tuple(donate)
     for one in chosen:
-        known = isinstance(one, int) and not isinstance(one, bool) and 0 <= one
-        if one not in names and not (known and (one < len(names) or int in keys.values())):
+        known = isinstance(one, int) and not isinstance(one, bool) and 0 <= one and (is_variadic or one < len(names))
+        if one not in names and not known:
             raise ValueError(
                 f"`donate` names {one!r}, which is no positional parameter ({', '.join(names)}); use those, their "
                 'positions, True or "all", "all-except-first", False or "none".'

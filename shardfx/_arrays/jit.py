@@ -152,10 +152,11 @@ class Jitted(Generic[P, R]):
     """
 
     def __init__(self, fn: Callable[P, R], in_shardings: object, out_shardings: object, donate: Donate):
-        self._fn, self._signature = fn, inspect.signature(fn)
-        self._arrays, self._rest = eqx.partition(fn, _is_array)
+        self._fn: Callable[..., R] = fn
+        self._signature = inspect.signature(fn)
+        arrays, self._rest = eqx.partition(fn, _is_array)
         # A function without arrays need not be flattened at each call.
-        self._arrays = self._arrays if jax.tree.leaves(self._arrays) else None
+        self._arrays = arrays if jax.tree.leaves(arrays) else None
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._short_name = getattr(fn, "__name__", type(fn).__name__)
         forms = {"in_shardings": in_shardings, "out_shardings": out_shardings}
@@ -168,7 +169,7 @@ class Jitted(Generic[P, R]):
         self._donated = donated_by_key(donate, self._keys)
         # With this number of positional arguments a call needs no `Signature.bind`.
         self._arity = len(self._keys) if [*self._keys.values()] == [*range(len(self._keys))] else None
-        self._form, self._jit = (ft.lru_cache(maxsize=_FORMS)(made) for made in (self._form_of, self._jit_of))
+        self._form, self._jit = ft.lru_cache(_FORMS)(self._form_of), ft.lru_cache(_FORMS)(self._jit_of)
         ft.update_wrapper(self, fn, updated=())
 
     @overload

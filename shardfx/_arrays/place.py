@@ -131,9 +131,8 @@ def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
 
 def _gathered_leaf(path: Any, leaf: object) -> Any:
     if isinstance(leaf, Tracer):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
         raise LeafTypeError(
-            f"{f'leaf `{name}`' if name else 'the array'}, {leaf.dtype}{list(leaf.shape)}, is traced: inside `jax.jit` "
+            f"{_name(path)}, {leaf.dtype}{list(leaf.shape)}, is traced: inside `jax.jit` "
             "it has no values that could be brought to the host. Gather what the function returns; to have an array "
             "whole on every device inside, use `constrain(x, PartitionSpec(), plan)`."
         )

@@ -146,7 +146,7 @@ def test_a_constraint_of_what_a_closed_over_array_makes_is_no_silence(on):
 
 
 def test_gather_inside_jit_says_what_to_do():
-    with pytest.raises(LeafTypeError, match=r"leaf `a/w`, float32\[8, 16\], is traced: .* `constrain\(x, Partition"):
+    with pytest.raises(LeafTypeError, match=r"array `a/w`, float32\[8, 16\], is traced: .* `constrain\(x, Partition"):
         jax.jit(lambda x: gather({"a": {"w": x}}))(TREE["w"])
     with pytest.raises(LeafTypeError, match="the array, float32"):
         jax.jit(gather)(TREE["w"])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import MeshSpec, PathRules, filter_jit, plan, shard
 from shardfx.errors import PlanMismatchError
@@ -24,7 +24,7 @@ def step(params, batch, *more, rate=0.5, **named):
     return {"new": jax.tree.map(lambda x: x * 2, params), "y": y, "text": "text"}
 
 
-def plans(mesh=MESH):
+def plans(mesh: MeshSpec | Mesh = MESH):
     return plan(PARAMS, mesh, paths=RULES, unused="allow"), plan(BATCH, mesh, paths=RULES, unused="allow")
 
 
