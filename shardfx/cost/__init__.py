@@ -1,9 +1,8 @@
-"""The cost of a step before it runs: its traffic row by row, its memory group by group, and its time.
+"""The cost of a step before it runs: the bytes that it sends, its memory, and the time of its collectives.
 
-It may import the ground values, rules, plans, device orders, chips, steps, arrays and `interop`. It never runs a step
-and never chooses a plan. One module reads programs, since an estimate is the traffic of a program too: XLA's
-partitioner made it, and no compiler has finished it. `_after/` applies what each platform's compiler would still do to
-it.
+The package never runs a step and never chooses a plan. It imports `_ground`, `_rules`, `_plan`, `topology`, `chips`,
+`_step`, `_arrays` and `interop`. `_traffic.py` reads compiled programs, and also estimates: an estimate is the program
+of XLA's partitioner, to which `_after/` applies the passes that a compiler would run next.
 """
 
 from .._step import Frame as Frame

@@ -1,4 +1,4 @@
-"""The bytes that a step should send, from XLA's own partitioner, without a full compilation."""
+"""An estimate of the bytes that a step sends, from the program of XLA's own partitioner, without compilation."""
 
 import dataclasses
 import math
@@ -16,13 +16,15 @@ from ._traffic import read
 from ._traffic_rows import Traffic, TrafficRow, largest_first
 
 
-# A shrunken axis keeps this many devices if its size allows, so that groups within an axis and divisibility stay the
-# same.
+# The smallest size of a shrunken mesh axis, if the axis had at least this size.
 _LEAST = 4
 
 
 def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
-    """The mesh with its longest axes halved until at most half of `most` devices are left."""
+    """A smaller mesh with the same axes: the longest axes are halved until it has at most `most // 2` devices.
+
+    Raises `ProgramError` if the sizes of the axes cannot be halved so far.
+    """
     sizes = dict(mesh.shape)
     while math.prod(sizes.values()) > most // 2:
         name = max(sizes, key=lambda axis: sizes[axis] if sizes[axis] % 2 == 0 else 0)
@@ -36,20 +38,23 @@ def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
 
 
 def carried_on(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence[TrafficRow]]) -> Traffic:
-    """The traffic on a large mesh, extrapolated from the traffic on smaller ones.
+    """The traffic of a step on a large mesh, extrapolated from its traffic on smaller meshes.
+
+    The step is partitioned for a smaller mesh, and again with each of the halved axes doubled once.
 
     **Arguments:**
 
-    - `mesh`: a mesh with more than `most` devices.
-    - `rows_on`: the rows of the step on a mesh, in the order of its program.
+    - `mesh`: the large mesh.
+    - `most`: the largest number of devices for which the step is partitioned.
+    - `rows_on`: a function from a mesh to the traffic rows of the step on it, in the order of the program.
 
     **Raises:**
 
-    `ProgramError` if the programs on the shrunken meshes differ in more than sizes.
+    `ProgramError` if the programs on the smaller meshes differ in more than sizes.
     """
     small = shrunk(mesh, most)
     first = rows_on(small)
-    # For each axis that was halved, the rows where it is doubled once, and how many times it doubles.
+    # For each axis that was halved, the rows of the mesh with this axis doubled once, and the number of doublings.
     doubled: list[tuple[Sequence[TrafficRow], int]] = []
     for axis, size in small.shape.items():
         if mesh.shape[axis] == size:
@@ -72,13 +77,19 @@ def _with_sizes(mesh: MeshSpec, sizes: dict[str, int]) -> MeshSpec:
 
 
 def _form(row: TrafficRow) -> object:
-    """The fields of a traffic row that do not depend on the size of the mesh."""
+    """The fields of a traffic row that are equal on meshes of all sizes."""
     return row.kind, row.axes, row.dtype, row.source, row.calls is None, row.calls == 0
 
 
 def _row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str) -> TrafficRow:
-    """A traffic row extrapolated to a larger mesh. Each pair in `doubled` is the row on a mesh with one axis doubled,
-    and how often that axis doubles.
+    """A traffic row of a small mesh, extrapolated to a large mesh.
+
+    **Arguments:**
+
+    - `row`: the row on the small mesh.
+    - `doubled`: for each axis that is longer on the large mesh, the row on the small mesh with this axis doubled, and
+        the number of doublings between the two meshes.
+    - `note`: a note for the extrapolated row.
     """
     group, bytes_each, calls = row.group_size, _payload(row), row.calls
     for other, times in doubled:
@@ -100,7 +111,7 @@ def _row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str) 
 
 
 def _payload(row: TrafficRow) -> float:
-    """The bytes of one call before the factor `_share`, which depends on the group's size."""
+    """The bytes of one call of a collective, divided by the factor that depends on the size of its replica group."""
     return row.wire_bytes / ((row.calls or 1) * _share(row.kind, row.group_size))
 
 
@@ -109,17 +120,20 @@ def _share(kind: str, group: int) -> float:
 
 
 def _power(other: float | int, one: float | int, times: int) -> float:
-    """The factor by which a number grows if its axis doubles `times` times: `other / one`, rounded to a power of two,
-    to the power `times`.
+    """The factor by which a number grows if a mesh axis doubles `times` times.
+
+    `one` is the number before a doubling, and `other` the number after it. Their ratio is rounded to a power of two.
     """
     return (2.0 ** round(math.log2(other / one))) ** times if one and other else 1.0
 
 
-# Steps on larger meshes are estimated from smaller ones: XLA takes 3 s for 8,192 devices, and 0.1 s for a few hundred.
+# The largest mesh for which a step is partitioned directly, and the largest one from which an estimate is extrapolated.
+# XLA takes 3 s for 8,192 devices, and 0.1 s for a few hundred.
 DIRECT, LARGEST = 2048, 512
-# The result of this pass depends on the size of the shards, but the bytes do not change.
+# A pass that is left out of an extrapolation: it depends on the size of shards, and the bytes do not change.
 SIZED = ("windowed einsum",)
-# This pass scatters sums of whole tiles. If the shards on a smaller mesh are no larger, no sum counts as scattered.
+# A pass that makes a reduce-scatter of an all-reduce whose shards are whole tiles. It is left out of an extrapolation if
+# the smaller meshes differ in this.
 TILED = "tpu-all-reduce-scatter-fusion"
 COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 
@@ -127,22 +141,21 @@ COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 def estimate(
     step: object, *args: object, compiler: Platform | str = "tpu", mesh: MeshSpec | Mesh | AbstractMesh | None = None
 ) -> Traffic:
-    """The bytes that a step should send, row by row, without compiling it and without its devices.
+    """An estimate of the bytes that a step sends, a row for each collective, without compilation and without devices.
 
-    The step is traced and lowered for a platform, and XLA's own partitioner makes the program of one device. That text
-    is read as [`shardfx.cost.traffic`][] reads a compiled program. Then known passes of the platform's compiler are
-    applied to it, such as moving a reduction out of a loop. [`shardfx.cost.compare`][] shows where an estimate and a
-    compiled program differ.
+    The step is traced and lowered for a platform, and XLA's own partitioner makes the program of one device. The known
+    passes of the platform's compiler are then simulated on this program: one of them moves reductions out of loops.
+    [`shardfx.cost.compare`][] shows where an estimate and a compiled program differ.
 
     **Arguments:**
 
-    - `step`: a function of trees; or a function of `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][], whose
-        shardings and donation count; or the result of its `.trace`, without `args`.
-    - `args`: its arguments: arrays or structs with shardings, as `plan.structs`, and any other values. The compiler
-        chooses the shardings of results that have none, as in JAX.
-    - `compiler`: "tpu", "gpu" or "cpu".
-    - `mesh`: the mesh whose axes the rows name; the mesh of the arguments by default. With a MeshSpec that has `dcn`,
-        the rows also count bytes between slices.
+    - `step`: a function; or the result of `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][], with its
+        shardings and donation; or the result of its `.trace`, without `args`.
+    - `args`: the arguments of the step: arrays, or structs with shardings such as `plan.structs`, and any other values.
+        As in JAX, the compiler chooses the shardings of results that have none.
+    - `compiler`: the platform: "tpu", "gpu" or "cpu".
+    - `mesh`: the mesh whose axes the rows name; by default the mesh of the arguments. With a MeshSpec that has `dcn`,
+        the rows also count the bytes between slices.
 
     **Returns:**
 
@@ -151,7 +164,7 @@ def estimate(
     **Raises:**
 
     `MeshError` if no argument or plan has a mesh; `PlanMismatchError` for a plan that is passed as an argument of the
-    step; `ProgramError` if XLA cannot partition the step; the errors of `step` when it is traced.
+    step; `ProgramError` if XLA cannot partition the step; any error of the step's code during tracing.
 
     !!! Example
 
@@ -175,7 +188,7 @@ def estimate(
 
 
 def platform_of(compiler: Platform | str) -> Platform:
-    """The platform of a compiler's name; `MeshError` for another name."""
+    """The platform with the name `compiler`. Raises `MeshError` for an unknown name."""
     found: Platform | None = next((one for one in COMPILERS if one == compiler), None)
     if found is None:
         raise MeshError(f"there is no compiler {compiler!r:.60}; `compiler` is one of {', '.join(COMPILERS)}.")
@@ -183,7 +196,7 @@ def platform_of(compiler: Platform | str) -> Platform:
 
 
 def estimated(step: Step, compiler: Platform) -> Traffic:
-    """The estimated traffic of a traced step."""
+    """The estimated traffic of a traced step, the largest rows first."""
     if step.mesh.size > DIRECT:
         for without in (SIZED, (*SIZED, TILED)):
             try:
@@ -195,6 +208,6 @@ def estimated(step: Step, compiler: Platform) -> Traffic:
 
 
 def _read(step: Step, compiler: Platform, mesh: MeshSpec | Mesh | AbstractMesh, without: Sequence[str] = ()) -> Traffic:
-    """The rows of a step's partitioned program on `mesh`, in program order. Passes in `without` are not applied."""
+    """The estimated traffic of a step on `mesh`, in the order of the program, without the passes `without`."""
     module = parse_hlo(step.partitioned(compiler, mesh=MeshSpec.of(mesh)))
     return read(as_compiled(module, compiler, without=without), mesh, step.leaves)

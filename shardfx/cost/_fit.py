@@ -1,4 +1,4 @@
-"""Whether a step fits a chip's memory: bytes per device by purpose, and the changes that would make it fit."""
+"""Whether a step fits a chip's memory: the bytes of each group of arrays, and the changes that would make it fit."""
 
 import dataclasses
 import functools as ft
@@ -26,14 +26,13 @@ from ._shardings import Origin, StepShardings
 Basis = Literal["compiled", "estimated", "arguments"]
 
 _LARGEST = 8
-# If the estimate is within this share of the peak of the limit, it does not decide. Of 28 steps that the TPU's compiler
-# counted, nine in ten have a smaller error.
+# The relative error of an estimated peak: nine in ten of 28 steps that the TPU's compiler counted have a smaller one.
 _CLOSE = 0.18
 
 
 @runtime_checkable
 class _Measured(Protocol):
-    """A compiled step with a memory analysis."""
+    """A compiled step, recognized by its method `memory_analysis`."""
 
     def memory_analysis(self) -> Any: ...
 
@@ -44,12 +43,12 @@ class FitRow:
 
     **Arguments:**
 
-    - `group`: "parameters", "gradients", "optimizer: mu" (one row for each moment), "batch", "KV cache", "other",
-        "results" (new values beside the old ones), "activations", "copies in other layouts", "temporaries"; for
-        plans without a step, the names under which they were joined.
-    - `bytes`: bytes in the chip's memory, tile padding included.
-    - `host_bytes`: bytes in host memory, if a plan puts them there.
-    - `exact`: whether the compiler or the shardings give these bytes; if not, they are estimated.
+    - `group`: the name of the group: "parameters", "gradients", "optimizer: mu" (one group for each moment), "batch",
+        "KV cache", "other", "results" (without the donated arguments' memory), "activations", "copies in other layouts"
+        or "temporaries". For a plan without a step, a name of [`shardfx.ShardPlan.join`][].
+    - `bytes`: the bytes in the chip's memory, including the padding of tiles.
+    - `host_bytes`: the bytes in host memory, if the plan's memory kinds say so.
+    - `exact`: whether the bytes follow from shardings or from the compiler's count. If not, they are estimated.
     """
 
     __module__ = "shardfx.cost"
@@ -62,17 +61,17 @@ class FitRow:
 
 @dataclasses.dataclass(frozen=True)
 class Offender:
-    """One of the largest arrays at the worst moment, or several arrays whose paths differ only in numbers.
+    """A large array in memory at the peak, or several arrays of equal size whose paths differ only in numbers.
 
     **Arguments:**
 
     - `what`: the path of an argument; for a temporary, its dtype and its shape on one device.
-    - `bytes`: bytes on one device.
-    - `group`: as in [`shardfx.cost.FitRow`][].
-    - `source`: the line of your program that makes it; `None` for an argument.
-    - `phase`: "forward", "backward" or "recomputed", where JAX says which pass makes it.
-    - `spec`, `origins`: the sharding of the whole array, and the origin of each mesh axis; set only in `Fit.moment`.
-    - `why`: the reason for its size, in a sentence, where it is known; set only in `Fit.moment`.
+    - `bytes`: the bytes on one device.
+    - `group`: the group of arrays, as in [`shardfx.cost.FitRow`][].
+    - `source`: the line of your program that computes the array; `None` for an argument.
+    - `phase`: the pass that computes the array: "forward", "backward" or "recomputed"; "" if it is not known.
+    - `spec`, `origins`: the spec of the array, and the origin of each of its mesh axes. Only `Fit.moment` has them.
+    - `why`: a sentence that says why the array is not sharded further, or "". Only `Fit.moment` has it.
     """
 
     __module__ = "shardfx.cost"
@@ -89,15 +88,15 @@ class Offender:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The memory that a step needs on a chip; made by [`shardfx.cost.fit`][]. `str(...)` is a table.
+    """The memory that a step needs on a chip; returned by [`shardfx.cost.fit`][]. `str(...)` is a table.
 
     **Arguments:**
 
-    - `rows`: bytes by group, largest first; they add up to `peak_bytes`.
+    - `rows`: the bytes of each group of arrays, the largest first. Their sum is `peak_bytes`.
     - `chip`: the chip.
-    - `how`: "compiled": the compiler's own numbers; "estimated": from the program of one device that XLA's partitioner
-        makes; "arguments": there is no step, and nothing else is counted.
-    - `largest`: the largest arrays at the worst moment.
+    - `how`: the source of the numbers. "compiled": the compiler's count. "estimated": an estimate from the program of
+        XLA's partitioner. "arguments": a plan without a step, so only the plan's arrays are counted.
+    - `largest`: the largest arrays in memory at the peak.
     - `notes`: further notes.
     """
 
@@ -112,77 +111,77 @@ class Fit:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes on one device at the worst moment of a step."""
+        """The largest number of bytes in one device's memory at one time during a step."""
         return sum(row.bytes for row in self.rows)
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of one device's memory that the chip leaves to a program."""
+        """The bytes of one device's memory that a program may use."""
         return self.chip.usable_hbm_bytes_per_device
 
     @property
     def headroom_bytes(self) -> int:
-        """Usable bytes minus the peak; negative if the step does not fit."""
+        """`usable_bytes` minus `peak_bytes`; negative if the step does not fit."""
         return self.usable_bytes - self.peak_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the usable memory. An estimate may be wrong near the limit, see `is_close`."""
+        """Whether `peak_bytes` is at most `usable_bytes`. An estimate can be wrong near the limit; see `is_close`."""
         return self.headroom_bytes >= 0
 
     @property
     def is_close(self) -> bool:
-        """Whether only a compiler can tell: the peak is estimated, and less than 18 % of it away from the limit.
+        """Whether `peak_bytes` is an estimate that differs from `usable_bytes` by less than 18 % of the peak.
 
-        Read this beside `fits`: a close step may fail to compile although `fits` is true.
+        Such a step can run out of memory although `fits` is true. Only a compiler's count decides.
         """
         return self.how == "estimated" and abs(self.headroom_bytes) < _CLOSE * self.peak_bytes
 
     @ft.cached_property
     def changes(self) -> tuple[Change, ...]:
-        """Single changes that save memory, each with the peak after it; the one that saves most comes first.
+        """Changes to the step that save memory, each with the peak memory after it. The largest saving comes first.
 
-        Changes are made and partitioned on the first access; for half the batch the step is traced again.
+        The first access partitions the changed steps. One change, half the batch, also traces the step again.
         """
         return () if self._known is None else changes_of(self._known, self.peak_bytes)
 
     @ft.cached_property
     def moment(self) -> tuple[Offender, ...]:
-        """All arrays in memory at the worst moment, the largest first, each with its sharding and the reason for its
-        size.
+        """All arrays in memory at the peak, the largest first, each with its sharding and the reason for its size.
 
-        The first access runs the compiler's propagation of shardings once, as in [`shardfx.cost.shardings`][].
+        The first access runs Shardy's propagation, as [`shardfx.cost.shardings`][] does.
         """
         return () if self._known is None else _moment(self._known)
 
     @property
     def shardings(self) -> StepShardings | None:
-        """The sharding of every array of the step; `None` without a step."""
+        """The sharding of every array of the step; `None` if there is no step."""
         return None if self._known is None else self._known.shardings
 
     @property
     def batch(self) -> int | None:
-        """The number of examples in the batch; `None` if it is not known."""
+        """The number of examples in the step's batch; `None` if it is not known."""
         return None if self._known is None else batch_of(self._known)
 
     @ft.cached_property
     def largest_batch(self) -> int | None:
-        """The largest number of examples that fits; `None` if it is not known. The step is traced for up to 8 other
-        sizes.
+        """The largest batch size with which the step fits; `None` if it is not known.
+
+        The first access traces the step with up to 8 batch sizes.
         """
         return None if self._known is None else largest_batch(self._known, self.peak_bytes)
 
     @property
     def timeline(self) -> tuple[int, ...]:
-        """Bytes in memory while each operation of the partitioned program runs, for a plot."""
+        """For each operation of the partitioned program in order, the bytes in one device's memory while it runs."""
         return () if self._known is None else self._known.memory.timeline
 
     def bytes_of(self, group: str) -> int:
-        """The bytes of a group. "optimizer" covers all groups whose name begins so."""
+        """The bytes of a group of arrays. The group "optimizer" includes all groups "optimizer: ..."."""
         return sum(row.bytes for row in self.rows if row.group == group or row.group.startswith(f"{group}: "))
 
     def explain(self) -> str:
-        """The table, the reasons for the sizes of the largest arrays, all changes, and the largest batch that fits."""
+        """The table, the reasons for the sizes of the largest arrays, all changes, and the largest batch size, as text."""
         parts = [str(self)]
         why: dict[str, dict[str, None]] = {}
         for one in self.moment[:_LARGEST]:
@@ -214,24 +213,24 @@ def fit(
     mesh: MeshSpec | Mesh | AbstractMesh | None = None,
     compiled: object = None,
 ) -> Fit:
-    """Whether a step fits a chip, and which arrays take the memory: bytes per device by group, beside the usable
-    memory.
+    """The memory that a step needs on one device of a chip, by group of arrays, and whether the step fits.
 
-    Nothing runs. The step is traced once and lowered for the chip's platform, and XLA's own partitioner makes the
-    program of one device. In the order of XLA's list scheduler, each array is live from the operation that makes it to
-    the last that reads it, unless a fusion computes it where it is read. Arguments and results are exact, including the
+    The step is traced and lowered for the chip's platform, and XLA's own partitioner makes the program of one device.
+    Nothing is compiled, and nothing runs. The operations of the program are put in the order of XLA's list scheduler.
+    The live range of an array is from the operation that computes it to the last operation that reads it. An array that
+    a fusion computes where it is read takes no memory. The bytes of arguments and results are exact and include the
     padding of the chip's tiles.
 
-    The purpose of an argument follows from its use in the step, not from its name.
+    The group of an argument ("parameters", "batch") follows from its use in the step, not from its name.
 
     **Arguments:**
 
-    - `step`, `args`: a step and its arguments as in [`shardfx.cost.estimate`][]. For a compiled step the compiler's own
-        count is used. For a plan alone, joined ([`shardfx.ShardPlan.join`][]) or not, only its arrays are counted.
-    - `chip`: its name, or a [`shardfx.chips.Chip`][].
-    - `mesh`: as in [`shardfx.cost.estimate`][].
-    - `compiled`: the compiled step, beside the function. Then the peak is the compiler's, and only the savings of
-        changes are estimated.
+    - `step`, `args`: a step and its arguments, as in [`shardfx.cost.estimate`][]. Or a compiled step without arguments:
+        the memory is then the compiler's count. Or a plan without arguments: only the plan's arrays are counted.
+    - `chip`: the chip's name, or a [`shardfx.chips.Chip`][].
+    - `mesh`: the mesh of the step, as in [`shardfx.cost.estimate`][].
+    - `compiled`: the same step, compiled. The peak memory is then the compiler's count, and only the savings of changes
+        are estimated.
 
     **Returns:**
 
@@ -239,9 +238,9 @@ def fit(
 
     **Raises:**
 
-    - `ChipError` for a chip that is not known.
-    - `LeafTypeError` for a step that is neither compiled nor a function nor a plan.
-    - What [`shardfx.cost.estimate`][] raises.
+    - `ChipError` for an unknown chip.
+    - `LeafTypeError` for a step that is no function, no compiled step and no plan.
+    - The errors of [`shardfx.cost.estimate`][].
 
     !!! Example
 
@@ -293,7 +292,7 @@ def fit(
 
 
 def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
-    """The memory of a plan's arrays without a step, a row for each name under which plans were joined."""
+    """The memory of a plan's arrays. For a joined plan, there is a row for each of the plans."""
     rows: dict[str, list[int]] = {}
     largest: list[Offender] = []
     for leaf in plan.leaves:
@@ -310,7 +309,7 @@ def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
 
 
 def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[Offender, ...]]:
-    """A row of bytes for each group of arguments, and the largest arguments."""
+    """The rows of the groups of arguments, and the arguments, the largest first."""
     sizes: dict[str, list[int]] = {}
     largest: list[Offender] = []
     for at, (one, here) in enumerate(zip(known.purposes, known.memory.arguments, strict=True)):
@@ -324,8 +323,9 @@ def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[Offender, ...]]:
 
 
 def _temporaries(found: Sequence[Offender], known: StepOnChip) -> list[FitRow]:
-    """A row of bytes for each group of temporaries. Temporaries that reuse the results' memory are subtracted from the
-    largest groups.
+    """The rows of the groups of temporaries.
+
+    Temporaries can reuse the memory of the results. These bytes are subtracted from the largest groups.
     """
     sums: dict[str, int] = {}
     for one in found:
@@ -359,7 +359,7 @@ def _sorted(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
 
 
 def _alike(found: Sequence[Offender]) -> list[Offender]:
-    """The arrays, the largest first. Those of equal size whose paths differ only in numbers are one entry."""
+    """The arrays, the largest first. Arrays of equal size whose paths differ only in numbers are one entry."""
     groups: dict[tuple[object, ...], list[Offender]] = {}
     for one in found:
         groups.setdefault((between_numbers(one.what), one.bytes, one.group), []).append(one)
@@ -374,7 +374,7 @@ _COPIES = MOVING | {"convert"}
 
 
 def _gradient_shapes(known: StepOnChip) -> set[tuple[int, ...]]:
-    """The shapes by which gradients are recognized: those of parameters and of their shards, with sorted dimensions."""
+    """The shapes of gradients, with sorted dimensions: the shapes of all parameters and of their shards."""
     found: set[tuple[int, ...]] = set()
     for at in known.in_group("parameters"):
         found |= {tuple(sorted(known.purposes[at].argument.shape)), tuple(sorted(known.shards[at]))}
@@ -407,7 +407,7 @@ _Rows: TypeAlias = list[tuple[str, ...]]
 
 
 def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
-    """The table of groups and the table of the largest arrays, each with the lines below it."""
+    """The rows of two tables, and the lines of text below each: the groups of arrays, and the largest arrays."""
     groups: _Rows = [("group", "bytes/device", "share", "how")]
     for row in found.rows:
         share = f"{row.bytes / max(1, found.peak_bytes):.0%}"
