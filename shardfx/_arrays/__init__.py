@@ -1,7 +1,7 @@
-"""Live arrays under a plan: placed, constrained, compiled for, gathered, and read back.
+"""Places, constrains and gathers live arrays under a plan, reads their shardings, and compiles functions of them.
 
-It may import `_plan` and what is below it. It never chooses a sharding, except that `constrain` corrects the requested
-spec to the shape; and it never moves an array from one plan to another, which `_reshard` does.
+It may import `_plan` and the rooms below `_plan`. It never chooses a sharding, except that `constrain` corrects a
+requested spec to the shape. It never moves an array from one plan to another, which `_reshard` does.
 """
 
 from .constraint import constrain as constrain

@@ -1,4 +1,4 @@
-"""`constrain`: the sharding of an intermediate array, by logical names or by a spec, inside `jit` and outside."""
+"""`constrain`: sets the sharding of an intermediate array, by logical names or by a spec, inside `jit` and outside."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from .given import sharding_of
 
 
 def is_tracing() -> bool:
-    """Whether JAX is tracing, as inside `jax.jit`, so that nothing can be put on devices."""
+    """Whether JAX is tracing, as inside `jax.jit`, where no array can be put on devices."""
     return isinstance(jax.device_put(np.zeros((), bool)), Tracer)
 
 
@@ -33,7 +33,7 @@ def placed(leaves: list[Any], shardings: list[Any]) -> list[Any]:
 
 
 def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
-    """Places one array on a mesh of several processes. The given array is global, or each process has all of it."""
+    """Places one array on a mesh of several processes. The array is a global one, or every process has all of it."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -79,35 +79,36 @@ def constrain(
 ) -> Any:
     """Sets the sharding of an intermediate array, by logical names or by a spec, corrected to the array's shape.
 
-    The same call works outside and inside `jax.jit`, for Auto, Explicit and mixed axis types, with `jax.set_mesh` and
-    without. Inside `jax.shard_map` it leaves the Manual axes out of the spec.
+    The same call works outside and inside `jax.jit`, for Auto, Explicit and mixed axis types, with and without
+    `jax.set_mesh`. Inside `jax.shard_map`, Manual axes are left out of the spec.
 
     **Arguments:**
 
     - `x`: an array.
-    - `names_or_spec`: a tuple of logical names that the plan's `axes` resolve, one per dimension; `...` stands for all
-        that are whole. Or a PartitionSpec, which replicates dimensions beyond its end. `None` leaves `x` as it is.
-    - `plan`: a plan, for its mesh, `axes` and `mode`. The array need not be one of its leaves.
-    - `strict`: raise where the rules, the shape or the mesh do not allow what is asked: a mesh axis that another name
-        has, a size that does not divide. Without it, the plan's own `strict` holds.
-    - `unmatched`: "raise": a name that no rule of the plan is about is an error, and so is a mesh axis in a spec that
-        neither the mesh nor `AxisRules(..., axes=...)` knows. "replicate": they are passed over.
-    - `explain`: return the decision too.
+    - `names_or_spec`: a tuple with a logical name for each dimension, which the plan's `axes` resolve. `...` stands for
+        all dimensions that are not sharded. Or a PartitionSpec; dimensions beyond its end are replicated. `None` leaves
+        `x` as it is.
+    - `plan`: a plan, which gives the mesh, the `axes` and the `mode`. The array need not be one of its leaves.
+    - `strict`: whether to raise if the rules, the shape or the mesh do not allow the requested sharding: another name
+        has the mesh axis, or the size does not divide. By default the plan's own `strict` holds.
+    - `unmatched`: "raise": an error for a name without a rule in the plan, and for a mesh axis in a spec that neither
+        the mesh nor `AxisRules(..., axes=...)` knows. "replicate": such names and axes are left out.
+    - `explain`: whether to return the decision too.
 
     **Returns:**
 
-    `x` with this sharding. `PartitionSpec()` replicates it; the compiler chooses for an UNCONSTRAINED dimension. Inside
-    `jit`, Explicit axes shard a dimension before Auto ones. With `explain=True`, a pair of the array and the
-    [`shardfx.Decision`][]: its spec, and the reasons for everything that was dropped.
+    `x` with this sharding. `PartitionSpec()` replicates `x`. For an UNCONSTRAINED dimension, the compiler chooses.
+    Inside `jit`, Explicit axes shard a dimension before Auto axes. With `explain=True`, a pair of the array and the
+    [`shardfx.Decision`][], which has the spec and the reasons for all axes that were dropped.
 
     **Raises:**
 
     - `RuleError` for names if the plan has no `axes`.
-    - `UnmatchedError` for a name that no rule is about.
-    - `SpecError` for another number of names than dimensions, for an unknown mesh axis, and under `strict` if anything
-        would be dropped.
-    - `PlanMismatchError` if `x` lies on another mesh. Under a plan without devices, also if it would do nothing:
-        outside `jit`, and where no argument of the compiled function lies on the mesh.
+    - `UnmatchedError` for a name without a rule.
+    - `SpecError` if there are more or fewer names than dimensions, for an unknown mesh axis, and under `strict` if an
+        axis would be dropped.
+    - `PlanMismatchError` if `x` is on another mesh. For a plan without devices, also if the constraint would have no
+        effect: outside `jit`, and if no argument of the compiled function is on the mesh.
 
     !!! Example
 
@@ -162,7 +163,7 @@ def constrain(
 
 
 def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Decision:
-    """The decision as JAX applies it inside `jit`: Explicit axes shard a dimension before Auto axes do.
+    """The decision with the axes of each dimension in the order of JAX inside `jit`: Explicit axes before Auto axes.
 
     **Raises:**
 
@@ -182,7 +183,7 @@ def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Deci
 
 
 def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
-    """The mesh in the type of `x`, or else the plan's."""
+    """The mesh in the type of `x`, or else the mesh of the plan."""
     planned = plan.content.any_mesh
     sharding = sharding_of(x)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
@@ -200,7 +201,7 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
 
 
 def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> PartitionSpec:
-    """The spec with only those mesh axes that are in `axes`, which all have one axis type."""
+    """The spec without the mesh axes that are not in `axes`. All of `axes` have the axis type `kind`."""
     parts = []
     for entry in entries_of(spec):
         if entry is UNCONSTRAINED:
@@ -229,9 +230,7 @@ _meant_for = Primitive("meant_for")
 
 
 def _lowered(ctx: Any, x: object, *, sizes: tuple[tuple[str, int], ...]) -> list[Any]:
-    """Raises if the lowered program is for another number of devices than a mesh of these sizes has; changes nothing
-    else.
-    """
+    """Lowers the identity. Raises if the program is for another number of devices than a mesh of these sizes has."""
     match ctx.module_context.axis_context:
         # Without devices, as in an export, and inside `shard_map`, there is nothing to compare.
         case object(num_devices=int(count)) if count != math.prod(size for _, size in sizes):

@@ -1,7 +1,8 @@
-"""The arguments `in_shardings`, `out_shardings` and `donate` of `filter_jit`, read for each parameter and each array.
+"""The arguments `in_shardings`, `out_shardings` and `donate` of `filter_jit`, as tables by argument, and the sharding
+of each array.
 
-The key of an argument is its position, or its name if the function takes it by name only. A table by these keys has the
-key `int` for `*args` and the key `str` for `**kwargs`.
+The key of an argument is its position, or its name if the function takes it by name only. In a table by these keys, the
+key `int` is for `*args` and the key `str` for `**kwargs`.
 """
 
 import inspect
@@ -35,18 +36,18 @@ def _is_entry(node: object) -> bool:
 
 
 def _is_mistaken(node: object) -> bool:
-    """Whether an entry is a value that is passed by mistake, such as a tuple of logical names."""
+    """Whether an entry is a value that users pass by mistake, such as a tuple of logical names."""
     if not isinstance(node, tuple | list):
         return isinstance(node, _NO_ENTRIES)
     return {str} <= set(map(type, node)) <= {str, type(None), type(...)}
 
 
 def shardings_in(form: object, what: str) -> list[Any]:
-    """The distinct shardings in the argument named `what`, with `None` as the first.
+    """The distinct shardings in `form`, which is the argument named `what`. The first is `None`.
 
     **Raises:**
 
-    `PlanMismatchError` for an entry that is no sharding, such as a PartitionSpec, which has no mesh.
+    `PlanMismatchError` for an entry that is no sharding. A PartitionSpec is none, since it has no mesh.
     """
     found = {None: None}
     for entry in jax.tree.leaves(form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)):
@@ -61,7 +62,7 @@ def shardings_in(form: object, what: str) -> list[Any]:
 
 
 def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> list[Any]:
-    """The sharding of each leaf of a tree; `None` for a leaf that keeps its own.
+    """The sharding of each leaf of a tree; `None` for a leaf without an entry.
 
     **Arguments:**
 
@@ -71,7 +72,7 @@ def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> lis
 
     **Raises:**
 
-    `PlanMismatchError`, with the leaf that does not fit.
+    `PlanMismatchError` that names the leaf which does not fit.
     """
     entries, structure = jax.tree_util.tree_flatten_with_path(form, is_leaf=_is_entry)
     try:
@@ -121,7 +122,7 @@ def parameter_keys(signature: inspect.Signature) -> Table:
 
 
 def at_key(table: Table, key: object) -> Any:
-    """The value of an argument in a table by keys; `None` if the table has no value for it."""
+    """The value for an argument in a table by argument; `None` if the table has no value for it."""
     return table.get(key, table.get(type(key)))
 
 
@@ -130,8 +131,8 @@ def _positional(keys: Table) -> list[str]:
 
 
 def arguments(keys: Table, args: Sequence[object], kwargs: dict[str, object]) -> list[tuple[Any, str, Any]]:
-    """The key, the name and the value of each argument of a call. The name is "params", or "xs/0" for `*xs`. Keyword
-    arguments are in sorted order.
+    """The key, the name and the value of each argument of a call. Keyword arguments are in sorted order. The name is
+    the parameter's, or "xs/0" for the first argument of `*xs`.
     """
     names = _positional(keys)
     variadic = next((name for name, key in keys.items() if key is int), "")
@@ -140,11 +141,11 @@ def arguments(keys: Table, args: Sequence[object], kwargs: dict[str, object]) ->
 
 
 def entries_by_key(in_shardings: object, keys: Table, name: str) -> Table:
-    """The entries of `in_shardings` for the function `name`, whose parameters have these keys.
+    """The entries of `in_shardings` by argument, for the function `name`, whose parameters have these keys.
 
     **Raises:**
 
-    `PlanMismatchError` for an entry of a parameter that the function does not have.
+    `PlanMismatchError` for an entry whose parameter the function does not have.
     """
     if isinstance(in_shardings, dict):
         unknown = [key for key in in_shardings if key not in keys and str not in keys.values()]
@@ -168,7 +169,7 @@ def entries_by_key(in_shardings: object, keys: Table, name: str) -> Table:
 
 
 def donated_by_key(donate: Any, keys: Table) -> Table:
-    """Whether each argument is donated, by its key.
+    """A table by argument that says whether the argument is donated.
 
     **Raises:**
 

@@ -1,6 +1,6 @@
-"""Checks of a call's arrays: that none was deleted, is donated twice, or has another sharding than its entry.
+"""Checks that no array of a call was deleted, is donated twice, or has another sharding than its entry.
 
-The runtime notices this too, but in a program on several CPU devices it ends the process.
+Without these checks, some bad calls of a program on several CPU devices end the process.
 """
 
 import functools as ft
@@ -17,15 +17,15 @@ from ..topology import MeshSpec
 
 
 class Given(NamedTuple):
-    """One array of a jitted function or of its arguments, with the sharding that `in_shardings` gives it.
+    """One array of a jitted function or of its arguments, with its entry in `in_shardings`.
 
     **Arguments:**
 
-    - `name`, `path`: the name of the array in messages, and its path: "params/layers/0/w".
+    - `name`, `path`: the name of the array in messages, and its path, such as "params/layers/0/w".
     - `array`: an array, a tracer or a struct.
-    - `wanted`: the sharding by `in_shardings`; `None` without one.
+    - `wanted`: the sharding in `in_shardings`; `None` without one.
     - `is_donated`: whether the argument that holds the array is donated.
-    - `argument`: the position of that argument; `None` for an array of the function.
+    - `argument`: the position of the argument that holds the array; `None` for an array of the function.
     """
 
     name: str
@@ -52,7 +52,9 @@ def is_placed(kind: type) -> bool:
 
 
 def check_given(given: Iterable[Given]) -> None:
-    """Raises for an array that has another sharding than its entry, was deleted, or is donated and given twice."""
+    """Raises for an array that has another sharding than its entry, that was deleted, or that a call passes twice and
+    donates.
+    """
     seen: dict[int, Given] = {}
     for one in given:
         if _is_elsewhere(one):
@@ -79,7 +81,9 @@ def check_given(given: Iterable[Given]) -> None:
 
 
 def _is_moved(one: Given) -> bool:
-    """Whether JAX copies an array to the sharding that the program wants, so that only the copy is donated."""
+    """Whether JAX copies an array to the sharding of its entry. The program then gets the copy, and donates only the
+    copy.
+    """
     own, wanted = one.own, one.wanted
     return own is None or (isinstance(wanted, Sharding) and not lies_as(own, wanted, one.array.shape))
 
@@ -87,8 +91,8 @@ def _is_moved(one: Given) -> bool:
 def _is_elsewhere(one: Given) -> bool:
     """Whether an array has another sharding than its entry of `in_shardings`, or devices in another order.
 
-    JAX moves an array that every device holds whole to an entry of one device. It also moves an array if the two
-    shardings differ in devices only, but only at the first call, and the next call fails.
+    JAX moves a replicated array to an entry of one device. If two shardings differ in devices only, JAX moves the array
+    at the first call and fails at the next call.
     """
     own, wanted = one.own, one.wanted
     if own is None or not isinstance(wanted, Sharding):
@@ -118,7 +122,7 @@ def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
 
 @ft.lru_cache(maxsize=64)
 def _in_order(sharding: object) -> tuple[Any, ...]:
-    """The devices of a sharding in the order in which a program takes them; none for an abstract mesh."""
+    """The devices of a sharding, in the order in which a program numbers them; none for an abstract mesh."""
     if isinstance(sharding, NamedSharding):
         return tuple(sharding.mesh.devices.flat) if isinstance(sharding.mesh, Mesh) else ()
     return tuple(sorted(sharding.device_set, key=lambda one: one.id)) if isinstance(sharding, Sharding) else ()
@@ -138,8 +142,8 @@ def is_abstract(sharding: object) -> bool:
 
 @ft.lru_cache(maxsize=4096)
 def lies_as(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether every device holds the same part of the array under both shardings. For a mesh without devices, positions
-    in the mesh stand for the devices.
+    """Whether every device holds the same part of the array under both shardings. On a mesh without devices, positions
+    in the mesh stand for devices.
     """
     if memory_kind(found) != memory_kind(wanted) or _reductions(found) != _reductions(wanted):
         return False
@@ -151,7 +155,7 @@ def lies_as(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
 
 
 def memory_kind(sharding: Sharding) -> str | None:
-    """The memory kind; `None` for the default memory of the devices."""
+    """The memory kind of a sharding; `None` for the default memory of the devices."""
     kind = sharding.memory_kind
     return None if kind in (None, "device", "unpinned_host") else kind
 
@@ -162,14 +166,16 @@ def _reductions(sharding: Sharding) -> tuple[frozenset[str], ...]:
 
 
 def sharding_of(leaf: object) -> Sharding | None:
-    """The sharding of an array or struct; for a traced array the one in its type; `None` for other leaves."""
+    """The sharding of an array or struct. For a tracer, the sharding in its type; for other leaves `None`."""
     if isinstance(leaf, Tracer):
         return jax.typeof(leaf).sharding
     return leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
 
 
 def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """The struct of an array, with the given sharding, or else with its own if the array is committed to it."""
+    """The struct of an array with the given sharding. Without one, the struct has the array's sharding if the array is
+    committed.
+    """
     if sharding is None and not isinstance(leaf, Tracer) and getattr(leaf, "committed", True):
         sharding = getattr(leaf, "sharding", None)
     weak = getattr(leaf, "weak_type", False)
@@ -177,7 +183,7 @@ def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 
 
 def without_devices(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The struct of an array, on the abstract mesh if the array is on a mesh."""
+    """The struct of an array. If the array is on a mesh, its sharding is on the abstract mesh."""
     found = struct_of(leaf)
     own = found.sharding
     if not isinstance(own, NamedSharding) or own.mesh.empty:

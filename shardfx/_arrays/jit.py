@@ -1,4 +1,4 @@
-"""`filter_jit`: a function compiled under plans, as one `jax.jit` for each structure of its arguments."""
+"""`filter_jit`: compiles a function under plans, with one `jax.jit` for each structure of its arguments."""
 
 import dataclasses
 import functools as ft
@@ -51,40 +51,42 @@ def filter_jit(
     out_shardings: object = None,
     donate: Donate = "none",
 ) -> Any:
-    """`equinox.filter_jit` with shardings: arrays are traced and placed, everything else in the arguments is static.
+    """Compiles a function of any trees under plans: arrays are traced and sharded, and all other values are static.
 
     **Arguments:**
 
-    - `fn`: a function of any trees. Without it, a decorator is returned.
-    - `in_shardings`: the shardings of the arguments: a tuple with an entry per positional parameter (the last ones may
-        be left out), a dict by parameter name, or one entry for all. An entry is a [`shardfx.ShardPlan`][], a
-        `Sharding`, a tree or a prefix of one of these, or `None` where JAX is to take an argument as it comes.
-    - `out_shardings`: the same for what `fn` returns.
-    - `donate`: the arguments whose buffers may be reused: True or "all", False or "none", "all-except-first", or the
-        positions or names of parameters. JAX warns where a donated buffer fits no output; "warn" and
-        "warn-except-first", which Equinox tells apart by that, are the same here.
+    - `fn`: a function of any trees. Without `fn`, a decorator is returned.
+    - `in_shardings`: the shardings of the arguments: a tuple with an entry for each positional parameter (the last
+        entries may be left out), a dict by parameter name, or one entry for all parameters. An entry is a
+        [`shardfx.ShardPlan`][], a `Sharding`, a tree of these or a prefix of such a tree, or `None`, which leaves the
+        sharding to JAX.
+    - `out_shardings`: one such entry for the results of `fn`.
+    - `donate`: the arguments whose buffers the program may reuse: True or "all", False or "none", "all-except-first",
+        or the positions or names of parameters. JAX warns if a donated buffer fits no output. Equinox's "warn" and
+        "warn-except-first" mean "all" and "all-except-first" here.
 
     **Returns:**
 
-    A function with the signature of `fn`. Keyword arguments are bound to their positions, so that they are sharded too.
-    Its `.trace(...)` and `.lower(...)` take arguments or ShapeDtypeStructs, and return what those of `jax.jit` return;
-    `.compile()` of a lowered one returns a function with the signature of `fn` again, for the same static arguments.
-    A plan has no functions: for a module with functions, lower with `equinox.combine(plan.structs, model)`.
+    A function with the signature of `fn`. Keyword arguments are bound to positions, so that they are sharded too. Its
+    `.trace(...)` and `.lower(...)` take arguments or ShapeDtypeStructs, and return the stages that `jax.jit` returns.
+    `.compile()` of a lowered function returns a function with the signature of `fn` again, for the same static
+    arguments. A plan holds no functions: lower a module that holds functions with `equinox.combine(plan.structs,
+    model)`.
 
-    Plans without devices can be traced and lowered: `.trace(plan.structs).lower(lowering_platforms=("tpu",))`. The
-    result of `.trace` lists the arguments and results of the function, with their paths and shardings.
+    Functions under plans without devices can be traced and lowered:
+    `.trace(plan.structs).lower(lowering_platforms=("tpu",))`. The result of `.trace` lists the arrays that the function
+    takes and returns, with their paths and shardings.
 
-    Static arguments are compared by value and by type: 1, 1.0 and True are three programs. A tree may have `None`
-    instead of the functions that were planned with it, as `equinox.partition` leaves it.
+    Static arguments are compared by value and by type: 1, 1.0 and True give three programs. A tree may hold `None` in
+    the place of functions that its plan was made with, as after `equinox.partition`.
 
     **Raises:**
 
-    `PlanMismatchError` at once for a bare PartitionSpec, which has no mesh (`jax.set_mesh` is not used), and for
-    shardings on several sets of devices. At tracing, if arguments or results are not the trees of their plans, in
-    paths, shapes or dtypes. At a call, if a plan has no devices; if `*args` or `**kwargs` are bound in another way than
-    the entries say; if an array was deleted (if the function donates, all arrays are checked, otherwise the first of
-    each entry); or if a donated array is given twice.
-    `LeafTypeError` for a static argument that cannot be hashed.
+    `PlanMismatchError` at once for a PartitionSpec, which has no mesh (`jax.set_mesh` is not used), and for shardings
+    on several sets of devices. At tracing, if the arguments or results differ from the trees of their plans in paths,
+    shapes or dtypes, or if an argument has another sharding than its entry. At a call, if a plan has no devices; if
+    `*args` or `**kwargs` are bound in another way than the entries say; if an array was deleted (all arrays are checked
+    if the function donates, else the first of each entry); or if a donated array is given twice.
 
     !!! Example
 
@@ -119,18 +121,20 @@ def filter_jit(
 
 @dataclasses.dataclass(eq=False)
 class _Form:
-    """One structure of the function and its arguments with the types of the leaves, and the `jax.jit` for it.
+    """The `jax.jit` for one structure of the function and its arguments, and the positions of the arrays that are
+    checked at each call.
 
     **Arguments:**
 
-    - `run`: the jitted function. It takes the static parts and then every array.
+    - `run`: the jitted function. It takes the static part and then every array.
     - `is_array`: for each leaf whether it is an array.
     - `statics`: the positions of the leaves that are no arrays.
-    - `has_data`: whether equal structures may differ in the data that their nodes hold.
-    - `watched`: the first array of each sharding in `in_shardings`. JAX does not look at the devices of an array that
-        has the layout of an earlier one.
-    - `alive`: the arrays whose buffers may be deleted: all if an array is donated, else the watched ones.
-    - `static`, `shardings`: the static parts, and the shardings of the watched arrays, of the last call.
+    - `has_data`: whether equal structures may differ in the static data of their nodes.
+    - `watched`: the positions of the first array of each sharding in `in_shardings`. If an array has the layout of an
+        earlier one, JAX does not compare their devices.
+    - `alive`: the positions of the arrays whose buffers may be deleted: all arrays if one is donated, else the watched
+        ones.
+    - `static`, `shardings`: the static part of the last call, and the shardings of its watched arrays.
     """
 
     run: Any
@@ -144,11 +148,11 @@ class _Form:
 
 
 class Jitted(Generic[P, R]):
-    """The function that [`shardfx.filter_jit`][] returns, with the signature of the function that was given.
+    """The function that [`shardfx.filter_jit`][] returns, with the signature of `fn`.
 
-    The static argument of each `jax.jit` is everything that is not traced. The results come out as one list for each
-    sharding in `out_shardings`, since these are known before any result is; or as the function returns them if they are
-    only arrays and `out_shardings` is not given.
+    Each `jax.jit` has one static argument, which holds all values that are not traced. It returns the results as one
+    list for each sharding in `out_shardings`, because the structure of the results is not known before tracing. Without
+    `out_shardings`, and if all results are arrays, it returns the tree of results.
     """
 
     def __init__(self, fn: Callable[P, R], in_shardings: object, out_shardings: object, donate: Donate):
@@ -197,11 +201,11 @@ class Jitted(Generic[P, R]):
         return out.joined() if type(out) is Parted else out
 
     def lower(self, *args: object, **kwargs: object) -> Lowered[P, R]:
-        """Traces and lowers the function for arguments, or structs, of these shapes."""
+        """Traces and lowers the function for arguments or structs."""
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: object, **kwargs: object) -> Traced[P, R]:
-        """Traces the function for arguments, or structs, of these shapes. The plans need no devices."""
+        """Traces the function for arguments or structs. The plans need no devices."""
         form, static, arrays = self._bound(args, kwargs)
         given = self._checked(static, map(without_devices if self._is_abstract else struct_of, arrays))
         traced = form.run.trace(static, *[one.array for one in given])
@@ -225,7 +229,7 @@ class Jitted(Generic[P, R]):
         return out.joined() if type(out) is Parted else out
 
     def _bound(self, args: Any, kwargs: Any) -> tuple[_Form, Static, Sequence[Any]]:
-        """The form of a call, its static parts and its arrays."""
+        """The form of a call, the static part of the arguments, and the arrays."""
         if kwargs or len(args) != self._arity:
             try:
                 found = self._signature.bind(*args, **kwargs)
@@ -239,7 +243,7 @@ class Jitted(Generic[P, R]):
         return form, self._static(form, treedef, leaves), arrays
 
     def _ready(self, args: Any, kwargs: Any) -> tuple[Any, Static, Sequence[Any]]:
-        """The jitted function for a call, its static parts and its arrays, after a check of the arrays."""
+        """The jitted function for a call, the static part of the arguments, and the arrays, which are checked."""
         form, static, arrays = self._bound(args, kwargs)
         alive = [arrays[at] for at in form.alive]
         shardings = [arrays[at].sharding for at in form.watched]
@@ -312,8 +316,8 @@ class Jitted(Generic[P, R]):
         return out if len(lists) == 1 and not statics else Parted(lists, Rest(treedef, order, statics))
 
     def _given(self, fn: Any, args: Any, kwargs: Any, *, shapes: bool = True) -> list[Given]:
-        """The arrays of the function and of its arguments; raises if they do not match their plans, with `shapes` also
-        in shape and dtype.
+        """The arrays of the function and of its arguments. Raises if their paths differ from those of the plans; with
+        `shapes`, also if their shapes or dtypes differ.
         """
         found = []
         trees = [(None, self._name, fn), *arguments(self._keys, args, kwargs)]
@@ -329,13 +333,13 @@ class Jitted(Generic[P, R]):
         return found
 
     def _checked(self, static: Static, arrays: Iterable[Any]) -> list[Given]:
-        """The arrays of a call; raises if they do not match their plans, or cannot be passed to the program."""
+        """The arrays of a call. Raises if they differ from their plans, or if the program cannot take them."""
         given = self._given(*static.tree(arrays))
         check_given(given)
         return given
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
-        """Raises if a parameter with an entry gets no argument, while an argument has no entry: the entry's name is
+        """Raises if a parameter with an entry gets no argument and an argument has no entry: the name of the entry is
         then probably wrong.
         """
         given = {key: tree for key, _, tree in arguments(self._keys, args, kwargs)}
@@ -350,7 +354,7 @@ class Jitted(Generic[P, R]):
             )
 
     def _explain(self, error: Exception, static: Static, arrays: Sequence[Any]) -> None:
-        """Raises an error about the arguments if they explain the given error."""
+        """Raises an error about the arguments if the arguments are the cause of the given error."""
         given = self._checked(static, arrays)
         if "incompatible devices" in str(error):
             text = re.sub(r"arrays\[(\d+)\] of [^ ]*", lambda found: given[int(found[1])].name, f"{error}")
@@ -360,9 +364,7 @@ class Jitted(Generic[P, R]):
             ) from error
 
     def _returned(self, out: Any) -> tuple[TracedArray, ...]:
-        """The path and struct of each array that the function returns, in the order of the compiled program's
-        results.
-        """
+        """The path and the struct of each array that the function returns, in the order of the program's results."""
         if type(out) is not Parted:
             pairs = zip(tree_paths(jax.tree.structure(out)), jax.tree.leaves(out), strict=True)
             return tuple(TracedArray(path, struct_of(leaf)) for path, leaf in pairs)
@@ -378,5 +380,5 @@ def _is_array(leaf: object) -> bool:
 
 
 def _shown(key: int | str) -> str:
-    """The text of an argument's key: its position, or its name in backticks."""
+    """The text of an argument's key: the position, or the name in backticks."""
     return f"`{key}`" if isinstance(key, str) else f"{key}"

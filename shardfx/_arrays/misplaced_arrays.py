@@ -28,10 +28,11 @@ class MisplacedArray:
 
     **Arguments:**
 
-    - `path`: the array's path in the tree.
-    - `asked`, `found`: dtype, shape, spec and memory kind, as texts; "nothing" where there is no array.
-    - `excess_bytes`: bytes that each device holds beyond the plan.
-    - `fix`: a way to mend it.
+    - `path`: the path of the array in the tree.
+    - `asked`, `found`: the dtype, shape, spec and memory kind of the planned and of the live array, as texts; "nothing"
+        for a missing array.
+    - `excess_bytes`: the bytes of a shard beyond those of the planned shard.
+    - `fix`: how to correct the array, as a text.
     """
 
     path: str
@@ -42,16 +43,16 @@ class MisplacedArray:
 
 
 class Misplaced(tuple[MisplacedArray, ...]):
-    """A tuple of [`shardfx._arrays.MisplacedArray`][]s. `print`, a console and a notebook show it as a table.
+    """A tuple of [`shardfx._arrays.MisplacedArray`][]s, which `print`, a console and a notebook show as a table.
 
-    It is empty, and so false, if every array has its planned sharding.
+    The tuple is empty, and so false, if every array has its planned sharding.
     """
 
     __slots__ = ()
 
     @property
     def excess_bytes(self) -> int:
-        """Bytes that each device holds beyond the plan."""
+        """The bytes that each device holds beyond the plan."""
         return sum(row.excess_bytes for row in self)
 
     def __str__(self) -> str:
@@ -82,23 +83,23 @@ class Misplaced(tuple[MisplacedArray, ...]):
 def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     """The arrays of a live tree whose shardings, shapes, dtypes or memory kinds are not those of their plan.
 
-    Two shardings are equal if every device holds the same part of the array, whatever the names of the mesh axes and
-    the order of the devices are. For a plan without devices, the devices count in the order of their mesh. Inside
+    Two shardings are equal if every device holds the same part of the array; the names of mesh axes and the order of
+    devices do not matter. In a plan without devices, devices are counted by their position in the mesh. Inside
     `jax.jit`, arrays on Explicit axes are checked by their types.
 
     **Arguments:**
 
-    - `tree`: the tree that was planned: parameters, an optimizer's state, a cache.
-    - `plan`: its plan.
+    - `tree`: the planned tree: parameters, the state of an optimizer, a cache.
+    - `plan`: the plan of the tree.
 
     **Returns:**
 
-    A [`shardfx._arrays.Misplaced`][], the most excess bytes first: arrays with another sharding, shape, dtype or memory
-    kind, and arrays that are missing or not in the plan. It is false if there are none.
+    A [`shardfx._arrays.Misplaced`][], with the most excess bytes first. It has the arrays with another sharding, shape,
+    dtype or memory kind, and the arrays that are missing or not in the plan. It is false if there are none.
 
     **Raises:**
 
-    `LeafTypeError` for a traced array on Auto axes, since the compiler has not chosen its sharding yet.
+    `LeafTypeError` for a traced array on Auto axes, whose sharding the compiler has not chosen yet.
 
     !!! Example
 

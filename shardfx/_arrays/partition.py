@@ -1,6 +1,6 @@
-"""The parts of a call that `filter_jit` does not trace, hashed and compared as one static argument of `jax.jit`.
+"""The values of a call that `filter_jit` does not trace, as one static argument of `jax.jit`.
 
-Static values are compared by value and by type: 1, 1.0 and True are equal, and their programs differ.
+The values are compared by value and by type: 1, 1.0 and True are equal, and their programs differ.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ def _compared_fields(kind: type) -> tuple[str, ...]:
 
 
 def mark(value: object) -> Hashable:
-    """The properties of a value that `==` ignores: its type and the sign of a zero, also inside containers and
-    dataclasses. NaN does not equal itself, but its mark does.
+    """The properties of a value that `==` ignores: the type and the sign of a zero, also inside containers and
+    dataclasses. The properties of two NaNs are equal, although NaN does not equal itself.
     """
     kind = type(value)
     # A subclass may have a text of its own.
@@ -39,7 +39,7 @@ def mark(value: object) -> Hashable:
 
 
 def node_data(treedef: Any) -> list[Any]:
-    """The static data of a tree's inner nodes: static fields of modules, and dict keys that are not strings."""
+    """The static data of the inner nodes of a tree: static fields of modules, and dict keys that are not strings."""
     found: list[Any] = []
     nodes = [treedef]
     for node in nodes:
@@ -53,14 +53,14 @@ def node_data(treedef: Any) -> list[Any]:
 
 
 class Static:
-    """The parts of a tree that are not traced.
+    """The values of a tree that are not traced, and the structure of the tree.
 
     **Arguments:**
 
-    - `treedef`: the structure of this very tree: one that is equal may hold other data.
-    - `is_array`: for each leaf whether it is traced.
+    - `treedef`: the structure of the tree. An equal structure may hold other static data.
+    - `is_array`: whether each leaf is traced.
     - `values`: the leaves that are not traced.
-    - `parts`: the values, and the data of the nodes.
+    - `parts`: the values, and the static data of the nodes.
     """
 
     def __init__(self, treedef: Any, is_array: tuple[bool, ...], values: Sequence[Any], parts: Sequence[Any]):
@@ -77,13 +77,13 @@ class Static:
         return self is other or (isinstance(other, Static) and self._key == other._key)
 
     def tree(self, arrays: Iterable[Any]) -> Any:
-        """The tree, with these arrays at the leaves that are traced."""
+        """The tree, with these arrays as the traced leaves."""
         return joined(self.treedef, self.is_array, (self.values, arrays))
 
 
 def joined(treedef: Any, order: Sequence[int], lists: Sequence[Iterable[Any]]) -> Any:
-    """The tree with this structure, with each leaf taken from one of several lists. `order` has the index of the list
-    for each leaf.
+    """The tree with this structure, whose leaves come from several lists. `order` has the index of the list for each
+    leaf.
     """
     left = [*map(iter, lists)]
     return treedef.unflatten([next(left[at]) for at in order])
@@ -92,8 +92,8 @@ def joined(treedef: Any, order: Sequence[int], lists: Sequence[Iterable[Any]]) -
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rest:
-    """The structure of a function's results, the index of the list that holds each result, and the results that are not
-    arrays.
+    """The results of a function that are no arrays, the structure of all results, and for each result the index of the
+    list that holds it.
     """
 
     treedef: Any
@@ -108,5 +108,5 @@ class Parted(NamedTuple):
     rest: Any
 
     def joined(self) -> Any:
-        """The results as the function returned them."""
+        """The tree of results that the function returned."""
         return joined(self.rest.treedef, self.rest.order, (self.rest.statics, *self.lists))

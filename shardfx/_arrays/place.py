@@ -1,5 +1,5 @@
-"""Arrays put on the devices of a plan, gathered to the host, and their shardings read back; and the
-package's caches.
+"""Puts arrays on the devices of a plan, gathers arrays to the host, reads their shardings, and clears the caches of the
+package.
 """
 
 import functools as ft
@@ -34,17 +34,18 @@ def shard(tree: T, plan: ShardPlan) -> T: ...
 
 
 def shard(tree: object, plan: ShardPlan) -> PyTree:
-    """Puts every array of a tree on its devices as the plan says, on one process or many.
+    """Puts every array of a tree on the devices of the plan, sharded as planned, on one process or many.
 
-    Inside `jax.jit`, where arrays cannot be moved, it constrains every array, as [`shardfx.constrain`][] does.
+    Inside `jax.jit`, where arrays cannot be moved, `shard` constrains every array, as [`shardfx.constrain`][] does.
 
     **Arguments:**
 
-    - `tree`: the planned tree, of JAX or NumPy arrays; leaves that are no arrays may be missing in it. On many
-        processes, NumPy arrays and arrays that one process holds must be the whole array, equal on all; each process
-        copies its shards out of it. On CPUs the result may share memory with a NumPy array, as with `jax.device_put`:
-        pass `array.copy()` if you fill the array again.
-    - `plan`: its plan, on a jax Mesh; inside `jax.jit` any, if an argument lies on its mesh.
+    - `tree`: the planned tree, of JAX or NumPy arrays. Leaves that are no arrays may be missing in it. On many
+        processes, a NumPy array and an array of one process must be the whole array, equal on all processes; each
+        process copies its shards from it. On CPUs the result may share memory with a NumPy array, as with
+        `jax.device_put`: pass `array.copy()` if you fill the array again.
+    - `plan`: the plan of the tree, on a mesh of devices. Inside `jax.jit` the plan may have no devices if an argument
+        of the compiled function is on its mesh.
 
     **Returns:**
 
@@ -52,7 +53,7 @@ def shard(tree: object, plan: ShardPlan) -> PyTree:
 
     **Raises:**
 
-    `PlanMismatchError` before anything is moved, if the tree is not the planned one or the plan has no devices.
+    `PlanMismatchError` if the tree is not the planned one or the plan has no devices. No array has been moved then.
 
     !!! Example
 
@@ -89,16 +90,16 @@ def gather(tree: T) -> T: ...
 
 
 def gather(tree: object) -> PyTree:
-    """Every array of a tree as a whole array on the host, on one process or many.
+    """The tree with every array as a whole array on the host, on one process or many.
 
     **Arguments:**
 
-    - `tree`: any tree. On many processes, all must call this.
+    - `tree`: any tree. On many processes, all processes must call `gather`.
 
     **Returns:**
 
-    The tree with NumPy arrays instead of JAX arrays; PRNG keys, which NumPy cannot hold, are JAX arrays on one device.
-    Leaves that are no arrays are returned unchanged.
+    The tree with NumPy arrays in the place of JAX arrays. PRNG keys, which NumPy cannot hold, are JAX arrays on one
+    device. Leaves that are no arrays are returned unchanged.
 
     **Raises:**
 
@@ -117,7 +118,7 @@ def gather(tree: object) -> PyTree:
 
 
 def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
-    """The leaves of a traced tree, each constrained to the sharding of its row."""
+    """The leaves of a traced tree, each array constrained to its planned sharding."""
     leaves = list(flat.leaves)
     for at, number in enumerate(rows_of(plan.content, flat)):
         if number >= 0:
@@ -153,9 +154,9 @@ _CACHED, _JITTED = type(ft.lru_cache(len)), type(jax.jit(len))
 def clear_caches() -> None:
     """Clears all caches of the package, and with them the references to devices, meshes and programs.
 
-    After devices were lost, or between tests, nothing in the package keeps them alive then; JAX has its own caches,
-    which `jax.clear_caches()` clears. Results do not change: plans and programs are made again if needed. The programs
-    of [`shardfx.filter_jit`][] are in JAX's caches, and the rest of such a function's memory goes with them.
+    Use it after devices were lost, or between tests: the package then keeps no device alive. JAX has caches of its own,
+    which `jax.clear_caches()` clears; they hold the programs of [`shardfx.filter_jit`][]. Results do not change, since
+    plans and programs are made again if they are needed.
 
     !!! Example
 
@@ -181,12 +182,12 @@ def specs_of(tree: object) -> Any:
 
     **Arguments:**
 
-    - `tree`: any tree of arrays or ShapeDtypeStructs; inside `jax.jit`, of traced ones on Explicit axes.
+    - `tree`: any tree of arrays or ShapeDtypeStructs. Inside `jax.jit`, traced arrays must be on Explicit axes.
 
     **Returns:**
 
-    The tree with a PartitionSpec at each array, `PartitionSpec()` for NumPy arrays, structs without a sharding and
-    arrays of rank 0, and `None` at leaves that are no arrays.
+    The tree with a PartitionSpec for each array, and `None` for leaves that are no arrays. NumPy arrays, structs
+    without a sharding and arrays of rank 0 have `PartitionSpec()`.
 
     **Raises:**
 
@@ -209,20 +210,20 @@ def specs_of(tree: object) -> Any:
 
 
 def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
-    """The Sharding of every leaf of a tree that has one.
+    """The Sharding of every leaf of a tree.
 
     **Arguments:**
 
     - `tree`: any tree; its leaves may be arrays, ShapeDtypeStructs, Shardings or PartitionSpecs.
-    - `mesh`: the mesh for bare PartitionSpecs; needed only if there are any.
+    - `mesh`: the mesh of the PartitionSpecs in the tree; needed only if there are any.
 
     **Returns:**
 
-    The tree with a Sharding at each such leaf, and `None` at all others.
+    The tree with a Sharding for each leaf that has one, and `None` for the others.
 
     **Raises:**
 
-    `PlanMismatchError` for a bare PartitionSpec without `mesh`. `LeafTypeError` for a traced array on Auto axes.
+    `PlanMismatchError` for a PartitionSpec without `mesh`. `LeafTypeError` for a traced array on Auto axes.
     """
 
     def sharding(path: object, leaf: object) -> Sharding | None:
@@ -236,7 +237,7 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
 
 
 def known_sharding(path: object, leaf: object) -> Sharding | None:
-    """The sharding of an array or struct; raises if a traced array's type does not have one."""
+    """The sharding of an array or struct. Raises for a traced array whose type has no sharding."""
     sharding = sharding_of(leaf)
     if isinstance(leaf, Tracer) and leaf.ndim and isinstance(sharding, NamedSharding):
         mesh = sharding.mesh

@@ -1,6 +1,6 @@
-"""The stages of a `filter_jit` function: traced, lowered, compiled.
+"""The stages of a function of `filter_jit`: traced, lowered, compiled.
 
-Each also has the attributes of the stage that `jax.jit` returns, such as `as_text()` and `memory_analysis()`.
+Each stage also has the attributes of the stage that `jax.jit` returns, such as `as_text()` and `memory_analysis()`.
 """
 
 import dataclasses
@@ -22,11 +22,12 @@ class TracedArray:
 
     **Arguments:**
 
-    - `path`: the name of its argument, and the path within it: "params/layers/0/w". Of a result the path within what
-        the function returns.
-    - `struct`: its shape and dtype, and its sharding where `in_shardings`, `out_shardings` or the argument says it.
-    - `is_donated`: whether its buffer may be reused.
-    - `argument`: the position of its argument; `None` for results, and for arrays of the function itself.
+    - `path`: the name of the argument, and the path of the array within it: "params/layers/0/w". For a result, the path
+        within the results of the function.
+    - `struct`: the shape and dtype, and the sharding if `in_shardings`, `out_shardings` or the argument has one.
+    - `is_donated`: whether the program may reuse the buffer of the array.
+    - `argument`: the position of the argument that holds the array; `None` for results, and for arrays of the function
+        itself.
     - `name`: the name of the array in the program's text; "" for results.
     """
 
@@ -39,14 +40,15 @@ class TracedArray:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Traced(Generic[P, R]):
-    """A function traced for arguments of some shapes.
+    """A function of `filter_jit` that is traced for arguments of certain shapes.
 
     **Arguments:**
 
-    - `arrays`: the arrays that it takes, one for each input of the jaxpr.
-    - `results`: the arrays that it returns, one for each output of the jaxpr.
+    - `arrays`: the arrays that the function takes, one for each input of the jaxpr.
+    - `results`: the arrays that the function returns, one for each output of the jaxpr.
     - `traced`: the object that `jax.jit(...).trace` returned.
-    - `mesh`: the mesh of the first plan among its shardings, with the slices that it spans; `None` without plans.
+    - `mesh`: the mesh of the first plan in `in_shardings` and `out_shardings`, as a MeshSpec, which knows slices;
+        `None` without plans.
     """
 
     _call: Any
@@ -65,13 +67,13 @@ class Traced(Generic[P, R]):
 
     @property
     def argument_paths(self) -> dict[str, str]:
-        """The path of each array that the function takes, by the array's name in the program's text."""
+        """The path of each array that the function takes, by the name of the array in the program's text."""
         return {one.name: one.path for one in self.arrays}
 
     def lower(self, *, lowering_platforms: Sequence[str] | None = None) -> "Lowered[P, R]":
-        """Lowers the function for the named platforms, or for the platform of its shardings' devices.
+        """Lowers the function for the given platforms, or for the platform of its devices.
 
-        Plans without devices need `lowering_platforms`, and no device.
+        A function under plans without devices needs `lowering_platforms`.
         """
         named = None if lowering_platforms is None else tuple(lowering_platforms)
         return Lowered(self._call, self.traced.lower(lowering_platforms=named), self.argument_paths)
@@ -79,7 +81,7 @@ class Traced(Generic[P, R]):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Lowered(Generic[P, R]):
-    """A function lowered for arguments of some shapes."""
+    """A function of `filter_jit` that is lowered for arguments of certain shapes."""
 
     _call: Any
     lowered: jax.stages.Lowered
@@ -95,7 +97,9 @@ class Lowered(Generic[P, R]):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Compiled(Generic[P, R]):
-    """A function compiled for arguments of some shapes, and for the static arguments that it was lowered with."""
+    """A function of `filter_jit` that is compiled for arguments of certain shapes, and for the static arguments that it
+    was lowered with.
+    """
 
     _call: Any
     compiled: jax.stages.Compiled
