@@ -181,7 +181,7 @@ class Fit:
         return sum(row.bytes for row in self.rows if row.group == group or row.group.startswith(f"{group}: "))
 
     def explain(self) -> str:
-        """The table, the reasons for the sizes of the largest arrays, all changes, and the largest batch size, as text."""
+        """The text of the table, the reasons for the largest arrays' sizes, all changes, and the largest batch size."""
         parts = [str(self)]
         why: dict[str, dict[str, None]] = {}
         for one in self.moment[:_LARGEST]:
