@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import shardfx
 from shardfx import From, PathRules, ShardPlan, TreeMap, checkpoint, plan, plan_reshard, reshard
 from shardfx._ground.tree import flatten
-from shardfx._reshard.mover import journey_of, resharded
+from shardfx._reshard.mover import map_move, resharded
 from shardfx._reshard.pieces.exchange import program
 
 from ._case import Case, Entry, Finding, Limit, Race, Rival, Value
@@ -411,7 +411,7 @@ def _counts(options: Options) -> Mapping[str, Value]:
     programs = program.cache_info().currsize
     layers = 2
     source, target = _trainer(layers, options.devices), _engine(layers, options.devices)
-    works = journey_of(flatten(_filled(source)), target, ENGINE, False).works
+    works = map_move(flatten(_filled(source)), target, ENGINE, False).plans
     wire_bytes = sum(work.assembly.parts.wire_bytes for work in works if work.assembly is not None)
     bound = _lower_bound(source, target, layers)
     return {"leaves": len(moved), "programs": programs, "wire_over_lower_bound": wire_bytes / bound}
@@ -471,7 +471,7 @@ def _room(mebibytes: int, options: Options) -> Mapping[str, Value]:
     """What the programs allocate beside their arguments and results, by XLA's own account."""
     source, target = _trainer(2, options.devices), _engine(2, options.devices)
     tree = _filled(source)
-    works = journey_of(flatten(tree), target, ENGINE, False).works
+    works = map_move(flatten(tree), target, ENGINE, False).plans
     largest = max(leaf.bytes_per_device for leaf in target.leaves)
     most = 0
     for work in [work.assembly for work in works if work.assembly is not None and work.assembly.method == "programs"]:

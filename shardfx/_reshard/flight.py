@@ -1,5 +1,5 @@
-"""The execution of moves: how many arrays at a time, in which parts, which buffers are deleted, and the state after an
-error.
+"""The execution of moves: how many arrays move at a time, in which chunks, which buffers are deleted, and the state
+after an error.
 """
 
 import collections
@@ -37,14 +37,14 @@ class Job:
 
     **Arguments:**
 
-    - `path_of`: the path of an array of the target.
+    - `path_of`: returns the path of an array of the target, from its number.
     - `moves`: the arrays that only change their sharding, by move: the number and the source's array of each.
-    - `placements`: NumPy arrays that have yet to be placed, and their shardings.
-    - `assemblies`: the arrays that are assembled from parts of others: the number of each, the paths of its sources,
-        and its plan.
+    - `placements`: NumPy arrays that are still to be placed, and their shardings.
+    - `assemblies`: the arrays that are assembled from other arrays: the number of each, the paths of its sources, and
+        its plan.
     - `arrays`: the arrays that assemblies read, by path.
     - `kept`: the `id` of each array of the source that stays.
-    - `copies`: whether devices of the CPU may move their shards by copies in the memory that they share.
+    - `copies`: whether shards on CPU devices may be copied in the memory that the devices share.
     """
 
     path_of: Callable[[int], str]
@@ -57,7 +57,7 @@ class Job:
 
 
 def require_room(job: Job, limit_bytes: int) -> None:
-    """Raises before anything moves if some array cannot move within the limit."""
+    """Raises if some array cannot move within the memory limit. Nothing has moved by then."""
     needed = [(move, places[0][0], len(places)) for move, places in job.moves.items()]
     needed += [(assembly, at, 1) for at, _, assembly in job.assemblies]
     short = [(one.least_bytes, at, count, one) for one, at, count in needed if one.least_bytes > limit_bytes]
@@ -67,13 +67,13 @@ def require_room(job: Job, limit_bytes: int) -> None:
     others = sum(count for _, _, count, _ in short) - 1
     raise MoveError(
         f"{leaf_name(job.path_of(at))}, {one.dtype}{list(one.shape)}, needs {need} bytes beside its source and target, "
-        f"even in the finest of parts; `memory_limit_bytes={limit_bytes}` is too little for it"
+        f"even in the smallest parts; `memory_limit_bytes={limit_bytes}` is too little for it"
         f"{f' and {others} more' if others else ''}. Nothing was moved; pass `memory_limit_bytes={need}` or more."
     )
 
 
-def carried_out(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Array]:
-    """Runs a job, and returns a dict of the arrays that it made, with their numbers in the target as keys."""
+def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Array]:
+    """Runs a job, and returns the arrays that it made, by their numbers in the target."""
     order = list(job.moves.items())
     if donate:  # moves that shrink arrays go first, so that those that grow find the room
         order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
@@ -95,7 +95,7 @@ def carried_out(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, ja
                 flight.assemble(at, names, assembly)
             flight.finish()
         except _FAILURES as error:
-            raise _stopped(job, at, flight, error) from error
+            raise _move_error(job, at, flight, error) from error
     return flight.made
 
 
@@ -115,7 +115,7 @@ class _Flight:
         idle = (id(leaf) for move, places in job.moves.items() if move.idle for _, leaf in places)
         self._kept = {*job.kept, *idle}
         # The array whose copies run in other threads.
-        self._coming: tuple[int, tuple[str, ...], Assembly, Callable[[], jax.Array]] | None = None
+        self._started: tuple[int, tuple[str, ...], Assembly, Callable[[], jax.Array]] | None = None
         most_bytes = max([0, *[assembly.most_bytes for *_, assembly in job.assemblies]])
         self._context = Context(job.arrays, self._moved, limit_bytes, most_bytes, pool, LocalShards(job.arrays))
 
@@ -143,27 +143,27 @@ class _Flight:
         """Starts to assemble an array, and waits for the previous one. If sources are donated, it also waits for this
         array.
 
-        On CPUs two are copied at a time. More take more memory, and the kernel gives fresh pages slowly.
+        On CPUs two arrays are copied at a time. More would take more memory, which the kernel provides slowly.
         """
-        coming = at, names, assembly, start_assembly(assembly, names, self._context)
-        self.land()
-        self._coming = coming
+        started = at, names, assembly, start_assembly(assembly, names, self._context)
+        self.finish_copies()
+        self._started = started
         if self.donate or assembly.method != "host" or not _is_on_cpu(assembly):
-            self.land()
+            self.finish_copies()
 
     def finish(self) -> None:
         """Waits for all arrays in flight, and deletes donated sources that no array of the target reads."""
-        self.land()
+        self.finish_copies()
         if self.donate:
             self.window.drain()
             for leaf in self._job.arrays.values():
                 self._give_up(leaf)
 
-    def land(self) -> None:
+    def finish_copies(self) -> None:
         """Waits for the copies that run in other threads."""
-        if self._coming is None:
+        if self._started is None:
             return
-        (at, names, assembly, there), self._coming = self._coming, None
+        (at, names, assembly, there), self._started = self._started, None
         made, like = there(), self._job.arrays[names[0]] if names else None
         if like is not None and jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
             made = jax.random.wrap_key_data(made, impl=jax.random.key_impl(like))
@@ -189,7 +189,7 @@ def _is_on_cpu(assembly: Assembly) -> bool:
 
 
 class Window:
-    """Waits for the oldest moves when too many bytes or arrays are in flight."""
+    """A bound on the bytes and the number of arrays in flight. It waits for the oldest ones if there are more."""
 
     def __init__(self, limit_bytes: int | None):
         self.limit_bytes = _IN_FLIGHT_BYTES if limit_bytes is None else limit_bytes
@@ -197,7 +197,7 @@ class Window:
         self.bytes = 0
 
     def add(self, array: jax.Array, count: int, most: int = _IN_FLIGHT_COUNT) -> None:
-        """Adds an array of `count` bytes to the arrays in flight, and waits while they are more than `most`."""
+        """Adds an array of `count` bytes to the arrays in flight, and waits while there are more than `most`."""
         self.pending.append((array, count))
         self.bytes += count
         while len(self.pending) > most:
@@ -209,7 +209,7 @@ class Window:
             self._wait()
 
     def drain(self) -> None:
-        """Waits for all moves."""
+        """Waits for all arrays in flight."""
         while self.pending:
             self._wait()
 
@@ -219,9 +219,9 @@ class Window:
         jax.block_until_ready(array)
 
 
-def _stopped(job: Job, at: int, flight: _Flight, error: Exception) -> MoveError:
+def _move_error(job: Job, at: int, flight: _Flight, error: Exception) -> MoveError:
     with contextlib.suppress(*_FAILURES):  # moves in flight elsewhere may still arrive
-        flight.land()
+        flight.finish_copies()
     moved = {}
     for done, array in flight.made.items():
         with contextlib.suppress(RuntimeError):  # it was not computed
@@ -245,15 +245,15 @@ def carry_out(
     limit_bytes: int | None = None,
     pool: ThreadPoolExecutor | None = None,
 ) -> jax.Array:
-    """Moves one live array. It does not wait for computation that the devices still have to do.
+    """Moves one live array. It does not wait until the devices have computed the result.
 
     **Arguments:**
 
     - `move`: the decided move.
-    - `x`: an array of its shape, dtype and source.
-    - `donate`: gives up its buffers, unless the result has them.
-    - `limit_bytes`: bytes that may be used beside the shards of source and target, `move.least_bytes` or more. An array
-        that would need more moves in parts.
+    - `x`: an array of the move's shape, dtype and source sharding.
+    - `donate`: whether the array's buffers are given up, unless the result shares them.
+    - `limit_bytes`: bytes that may be used besides the shards of source and target, `move.least_bytes` or more. An
+        array that would need more moves in chunks.
     - `pool`: threads to copy with.
 
     **Returns:**
@@ -287,7 +287,7 @@ def _assembled(
     if donate and is_copied and not assembly.is_remote:
         return assemble_and_delete(assembly.struct, assembly.targets, assembly.host_copies, shards, pool)
     if not is_copied and limit_bytes is not None:
-        limit_bytes -= move.aside_bytes
+        limit_bytes -= move.copy_bytes
     made = start_assembly(assembly, ("",), Context({"": x}, None, limit_bytes, assembly.most_bytes, pool, shards))()
     if donate:
         jax.block_until_ready(made)

@@ -1,4 +1,4 @@
-"""The move of arrays of one shape, dtype and sharding to another sharding, as a value that one function decides."""
+"""The move of arrays of one shape, dtype and sharding to another sharding: the decision how they move."""
 
 import dataclasses
 import functools as ft
@@ -14,8 +14,8 @@ from .._ground.spec import DType, array_bytes, bits
 from ..topology import MeshSpec
 from .pieces.assembly import Assembly, assembly_between
 from .shardings import (
-    copies_bytes,
     data_of,
+    device_copy_bytes,
     has_devices,
     in_host_memory,
     layout,
@@ -34,19 +34,19 @@ How = Literal["in place", "relabel", "memory kind", "steps", "tiles"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-    """How arrays of one shape, dtype and sharding move to another sharding.
+    """The decision how arrays of one shape, dtype and sharding move to another sharding.
 
     **Arguments:**
 
     - `how`: "in place" (nothing to do), "relabel" (every device has its shard, under the names of another mesh),
-        "memory kind" (the same shards in other memory), "steps" (collectives over one device set) or "tiles" (each
-        new shard is put together from the old ones that overlap it).
+        "memory kind" (the same shards in other memory), "steps" (collectives over one device set) or "tiles" (each new
+        shard is assembled from the old shards that overlap it).
     - `shape`, `dtype`: those of the whole array; for typed PRNG keys those of their `key_data`.
-    - `src`, `dst`: the shardings.
+    - `src`, `dst`: the shardings before and after.
     - `lost`: devices whose shards are not to be read.
-    - `copies`: whether devices of the CPU may move their shards by copies in the memory that they share.
+    - `copies`: whether shards on CPU devices may be copied in the memory that the devices share.
     - `plan`: the steps, for "steps".
-    - `assembly`: the pieces and how they travel, for "tiles".
+    - `assembly`: the plan for assembling the array, for "tiles".
     """
 
     how: How
@@ -66,33 +66,33 @@ class Move:
 
     @ft.cached_property
     def source_bytes(self) -> int:
-        """Bytes of one shard before the move."""
+        """The bytes of one shard before the move."""
         return array_bytes(self.src.shard_shape(self.shape), self.dtype)
 
     @ft.cached_property
     def target_bytes(self) -> int:
-        """Bytes of one shard after the move."""
+        """The bytes of one shard after the move."""
         return array_bytes(self.dst.shard_shape(self.shape), self.dtype)
 
     @ft.cached_property
-    def aside_bytes(self) -> int:
-        """Bytes of copies in device memory, which programs need if source or target is in host memory."""
+    def copy_bytes(self) -> int:
+        """The bytes of copies in device memory, which programs need if source or target is in host memory."""
         if self.plan is None and (self.assembly is None or self.assembly.method != "programs"):
             return 0
-        return copies_bytes(self.shape, self.dtype, self.src, self.dst)
+        return device_copy_bytes(self.shape, self.dtype, self.src, self.dst)
 
     @ft.cached_property
     def extra_bytes(self) -> int:
         """The most bytes that one memory (a device's or the host's) holds besides the shards of source and target."""
         if self.plan is not None:
-            return _program_bytes(self.plan, self.shape, self.dtype) * sharers(self.dst.device_set) + self.aside_bytes
+            return _program_bytes(self.plan, self.shape, self.dtype) * sharers(self.dst.device_set) + self.copy_bytes
         if self.assembly is None:
             return 0
-        return self.assembly.extra_bytes(self.assembly.exchanges()) + self.aside_bytes
+        return self.assembly.extra_bytes(self.assembly.exchanges()) + self.copy_bytes
 
     @property
     def held_bytes(self) -> int:
-        """The most bytes that one memory holds of an array during the move, source and target included."""
+        """The most bytes of an array that one memory holds during the move, source and target included."""
         source = self.source_bytes * sharers(self.src.device_set)
         return source + self.target_bytes * sharers(self.dst.device_set) + self.extra_bytes
 
@@ -103,36 +103,37 @@ class Move:
         return not self.dst.is_fully_addressable and any(device.platform == "cpu" for device in devices)
 
     def chunks_of(self, count: int) -> Chunks | None:
-        """The division of the steps into at least `count` parts, or into as many as possible; `None` for a move that
-        has no parts.
+        """The division of the steps into at least `count` chunks, or into as many as possible; `None` for a move
+        without steps.
         """
         return None if self.plan is None else split_into(count, self.src.shard_shape(self.shape), self.plan.steps)
 
     def chunks_within(self, limit_bytes: int | None) -> Chunks | None:
-        """The division of the steps into the fewest parts that fit into `limit_bytes`; `None` if the whole
-        move fits.
+        """The division of the steps into the fewest chunks that need at most `limit_bytes`.
+
+        `None` if the whole move needs no more.
         """
         if limit_bytes is None or self.extra_bytes <= limit_bytes:
             return None
-        chunks = self.chunks_of(-(-self.held_bytes // max(1, limit_bytes - self.aside_bytes)))
+        chunks = self.chunks_of(-(-self.held_bytes // max(1, limit_bytes - self.copy_bytes)))
         return chunks if chunks is None or self.bytes_in(chunks) <= limit_bytes else self.chunks_of(max(self.shape))
 
     def bytes_in(self, chunks: Chunks) -> int:
-        """The bytes that the move holds if its steps run in parts, source and target included."""
-        return -(-(self.held_bytes - self.aside_bytes) * chunks.chunk // chunks.block) + self.aside_bytes
+        """The bytes of memory that the move takes if its steps run in chunks, source and target included."""
+        return -(-(self.held_bytes - self.copy_bytes) * chunks.chunk // chunks.block) + self.copy_bytes
 
     @property
     def least_bytes(self) -> int:
-        """The smallest memory limit under which the array can move, whole or in the smallest parts."""
+        """The smallest memory limit under which the array can move, whole or in the smallest chunks."""
         if self.assembly is not None:
-            return min(self.extra_bytes, self.assembly.least_bytes + self.aside_bytes)
+            return min(self.extra_bytes, self.assembly.least_bytes + self.copy_bytes)
         finest = self.chunks_of(max(self.shape, default=1))
         return self.extra_bytes if finest is None else min(self.extra_bytes, self.bytes_in(finest))
 
 
 @ft.lru_cache(maxsize=4096)
 def program_of(move: Move, donate: bool, chunks: Chunks | None) -> Callable[[jax.Array], jax.Array]:
-    """The steps of a move as a function, compiled on its first call."""
+    """Returns the steps of a move as a function, which is compiled on its first call."""
     assert move.plan is not None
     return live_program(move.shape, move.plan, named(move.src), named(move.dst), donate=donate, chunks=chunks)
 
@@ -152,19 +153,19 @@ def move_of(
     **Arguments:**
 
     - `shape`, `dtype`: those of the array.
-    - `src`, `dst`: shardings; a move between meshes without devices can be looked at, and not be made.
-    - `lost`: devices whose shards are not to be read. Elements that they alone hold are `assembly.parts.missing`.
-    - `copies`: whether devices of the CPU may move their shards by copies in the memory that they share.
-    - `meshes`: the MeshSpecs of the two ends, which say how meshes span slices if their devices do not.
+    - `src`, `dst`: the shardings. A move between meshes without devices can be planned, but not carried out.
+    - `lost`: devices whose shards are not to be read. Elements that only they hold are `assembly.parts.missing`.
+    - `copies`: whether shards on CPU devices may be copied in the memory that the devices share.
+    - `meshes`: the MeshSpecs of source and target, which say how meshes without devices span slices.
 
     **Returns:**
 
-    The Move, from a bounded cache where the same was asked before. It holds what was compiled for it.
+    The Move. A bounded cache keeps earlier moves and their compiled programs.
 
     **Raises:**
 
-    `SpecError` if `dst` does not divide the shape, or either end has unreduced axes; `LeafTypeError` for dtypes that
-    JAX moves wrongly; `MeshError` if no way leads there.
+    `SpecError` if `dst` does not divide the shape, or if `src` or `dst` has unreduced axes; `LeafTypeError` for dtypes
+    that JAX moves wrongly; `MeshError` if the move is impossible.
     """
     stays = src == dst and not lost
     if not stays:
@@ -174,11 +175,13 @@ def move_of(
     make = ft.partial(Move, shape=shape, dtype=dtype, src=src, dst=dst, lost=lost, copies=copies)
     if stays:
         return make("in place")
-    if not lost and _one_set(src, dst):
+    if not lost and _same_devices(src, dst):
         pairs = [(end, mesh) for end, mesh in zip((src, dst), meshes, strict=True) if isinstance(end, NamedSharding)]
         ends = [layout(mesh or end.mesh, end.spec, len(shape)) for end, mesh in pairs]
         # Devices that share a memory do not need steps, so none are searched.
-        steps = redistribute(shape, bits(dtype), *ends) if len(ends) == 2 and not (copies and _share(src)) else None
+        steps = (
+            redistribute(shape, bits(dtype), *ends) if len(ends) == 2 and not (copies and _is_local_cpu(src)) else None
+        )
         if _same_shards(shape, src, dst) if steps is None else not steps.steps:
             if src.memory_kind != dst.memory_kind and (in_host_memory(src) or in_host_memory(dst)):
                 return make("memory kind")
@@ -189,13 +192,13 @@ def move_of(
 
 
 def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
-    """The same moves, with senders chosen so that the sent bytes are balanced over all moves.
+    """Chooses the senders of moves between device sets so that replicas send equally many bytes over all moves.
 
     **Arguments:**
 
     - `moves`: the moves in order, each with the number of arrays that it moves. A move is planned once for all of its
-        arrays, so that they share a program. If replicas give a choice of senders, the ones that have sent least in
-        earlier moves are taken.
+        arrays, so that they share a program. If several replicas could send a shard, the ones that have sent least in
+        earlier moves do.
 
     **Returns:**
 
@@ -210,7 +213,7 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
         places = {place: sent.get(device, 0) for place, device in enumerate(move.assembly.devices)}
         before = move.assembly.parts.sent_before(places)
         if before:
-            made = chosen[move] = _after(move, before)
+            made = chosen[move] = _with_senders(move, before)
         assert made.assembly is not None
         for place, size in made.assembly.parts.sent_bytes.items():
             device = made.assembly.devices[place]
@@ -219,26 +222,25 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
 
 
 @ft.lru_cache(maxsize=1024)
-def _after(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
-    """The same move between device sets, with senders chosen again: `sent_before` has the bytes that some have already
-    sent.
-    """
+def _with_senders(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
+    """Returns the same move with senders chosen anew. `sent_before` has the bytes that devices have already sent."""
     ends = (move.shape, move.dtype, move.src, move.dst, move.lost, move.copies)
     return dataclasses.replace(move, assembly=assembly_between(*ends, sent_before))
 
 
 def shares_memory(move: Move) -> bool:
     """Whether all devices of a move are CPU devices of this process, so that shards can be copied in its memory."""
-    return _share(move.src) and _share(move.dst)
+    return _is_local_cpu(move.src) and _is_local_cpu(move.dst)
 
 
-def _share(sharding: Sharding) -> bool:
+def _is_local_cpu(sharding: Sharding) -> bool:
+    """Whether all devices of a sharding are CPU devices of this process."""
     if not has_devices(sharding) or not sharding.is_fully_addressable:
         return False
     return all(device.platform == "cpu" for device in sharding.device_set)
 
 
-def _one_set(*ends: Sharding) -> bool:
+def _same_devices(*ends: Sharding) -> bool:
     """Whether both shardings are on the same devices. In a mesh without devices, positions stand for device ids."""
     if all(map(has_devices, ends)):
         return ends[0].device_set == ends[1].device_set
@@ -249,6 +251,7 @@ def _one_set(*ends: Sharding) -> bool:
 
 
 def _same_shards(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
+    """Whether every device holds the same shard under both shardings."""
     ours, theirs = shard_boxes(src, shape), shard_boxes(dst, shape)
     if not (has_devices(src) and has_devices(dst)):
         ours, theirs = ({getattr(device, "id", device): box for device, box in held.items()} for held in (ours, theirs))
@@ -256,10 +259,10 @@ def _same_shards(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
 
 
 def _program_bytes(plan: Redistribution, shape: tuple[int, ...], dtype: object) -> int:
-    """The most bytes that the program of the steps allocates on a device beside source and target."""
+    """Returns the most bytes that the program of the steps allocates on a device besides source and target."""
     layouts = [step.source for step in plan.steps] + [step.target for step in plan.steps[-1:]]
     pieces = [array_bytes(end.piece_shape(shape), dtype) for end in layouts]
-    # A step holds a copy of the bytes that it sends and of those that it receives, in the exchange's order, beside its
-    # ends; those of the first and of the last step are the source and the target.
+    # Besides its old and its new shard, a step holds a copy of the bytes that it sends and a copy of the bytes that it
+    # receives. The first step's old shard is the source, and the last step's new shard is the target.
     inner = [0, *pieces[1:-1], 0]
     return max(sum(pair) + sum(ends) for pair, ends in zip(it.pairwise(pieces), it.pairwise(inner), strict=True))

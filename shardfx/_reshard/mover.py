@@ -1,4 +1,4 @@
-"""The move of a tree of arrays: the moves that its leaves need, grouped and ordered."""
+"""`reshard`: the move of a tree of arrays, from its arguments to a job that the execution runs."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from .._ground.errors import LeafTypeError, MapError, MeshError, MoveError, Plan
 from .._ground.processes import coordination, exchanged
 from .._ground.tree import Flat, flatten
 from .._plan import ShardPlan, Target, shardings_of_leaves, target_of
-from .flight import Job, carried_out, require_room
+from .flight import Job, require_room, run_job
 from .move import Move, balanced, move_of
 from .pieces.assembly import MovedLeaf, TargetArray, target_arrays
 from .shardings import has_devices, is_array, named, naming, require_movable, require_reduced
@@ -71,32 +71,32 @@ def reshard(
     Inside `jax.jit` (and `grad`, `checkpoint`, `scan`) traced arrays are moved over the devices of the program. The
     result of such a function has the sharding of `out_shardings`; without them XLA may gather it.
 
-    With several processes, all that own devices of either side must call this, with trees of one structure. Arrays on
-    other processes' devices have no addressable shards here, before or after the move.
+    With several processes, each process that owns a device of the source or the target must call this, with trees of
+    one structure. An array on other processes' devices has no addressable shards here, before or after the move.
 
     **Arguments:**
 
     - `tree`: any tree. Leaves that are no arrays come back as they are; NumPy arrays are put on the devices. On CPUs
         the result may share memory with a NumPy array, as with `jax.device_put`: pass `array.copy()` if you fill it
         again.
-    - `dst`: a plan on a jax Mesh, a sharding for all arrays, or a tree (or prefix) of shardings; `None` leaves what is
-        below it alone.
+    - `dst`: a plan on a jax Mesh, a sharding for all arrays, or a tree (or prefix) of shardings. Arrays below a `None`
+        do not move.
     - `map`: a [`shardfx.TreeMap`][] that makes the arrays of `dst` from these, if `dst` is not a plan of this tree.
-        Then `dst` is a plan, or a tree of structs with shardings. Pieces are cut out on the devices that hold them, so
-        that each element enters a device that needs it once, and no other element does.
+        Then `dst` is a plan, or a tree of structs with shardings. Each element enters each device that needs it once,
+        and no other element enters a device.
     - `src`: the shardings of traced arrays, in the forms of `dst`. It is needed only inside `jit` under Auto axes.
     - `memory_limit_bytes`: bytes that may be used beside the source's and the target's shards, per device (CPU devices
-        share one memory). One group moves at a time, and an array that needs more moves in smaller parts. If even those
+        share one memory). One group moves at a time, and an array that needs more moves in parts. If the smallest parts
         need more, the error states the least limit that works. Inside `jit` the limit has no effect, since XLA decides
         about memory there.
-    - `donate`: gives up the arrays of `tree`, each as soon as it was read. An array of which every device keeps its
-        shard is not deleted: the result shares its buffers, under another mesh's names too.
+    - `donate`: gives up the arrays of `tree`, each as soon as it was read. If every device keeps its shard of an array,
+        the result shares the array's buffers and the array is not deleted.
     - `lost`: jax devices whose shards are not to be read; replicas elsewhere take their place.
 
     **Returns:**
 
-    The tree in the shardings of `dst`, committed to exactly those. Each array then has JAX's default layout in memory,
-    as after `jax.device_put` to a sharding: a custom layout (`jax.experimental.layout.Format`) is lost.
+    The tree, with each array committed to its sharding in `dst`. The array has JAX's default layout in memory, as after
+    `jax.device_put` to a sharding: a custom layout (`jax.experimental.layout.Format`) is lost.
 
     **Raises:**
 
@@ -104,8 +104,8 @@ def reshard(
     for another tree or has no devices; `SpecError` if a sharding does not divide its array, or has unreduced axes and
     is not the array's own; `LeafTypeError` for dtypes that JAX moves wrongly, and for a `lost` or a limit of another
     type; `MeshError` if the move is impossible, or if elements are only on `lost` devices; `MoveError` if
-    `memory_limit_bytes` is less than some array needs in the smallest parts. In the middle: `MoveError`, which names
-    and holds the arrays that have moved.
+    `memory_limit_bytes` is less than some array needs in the smallest parts. During the move: `MoveError`, which
+    names and holds the arrays that have moved.
 
     !!! Example
 
@@ -138,17 +138,17 @@ def resharded(
     lost: Iterable[object] = (),
     copies: bool = True,
 ) -> PyTree:
-    """The implementation of `reshard`. `copies=False` treats CPU devices as if each had its own memory, for tests."""
+    """Does what `reshard` does. With `copies=False`, tests treat CPU devices as if each had its own memory."""
     lost, limit_bytes = lost_devices(lost), _whole_bytes(memory_limit_bytes)
     flat = flatten(tree, takes_specs=True)
     if map is not None:
         if lost or src is not None:
             raise LeafTypeError("`reshard` with a map takes neither `src` nor `lost`; move the tree as it is first.")
-        arrays, target, works = journey_of(flat, dst, map, copies)
-        leaves = [arrays[work.sources[0]] if work.sources else None for work in works]
-        plain = [(at, leaves[at], work.leaf.sharding) for at, work in enumerate(works) if work.assembly is None]
-        others = [(at, work.sources, work.assembly) for at, work in enumerate(works) if work.assembly is not None]
-        job = job_of(plain, lambda at: works[at].leaf.path, copies=copies)
+        arrays, target, plans = map_move(flat, dst, map, copies)
+        leaves = [arrays[one.sources[0]] if one.sources else None for one in plans]
+        plain = [(at, leaves[at], one.leaf.sharding) for at, one in enumerate(plans) if one.assembly is None]
+        others = [(at, one.sources, one.assembly) for at, one in enumerate(plans) if one.assembly is not None]
+        job = job_of(plain, lambda at: plans[at].leaf.path, copies=copies)
         job = dataclasses.replace(job, arrays=arrays, assemblies=others)
         return target.filled(_moved(job, leaves, limit_bytes, donate), {})
     wanted, path_of = targets(dst, flat, "dst"), flat.paths.__getitem__
@@ -162,17 +162,18 @@ def resharded(
 
 
 def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
-    """The sharding of each leaf; `None` for a leaf that is no array or does not move.
+    """Returns the sharding of each leaf; `None` for a leaf that is no array or does not move.
 
     **Arguments:**
 
-    - `form`: a plan with devices, a sharding, or a tree or prefix of shardings, of `None`, and of structs with them.
+    - `form`: a plan with devices, a sharding, or a tree or prefix of shardings, of `None`, and of structs with
+        shardings.
     - `flat`: the tree of arrays.
     - `what`: the name of the argument, for messages.
 
     **Returns:**
 
-    One entry per leaf.
+    One sharding or `None` per leaf.
 
     **Raises:**
 
@@ -211,7 +212,7 @@ def _broadcast(form: object, tree: object, what: str) -> list[Any]:
 
 
 def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
-    """The argument `lost` of a move as a tuple; raises if it holds ids or is a single device."""
+    """Returns the argument `lost` of a move as a tuple. Raises if it holds ids or is a single device."""
     fix = "give an iterable of jax devices, such as `lost=[jax.devices()[3]]`."
     check_type("lost", lost, Iterable, LeafTypeError, fix.removesuffix("."))
     found = tuple(lost)
@@ -224,8 +225,8 @@ def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
 def _moved(job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: bool) -> list[Any]:
     """Runs a job, and returns the leaves with the arrays that it made in place of the old ones.
 
-    The copies of a move count as explicit ones, as those of `jax.device_put` do. Its programs are compiled under
-    `jax.disable_jit` too, since they would not move if they ran one operation at a time.
+    The copies of a move are explicit transfers, as those of `jax.device_put` are. Its programs are compiled under
+    `jax.disable_jit` too, since they would not move arrays if they ran one operation at a time.
     """
     if limit_bytes is not None:
         require_room(job, limit_bytes)
@@ -234,7 +235,7 @@ def _moved(job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: 
         for direction in ("host_to_device", "device_to_device", "device_to_host"):
             if getattr(jax.config, f"jax_transfer_guard_{direction}") in ("disallow", "log"):
                 stack.enter_context(getattr(jax, f"transfer_guard_{direction}")("allow"))
-        made = carried_out(job, limit_bytes, donate)
+        made = run_job(job, limit_bytes, donate)
     return [made.get(at, leaf) for at, leaf in enumerate(leaves)]
 
 
@@ -259,13 +260,14 @@ def job_of(
     lost: tuple[Any, ...] = (),
     copies: bool = True,
 ) -> Job:
-    """Decides the move of every leaf before any moves. An error names the leaf's path.
+    """Decides the move of every leaf before any leaf moves. An error names the leaf's path.
 
     **Arguments:**
 
-    - `rows`: the number of each leaf, the leaf, and where it shall lie: `None` where it is to be left alone.
-    - `path_of`: the path of a leaf.
-    - `lost`, `copies`: as of `move_of`.
+    - `rows`: the number of each leaf, the leaf, and its target sharding; `None` for a leaf that does not move.
+    - `path_of`: returns the path of a leaf, from its number.
+    - `lost`: devices whose shards are not to be read.
+    - `copies`: whether shards on CPU devices may be copied in the memory that the devices share.
     """
     known: dict[object, Move] = {}
     job = Job(path_of, {}, [], [], {}, set(), copies)
@@ -304,6 +306,7 @@ def _move(leaf: jax.Array, target: Sharding, lost: tuple[object, ...], copies: b
 
 
 def _require_devices(target: Sharding) -> None:
+    """Raises if a target sharding is on a mesh without devices."""
     if not has_devices(target):
         raise MeshError(
             f"the target {named(target).spec} lies on the mesh {dict(named(target).mesh.shape)} without devices; use "
@@ -311,23 +314,23 @@ def _require_devices(target: Sharding) -> None:
         )
 
 
-class Journey(NamedTuple):
+class MapMove(NamedTuple):
     """The move of a tree into another tree through a map.
 
     **Arguments:**
 
     - `arrays`: the source's arrays by path.
     - `target`: the tree that is made.
-    - `works`: the plan of each array.
+    - `plans`: the plan of each array of the target.
     """
 
     arrays: Mapping[str, Any]
     target: Target
-    works: tuple[TargetArray, ...]
+    plans: tuple[TargetArray, ...]
 
 
-def journey_of(flat: Flat, dst: object, map: TreeMap, copies: bool) -> Journey:
-    """Decides the move of every array through a map, and raises if the map does not fit, before anything moves."""
+def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
+    """Decides the move of every array through a map, and raises if the map does not fit. Nothing has moved by then."""
     if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
         raise LeafTypeError(
             "`reshard(..., map=...)` moves live arrays, and this tree is traced; inside `jit` use "
@@ -350,7 +353,7 @@ def journey_of(flat: Flat, dst: object, map: TreeMap, copies: bool) -> Journey:
     if jax.process_count() > 1:
         ends = {end for end in shardings if end is not None}
         require_same_map(map, tuple(sorted({device.process_index for end in ends for device in end.device_set})))
-    return Journey(arrays, target, target_arrays(map, sources, targets, copies))
+    return MapMove(arrays, target, target_arrays(map, sources, targets, copies))
 
 
 @ft.lru_cache(maxsize=64)

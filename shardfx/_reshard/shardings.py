@@ -21,13 +21,13 @@ from .steps.layout import StepLayout
 
 
 def leaf_name(path: str) -> str:
-    """The name of a leaf in a message. A tree that is one array has no path."""
+    """Returns the name of a leaf for a message. A tree that is one array has no path."""
     return f"leaf `{path}`" if path else "the array"
 
 
 @contextlib.contextmanager
 def naming(path_of: Callable[[Any], str], at: object) -> Iterator[None]:
-    """A context that puts the path of a leaf, `path_of(at)`, in front of an error's message."""
+    """Returns a context that puts the path of a leaf, `path_of(at)`, in front of an error's message."""
     try:
         yield
     except (SpecError, MeshError, LeafTypeError) as error:
@@ -35,12 +35,12 @@ def naming(path_of: Callable[[Any], str], at: object) -> Iterator[None]:
 
 
 def is_array(leaf: object) -> bool:
-    """Whether a leaf is an array that can be moved."""
+    """Whether a leaf is an array with values, as JAX's and NumPy's arrays are."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def data_of(shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype of the array that is moved: an array of PRNG keys moves as its key data."""
+    """Returns the shape and dtype of the data that moves: those of the key data for PRNG keys, else the array's own."""
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return shape, np.dtype(dtype)
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
@@ -60,7 +60,7 @@ def require_movable(shape: tuple[int, ...], dtype: DType, *ends: Sharding) -> No
         for dim, (size, count) in enumerate(zip(shape, shard_counts(spec, len(shape), mesh.shape), strict=True)):
             if size % count:
                 raise SpecError(
-                    f"dim {dim} of shape {shape} does not divide into the {count} pieces that {spec} wants on mesh "
+                    f"dim {dim} of shape {shape} does not divide into the {count} shards that {spec} wants on mesh "
                     f"{dict(mesh.shape)}; pad it to {-(-size // count) * count}, or take the spec from "
                     "`shardfx.correct(spec, shape, mesh)`."
                 )
@@ -72,12 +72,12 @@ def require_reduced(*ends: Sharding) -> None:
         if isinstance(end, NamedSharding) and end.spec.unreduced:
             raise SpecError(
                 f"{end.spec} has the unreduced axes {sorted(end.spec.unreduced)}, and a move neither adds up nor takes "
-                "apart what they hold; add it up first with `jax.sharding.reshard(x, NamedSharding(mesh, P(...)))`."
+                "apart their summands; add them up first with `jax.sharding.reshard(x, NamedSharding(mesh, P(...)))`."
             )
 
 
 def has_devices(sharding: Sharding) -> bool:
-    """Whether a sharding names devices."""
+    """Whether a sharding names devices, unlike a sharding on an `AbstractMesh`."""
     return not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh)
 
 
@@ -90,58 +90,59 @@ def in_host_memory(sharding: Sharding) -> bool:
 
 
 def named(sharding: Sharding) -> NamedSharding:
-    """The sharding, which must be a NamedSharding."""
+    """Returns the sharding, which must be a NamedSharding."""
     assert isinstance(sharding, NamedSharding)
     return sharding
 
 
 def in_device_memory(sharding: Sharding) -> Sharding:
-    """The same sharding in device memory, where programs compute; the sharding itself if it is in device memory
-    already.
-    """
+    """Returns the same sharding in device memory, where programs compute."""
     platform = min(sharding.device_set, key=lambda device: device.id).platform
     default = jax.local_devices(backend=platform)[0].default_memory().kind
     return sharding if sharding.memory_kind == default else sharding.with_memory_kind(default)
 
 
-def copies_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
-    """Bytes of copies in device memory, which programs need of each array that is in host memory before or after the
-    move.
+def device_copy_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
+    """Returns the bytes of the copies in device memory that programs need of one array.
+
+    Programs copy an array if it is in host memory before or after the move.
     """
     away = [end for end in ends if in_host_memory(end)]
     return sum(array_bytes(end.shard_shape(shape), dtype) * sharers(end.device_set) for end in away)
 
 
 def sharers(devices: Iterable[Any]) -> int:
-    """The largest number of devices that allocate from one memory: all CPU devices of one process share theirs."""
+    """Returns the largest number of devices that allocate from one memory. All CPU devices of one process share a
+    memory.
+    """
     # Every process must get the same count, since the count decides which programs run.
     counts = collections.Counter(device.process_index for device in devices if device.platform == "cpu")
     return max(counts.values(), default=1)
 
 
-# The cost of a byte between slices (or nodes), relative to a byte inside one. A TPU v5p link carries 100 GB/s each
-# way and its share of the data center's network 6.25, 16 times
-# less (https://cloud.google.com/tpu/docs/v5p); of an H100,
-# NVLink carries 450 GB/s and its network card 50, 9 times less.
+# The cost of a byte between slices (or nodes), relative to a byte inside one. A TPU v5p link carries 100 GB/s in each
+# direction, and its share of the data center's network 6.25 GB/s, 16 times less
+# (https://cloud.google.com/tpu/docs/v5p). NVLink carries 450 GB/s on an H100, and its network card 50, 9 times less.
 _DCN_WEIGHT = 10.0
 
 
 @ft.lru_cache(maxsize=4096)
 def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int) -> StepLayout:
-    """The `StepLayout` of an array of `rank` dimensions under `spec`.
+    """Returns the `StepLayout` of an array of `rank` dimensions under `spec`.
 
-    A mesh axis that spans slices becomes two factors: one between slices, with a higher weight, and one inside a slice.
+    A mesh axis that spans slices becomes two sub-axes: one between slices, with a higher weight, and one inside a
+    slice.
 
     **Arguments:**
 
-    - `mesh`: only a `jax.sharding.Mesh` has a device order; the others leave it open. The devices of a Mesh say in
-        which slices they are, a MeshSpec by its `dcn`; an AbstractMesh is in one slice.
+    - `mesh`: the mesh. Only a `jax.sharding.Mesh` has a device order, and its devices say in which slices they are. A
+        MeshSpec says it by its `dcn`. An AbstractMesh is in one slice.
     - `spec`: a spec that fits the mesh and the rank. Its UNCONSTRAINED entries count as not sharded.
     - `rank`: the number of dimensions of the array.
 
     **Returns:**
 
-    A `StepLayout`, cached: equal arguments give the same object.
+    A `StepLayout`. Equal arguments give the same object, from a cache.
     """
     names = tuple(mesh.axis_names)
     entries = [entry_axes(entry) for entry in entries_of(spec)][:rank]
@@ -168,6 +169,7 @@ def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int)
 
 @ft.lru_cache(maxsize=256)
 def _device_spans(mesh: Mesh) -> tuple[int, ...]:
+    """Returns the number of slices that each mesh axis spans."""
     number = np.zeros(mesh.devices.size, np.int64)
     for index, members in enumerate(topology.slices(mesh.devices)):
         number[list(members)] = index
@@ -176,7 +178,7 @@ def _device_spans(mesh: Mesh) -> tuple[int, ...]:
 
 
 def _parts(number: np.ndarray) -> int:
-    """The smallest number of equal blocks of the first axis such that no block crosses a slice boundary."""
+    """Returns the smallest number of equal blocks of the first axis such that no block crosses a slice boundary."""
     size = len(number)
     blocks = ((count, number.reshape(count, size // count, -1)) for count in range(1, size + 1) if size % count == 0)
     return next(count for count, block in blocks if (block == block[:, :1]).all())
@@ -186,7 +188,7 @@ NO_MESH = AbstractMesh((), ())
 
 
 def layouts(rank: int, src: NamedSharding, dst: NamedSharding) -> tuple[StepLayout, StepLayout]:
-    """The `StepLayout` of each of the two shardings, for arrays of `rank` dimensions."""
+    """Returns the `StepLayout` of each of the two shardings, for arrays of `rank` dimensions."""
     return layout(src.mesh, src.spec, rank), layout(dst.mesh, dst.spec, rank)
 
 
@@ -199,15 +201,15 @@ def same_order(src: NamedSharding, dst: NamedSharding) -> bool:
 
 
 def untyped(sharding: NamedSharding) -> NamedSharding:
-    """The same sharding with all mesh axes of type `Auto` and in the default memory."""
+    """Returns the same sharding with all mesh axes of type `Auto` and in the default memory."""
     mesh = sharding.mesh
     if isinstance(mesh, Mesh) and any(kind != AxisType.Auto for kind in mesh.axis_types):
         mesh = Mesh(mesh.devices, mesh.axis_names)
-    return NamedSharding(mesh, settled(sharding.spec))
+    return NamedSharding(mesh, plain_spec(sharding.spec))
 
 
-def settled(spec: PartitionSpec) -> PartitionSpec:
-    """`spec` in its shortest form, with `UNCONSTRAINED` entries replaced by `None`."""
+def plain_spec(spec: PartitionSpec) -> PartitionSpec:
+    """Returns `spec` in its shortest form, without UNCONSTRAINED entries and without reduced or unreduced axes."""
     return canonical(PartitionSpec(*[entry_axes(entry) or None for entry in entries_of(spec)]))
 
 
@@ -233,7 +235,7 @@ def labelled(x: jax.Array, dst: jax.sharding.Sharding, shape: tuple[int, ...] | 
 
 
 def flat(mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The spec that shards the first dimension over all axes of a mesh."""
+    """Returns the spec that shards the first dimension over all axes of a mesh."""
     return PartitionSpec(tuple(mesh.axis_names))
 
 

@@ -14,20 +14,20 @@ from .._ground.errors import MeshError, SpecError
 from .._ground.spec import bits, canonical, entries_of, entry_axes
 from .flight import carry_out
 from .move import move_of
-from .shardings import is_array, is_explicit, layouts, naming, placed, require_movable, same_order, settled
+from .shardings import is_array, is_explicit, layouts, naming, placed, plain_spec, require_movable, same_order
 from .steps.programs import program
 from .steps.redistribution import redistribute
 
 
 def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) -> Any:
-    """`x` with the sharding `dst`, inside `jit` or another transformation.
+    """Moves a traced array to the sharding `dst`, inside `jit` or another transformation.
 
     **Arguments:**
 
-    - `x`: a traced value, or an array that is a constant there. Differentiable: the cotangent is moved back.
+    - `x`: a traced value, or an array that is a constant there. The move is differentiable: the cotangent moves back.
     - `dst`: a NamedSharding on a mesh of the same devices, in the order of the other shardings, as JAX demands.
-    - `src`: the sharding of `x`; read from Explicit types. Under Auto axes it must be given; a wrong one costs a
-        further reshard and is no error.
+    - `src`: the sharding of `x`. Explicit types say it. Under Auto axes it must be given; a wrong one costs a further
+        reshard and is no error.
 
     **Returns:**
 
@@ -35,15 +35,15 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
 
     **Raises:**
 
-    `LeafTypeError` for dtypes that JAX itself moves wrongly (int2, uint2); `SpecError` where `src` is needed and
-    missing, a sharding does not divide the shape, or the axis types of the two meshes do not go together; `MeshError`
-    for meshes that one program cannot have.
+    `LeafTypeError` for dtypes that JAX itself moves wrongly (int2, uint2); `SpecError` if `src` is needed and missing,
+    a sharding does not divide the shape, or one mesh has Explicit axes and the other Auto axes; `MeshError` for meshes
+    that one program cannot have.
     """
     require_movable(x.shape, x.dtype, dst)
     own = jax.typeof(x).sharding
     if any(kind == AxisType.Manual for kind in own.mesh.axis_types):
         raise SpecError(
-            f"an array of shape {x.shape} is one device's piece inside `shard_map`, and cannot be resharded there; "
+            f"an array of shape {x.shape} is one device's shard inside `shard_map`, and cannot be resharded there; "
             "reshard the whole array outside."
         )
     constant = not isinstance(x, Tracer)
@@ -55,7 +55,7 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
         return placed(jnp.asarray(x), dst)
     if src is None:
         raise SpecError(
-            f"a traced array of shape {x.shape} does not say how it lies (its mesh has Auto axes); "
+            f"a traced array of shape {x.shape} does not say its sharding (its mesh has Auto axes); "
             "pass `src=` with its sharding."
         )
     if is_explicit(src) != is_explicit(dst):
@@ -93,7 +93,7 @@ def move_traced_leaves(
     **Arguments:**
 
     - `leaves`: the leaves of the tree.
-    - `sources`: the sharding of each leaf; `None` where the array's type says it.
+    - `sources`: the sharding of each leaf; `None` if the array's type says it.
     - `targets`: the sharding that each leaf gets; `None` for a leaf that does not move.
     - `path_of`: returns the path of a leaf, from its number.
 
@@ -118,16 +118,17 @@ def move_traced_leaves(
 
 
 def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
-    """`end` with a settled spec, and with the devices of the other end if its own mesh is abstract."""
+    """Returns the sharding with a plain spec. If its mesh is abstract, it gets the devices of the other sharding."""
     mesh = end.mesh
     if not isinstance(mesh, Mesh) and isinstance(other.mesh, Mesh) and mesh.size == other.mesh.size:
         mesh = Mesh(other.mesh.devices.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
-    return NamedSharding(mesh, settled(end.spec))
+    return NamedSharding(mesh, plain_spec(end.spec))
 
 
 def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
-    """Raises for a target sharded over both Explicit and Auto axes, which neither a type nor a constraint
-    can express.
+    """Raises for a target that is sharded over both Explicit and Auto axes.
+
+    Neither a type nor a constraint can express such a sharding.
     """
     kinds = dict(zip(dst.mesh.axis_names, dst.mesh.axis_types, strict=True))
     if len({*kinds.values()}) < 2:
@@ -137,13 +138,13 @@ def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
     if src.mesh.abstract_mesh != dst.mesh.abstract_mesh or used & {*auto}:
         raise SpecError(
             f"inside `jit` an array cannot move to {dst.spec} on a mesh of mixed axis types, {kinds}: types say how "
-            "Explicit axes cut it, and nothing says it of Auto ones; give all axes of the mesh one type, or reshard "
+            "Explicit axes shard it, and nothing says it of Auto ones; give all axes of the mesh one type, or reshard "
             "outside."
         )
 
 
 def _require_names(src: NamedSharding) -> None:
-    """Raises if the mesh set around the call has other axes than the abstract mesh that the steps would run on."""
+    """Raises if the mesh set by `jax.set_mesh` has other axes than the abstract mesh on which the steps would run."""
     around = jax.sharding.get_abstract_mesh()
     if isinstance(src.mesh, Mesh) or is_explicit(src) or around.empty or around == src.mesh:
         return
@@ -158,9 +159,7 @@ _move = jex.core.Primitive("shardfx_move")
 
 
 def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
-    """The moved array outside of programs, as in a gradient without `jit`. It reads the array's own sharding, not
-    `src`.
-    """
+    """Moves an array outside of programs, as in a gradient without `jit`. The array's own sharding replaces `src`."""
     if not isinstance(dst.mesh, Mesh):
         raise MeshError(
             f"outside of `jit` {dst} has no devices to move an array of shape {x.shape} to; give a jax Mesh."
@@ -195,7 +194,10 @@ def _batch(axis: Any, args: Any, dims: Any, *, src: NamedSharding, dst: NamedSha
 
 
 def _batched(end: NamedSharding, rank: int, dim: int, names: tuple[str, ...]) -> NamedSharding:
-    """`end` with one more dimension, which stays sharded along the axes of `vmap` if its mesh has them."""
+    """Returns the sharding of an array with one more dimension.
+
+    The new dimension is sharded along the axes of `vmap` if the mesh has them.
+    """
     entries = [*entries_of(end.spec), *[None] * (rank - 1 - len(entries_of(end.spec)))]
     entries.insert(dim, names if names and {*names} <= {*end.mesh.axis_names} else None)
     return NamedSharding(end.mesh, canonical(PartitionSpec(*entries)))

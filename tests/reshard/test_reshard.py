@@ -233,7 +233,7 @@ def test_a_limit_that_no_parts_reach_is_an_error_with_one_that_works():
     with pytest.raises(
         MoveError,
         match=r"leaf `layers/0/w`, float32\[24, 16\], needs 960 bytes beside its source and target, even in the "
-        r"finest of parts; `memory_limit_bytes=100` is too little for it and 6 more. Nothing was moved",
+        r"smallest parts; `memory_limit_bytes=100` is too little for it and 6 more. Nothing was moved",
     ) as error:
         through_programs(source, wanted, memory_limit_bytes=100, donate=True)
     assert error.value.moved == {}
@@ -258,7 +258,7 @@ def test_a_limit_that_no_parts_reach_is_an_error_with_one_that_works():
 @pytest.mark.parametrize("number", [np.array, jnp.int32, int], ids=str)
 def test_an_error_says_within_which_limit_an_array_moves(shape, source, target, number):
     x = jax.device_put(host(shape), source())
-    with pytest.raises(MoveError, match=r"^the array, float32.*even in the finest of parts; .*=10` is too") as error:
+    with pytest.raises(MoveError, match=r"^the array, float32.*even in the smallest parts; .*=10` is too") as error:
         through_programs(x, target(), memory_limit_bytes=number(10))
     with pytest.raises(MoveError, match="Nothing was moved"):
         through_programs(x, target(), memory_limit_bytes=least_in(error) - 1)

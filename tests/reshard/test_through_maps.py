@@ -16,7 +16,7 @@ from maps import maps, same, written
 import shardfx
 from shardfx import From, MeshSpec, PathRules, TreeMap, plan_reshard
 from shardfx._ground.tree import flatten
-from shardfx._reshard.mover import journey_of, reshard, resharded
+from shardfx._reshard.mover import map_move, reshard, resharded
 from shardfx._reshard.pieces.exchange import program
 from shardfx.errors import LeafTypeError, MapError, MeshError, MoveError
 
@@ -142,7 +142,7 @@ def test_no_byte_enters_a_device_that_has_it_or_does_not_need_it():
     where = mesh(0, 8, 2, 4)
     # Both trees are cut alike along heads, so that each device has what it needs of its half of the width.
     tree, plan = trained(where, arrays), engine(where, arrays)
-    works = journey_of(flatten(tree), plan, ENGINE, False).works
+    works = map_move(flatten(tree), plan, ENGINE, False).plans
     for work in works:
         if work.assembly is not None:
             assert work.assembly.parts.wire_bytes == lower_bound(work, arrays, tree, plan.shardings[work.leaf.path])
@@ -167,7 +167,7 @@ def test_a_plan_through_a_map_says_what_will_move():
     arrays, where = trainer(), mesh(0, 8, 2, 4)
     tree, plan = trained(where, arrays), engine(where, arrays)
     made = plan_reshard(tree, plan, map=ENGINE)
-    works = {work.leaf.path: work for work in journey_of(flatten(tree), plan, ENGINE, False).works}
+    works = {work.leaf.path: work for work in map_move(flatten(tree), plan, ENGINE, False).plans}
     assert [leaf.path for leaf in made.leaves] == list(works)
     for leaf in made.leaves:
         if leaf.how == "pieces":
