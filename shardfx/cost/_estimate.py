@@ -132,8 +132,8 @@ def _power(other: float | int, one: float | int, times: int) -> float:
 DIRECT, LARGEST = 2048, 512
 # A pass that is left out of an extrapolation: it depends on the size of shards, and the bytes do not change.
 SIZED = ("windowed einsum",)
-# A pass that makes a reduce-scatter of an all-reduce whose shards are whole tiles. An extrapolation leaves it out if the
-# smaller meshes differ in this.
+# A pass that makes a reduce-scatter of an all-reduce whose shards are whole tiles. An extrapolation leaves it out if
+# the smaller meshes differ in this.
 TILED = "tpu-all-reduce-scatter-fusion"
 COMPILERS: tuple[Platform, ...] = ("tpu", "gpu", "cpu")
 
