@@ -140,7 +140,7 @@ class Ring(NamedTuple):
 
     @property
     def ways(self) -> int:
-        """The number of links over which a chip receives bytes along this dimension: 2 if it is closed, else 1."""
+        """The number of links over which a chip receives bytes along the ring: 2 if the ring is closed, else 1."""
         return 2 if self.closed else 1
 
 

@@ -59,7 +59,7 @@ class Slice(NamedTuple):
 
 
 def _existing(made: Slice, text: str) -> Slice:
-    """Returns `made`. Raises `MeshError` if no slice of this shape exists; `text` is the name that the user wrote."""
+    """Returns the slice `made`. Raises `MeshError` if it does not exist; `text` is the name that the user wrote."""
     chip, dims, extents = made.chip, made.chip.torus_dims or 1, made.extents
     if len(extents) != dims:
         raise MeshError(

@@ -6,7 +6,7 @@ from ._chip import Chip
 
 
 def _peaks(**teraflops: int) -> tuple[tuple[str, float], ...]:
-    """Pairs of a dtype's name and its peak rate in operations per second."""
+    """Pairs of a dtype's name and its peak rate in operations per second, from rates in units of 10^12."""
     return tuple((name, 1e12 * count) for name, count in teraflops.items())
 
 

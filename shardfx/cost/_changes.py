@@ -114,9 +114,9 @@ def _changed(known: StepOnChip) -> Iterator[_Trial]:
 
 
 def _sharded_over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
-    """The mesh axes of each dimension of all arguments' arrays if `axes` shard some of the arrays too.
+    """The mesh axes of each dimension of all arguments' arrays, after some of the arrays are also sharded over `axes`.
 
-    `chosen` has the numbers of these arrays. Their largest dimensions are sharded.
+    `chosen` has the numbers of these arrays. Each is sharded on its largest dimension.
     """
     found = [one.dims for one in known.step.arguments]
     for at in chosen:
@@ -198,9 +198,9 @@ def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
 def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None, unit: int, *, halves: bool) -> int:
     """The next batch size to try, a multiple of `unit`.
 
-    It is between `fits`, the largest size that fits, and `over`, the smallest that does not; or larger than `fits` if
-    `over` is `None`. `needs` has the peak memory of each size that was tried. `halves` asks for bisection instead of
-    linear interpolation.
+    It is between `fits`, the largest size that fits, and `over`, the smallest that does not. If `over` is `None`, it is
+    larger than `fits`. `needs` has the peak memory of each size that was tried, and `usable` is the limit. `halves`
+    asks for bisection instead of linear interpolation.
     """
     if over is None:
         before = max((count for count in needs if count < fits), default=None)

@@ -1,8 +1,8 @@
 """The collectives of a compiled program: the bytes that each one sends, its replica groups, and their mesh axes.
 
 HLO has several notations for replica groups, and this module reads all of them. Between TPU slices, a program has
-`send` and `recv` instructions instead of collectives. The module calls a pair of them a transfer, and reads it as the
-collective that it is a part of.
+pairs of a `send` and a `recv` instruction, here called transfers. Each transfer performs a collective between slices,
+and is read as this collective.
 """
 
 import itertools
@@ -40,7 +40,7 @@ class CollectiveKind(NamedTuple):
         the result on one device, and an array of labels of shape (groups, members). Bytes between two devices count if
         their labels differ.
     - `links`: the network links that limit the collective. "rings": all links of the replica group. "middle": the links
-        in the middle of the longest ring, since half of the bytes cross it. "one": one link.
+        in the middle of the longest ring, since half of the bytes cross them. "one": one link.
     - `moves`: whether the collective only moves elements of its operand, without arithmetic.
     """
 
@@ -333,7 +333,7 @@ class DevicePositions:
         return tuple(np.concatenate([program[own] for program in programs]) for own in groups)
 
     def numbers_of(self, ids: Sequence[int]) -> dict[int, int]:
-        """The position in the mesh of each device whose id is in a transfer between slices, by its id."""
+        """The positions of devices in the mesh, by the ids that the devices have in transfers between slices."""
         if all(id_ in self.ids for id_ in ids):
             return {id_: self.ids[id_] for id_ in ids}
         first = min(id_ // SLICE for id_ in ids)
@@ -349,7 +349,7 @@ class DevicePositions:
 
 
 def is_transfer(instruction: Instruction) -> bool:
-    """Whether an instruction is the `recv` of a transfer between slices, where the bytes of the transfer count."""
+    """Whether an instruction is the `recv` of a transfer between slices. A transfer's bytes count at its `recv`."""
     return instruction.opcode == "recv" and "_xla_megascale_target=" in instruction.attributes
 
 
@@ -361,7 +361,7 @@ def slices_of(module: HloModule) -> int:
 
 
 def transfer_of(instruction: Instruction, positions: DevicePositions) -> Collective:
-    """The collective that a transfer between slices is a part of."""
+    """The collective that a transfer between slices performs. `instruction` is the `recv` of the transfer."""
     target, kind = _target(instruction)
     sent = array_of(instruction)
     numbers = positions.numbers_of(sorted({id_ for row in target for id_ in row}))

@@ -52,7 +52,8 @@ class Comparison:
     - `rows`: a [`shardfx.cost.Surplus`][] for each source line and tuple of mesh axes where the compiled step sends
         more than the estimate, the largest first. The last row sums all other lines.
     - `estimated`, `compiled`: the traffic of the estimate, and of the compiled step.
-    - `less`: the same for source lines where the compiled step sends less than the estimate.
+    - `less`: a [`shardfx.cost.Surplus`][] for each source line and tuple of mesh axes where the compiled step sends
+        less than the estimate.
     """
 
     __module__ = "shardfx.cost"
@@ -102,8 +103,8 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
     """The bytes that a compiled step sends beyond its estimate, for each source line, and the compiler passes that
     explain them.
 
-    An estimate reads the program of XLA's partitioner and simulates the known passes that follow. Each row of the
-    estimate has the names of the passes that changed it.
+    An estimate reads the program of XLA's partitioner and simulates the known passes of the platform's compiler. Each
+    row of the estimate has the names of the passes that changed it.
 
     **Arguments:**
 
@@ -195,9 +196,9 @@ def _sent(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame
 
 
 def _surplus(places: Sequence[_LineSent], source: Frame | None = None, axes: tuple[str, ...] = ()) -> Surplus:
-    """The row of a comparison for the differences in `places`, with its source line and mesh axes.
+    """The `Surplus` of one source line and tuple of mesh axes, or, without a source line, of several lines together.
 
-    Without a source line, it is the row that sums all other lines.
+    `places` has the estimated and the compiled traffic rows of the source lines.
     """
     ours, theirs = ([row for one in places for row in one.rows[side] if row.wire_bytes] for side in (0, 1))
     passes = tuple(dict.fromkeys(one for row in ours for one in row.passes))

@@ -46,7 +46,7 @@ class MemoryAnalysis:
 
     @property
     def needed_bytes(self) -> int:
-        """The peak memory of the program; if the compiler does not report it, the sum of the sizes without aliases."""
+        """The peak memory of the program. If it is not reported, the bytes of arguments, results and temporaries."""
         return self.peak_memory_in_bytes or (
             self.argument_size_in_bytes + self.output_size_in_bytes - self.alias_size_in_bytes + self.temp_size_in_bytes
         )
@@ -129,8 +129,8 @@ def compile_for(
 
     **Arguments:**
 
-    - `step`, `args`: as in [`shardfx.cost.estimate`][]. A plan that the step closes over must have no devices
-        ([`shardfx.ShardPlan.off`][]) or the devices of the target.
+    - `step`, `args`: the step and its arguments, as in [`shardfx.cost.estimate`][]. A plan that the step closes over
+        must have no devices ([`shardfx.ShardPlan.off`][]) or the devices of the target.
     - `target`: the name of a TPU slice, such as "tpu:v5p:4x4x4"; "cpu" for this machine's (emulated) CPU devices; or
         devices, or a Mesh of devices.
     - `mesh`: the arguments' mesh as a MeshSpec with `dcn`, if the mesh spans several slices.

@@ -108,13 +108,14 @@ class StepOnChip:
         )
 
     def memory_with(self, module: Module) -> Memory:
-        """The memory of one device if the step's StableHLO module were `module`. Arguments and results stay."""
+        """The memory of one device for another StableHLO module with the step's arguments and results."""
         return self.memory_of(self.partitioned(module=module))
 
     def under(self, arguments: Sequence[Dims | None]) -> Memory:
         """The memory of one device if the arguments had other shardings.
 
-        `arguments` has the mesh axes of each dimension of each array. The new value of an array gets its sharding.
+        `arguments` has the mesh axes of each dimension of each array. A result that is the new value of an array gets
+        the sharding of that array.
         """
         results = [one.dims for one in self.step.parameters[1]]
         for one, dims in zip(self.purposes, arguments, strict=True):
@@ -133,7 +134,7 @@ _NO_ARRAY = ("sdy.sharding_constraint", "stablehlo.while", "func.call", "stableh
 
 
 class Constrained(NamedTuple):
-    """Sharding constraints on activations over the batch's mesh axes, and the memory of the step with them.
+    """Constraints that shard activations over mesh axes of the batch, and the peak memory of the step with them.
 
     **Arguments:**
 

@@ -112,7 +112,7 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> Iterator[tuple[str, str]]:
-        """Yields the computations that the instruction calls: the attribute ("body"), and the computation's name."""
+        """Yields, for each computation that the instruction calls, its attribute (such as "body") and its name."""
         # Most instructions call no computation, and a search for eight attributes in each line is slow.
         text = self.attributes
         if "calls=" not in text and "to_apply=" not in text and "body=" not in text and "comp" not in text:

@@ -147,9 +147,9 @@ class Origins:
         return None
 
     def is_sum_of_products(self, instruction: Instruction) -> bool:
-        """Whether a permute sends a sum of products, which the next device adds its own product to.
+        """Whether a permute sends a partial sum of products, to which the receiving device adds its own product.
 
-        Otherwise the permute sends an operand of the products. A sum of products starts from zeros. In a loop, it is a
+        Otherwise the permute sends an operand of the products. A partial sum starts from zeros. In a loop, it is a
         result of the loop's body.
         """
         op = self._ops.get(id(instruction))

@@ -1,6 +1,6 @@
 """The purpose of each array in a step's arguments: parameter, optimizer state, batch or cache.
 
-It follows from the operations that read the array, not from the array's name.
+The purpose follows from the operations that read the array, not from the array's name.
 """
 
 import collections
@@ -82,7 +82,11 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
 
 
 def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
-    """The number of the result that has the place of an argument's array in an equal subtree, by the array's number."""
+    """For the numbers of arguments' arrays, the numbers of the results that can be their new values.
+
+    The step returns a subtree with the structure, shapes and dtypes of a subtree of the arguments. A result in it can be
+    the new value of the argument's array at the same position.
+    """
     info, dtypes = flatten(step.traced.out_info), [buffer.dtype for buffer in program.buffers]
     results = itertools.compress(zip(info.paths, info.leaves, strict=True), info.is_array)
     made = [(path, (leaf.shape, dtypes[at])) for (path, leaf), at in zip(results, program.entry.results, strict=True)]
