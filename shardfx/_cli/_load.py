@@ -116,7 +116,7 @@ def _near_models(name: str) -> str:
 
 
 def load_rules(name: str, model: str) -> Rules:
-    """Returns the path rules and the axis rules with a name; either may be `None`.
+    """Returns the path rules and the axis rules that `name` describes; either may be `None`.
 
     **Arguments:**
 
@@ -131,7 +131,7 @@ def load_rules(name: str, model: str) -> Rules:
 
     **Raises:**
 
-    `UsageError` if there is no object with this name, if it is no rules, or if loading fails.
+    `UsageError` if there is no object with this name, if the object is no rules, or if loading fails.
     """
     if "->" in name:
         return calling("reading --rules", lambda: PathRules.parse(name)), None
@@ -217,11 +217,11 @@ def _sorted(found: object, what: str) -> Rules:
 
 
 def made_of(name: str, cls: type, what: str) -> Any:
-    """Returns the object with a name if it is an instance of `cls`, or else what the function with that name returns.
+    """Returns the object named `name` if it is an instance of `cls`, or else the result of calling it.
 
     **Raises:**
 
-    `UsageError` if the object is no instance of `cls`. The message describes `cls` as `what`.
+    `UsageError` if neither is an instance of `cls`. The message describes `cls` as `what`.
     """
     found = attribute(name)
     found = calling(f"`{name}()`", found) if callable(found) and not isinstance(found, cls) else found
@@ -256,8 +256,8 @@ def attribute(name: str) -> Any:
 
 
 def _evaluated(function: Callable[..., object], arguments: Mapping[str, Any]) -> Any:
-    """Returns the result of a function as structs. If the function has an argument `key` that `arguments` lacks, it
-    gets a PRNG key.
+    """Returns the result of a function as structs. A PRNG key is passed as the argument `key` if the function has one
+    that `arguments` lacks.
     """
     if "key" in inspect.signature(function).parameters and "key" not in arguments:
         arguments = {**arguments, "key": jax.eval_shape(lambda: jax.random.key(0))}

@@ -105,8 +105,8 @@ def require_writable(*files: str | None) -> None:
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """A context manager that shows a message on a terminal if its block takes longer than a second, and removes the
-    message at the end. Its value is a function that replaces the message.
+    """A context manager. If its block takes longer than a second, the terminal shows the message `what` until the block
+    ends. The value of the context manager is a function that replaces the message.
     """
     # `Text` keeps rich from reading names of files and modules as markup.
     status = Console(stderr=True).status(Text(what))
@@ -180,7 +180,7 @@ def verb(*, examples: Sequence[str], exits: str = "0") -> Callable[[Callable[...
 
     **Arguments:**
 
-    - `examples`: command lines that work; the help shows them, and a test runs them.
+    - `examples`: command lines that the help shows and that a test runs.
     - `exits`: the text of the help about exit codes, before "2 for bad input".
 
     **Returns:**

@@ -36,8 +36,8 @@ def one_line(error: BaseException) -> str:
 
 
 def shown(text: str, encoding: str | None) -> str:
-    """Returns `text` without characters that a terminal does not display or that `encoding` lacks. Of a very long text
-    it returns the beginning and the end.
+    """Returns `text` with escape sequences for characters that a terminal does not display or that `encoding` lacks.
+    The middle of a very long text is left out.
 
     User input and the contents of files may have control characters or very long names.
     """

@@ -80,7 +80,7 @@ class Content:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The sentinels in an Equinox treedef do not survive pickling. Flattening the unpickled tree makes new ones.
-        tree, order = self.path_tree.numbered, self.path_tree.order
+        tree, order = self.path_tree.indices, self.path_tree.order
         devices = None if self.jax_mesh is None else [(d.platform, d.id) for d in self.jax_mesh.devices.flat]
         return _unpickled, (self.to_json(), tree, order, devices)
 
@@ -264,7 +264,7 @@ def aligned(content: Content, flat: Flat) -> Sequence[int]:
     if flat.paths == content.path_tree.paths:
         return content.index
     known, pairs = dict(content.numbered), zip(flat.paths, flat.is_array, strict=True)
-    # An array that the plan knows and has no row for was not selected.
+    # An array whose path has the index -1 in the plan was left out by `select`.
     given = [known.get(path, 0 if shaped else -1) >= 0 for path, shaped in pairs]
     wanted = [pair for pair in content.numbered if pair[1] >= 0]
     if [path for path, kept in zip(flat.paths, given, strict=True) if kept] != [path for path, _ in wanted]:
@@ -296,7 +296,7 @@ def joined_contents(contents: dict[str, Content]) -> Content:
             paths.append(f"{name}/{path}" if path else name)
             index.append(i + len(rows) if i >= 0 else -1)
         rows += content.rows
-    treedef = jax.tree.structure({name: content.path_tree.numbered for name, content in contents.items()})
+    treedef = jax.tree.structure({name: content.path_tree.indices for name, content in contents.items()})
     strict = any(content.strict for content in contents.values())
     return Content(mesh, jax_mesh, axes, mode, rows, index, PathTree(tuple(paths), treedef), strict)
 

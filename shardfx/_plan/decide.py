@@ -53,7 +53,7 @@ class Request(NamedTuple):
     reasons: tuple[Reason, ...]
 
 
-# What an array is planned by that no rule and no names shard.
+# The request of an array that neither a rule nor names shard.
 NOTHING = Request(None, PartitionSpec(), None, None, (), ())
 
 
@@ -145,7 +145,7 @@ def request_of_names(
         )
     found = resolve(named, axes, mode=mode)
     if strategies:
-        # A dimension whose name has the target `None` stays whole.
+        # A dimension whose name has the target `None` is never sharded.
         told, entries = {why.dim for why in found.reasons}, entries_at(found.spec, len(named))
         open_dims = [dim for dim, name in enumerate(named) if name is None or entries[dim] is not None or dim in told]
         strategies = skipping(strategies, set(range(len(named))).difference(open_dims))

@@ -315,7 +315,7 @@ def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPla
     planned = plan.content.by_path
     parts = path.split("/")
     for stop in range(len(parts), 0, -1):
-        # Only an end may be empty: the path of a tree that is one array.
+        # Only a suffix may be empty: the path of a tree that is one array.
         for start in range(stop if stop < len(parts) else stop + 1):
             leaf = planned.get("/".join(parts[start:stop]))
             kept = None if leaf is None else corresponding(leaf.shape, shape)

@@ -141,7 +141,7 @@ class PathTree:
         return _encode_structure(self.treedef, {}) if self.structure is None else self.structure
 
     @property
-    def numbered(self) -> PyTree:
+    def indices(self) -> PyTree:
         """The tree with an index at each leaf, in JAX's order."""
         return jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
 

@@ -1,6 +1,4 @@
-"""The function `plan`: for each array, it matches a rule, resolves logical names, and corrects the spec to the
-shape.
-"""
+"""The function `plan`. For each array it matches a rule, resolves logical names, and corrects the spec to the shape."""
 
 import dataclasses
 import functools as ft
@@ -58,36 +56,35 @@ def plan(
 
     **Arguments:**
 
-    - `tree`: any tree of arrays or `jax.ShapeDtypeStruct`s. Other leaves, such as the functions in an Equinox
-        module, are skipped.
+    - `tree`: any tree of arrays or `jax.ShapeDtypeStruct`s. Other leaves, such as the functions in an Equinox module,
+        are skipped.
     - `mesh`: a MeshSpec, a jax Mesh, or an AbstractMesh. A plan for a jax Mesh also holds its devices.
-    - `paths`: rules from a leaf's path to its sharding.
+    - `paths`: rules that map a leaf's path to its sharding.
     - `names`: a tree, or prefix of one, of logical names. Each leaf is a tuple with one entry per dimension as in
         [`shardfx.resolve`][], or `None`. One entry may be `...`, for all dimensions that have no name. These are not
-        sharded. Under `()` no dimension is sharded. Where `names`, or a leaf of it, is `None`, the plan reads the
-        names that modules declare with [`shardfx.field`][], if `axes` is given. `paths` are not applied to a leaf that
-        has names.
-    - `axes`: rules from logical names to mesh axes.
-    - `mode`: the mode of `axes` in which names are resolved; `None` for the rules without a mode.
+        sharded. Under `()` no dimension is sharded. Where `names`, or a leaf of it, is `None`, the plan reads the names
+        that modules declare with [`shardfx.field`][], if `axes` is given. `paths` are not applied to a leaf that has
+        names.
+    - `axes`: rules that map logical names to mesh axes.
+    - `mode`: the mode of `axes` in which names are resolved; `None` for the base rules.
     - `min_bytes`: arrays of fewer bytes in total are replicated.
-    - `memory_kinds`: pairs of a regex and a memory kind, such as `("opt/.*mu", "pinned_host")`. The first pair whose
-        regex matches an array's path decides.
+    - `memory_kinds`: pairs of a regex and a memory kind, such as `("opt/.*mu", "pinned_host")`. An array gets the
+        memory kind of the first pair whose regex matches its path.
     - `unmatched`: "raise" makes three things an error: an array that neither names nor a path rule covers, a logical
-        name without a rule in `axes`, and a mesh axis of a rule that the mesh lacks, unless
-        `AxisRules(..., axes=...)` or `PathRules(..., axes=...)` declares it. "replicate" replicates such dimensions,
-        with a reason.
-    - `unused`: "raise" makes a rule of `paths` or an entry of `memory_kinds` that decides about no array an error:
-        either no path matches it, or earlier rules match all of its paths first. Two kinds of rules are exempt: a last
-        rule that matches every path, and a rule whose target is [`shardfx.optional`][]. A tree without arrays is an
-        error, too. "allow" accepts all of these.
-    - `strict`: raise where an axis of a rule's sharding would be dropped because it does not fit, here and where
-        [`shardfx.constrain`][] is given the plan. With `refine`, an array that uses only some sub-axes of a mesh axis
-        still counts as one that does not fit.
-    - `refine`: split a mesh axis into sub-axes where a dimension can use only some of its size. For example, 8 kv heads
-        on `tensor=16` become sharded 8 ways over `tensor_0=8` and replicated over `tensor_1=2`. The plan's mesh and
-        rules then name the sub-axes. The order of the devices and the layout of all other arrays stay the same. A
-        PartitionSpec that [`shardfx.constrain`][] gets with the plan must name the sub-axes, too: write
-        `("tensor_0", "tensor_1")` for `"tensor"`.
+        name without a rule in `axes`, and a mesh axis of a rule that the mesh lacks, unless `AxisRules(..., axes=...)`
+        or `PathRules(..., axes=...)` declares it. "replicate" replicates such dimensions, with a reason.
+    - `unused`: "raise" makes a rule of `paths` or a pair of `memory_kinds` that applies to no array an error: either no
+        path matches it, or earlier rules match all of its paths first. Two kinds of rules are exempt: a last rule that
+        matches every path, and a rule whose target is [`shardfx.optional`][]. A tree without arrays is an error, too.
+        "allow" accepts all of these.
+    - `strict`: raise if an axis of a rule's sharding would be dropped because it does not fit. [`shardfx.constrain`][]
+        with this plan does the same. With `refine`, an array that uses only some sub-axes of a mesh axis still counts
+        as one that does not fit.
+    - `refine`: split a mesh axis into sub-axes if a dimension can use only some of its size. For example, 8 kv heads on
+        `tensor=16` become sharded 8 ways over `tensor_0=8` and replicated over `tensor_1=2`. The plan's mesh and rules
+        then name the sub-axes. The order of the devices and the layout of all other arrays stay the same. A
+        PartitionSpec that [`shardfx.constrain`][] gets with the plan must name the sub-axes, too: write `("tensor_0",
+        "tensor_1")` for `"tensor"`.
 
     **Returns:**
 
@@ -96,8 +93,8 @@ def plan(
     **Raises:**
 
     `UnmatchedError` with all the arrays that no rule covers, largest first, or with the logical names that have no
-    rule; `RuleError` for rules that cannot be applied or never are, and for two arrays with one path; `SpecError` with
-    all the arrays whose spec or names do not fit their rank; `LeafTypeError` for a tree without arrays.
+    rule; `RuleError` for rules that cannot be applied or never apply, and for two arrays with one path; `SpecError`
+    with all the arrays whose spec or names do not fit their rank; `LeafTypeError` for a tree without arrays.
 
     !!! Example
 

@@ -291,7 +291,7 @@ class Matcher:
     def __init__(self, rules: PathRules):
         self.rules, self.declared, self.patterns = rules.rules, rules.axes, compiled(rules)
         self.called = [is_callable(target) for _, target in rules.rules]
-        # Paths that differ only in digits may share a row where no regex can tell the digits apart.
+        # Paths that differ only in digits may share a plan if no regex can tell the digits apart.
         self.needs_paths = any(self.called) or not all(is_digit_blind(regex) for regex, _ in rules.rules)
         self.used: dict[int, None] = {}
 

@@ -175,8 +175,8 @@ class Optional:
 def optional(target: object) -> Optional:
     """A target for a path rule that may match no array of a tree.
 
-    [`shardfx.plan`][] raises for a rule that decides about no array, since this is usually a mistake. `optional`
-    exempts a rule from this check, for example in a set of rules for several models.
+    [`shardfx.plan`][] raises if a path rule shards no array, since this is usually a mistake. `optional` exempts a rule
+    from this check, for example in a set of rules for several models.
 
     **Arguments:**
 
@@ -202,7 +202,7 @@ def optional(target: object) -> Optional:
 
 
 def bare(target: object) -> Any:
-    """The target inside of `Optional`, or `target` itself if it is not optional."""
+    """The target inside of an `Optional`, or `target` itself if it is no `Optional`."""
     return target.target if isinstance(target, Optional) else target
 
 

@@ -13,7 +13,7 @@ from .._ground.text import bytes_text, html_table, plural, printable
 Severity: TypeAlias = Literal["error", "warning", "info"]
 SEVERITIES: Final = ("error", "warning", "info")
 
-# Every kind of finding with a description of one line: the documentation shows it, and a test goes through it.
+# Every code with a description of one line, which the documentation shows and a test checks.
 CODES: Final = MappingProxyType(
     {
         "unplannable": "a leaf that `plan` cannot plan: names or a spec of another rank, a rule that cannot be applied",

@@ -154,7 +154,7 @@ def _lost(leaf: Row) -> list[list[str]]:
     return [[axis for axis in wanted or [] if axis not in (got or [])] for wanted, got in pairs]
 
 
-# The reason why a strategy, which asks for no particular dimension, could not shard what it should.
+# The reasons why a strategy, which requests no particular dimension, could not shard an array.
 _CUT_SHORT = (Code.indivisible, Code.unit, Code.duplicate)
 
 

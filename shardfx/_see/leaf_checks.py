@@ -26,7 +26,7 @@ def replicated(subject: Subject, limit: int) -> Iterator[Finding]:
         return  # rules that shard nothing at all are those of data parallelism
     for group in content.groups:
         row, (size, shard) = group.row, content.byte_counts[group.number]
-        # If the array could not be sharded as asked, `corrected` says that, with the reason.
+        # If the array could not be sharded as requested, `corrected` reports it, with the reason.
         if size < limit or size != shard or row.rule is None or any(why.code in _CUT for why in row.reasons):
             continue
         message = f"every device holds all {bytes_text(size)} of it, as {_asks(group)}"
@@ -54,7 +54,7 @@ def _sharded(subject: Subject, group: Group) -> str | None:
     return None
 
 
-# The reasons why a leaf is sharded less than its rule asks, except for those that somebody has accepted.
+# The reasons why a leaf is sharded less than its rule requests, except for reasons that the user has accepted.
 _CUT = (Code.indivisible, Code.unit, Code.duplicate)
 _OF_SIZE = (Code.indivisible, Code.unit)
 
@@ -115,7 +115,7 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
         return tuple(why for why in row.reasons if why.code is not Code.scalar)
     found = [why for why in row.reasons if why.code in _CUT]
     if subject.refine:
-        # The mesh has been split so that the dimension takes all axes that divide it: no more is possible.
+        # The mesh has been split so that the dimension is sharded over all axes that divide it: no more is possible.
         whole = [dim for dim, entry in enumerate(entries_at(row.spec, len(row.shape))) if not entry_axes(entry)]
         found = [why for why in found if why.dim is None or why.dim in whole]
     return tuple(found)
@@ -133,8 +133,8 @@ def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -
 
 
 def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
-    """Code that resolves the finding. It changes the rules, so that they request the present sharding, or splits mesh
-    axes, if the arrays are then sharded further.
+    """Code that resolves the finding. It changes the rules to request the present sharding, or splits mesh axes if this
+    shards the arrays further.
     """
     content, lines, targets = subject.content, dict[str, None](), dict[Any, list[str]]()
     for group, reasons, _ in shorts:

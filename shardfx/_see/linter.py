@@ -272,7 +272,7 @@ def _without(target: object, axis: str) -> object:
 def unused_findings(
     subject: Subject, draft: Draft, kinds: Sequence[tuple[str, str]], severity: Severity
 ) -> Iterator[Finding]:
-    """Findings for path rules and memory kinds that shard or place no leaf."""
+    """Findings for path rules that shard no leaf, and for pairs of `memory_kinds` that apply to no leaf."""
     rules, used = draft.paths.rules, draft.paths.used
     for why in unused_rules(rules, used, subject.flat, subject.leaf_names, NAMES):
         yield _unused(f"paths[{why.number}] {rules[why.number][0]!r}", "rule", severity, why, _fix(subject, why))
@@ -284,7 +284,7 @@ def unused_findings(
     others = dict.fromkeys(number for number in range(len(rules)) if number not in spare)
     plain = [(regex, spare.get(number)) for number, (regex, _) in enumerate(rules)]
     for why in unused_rules(plain, others, subject.flat, subject.leaf_names, NAMES) if spare else ():
-        # A rule that takes only these arrays is the user's own, before those of a preset.
+        # A rule that shards only these arrays is the user's own, before the rules of a preset.
         if any(wide for number, wide in subject.rules_for(why.arrays).items() if number is not None):
             yield _unused(f"paths[{why.number}] {rules[why.number][0]!r}", "rule", "info", why, _fix(subject, why))
     for why in unused_rules(draft.kinds.rules, draft.kinds.used, subject.flat):

@@ -139,8 +139,8 @@ class Subject:
         """Code that makes `target` the target of the path rule for these leaves. A new rule comes before all other
         rules, or after them if `last`.
 
-        If an existing rule shards these leaves and no others, the code replaces the target of that rule. Otherwise that
-        rule would become unused.
+        If an existing rule shards these leaves and no others, the code replaces its target. With a new rule, the
+        existing rule would become unused.
         """
         ((number, wide), *others) = self.rules_for(paths).items()
         if self.paths is not None and number is not None and not wide and not others:
@@ -154,7 +154,7 @@ class Subject:
         return f"paths = paths.{'extend' if last else 'prepend'}([({rule})])"
 
     def rules_for(self, paths: Sequence[str]) -> dict[int | None, bool]:
-        """The indices of the rules that shard these leaves, each with whether the rule shards other leaves too.
+        """The indices of the rules that shard these leaves, and for each rule whether it shards other leaves too.
 
         The index is `None` for leaves without a rule.
         """
