@@ -117,7 +117,8 @@ def seen(memory: np.ndarray, landing: Landing) -> np.ndarray:
     """The part of the target's memory that a landing describes, as a view with the dimensions of the source."""
     shape = tuple(stop - start for start, stop in landing.source)
     strides = tuple(stride * memory.itemsize for stride in landing.strides)
-    return strided(memory.reshape(-1)[landing.offset :], shape, strides)
+    # This takes a third of the time of `strided`, and a load makes thousands of such views.
+    return np.ndarray(shape, memory.dtype, memory.reshape(-1).view(np.uint8), landing.offset * memory.itemsize, strides)
 
 
 # A box of an array, by its path.

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from .._ground.errors import CheckpointError
 from .._ground.processes import exchanged, named
+from .._ground.spec import DType
 
 
 _ROUND_SECONDS = 1.0
@@ -240,18 +241,21 @@ def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
     for path, value in leaves:
         # A value that is complete on every process may be on other devices on each.
         is_spread = isinstance(value, jax.Array) and not value.is_fully_addressable
-        where = f" in {_where(value.sharding)}" if is_spread else ""
-        lines.append(f"leaf `{path}` is {value.dtype}{list(value.shape)}{where}")
+        lines.append(f"leaf `{path}` is {_described(value.dtype, value.shape, value.sharding if is_spread else None)}")
     return lines
 
 
-@ft.lru_cache(maxsize=64)
-def _where(sharding: Any) -> str:
+# A model has many arrays of few kinds.
+@ft.lru_cache(maxsize=256)
+def _described(dtype: DType, shape: tuple[int, ...], sharding: Any) -> str:
+    text = f"{dtype}{list(shape)}"
+    if sharding is None:
+        return text
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        return f"{sharding} on devices {sorted(device.id for device in sharding.device_set)}"
+        return f"{text} in {sharding} on devices {sorted(device.id for device in sharding.device_set)}"
     # The text of a mesh does not say where each device is on it.
     order = digest_of(str(device.id) for device in sharding.mesh.devices.flat)[:8]
-    return f"{sharding.spec} on mesh {dict(sharding.mesh.shape)} with device order {order}"
+    return f"{text} in {sharding.spec} on mesh {dict(sharding.mesh.shape)} with device order {order}"
 
 
 def digest_of(lines: Iterable[str]) -> str:

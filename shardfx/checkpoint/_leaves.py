@@ -109,7 +109,7 @@ def _check_leaf(path: str, leaf: object, planned: object) -> None:
             f"a leaf cannot be saved as `{path}`: safetensors keeps what it says about a file under this name, and "
             "nothing could read the file. Rename it, or put it into a dict."
         )
-    if any(0xD800 <= ord(char) <= 0xDFFF for char in path):
+    if path.encode("utf-8", "ignore").decode() != path:
         raise CheckpointError(f"leaf `{name}`: its path holds half of a character, which no file can; rename it.")
     if prng.is_key(leaf.dtype):
         return

@@ -27,7 +27,7 @@ from .._convert import (
     swapped,
     within,
 )
-from .._ground.boxes import Box, common, shard_boxes
+from .._ground.boxes import Box, shard_boxes
 from .._ground.errors import PlanMismatchError
 from .._ground.text import first_lines, html_text, table
 from . import _stores as stores
@@ -89,11 +89,13 @@ def fetches(leaf: WantedLeaf, boxes: Sequence[Box]) -> tuple[list[Fetch], list[t
     gathered = []
     known: dict[object, list[tuple[Landing, ...] | Piece]] = {}
     strides = [strides_of([stop - start for start, stop in box]) for box in boxes]
-    for piece in leaf.pieces:
-        is_plain, reach = _is_plain(piece, leaf, entries), hull(piece)
-        for number, box in enumerate(boxes):
-            if common(reach, box) is None:
-                continue
+    reaches = np.array([hull(piece) for piece in leaf.pieces], int).reshape(len(leaf.pieces), len(leaf.shape), 2)
+    ends = np.array(boxes, int).reshape(len(boxes), 1, len(leaf.shape), 2)
+    overlaps = np.maximum(reaches[..., 0], ends[..., 0]) < np.minimum(reaches[..., 1], ends[..., 1])
+    for number, box in enumerate(boxes):
+        for at in np.flatnonzero(overlaps[number].all(-1)):
+            piece = leaf.pieces[at]
+            is_plain = _is_plain(piece, leaf, entries)
             # The layers of a stack differ only in their position.
             by = from_start(piece, box)
             first = shifted(piece, [-more for more in by])

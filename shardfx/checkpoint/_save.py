@@ -36,6 +36,7 @@ from ._staging import PLAN, Headers, begin, commit, remove_partial
 PLAN_KEY = "shardfx.plan"
 _FILE_BYTES = 5 * 10**9
 _WORKERS = 4
+_SMALL_BYTES = 64 * 1024
 _WAIT_SECONDS = 25.0
 
 
@@ -299,7 +300,9 @@ def _pieces(descriptor: int, tensor: _Tensor, is_first: bool) -> Iterator[Bytes]
         views = [values[part.number][part.index] for part in span.parts]
         start = tensor.offset + span.offset
         if span.is_direct and span.runs == 1 and all([v.flags.c_contiguous and v.dtype == dtype for v in views]):
-            yield Bytes(descriptor, start, span.nbytes, [flat(view) for view in views])
+            # Copying small shards costs less than one buffer for each.
+            joined = [np.concatenate(views, axis=None)] if span.nbytes < _SMALL_BYTES else views
+            yield Bytes(descriptor, start, span.nbytes, [flat(view) for view in joined])
             continue
         memory = np.empty(span.nbytes, np.uint8)
         for view, part in zip(views, span.parts, strict=True):
