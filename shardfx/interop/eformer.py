@@ -1,4 +1,4 @@
-"""eformer: shardings for its checkpoints, trees moved to given shardings, and the mesh axes in specs."""
+"""eformer's functions: shardings for a checkpoint, moving trees to shardings, and the mesh axes in specs."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -28,11 +28,11 @@ def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str 
 
     - `index`: an Index from [`shardfx.checkpoint.read_index`][].
     - `mesh`: the mesh for the arrays. With `None`, every sharding that `default` does not give as a Sharding is `None`.
-    - `default`: the decision for each array. `None`: it is replicated. A Sharding: that one. A PartitionSpec: corrected
-        to each array's shape, as [`shardfx.correct`][] does, entries beyond its rank left out. A function: from a
-        `checkpoint.ArrayEntry` to a Sharding, a PartitionSpec or `None`.
-    - `prefix`: only the arrays below `prefix/`, by their path relative to it. In an eformer index of version 2, only
-        those listed under this prefix.
+    - `default`: what decides the sharding of each array. `None` replicates it. A Sharding is used as it is. A
+        PartitionSpec is corrected to the array's shape, as [`shardfx.correct`][] does, without entries beyond its rank.
+        A function takes a `checkpoint.ArrayEntry` and returns a Sharding, a PartitionSpec or `None`.
+    - `prefix`: selects the arrays below `prefix/`, with paths relative to it. In an eformer index of version 2, it
+        selects the arrays that are listed under this prefix.
 
     **Returns:**
 
@@ -40,8 +40,9 @@ def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str 
 
     **Raises:**
 
-    `CheckpointError` for a prefix that the checkpoint lacks, or if one array's path is another's branch; `SpecError`,
-    with the array, if a Sharding does not fit it; `LeafTypeError` for a default of another type.
+    `CheckpointError` for a prefix that the checkpoint lacks, or if the path of one array is a prefix of another's;
+    `SpecError`, with the array's path, if a Sharding does not fit an array; `LeafTypeError` for a default of another
+    type.
 
     !!! Example
 
@@ -69,7 +70,9 @@ def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str 
 
 
 def _resolved(asked: Any, array: Any, path: str, mesh: AnyMesh, is_corrected: bool) -> Sharding | None:
-    """The sharding for an array or an entry: `asked`, its result if it is a function, or replication for `None`."""
+    """The sharding for an array. `asked` is a Sharding, a PartitionSpec, a function that returns one, or `None`, which
+    replicates.
+    """
     if callable(asked) and not isinstance(asked, PartitionSpec | Sharding):
         asked = asked(array)
     if asked is None:
@@ -108,15 +111,15 @@ def _resolved(asked: Any, array: Any, path: str, mesh: AnyMesh, is_corrected: bo
 
 
 def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTree:
-    """Moves the arrays of a tree to the shardings in another tree; if an error is found, none is moved.
+    """Moves the arrays of a tree to the shardings in another tree. All errors are raised before any array moves.
 
     **Arguments:**
 
     - `tree`: arrays; leaves of other types come back as they are.
-    - `shardings`: a tree of the same structure, or a prefix of it: what stands at a branch holds for every leaf below.
+    - `shardings`: a tree of the same structure, or a prefix of it. A leaf of a prefix applies to all leaves below it.
         Each leaf is a Sharding; a PartitionSpec on `mesh`; a function from the array to one of these; or `None`, which
-        replicates over `mesh`, or without one puts the array on the default device.
-    - `mesh`: for the PartitionSpecs and the `None`s.
+        replicates the array over `mesh`, or puts it on the default device if `mesh` is not given.
+    - `mesh`: the mesh for PartitionSpecs and `None`.
 
     **Returns:**
 
@@ -165,12 +168,12 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One place in which two trees differ.
+    """A path at which the structures of two trees differ.
 
     **Arguments:**
 
-    - `path`: the path of the place, as in `layers/0/weight`; empty at the root.
-    - `left`, `right`: the node of each tree there; "nothing" without one.
+    - `path`: the path, such as `layers/0/weight`; empty at the root.
+    - `left`, `right`: a description of each tree's node at the path; "nothing" if the tree has no such node.
     """
 
     path: str
@@ -182,9 +185,9 @@ class Difference:
 
 
 def structure_diff(a: PyTree, b: PyTree) -> tuple[Difference, ...]:
-    """Every place in which the structures of two trees differ. Values do not count.
+    """All differences between the structures of two trees. The values of leaves are ignored.
 
-    `None`, PartitionSpecs and Shardings are leaves, so a tree of "no sharding here" has the structure of its arrays.
+    `None`, PartitionSpecs and Shardings are leaves, so a tree of shardings has the structure of its tree of arrays.
 
     **Arguments:**
 
@@ -192,7 +195,8 @@ def structure_diff(a: PyTree, b: PyTree) -> tuple[Difference, ...]:
 
     **Returns:**
 
-    The differences, in the order of `a`, then the leaves that only `b` has; empty exactly if the structures are equal.
+    The differences in the order of `a`, then the leaves that only `b` has. The tuple is empty if the structures are
+    equal.
 
     !!! Example
 
@@ -231,7 +235,7 @@ def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
 
 
 class _Node(NamedTuple):
-    """One level of a tree: its type, which is `None` for a leaf, its static data, and its children by key."""
+    """A node of a tree: its type, which is `None` for a leaf, its static data, and its children by key."""
 
     kind: type | None
     data: object
@@ -256,7 +260,7 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     **Arguments:**
 
     - `tree`: jax and numpy arrays; leaves of other types come back as they are.
-    - `mesh`: the devices.
+    - `mesh`: the mesh of the devices.
 
     **Returns:**
 
@@ -287,7 +291,7 @@ def axis_names_of(specs: PyTree) -> tuple[str, ...]:
 
     **Returns:**
 
-    A tuple of mesh axis names: the same on every process, whatever PYTHONHASHSEED is.
+    A tuple of mesh axis names, which is equal on all processes.
 
     **Raises:**
 

@@ -1,4 +1,4 @@
-"""Flax's sharding metadata as names for `plan`, and rules as AxisRules with the meaning that Flax gives them."""
+"""Flax's sharding metadata as names for `plan`, and Flax's rules as AxisRules with the same meaning."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,18 +21,18 @@ AnyRules = AxisRules | RulesLike | None
 
 
 def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTree:
-    """The logical names in Flax's boxes and variables, as a tree for `plan(tree, mesh, names=...)`.
+    """The logical names of the arrays in Flax's boxes and variables, as a tree for `plan(tree, mesh, names=...)`.
 
     **Arguments:**
 
     - `tree`: linen variables with `nn.Partitioned` or `nn.LogicallyPartitioned` boxes (from `jax.eval_shape`
         or with arrays), or with the boxes that `nnx.bridge.to_linen` makes, or an `nnx.State`.
-    - `default`: the names of arrays that have none: `()` replicates them, `None` leaves them to path rules.
+    - `default`: the value for arrays without names: `()` replicates them, `None` leaves them to path rules.
 
     **Returns:**
 
     `tree` with a tuple of names, or `default`, in place of each box, variable and plain array. It is a prefix of
-    `tree` and has the structure of [`shardfx.interop.flax.unboxed`][]`(tree)`, so it goes with either.
+    `tree` and has the structure of [`shardfx.interop.flax.unboxed`][]`(tree)`, so `plan` takes it with either.
 
     !!! Example
 
@@ -67,7 +67,7 @@ def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTr
 
 
 def unboxed(tree: PyTree) -> PyTree:
-    """`tree` with plain values in the place of Flax's boxes and variables. No sharding constraint is applied.
+    """The tree with plain arrays in place of Flax's boxes and variables. No sharding constraint is applied.
 
     **Arguments:**
 
@@ -100,7 +100,7 @@ def unboxed(tree: PyTree) -> PyTree:
 
 
 def rules_of(tree: PyTree) -> AxisRules:
-    """The rules that boxes and variables carry (`rules=`, `sharding_rules=`), merged.
+    """The merged rules of all boxes and variables (their `rules=` or `sharding_rules=`).
 
     **Arguments:**
 
@@ -112,8 +112,8 @@ def rules_of(tree: PyTree) -> AxisRules:
 
     **Raises:**
 
-    `RuleError` if two variables contradict each other, since one plan reads a name in one way. Plan them separately,
-    and join the plans.
+    `RuleError` if the rules of two variables contradict each other, since a name has one meaning in a plan. Plan the
+    variables separately, and join the plans.
 
     !!! Example
 
@@ -134,8 +134,8 @@ def rules_of(tree: PyTree) -> AxisRules:
 
 
 def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRules:
-    """AxisRules with the meaning of `flax.core.spmd` and nnx: the last rule of a name wins, an unknown name is a mesh
-    axis.
+    """AxisRules with the meaning of `flax.core.spmd` and nnx: the last rule of a name applies, and a name without a
+    rule is a mesh axis.
 
     **Arguments:**
 
@@ -144,7 +144,7 @@ def core_rules(rules: AnyRules, mesh: MeshSpec | Mesh | AbstractMesh) -> AxisRul
 
     **Returns:**
 
-    AxisRules for `plan(..., axes=...)`. Axes that are named directly come first, so that no rule takes them away.
+    AxisRules for `plan(..., axes=...)`. Mesh axes used as names come first, so that no other rule takes these axes.
     `resolve(names, AxisRules.last_wins(rules), unmatched="keep")` does the same without a mesh.
 
     !!! Example
@@ -173,11 +173,11 @@ def composite_rules(rule1: AnyRules, rule2: AnyRules) -> AxisRules:
 
     **Returns:**
 
-    AxisRules: those of `rule1`, then the rules that only `rule2` has.
+    AxisRules with the rules of `rule1`, then the rules that only `rule2` has.
 
     **Raises:**
 
-    `RuleError` if they contradict each other; see [`shardfx.AxisRules.merge`][].
+    `RuleError` if the two contradict each other; see [`shardfx.AxisRules.merge`][].
 
     !!! Example
 
@@ -192,17 +192,17 @@ def composite_rules(rule1: AnyRules, rule2: AnyRules) -> AxisRules:
 
 
 def add_axis(names: tuple[object, ...], index: int, name: object) -> tuple[object, ...]:
-    """The names of an array that got a new dimension, as `nn.scan` and `nn.vmap` add one.
+    """The names of an array after a dimension is added, as by `nn.scan` and `nn.vmap`.
 
     **Arguments:**
 
-    - `names`: the names before; where they are shorter than `index`, the dimensions between are `None`.
-    - `index`: the index of the new dimension; negative ones count from the end of the result, so -1 is the last.
-    - `name`: its name, or `None`.
+    - `names`: the names before. If there are fewer than `index`, the dimensions between are `None`.
+    - `index`: the index of the new dimension. Negative numbers count from the end of the result, so -1 is the last.
+    - `name`: the name of the new dimension, or `None`.
 
     **Returns:**
 
-    The names afterwards.
+    The names with the new dimension.
 
     !!! Example
 
@@ -222,22 +222,22 @@ def add_axis(names: tuple[object, ...], index: int, name: object) -> tuple[objec
 
 
 def remove_axis(names: tuple[object, ...], index: int, name: object) -> tuple[object, ...]:
-    """The names of an array that lost a dimension: the inverse of `add_axis`.
+    """The names of an array after a dimension is removed: the inverse of `add_axis`.
 
     **Arguments:**
 
     - `names`: the names before.
-    - `index`: the index of the removed dimension; negative ones count from the end.
+    - `index`: the index of the removed dimension. Negative numbers count from the end.
     - `name`: the name that the dimension must have.
 
     **Returns:**
 
-    The names afterwards. If the last name is removed, so are the `None`s before it, since `add_axis` may have added
-    them.
+    The names without the dimension. If the last name is removed, `None` entries before it are removed too, since
+    `add_axis` may have added them.
 
     **Raises:**
 
-    `SpecError` if the dimension does not exist or has another name; nothing is changed then.
+    `SpecError` if the dimension does not exist or has another name.
 
     !!! Example
 
@@ -265,7 +265,7 @@ def _is_box(node: object) -> bool:
 
 
 def _metadata(node: object) -> Mapping[str, Any]:
-    """The metadata of an nnx variable, or of a box in the same words."""
+    """The metadata of an nnx variable, or of a linen box in the form of nnx."""
     if isinstance(node, nnx.Variable):
         return node.get_metadata()
     if isinstance(node, meta.Partitioned):

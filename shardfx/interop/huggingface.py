@@ -1,4 +1,4 @@
-"""Hugging Face's plans for tensor and expert parallelism as PathRules. Torch is not needed, since a plan is a dict."""
+"""Hugging Face's plans for tensor and expert parallelism as PathRules. Torch is not needed, since plans are dicts."""
 
 import dataclasses
 import re
@@ -27,11 +27,11 @@ STYLES: dict[str, str | None] = {
 _PACKED = 2
 # Checkpoints have parameters of single experts under these names; the plan has one parameter for all experts. w1 and w3
 # are gate and up. The names are from `transformers/conversion_mapping.py` of 5.23.
-_ON_DISK = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("down_proj", "w2")}
+_EXPERT_NAMES = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("down_proj", "w2")}
 
 
 class Plans(NamedTuple):
-    """The plans of one configuration class: dicts from the names of modules and parameters to styles.
+    """The parallelism plans of a configuration class: dicts from the names of modules and parameters to styles.
 
     **Arguments:**
 
@@ -48,15 +48,16 @@ class Plans(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """The target of a rule: how one style shards a parameter of any rank. See `rules_of`.
+    """The target of a path rule: how a style of a Hugging Face plan shards a parameter of any rank.
 
     **Arguments:**
 
     - `key`: the name in the plan, with `*` for numbers.
     - `style`: the name of the style.
-    - `axis`: the mesh axes.
-    - `unit`: the number of elements of the sharded dimension that form an indivisible unit.
-    - `is_one_expert`: whether the parameter belongs to one expert, as in checkpoints; the plan's belongs to all.
+    - `axis`: the mesh axes over which the parameter is sharded.
+    - `unit`: the number of elements of the sharded dimension that no shard may split.
+    - `is_one_expert`: whether the parameter belongs to one expert, as in checkpoints, instead of to all experts of a
+        layer.
     """
 
     key: str
@@ -84,19 +85,19 @@ class Style:
 
 
 def plans_of(config: object) -> Plans:
-    """The plans of a model, of a configuration, or of the class of either.
+    """The parallelism plans of a model or a configuration, or of its class.
 
     **Arguments:**
 
-    - `config`: a model or its class; or a configuration or its class, which has no plan for `lm_head`.
+    - `config`: a model, a configuration, or the class of either. A configuration has no plan for `lm_head`.
 
     **Returns:**
 
-    Its `Plans`.
+    The `Plans`.
 
     **Raises:**
 
-    `RuleError` if it has no tensor parallel plan.
+    `RuleError` if there is no tensor parallel plan.
     """
     # A model has all plans merged in its own `_tp_plan`; that of its class is only for its head.
     head = getattr(config if isinstance(config, type) else type(config), "_tp_plan", None)
@@ -118,30 +119,30 @@ def rules_of(
 ) -> PathRules:
     """PathRules that shard a model's parameters as Hugging Face's plan does.
 
-    Weights have torch's layout, `[out, in]`, as in checkpoints; names may be joined by "." or "/".
+    Weights have torch's layout, `[out, in]`, as in checkpoints. The names in paths may be joined by "." or "/".
 
     **Arguments:**
 
-    - `plans`: the result of `plans_of`, or a tensor parallel plan alone. A configuration has no plan for `lm_head`,
-        which is then left to `rest`; `plans_of(model)` has one.
+    - `plans`: the result of `plans_of`, or a tensor parallel plan alone. The plans of a configuration lack `lm_head`,
+        so `rest` decides about it; those of a model have it.
     - `tensor`: the mesh axis of tensor parallelism.
-    - `expert`: the mesh axis of expert parallelism: then the plan for experts goes before the other one.
-    - `prefix`: the prefix of the names of the model's parameters, which is the `base_model_prefix` of its class:
-        `"model"` for most, `"gpt_neox"` for GPT-NeoX. They may lack it.
-    - `units`: by the last name of a module (`k_proj`), the number of elements of the sharded dimension that form an
-        indivisible unit: `head_dim`. Hugging Face checks only that heads divide.
-    - `rest`: the target for parameters that the plan does not name, which Hugging Face replicates.
+    - `expert`: the mesh axis of expert parallelism. If it is given, the plan for experts has priority.
+    - `prefix`: the prefix of the model's parameter names, which is the `base_model_prefix` of the model's class:
+        `"model"` for most, `"gpt_neox"` for GPT-NeoX. Paths without the prefix match too.
+    - `units`: by the last name of a module (`k_proj`), the number of elements of the sharded dimension that no shard
+        may split: `head_dim`. Hugging Face checks only that heads divide.
+    - `rest`: the target for parameters that the plan does not name. By default they are replicated, as by Hugging Face.
 
     **Returns:**
 
-    [`shardfx.PathRules`][], all of them optional, since plans serve several variants of a model. A packed weight (gate
-    and up in one) is sharded between its parts only. Experts may be one array, as in the model, or one array each, as
-    in checkpoints (`experts.0.gate_proj`, `experts.0.w1`).
+    [`shardfx.PathRules`][]. All rules are optional, since a plan is for several variants of a model. A packed weight
+    (gate and up in one) is sharded only between its parts. The experts of a layer may be one array, as in the model, or
+    one array each, as in checkpoints (`experts.0.gate_proj`, `experts.0.w1`).
 
     **Raises:**
 
-    `RuleError` for a style that transformers does not have; when a plan is made, also for expert parallelism of experts
-    with one array each.
+    `RuleError` for a style that transformers does not have. Planning with the rules raises it for expert parallelism if
+    each expert has an array of its own.
 
     !!! Example
 
@@ -183,14 +184,14 @@ def rules_of(
         begin = "" if key in head else prefix
         target = Style(key, style, axis, (units or {}).get(name, 1))
         rules.append((rf"^{_path(key, begin)}(?:[./][^./]+)?$", optional(target)))
-        if name in _ON_DISK and module.endswith("experts"):
+        if name in _EXPERT_NAMES and module.endswith("experts"):
             single = dataclasses.replace(target, is_one_expert=True)
-            rules.append((_on_disk(module, _ON_DISK[name], begin), optional(single)))
+            rules.append((_expert_path(module, _EXPERT_NAMES[name], begin), optional(single)))
     return PathRules([*rules, (".*", rest)])
 
 
 def _dim(style: str, name: str, rank: int) -> int | None:
-    """The dimension of a parameter that a style shards; `None` if it shards none."""
+    """The dimension of a parameter that a style shards; `None` if the style shards none."""
     where = STYLES[style]
     if where is None or not rank:
         return None
@@ -202,10 +203,8 @@ def _dim(style: str, name: str, rank: int) -> int | None:
     return max(rank - 2, 0) if where == _ROWS else 0
 
 
-def _on_disk(module: str, names: tuple[str, ...], prefix: str) -> str:
-    """A regex for the paths of single experts in checkpoints. Mixtral's checkpoints give the experts' module another
-    name.
-    """
+def _expert_path(module: str, names: tuple[str, ...], prefix: str) -> str:
+    """A regex for the paths of single experts in checkpoints, also under the names of Mixtral's checkpoints."""
     path = _path(module, prefix).replace("[./]mlp[./]", "[./](?:mlp|block_sparse_moe)[./]")
     return rf"^{path}[./]\d+[./](?:{'|'.join(names)})[./][^./]+$"
 

@@ -1,4 +1,4 @@
-"""Keras's `LayoutMap` as PathRules. Keras is not needed, since any mapping from regexes to axes will do."""
+"""Keras's `LayoutMap` as PathRules. Keras is not needed, since any mapping from regexes to axes works."""
 
 import dataclasses
 import re
@@ -16,13 +16,13 @@ Axes = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class KerasLayout:
-    """A rule's target: the axes that a LayoutMap gives to paths. A path may match only one key of the map.
+    """The target of a path rule: the axes that a LayoutMap has for a key. A path may match only one key of the map.
 
     **Arguments:**
 
     - `key`: the regex in the map, which matches whole paths.
-    - `axes`: a mesh axis or `None` per dimension.
-    - `others`: the other keys, of which none may match too.
+    - `axes`: for each dimension a mesh axis, or `None`.
+    - `others`: the other keys of the map. A path that also matches one of them is an error.
     """
 
     key: str
@@ -43,8 +43,8 @@ class KerasLayout:
 def rules_of(layout_map: Mapping[str, object]) -> PathRules:
     """PathRules that give each variable the layout of `LayoutMap[variable.path]`.
 
-    A path that is a key has its layout; otherwise the only key that matches all of it (`re.fullmatch`) applies. As in
-    Keras, a path that two keys match is an error, and a path without a match is replicated.
+    The layout is that of the key that equals the path, or else of the only key that matches the whole path
+    (`re.fullmatch`). As in Keras, a path that two keys match is an error, and a path without a match is replicated.
 
     **Arguments:**
 
@@ -52,12 +52,12 @@ def rules_of(layout_map: Mapping[str, object]) -> PathRules:
 
     **Returns:**
 
-    [`shardfx.PathRules`][], optional ones and a last one, which replicates all other arrays.
+    [`shardfx.PathRules`][] with an optional rule for each key, and a last rule that replicates all other arrays.
 
     **Raises:**
 
-    `RuleError` for axes that are not a tuple of names and `None`; when a plan is made, also for a path that two keys
-    match.
+    `RuleError` for axes that are not a tuple of names and `None`. Planning with the rules raises it for a path that two
+    keys match.
 
     !!! Example
 
@@ -84,7 +84,7 @@ def rules_of(layout_map: Mapping[str, object]) -> PathRules:
 
 
 def _grouped(key: str) -> str:
-    """A regex that can be part of another one. Flags at its start apply to its group only."""
+    """A key as a regex that can be part of another regex. Flags at the start of the key apply only to it."""
     found = re.match(r"\(\?([aiLmsux]+)\)", key)
     if found is None:
         return f"(?:{key})"

@@ -8,12 +8,12 @@ from .._rules import AxisRules, Target
 
 
 class Mappings(NamedTuple):
-    """The two mappings of a Levanter trainer.
+    """The two axis mappings of a Levanter trainer.
 
     **Arguments:**
 
-    - `parameter`: the mapping of parameters and optimizer states, between steps.
-    - `compute`: the mapping of parameters and activations, within a step.
+    - `parameter`: the mapping for parameters and optimizer states between steps.
+    - `compute`: the mapping for parameters and activations during a step.
     """
 
     parameter: AxisRules
@@ -21,16 +21,17 @@ class Mappings(NamedTuple):
 
 
 def rules_of(mapping: Mapping[str, Target]) -> AxisRules:
-    """A haliax axis mapping as AxisRules: each name has one target, and axes without a rule are replicated.
+    """A haliax axis mapping as AxisRules. Logical axes that are not in the mapping are replicated.
 
     **Arguments:**
 
-    - `mapping`: a mapping from the names of axes to a mesh axis or several.
+    - `mapping`: a mapping from the name of a logical axis to one or several mesh axes.
 
     **Returns:**
 
-    [`shardfx.AxisRules`][]. haliax has no priorities: it fails if two dimensions of an array have the same mesh axis.
-    Here the first in the mapping gets it, with a reason for the other; with `strict=True` it is an error too.
+    [`shardfx.AxisRules`][]. If two dimensions of an array have the same mesh axis, the dimension whose name is first in
+    the mapping gets it, and the plan has a reason for the other. In haliax this is an error, as in a plan with
+    `strict=True`.
 
     !!! Example
 
@@ -59,13 +60,13 @@ def mappings_of(
 
     **Arguments:**
 
-    - `trainer`: the fields of `TrainerConfig` that are given, as in the `trainer:` part of a YAML file: `batch_axis`,
-        `fsdp_axis`, `tensor_parallel_axes`, `axis_resources`, `parameter_axis_resources`.
+    - `trainer`: fields of `TrainerConfig`, as in the `trainer:` part of a YAML file: `batch_axis`, `fsdp_axis`,
+        `tensor_parallel_axes`, `axis_resources`, `parameter_axis_resources`.
     - `data`, `batch`, `model`: the mesh axes that Levanter uses for FSDP, batches and tensor parallelism.
 
     **Returns:**
 
-    A `Mappings`. FSDP means that parameters are sharded over `data` where the compute mapping does not shard them.
+    A `Mappings`. Its parameter mapping shards the logical axes in `fsdp_axis`, by default "embed", over `data`.
 
     !!! Example
 

@@ -9,12 +9,12 @@ from .._rules import AxisRules, Rule
 
 
 class MeshAndRules(NamedTuple):
-    """The mesh axes and the rules of a rule file.
+    """The mesh axes and the rules of a MaxText rule file.
 
     **Arguments:**
 
     - `mesh_axes`: the names of the mesh axes, in order.
-    - `rules`: the rules. They declare all axes that they name, as MaxText passes over those that the mesh lacks.
+    - `rules`: the rules. They declare all mesh axes that they name, since MaxText ignores those that the mesh lacks.
     """
 
     mesh_axes: tuple[str, ...]
@@ -22,16 +22,16 @@ class MeshAndRules(NamedTuple):
 
 
 def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndRules:
-    """The mesh axes and the rules of a configuration, with the meaning that MaxText gives them.
+    """The mesh axes and the rules of a MaxText configuration, with the same meaning as in MaxText.
 
-    MaxText resolves names like Flax: in the order of the rules, a rule whose mesh axes are in use is skipped, and an
-    empty list ends the search, as `None` does.
+    MaxText resolves names like Flax. Rules are tried in order, and a rule whose mesh axes are in use is skipped. A rule
+    with an empty list or `None` replicates the dimension.
 
     **Arguments:**
 
     - `config`: the content of a rule file, as `yaml.safe_load` gives it.
-    - `base`: the `logical_axis_rules` of the base configuration. The file's rules replace the base's rules of the same
-        names, and follow the base's other rules. A custom mesh and rule file has no base.
+    - `base`: the `logical_axis_rules` of the base configuration. The rules of `config` replace the base's rules for the
+        same names, and follow its other rules. A custom mesh and rule file has no base.
 
     **Returns:**
 
@@ -39,7 +39,7 @@ def rules_of(config: Mapping[str, Any], base: Iterable[object] = ()) -> MeshAndR
 
     **Raises:**
 
-    `RuleError` without `logical_axis_rules`, and for an entry that is no rule.
+    `RuleError` if `logical_axis_rules` is missing, and for an entry that is no rule.
 
     !!! Example
 

@@ -10,14 +10,16 @@ from ..presets import t5x
 
 
 class Partitioning(NamedTuple):
-    """The partitioning that a gin file states.
+    """The logical axis rules and the mesh sizes of a T5X gin file.
 
     **Arguments:**
 
-    - `rules`: the logical axis rules; the standard ones of its partitioner where the file has none.
-    - `num_partitions`: the size of the mesh axis "model"; `None` where the file does not say it.
-    - `model_parallel_submesh`: the same as four sizes; `None` likewise.
-    - `num_experts`: for a mixture of experts, the largest size of the mesh axis "expert"; `None` likewise.
+    - `rules`: the logical axis rules of the file, or else the standard rules of its partitioner.
+    - `num_partitions`: the size of the mesh axis "model"; `None` if the file does not have it.
+    - `model_parallel_submesh`: the devices along "model" as four sizes in the TPU's topology; `None` if the file does
+        not have it.
+    - `num_experts`: for a mixture of experts, the largest size of the mesh axis "expert"; `None` if the file does not
+        have it.
     """
 
     rules: AxisRules
@@ -38,11 +40,12 @@ _BLOCK = re.compile(r"^(?P<name>[\w./]+):[ \t]*(?:#.*)?$", re.MULTILINE)
 def partitioning_of(text: str) -> Partitioning:
     """The partitioning of a gin file: its logical axis rules, and the size of its mesh.
 
-    `PjitPartitioner` is read, and `MoePjitPartitioner` of `t5x.contrib.moe`, on the mesh axes data, expert and model.
+    The file may configure `PjitPartitioner`, or `MoePjitPartitioner` of `t5x.contrib.moe`, whose mesh axes are data,
+    expert and model.
 
     **Arguments:**
 
-    - `text`: the gin file. Its includes are not read: give their texts before it, as one text.
+    - `text`: the content of the gin file. Its includes are not read, so put their contents in front of it.
 
     **Returns:**
 
@@ -50,8 +53,8 @@ def partitioning_of(text: str) -> Partitioning:
 
     **Raises:**
 
-    `RuleError` for a text that binds no partitioner, or one that T5X does not have; and for rules that are neither a
-    list of pairs nor `@partitioning.standard_logical_axis_rules()`.
+    `RuleError` if the text has no partitioner of T5X, and for rules that are neither a list of pairs nor
+    `@partitioning.standard_logical_axis_rules()`.
 
     !!! Example
 
@@ -80,15 +83,15 @@ def partitioning_of(text: str) -> Partitioning:
         # Both modules have a function of this name; a file imports the one for experts with its partitioner.
         beside = standard is None or f"{standard['module']}{_MOE}" in text
         rules = _standard(bound, kind == _MOE and beside)
-    submesh = _said(bound, f"{kind}.model_parallel_submesh")
-    experts = _said(bound, f"{kind}.num_expert_partitions", f"{kind}.num_experts")
+    submesh = _value_of(bound, f"{kind}.model_parallel_submesh")
+    experts = _value_of(bound, f"{kind}.num_expert_partitions", f"{kind}.num_experts")
     return Partitioning(
-        rules, _said(bound, f"{kind}.num_partitions"), None if submesh is None else tuple(submesh), experts
+        rules, _value_of(bound, f"{kind}.num_partitions"), None if submesh is None else tuple(submesh), experts
     )
 
 
 def _partitioner(bound: dict[str, str]) -> str:
-    """The class of the partitioner: the one that a script is given, else the only one with bindings."""
+    """The name of the partitioner's class: the one that is passed to a script, or else the only one with bindings."""
     given = [value for name, value in bound.items() if name.endswith(".partitioner")]
     owners = [name.partition(".")[0] for name in bound if name.partition(".")[0].endswith("Partitioner")]
     named = [found[1] for value in given[-1:] if (found := re.fullmatch(r"@(?:[\w.]+\.)?(\w+)\(\)", value))]
@@ -119,16 +122,14 @@ def _standard(bound: dict[str, str], experts: bool) -> AxisRules:
     return AxisRules(spread, axes=("data", "expert", "model"))
 
 
-def _said(bound: dict[str, str], *names: str) -> Any:
-    """The value of the first of these gin names that is bound; `None` if none is, so that the command line must set
-    it.
-    """
+def _value_of(bound: dict[str, str], *names: str) -> Any:
+    """The value of the first of `names` that the gin file binds; `None` if it binds none of them."""
     values = (_literal(bound, name, None, open_is_none=True) for name in names)
     return next((value for value in values if value is not None), None)
 
 
 def _bindings(text: str) -> dict[str, str]:
-    """The text of each bound value, by the last two parts of its name."""
+    """The text of each value that a gin file binds, by the last two parts of its name."""
     text = re.sub(r"(?m)#.*$", "", text)
     blocks = [(found.start(), found["name"]) for found in _BLOCK.finditer(text)]
     found: dict[str, str] = {}
@@ -143,7 +144,7 @@ def _bindings(text: str) -> dict[str, str]:
 
 
 def _value_text(text: str) -> str:
-    """The first bound value in `text`, which ends at the end of a line with all brackets closed."""
+    """The value at the start of `text`. It ends with the first line after which all brackets are closed."""
     depth, at = 0, 0
     for at, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
@@ -153,8 +154,8 @@ def _value_text(text: str) -> str:
 
 
 def _literal(bound: dict[str, str], name: str, default: object, *, open_is_none: bool = False) -> Any:
-    """The constant that a name is bound to, directly or through a macro. A macro may be open, that is bound
-    to nothing.
+    """The constant that a name is bound to, directly or through a macro; `default` for a name without a value. With
+    `open_is_none`, a macro without a value is allowed too.
     """
     value = bound.get(name)
     while value is not None and value[:1] == "%" and (value[1:] in bound or open_is_none):

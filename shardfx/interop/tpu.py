@@ -1,4 +1,4 @@
-"""Real TPU topologies without a TPU: meshes to order devices on and to compile for, from the libtpu wheel."""
+"""TPU topologies on a machine without a TPU, from the libtpu wheel: devices and meshes to compile programs for."""
 
 import math
 from typing import Any
@@ -12,16 +12,16 @@ from ..topology import MeshSpec
 
 
 def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
-    """The devices of a TPU topology, as libtpu describes them: coordinates, processes, kind.
+    """The devices of a TPU topology, with the coordinates, processes and kind that libtpu has for them.
 
     **Arguments:**
 
-    - `target`: a topology, as `"v5p:8x8x8"`, `"tpu:v5e:16x16"` or `"v5e-8"`; see [`shardfx.chips.parse_slice`][].
-    - `num_slices`: the number of such slices, joined by the slow network.
+    - `target`: a topology, such as `"v5p:8x8x8"`, `"tpu:v5e:16x16"` or `"v5e-8"`; see [`shardfx.chips.parse_slice`][].
+    - `num_slices`: the number of such slices, connected by the data-center network.
 
     **Returns:**
 
-    The devices. A mesh can be made of them, and programs compiled for them, but they hold no arrays.
+    The devices. Programs can be compiled for a mesh of these devices, but they hold no arrays.
 
     **Raises:**
 
@@ -56,12 +56,12 @@ def mesh_of(target: str, mesh: MeshSpec) -> Mesh:
 
     **Arguments:**
 
-    - `target`: as in `devices_of`.
-    - `mesh`: the mesh; one size may be -1. As many slices are taken as its `dcn` says.
+    - `target`: the topology of one slice, as in `devices_of`.
+    - `mesh`: the axes of the mesh; one size may be -1. The number of slices follows from its `dcn`.
 
     **Returns:**
 
-    A Mesh of every device of the topology.
+    A Mesh of all devices of the topology.
 
     **Raises:**
 

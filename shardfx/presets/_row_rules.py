@@ -1,5 +1,5 @@
-"""Builds path rules from the rows of a model family. The axis names of a row say over which mesh axis each dimension is
-sharded.
+"""Builds path rules from the rows of a model family. The axis names in a row determine over which mesh axis each
+dimension is sharded.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from .._rules import Atomic, Replicate, Strategy, atomic, fsdp as fsdp_strategy, replicate
-from .maps._families import Form, Rows, beside, rows_of, sight_of
+from .maps._families import Form, Rows, further_rows_of, rows_of, vision_rows_of
 from .maps._places import Place, places_of
 
 
@@ -36,10 +36,10 @@ _ALONE = ("heads", "kv_heads", "vision_heads", "vision_hidden")
 
 
 def rows_for_rules(family: str, form: Form) -> Rows:
-    """Returns all rows that models of a family may have, including arrays that only their checkpoints hold."""
+    """Returns the rows of all arrays that models of a family may have, and of arrays that only checkpoints have."""
     every = {**form, "qk_norm": True, "four_norms": True, "tied": False, "dense_layers": 1, "score_bias": True}
     rows = {path: entry for lora in (0, 1) for path, entry in rows_of(family, {**every, "q_lora": lora}).items()}
-    rows |= sight_of(family) | beside(family)
+    rows |= vision_rows_of(family) | further_rows_of(family)
     if family != "deepseek":
         return rows
     # The fp8 checkpoint has, for each weight, an array of scales per block of 128 x 128. Its name has a suffix.
@@ -49,13 +49,13 @@ def rows_for_rules(family: str, form: Form) -> Rows:
 def rules_of(
     rows: Rows, sizes: Sizes, fsdp: Axes, tensor: Axes, *, expert: Axes = (), others: Sequence[str] = ()
 ) -> Rules:
-    """Returns path rules for the rows of a family: one rule for all rows that get the same target.
+    """Returns path rules for the rows of a family, with one rule for all rows of the same target.
 
     **Arguments:**
 
-    - `rows`: the lines of the weights by path, as in `families.txt`.
+    - `rows`: the rows by path, as in `families.txt`.
     - `sizes`: the sizes of the inner axes of a dimension such as `(heads dim)`, which no shard may split.
-    - `fsdp`, `tensor`, `expert`: the mesh axes; stacked experts are sharded over `expert` along their first dimension.
+    - `fsdp`, `tensor`, `expert`: the mesh axes. Stacked experts are sharded over `expert` along their first dimension.
     - `others`: paths that no rule may match.
     """
     over = dict.fromkeys(_ACROSS, tensor) | dict.fromkeys(_ALONG, fsdp) | dict.fromkeys(_WHOLE)
@@ -67,7 +67,7 @@ def rules_of(
     rules: Rules = []
     for target, paths in cut.items():
         apart = [*others, *[path for path in rows if path not in paths]]
-        rules.append((_regex([_end(path, apart) for path in paths]), target))
+        rules.append((_regex([_suffix(path, apart) for path in paths]), target))
     return rules
 
 
@@ -83,11 +83,11 @@ def _target(place: Place, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: A
     return atomic(spec, units) if max(units) > 1 else spec
 
 
-def _end(path: str, others: Sequence[str]) -> str:
-    """Returns a regex for the shortest suffix of a path that no other path has. If possible, it matches any layer
-    number.
+def _suffix(path: str, others: Sequence[str]) -> str:
+    """Returns a regex for the shortest suffix of a path that no path in `others` has. If possible, the regex matches
+    any layer number.
 
-    "." stands for any character, so that it matches the names of a checkpoint ("model.layers.0.mlp.up_proj.weight")
+    The regex has "." between names, so that it matches the names of a checkpoint ("model.layers.0.mlp.up_proj.weight")
     and the paths of a nested tree ("model/layers/0/mlp/up_proj/weight").
     """
     for count in range(2, path.count(".") + 2):
@@ -99,9 +99,9 @@ def _end(path: str, others: Sequence[str]) -> str:
     return re.sub(r"\{[^}]*\}", r"\\d+", path)
 
 
-def _regex(ends: Sequence[str]) -> str:
-    """Returns one regex for several path suffixes; "norm.weight" also matches "layernorm.weight"."""
-    short = [end for end in dict.fromkeys(ends) if not any(end != one and end.endswith(one) for one in ends)]
+def _regex(suffixes: Sequence[str]) -> str:
+    """Returns one regex for several path suffixes. The suffix "norm.weight" also matches "layernorm.weight"."""
+    short = [end for end in dict.fromkeys(suffixes) if not any(end != one and end.endswith(one) for one in suffixes)]
     heads, _, lasts = zip(*[end.rpartition(".") for end in short], strict=True)
     if len(short) == 1:
         return f"{short[0]}$"

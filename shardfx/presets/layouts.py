@@ -1,5 +1,5 @@
-"""eformer's `DynamicShardingAxes` as data: the logical names of each kind of array, and the mode that its shape
-implies.
+"""eformer's `DynamicShardingAxes` as data: the logical names of each kind of array, and how its shape determines the
+mode.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from . import tokens
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The logical names of a kind of array, and the dimension whose size distinguishes decoding from training.
+    """The logical names of one kind of array, and the dimension whose size distinguishes decoding from training.
 
     **Arguments:**
 

@@ -1,7 +1,7 @@
 """Layouts of weight trees, and maps between them: Hugging Face, models that scan over layers, MaxText, vLLM.
 
-It may import `_convert` and `_ground`. It never reads a checkpoint. A `TreeLayout` is a value with a line for each kind
-of weight; two layouts of one model make a `TreeMap`, which is a value, too.
+It may import `_convert` and `_ground`. It never reads a checkpoint. A `TreeLayout` has the path and the axes of each
+kind of weight. From two layouts of one model follows the `TreeMap` between them.
 """
 
 from ._hugging_face import hugging_face as hugging_face

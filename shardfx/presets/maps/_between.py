@@ -1,4 +1,4 @@
-"""Makes the rules of a map from one layout to another, by comparing the names of their axes."""
+"""Makes the rules of a map from one layout to another by comparing the names of their axes."""
 
 import dataclasses
 import math
@@ -26,18 +26,18 @@ class Sizes:
     apart: Mapping[str, Paths]
 
     def of(self, axis: str, why: str) -> int:
-        """Returns the size of an axis: the target's if known, else the source's; raises if neither is known."""
+        """Returns the size of an axis in the target, or else in the source. Raises if both sizes are unknown."""
         found = self.target.get(axis, self.source.get(axis))
         if found is None:
             raise MapError(f"{why} needs the size of the axis `{axis}`; say it: `layout.with_sizes({axis}=...)`.")
         return found
 
     def before(self, axis: str, why: str) -> int:
-        """Returns the size of an axis in the source; the target's if the source's is unknown."""
+        """Returns the size of an axis in the source, or in the target if the source's is unknown."""
         return self.source[axis] if axis in self.source else self.of(axis, why)
 
     def resized(self, axis: str) -> int | None:
-        """Returns the target's size of an axis if both sizes are known and differ, else `None`."""
+        """Returns the size of an axis in the target if it differs from the known size in the source, else `None`."""
         one, two = self.source.get(axis), self.target.get(axis)
         return two if one is not None and two is not None and one != two else None
 
@@ -45,7 +45,7 @@ class Sizes:
 def between(
     places: Sequence[Place], target: Sequence[tuple[str, Entry]], sizes: Sizes, drop: Sequence[str]
 ) -> dict[str, From]:
-    """Returns a rule for each array of the target: an expression over the arrays of the source."""
+    """Returns a rule for each array of the target, by path: an expression of arrays of the source."""
     kinds = together(places, lambda place: place.kind)
     rows = {path: places_of(path, entry) for path, entry in target}
     _check_kinds(kinds, [place.kind for row in rows.values() for place in row], drop)
@@ -80,10 +80,10 @@ def _check_kinds(kinds: Mapping[str, list[Place]], wanted: Sequence[str], drop: 
 def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
     """Returns the expression that computes one kind of weight in the target from its arrays in the source."""
     if len(sources) == 1 and sources[0].range is None:
-        return _taken(sources[0], want, sizes)
+        return _converted(sources[0], want, sizes)
     exact = [one for one in sources if one.range is not None and one.range == want.range]
     if exact:
-        return _taken(exact[0]._replace(range=None), want._replace(range=None), sizes)
+        return _converted(exact[0]._replace(range=None), want._replace(range=None), sizes)
     axes = {one.range.axis if one.range is not None else None for one in sources}
     if len(axes) != 1 or None in axes:
         paths = ", ".join(one.path for one in sources)
@@ -102,18 +102,18 @@ def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
     parts = []
     for one, span in ((one, one.range) for one in sources if one.range is not None):
         dims = tuple(group for group in whole.dims if span.step or group != (axis,))
-        parts.append((span, _taken(one._replace(range=None), whole._replace(dims=dims), sizes)))
-    made = _joined(parts, dim, want)
+        parts.append((span, _converted(one._replace(range=None), whole._replace(dims=dims), sizes)))
+    made = _concatenated(parts, dim, want)
     if axis in want.in_path:
         made = made.at(axis)
     if want.range is None:
         return made
-    return _cut(made, want.range, dim if is_entry else want.dims.index((want.range.axis,)))
+    return _sliced(made, want.range, dim if is_entry else want.dims.index((want.range.axis,)))
 
 
-def _joined(parts: Sequence[tuple[Range, From]], dim: int, want: Place) -> From:
-    """Returns the expression that joins source arrays along an axis: concatenated, or interleaved if they have
-    a step.
+def _concatenated(parts: Sequence[tuple[Range, From]], dim: int, want: Place) -> From:
+    """Returns the expression that concatenates source arrays along dimension `dim`, or interleaves those whose range
+    has a step.
     """
     groups: dict[tuple[int, int | None, int], list[tuple[int, From]]] = {}
     for span, made in sorted(parts, key=lambda part: part[0].start):
@@ -133,8 +133,8 @@ def _joined(parts: Sequence[tuple[Range, From]], dim: int, want: Place) -> From:
     return rows[0] if len(rows) == 1 else From.concat(rows, dim=dim)
 
 
-def _cut(made: From, span: Range, dim: int) -> From:
-    """Returns an expression for the entries in a range of a dimension."""
+def _sliced(made: From, span: Range, dim: int) -> From:
+    """Returns the expression for the entries of dimension `dim` that are in a range."""
     if not span.step:
         return made.at(span.start, dim=dim)
     if span.step == 1:
@@ -144,26 +144,23 @@ def _cut(made: From, span: Range, dim: int) -> From:
     return whole.split(dim, -1, span.step).at(span.start - first, dim=dim + 1)
 
 
-def _apart(place: Place, other: Place, apart: Mapping[str, Paths]) -> Place:
-    """Returns `place` with an axis replaced by its sub-axes wherever the array of `other` has these sub-axes. `apart`
-    maps an axis to its sub-axes.
-    """
+def _split_axes(place: Place, other: Place, apart: Mapping[str, Paths]) -> Place:
+    """Returns `place` with axes replaced by their sub-axes in `apart`, if the array of `other` has these sub-axes."""
     split = {axis: parts for axis, parts in apart.items() if set(parts) <= {*other.axes}}
     dims = [tuple(one for axis in group for one in split.get(axis, (axis,))) for group in place.dims]
     return place._replace(dims=tuple(dims))
 
 
-def _taken(source: Place, want: Place, sizes: Sizes) -> From:
-    """Returns the expression that turns the weight in one source array into the weight of a target array.
+def _converted(source: Place, want: Place, sizes: Sizes) -> From:
+    """Returns the expression that makes the weight of a target array from the weight in one source array.
 
-    The expression is built step by step. Each dimension then holds one axis, or a group of axes that is one dimension
-    in both arrays.
+    Source dimensions are first split into single axes, except groups of axes that are one dimension in both arrays.
     """
-    source, want = _apart(source, want, sizes.apart), _apart(want, source, sizes.apart)
-    made, counts = _opened(source, want, sizes)
+    source, want = _split_axes(source, want, sizes.apart), _split_axes(want, source, sizes.apart)
+    made, counts = _read(source, want, sizes)
     single = want.range if want.range is not None and not want.range.step else None
     in_path = [axis for axis in source.in_path if single is None or axis != single.axis]
-    more, less = _only_in_one(source, want, (*source.axes, *in_path), single)
+    more, less = _unshared_axes(source, want, (*source.axes, *in_path), single)
     groups = [tuple(axis for axis in group if axis not in more) for group in want.dims]
     # A group that is one dimension in both arrays is not split, unless an axis in it changes its size.
     whole = [group for group in groups if group in source.dims and not any(map(sizes.resized, group))]
@@ -190,7 +187,7 @@ def _taken(source: Place, want: Place, sizes: Sizes) -> From:
     for dim, group in enumerate(order):
         made = made if group in whole else _resized(made, group[0], dim, sizes)
     if want.range is not None and want.range.step and want.range.axis not in source.in_path:
-        made = _cut(made, want.range, order.index((want.range.axis,)))
+        made = _sliced(made, want.range, order.index((want.range.axis,)))
     for dim, group in enumerate([group for group in groups if group]):
         made = made.merge(dim, len(group)) if len(group) > 1 and group not in whole else made
     made, entry = _repeated(made, want, more, sizes), want.entry
@@ -200,8 +197,8 @@ def _taken(source: Place, want: Place, sizes: Sizes) -> From:
     return made
 
 
-def _only_in_one(source: Place, want: Place, here: Paths, single: Range | None) -> tuple[list[str], list[str]]:
-    """Returns the axes that only the target has, along which it repeats its entries, and the axes that only the source
+def _unshared_axes(source: Place, want: Place, here: Paths, single: Range | None) -> tuple[list[str], list[str]]:
+    """Returns the axes that only the target has, along which entries are repeated, and the axes that only the source
     has.
     """
     there = (*want.axes, *want.in_path)
@@ -219,13 +216,13 @@ def _only_in_one(source: Place, want: Place, here: Paths, single: Range | None) 
 
 
 def _axes_of(group: Paths, whole: Sequence[Paths]) -> list[Paths]:
-    """Returns the axes of a group as one dimension if the group is in `whole`, else as one dimension each."""
+    """Returns the dimensions for a group of axes: one for the group if it is in `whole`, else one for each axis."""
     return [group] if group in whole else [(axis,) for axis in group]
 
 
 def _resized(made: From, axis: str, dim: int, sizes: Sizes) -> From:
-    """Returns an expression that pads an axis with zeros at its end, or truncates it, if the target has another
-    size.
+    """Returns the expression with an axis padded with zeros at its end, or truncated, if its size in the target
+    differs.
     """
     size = sizes.resized(axis)
     if size is None:
@@ -249,14 +246,14 @@ def _repeated(made: From, want: Place, more: Sequence[str], sizes: Sizes) -> Fro
     return made
 
 
-def _opened(source: Place, want: Place, sizes: Sizes) -> tuple[From, dict[str, int | None]]:
-    """Returns the expression that reads a weight from its source array, and the number of arrays per axis in
-    the path.
+def _read(source: Place, want: Place, sizes: Sizes) -> tuple[From, dict[str, int | None]]:
+    """Returns the expression that reads a weight from its source arrays, and for each axis in their path the number of
+    arrays.
     """
     path, counts = source.path, {axis: sizes.source.get(axis) for axis in source.in_path}
     by = source.entry.by if isinstance(source.entry, Scaled) else ""
     if want.range is not None and want.range.axis in source.in_path:
-        path, by = _further(path, want.range), _further(by, want.range)
+        path, by = _path_of(path, want.range), _path_of(by, want.range)
         counts[want.range.axis] = want.range.entries(counts[want.range.axis])
     made = From(path)
     if isinstance(source.entry, Scaled):
@@ -264,12 +261,12 @@ def _opened(source: Place, want: Place, sizes: Sizes) -> tuple[From, dict[str, i
     if isinstance(source.entry, Counted):
         made = made.plus(-source.entry.plus) if source.entry.plus else made
         made = made.times(1 / source.entry.times) if source.entry.times != 1 else made
-    return (_part(made, source, sizes) if isinstance(source.entry, Fused) else made), counts
+    return (_one_of(made, source, sizes) if isinstance(source.entry, Fused) else made), counts
 
 
-def _further(path: str, span: Range) -> str:
-    """Returns the path template of the arrays in a range of an axis: the numbers in its braces are scaled and shifted,
-    or filled in for a single entry.
+def _path_of(path: str, span: Range) -> str:
+    """Returns the path of the arrays in a range of an axis. The name of the axis in braces then counts the entries of
+    the range. For a range of one entry, its number replaces the braces.
     """
 
     def shifted(braces: re.Match[str]) -> str:
@@ -285,8 +282,8 @@ def _further(path: str, span: Range) -> str:
     return re.sub(r"\{([^{}]*)\}", shifted, path)
 
 
-def _part(made: From, source: Place, sizes: Sizes) -> From:
-    """Returns the expression that extracts one kind of weight from an array of several (`Fused`)."""
+def _one_of(made: From, source: Place, sizes: Sizes) -> From:
+    """Returns the expression that extracts one kind of weight from an array of several kinds, a `Fused` entry."""
     entry = source.entry
     assert isinstance(entry, Fused)
     parts, dim, shards = places_of(source.path, entry), entry.dim, entry.shards

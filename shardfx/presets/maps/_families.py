@@ -1,8 +1,8 @@
-"""Each family of models as one table: the path of each kind of weight in a checkpoint, and its axes.
+"""The rows of each family of models: the path of each kind of weight in a checkpoint, and the axes of its array.
 
-`families.txt` in this folder has the rows. The functions here add the paths of the layers and combine the rows. Shapes,
-rules and maps are all made from these rows. An entry is a line such as `"query: (heads dim) embed"`, as in a
-`TreeLayout`. Its path has the numbers of layers and experts as names in braces. Weights have torch's dimensions,
+`families.txt` in this folder has the rows. The functions here combine them and add the paths of the layers. Shapes,
+rules and maps are all made from these rows. A row maps a path to an entry such as `"query: (heads dim) embed"`, as in a
+`TreeLayout`. In a path, names in braces stand for the numbers of layers and experts. Weights have torch's dimensions,
 `[out, in]`.
 """
 
@@ -25,13 +25,13 @@ _PARTS: Final = dict(re.findall(r"^\[([^]]+)\]\n(.*?\n)(?:\n|\Z)", _TEXT, re.DOT
 
 
 def rows_of(family: str, form: Form, prefix: str | None = None) -> Rows:
-    """Returns the rows of a family's text model: for the path of each kind of weight, its entry.
+    """Returns the rows of a family's text model: the entry of each kind of weight, by path.
 
     **Arguments:**
 
     - `family`: a family in the table of models, or a `model_type` of Hugging Face.
     - `form`: the options `tied`, `qkv_bias`, `out_bias`, `mlp_bias`, `qk_norm`, `four_norms`; for DeepSeek also
-        `q_lora`, `dense_layers`, `score_bias`. An option that is missing is off.
+        `q_lora`, `dense_layers`, `score_bias`. A missing option is off.
     - `prefix`: the prefix of every path except that of the output weights; `None` for the family's usual prefix.
     """
     usual = prefix_of(family)
@@ -43,22 +43,20 @@ def prefix_of(family: str) -> str:
     return _PREFIXES.get(family, "model.")
 
 
-def sight_of(family: str) -> Rows:
-    """Returns the rows of a family's vision encoder and projector; empty if it has none."""
+def vision_rows_of(family: str) -> Rows:
+    """Returns the rows of a family's vision encoder and projector; empty for a family without vision."""
     return _SIGHT[family]() if family in _SIGHT else {}
 
 
-def beside(family: str) -> Rows:
-    """Returns the rows of arrays that checkpoints may hold besides the model's weights: masks, rotary frequencies,
-    pretraining heads, multi-token prediction layers.
+def further_rows_of(family: str) -> Rows:
+    """Returns the rows of arrays that only checkpoints have: masks, rotary frequencies, pretraining heads, multi-token
+    prediction layers.
     """
     return _rows("", _PARTS.get(f"{family}.beside", _PARTS["beside"]), leaf="")
 
 
 def with_experts_stacked(rows: Rows) -> Rows:
-    """Returns the rows of the experts alone, with one array for all experts of a layer instead of one array per
-    expert.
-    """
+    """Returns only the rows of experts, with one array for all experts of a layer instead of one array per expert."""
     found: Rows = {}
     for path, entry in rows.items():
         if "experts.{experts}." in path:
@@ -73,8 +71,8 @@ def _rows(at: str, text: str, leaf: str = ".weight") -> Rows:
 
 
 def _with_biases(rows: Rows, dim: int = 0) -> Rows:
-    """Returns the rows with a row for its bias after each weight. The size of the bias is that of the weight's
-    dimension `dim`.
+    """Returns the rows with the row of a bias after each weight. The bias has the size of the weight's dimension
+    `dim`.
     """
     return rows | {path.replace(".weight", ".bias"): _bias(entry, dim) for path, entry in rows.items()}
 

@@ -34,8 +34,8 @@ def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["r
 
     **Raises:**
 
-    `MapError` for a `model_type` without a table, for a config that lacks a number that is needed, and for multi-token
-    prediction layers under `ahead="raise"`.
+    `MapError` for a `model_type` without a table, for a missing number in the config, and for multi-token prediction
+    layers under `ahead="raise"`.
 
     !!! Example
 
@@ -68,12 +68,12 @@ def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["r
     rows = rows_of(str(kind), _form(text), prefix)
     rest = _rest(text, prefix_of(str(kind)) if prefix is None else prefix)
     if text.get("quantization_config"):
-        rows = _in_blocks(rows, text["quantization_config"])
+        rows = _with_scales(rows, text["quantization_config"])
     return TreeLayout(rows, sizes=sizes_of(text), rest=rest)
 
 
 def text_config(config: Config) -> Config:
-    """Returns the config of the text model, with the `model_type` of the whole model."""
+    """Returns the text model's part of a config, with the `model_type` of the whole model."""
     inner = config.get("text_config")
     return {**config, **inner, "model_type": config["model_type"]} if isinstance(inner, Mapping) else dict(config)
 
@@ -91,7 +91,7 @@ _SIZES = {
 
 
 def sizes_of(config: Config) -> dict[str, int]:
-    """Returns the sizes of the axes whose size the config gives or implies."""
+    """Returns the sizes of all axes whose size follows from the config."""
     given = {axis: [config[name] for name in names if config.get(name) is not None] for axis, names in _SIZES.items()}
     found = {axis: next(iter(numbers), None) for axis, numbers in given.items()}
     if found["dim"] is None and found["embed"] and found["heads"] and found["latent"] is None:
@@ -109,7 +109,7 @@ def sizes_of(config: Config) -> dict[str, int]:
 
 
 def needed(config: Config, name: str) -> int:
-    """Returns a number of the config; raises an error that names it if it is missing."""
+    """Returns a number of the config. Raises an error with its name if it is missing."""
     if config.get(name) is None:
         raise MapError(f"the configuration of {config['model_type']!r} does not say `{name}`; add it.")
     return config[name]
@@ -134,7 +134,7 @@ def _form(config: Config) -> Form:
 
 
 def _rest(config: Config, prefix: str) -> tuple[str, ...]:
-    """Returns the paths of arrays that a checkpoint may hold besides the weights of its text model."""
+    """Returns the paths of arrays that a checkpoint may have besides the weights of its text model."""
     at, kind = f"{prefix}layers.", config["model_type"]
     if kind == "gpt2":
         # The causal masks, which are not weights.
@@ -152,8 +152,8 @@ def _rest(config: Config, prefix: str) -> tuple[str, ...]:
     return tuple(f"{at}{last + one}.{{rest*}}" for one in range(ahead))
 
 
-def _in_blocks(rows: Rows, quantization: Config) -> Rows:
-    """Returns the rows with each linear weight as a `Scaled` entry, for a checkpoint in fp8 with a scale per block."""
+def _with_scales(rows: Rows, quantization: Config) -> Rows:
+    """Returns the rows with a `Scaled` entry for each linear weight, for fp8 checkpoints with a scale per block."""
     if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
         method = quantization.get("quant_method")
         raise MapError(f"weights of the `quant_method` {method!r} without blocks; there is a table for fp8 in blocks.")

@@ -12,26 +12,27 @@ from ._places import Entry, places_of
 
 @dataclasses.dataclass(frozen=True, init=False)
 class TreeLayout:
-    """The layout of a weight tree: for each kind of weight its path and the names of its axes, in order.
+    """The layout of a weight tree: the path of each kind of weight, and the names of its axes in order.
 
-    Two layouts of one model make the map between them, `one.to(other)`. From the names of the axes, the map knows which
-    arrays to transpose, split into heads, stack, fuse, repeat or pad. A layout does not say how arrays are sharded.
+    From two layouts of one model follows the map between them, `one.to(other)`. The names of the axes determine which
+    arrays the map transposes, splits into heads, stacks, fuses, repeats or pads. A layout has no shardings.
 
     **Arguments:**
 
-    - `weights`: from the path of an array to its kind and axes: `"query: layers embed (heads dim)"`.
+    - `weights`: a mapping from the path of an array to its kind and axes: `"query: layers embed (heads dim)"`.
         - Axes in parentheses form one dimension, major to minor.
-        - If each entry of an axis is an array of its own, the axis stands in braces in the path and not in the text:
+        - If each entry of an axis is an array of its own, the axis is in braces in the path and not in the text:
             `model.layers.{layers}.self_attn.q_proj.weight`. The braces may add a number: `{layers+3}`.
-        - `layers[:3]` and `layers[3:]` are arrays that hold some entries of an axis, `layers[0::2]` and `layers[1::2]`
-            arrays that hold every other entry. An array with `layers[3]` holds one entry and lacks the axis.
-        - An axis that only one of two layouts has repeats its entries.
+        - With `layers[:3]` or `layers[3:]` an array has some entries of an axis, with `layers[0::2]` or `layers[1::2]`
+            every other entry. With `layers[3]` it has one entry and no such dimension.
+        - Along an axis that only the target's layout has, entries are repeated. Of an axis that only the source's
+            layout has, the first entry is read.
         - See also [`shardfx.presets.maps.Fused`][] and [`shardfx.presets.maps.Scaled`][].
-    - `sizes`: from an axis to its size. Needed for all axes in parentheses except the first, for repetitions, and for
+    - `sizes`: a mapping from an axis to its size. It needs all axes in parentheses except the first, repeated axes, and
         axes whose size differs between two layouts, such as a padded vocabulary.
-    - `rest`: paths of further leaves that a tree of this layout may have and that no map uses.
-    - `apart`: axes that this layout splits, such as `{"dim": "two half"}`. A map then treats `dim` of the other layout
-        as `two half`, so that this layout may have `two` and `half` in another order.
+    - `rest`: the paths of further leaves that a tree of this layout may have and that no map uses.
+    - `apart`: the sub-axes of axes that this layout splits, such as `{"dim": "two half"}`. A map then treats `dim` of
+        the other layout as `two half`, so that this layout may have `two` and `half` in another order.
 
     !!! Example
 
@@ -73,7 +74,7 @@ class TreeLayout:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of weights in the layout, without duplicates."""
+        """The kinds of weights in the layout, each once."""
         return tuple(dict.fromkeys(place.kind for path, entry in self.weights for place in places_of(path, entry)))
 
     def with_paths(self, paths: Mapping[str, str]) -> "TreeLayout":
@@ -88,7 +89,7 @@ class TreeLayout:
         return dataclasses.replace(self, weights=moved)
 
     def without(self, *kinds: str) -> "TreeLayout":
-        """Returns the layout without some kinds of weights. A tree may still have them, but maps ignore them."""
+        """Returns the layout without some kinds of weights. A tree may still have them, and maps then ignore them."""
         unknown = [kind for kind in kinds if kind not in self.kinds]
         if unknown:
             raise MapError(f"the layout has no kind {quoted(unknown[0])}; it has {', '.join(self.kinds)}.")
@@ -115,11 +116,11 @@ class TreeLayout:
 
         **Returns:**
 
-        A TreeMap with a rule for each array of the target, to be used, printed, or changed.
+        A TreeMap with a rule for each array of the target.
 
         **Raises:**
 
-        `MapError` for kinds that only one layout has, and for axes whose size is needed and unknown.
+        `MapError` for kinds that only one layout has, and for a needed size that is unknown.
         """
         places = [place for path, entry in self.weights for place in places_of(path, entry)]
         dropped = (drop,) if isinstance(drop, str) else tuple(drop)

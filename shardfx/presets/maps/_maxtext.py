@@ -59,7 +59,7 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
 
     **Raises:**
 
-    `MapError` for a family without a table, such as GPT-2, and for a config that lacks a number that is needed.
+    `MapError` for a family without a table, such as GPT-2, and for a missing number in the config.
 
     !!! Example
 
@@ -96,7 +96,7 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
         first, *others = axes.split(" ", 1)
         block, _, rest = name.partition("/")
         path = f"decoder/{layers}/{block}{suffix}/{rest}" if layers else name
-        entry = _as_kept(str(family), kind, f"{kind}: {' '.join([first, axis, *others])}", sizes)
+        entry = _as_stored(str(family), kind, f"{kind}: {' '.join([first, axis, *others])}", sizes)
         rows[f"{prefix}{path.replace('{moe}', moe)}"] = entry
     if not interleaved_rope:
         return TreeLayout(rows, sizes=sizes)
@@ -105,9 +105,7 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
 
 
 def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
-    """Yields each kind of weight with the stack of layers that holds it, and a suffix for the name of MaxText's
-    block.
-    """
+    """Yields each kind of weight with its stack of layers and with a suffix for the name of MaxText's block."""
     family = config["model_type"]
     for stack in stacks_of(config):
         if not stack.layers or family not in ("gemma2", "gemma3", "gemma3_text"):
@@ -126,8 +124,8 @@ def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
                 yield LayerStack(stack.kind, f"layers_remainder/layers_{at - end}", f"layers[{at}]"), ""
 
 
-def _as_kept(family: str, kind: str, text: str, sizes: Mapping[str, int]) -> Entry:
-    """Returns the entry of a weight, with the factor or the addend that MaxText stores it with."""
+def _as_stored(family: str, kind: str, text: str, sizes: Mapping[str, int]) -> Entry:
+    """Returns the entry of a weight: `Counted` if MaxText stores the weight multiplied or with a number added."""
     if kind == "query" and family in _DIVIDED:
         return Counted(text, times=_size(sizes, "dim", "head_dim") ** -0.5)
     if kind == "embedding" and family in _GEMMAS:

@@ -19,8 +19,8 @@ class Fused:
 
     - `parts`: a line for each kind, as in a [`shardfx.presets.maps.TreeLayout`][].
     - `dim`: the dimension along which the kinds are concatenated.
-    - `shards`: the number of equal pieces that each kind is split into before they are interleaved. With 2 the array is
-        `[q0 k0 v0 q1 k1 v1]`, so that each of 2 devices gets its own query, key and value.
+    - `shards`: the number of equal parts into which each kind is split. Parts of all kinds are interleaved: with 2 the
+        array is `[q0 k0 v0 q1 k1 v1]`, so that each of 2 devices gets its own query, key and value.
 
     !!! Example
 
@@ -80,7 +80,7 @@ class Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A weight that is stored multiplied by a number, plus another number: `stored = weight * times + plus`.
+    """A weight of which the tree stores `weight * times + plus`.
 
     A map rounds the result to the dtype of the weight in both directions. A factor that is a power of two is exact.
 
@@ -114,8 +114,8 @@ Entry = str | Fused | Scaled | Counted
 
 
 class Range(NamedTuple):
-    """The entries `start:stop:step` of an axis that an array holds. Step 0 means one entry, and the array lacks the
-    axis.
+    """The entries `start:stop:step` of an axis that an array has. With step 0 it has only entry `start`, and no such
+    dimension.
     """
 
     axis: str
@@ -124,8 +124,8 @@ class Range(NamedTuple):
     step: int = 1
 
     def entries(self, size: int | None) -> int | None:
-        """Returns the number of entries in the range, for an axis of size `size`; `None` if the size is needed and
-        unknown.
+        """Returns the number of entries in the range of an axis of size `size`; `None` if that depends on an unknown
+        size.
         """
         end = size if self.stop is None else self.stop
         return None if end is None else len(range(self.start, end, self.step or 1))
@@ -138,9 +138,9 @@ class Place(NamedTuple):
 
     - `kind`: the kind of weight, such as "query".
     - `path`: the path of the array.
-    - `dims`: for each dimension of the array its axes, major to minor.
-    - `range`: the entries of an axis that the array holds; `None` if it holds all.
-    - `in_path`: the axes in braces in the path: each of their entries has an array of its own.
+    - `dims`: the axes of each dimension of the array, major to minor.
+    - `range`: the entries of an axis that the array has; `None` if it has all.
+    - `in_path`: the axes in braces in the path. Each entry of these axes has an array of its own.
     - `entry`, `number`: the entry in the layout, and the index of this kind in a `Fused` entry.
     """
 
@@ -154,12 +154,12 @@ class Place(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of the array, in order."""
+        """The axes of all dimensions of the array, in order."""
         return tuple(axis for group in self.dims for axis in group)
 
 
 def groups_of(axes: str) -> list[str]:
-    """Returns the dimensions in the axes of a line as texts: `["embed", "(heads dim)"]`."""
+    """Returns the axes of each dimension as text, from the axes of an entry: `["embed", "(heads dim)"]`."""
     return re.findall(r"\([^)]*\)|\S+", axes)
 
 
@@ -168,7 +168,7 @@ _DIM = re.compile(r"\s*(?:\(\s*(\w[\w\s]*)\)|([A-Za-z_]\w*)(?:\[(?:(\d*):(\d*)(?
 
 
 def places_of(path: str, entry: Entry) -> list[Place]:
-    """Returns a `Place` for each kind of weight in the array at a path: several for a `Fused` entry, else one."""
+    """Returns a `Place` for each kind of weight in the array at a path. Only a `Fused` entry has several."""
     texts = entry.parts if isinstance(entry, Fused) else (entry.part if isinstance(entry, Scaled | Counted) else entry,)
     found = [_place(path, text, entry, number) for number, text in enumerate(texts)]
     if isinstance(entry, Fused) and (len({len(one.dims) for one in found}) != 1 or not found):

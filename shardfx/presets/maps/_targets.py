@@ -1,4 +1,4 @@
-"""The layouts of programs: a model that scans over its layers, and an inference engine such as vLLM."""
+"""The layouts of two kinds of programs: models that scan over their layers, and inference engines such as vLLM."""
 
 import importlib.resources
 import re
@@ -12,8 +12,9 @@ from ._places import Entry, Fused, places_of
 
 
 class LayerStack(NamedTuple):
-    """One array that holds a kind of weight for a stack of layers: the kind, the stack's name and its axis (both empty
-    outside of layers).
+    """One array with a kind of weight of a stack of layers: the kind, the stack's name, and the axis of its layers.
+
+    The name and the axis are empty for a weight outside of layers.
     """
 
     kind: str
@@ -22,7 +23,7 @@ class LayerStack(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """A kind of weight in a model that scans over its layers: its axes without the axis of layers, and its names."""
+    """A kind of weight in a model that scans over its layers: its axes, without the axis of layers, and its names."""
 
     axes: str
     name: str
@@ -139,10 +140,10 @@ def _fused(path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[st
     key = "kv_heads copies" if copies > 1 else "kv_heads"
     match place.kind:
         case _ if others and isinstance(entry, Fused):
-            parts = [_turned(part) for part in entry.parts] if entry.dim else entry.parts
+            parts = [_transposed(part) for part in entry.parts] if entry.dim else entry.parts
             return {path: Fused(*parts, shards=shards)}
         case "out" | "up" | "down" if text.startswith(("out: (", "up: embed", "down: hidden")):
-            return {path: _turned(text)}
+            return {path: _transposed(text)}
         case "query_a":
             return {path.replace("q_a_proj", "fused_qkv_a_proj"): Fused(text, "kv_a: latent_and_rope embed")}
         case "kv_a" if "query_a" in kinds:
@@ -166,16 +167,16 @@ def _fused(path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[st
     return {path: text}
 
 
-def _turned(text: str) -> str:
-    """Returns the line of a GPT-2 weight with its dimensions reordered from `[in, out]` to `[out, in]`."""
+def _transposed(text: str) -> str:
+    """Returns the entry of a GPT-2 weight with its dimensions in the order `[out, in]` instead of `[in, out]`."""
     kind, _, axes = text.partition(": ")
     first, *others = re.findall(r"\([^)]*\)|\S+", axes)
     return f"{kind}: {' '.join([*others, first])}"
 
 
 def stacks_of(config: Config) -> Iterator[LayerStack]:
-    """Yields a `LayerStack` for each kind of weight of a model, and two where dense and expert layers are separate
-    stacks.
+    """Yields a `LayerStack` for each kind of weight of a model, or two if its dense layers and its layers with experts
+    are separate stacks.
     """
     theirs = hugging_face(config, ahead="drop")
     places = [place for path, entry in theirs.weights for place in places_of(path, entry)]

@@ -1,4 +1,4 @@
-"""A published model by name: its tree of shapes, made from its family and config, and path rules for a training
+"""Published models by name: the tree of shapes of each, from its family and config, and path rules for each training
 strategy.
 
 The numbers are from each checkpoint's config.json, except: GPT-3 from its paper (arXiv:2005.14165, table 2.1), T5 from
@@ -24,7 +24,7 @@ from ..._ground.errors import RuleError
 from ..._ground.text import quoted
 from ..._rules import PathRules, near, optional, replicate
 from .._row_rules import rows_for_rules, rules_of
-from ..maps._families import Rows, rows_of, sight_of, with_experts_stacked
+from ..maps._families import Rows, rows_of, vision_rows_of, with_experts_stacked
 from ..maps._places import Fused, Place, places_of
 
 
@@ -157,7 +157,7 @@ def tree(name: str, *, dtype: DTypeLike = jnp.bfloat16, stack_experts: bool = Fa
     row = row_of(name)
     _check_changes(name, row, changes)
     form = {**_OPTIONS.get(row.family, {}), **row.config, **changes}
-    rows = {**rows_of(row.family, form), **sight_of(row.family)}
+    rows = {**rows_of(row.family, form), **vision_rows_of(row.family)}
     if stack_experts:
         alone = {path: entry for path, entry in rows.items() if "{experts}" not in path}
         rows = alone | with_experts_stacked(rows)
@@ -165,7 +165,7 @@ def tree(name: str, *, dtype: DTypeLike = jnp.bfloat16, stack_experts: bool = Fa
 
 
 def row_of(name: str) -> ModelRow:
-    """Returns the row of a model in the table; raises an error with the nearest names if there is none."""
+    """Returns the row of a model in the table. Raises an error with the nearest names for an unknown model."""
     if name not in TABLE:
         hint = near(name.lower(), names()) or f"; there are {', '.join(TABLE)}"
         raise RuleError(f"`presets.models` has no {quoted(name)}{hint}.")
@@ -185,7 +185,7 @@ def _check_changes(name: str, row: ModelRow, changes: Mapping[str, int]) -> None
 
 
 def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
-    """Returns the sizes of all axes that the lines of a family name: the numbers of the config, and sizes derived from
+    """Returns the sizes of all axes in the rows of a family: the numbers of the config, and sizes that follow from
     them.
     """
     n = collections.defaultdict[str, int](int, config)
@@ -223,8 +223,8 @@ def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
 
 
 def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
-    """Returns nested dicts with a new struct for each array of the rows. Arrays that checkpoints keep in float32 get
-    that dtype.
+    """Returns nested dicts with a ShapeDtypeStruct for each array of the rows. Arrays that checkpoints keep in float32
+    have that dtype.
     """
     tree: Tree = {}
     for path, entry in rows.items():
