@@ -71,8 +71,8 @@ def require_reduced(*ends: Sharding) -> None:
     for end in ends:
         if isinstance(end, NamedSharding) and end.spec.unreduced:
             raise SpecError(
-                f"{end.spec} has the unreduced axes {sorted(end.spec.unreduced)}, and a move neither adds up nor takes "
-                "apart their summands; add them up first with `jax.sharding.reshard(x, NamedSharding(mesh, P(...)))`."
+                f"{end.spec} has the unreduced axes {sorted(end.spec.unreduced)}, and a move adds up no "
+                "summands; add the array up first with `jax.sharding.reshard(x, NamedSharding(mesh, P(...)))`."
             )
 
 

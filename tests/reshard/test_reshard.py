@@ -377,7 +377,7 @@ def test_sums_that_are_not_taken_yet_are_an_error():
     unreduced, reduced = NamedSharding(end, P("a", unreduced=frozenset({"b"}))), NamedSharding(end, P("a"))
     sums = jax.jit(lambda x, y: jnp.einsum("ij,jk->ik", x, y, out_sharding=unreduced))(left, right)
     plain = jax.device_put(host((8, 8)), reduced)
-    message = r"leaf `w`: .* has the unreduced axes \['b'\].*; add it up first with `jax.sharding.reshard\(x, "
+    message = r"leaf `w`: .* has the unreduced axes \['b'\].*; add the array up first with `jax.sharding.reshard\(x, "
     for move in (reshard, plan_reshard):
         for source, target in ((sums, reduced), (plain, unreduced), (sums, sharding((4,), "a"))):
             with pytest.raises(SpecError, match=message):
