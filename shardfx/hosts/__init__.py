@@ -1,7 +1,7 @@
-"""The part of an array, a batch or a mesh that each process owns, as integers.
+"""Computes the part of an array, a batch or a mesh that each process owns, as integers.
 
-It may import `_plan` and what is below it. It never moves an array between processes; `global_batch` assembles what
-each process has.
+It may import `_plan` and the rooms below `_plan`. It never moves an array between processes; `global_batch` makes one
+array of the parts that the processes have.
 """
 
 from ._batch import global_batch as global_batch

@@ -1,4 +1,4 @@
-"""Global arrays made of the rows that each process loaded."""
+"""Makes global arrays from the rows that each process loaded."""
 
 import operator
 
@@ -18,26 +18,26 @@ from .._plan import LeafPlan, ShardPlan, canonical_dtype
 def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = None) -> PyTree:
     """The global arrays of a batch, from the part that each process loaded.
 
-    Every process calls it, with the rows that [`shardfx.hosts.data_layout`][] or [`shardfx.hosts.local_chunk`][] gives
-    the process. A process may also pass a whole dimension, of which its part is taken. No data goes over the network.
+    Every process calls `global_batch` with its rows, which [`shardfx.hosts.data_layout`][] or
+    [`shardfx.hosts.local_chunk`][] computes. A process may also pass a whole dimension; its part is then taken. No data
+    is sent over the network.
 
     **Arguments:**
 
     - `local`: a tree of NumPy arrays: the part of the batch for this process's devices. On CPUs the result may share
-        their memory, as with `jax.device_put`: pass copies if you fill the same buffers again.
+        memory with these arrays, as with `jax.device_put`: pass copies if you fill the same arrays again.
     - `plan`: the plan of the global batch, on a mesh of devices.
-    - `pad`: the value to fill missing rows (dimension 0) with. Without it, a batch that is too short is an
-        error.
+    - `pad`: the value for missing rows (dimension 0). Without `pad`, a batch with too few rows is an error.
 
     **Returns:**
 
-    The tree of global arrays, sharded as planned; with `pad`, also a mask over the rows of the global batch that is
-    `True` for loaded rows. The mask is sharded like the rows.
+    The tree of global arrays, sharded as planned. With `pad`, a pair of the tree and a mask over the rows of the global
+    batch, which is `True` for loaded rows and is sharded like the rows.
 
     **Raises:**
 
-    `PlanMismatchError`, with the leaf, if its shape or dtype is not this process's part of the plan, or if its dtype
-    cannot hold `pad`.
+    `PlanMismatchError` that names the leaf, if the shape or dtype is not that of this process's part of the plan, or if
+    the dtype cannot represent `pad`.
 
     !!! Example
 
@@ -88,7 +88,7 @@ def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
 
 
 def _checked(leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int | float | None) -> np.ndarray:
-    """An array that this process loaded, in the dtype of the plan; raises if it is not this process's `part`."""
+    """An array that this process loaded, cast to the dtype of the plan. Raises if its shape is not `part`."""
     shape, dtype = leaf.shape, leaf.dtype
     if array.dtype != dtype and canonical_dtype(array.dtype) != dtype:
         raise PlanMismatchError(
@@ -114,7 +114,7 @@ def _checked(leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int 
 
 
 def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None:
-    """Raises unless all leaves have the same rows on this process, since one mask then says which rows are real."""
+    """Raises unless all leaves have the same rows on this process, so that one mask is right for all leaves."""
     found: dict[object, str] = {}
     for leaf, array in zip(leaves, arrays, strict=True):
         told = f"leaf `{leaf.path}` has shape {array.shape} here, of {leaf.shape} sharded as {leaf.spec}"

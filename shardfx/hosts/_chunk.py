@@ -1,4 +1,4 @@
-"""The part of an array or a batch that a process owns, from its position in the HostGrid alone."""
+"""Computes the part of an array or a batch that a process owns, from the HostGrid alone."""
 
 import dataclasses
 import itertools
@@ -19,9 +19,9 @@ class LocalChunk:
 
     **Arguments:**
 
-    - `slices`: one `slice(start, stop)` per dimension.
-    - `replica_id`: the number of this process among the processes that own these elements. The chunks with number 0
-        hold every element once.
+    - `slices`: a `slice(start, stop)` for each dimension.
+    - `replica_id`: the number of this process among the processes that own these elements. The chunks with `replica_id`
+        0 hold every element once.
 
     !!! Example
 
@@ -46,7 +46,7 @@ class DataLayout:
 
     **Arguments:**
 
-    - `batch_size`: rows in the global batch.
+    - `batch_size`: the number of rows in the global batch.
     - `shard_id`: the number of the shard that this process loads.
     - `num_shards`: the number of shards into which the processes divide the data.
     - `is_first_host_in_replica_set`: whether no process with a lower number loads the same shard.
@@ -72,23 +72,23 @@ class DataLayout:
 
 
 def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, process_index: int) -> LocalChunk:
-    """The box of an array that a process's devices hold.
+    """The part of an array that a process's devices hold.
 
     **Arguments:**
 
     - `shape`: the shape of the whole array.
     - `spec`: the sharding of the array.
     - `grid`: the box of the mesh that each process has; see [`shardfx.hosts.grid_of`][].
-    - `process_index`: the process whose chunk is returned, this one or another.
+    - `process_index`: the number of any process.
 
     **Returns:**
 
-    The chunk.
+    The part, and the number of the replica.
 
     **Raises:**
 
-    `SpecError` if the spec does not fit the shape or the mesh, or if it does not divide a size; `MeshError` if the
-    process's part is no contiguous range ([`shardfx.hosts.owned`][] then lists its ranges).
+    `SpecError` if the spec does not fit the shape or the mesh, or if its mesh axes do not divide a dimension.
+    `MeshError` if the process's part is no contiguous range; [`shardfx.hosts.owned`][] then lists its ranges.
 
     !!! Example
 
@@ -119,21 +119,22 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
 
 
 def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> int:
-    """The number of a process's shard of an array that is sharded over `axes`. The devices of a process have one shard.
+    """The number of the shard that a process holds of an array sharded over `axes`.
 
     **Arguments:**
 
-    - `axes`: one mesh axis, or several in order, the first slowest.
+    - `axes`: one mesh axis, or several in order, the slowest first.
     - `grid`: the box of the mesh that each process has.
     - `process_index`: the number of the process.
 
     **Returns:**
 
-    A number from 0 to the number of processes along the axes.
+    A number from 0 up to, but not including, the number of processes along the axes. The devices of a process hold one
+    shard.
 
     **Raises:**
 
-    `MeshError` for an unknown, repeated or unordered axis, or a process that does not exist.
+    `MeshError` for an unknown or repeated axis, for axes without an order, and for a process that does not exist.
 
     !!! Example
 
@@ -156,7 +157,7 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
 
 
 def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> int:
-    """The number of a process's replica of an array sharded over `axes`: its position along all other axes.
+    """The number of the replica that a process holds of an array sharded over `axes`.
 
     **Arguments:**
 
@@ -166,7 +167,8 @@ def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) ->
 
     **Returns:**
 
-    A number from 0; the other axes count in the mesh's order, the first slowest.
+    The position of the process along all other axes, as one number from 0. The other axes are in the mesh's order, the
+    slowest first.
 
     **Raises:**
 
@@ -189,23 +191,23 @@ def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) ->
 def data_layout(
     batch_size: int | None, axes: str | Iterable[str] | None, grid: HostGrid, process_index: int
 ) -> DataLayout:
-    """The shard of the data that a process loads if batches are sharded over `axes`.
+    """The shard of the data that a process loads, for batches that are sharded over `axes`.
 
     **Arguments:**
 
-    - `batch_size`: rows in the global batch; `None` for one row per device along `axes`.
-    - `axes`: the mesh axes of the batch dimension, in order; `None` or `()` if every process loads all of it.
+    - `batch_size`: the number of rows in the global batch; `None` for one row per device along `axes`.
+    - `axes`: the mesh axes of the batch dimension, in order; `None` or `()` if every process loads the whole batch.
     - `grid`: the box of the mesh that each process has.
-    - `process_index`: the number of the process, this one or another.
+    - `process_index`: the number of any process.
 
     **Returns:**
 
-    The layout. Shards are numbered in the order of `axes`. If that order interleaves the rows of processes
-    ([`shardfx.hosts.local_chunk`][] raises then), the rows of a shard are not adjacent in the global batch.
+    The layout. Shards are numbered in the order of `axes`. If that order interleaves the rows of processes, the rows of
+    a shard are not adjacent in the global batch, and [`shardfx.hosts.local_chunk`][] raises.
 
     **Raises:**
 
-    `MeshError` if the batch size is no positive multiple of the devices along `axes`; the errors of
+    `MeshError` if the batch size is no positive multiple of the number of devices along `axes`. The errors of
     [`shardfx.hosts.shard_id`][].
 
     !!! Example
@@ -235,18 +237,18 @@ def data_layout(
 
 
 def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple[LocalChunk, ...]:
-    """The parts of an array that a process's devices hold, for a sharding whose devices may be in any order.
+    """The parts of an array that a process's devices hold, for devices in any order.
 
     **Arguments:**
 
     - `shape`: the shape of the whole array.
-    - `sharding`: the sharding of the array, on devices.
-    - `process_index`: the process whose parts are returned.
+    - `sharding`: the sharding of the array, on a mesh of devices.
+    - `process_index`: the number of any process.
 
     **Returns:**
 
-    One chunk per different shard, in the order of their starts. The chunks with `replica_id` 0, over all processes,
-    hold every element once.
+    A chunk for each different shard, ordered by the starts of their slices. Over all processes, the chunks with
+    `replica_id` 0 hold every element once.
 
     !!! Example
 

@@ -14,9 +14,10 @@ from ..topology import MeshSpec
 
 
 class HostGrid(eqx.Module):
-    """How the processes of a job divide a mesh: every process has a box of the mesh, and all boxes have one shape.
+    """The division of a mesh among the processes of a job. Every process has a box of the mesh, and all boxes have one
+    shape.
 
-    It contains no devices, so each process can compute what any other one owns.
+    A HostGrid contains no devices, so each process can compute the part of any other process.
 
     !!! Example
 
@@ -45,14 +46,14 @@ class HostGrid(eqx.Module):
     ):
         """**Arguments:**
 
-        - `axis_sizes`: devices along each mesh axis, in the mesh's order.
-        - `num_chunks`: processes along each axis; 1 for axes left out.
-        - `chunk_ids`: for each process, in order of process index, the number of its chunk along each axis, in the
-            order of `axis_sizes`.
+        - `axis_sizes`: the number of devices along each mesh axis, in the mesh's order.
+        - `num_chunks`: the number of processes along each axis; 1 for axes that are not in it.
+        - `chunk_ids`: for each process, by process index, the number of its chunk along each axis, in the order of
+            `axis_sizes`.
 
         **Raises:**
 
-        `MeshError` if the processes do not divide the mesh evenly, or do not cover it once.
+        `MeshError` if the processes do not divide the mesh evenly, or if their boxes do not cover the mesh once.
         """
         unknown = [name for name in num_chunks if name not in axis_sizes]
         if unknown:
@@ -83,12 +84,12 @@ class HostGrid(eqx.Module):
 
     @property
     def axis_sizes(self) -> Mapping[str, int]:
-        """Devices along each mesh axis, in order; read-only."""
+        """The number of devices along each mesh axis, in order; read-only."""
         return types.MappingProxyType(dict(zip(self.axis_names, self._sizes, strict=True)))
 
     @property
     def num_chunks(self) -> Mapping[str, int]:
-        """Processes along each mesh axis, in order; read-only."""
+        """The number of processes along each mesh axis, in order; read-only."""
         return types.MappingProxyType(dict(zip(self.axis_names, self._chunks, strict=True)))
 
     @property
@@ -102,7 +103,7 @@ def grid_of(mesh: Mesh) -> HostGrid:
 
     **Arguments:**
 
-    - `mesh`: a `jax.sharding.Mesh`, of all processes' devices.
+    - `mesh`: a `jax.sharding.Mesh` of all processes' devices.
 
     **Returns:**
 
@@ -110,8 +111,8 @@ def grid_of(mesh: Mesh) -> HostGrid:
 
     **Raises:**
 
-    `MeshError` if the devices of some process form no box, or if the boxes differ in shape; use
-    [`shardfx.hosts.owned`][] for such meshes.
+    `MeshError` if the devices of a process form no box, or if the boxes differ in shape; use [`shardfx.hosts.owned`][]
+    for such meshes.
 
     !!! Example
 
@@ -128,7 +129,7 @@ def grid_of(mesh: Mesh) -> HostGrid:
     sizes = np.bincount(owner.ravel(), minlength=count)
     if not sizes.all():
         _raise_no_box(mesh, f"process {int(sizes.argmin())} has no device in it")
-    # The places of the devices, process by process.
+    # The positions of the devices in the mesh, process by process.
     places = np.stack(np.unravel_index(np.argsort(owner.ravel(), kind="stable"), owner.shape), axis=-1)
     starts = np.cumsum(sizes) - sizes
     first, last = np.minimum.reduceat(places, starts), np.maximum.reduceat(places, starts)
@@ -146,20 +147,20 @@ def grid_of(mesh: Mesh) -> HostGrid:
 
 
 def regular_grid(mesh: MeshSpec, num_chunks: Mapping[str, int]) -> HostGrid:
-    """The HostGrid of processes that are numbered along a mesh, the last axis fastest, without their devices.
+    """The HostGrid of processes that are numbered along a mesh, the last axis fastest. It needs no devices.
 
     **Arguments:**
 
     - `mesh`: the mesh.
-    - `num_chunks`: processes along each axis; 1 for axes left out.
+    - `num_chunks`: the number of processes along each axis; 1 for axes that are not in it.
 
     **Returns:**
 
-    The HostGrid with the number of processes that `num_chunks` gives.
+    The HostGrid of as many processes as the product of `num_chunks`.
 
     **Raises:**
 
-    `MeshError` if they do not divide the mesh.
+    `MeshError` if the processes do not divide the mesh.
 
     !!! Example
 

@@ -1,4 +1,4 @@
-"""Checks that all processes agree."""
+"""Checks that all processes have the same plan."""
 
 import hashlib
 import itertools as it
@@ -15,22 +15,22 @@ from .._plan import ShardPlan, differences
 
 
 def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) -> None:
-    """Raises on every process unless all have the same plan on the same order of devices, or the same map.
+    """Raises on every process unless all processes have the same plan on the same order of devices, or the same map.
 
-    Every process calls it once, before it runs anything under the plan. Processes with different plans compile
-    different programs, whose collectives wait for each other for ever. The call exchanges 32 bytes; if they differ, it
-    exchanges the plans, to say where.
+    Every process calls `assert_same_plan` once, before it runs a program under the plan. Processes with different plans
+    compile different programs, whose collectives wait for each other for ever. The call exchanges 32 bytes. If they
+    differ, it exchanges the plans and names the difference.
 
     **Arguments:**
 
-    - `plan`: this process's plan, or its [`shardfx.TreeMap`][].
-    - `wait_seconds`: seconds that the processes wait for one that has not called this. The exchange afterwards is a
-        collective, which needs all processes.
+    - `plan`: the plan of this process, or its [`shardfx.TreeMap`][].
+    - `wait_seconds`: the seconds that a process waits for others that have not called `assert_same_plan`. The exchange
+        afterwards is a collective, which needs all processes.
 
     **Raises:**
 
-    `PlanMismatchError` with the first leaf or rule that differs, how, and between which processes; or with the
-    processes that did not call it.
+    `PlanMismatchError` that names the first leaf or rule that differs, the difference, and the processes; or the
+    processes that did not call `assert_same_plan`.
 
     !!! Example
 
@@ -64,7 +64,9 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
 
 
 def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
-    """The leaves or rules in which a plan or map differs from the JSON of another one; none if the devices differ."""
+    """The leaves or rules in which a plan or map differs from another one, given as JSON; none if only the devices
+    differ.
+    """
     try:
         if isinstance(plan, ShardPlan):
             return differences(plan, ShardPlan.from_json(theirs))
@@ -80,7 +82,7 @@ def _meet(wait_seconds: float) -> None:
     """Waits at a barrier until every process has called it. Unlike a collective, it raises after `wait_seconds`."""
     client = coordination()
     if client is None:
-        return  # a runtime that has connected its processes by itself
+        return  # the runtime connects its processes without a coordinator
     fix = "call it once on every process, before the first step; or give a longer `wait_seconds`"
     try:
         who = absent(client, "shardfx.assert_same_plan", wait_seconds, jax.process_index())
@@ -92,7 +94,7 @@ def _meet(wait_seconds: float) -> None:
 
 
 def _exchange(message: bytes) -> list[bytes]:
-    """Every process's message, in order of process index."""
+    """The messages of all processes, in order of process index."""
     lengths = np.ravel(multihost_utils.process_allgather(np.array([len(message)], np.int32)))
     padded = np.zeros(int(lengths.max()), np.uint8)
     padded[: len(message)] = np.frombuffer(message, np.uint8)

@@ -1,6 +1,7 @@
-"""Functions for tests of training code: golden texts of plans and steps, and a check of steps against one device.
+"""Functions for tests of training code: golden files of plans and steps, and a comparison of a step with the same step
+on one device.
 
-It may import plans, steps, costs and what is below them. It never plans, and never imports a command.
+It may import plans, steps, costs and the rooms below them. It never makes a plan, and never imports a command.
 """
 
 from ._check import CheckedOutput as CheckedOutput, CheckedStep as CheckedStep, check_step as check_step

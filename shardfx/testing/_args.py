@@ -1,6 +1,4 @@
-"""Small arrays as arguments for a step: random ones for structs, in the smallest sizes that are sharded in
-the same way.
-"""
+"""Random arguments for a step, and arguments of the smallest sizes that are sharded in the same way."""
 
 import functools as ft
 import itertools as it
@@ -25,13 +23,13 @@ _REFUSED = (TypeError, ValueError, AssertionError, IndexError, ZeroDivisionError
 
 
 def made(args: object, *, mild: bool) -> PyTree:
-    """The arguments with a random array on JAX's devices for each struct.
+    """The arguments of a step with each struct replaced by a random array on JAX's devices.
 
     **Arguments:**
 
     - `args`: trees of arrays and structs.
-    - `mild`: floats above zero, and whole numbers below 2, for steps that other numbers break: an optimizer's second
-        moments are not negative, and a token is in the vocabulary.
+    - `mild`: whether floats are positive and integers are 0 or 1. Some steps fail with other numbers: the second
+        moments of an optimizer are not negative, and a token is in the vocabulary.
     """
     leaves, structure = jax.tree.flatten(args)
     shaped = [leaf for leaf in leaves if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
@@ -51,7 +49,7 @@ def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> Arr
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(seed), math.prod(shape)).reshape(shape)
     if dtype == np.uint32 and shape[-1:] == (2,):
-        return generator.integers(0, 2**32, shape, np.uint32)  # a key of the old form
+        return generator.integers(0, 2**32, shape, np.uint32)  # a raw PRNG key
     if np.dtype(dtype).kind == "b":
         return generator.random(shape) < 0.5
     if jnp.issubdtype(dtype, np.integer):
@@ -61,7 +59,7 @@ def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> Arr
 
 
 def _on_devices(sharding: object) -> Any:
-    """The sharding on devices that exist, if it is on an abstract mesh."""
+    """The sharding itself; for a sharding on an abstract mesh, the same sharding on JAX's devices."""
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh):
         return sharding
     mesh, devices = MeshSpec.of(sharding.mesh), jax.devices()
@@ -74,11 +72,11 @@ def _on_devices(sharding: object) -> Any:
 
 
 def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTree]:
-    """The arguments in the smallest sizes that their shardings divide in the same way, if the step takes such sizes.
+    """The arguments with smaller dimensions, which their shardings divide in the same way.
 
-    Dimensions of equal size stay equal. One size after the other is reduced, by itself or with its multiples. If the
-    step cannot be traced so, each dimension of that size is reduced separately: a sequence may be as long as a model is
-    wide. Sizes that the step fixes, such as the number of its heads, stay.
+    Dimensions of equal size get one new size. A size is reduced by itself or together with its multiples. If the step
+    cannot be traced with the new size, each dimension of that size is reduced separately, because a sequence may be as
+    long as a model is wide. A size that the step fixes, such as the number of heads, does not change.
     """
     needs: dict[_Key, int] = {}
     for number, arg in enumerate(args):
@@ -97,7 +95,7 @@ def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTr
     return _resized(args, chosen)
 
 
-# A size, or one dimension of one argument that has it.
+# A size; or a size, the number of an argument, and the number of a dimension of this size.
 _Key = tuple[int, ...]
 _FACTORS = (1, 2, 3, 5, 7, *(2**power for power in range(2, 16)))
 
@@ -105,7 +103,9 @@ _FACTORS = (1, 2, 3, 5, 7, *(2**power for power in range(2, 16)))
 def _smaller(
     step: Any, args: PyTree, needs: Mapping[_Key, int], chosen: Mapping[_Key, int], key: _Key
 ) -> dict[_Key, int]:
-    """The chosen sizes with a small one for `key`, if the step can be traced with it. Unequal sizes stay unequal."""
+    """A small size for `key` and its multiples if the step can be traced with it, else nothing. Unequal sizes stay
+    unequal.
+    """
 
     def is_taken(chosen: Mapping[_Key, int]) -> bool:
         try:

@@ -1,4 +1,6 @@
-"""The first equation that a plan makes wrong, and suspicious code in `shard_map` that JAX does not check."""
+"""The first equation whose result is wrong under a plan, and suspicious operations in `shard_map`s that JAX does not
+check.
+"""
 
 import difflib
 import itertools as it
@@ -15,7 +17,7 @@ from ._tape import CARRY, Record, ShardMapBody, Tape
 
 
 # How the values of the devices along one mesh axis form the whole: the dimension that is sharded over it, or one of
-# these words. For "sum", "mean" and "max" the collective is still to come.
+# these words. For "sum", "mean" and "max" the collective has not run yet.
 Role = int | Literal["same", "sum", "mean", "max"]
 MERGED = {"sum": np.sum, "mean": np.mean, "max": np.max}
 _COLLECTIVES = frozenset(
@@ -30,14 +32,16 @@ _PIECES = _COLLECTIVES & {"ppermute", "all_gather", "all_to_all"} | frozenset(
 
 
 class Compared(NamedTuple):
-    """The comparison of an equation's result under the plan with its result on one device.
+    """The comparison of an equation's result under the plan with the result on one device.
 
     **Arguments:**
 
-    - `is_same`: whether the devices' values form the value of one device.
-    - `roles`: the role along each mesh axis of the shard_maps around it.
+    - `is_same`: whether the shards or summands of the devices give the result on one device.
+    - `roles`: for each mesh axis of the shard_maps around the equation, the dimension that it shards, the reduction
+        that the devices' values need, or "same".
     - `by_turn`: `is_same` for each iteration of the outermost loop.
-    - `difference`: the largest, and `at` where it is; `scale` is the largest number of the reference.
+    - `difference`: the largest difference. `at` is its index in the array.
+    - `scale`: the largest absolute value of the reference.
     """
 
     is_same: bool
@@ -49,7 +53,7 @@ class Compared(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """The first wrong equation, and the equations that made wrong operands of it."""
+    """The first equation with a wrong result, and the equations that made its wrong operands."""
 
     number: int
     sources: tuple[int, ...]
@@ -68,7 +72,9 @@ def differences(found: object, wanted: object) -> np.ndarray:
 
 
 def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
-    """The largest difference that rounding explains: eight times the effect that rounding had on the reference."""
+    """The largest difference that rounding explains: eight times the effect of rounding on the reference, and a few
+    units in the last place.
+    """
     changed = max([float(differences(one, exact).max(initial=0.0)) for one in others], default=0.0)
     if not jnp.issubdtype(dtype, np.inexact):
         return math.inf if changed else 0.0  # rounding made two numbers equal, and one was chosen
@@ -77,8 +83,8 @@ def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
 
 
 def compared(record: Record, value: object, whole_record: Record, whole: Any, most: float) -> Compared:
-    """Compares a value under the plan with the value on one device, under every way in which the devices' values may be
-    its shards or summands.
+    """The comparison of a result under the plan with the result on one device. The devices' values may be its shards or
+    its summands; the best match counts.
     """
     axes, parts = _by_device(record, np.asarray(value))
     one, whole = _by_device(whole_record, np.asarray(whole))
@@ -104,7 +110,7 @@ def compared(record: Record, value: object, whole_record: Record, whole: Any, mo
 
 
 def _by_device(record: Record, value: np.ndarray) -> tuple[list[tuple[str, int]], np.ndarray]:
-    """A record's value with a leading dimension for each mesh axis, before the dimensions of loop iterations."""
+    """The value of a record with a leading dimension for each mesh axis, before the dimensions of loop iterations."""
     device = [at for at, one in enumerate(record.leading) if not isinstance(one, int)]
     value = np.asarray(np.flip(value, tuple(at for at, one in enumerate(record.leading) if one == -1)))
     value = np.moveaxis(value, device, range(len(device)))
@@ -115,10 +121,10 @@ def _by_device(record: Record, value: np.ndarray) -> tuple[list[tuple[str, int]]
 def _assembled(
     axes: Sequence[tuple[str, int]], parts: np.ndarray, shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[Role, ...], np.ndarray]]:
-    """Yields every array of shape `shape` that the devices' values may form, with the role of each mesh axis: a sharded
-    dimension, a reduction, or "same".
+    """Yields every array of this shape that the devices' values may form. For each mesh axis it yields the dimension
+    that the axis shards, a reduction, or "same".
 
-    Along axes of the role "same", the values of the devices are stacked in leading dimensions.
+    Along an axis with "same", the values of the devices are stacked in a leading dimension.
     """
     local = parts.shape[len(axes) :]
     if len(local) != len(shape) or any(size == 0 or whole % size for size, whole in zip(local, shape, strict=True)):
@@ -144,7 +150,7 @@ def _assembled(
 
 
 def aligned(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[int, int]:
-    """Matches equal equations of two tapes: for each record of one tape, the number of the other tape's record."""
+    """A dict from the number of each record of one tape to the number of the equal record of another tape."""
     keys = [[(one.primitive, one.frames[:1]) for one in records] for records in (ours, theirs)]
     if keys[0] == keys[1]:
         return {at: at for at in range(len(ours))}
@@ -158,7 +164,7 @@ class Blame:
     **Arguments:**
 
     - `records`: the records of the step under the plan.
-    - `found`: the comparison of each record with the reference, if there is one.
+    - `found`: the comparisons of records with the reference, by the number of the record.
     """
 
     def __init__(self, records: Sequence[Record], found: Mapping[int, Compared]):
@@ -172,7 +178,7 @@ class Blame:
                 self.turns[record.loop] = min(self.turns.get(record.loop, first), first)
 
     def is_same(self, number: int) -> bool:
-        """Whether a value is right. Inside a loop the iteration counts in which the loop goes wrong."""
+        """Whether the result of a record is right. Inside a loop, the first wrong iteration decides."""
         one, turn = self.found.get(number), self.turns.get(self.records[number].loop)
         if one is None or turn is None or not one.by_turn:
             return one is not None and one.is_same
@@ -188,7 +194,9 @@ class Blame:
         return number < 0 or (self.is_same(number) and not self.is_loose(number, reader))
 
     def fault(self, wrong: Sequence[int]) -> Fault | None:
-        """The first wrong equation with right operands, among the equations that the wrong results depend on."""
+        """The first equation with a wrong result and right operands, among the equations that the wrong results of the
+        step depend on.
+        """
         region: set[int] = set()
         waiting: list[tuple[int, Record | None]] = [(number, None) for number in wrong if number >= 0]
         leaving: list[int] = []
@@ -211,7 +219,7 @@ class Blame:
         return None if first is None else self.named(first, region)
 
     def without_counterpart(self, region: set[int]) -> set[int]:
-        """The records that correspond to no value on one device, such as device indices and slices of right arrays."""
+        """The records that have no equal on one device, such as device indices and slices of right arrays."""
         found: set[int] = set()
         for number in sorted(region):
             record = self.records[number]
@@ -225,8 +233,8 @@ class Blame:
         return found
 
     def named(self, first: int, region: set[int]) -> Fault:
-        """The fault to report: the wrong equation, and the most telling wrong values that it depends on, such as the
-        last collective and the last unreduced value.
+        """The fault of the equation `first`, with the wrong values that say most about its cause, such as the results
+        of the last collective and the last unreduced value.
         """
         seen: set[int] = set()
         waiting = [first]
@@ -250,7 +258,7 @@ _Axes = frozenset[str]
 
 
 def suspects(tape: Tape) -> tuple[str, ...]:
-    """The suspicious operations in a step's `shard_map`s, one phrase each."""
+    """A text for each suspicious operation in the `shard_map`s of a step."""
     found: dict[str, None] = {}
     for body in tape.bodies:
         if not body.equation.params["check_vma"]:
@@ -260,7 +268,7 @@ def suspects(tape: Tape) -> tuple[str, ...]:
 
 
 def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
-    """Yields the suspicious records of a `shard_map`'s body, each with a phrase that says why."""
+    """Yields each suspicious record in the body of a `shard_map`, with a text that says why."""
     params, records = body.equation.params, [tape.records[at] for at in body.numbers]
     axes = [axis for axis, size in params["mesh"].shape.items() if size > 1]
     cuts: dict[int, _Axes] = {}
@@ -288,11 +296,10 @@ def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
 
 
 def _differing(tape: Tape, body: ShardMapBody, cuts: Mapping[int, _Axes]) -> dict[int, _Axes]:
-    """For each record, the mesh axes along which the devices' values may differ."""
+    """For each record, the mesh axes along which the devices may have different values."""
     differs = dict(cuts)
-    for _ in range(
-        len(body.equation.params["mesh"].shape) + 1
-    ):  # an iteration of a loop takes the results of the one before
+    # An iteration of a loop takes the results of the iteration before it.
+    for _ in range(len(body.equation.params["mesh"].shape) + 1):
         for at in body.numbers:
             one = tape.records[at]
             taken = _taken(one, differs) | differs.get(tape.carried.get(at, at), _Axes())

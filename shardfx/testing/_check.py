@@ -1,4 +1,4 @@
-"""Whether a step computes the same under its plan as on one device."""
+"""Compares the results of a step under its plan with the results on one device."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ class CheckedOutput:
     **Arguments:**
 
     - `path`: the path of the array in the step's result.
-    - `difference`: the largest difference between the plan and the reference in float64, and `at` its index.
+    - `difference`: the largest difference between the plan and the reference in float64. `at` is its index.
     - `allowed`: the largest difference that rounding explains.
     """
 
@@ -48,15 +48,15 @@ class CheckedOutput:
 
 @dataclasses.dataclass(frozen=True)
 class CheckedStep:
-    """The comparison of a step with its reference, by [`shardfx.testing.check_step`][]. It is true if the plan changes
-    no number.
+    """The comparison of a step with its reference by [`shardfx.testing.check_step`][]. It is true if rounding explains
+    all differences.
 
     **Arguments:**
 
     - `outputs`: the arrays that the step returns.
     - `is_finite`: whether all numbers of the reference are finite. NaN equals only NaN, and an infinity only itself.
-    - `lines`: the lines of the first equation that differs, and of the equations that make its operands.
-    - `story`: the facts about this equation, in words.
+    - `lines`: the source lines of the first equation that differs, and of the equations that make its operands.
+    - `story`: sentences about the first equation that differs.
     """
 
     __module__ = "shardfx.testing"
@@ -83,7 +83,7 @@ class CheckedStep:
 
 # Programs that run only a few times need not be fast.
 _QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# Of roundings up and down.
+# The seeds of the roundings up and down.
 _SEEDS = (1, 2, 3)
 _RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma")
 
@@ -97,33 +97,32 @@ def check_step(
 ) -> CheckedStep:
     """Runs a step under its plan and on one device, and names the first equation whose results differ.
 
-    The reference is the same step without shardings, on one device, in the step's own dtypes and in float64. For each
-    output the effect of rounding is measured: how much the output changes if every equation runs in float64 with the
-    rounding errors of its dtype. A step with narrower floats also runs in float32 under its plan, where rounding hides
-    less.
+    The reference is the same step without shardings, on one device, in the step's own dtypes and in float64. The effect
+    of rounding on an output is its change if every equation runs in float64 with the rounding errors of the step's
+    dtypes. A step with narrower floats also runs in float32 under its plan, where rounding hides fewer differences.
 
     **Arguments:**
 
     - `step`: a function, or what `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][] returned. With `mesh`, a
         function of a mesh that returns the step.
-    - `args`: arrays where the plan puts them, or structs as `plan.structs`, for which random arrays are made. None is
-        donated. Emulated devices suffice: XLA partitions for them as for others.
-    - `reference`: a function of the same arguments that is right. A step whose `shard_map` is over several devices has
-        no form for one device, and needs this or `mesh`.
-    - `mesh`: the mesh of the plan; the reference is then the step on a mesh of one device with the same axes.
+    - `args`: arrays with their planned shardings, or structs such as `plan.structs`, for which random arrays are made.
+        No argument is donated. Emulated devices suffice, because XLA partitions for them as for real ones.
+    - `reference`: a function of the same arguments with right results. It, or `mesh`, is needed for a step with a
+        `shard_map` over several devices, which cannot run on one device.
+    - `mesh`: the mesh of the plan. The reference is then the step for a mesh of one device with the same axes.
     - `shrink`: whether to reduce all sizes first, as far as the shardings of `args` divide them in the same way. A size
-        that the step fixes stays.
+        that the step fixes does not change.
 
     **Returns:**
 
-    A [`shardfx.testing.CheckedStep`][], true if rounding explains all differences. Printed, it has the outputs that
-    differ; the first equation that is wrong although its inputs are right, with its line, layout and loop iteration;
-    the collectives at these lines; and suspicious code in a `shard_map` under `check_vma=False`.
+    A [`shardfx.testing.CheckedStep`][], true if rounding explains all differences. `print` shows the outputs that
+    differ; the first equation that is wrong although its inputs are right, with its source line, sharding and loop
+    iteration; the collectives at these lines; and suspicious code in a `shard_map` under `check_vma=False`.
 
     **Raises:**
 
-    `ProgramError` for a `shard_map` over several devices without `reference` and `mesh`; `MeshError` for structs on
-    more devices than there are; the errors of the step. JAX itself raises if an array is used that was donated before.
+    `ProgramError` for a `shard_map` over several devices without `reference` and `mesh`. `MeshError` for structs on
+    more devices than there are. The errors of the step. JAX raises if an array was donated before.
 
     !!! Example
 
@@ -153,7 +152,7 @@ def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None)
     device = mesh.devices.flat[0] if mesh is not None else min(devices or jax.devices(), key=lambda one: one.id)
 
     def on_one(leaf: object) -> object:
-        """A copy of an array on one device, made through the host, since a direct copy would keep Explicit axes
+        """A copy of an array on one device. It is made through the host, since a direct copy would keep Explicit axes
         in its type.
         """
         if not isinstance(leaf, jax.Array):
@@ -168,7 +167,7 @@ def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None)
     exact = exactly()[0]
 
     def outputs(made: Sequence[np.ndarray], others: Sequence[Sequence[np.ndarray]]) -> list[CheckedOutput]:
-        """The outputs compared with the exact ones. `others` are the outputs of the reference with rounding."""
+        """The comparisons of outputs with the exact ones. `others` are the outputs of the reference with rounding."""
         found: list[CheckedOutput] = []
         for path, one, whole, *rounded in zip(ours.paths, made, exact, *others, strict=True):
             apart = differences(one, whole)
@@ -221,7 +220,7 @@ def _data(leaf: Any) -> Any:
 
 
 class _Played:
-    """A compiled evaluation of a step's jaxpr that returns the results and the value of every record."""
+    """A compiled program that evaluates a step's jaxpr, and returns the results and the value of every record."""
 
     def __init__(self, traced: _Traced, *, alone: bool, wide: object = None, keeps: bool = False):
         self.arrays, self.ids = traced.arrays, list[int]()
@@ -244,8 +243,8 @@ class _Played:
             self.compiled = jax.jit(run).lower(self.arrays, noise).compile(_QUICKLY)
 
     def __call__(self, kind: int = 0, seed: int = 0) -> tuple[list[np.ndarray], dict[int, Any]]:
-        """Runs the program, exactly or with rounding, and returns the results and the records' values. `kind` and
-        `seed` are those of `Tape`.
+        """The results and the values of the records, computed exactly or with rounding. `kind` and `seed` are the two
+        numbers of `noise` in `Tape`.
         """
         odd = np.array(2 * seed + 1, np.uint32)
         outs, values = self.compiled(self.arrays, (np.array(kind, np.int32), odd))
@@ -253,7 +252,7 @@ class _Played:
 
 
 def _blamed(ours: _Traced, theirs: _Traced, found: CheckedStep, wide: object) -> CheckedStep:
-    """The comparison, with the first wrong equation added."""
+    """The comparison of a step with its reference, with the first wrong equation added."""
     try:
         played = _Played(ours, alone=False, wide=wide, keeps=True)
     except jax.errors.JaxRuntimeError as error:
@@ -278,7 +277,7 @@ def _blamed(ours: _Traced, theirs: _Traced, found: CheckedStep, wide: object) ->
 def _told(
     records: Sequence[Record], rows: Mapping[int, Compared], fault: Fault, ours: _Played, arrays: Mapping[int, Any]
 ) -> tuple[tuple[Frame, ...], list[str]]:
-    """The source lines of a fault, and the sentences that describe it."""
+    """The source lines of a fault, and sentences that describe it."""
     record, one = records[fault.number], rows.get(fault.number, Compared(False))
     story = [f"the first equation that differs: {_equation(record, fault.number, arrays)}"]
     if one.is_same:
@@ -305,7 +304,7 @@ def _told(
 
 
 def _equation(record: Record, number: int, arrays: Mapping[int, Any]) -> str:
-    """An equation with its line and the sharding of its result."""
+    """The text of an equation, with its source line and the sharding of its result."""
     told = f"`{record.primitive}` at {place_text(next(iter(record.frames), None))}"
     if number not in arrays:
         return told

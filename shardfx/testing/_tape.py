@@ -1,6 +1,4 @@
-"""The evaluation of a step's jaxpr, equation by equation, with a record of each result, under its plan or
-on one device.
-"""
+"""Evaluates the jaxpr of a step equation by equation, under its plan or on one device, and records each result."""
 
 import contextlib
 import functools as ft
@@ -33,29 +31,29 @@ _EXACT = frozenset(
     ppermute pvary pcast reduce_and reduce_max reduce_min reduce_or reduce_precision reshape rev round select_n sign
     slice sort split squeeze stop_gradient top_k transpose pmax pmin pgather stop_gradient reduce_window_max""".split()
 )
-# The arrays, and the literals of a jaxpr; and the results of an equation, with the indices of its records.
+# Arrays and literals of a jaxpr. Below: the results of an equation, and the numbers of its records.
 _Arrays: TypeAlias = Sequence[Any]
 _Made: TypeAlias = tuple[_Arrays, Sequence[int]]
-# The values with which a loop starts an iteration.
+# The name of the records for the values with which an iteration of a loop starts.
 CARRY = "carry"
 # These operate on the bits of their dtype.
 _BITS = "bitcast_convert_type random_bits rng_bit_generator random_gamma pallas_call ffi_call pure_callback".split()
 
 
 class Record(NamedTuple):
-    """One equation of a step, and the position of its results.
+    """One equation of a step that was evaluated.
 
     **Arguments:**
 
-    - `primitive`: JAX's name of the primitive.
-    - `frames`: the lines of the user, the innermost first.
-    - `reads`: the numbers of the records whose values it takes; less than 0 for arguments, literals and constants.
-    - `leading`: the meaning of the value's leading dimensions, which loops and shard_maps around it add: for the
-        iterations of a loop 1, or -1 if it runs backwards; else the mesh axes, with their sizes, along which each
-        device's own value is stacked.
-    - `dtype`: the dtype in which the step computes it.
-    - `loop`: the number of the outermost loop around it.
-    - `axes`: the mesh axes that a collective is over.
+    - `primitive`: JAX's name for the primitive.
+    - `frames`: the source lines of the user, the innermost first.
+    - `reads`: the numbers of the records whose results are operands; negative for arguments, literals and constants.
+    - `leading`: the leading dimensions that the loops and shard_maps around the equation add to its value. A loop adds
+        its iterations: 1, or -1 if it runs backwards. A shard_map adds a dimension that stacks the devices' values: the
+        names and sizes of its mesh axes.
+    - `dtype`: the dtype of the result in the step.
+    - `loop`: the number of the outermost loop around the equation.
+    - `axes`: the mesh axes of a collective.
     - `counted`: the size of an `iota`.
     """
 
@@ -70,7 +68,9 @@ class Record(NamedTuple):
 
 
 class ShardMapBody(NamedTuple):
-    """A `shard_map`, the records that it takes and returns, and the numbers of its equations' records."""
+    """A `shard_map`, the numbers of the records of its operands and results, and the numbers of the records of its
+    equations.
+    """
 
     equation: jex.JaxprEqn
     reads: Sequence[int]
@@ -84,10 +84,10 @@ class Tape:
     **Arguments:**
 
     - `alone`: whether to evaluate on one device, without shardings.
-    - `wide`: the dtype that narrower floats are replaced by, from the arguments on.
-    - `noise`: the rounding of each equation's result: 0 for none, 1 to the dtype of the step, 2 to that or, if it is
-        narrower, to float32; and an odd number that decides which results are rounded up and which down. Needs
-        `wide=np.float64`.
+    - `wide`: the dtype to which narrower floats are cast, from the arguments on.
+    - `noise`: the rounding of each equation's result, as two numbers. The first is 0 for no rounding, 1 for rounding to
+        the dtype of the step, and 2 for rounding to the wider of that dtype and float32. The second is odd, and decides
+        which results are rounded up. Needs `wide=np.float64`.
     """
 
     def __init__(self, *, alone: bool, wide: DType = None, noise: Any = None):
@@ -131,7 +131,7 @@ class Tape:
         return atom.val if is_own else jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
 
     def unknown(self, arrays: Sequence[object]) -> list[int]:
-        """Numbers for arrays that are not the result of an equation. These numbers have no records."""
+        """Numbers without records, for arrays that are not the result of an equation."""
         return [next(self.count) for _ in arrays]
 
     def kept(
@@ -139,7 +139,7 @@ class Tape:
     ) -> int:
         """Adds a record for an equation's result, and returns its number."""
         if jnp.issubdtype(out.dtype, jax.dtypes.extended):
-            return max(reads, default=-1)  # a key
+            return max(reads, default=-1)  # a PRNG key
         number = len(self.records)
         self.records.append(Record(name, self.frames, (*reads,), (), var.aval.dtype, axes=axes, counted=counted))
         if self.alone or not jax.typeof(out).sharding.spec.unreduced:  # no device has the value of an incomplete sum
@@ -156,7 +156,7 @@ class Tape:
         return [self.kept(name, var, out, reads, named, counted) for var, out in pairs]
 
     def widened(self, array: Any) -> Any:
-        """The array, with floats cast to a dtype at least as wide as `wide`."""
+        """The array; floats are cast to a dtype that is at least as wide as `wide`."""
         if self.wide is None or jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return array
         return jnp.asarray(array, _wider(array.dtype, self.wide))
@@ -224,7 +224,7 @@ class Tape:
         """A context for the inner jaxpr of an equation. It collects the values of the inner records, which the equation
         must return.
 
-        JAX may trace it several times, so its records start again at `start`.
+        JAX may trace the inner jaxpr several times, so its records start again at `start`.
         """
         del self.records[start:]
         outer, self.values = self.values, {}
@@ -262,7 +262,7 @@ class Tape:
         return [*carry, *ys], ids
 
     def forgotten(self, closed: object, *args: object) -> _Arrays:
-        """Evaluates a closed jaxpr without records for its equations, and returns the results."""
+        """Evaluates a closed jaxpr without records of its equations, and returns the results."""
         start = len(self.records)
         with self.within(start):
             outs = self.run(*opened(closed), args, [-1] * len(args))[0]
@@ -329,8 +329,8 @@ def _like(arrays: _Arrays, others: _Arrays) -> _Arrays:
 
 
 def _rounded(array: Any, dtype: DType, kind: Any, odd: Any) -> Any:
-    """A float64 array rounded to a dtype, up or down as its own bits decide. Numbers that the dtype can hold stay as
-    they are.
+    """A float64 array, rounded to a dtype, up or down as the bits of each number decide. Numbers that the dtype can
+    represent do not change.
     """
     if not jnp.issubdtype(dtype, np.floating):
         return array

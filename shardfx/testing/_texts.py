@@ -1,4 +1,4 @@
-"""Plans, and the collectives and shardings of steps, as short texts to keep under version control."""
+"""The texts of plans, and of the collectives and shardings of steps, for golden files."""
 
 import difflib
 import linecache
@@ -22,11 +22,11 @@ _PLAN_FORMAT = "# shardfx plan text 1"
 
 
 def plan_text(plan: ShardPlan) -> str:
-    """A plan as text for golden files: the sharding of each array, and the mesh axes that it did not get.
+    """The text of a plan for golden files: the sharding of each array, and the mesh axes that were dropped.
 
-    Two plans have the same text if their meshes have the same description and every array has the same path, shape,
-    dtype, spec, memory kind, and dropped mesh axes in both. The rules that matched are not in it, so that rules can be
-    rewritten without a change of the text.
+    Two plans have the same text if their meshes have the same text, and if every array has the same path, shape, dtype,
+    spec, memory kind and dropped mesh axes. The text does not name the rules that matched, so rules can be rewritten
+    without a change of the text.
 
     **Arguments:**
 
@@ -34,8 +34,8 @@ def plan_text(plan: ShardPlan) -> str:
 
     **Returns:**
 
-    The text, ending in a new line. Arrays that differ only in numbers in their paths are one line. No line depends on
-    another, so a change of one array changes one line and the totals.
+    The text, which ends in a newline. Arrays whose paths differ only in numbers are one line. A change of one array
+    changes one line and the totals.
 
     !!! Example
 
@@ -84,19 +84,19 @@ def plan_text(plan: ShardPlan) -> str:
 
 
 def assert_same_plan_text(plan: ShardPlan, expected: str | os.PathLike[str], *, update: bool = False) -> None:
-    """Fails unless a plan's text is the expected one, for tests with a golden file.
+    """Raises unless the text of a plan is the expected one, for tests with a golden file.
 
     **Arguments:**
 
     - `plan`: the plan.
-    - `expected`: a text of several lines, as [`shardfx.testing.plan_text`][] makes it; or the path of a file with such
-        a text.
-    - `update`: write the plan's text into the file instead of comparing. In pytest it can come from an option of yours.
+    - `expected`: a text of several lines from [`shardfx.testing.plan_text`][], or the path of a file with such a text.
+    - `update`: whether to write the plan's text into the file instead of comparing. In pytest, an option of your own
+        can set it.
 
     **Raises:**
 
-    `AssertionError` with the lines that differ, the bytes per device before and now, and how to accept the new plan;
-    also if the file does not exist.
+    `AssertionError` with the lines that differ, the bytes per device before and now, and how to accept the new plan.
+    `AssertionError` also if the file does not exist.
 
     !!! Example
 
@@ -120,7 +120,7 @@ def assert_same_plan_text(plan: ShardPlan, expected: str | os.PathLike[str], *, 
 
 
 def assert_same_text(kind: str, text: str, expected: str | os.PathLike[str], *, update: bool) -> None:
-    """Fails unless a text is the expected one. `kind` is "plan" or "traffic"."""
+    """Raises unless a text is the expected one. `kind` is "plan", "traffic" or "shardings"."""
     is_text = isinstance(expected, str) and "\n" in expected
     if update:
         if is_text:
@@ -164,11 +164,11 @@ _PATTERN = re.compile(
 
 
 def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
-    """The collectives of a step as text for golden files.
+    """The text of a step's collectives for golden files.
 
-    For each collective it has the kind, the mesh axes, the number of runs, whether it is in the backward pass or in its
-    recomputation, the shapes on one device, the parameter, and the line of your program. The text of the line is used
-    instead of its number, which changes with every line above it.
+    A line has the kind of a collective, the mesh axes, the number of runs, the pass if it is backward or recomputed,
+    the shapes on one device, the parameter, and the source line. The text of the source line is used instead of its
+    number, which changes with every line above it.
 
     **Arguments:**
 
@@ -177,7 +177,8 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
 
     **Returns:**
 
-    The text, ending in a new line. Collectives that differ only in numbers in their parameters' paths are one line.
+    The text, which ends in a newline. Collectives that differ only in the numbers of their parameters' paths are one
+    line.
 
     !!! Example
 
@@ -213,18 +214,19 @@ def traffic_text(traffic: Traffic, *, sizes: bool = False) -> str:
 def assert_same_traffic_text(
     traffic: Traffic, expected: str | os.PathLike[str], *, update: bool = False, sizes: bool = False
 ) -> None:
-    """Fails unless the text of a step's collectives is the expected one, for tests with a golden file.
+    """Raises unless the text of a step's collectives is the expected one, for tests with a golden file.
 
     **Arguments:**
 
-    - `traffic`: the step's traffic.
-    - `expected`: a text of several lines, as [`shardfx.testing.traffic_text`][] makes it; or the path of a file.
-    - `update`: write the text into the file instead of comparing.
-    - `sizes`: compare the bytes too.
+    - `traffic`: the traffic of the step.
+    - `expected`: a text of several lines from [`shardfx.testing.traffic_text`][], or the path of a file with such a
+        text.
+    - `update`: whether to write the text into the file instead of comparing.
+    - `sizes`: whether to compare the bytes too.
 
     **Raises:**
 
-    `AssertionError` with the lines that differ and how to accept the new ones; also if the file does not exist.
+    `AssertionError` with the lines that differ and how to accept the new lines; also if the file does not exist.
     """
     assert_same_text("traffic", traffic_text(traffic, sizes=sizes), expected, update=update)
 
@@ -232,24 +234,24 @@ def assert_same_traffic_text(
 def assert_collectives(
     traffic: Traffic, *, none: Sequence[str] = (), at_most: Mapping[str, int | str] | None = None
 ) -> None:
-    """Fails if a step has collectives that it must not have.
+    """Raises if a step has collectives that it must not have.
 
     A pattern is the kind of a collective, or `any`, with optional parts in this order: `backward all-gather over
-    fsdp+tensor of layers/.*/up at model.py:12`. The pass is forward, backward or recomputed. The collective runs over
-    all named mesh axes, and maybe more. The parameter is a regex that is searched in its path. The place is a file, a
-    file and a line, or a function.
+    fsdp+tensor of layers/.*/up at model.py:12`. The pass is forward, backward or recomputed. The collective must run
+    over all mesh axes in the pattern, and may run over more. The parameter is a regex that is searched in the
+    parameter's path. The place is a file, a file and a line, or a function.
 
     **Arguments:**
 
     - `traffic`: the traffic from [`shardfx.cost.traffic`][] or [`shardfx.cost.estimate`][].
     - `none`: patterns of collectives that the step must not have.
-    - `at_most`: limits by pattern: a number of calls in a step, or the bytes that may enter a device as a text:
-        `"1.5 MiB"`.
+    - `at_most`: limits by pattern: the number of calls in a step, or the bytes that may enter a device, as a text such
+        as `"1.5 MiB"`.
 
     **Raises:**
 
-    `AssertionError` with the collectives that are not allowed; `ValueError` for a pattern that cannot be read, or that
-    names an axis which the mesh lacks.
+    `AssertionError` with the collectives that are not allowed. `ValueError` for a pattern that cannot be parsed, or
+    with a mesh axis that the mesh lacks.
 
     !!! Example
 
@@ -291,7 +293,7 @@ def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
 
 
 def _traffic_row_text(row: TrafficRow) -> str:
-    """The text of a row without its numbers. Rows with equal texts are counted together."""
+    """The text of a row without its numbers. Rows with equal texts are added up."""
     kind = f"{row.kind}{' (windowed)' if row.windowed else ''} over {'+'.join(row.axes) or f'{row.group_size} devices'}"
     phase = "" if row.phase in ("", "forward") else f"{row.phase} "
     return f"{kind}: {phase}{'+'.join(row.arrays)}"
@@ -331,7 +333,7 @@ def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
 
 
 def _over(rows: Sequence[TrafficRow], limit: int | str) -> str:
-    """The collectives that exceed the limit, in words; "" if none does."""
+    """A text with the collectives that exceed the limit; "" if none does."""
     if isinstance(limit, str):
         found = re.fullmatch(r"([\d.,]+) ?([KMGT]i)?B", limit)
         if found is None:
@@ -349,9 +351,9 @@ _SHARDINGS_FORMAT = "# shardfx shardings text 1"
 
 
 def shardings_text(shardings: StepShardings) -> str:
-    """The shardings of a step's arrays, and the origin of each mesh axis, as text for golden files.
+    """The text of the shardings of a step's arrays, with the origin of each mesh axis, for golden files.
 
-    The text of each line of your program is used instead of its number, which changes with every line above it.
+    The text of each source line is used instead of its number, which changes with every line above it.
 
     **Arguments:**
 
@@ -360,7 +362,8 @@ def shardings_text(shardings: StepShardings) -> str:
 
     **Returns:**
 
-    The text, ending in a new line: below each line of your program its arrays, one line for each shape and sharding.
+    The text, which ends in a newline. Below each source line it lists the arrays, with one line for each shape and
+    sharding.
 
     !!! Example
 
@@ -397,14 +400,15 @@ def shardings_text(shardings: StepShardings) -> str:
 def assert_same_shardings_text(
     shardings: StepShardings, expected: str | os.PathLike[str], *, update: bool = False
 ) -> None:
-    """Fails unless the text of a step's shardings is the expected one, for tests with a golden file.
+    """Raises unless the text of a step's shardings is the expected one, for tests with a golden file.
 
     **Arguments:**
 
-    - `shardings`, `expected`, `update`: as [`shardfx.testing.assert_same_plan_text`][] takes a plan.
+    - `shardings`: the shardings of the step.
+    - `expected`, `update`: as in [`shardfx.testing.assert_same_plan_text`][].
 
     **Raises:**
 
-    `AssertionError` with the lines that differ and how to accept the new ones; also if the file does not exist.
+    `AssertionError` with the lines that differ and how to accept the new lines; also if the file does not exist.
     """
     assert_same_text("shardings", shardings_text(shardings), expected, update=update)
