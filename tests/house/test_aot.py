@@ -95,7 +95,6 @@ def collectives(mesh):
     [
         ("v5e:4x4", {"data": 2, "model": 8}),
         ("v5p:4x4x4", {"data": 4, "model": 16}),
-        ("v5p:4x4x4", {"data": 1, "model": 64}),
     ],
 )
 def test_a_walk_costs_collectives_nothing(name, sizes):
@@ -257,8 +256,7 @@ def test_a_train_step_compiles_to_the_planned_bytes(target, spec):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("slice_", ["tpu:v5e:2x2", "tpu:v5e:2x2*2"])
-def test_a_search_is_verified_by_the_compiler_of_the_slice(slice_):
+def test_a_search_is_verified_by_the_compiler_of_the_slice():
     def step(params, x):
         def loss(params):
             return jnp.mean((x + jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2)
@@ -267,7 +265,7 @@ def test_a_search_is_verified_by_the_compiler_of_the_slice(slice_):
 
     struct = jax.ShapeDtypeStruct
     params = {"up": struct((256, 1024), jnp.float32), "down": struct((1024, 256), jnp.float32)}
-    found = search(step, params, struct((4096, 256), jnp.float32), devices=slice_, verify="compile", closely=1)
+    found = search(step, params, struct((4096, 256), jnp.float32), devices="tpu:v5e:2x2*2", verify="compile", closely=1)
     look = found[0]
     assert look.by == "compile" and look.wire_bytes > 0 and look.memory_bytes
     # 13 billion operations at v5e's peak take 16 us on four chips; the compiler's cycles say somewhat more.

@@ -1,6 +1,5 @@
-"""Moves between processes: two and four of them, over JAX's own runtime and gloo's collectives."""
+"""Moves between processes: four of them, over JAX's own runtime and gloo's collectives."""
 
-import functools as ft
 from pathlib import Path
 
 import _processes
@@ -12,28 +11,17 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What each of so many processes found; four of them also move trees through maps."""
-
-    @ft.cache
-    def run(count):
-        folder = tmp_path_factory.mktemp("job")
-        outcomes = _processes.run("moves", count, 8 // count, folder, worker=Path(moving_worker.__file__))
-        for outcome in outcomes:
-            assert outcome.returncode == 0, outcome.log[-4000:]
-        return [outcome.result for outcome in outcomes]
-
-    return run
-
-
-@pytest.fixture(params=[2, 4])
-def job(request, results):
-    return results(request.param)
+def job(tmp_path_factory):
+    """What each of four processes found."""
+    outcomes = _processes.run("moves", 4, 2, tmp_path_factory.mktemp("job"), worker=Path(moving_worker.__file__))
+    for outcome in outcomes:
+        assert outcome.returncode == 0, outcome.log[-4000:]
+    return [outcome.result for outcome in outcomes]
 
 
 @pytest.fixture
-def mapping(results):
-    return [result["maps"] for result in results(4)]
+def mapping(job):
+    return [result["maps"] for result in job]
 
 
 def test_every_process_gets_its_shards_also_where_it_owns_nothing_of_what_is_moved(job):
@@ -72,10 +60,10 @@ def test_errors_come_on_every_process_before_anything_hangs(job):
         assert "elements are on lost devices only" in result["lost"]
 
 
-def test_every_process_gets_what_a_map_makes_for_it(mapping, results):
+def test_every_process_gets_what_a_map_makes_for_it(mapping, job):
     for name in (*moving_worker.MAPPED, "limited"):
         assert [result[name]["wrong"] for result in mapping] == [[]] * 4, name
-    assert [result["matrices"] for result in results(4)] == ["right"] * 4
+    assert [result["matrices"] for result in job] == ["right"] * 4
 
 
 def test_processes_give_up_and_refuse_alike(mapping):

@@ -70,7 +70,7 @@ def test_the_clock_orders_what_is_run_of_every_kind_of_argument():
     model = {"w": f32(16, 16), "act": jax.nn.relu}
     key = jax.eval_shape(lambda: jax.random.key(0))
     args = (model, key, jax.ShapeDtypeStruct((8,), "int32"), jax.ShapeDtypeStruct((8, 16), "bool"), 2)
-    found = search(odd, *args, devices=jax.devices(), keep=2, closely=2, verify="run")
+    found = search(odd, *args, devices=jax.devices()[:4], keep=2, closely=2, verify="run")
     assert {one.by for one in found} == {"run"} and len(found) == 2
     assert 0 < found[0].seconds <= found[1].seconds < 60
     assert "as measured" in found[0].code() and "as measured" in found[0].explain()
