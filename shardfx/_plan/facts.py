@@ -17,8 +17,8 @@ NUMBERS = ("arrays", "bytes/device")
 
 
 def facts_of(content: Content) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Returns the report of a plan as the rows of a table, the first of which is its header, and as paragraphs. The
-    paragraphs have each reason once, the totals, and the largest replicated arrays.
+    """Returns the report of a plan: the rows of a table, beginning with its header, and paragraphs. The paragraphs have
+    each reason once, the totals, and the largest replicated arrays.
 
     No text contains control characters, which a terminal would interpret.
     """

@@ -372,9 +372,9 @@ class ShardPlan(eqx.Module):
         return html_of(self.content)
 
 
-def check_plan(what: str, given: object) -> None:
-    """Raises unless the argument named `what` is a plan."""
-    check_type(what, given, ShardPlan, LeafTypeError, "pass what `shardfx.plan(tree, mesh, ...)` returns")
+def check_plan(what: str, value: object) -> None:
+    """Raises unless `value`, the argument named `what`, is a plan."""
+    check_type(what, value, ShardPlan, LeafTypeError, "pass what `shardfx.plan(tree, mesh, ...)` returns")
 
 
 def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:

@@ -286,7 +286,7 @@ def is_digit_blind(regex: str) -> bool:
 
 
 class Matcher:
-    """Compiled path rules, and a record of which of them have matched a path."""
+    """Compiled path rules. A Matcher records the rules that have matched a path."""
 
     def __init__(self, rules: PathRules):
         self.rules, self.declared, self.patterns = rules.rules, rules.axes, compiled(rules)

@@ -113,17 +113,18 @@ def explain(plan: Callable[..., Any], path: str, *args: Any) -> StepShardings: .
 
 
 def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
-    """Why one array of a plan is sharded as it is, and what would change that; or the arrays of one line of a step.
+    """Explains why one array of a plan is sharded as it is, and which changes would alter its sharding. For a step,
+    explains the arrays that one source line makes.
 
     The plan contains its rules, requests and reasons. The function that applied the rules to the array is called again
-    to list what each rule did.
+    to list the outcome of each rule.
 
     **Arguments:**
 
     - `plan`: the plan; or a step, jitted or not.
     - `path`: the path of the array, as in the plan's report; or a regex, such as `k_proj`, that matches the path of one
-        array, or those of equal arrays of repeated layers, of which the first is explained. For a step, a file and a
-        line, "train.py:41".
+        array. If it matches equal arrays of repeated layers, the first is explained. For a step, a file and a line,
+        "train.py:41".
     - `args`: the arguments of the step, as [`shardfx.cost.shardings`][] takes them.
 
     **Returns:**

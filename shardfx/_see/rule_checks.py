@@ -20,8 +20,8 @@ def dead_rules(subject: Subject) -> Iterator[Finding]:
     """Findings for axis rules that can never apply.
 
     A rule is tried only if all earlier rules of its name were blocked, and an axis that is in use stays in use. So a
-    rule can never apply if and only if it contains all axes of one earlier rule of its name: what blocks the earlier
-    rule blocks this rule too. A rule without axes is never blocked.
+    rule can never apply if and only if it contains all axes of one earlier rule of its name: an axis that blocks the
+    earlier rule blocks this rule too. A rule without axes is never blocked.
     """
     if subject.axes is None:
         return
