@@ -1,8 +1,8 @@
 """The operations of a lowered step over numbered values, each with the factors of its dimensions.
 
-The factors come from Shardy's sharding rule, or are made here for operations without a rule. The rules are those of
+A factor is a dimension of an operation's sharding rule, as Shardy defines it. The rules are those of
 `op_sharding_rule_registry.cc` of openxla/shardy, as the pass `sdy-populate-op-sharding-rules` of the installed jaxlib
-writes them.
+writes them. This file has the factors of operations without a rule.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy, stablehlo
 
 from .._ground.spec import DType, bits
-from .lowered import Laid, Op
+from .lowered import ArraySharding, Op
 
 
 # The factors of each dimension of each array, the slowest first.
@@ -25,13 +25,16 @@ FactorDims = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class Factors(NamedTuple):
-    """The sharding rule of an operation, as Shardy defines it: the factors of each dimension of its operands and
-    results.
+    """The sharding rule of an operation: the factors of each dimension of its operands and results.
 
-    Dimensions with one common factor are walked together, so they have the same sharding. A dimension of several
-    factors is a reshape of them. `sizes` are the sizes of the factors; a dimension that a slice shortens has less than
-    its factors. `reduction` are factors that are summed over, or looked up in: a result of a part of one is unreduced.
-    `replicated` are factors that the operation needs whole, or whose shards must be moved.
+    Dimensions with a common factor have the same sharding. A dimension with several factors is a reshape of them. A
+    dimension that is shorter than its factors is a slice.
+
+    - `sizes`: the size of each factor.
+    - `ins`, `outs`: the factors of each dimension of each operand and each result, the major-most first.
+    - `reduction`: the factors that the operation sums over or looks up in. If one of them is sharded, the result is
+        unreduced.
+    - `replicated`: the factors that must be replicated, or whose shards must be permuted.
     """
 
     sizes: tuple[int, ...]
@@ -43,32 +46,33 @@ class Factors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepValue:
-    """One array of the step. It is free if it depends on constants only, so that every device can compute any shard of
-    it.
+    """One array of the step.
 
-    `laid` is its sharding, if Shardy has propagated shardings through the module.
+    `free` is true if the array depends on constants only, so that every device can compute any shard of it. `sharding`
+    is set if Shardy has propagated shardings through the module.
     """
 
     shape: tuple[int, ...]
     dtype: DType
     free: bool = False
-    laid: Laid | None = None
+    sharding: ArraySharding | None = None
 
     @property
     def bytes(self) -> float:
-        """Bytes of the whole array."""
+        """The bytes of the whole array."""
         return float(math.prod(self.shape)) * bits(self.dtype) / 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation, which runs `times` times: its operands and results, its factors, and its floating-point
-    operations.
+    """One operation: its operands and results, its factors, its floating-point operations, and the number of times that
+    it runs.
 
-    `name` is that of StableHLO, or one of four of this graph. "carry" passes an array into a loop or out of a branch.
-    "return" passes the result of one iteration to the next: its operands are that result and the value that the
-    iteration received. "use" marks an array that a loop reads until it ends. "opaque" is an unknown operation.
-    `counted` lists the dimensions of the first operand that a loop's counter indexes, each with the number of the loop.
+    `name` is StableHLO's name, or one of four names of this graph. "carry" passes an array into a loop or out of a
+    branch. "return" passes the result of one iteration to the next. Its operands are that result, and the value that
+    the iteration received. "use" marks an array that a loop reads until it ends. "opaque" is an unknown operation.
+    `counted` lists the dimensions of the first operand that a loop's counter indexes, each with the number of the
+    counter.
     """
 
     name: str
@@ -87,7 +91,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """The operations of a whole step. `notes` counts the operations that were not understood."""
+    """The operations of a whole step. `notes` counts each kind of operation that has no factors."""
 
     values: list[StepValue]
     operations: list[Operation]
@@ -101,7 +105,7 @@ _COMPLEX = {"complex<f32>": "complex64", "complex<f64>": "complex128"}
 
 @ft.lru_cache(maxsize=128)
 def dtype_of(name: str) -> DType:
-    """The dtype of an MLIR element type, such as "bf16", "ui8" or "f8E4M3FN"."""
+    """The dtype for the name of an MLIR element type, such as "bf16", "ui8" or "f8E4M3FN"."""
     if name == "i1":
         return jnp.dtype("bool")
     if name in _COMPLEX:
@@ -120,7 +124,7 @@ RULE = "sdy.sharding_rule"
 
 @ft.lru_cache(maxsize=4096)
 def of_rule(rule: ir.Attribute) -> Factors:
-    """The factors in a sharding rule's attribute."""
+    """The factors of a sharding rule in the form of an MLIR attribute."""
     read = sdy.OpShardingRuleAttr(rule)
     return Factors(
         tuple(read.factor_sizes),
@@ -136,8 +140,8 @@ def _mapped(mappings: Iterable[ir.Attribute]) -> tuple[tuple[tuple[int, ...], ..
     return tuple(tuple(tuple(sdy.DimMappingAttr(dim).factor_indices) for dim in tensor.dim_mappings) for tensor in read)
 
 
-def by_element(ins: Shapes, outs: Shapes) -> Factors:
-    """The factors of an elementwise operation: each dimension of the result has one factor with the operands of the
+def elementwise(ins: Shapes, outs: Shapes) -> Factors:
+    """The factors of an elementwise operation. Each dimension of the result shares a factor with all operands of the
     same shape.
     """
     shape = outs[0]
@@ -155,14 +159,16 @@ def by_element(ins: Shapes, outs: Shapes) -> Factors:
     return Factors(tuple(sizes), tuple(dims[: len(ins)]), tuple(dims[len(ins) :]), replicated=replicated)
 
 
-def handed(shape: Shape, times: int = 2) -> Factors:
-    """The factors of an operation that passes an array on: each dimension has one factor, in all `times` arrays."""
+def identity(shape: Shape, arrays: int = 2) -> Factors:
+    """The factors of an operation that returns its operand: each dimension has one factor, which is the same in all
+    `arrays` arrays.
+    """
     dims = tuple((dim,) for dim in range(len(shape)))
-    return Factors(shape, (dims,) * (times - 1), (dims,))
+    return Factors(shape, (dims,) * (arrays - 1), (dims,))
 
 
 def opaque(ins: Shapes, outs: Shapes) -> Factors:
-    """The factors of an unknown operation: each dimension has its own factor, which must be replicated."""
+    """The factors of an unknown operation: each dimension has a factor of its own, which must be replicated."""
     sizes: list[int] = []
     dims = []
     for shape in (*ins, *outs):
@@ -173,15 +179,16 @@ def opaque(ins: Shapes, outs: Shapes) -> Factors:
 
 
 def _top_k(ins: Shapes, outs: Shapes) -> Factors:
-    """The factors of a top-k: the last dimension must be unsharded, and it is shorter in the results."""
+    """The factors of a top-k. Its last dimension must be replicated, and is shorter in the results."""
     dims = tuple((dim,) for dim in range(len(ins[0])))
     return Factors(ins[0], (dims,), (dims,) * len(outs), replicated=frozenset({len(dims) - 1}))
 
 
 def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
-    """The factors of a `ragged_dot`: rows in groups, and one matrix for each group.
+    """The factors of a `ragged_dot`, which multiplies each group of rows by the matrix of the group.
 
-    Groups are looked up: a device with some of the groups makes some of the rows, and zeros.
+    The groups are a reduction factor: a device with some of the groups makes the rows of these groups, and zeros for
+    all others.
     """
     text = str(operation.attributes["ragged_dot_dimension_numbers"])
     asked = {
@@ -212,18 +219,18 @@ def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
     return Factors(tuple(sizes), tuple(dims[:3]), (dims[3],), summed)
 
 
-def own(operation: Op, name: str, ins: Shapes, outs: Shapes) -> Factors | None:
-    """The factors of an operation that Shardy has no rule for; `None` for an unknown operation."""
+def without_rule(operation: Op, name: str, ins: Shapes, outs: Shapes) -> Factors | None:
+    """The factors of an operation without a rule of Shardy; `None` for an unknown operation."""
     if name == "chlo.top_k":
         return _top_k(ins, outs)
     if name == "chlo.ragged_dot":
         return _ragged_dot(operation, ins, outs)
     # `chlo` is StableHLO's client dialect: in addition to the operations above, it has elementwise functions.
-    return by_element(ins, outs) if name.startswith("chlo.") and ins else None
+    return elementwise(ins, outs) if name.startswith("chlo.") and ins else None
 
 
 def flops_of(name: str, operation: Op, factors: Factors, ins: Shapes, outs: Shapes) -> float:
-    """Floating-point operations of a product or convolution."""
+    """The floating-point operations of a product or convolution; 0 for other operations."""
     if name == "convolution":
         numbers = stablehlo.ConvDimensionNumbers(operation.attributes["dimension_numbers"])
         return 2.0 * math.prod(outs[0]) * math.prod(ins[1]) / max(1, ins[1][numbers.kernel_output_feature_dimension])

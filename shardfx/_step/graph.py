@@ -1,7 +1,7 @@
-"""A StableHLO module as JAX lowers it, as one flat list of operations with factors.
+"""A StableHLO module, as JAX lowers it, as one flat list of operations with factors.
 
-A function is inlined at every call. The body of a loop is inlined once, and counts as often as the loop runs. A value
-that a loop carries unchanged is one value inside and outside.
+A function is inlined at every call. The body of a loop is inlined once, and its operations count once per iteration. A
+value that a loop carries unchanged is one value inside and outside of the loop.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ from .factors import (
     Operation,
     Program,
     StepValue,
-    by_element,
     dtype_of,
+    elementwise,
     flops_of,
-    handed,
+    identity,
     of_rule,
     opaque,
-    own,
+    without_rule,
 )
-from .lowered import Laid, Module, Op, laid_arguments, laid_results
+from .lowered import ArraySharding, Module, Op, argument_shardings, result_shardings
 
 
 PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
@@ -36,7 +36,7 @@ _Known = dict[ir.Value, int]
 
 
 def program_of(module: Module) -> Program:
-    """The operations of a module's `main`, with their factors. The module is not changed.
+    """The operations of a module's `main`, each with its factors. The module is not changed.
 
     **Arguments:**
 
@@ -60,14 +60,14 @@ def _value(kind: ir.Type) -> StepValue:
     return StepValue(tuple(kind.shape), dtype_of(str(kind.element_type)))
 
 
-def _ended(block: ir.Block) -> list[ir.Value]:
-    """The operands of a block's terminator, which are the values that the block returns."""
+def _returned(block: ir.Block) -> list[ir.Value]:
+    """The values that a block returns, which are the operands of its terminator."""
     *_, last = block.operations
     return list(last.operands)
 
 
 def _maker(value: ir.Value, name: str) -> Op | None:
-    """The operation that makes a value if it has this name, without its dialect; else `None`."""
+    """The operation that makes a value, if its name without the dialect is `name`; else `None`."""
     made = None if isinstance(value.owner, ir.Block) else value.owner
     return made if made is not None and made.name.rpartition(".")[2] == name else None
 
@@ -81,7 +81,7 @@ def _integer(constant: Op) -> int | None:
 
 
 class _Walk:
-    """Walks through the functions of a module from `main`, and lists the operations with their factors."""
+    """Walks through the functions of a module from `main`, and lists their operations with factors."""
 
     def __init__(self, functions: dict[str, Op]):
         self.functions = functions
@@ -97,29 +97,29 @@ class _Walk:
     def program(self) -> Program:
         main = self.functions["main"]
         block = main.regions[0].blocks[0]
-        arguments = self.new(block.arguments, laid_arguments(main))
-        results = self.enter(block, arguments, {}, 1.0)
+        arguments = self.new(block.arguments, argument_shardings(main))
+        results = self.inline(block, arguments, {}, 1.0)
         operations = _used(self.operations, results)
         return Program(self.values, operations, tuple(arguments), tuple(results), self.notes)
 
-    def new(self, values: Sequence[ir.Value], laid: Sequence[Laid | None] = ()) -> list[int]:
-        """Adds these MLIR values to the program, and returns their numbers."""
-        pairs = itertools.zip_longest(values, laid)
-        return [self.add(dataclasses.replace(_value(value.type), laid=own)) for value, own in pairs]
+    def new(self, values: Sequence[ir.Value], sharding: Sequence[ArraySharding | None] = ()) -> list[int]:
+        """Adds MLIR values to the program, and returns their numbers."""
+        pairs = itertools.zip_longest(values, sharding)
+        return [self.add(dataclasses.replace(_value(value.type), sharding=own)) for value, own in pairs]
 
     def add(self, value: StepValue) -> int:
         self.values.append(value)
         return len(self.values) - 1
 
-    def at(self, op: Op) -> tuple[ir.Location, ...]:
-        """The location of an operation, followed by those of the calls around it."""
+    def locations(self, op: Op) -> tuple[ir.Location, ...]:
+        """The location of an operation, followed by the locations of the calls around it."""
         return (op.location, *reversed(self.calls))
 
     def note(self, words: str) -> None:
         self.notes[words] = self.notes.get(words, 0) + 1
 
-    def enter(self, block: ir.Block, arguments: Sequence[int], outer: _Known, times: float) -> list[int]:
-        """Appends the operations of a block with these arguments, and returns the block's results."""
+    def inline(self, block: ir.Block, arguments: Sequence[int], outer: _Known, times: float) -> list[int]:
+        """Adds the operations of a block with these arguments, and returns the numbers of the block's results."""
         known = outer | dict(zip(block.arguments, arguments, strict=True))
         *body, last = (inner.operation for inner in block.operations)
         for op in body:
@@ -127,28 +127,28 @@ class _Walk:
         return [known[value] for value in last.operands]
 
     def step(self, op: Op, known: _Known, times: float) -> Sequence[int]:
-        """Appends the operations that an operation stands for, and returns the numbers of its results."""
+        """Adds an operation, or the operations that it calls, and returns the numbers of its results."""
         name, ins = op.name.rpartition(".")[2], [known[value] for value in op.operands]
         if name in _CALLS:
             called = self.functions[ir.FlatSymbolRefAttr(op.attributes[_CALLS[name]]).value]
             self.calls.append(op.location)
-            results = self.enter(called.regions[0].blocks[0], ins, {}, times)
+            results = self.inline(called.regions[0].blocks[0], ins, {}, times)
             self.calls.pop()
             return results
         if name == "while":
             return self.loop(op, ins, known, times)
         if name == "optimization_barrier":
             # A barrier returns each of its arrays unchanged.
-            return [self.hand(name, (value,), times, op) for value in ins]
-        outs = self.new(op.results, laid_results(op))
+            return [self.identity(name, (value,), times, op) for value in ins]
+        outs = self.new(op.results, result_shardings(op))
         if name in ("case", "if"):
             for region in op.regions:
                 # It is not known which branch runs, so each counts for an equal part.
                 part = times / len(op.regions)
-                for value, out in zip(self.enter(region.blocks[0], (), known, part), outs, strict=True):
-                    self.hand("carry", (value,), part, op, out)
+                for value, out in zip(self.inline(region.blocks[0], (), known, part), outs, strict=True):
+                    self.identity("carry", (value,), part, op, out)
         elif name == "manual_computation":
-            self.manual(op, ins, outs, known, times)
+            self.shard_map(op, ins, outs, known, times)
         elif name == "constant":
             self.values[outs[0]] = dataclasses.replace(self.values[outs[0]], free=True)
             if (number := _integer(op)) is not None:
@@ -158,10 +158,12 @@ class _Walk:
         return outs
 
     def plain(self, op: Op, name: str, ins: Sequence[int], outs: Sequence[int], times: float) -> None:
-        """Appends an operation without calls and blocks. Regions of such operations only combine two elements."""
+        """Adds an operation that has no calls or blocks to inline. The regions of such operations only combine two
+        elements.
+        """
         taken, made = ([self.values[number] for number in numbers] for numbers in (ins, outs))
         shapes = [value.shape for value in taken], [value.shape for value in made]
-        factors = of_rule(op.attributes[RULE]) if RULE in op.attributes else own(op, op.name, *shapes)
+        factors = of_rule(op.attributes[RULE]) if RULE in op.attributes else without_rule(op, op.name, *shapes)
         flops = flops_of(name, op, factors, *shapes) if factors else 0.0
         if name == "iota" or _is_free(name, taken, None if flops else factors):
             for out, value in zip(outs, made, strict=True):
@@ -179,11 +181,11 @@ class _Walk:
         windows = op.attributes["dimension_numbers"] if name == "convolution" else None
         name, factors = ("opaque", opaque(*shapes)) if factors is None else (name, factors)
         self.operations.append(
-            Operation(name, tuple(ins), tuple(outs), factors, times, flops, self.at(op), counted, windows)
+            Operation(name, tuple(ins), tuple(outs), factors, times, flops, self.locations(op), counted, windows)
         )
 
     def count(self, ins: Sequence[int], outs: Sequence[int]) -> None:
-        """Records integer scalars that are computed only from a loop's counter and literals."""
+        """Records an integer scalar as a loop counter if it is computed only from a loop counter and literals."""
         scalar = len(outs) == 1 and not self.values[outs[0]].shape and self.values[outs[0]].dtype.kind in "iu"
         numbers = [value for value in ins if self.values[value].dtype.kind in "iu"]
         known = all(value in self.literals or value in self.counters for value in numbers)
@@ -191,47 +193,47 @@ class _Walk:
         if scalar and known and loops:
             self.counters[outs[0]] = loops[0]
 
-    def hand(self, name: str, ins: tuple[int, ...], times: float, op: Op, out: int | None = None) -> int:
-        """Appends an operation that passes an array into a loop, to the next iteration, or out of a branch, and returns
-        the new array's number.
+    def identity(self, name: str, ins: tuple[int, ...], times: float, op: Op, out: int | None = None) -> int:
+        """Adds an operation that passes an array into a loop, to the next iteration, or out of a branch, and returns
+        the number of the new array.
         """
         if out is None:
             out = self.add(dataclasses.replace(self.values[ins[0]], free=False))
-        factors = handed(self.values[ins[0]].shape, len(ins) + 1)
-        self.operations.append(Operation(name, ins, (out,), factors, times, 0.0, self.at(op)))
+        factors = identity(self.values[ins[0]].shape, len(ins) + 1)
+        self.operations.append(Operation(name, ins, (out,), factors, times, 0.0, self.locations(op)))
         return out
 
     def loop(self, op: Op, ins: Sequence[int], known: _Known, times: float) -> list[int]:
         test, body = (region.blocks[0] for region in op.regions)
-        changed = [value != given for value, given in zip(_ended(body), body.arguments, strict=True)]
+        changed = [value != given for value, given in zip(_returned(body), body.arguments, strict=True)]
         pairs = zip(changed, ins, strict=True)
-        begun = [self.hand("carry", (value,), times, op) if new else value for new, value in pairs]
-        for value, laid in zip(begun, laid_results(op), strict=False):
-            if laid is not None:
-                self.values[value] = dataclasses.replace(self.values[value], laid=laid)
+        begun = [self.identity("carry", (value,), times, op) if new else value for new, value in pairs]
+        for value, sharding in zip(begun, result_shardings(op), strict=False):
+            if sharding is not None:
+                self.values[value] = dataclasses.replace(self.values[value], sharding=sharding)
         trips, counter = self.trips(test, body, ins, known)
         if trips is None:
             self.note("the trips of a loop are not in the program: it counts once")
         if counter is not None:
             self.counters[begun[counter]] = begun[counter]
         many = times * (1 if trips is None else trips)
-        ended = self.enter(body, begun, known, many)
-        self.enter(test, begun, known, many)
+        ended = self.inline(body, begun, known, many)
+        self.inline(test, begun, known, many)
         results = [
-            self.hand("return", (last, first), many, op) if new else first
+            self.identity("return", (last, first), many, op) if new else first
             for new, last, first in zip(changed, ended, begun, strict=True)
         ]
         read = tuple(value for new, value in zip(changed, ins, strict=True) if not new and self.values[value].shape)
-        self.operations.append(Operation("use", read, (), Factors((), (), ()), times, 0.0, self.at(op)))
+        self.operations.append(Operation("use", read, (), Factors((), (), ()), times, 0.0, self.locations(op)))
         return results
 
     def trips(
         self, test: ir.Block, body: ir.Block, ins: Sequence[int], known: _Known
     ) -> tuple[float | None, int | None]:
-        """The number of iterations of a loop that counts up to a known number, and the index of its counter; `None` if
-        unknown.
+        """The number of iterations of a loop that counts up to a known number, and the index of its counter among the
+        loop-carried values. Each is `None` if it is unknown.
         """
-        given, ended = dict(zip(test.arguments, ins, strict=True)), _ended(body)
+        given, ended = dict(zip(test.arguments, ins, strict=True)), _returned(body)
 
         def literal(value: ir.Value) -> int | None:
             if value in given or value in known:
@@ -239,7 +241,7 @@ class _Walk:
             made = _maker(value, "constant")
             return None if made is None else _integer(made)
 
-        asked = _maker(_ended(test)[0], "compare")
+        asked = _maker(_returned(test)[0], "compare")
         if asked is None or "LT" not in str(asked.attributes["comparison_direction"]) or asked.operands[0] not in given:
             return None, None
         first, bound = asked.operands
@@ -257,24 +259,24 @@ class _Walk:
             return None, at
         return float(max(0, math.ceil((stop - start) / step))), at
 
-    def manual(self, op: Op, ins: Sequence[int], outs: Sequence[int], known: _Known, times: float) -> None:
-        """Appends the operations of a `shard_map`. Its body computes on shards of the operands."""
+    def shard_map(self, op: Op, ins: Sequence[int], outs: Sequence[int], known: _Known, times: float) -> None:
+        """Adds the operations of a `shard_map`, whose body computes on shards of the operands."""
         self.note("a `shard_map` shards arrays over a mesh of its own: that is not priced")
         block = op.regions[0].blocks[0]
         inner = self.new(block.arguments)
         pairs = [(self.values[a].shape, self.values[b].shape) for a, b in zip(ins, inner, strict=True)]
         shards = max((math.prod(a) / max(1, math.prod(b)) for a, b in pairs), default=1.0)
-        self.apart(ins, inner, times, op)
-        self.apart(self.enter(block, inner, known, times * shards), outs, times, op)
+        self.shard_boundary(ins, inner, times, op)
+        self.shard_boundary(self.inline(block, inner, known, times * shards), outs, times, op)
 
-    def apart(self, ins: Sequence[int], outs: Sequence[int], times: float, op: Op) -> None:
-        """Appends operations between arrays and their shards in a `shard_map`. Unequal shapes have no factor in
-        common.
+    def shard_boundary(self, ins: Sequence[int], outs: Sequence[int], times: float, op: Op) -> None:
+        """Adds operations between whole arrays and their shards in a `shard_map`. Two arrays of different shapes have
+        no factor in common.
         """
         for value, out in zip(ins, outs, strict=True):
             shapes = [self.values[value].shape], [self.values[out].shape]
-            factors = by_element(*shapes) if shapes[0] == shapes[1] else opaque(*shapes)
-            self.operations.append(Operation("opaque", (value,), (out,), factors, times, 0.0, self.at(op)))
+            factors = elementwise(*shapes) if shapes[0] == shapes[1] else opaque(*shapes)
+            self.operations.append(Operation("opaque", (value,), (out,), factors, times, 0.0, self.locations(op)))
 
 
 def _is_free(name: str, ins: Sequence[StepValue], factors: Factors | None) -> bool:
@@ -286,7 +288,7 @@ def _is_free(name: str, ins: Sequence[StepValue], factors: Factors | None) -> bo
 
 
 def _used(operations: list[Operation], results: Sequence[int]) -> list[Operation]:
-    """The operations that the results depend on, inside loops too. Compilers remove all others."""
+    """The operations on which the results depend, also inside loops. Compilers remove all other operations."""
     live, kept = set(results), [False] * len(operations)
     before = -1
     while before != len(live):

@@ -26,10 +26,10 @@ _REFERENCE = re.compile(r'@"?([\w.]+)"?$')
 _LOCATION = re.compile(r'^loc\("(.*?)"\)?', re.DOTALL)
 
 
-class Laid(NamedTuple):
-    """The sharding of an array as Shardy writes it: the mesh axes of each dimension, and the origin of each axis.
+class ArraySharding(NamedTuple):
+    """The sharding of an array that Shardy propagated: the mesh axes of each dimension, and the origin of each axis.
 
-    A sub-axis is written "fsdp:(1)2": here two shards of a larger axis.
+    A sub-axis has Shardy's notation: "fsdp:(1)2" is the major-most sub-axis of size 2.
     """
 
     dims: tuple[tuple[str, ...], ...]
@@ -56,7 +56,7 @@ class Parameter(NamedTuple):
 
 
 def operations(module: Module) -> Iterator[Op]:
-    """The operations inside a module or an operation, in the order of the text."""
+    """Yields the operations inside a module or an operation, with nested ones, in the order of the text."""
     for region in module.operation.regions:
         for block in region.blocks:
             for op in block.operations:
@@ -65,20 +65,20 @@ def operations(module: Module) -> Iterator[Op]:
 
 
 def parameters(module: Module) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """The arrays that the module takes, and the arrays that it returns. JAX has removed arguments that nothing
+    """The arrays that the module takes, and the arrays that it returns. JAX has removed arguments that no operation
     reads.
     """
     main = _main(module)
     arguments = main.regions[0].blocks[0].arguments
-    told = _said(main, "arg_attrs")
-    taken = [_parameter(_name(one.location), one.type, said) for one, said in zip(arguments, told, strict=True)]
+    told = _attrs(main, "arg_attrs")
+    taken = [_parameter(_name(one.location), one.type, attrs) for one, attrs in zip(arguments, told, strict=True)]
     types = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results
-    made = [_parameter("", kind, said) for kind, said in zip(types, _said(main, "res_attrs"), strict=True)]
+    made = [_parameter("", kind, attrs) for kind, attrs in zip(types, _attrs(main, "res_attrs"), strict=True)]
     return tuple(taken), tuple(made)
 
 
 def meshes(module: Module) -> dict[str, dict[str, int]]:
-    """The axis sizes of each mesh that the module names."""
+    """The axis sizes of each mesh of the module, by the mesh's name."""
     found = {}
     for op in module.operation.regions[0].blocks[0]:
         if op.operation.name == "sdy.mesh":
@@ -89,17 +89,17 @@ def meshes(module: Module) -> dict[str, dict[str, int]]:
 
 
 def mesh_of_arguments(module: Module) -> str | None:
-    """The name of the mesh in the first sharding of an argument or result; `None` if none has a sharding."""
+    """The name of the mesh in the first sharding of an argument or result; `None` if none of them has a sharding."""
     main = _main(module)
-    for said in (*_said(main, "arg_attrs"), *_said(main, "res_attrs")):
-        if "sdy.sharding" in said:
-            found = _REFERENCE.match(str(sdy.TensorShardingAttr(said["sdy.sharding"]).mesh_or_ref))
+    for attrs in (*_attrs(main, "arg_attrs"), *_attrs(main, "res_attrs")):
+        if "sdy.sharding" in attrs:
+            found = _REFERENCE.match(str(sdy.TensorShardingAttr(attrs["sdy.sharding"]).mesh_or_ref))
             return found[1] if found else None
     return None
 
 
 def bytecode(module: Module) -> bytes:
-    """The module as bytecode that XLA reads."""
+    """The module as the bytecode that XLA reads."""
     sink = io.BytesIO()
     module.operation.write_bytecode(sink)
     return sink.getvalue()
@@ -108,11 +108,11 @@ def bytecode(module: Module) -> bytes:
 def resharded(
     module: Module, mesh: Mapping[str, int], arguments: Sequence[Dims | None], results: Sequence[Dims | None]
 ) -> bytes:
-    """The bytecode of the module under another mesh, with other shardings of its arguments and results.
+    """The bytecode of the module on another mesh, with other shardings of its arguments and results.
 
     **Raises:**
 
-    `ProgramError` if operations inside the step name a mesh of their own that is not `mesh`.
+    `ProgramError` if operations inside the step constrain arrays over a mesh that is not `mesh`.
     """
     # Typed keys have an empty mesh, which counts as none.
     known = {name: sizes for name, sizes in meshes(module).items() if sizes}
@@ -140,7 +140,7 @@ def resharded(
                 sdy.MeshOp(name, own)
         main = _main(clone)
         for attribute, dims in (("arg_attrs", arguments), ("res_attrs", results)):
-            told = [_with_sharding(said, name, own) for said, own in zip(_said(main, attribute), dims, strict=True)]
+            told = [_with_sharding(attrs, name, own) for attrs, own in zip(_attrs(main, attribute), dims, strict=True)]
             main.attributes[attribute] = ir.ArrayAttr.get([ir.DictAttr.get(one) for one in told])
         return bytecode(clone)
 
@@ -152,19 +152,19 @@ def _main(module: Module) -> Op:
     raise ProgramError("the lowered module has no function `main`.")
 
 
-def _said(main: Op, attribute: str) -> list[dict[str, ir.Attribute]]:
+def _attrs(main: Op, attribute: str) -> list[dict[str, ir.Attribute]]:
     """The attributes of each argument or result of `main`, as dicts."""
     if attribute not in main.attributes:
         kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
         return [{} for _ in (kind.inputs if attribute == "arg_attrs" else kind.results)]
-    return [{one.name: one.attr for one in ir.DictAttr(said)} for said in ir.ArrayAttr(main.attributes[attribute])]
+    return [{one.name: one.attr for one in ir.DictAttr(attrs)} for attrs in ir.ArrayAttr(main.attributes[attribute])]
 
 
-def _parameter(name: str, kind: ir.Type, said: Mapping[str, ir.Attribute]) -> Parameter:
-    sharding = said.get("sdy.sharding")
+def _parameter(name: str, kind: ir.Type, attrs: Mapping[str, ir.Attribute]) -> Parameter:
+    sharding = attrs.get("sdy.sharding")
     dims = None if sharding is None else _dims(sharding)
-    donated = bool({"tf.aliasing_output", "jax.buffer_donor"} & {*said})
-    memory = ir.StringAttr(said["mhlo.memory_kind"]).value if "mhlo.memory_kind" in said else "device"
+    donated = bool({"tf.aliasing_output", "jax.buffer_donor"} & {*attrs})
+    memory = ir.StringAttr(attrs["mhlo.memory_kind"]).value if "mhlo.memory_kind" in attrs else "device"
     return Parameter(name, tuple(ir.RankedTensorType(kind).shape), dims, donated, memory != "device")
 
 
@@ -173,19 +173,19 @@ def _dims(sharding: ir.Attribute) -> Dims:
     return tuple(tuple(sdy.AxisRefAttr(axis).name for axis in sdy.DimensionShardingAttr(one).axes) for one in cut)
 
 
-def laid_arguments(function: Op) -> list[Laid | None]:
-    """The shardings of a function's arguments in a propagated module."""
-    told = _said(function, "arg_attrs")
-    return [_laid(one.get("sdy.sharding"), one.get("sdy.sharding_origins")) for one in told]
+def argument_shardings(function: Op) -> list[ArraySharding | None]:
+    """The shardings of a function's arguments in a module after propagation."""
+    told = _attrs(function, "arg_attrs")
+    return [_sharding(one.get("sdy.sharding"), one.get("sdy.sharding_origins")) for one in told]
 
 
-def laid_results(operation: Op) -> list[Laid | None]:
-    """The shardings of an operation's results in a propagated module."""
+def result_shardings(operation: Op) -> list[ArraySharding | None]:
+    """The shardings of an operation's results in a module after propagation."""
     attributes = operation.attributes
     origins = attributes["sdy.sharding_origins"] if "sdy.sharding_origins" in attributes else None
     if operation.name == "sdy.sharding_constraint":
         name = ir.StringAttr(attributes["sdy.sharding_origin_name"]).value if origins is not None else ""
-        return [_laid(attributes["sharding"], origins, name)]
+        return [_sharding(attributes["sharding"], origins, name)]
     if "sdy.sharding" not in attributes:
         return []
     shardings = list(sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings)
@@ -194,22 +194,22 @@ def laid_results(operation: Op) -> list[Laid | None]:
         if len(told) != len(shardings):  # before JAX 0.12, only those of sharded values
             left = iter(told)
             told = [next(left, None) if any(_dims(one)) else None for one in shardings]
-        return [_laid(one, own) for one, own in zip(shardings, told, strict=True)]
+        return [_sharding(one, own) for one, own in zip(shardings, told, strict=True)]
     each = [None] * len(shardings) if origins is None else ir.ArrayAttr(origins)
-    return [_laid(sharding, own) for sharding, own in zip(shardings, each, strict=True)]
+    return [_sharding(sharding, own) for sharding, own in zip(shardings, each, strict=True)]
 
 
-def _laid(sharding: ir.Attribute | None, origins: ir.Attribute | None, name: str = "") -> Laid | None:
+def _sharding(sharding: ir.Attribute | None, origins: ir.Attribute | None, name: str = "") -> ArraySharding | None:
     if sharding is None:
         return None
     told = {} if origins is None else {one.name: ir.StringAttr(one.attr).value for one in ir.DictAttr(origins)}
     cut = sdy.TensorShardingAttr(sharding).dimension_shardings
     dims = tuple(tuple(map(_axis_text, sdy.DimensionShardingAttr(one).axes)) for one in cut)
-    return Laid(dims, {axis: name if one == "self" and name else one for axis, one in told.items()})
+    return ArraySharding(dims, {axis: name if one == "self" and name else one for axis, one in told.items()})
 
 
 def _axis_text(axis: ir.Attribute) -> str:
-    """The text of a mesh axis: its name, or for a sub-axis Shardy's form, "fsdp:(1)2"."""
+    """A mesh axis as text: its name, or Shardy's notation "fsdp:(1)2" for a sub-axis."""
     read = sdy.AxisRefAttr(axis)
     part = read.sub_axis_info
     if part is None:
@@ -223,12 +223,12 @@ def _name(location: ir.Location) -> str:
     return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
 
-def _with_sharding(said: Mapping[str, ir.Attribute], mesh: str, dims: Dims | None) -> dict[str, ir.Attribute]:
-    """An argument's attributes with another sharding. Input-output aliasing becomes plain donation, since it depends on
-    the old sharding.
+def _with_sharding(attrs: Mapping[str, ir.Attribute], mesh: str, dims: Dims | None) -> dict[str, ir.Attribute]:
+    """The attributes of an argument with another sharding. Input-output aliasing becomes plain donation, since aliasing
+    depends on the old sharding.
     """
-    kept = {name: one for name, one in said.items() if name not in ("sdy.sharding", "tf.aliasing_output")}
-    if "tf.aliasing_output" in said:
+    kept = {name: one for name, one in attrs.items() if name not in ("sdy.sharding", "tf.aliasing_output")}
+    if "tf.aliasing_output" in attrs:
         kept["jax.buffer_donor"] = ir.BoolAttr.get(True)
     if dims is not None:
         cut = [sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], True) for axes in dims]
@@ -237,7 +237,7 @@ def _with_sharding(said: Mapping[str, ir.Attribute], mesh: str, dims: Dims | Non
 
 
 def _sharded_inside(module: Module) -> set[str]:
-    """The names of operations inside the step that have a sharding attribute."""
+    """The names of the operations inside the step that have a sharding attribute."""
     found: set[str] = set()
     for op in operations(module):
         names = [name if isinstance(name, str) else name.name for name in op.attributes]
@@ -257,7 +257,7 @@ class Frame(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The file's name without its folder, and the line number."""
+        """The file's name without its folder, and the line number: "train.py:41"."""
         return printable(f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}")
 
 
@@ -282,17 +282,17 @@ def name_stacks(locations: tuple[ir.Location, ...]) -> tuple[str, ...]:
 
 
 def is_library(frame: Frame) -> bool:
-    """Whether a source line belongs to a library rather than to the user."""
+    """Whether a source line belongs to a library rather than to the user's program."""
     return _LIBRARY.search(frame.file) is not None
 
 
 def own_line(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost source line that is the user's own; the innermost of all if none is."""
+    """The innermost source line of the user's own program; the innermost line of all if there is no such line."""
     return next((frame for frame in stack if not is_library(frame)), next(iter(stack), None))
 
 
 def place_text(source: Frame | None) -> str:
-    """A source line and its function as text for a table; "-" without a source line."""
+    """A source line and its function as text for a table; "-" for `None`."""
     if source is None:
         return "-"
     return f"{source.place} {printable(source.function)}" if source.function else source.place
@@ -304,7 +304,9 @@ def opened(given: object) -> tuple[Any, Sequence[Any]]:
 
 
 def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation under its own name stack and source line, and returns its results."""
+    """Evaluates one equation of a jaxpr under the equation's own name stack and source line, and returns its
+    results.
+    """
     known = {atom: array for atom, array in zip(equation.invars, ins, strict=True) if not isinstance(atom, jex.Literal)}
     alone = jaxpr.replace(
         constvars=[],
@@ -318,10 +320,10 @@ def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> lis
 
 
 def carry_of(scan: Any) -> tuple[int, int]:
-    """The index at which the carry of a scan begins among its operands, and the number of arrays in the carry.
+    """The index of the carry's first array among the operands of a scan, and the number of arrays in the carry.
 
-    The names of the parameters for this differ between versions of JAX. Arrays that are scanned over have one more
-    dimension.
+    The names of the scan's parameters differ between versions of JAX, so shapes are compared: arrays that are scanned
+    over have one more dimension outside of the body.
     """
     inner = opened(scan.params["jaxpr"])[0]
     taken = sum(a.aval.shape == b.aval.shape for a, b in zip(scan.invars, inner.invars, strict=True))

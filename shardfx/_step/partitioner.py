@@ -1,10 +1,10 @@
-"""XLA's own partitioner: the program of one device from a module as JAX lowers it, without the devices.
+"""XLA's own partitioner: makes the program of one device from a module as JAX lowers it, without the devices.
 
-It runs in a second process (`worker.py`), since XLA can abort a process, and its work after partitioning takes up to
-100 times as long. Measured on 126 scanned layers with their gradient, on 8, 256 and 2,048 devices: 0.09, 0.13 and 0.4 s
-for a program, against 0.8 to 1.2 s for XLA to finish. The process starts in 0.2 s. Two other ways to stop XLA early
-were tried. `xla_enable_hlo_passes_only` can abort in code generation. An unregistered custom call fails late, and
-changes the operations that depend on it.
+The partitioner runs in a second process (`worker.py`), since XLA can abort a process. The process ends XLA's work after
+the partitioner, since the rest takes up to 100 times as long. Measured on 126 scanned layers with their gradient, on 8,
+256 and 2,048 devices, a program takes 0.09, 0.13 and 0.4 s; XLA takes 0.8 to 1.2 s to finish it. The process starts in
+0.2 s. Two other ways to stop XLA early were tried. `xla_enable_hlo_passes_only` can abort in code generation. An
+unregistered custom call fails late, and changes the operations that depend on it.
 """
 
 import functools as ft
@@ -45,15 +45,15 @@ def partitioned(
 
     **Arguments:**
 
-    - `module`: StableHLO bytecode as JAX lowers it, with `mhlo.num_partitions` of `devices`.
+    - `module`: StableHLO bytecode as JAX lowers it, with `devices` as its `mhlo.num_partitions`.
     - `devices`: the number of devices that run the program, at most 8,192.
-    - `options`: debug options of XLA, as `xla_disable_hlo_passes`.
-    - `finished`: asks for the text of the program that CPUs run, behind all passes.
-    - `seconds`: seconds that XLA may take.
+    - `options`: debug options of XLA, such as `xla_disable_hlo_passes`.
+    - `finished`: whether to return the program after all passes of the CPU's compiler instead.
+    - `seconds`: the longest time that XLA may take.
 
     **Raises:**
 
-    `ProgramError` with XLA's own message if it cannot partition the program; `MeshError` for more devices.
+    `ProgramError` with XLA's own message if XLA cannot partition the program; `MeshError` for more devices.
     """
     dumped = _FINISHED if finished else _PARTITIONED
     request = {"devices": devices, "options": dict(options), "seconds": seconds, "dumped": dumped}
@@ -63,13 +63,13 @@ def partitioned(
 def propagated(
     module: bytes, mesh: Mapping[str, int], arguments: Sequence[Dims | None], results: Sequence[Dims | None]
 ) -> bytes:
-    """The StableHLO bytecode of the program, with the sharding of each array as XLA's Shardy pass chooses it.
+    """The StableHLO bytecode of the program, with the sharding that XLA's Shardy pass chooses for each array.
 
     **Arguments:**
 
     - `module`: as `partitioned` takes it.
-    - `mesh`: the sizes of the axes.
-    - `arguments`, `results`: the dimensions' axes of each parameter and result; `None` for a free sharding.
+    - `mesh`: the sizes of the mesh axes.
+    - `arguments`, `results`: the mesh axes of each dimension of each argument and result; `None` for a free sharding.
 
     **Raises:**
 
@@ -94,7 +94,9 @@ def _asked(module: bytes, request: dict[str, Any]) -> bytes:
 
 
 class _Worker:
-    """The process in which XLA runs. One thread at a time talks to it, and it ends with this object or with Python."""
+    """The process in which XLA runs. One thread at a time sends it requests. It ends with this object or with
+    Python.
+    """
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -110,7 +112,7 @@ class _Worker:
         return self._end.alive and self._process.poll() is None
 
     def ask(self, module: bytes, request: dict[str, object]) -> tuple[bytes, str]:
-        """The answer to a request, and an error text."""
+        """The answer to a request, and an error text. One of them is empty."""
         source, sink = self._process.stdout, self._process.stdin
         assert source is not None and sink is not None
         with self._lock:
@@ -132,7 +134,7 @@ class _Worker:
 
 @ft.lru_cache(maxsize=1)
 def _worker(_process_id: int) -> _Worker:
-    """The process that partitions modules for this Python process. A forked child starts another one."""
+    """The process that partitions modules for this Python process. A forked child starts a process of its own."""
     return _Worker()
 
 

@@ -1,10 +1,10 @@
 """Shardy's sharding of each array of a step, and the origin of each of its mesh axes; `worker.py` runs this file.
 
-XLA breaks ties on HLO that was converted back to StableHLO, not on the module that JAX lowers. So this module asks XLA
-for its HLO right before its own Shardy pass (`xla/service/spmd/shardy/shardy_xla_pass.cc`), and runs the same
-propagation on it with `debug-sharding-origins`. That option writes, beside each sharding, the argument, result or
-constraint from which each axis comes. It can abort a process, so a forked child runs it; after an abort, the shardings
-have no origins.
+If two shardings are equally good, XLA decides on HLO that was converted back to StableHLO, not on the module that JAX
+lowers. So this module gets XLA's HLO right before XLA's own Shardy pass (`xla/service/spmd/shardy/shardy_xla_pass.cc`),
+and runs the same propagation on it with `debug-sharding-origins`. That option writes, beside each sharding, the
+argument, result or constraint from which each mesh axis comes. The option can abort a process, so a forked child runs
+it. After an abort, the shardings have no origins.
 
 This file imports jaxlib and not JAX. It never imports shardfx.
 """
@@ -37,10 +37,10 @@ _READER = getattr(_CLIENT, "hlo", None) or _CLIENT._xla  # the form in JAX 0.9
 
 
 def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
-    """The bytecode of the StableHLO module with a sharding on each operation, and an error text.
+    """The bytecode of the StableHLO module with a sharding on each operation, and an error text. One of them is empty.
 
-    `hlo` is the text right before XLA's Shardy pass. The request has the sizes of the mesh axes, and the axes of each
-    dimension of the program's arguments and results, or `None` for a free dimension.
+    `hlo` is the text right before XLA's Shardy pass. The request has the sizes of the mesh axes, and the mesh axes of
+    each dimension of the program's arguments and results, or `None` for a free sharding.
     """
     error = ""
     for origins in ("true", "false"):
@@ -75,7 +75,7 @@ def _run(hlo: bytes, request: dict[str, object], origins: str, file: Any) -> Non
 
 
 def _context() -> Any:
-    """An MLIR context with the dialects that JAX's own context has."""
+    """An MLIR context with the dialects of JAX's own context."""
     context, registry = ir.Context(), ir.DialectRegistry()
     _jax_mlir_ext.register_dialects(registry)
     context.append_dialect_registry(registry)
@@ -99,14 +99,14 @@ def _module(hlo: bytes, request: dict[str, Any], origins: str) -> Any:
     for name, arrays in (("arg_attrs", request["arguments"]), ("res_attrs", request["results"])):
         main.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(_sharded(dims)) for dims in arrays])
     for call in _custom_calls(module):
-        _constrained(_without_tuple(call))
+        _with_constraints(_without_tuple(call))
     for one in _PASSES:
         passmanager.PassManager.parse(f"builtin.module({one.replace('%s', origins)})").run(module.operation)
     return module
 
 
 def _sharded(dims: Any) -> dict[str, Any]:
-    """The sharding attributes of an argument or result with these mesh axes; none if its sharding is free."""
+    """The attributes of an argument or result with a sharding over these mesh axes; empty if its sharding is free."""
     if dims is None:
         return {}
     cut = [sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], True) for axes in dims]
@@ -126,7 +126,9 @@ def _custom_calls(module: Any) -> list[Any]:
 
 
 def _without_tuple(call: Any) -> Any:
-    """Replaces a custom call that returns a tuple by one with several results, since Shardy takes no tuples."""
+    """Replaces a custom call that returns a tuple by a custom call with several results, since Shardy takes no
+    tuples.
+    """
     kinds = [result.type for result in call.results]
     if len(kinds) != 1 or not isinstance(kinds[0], ir.TupleType):
         return call
@@ -146,12 +148,12 @@ def _without_tuple(call: Any) -> Any:
     return made
 
 
-def _constrained(call: Any) -> None:
-    """Replaces a custom call that states shardings by sharding constraints."""
+def _with_constraints(call: Any) -> None:
+    """Replaces a custom call that has shardings as attributes by sharding constraints."""
     target = ir.StringAttr(call.attributes["call_target_name"]).value
     if target not in (_CONSTRAINT, _INTO, _OUT):
         return
-    said, before = _said(call), ir.InsertionPoint(call)
+    said, before = _shardings_in(call), ir.InsertionPoint(call)
     if target == _OUT:
         after = ir.InsertionPoint.after(call)
         for result, dims in zip(call.results, said, strict=False):
@@ -174,8 +176,10 @@ def _constraint(value: Any, dims: str, at: Any, location: Any) -> Any:
     return made.operation
 
 
-def _said(call: Any) -> list[str]:
-    """The shardings that a custom call names, as text: the axes of each array's dimensions, in Shardy's form."""
+def _shardings_in(call: Any) -> list[str]:
+    """The shardings among the attributes of a custom call, as texts with the mesh axes of each dimension in Shardy's
+    notation.
+    """
     texts = []
     if "mhlo.frontend_attributes" in call.attributes:
         told = ir.DictAttr(call.attributes["mhlo.frontend_attributes"])

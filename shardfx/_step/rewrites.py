@@ -1,10 +1,10 @@
-"""Rewrites of a module that libtpu makes before it propagates shardings and partitions.
+"""Rewrites of a module that libtpu makes before it propagates shardings and partitions the module.
 
-libtpu simplifies a program first, and XLA's partitioner on a host does not. libtpu writes the largest values as a sort
-or a custom call (`topk_decomposer.cc`, `topk_rewriter.cc`), a Fourier transform as products, a product of complex
-numbers as three products of real ones, a roll of an array of a stack as the maximum of two padded parts, and equal
-operations once. This was found in the programs after each pass of libtpu 0.0.42 for v5e, as
-`XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_pass_re=.*"` writes them.
+XLA's partitioner on a host makes none of them. libtpu rewrites a top-k into a sort or a custom call
+(`topk_decomposer.cc`, `topk_rewriter.cc`), a Fourier transform into products, a complex product into three real
+products, and a roll of one array of a stack into the maximum of two padded slices. It also merges equal operations.
+These rewrites were read off the programs after each pass of libtpu 0.0.42 for v5e, as `XLA_FLAGS="--xla_dump_to=DIR
+--xla_dump_hlo_pass_re=.*"` writes them.
 """
 
 import itertools
@@ -25,12 +25,12 @@ _COLUMNS = 70
 
 
 def rewritten(module: bytes, context: ir.Context) -> bytes:
-    """The bytecode of a StableHLO module after the rewrites of this file, which libtpu also makes."""
+    """The bytecode of a StableHLO module after the rewrites that libtpu makes."""
     with context, ir.Location.unknown(context):
         parsed = ir.Module.parse(module)
         _inline_rolls(parsed)
-        for op in [op for op in operations(parsed) if op.name in _FORMS]:
-            is_other, written = _FORMS[op.name]
+        for op in [op for op in operations(parsed) if op.name in _REWRITES]:
+            is_other, written = _REWRITES[op.name]
             if not is_other(op):
                 continue
             with ir.InsertionPoint(op), op.location:
@@ -42,7 +42,7 @@ def rewritten(module: bytes, context: ir.Context) -> bytes:
 
 
 def _inline_rolls(module: ir.Module) -> None:
-    """Inlines the calls of `jnp.roll`, since libtpu inlines all calls first and rewrites some rolls."""
+    """Inlines the calls of `jnp.roll` in the module. libtpu inlines all calls first, and rewrites some rolls."""
     functions = {ir.StringAttr(one.attributes["sym_name"]).value: one for one in module.body.operations}
     calls = [op for op in operations(module) if op.name == "func.call"]
     for call in [op for op in calls if _called(op).startswith("_roll_static")]:
@@ -69,7 +69,7 @@ def _called(call: Op) -> str:
 
 
 def _is_first_rows(op: Op) -> bool:
-    """Whether `op` slices the first rows of one array out of a stack of arrays."""
+    """Whether an operation slices the first rows of one array of a stack."""
     outer = _sliced(op.operands[0])
     if outer is None:
         return False
@@ -81,14 +81,14 @@ def _is_first_rows(op: Op) -> bool:
 
 
 def _sliced(value: ir.Value) -> Op | None:
-    """The slice operation whose reshaped result is `value`; `None` if another operation made `value`."""
+    """The slice whose reshape is `value`; `None` if another operation made the value."""
     reshape = _maker(value)
     made = _maker(reshape.operands[0]) if reshape is not None and reshape.name == "stablehlo.reshape" else None
     return made if made is not None and made.name == "stablehlo.slice" else None
 
 
 def _first_rows(op: Op) -> list[ir.Value]:
-    """Replaces a slice of a reshaped slice by one slice of the stack, and a reshape after it."""
+    """The result of one slice of the stack and a reshape, in place of a slice of a reshaped slice."""
     outer = _sliced(op.operands[0])
     assert outer is not None
     names = ("start_indices", "limit_indices", "strides")
@@ -97,15 +97,15 @@ def _first_rows(op: Op) -> list[ir.Value]:
     return [stablehlo.reshape(op.results[0].type, stablehlo.slice(outer.operands[0], start, stop, step))]
 
 
-def _is_of_rows(op: Op) -> bool:
-    """Whether a concatenation joins two row slices of a stack. The partitioner would take it for a roll."""
+def _is_row_concatenation(op: Op) -> bool:
+    """Whether a concatenation has two operands, one of them an array of a stack. The partitioner would partition it as
+    a roll.
+    """
     return len(op.operands) == 2 and any(_sliced(one) is not None for one in op.operands)
 
 
-def _of_rows(op: Op) -> list[ir.Value]:
-    """Replaces a concatenation by the elementwise maximum of its operands, each padded with the dtype's least
-    number.
-    """
+def _row_concatenation(op: Op) -> list[ir.Value]:
+    """The elementwise maximum of the operands of a concatenation, each padded with the least number of its dtype."""
     made = ir.RankedTensorType(op.results[0].type)
     dim = ir.IntegerAttr(op.attributes["dimension"]).value
     least = stablehlo.ConstantOp(
@@ -151,8 +151,8 @@ def _top_k(op: Op) -> list[ir.Value]:
 
 
 def _fft(op: Op) -> list[ir.Value]:
-    """Replaces a Fourier transform by one matrix product per dimension. Only the shapes matter here, not the matrices'
-    values.
+    """The result of a Fourier transform as one matrix product per dimension. Only the shapes of the matrices are right,
+    since their values do not change the partitioning.
     """
     value, made = op.operands[0], ir.RankedTensorType(op.results[0].type)
     kind = str(op.attributes["fft_type"])
@@ -183,7 +183,7 @@ def _by_matrix(value: ir.Value, dim: int) -> ir.Value:
         return stablehlo.DotGeneralOp(made, part, matrix, numbers, precision_config=precision).result
 
     if _is_complex(value):
-        product = _of_three(value, by)
+        product = _three_products(value, by)
     else:
         product = stablehlo.ComplexOp(by(value), by(value)).result
     order = [*range(dim), rank - 1, *range(dim, rank - 1)]
@@ -191,7 +191,7 @@ def _by_matrix(value: ir.Value, dim: int) -> ir.Value:
 
 
 def _complex_dot(op: Op) -> list[ir.Value]:
-    """A complex product as three real products."""
+    """The result of a complex product as three real products."""
     left, right = op.operands
     made = ir.RankedTensorType(op.results[0].type)
     parts = iter([_added(right), stablehlo.RealOp(right).result, stablehlo.ImagOp(right).result])
@@ -204,12 +204,14 @@ def _complex_dot(op: Op) -> list[ir.Value]:
         operands = [part, next(parts)]
         return ir.Operation.create(op.name, results=[kind], operands=operands, attributes=named).results[0]
 
-    return [_of_three(left, by)]
+    return [_three_products(left, by)]
 
 
-def _of_three(value: ir.Value, by: Callable[[ir.Value], ir.Value]) -> ir.Value:
-    """A complex product by three real products: of the sum of real and imaginary parts, of the real parts, and of the
+def _three_products(value: ir.Value, by: Callable[[ir.Value], ir.Value]) -> ir.Value:
+    """A complex product from three real products: of the sum of real and imaginary parts, of the real parts, and of the
     imaginary parts.
+
+    `by` multiplies a real operand by the corresponding part of the other operand.
     """
     whole = by(_added(value))
     real, imaginary = by(stablehlo.RealOp(value).result), by(stablehlo.ImagOp(value).result)
@@ -227,7 +229,7 @@ def _added(value: ir.Value) -> ir.Value:
 
 
 def _resized(value: ir.Value, dim: int, size: int) -> ir.Value:
-    """`value` with dimension `dim` truncated to `size`, or extended by a copy of its beginning."""
+    """An array with dimension `dim` truncated to `size`, or extended to `size` by a copy of its beginning."""
     shape = list(ir.RankedTensorType(value.type).shape)
     if shape[dim] == size:
         return value
@@ -239,24 +241,24 @@ def _resized(value: ir.Value, dim: int, size: int) -> ir.Value:
     return part if size < shape[dim] else stablehlo.concatenate([value, part], dim)
 
 
-def _is_column_of_count(op: Op) -> bool:
+def _is_iota_column(op: Op) -> bool:
     maker, kind = _maker(op.operands[0]), ir.RankedTensorType(op.results[0].type)
     if maker is None or maker.name != "stablehlo.iota" or str(kind.element_type) != "i32":
         return False
     return math.prod(kind.shape) == max(kind.shape) == ir.RankedTensorType(maker.results[0].type).shape[0]
 
 
-def _column_of_count(op: Op) -> list[ir.Value]:
-    """Replaces a reshaped iota by a constant with the same numbers, since the partitioner does not follow an iota
-    through a reshape.
+def _iota_column(op: Op) -> list[ir.Value]:
+    """A constant with the numbers of a reshaped iota, since the partitioner does not follow an iota through a
+    reshape.
     """
     kind = ir.RankedTensorType(op.results[0].type)
     numbers: Any = np.arange(max(kind.shape), dtype=np.int32).reshape(kind.shape)
     return [stablehlo.ConstantOp(ir.DenseElementsAttr.get(numbers)).result]
 
 
-def _is_of_count(op: Op) -> bool:
-    """Whether a `select` tests whether an iota is negative, as JAX does for indices."""
+def _is_index_wrap(op: Op) -> bool:
+    """Whether a `select` tests if an iota is negative, as JAX does to allow negative indices."""
     asked = _maker(op.operands[0])
     if asked is None or asked.name != "stablehlo.compare" or "LT" not in str(asked.attributes["comparison_direction"]):
         return False
@@ -281,12 +283,12 @@ def _integer(value: int) -> ir.IntegerAttr:
 
 
 # By the name of an operation: a test whether libtpu rewrites it, and the function that does.
-_FORMS: dict[str, tuple[Callable[[Op], bool], Callable[[Op], list[ir.Value]]]] = {
+_REWRITES: dict[str, tuple[Callable[[Op], bool], Callable[[Op], list[ir.Value]]]] = {
     "chlo.top_k": (lambda op: True, _top_k),
     "stablehlo.fft": (lambda op: True, _fft),
     "stablehlo.dot_general": (lambda op: _is_complex(op.results[0]), _complex_dot),
-    "stablehlo.broadcast_in_dim": (_is_column_of_count, _column_of_count),
+    "stablehlo.broadcast_in_dim": (_is_iota_column, _iota_column),
     "stablehlo.slice": (_is_first_rows, _first_rows),
-    "stablehlo.concatenate": (_is_of_rows, _of_rows),
-    "stablehlo.select": (_is_of_count, lambda op: [op.operands[2]]),
+    "stablehlo.concatenate": (_is_row_concatenation, _row_concatenation),
+    "stablehlo.select": (_is_index_wrap, lambda op: [op.operands[2]]),
 }

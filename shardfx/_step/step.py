@@ -1,4 +1,4 @@
-"""A step and its arguments, traced once."""
+"""A step and its arguments, traced once, to be partitioned for any platform, mesh and shardings."""
 
 import dataclasses
 import functools as ft
@@ -29,7 +29,7 @@ _OPTIONS: Mapping[Platform, Mapping[str, str]] = {"tpu": {"xla_disable_hlo_passe
 
 @runtime_checkable
 class _JaxTraced(Protocol):
-    """The traced step that `trace` of `jax.jit` and `shardfx.filter_jit` returns."""
+    """The traced step that the `trace` method of `jax.jit` and `shardfx.filter_jit` returns."""
 
     jaxpr: Any
 
@@ -53,8 +53,10 @@ class EquinoxJitted(Protocol):
 
 
 @runtime_checkable
-class _Named(Protocol):
-    """The traced step that `trace` of `shardfx.filter_jit` returns. It maps names in the program's text to paths."""
+class _NamedTrace(Protocol):
+    """The traced step that the `trace` method of `shardfx.filter_jit` returns. It has the path of each array, by the
+    array's name in the program's text.
+    """
 
     traced: Any
     arrays: tuple[Any, ...]
@@ -67,10 +69,10 @@ class Step:
 
     **Arguments:**
 
-    - `traced`: as `jax.jit(f).trace(...)` returns it.
+    - `traced`: the result of `jax.jit(f).trace(...)`.
     - `args`: the arguments of the step.
-    - `paths`: the paths of its arrays, by their names in the text of programs, if JAX's names are not paths.
-    - `given_mesh`: the mesh that the caller named, or that the plans are for.
+    - `paths`: the path of each array, by its name in the text of programs; empty if paths follow from JAX's names.
+    - `given_mesh`: the mesh that the caller passed, or the mesh of the caller's plans; `None` without either.
     """
 
     traced: Any
@@ -85,7 +87,9 @@ class Step:
 
     @ft.cached_property
     def jax_mesh(self) -> MeshSpec | Mesh | AbstractMesh:
-        """The mesh as the caller gave it. A Mesh of devices also says which devices are in one slice."""
+        """The mesh in the form in which the caller passed it. A Mesh of devices also shows which devices are in one
+        slice.
+        """
         if self.given_mesh is not None:
             return self.given_mesh
         for leaf in jax.tree.leaves(self.args):
@@ -101,7 +105,7 @@ class Step:
         return MeshSpec(meshes(module)[name])
 
     def lowered(self, platform: Platform) -> Any:
-        """The step as JAX lowers it for a platform. Each platform is lowered once."""
+        """The step as JAX lowers it for a platform. The result is cached for each platform."""
         if platform not in self._lowered:
             self._lowered[platform] = self.traced.lower(lowering_platforms=(_PLATFORMS[platform],))
         return self._lowered[platform]
@@ -114,18 +118,18 @@ class Step:
     def arguments(self) -> tuple[Parameter, ...]:
         """The arrays that the program takes, in the order of its parameters.
 
-        For a function that the user jitted, JAX drops the arguments that nothing reads.
+        If the user jitted the function, JAX drops the arguments that no operation reads.
         """
         return tuple(one._replace(path=self.path(one.name)) for one in self.parameters[0])
 
     @ft.cached_property
     def parameters(self) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-        """The arrays that the program takes and returns. They are the same on each platform."""
+        """The arrays that the program takes and the arrays that it returns. They are the same for each platform."""
         return parameters(self.module(self._any))
 
     @property
     def _any(self) -> Platform:
-        """A platform for which the step has been lowered; "tpu" if there is none."""
+        """A platform for which the step was lowered before; "tpu" if there is none."""
         for platform in self._lowered:
             return platform
         return "tpu"
@@ -140,8 +144,8 @@ class Step:
 
     @ft.cached_property
     def leaves(self) -> dict[str, str]:
-        """The path of each array within its argument, by its name in the program. An argument that is one array has its
-        own name.
+        """The path of each array within its argument, by its name in the program. If an argument is one array, the path
+        is the argument's name.
         """
         paths = {one.name: self.path(one.name) for one in self.parameters[0]}
         return {name: path.partition("/")[2] or path for name, path in paths.items()}
@@ -155,15 +159,15 @@ class Step:
         results: Sequence[Dims | None] | None = None,
         module: Module | None = None,
     ) -> str:
-        """The HLO text of one device's program, as XLA's partitioner leaves it; on CPUs as all of XLA's passes leave
-        it.
+        """The HLO text of one device's program, as XLA's partitioner leaves it; for CPUs, as all passes of the compiler
+        leave it.
 
         **Arguments:**
 
-        - `platform`: the platform whose lowering is partitioned.
+        - `platform`: the platform for which the step is lowered.
         - `mesh`, `arguments`, `results`: another mesh, and other shardings of the arrays in `Step.arguments` and of the
             results. The step is not traced or lowered again.
-        - `module`: another form of the step's StableHLO module for this platform.
+        - `module`: a StableHLO module for this platform, to use instead of the step's own.
 
         **Raises:**
 
@@ -196,10 +200,10 @@ def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | Abstra
 
     **Arguments:**
 
-    - `step`: a function; or what `jax.jit`, `equinox.filter_jit` or `filter_jit` returned, whose shardings and
-        donation count; or what `.trace` of one of these returned, without arguments.
-    - `args`: arrays or structs in any trees. What is no array stays as it is.
-    - `mesh`: the mesh, where the step should be told of slices that its shardings do not know.
+    - `step`: a function; or the result of `jax.jit`, `equinox.filter_jit` or `filter_jit`, with its shardings and
+        donation; or the result of its `.trace`, without `args`.
+    - `args`: arrays or structs in any trees. Leaves that are not arrays become constants of the program.
+    - `mesh`: the mesh with its slices, which the shardings of the arguments do not have.
 
     **Raises:**
 
@@ -207,9 +211,7 @@ def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | Abstra
     step; the errors of `step` when it is traced.
     """
     for at, arg in enumerate(args):
-        if any(
-            isinstance(node, ShardPlan) for node in jax.tree.leaves(arg, is_leaf=lambda one: isinstance(one, ShardPlan))
-        ):
+        if any(map(_is_plan, jax.tree.leaves(arg, is_leaf=_is_plan))):
             raise PlanMismatchError(
                 f"argument {at} is a plan, and a step takes arrays or structs; pass `plan.structs`, whose shardings "
                 "are the plan's, or `filter_jit(step, in_shardings=plans)` with the arguments."
@@ -233,7 +235,7 @@ def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | Abstra
 
 
 def _mesh_of_devices(args: Sequence[object]) -> Mesh | None:
-    """The mesh of devices of the first array that has one; `None` if no array has one."""
+    """The mesh of the first array whose mesh has devices; `None` if there is no such array."""
     meshes = (one.mesh for leaf in jax.tree.leaves(args) if (one := _sharding_of(leaf)) is not None)
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
@@ -253,7 +255,7 @@ def _without_devices(leaf: Any) -> object:
 
 
 def _named(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
-    if isinstance(traced, _Named):
+    if isinstance(traced, _NamedTrace):
         paths = {one.name: one.path for one in traced.arrays}
         return Step(traced.traced, args, paths, traced.mesh if mesh is None else mesh)
     return Step(traced, args, {}, mesh)
@@ -309,5 +311,5 @@ def argument_names(fn: Callable[..., object], count: int) -> list[str]:
 
 
 def _path_of(name: str) -> str:
-    """The path of an array from JAX's name: `params['layers'][0].w` is `params/layers/0/w`."""
+    """The path of an array from JAX's name for it: `params['layers'][0].w` is `params/layers/0/w`."""
     return re.sub(r"['\"]?\]", "", re.sub(r"\[['\"]?|\.", "/", name))

@@ -1,11 +1,11 @@
 """The program of the process that runs XLA's partitioner; `partitioner.py` starts it.
 
-It reads requests from standard input and writes answers to standard output, both as a line of JSON followed by bytes.
-For each request a forked child makes a CPU client with the mesh's number of devices and compiles the module. XLA dumps
-the module at the requested pass, after its partitioner or before Shardy. Then the child is killed, since nothing that
-XLA does later is needed. A child that aborts affects neither this process nor the user's.
+It reads requests from standard input and writes answers to standard output. Each is a line of JSON followed by bytes.
+For each request, a forked child makes a CPU client with the mesh's number of devices and compiles the module. XLA dumps
+the module at the requested pass: after its partitioner, or before Shardy. Then the child is killed, since the rest of
+XLA's work is not needed. A child that aborts affects neither this process nor the user's.
 
-This file imports jaxlib and not JAX, so that it starts in 0.2 s. It never imports shardfx.
+This file imports jaxlib and not JAX, so it starts in 0.2 s. It never imports shardfx.
 """
 
 import functools as ft
@@ -55,7 +55,7 @@ def main() -> None:
 
 @ft.lru_cache(maxsize=1)
 def _shardy() -> types.ModuleType:
-    """The module `propagate.py` beside this file, loaded by its path."""
+    """The Python module `propagate.py` beside this file, loaded by its path."""
     spec = importlib.util.spec_from_file_location("propagate", os.path.join(os.path.dirname(__file__), "propagate.py"))
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
@@ -64,7 +64,7 @@ def _shardy() -> types.ModuleType:
 
 
 def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: float, dumped: str) -> tuple[bytes, str]:
-    """The text of the program at one stage of XLA's pipeline, and an error text."""
+    """The text of the program at one stage of XLA's pipeline, and an error text. One of them is empty."""
     with tempfile.TemporaryDirectory(prefix="shardfx-") as folder:
         reading, writing = os.pipe()
         child = os.fork()
@@ -109,14 +109,16 @@ def _compile(module: bytes, devices: int, debug_options: dict[str, str | int], w
 
 
 def _text_from(folder: str, dumped: str, reading: int, deadline: float) -> tuple[bytes, str]:
-    """The dumped text and an error text. Waits until the dump is complete, the child ends, or the deadline passes."""
+    """The dumped text, and an error text. It returns when the dump is complete, when the child ends, or at the
+    deadline.
+    """
     said = None
     while True:
         for path in glob.glob(os.path.join(folder, dumped)):
             if text := _whole(path):
                 return text, ""
         if said is not None:
-            return b"", said.decode(errors="replace") or _last_words(folder)
+            return b"", said.decode(errors="replace") or _error_output(folder)
         if time.monotonic() > deadline:
             return b"", "the time is over"
         # The parent sends nothing before it has the answer, so standard input becomes ready only when it ends.
@@ -128,8 +130,10 @@ def _text_from(folder: str, dumped: str, reading: int, deadline: float) -> tuple
 
 
 def _whole(path: str) -> bytes:
-    """The text of a module that XLA dumps; "" until XLA has written all of it. The entry computation is the last, and
-    ends with a brace on a line.
+    """The text of a module that XLA dumps; "" until XLA has written all of it.
+
+    The text is complete if it has an entry computation and ends with a brace on a line, since the entry computation is
+    last.
     """
     with open(path, "rb") as file:
         # A large file is checked many times while it is written.
@@ -141,7 +145,7 @@ def _whole(path: str) -> bytes:
     return text if b"\nENTRY " in text and text.rstrip().endswith(b"\n}") else b""
 
 
-def _last_words(folder: str) -> str:
+def _error_output(folder: str) -> str:
     """The end of the error output of a child that XLA aborted."""
     with open(os.path.join(folder, "stderr"), "rb") as file:
         return f"XLA aborted: {file.read()[-2000:].decode(errors='replace')}"

@@ -26,7 +26,7 @@ from .._step import Dims, Parameter, Platform, Step, step_of
 from ..cost import Traffic, TrafficRow, compare, compile_for, seconds, traffic
 from ..cost._after import as_compiled
 from ..cost._compile_for import memory_of
-from ..cost._estimate import DIRECT, LARGEST, SIZED, carried_on
+from ..cost._estimate import DIRECT, LARGEST, SIZED, extrapolated
 from ..cost._hlo_text import parse_hlo
 from ..cost._live import device_memory
 from ..cost._traffic import read
@@ -174,7 +174,7 @@ class LoweredStep:
         def numbers_on(sizes: tuple[int, ...]) -> np.ndarray:
             return np.array([read[sizes].work.flops, read[sizes].work.bytes, *read[sizes].held])
 
-        sent = carried_on(one.mesh, LARGEST, rows_on)
+        sent = extrapolated(one.mesh, LARGEST, rows_on)
         sizes, *others = read
         found = first = numbers_on(sizes)
         # Each doubling of an axis multiplies a number as the first doubling did.

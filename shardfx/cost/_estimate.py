@@ -37,7 +37,7 @@ def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
     return _with_sizes(mesh, sizes)
 
 
-def carried_on(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence[TrafficRow]]) -> Traffic:
+def extrapolated(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence[TrafficRow]]) -> Traffic:
     """The traffic of a step on a large mesh, extrapolated from its traffic on smaller meshes.
 
     The step is partitioned for a smaller mesh, and again with each of the halved axes doubled once.
@@ -63,10 +63,10 @@ def carried_on(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence
         if [*map(_form, found)] != [*map(_form, first)]:
             raise ProgramError(
                 f"XLA partitions for at most {most} devices. On {small} the step is another program than on one with "
-                f"twice as many along {axis}, so what it sends on {mesh} cannot be carried on from there."
+                f"twice as many along {axis}, so what it sends on {mesh} cannot be extrapolated."
             )
         doubled.append((found, round(math.log2(mesh.shape[axis] / size))))
-    note = f"carried on from {small}: XLA partitions for at most {most:,} devices."
+    note = f"extrapolated from {small}: XLA partitions for at most {most:,} devices."
     rows = (_row(row, [(found[at], times) for found, times in doubled], note) for at, row in enumerate(first))
     return largest_first(Traffic(tuple(rows), mesh.size))
 
@@ -200,7 +200,7 @@ def estimated(step: Step, compiler: Platform) -> Traffic:
     if step.mesh.size > DIRECT:
         for without in (SIZED, (*SIZED, TILED)):
             try:
-                return carried_on(step.mesh, LARGEST, lambda mesh: _read(step, compiler, mesh, without).rows)  # noqa: B023
+                return extrapolated(step.mesh, LARGEST, lambda mesh: _read(step, compiler, mesh, without).rows)  # noqa: B023
             except ProgramError:
                 if without != SIZED and step.mesh.size > MOST_DEVICES:
                     raise

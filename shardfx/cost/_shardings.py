@@ -1,4 +1,6 @@
-"""How every array of a step is sharded, and which argument, result or constraint each of its mesh axes comes from."""
+"""The sharding of every array of a step, and the argument, result or constraint that each of its mesh axes comes
+from.
+"""
 
 import dataclasses
 import functools as ft
@@ -20,7 +22,7 @@ from ..topology import MeshSpec
 from ._estimate import estimated, platform_of
 from ._hlo_text import Phase, phase_of
 from ._live import LiveArray
-from ._propagation import Conflict, Graph, Holder, Lost
+from ._propagation import Conflict, DimKey, Graph, Stop
 from ._traffic_rows import Traffic, TrafficRow
 
 
@@ -30,13 +32,14 @@ _MOST = 20
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The origin of one mesh axis of an array.
+    """The origin of one mesh axis in the sharding of an array.
 
     **Arguments:**
 
-    - `axis`: the mesh axis; a sub-axis is written as Shardy writes it, "fsdp:(1)2".
-    - `by`: the argument, result or constraint that has it: "params/layers/up", "the constraint at train.py:41".
-    - `chain`: the lines of your program that carry the axis, from its origin to the array.
+    - `axis`: the mesh axis. A sub-axis has Shardy's notation, "fsdp:(1)2".
+    - `by`: the argument, result or constraint whose sharding has the axis: "params/layers/up", "the constraint at
+        train.py:41".
+    - `chain`: the lines of your program over which the axis propagated, from the origin to the array.
     """
 
     __module__ = "shardfx.cost"
@@ -48,15 +51,15 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A mesh axis that an array could have on a dimension and does not have.
+    """A mesh axis that could shard a dimension of an array and does not.
 
     **Arguments:**
 
-    - `axis`, `dim`: the mesh axis, and the dimension of the array.
-    - `by`: the argument, result or constraint that has the axis on this dimension.
-    - `first`: the origin that has the axis already on another dimension, where it is lost; "" without one.
-    - `line`: the line that makes the first array without it.
-    - `shape`, `dtype`, `spec`: that array, and its spec with the axis.
+    - `axis`, `dim`: the mesh axis, and the number of the dimension.
+    - `by`: the argument, result or constraint whose sharding has the axis on this dimension.
+    - `first`: the origin of the axis on another dimension, if that is why the axis cannot shard this one; else "".
+    - `line`: the line that makes the first array without the axis.
+    - `shape`, `dtype`, `spec`: the shape and dtype of that array, and its spec with the axis added.
     """
 
     __module__ = "shardfx.cost"
@@ -72,12 +75,12 @@ class Wanted:
 
     @property
     def change(self) -> str:
-        """The constraint that keeps the axis, as code."""
+        """The sharding constraint that keeps the axis, as code."""
         return f"constrain(x, jax.P{entries_of(self.spec)!r}, plan)"
 
     @property
     def where(self) -> str:
-        """The array that lacks the axis, and the line that makes it."""
+        """The array that lacks the axis and the line that makes it, as text."""
         return f"{array_text(self.dtype, self.shape)} of {place_text(self.line)}"
 
     def __str__(self) -> str:
@@ -95,14 +98,14 @@ class ArrayRow:
     **Arguments:**
 
     - `source`: the innermost line of your own program that makes the array; `None` if the program does not name one.
-    - `operation`: StableHLO's name of the operation, such as "dot_general".
+    - `operation`: StableHLO's name of the operation that makes the array, such as "dot_general".
     - `phase`: "forward", "backward" or "recomputed"; "" if JAX does not name the pass.
     - `loop`: the line of the innermost loop that makes the array in each iteration; `None` outside loops.
     - `shape`, `dtype`: the shape and the dtype of the whole array.
-    - `spec`: its spec.
-    - `bytes_per_device`: bytes of one device's shard.
-    - `origins`: the origin of each mesh axis of `spec`.
-    - `number`: the array's number in the step.
+    - `spec`: the partition spec of the array.
+    - `bytes_per_device`: the bytes of one device's shard.
+    - `origins`: the origin of each mesh axis in `spec`.
+    - `number`: the number of the array in the step.
     """
 
     __module__ = "shardfx.cost"
@@ -121,13 +124,13 @@ class ArrayRow:
 
 @dataclasses.dataclass(frozen=True)
 class StepShardings:
-    """How the arrays of a step are sharded, a row for each; made by [`shardfx.cost.shardings`][].
+    """The sharding of every array of a step, a row for each array; made by [`shardfx.cost.shardings`][].
 
     `str(...)` is a table with a row for each line of your program, the largest first.
 
     **Arguments:**
 
-    - `rows`: the arrays that operations make, the largest on one device first.
+    - `rows`: the arrays that operations make, in order of their bytes on one device, the largest first.
     - `mesh`: the mesh.
     - `notes`: further notes.
     """
@@ -137,7 +140,7 @@ class StepShardings:
     rows: tuple[ArrayRow, ...]
     mesh: MeshSpec
     notes: tuple[str, ...]
-    _known: "_Known" = dataclasses.field(repr=False, compare=False)
+    _known: "_Explainer" = dataclasses.field(repr=False, compare=False)
 
     def at(self, line: str) -> "StepShardings":
         """The rows of the arrays that one source line makes.
@@ -156,11 +159,15 @@ class StepShardings:
         return dataclasses.replace(self, rows=tuple(lines[line]))
 
     def of(self, path: str) -> "StepShardings":
-        """The rows of the arrays that got a mesh axis from this argument or result.
+        """The rows of the arrays that have a mesh axis from one argument or result.
 
         **Arguments:**
 
-        - `path`: a path in an origin, such as "params/layers/up".
+        - `path`: the path of the argument or result, such as "params/layers/up".
+
+        **Raises:**
+
+        `UnknownPathError` if no array has an axis from there.
         """
         names = {origin.by for row in self.rows for origin in row.origins}
         if path not in names:
@@ -169,11 +176,11 @@ class StepShardings:
         return dataclasses.replace(self, rows=tuple(found))
 
     def replicated(self, *, least_bytes: int = 0) -> "StepShardings":
-        """The arrays that at least one mesh axis does not shard, the largest first.
+        """The rows of the arrays that are replicated over at least one mesh axis, the largest first.
 
         **Arguments:**
 
-        - `least_bytes`: the fewest bytes of an array on one device.
+        - `least_bytes`: the fewest bytes of an array on one device; smaller arrays are left out.
         """
         axes = {axis for axis, size in self.mesh.shape.items() if size > 1}
         large = (row for row in self.rows if row.bytes_per_device >= least_bytes)
@@ -181,14 +188,12 @@ class StepShardings:
         return dataclasses.replace(self, rows=tuple(found))
 
     def wanted(self, row: ArrayRow) -> tuple[Wanted, ...]:
-        """The mesh axes that an array could have and does not have, each with its origin and the constraint that keeps
-        it.
-        """
+        """The mesh axes that could shard an array and do not, each with its origin and the constraint that keeps it."""
         return tuple(self._known.wanted(row))
 
     @property
     def conflicts(self) -> tuple[str, ...]:
-        """A sentence for each operation whose arrays have one mesh axis on two dimensions, so that one array is
+        """A sentence for each operation that has one mesh axis on two dimensions, so that one of its arrays is
         gathered.
         """
         return self._known.conflicts
@@ -204,8 +209,9 @@ class StepShardings:
         return dataclasses.replace(traffic, rows=tuple(map(self._known.annotated, traffic.rows)))
 
     def of_held(self, array: LiveArray) -> tuple[ArrayRow | None, str]:
-        """The row of an array in memory, found by its source line and size, and the reason why it is not sharded
-        further.
+        """The row of an array that is live in memory, and the reason why the array is not sharded further.
+
+        The row is found by source line and size; it is `None` if there is none.
         """
         size, own = math.prod(array.buffer.shape), (row for row in self.rows if row.source == array.source)
         alike = (row for row in own if row.bytes_per_device * 8 // bits(row.dtype) == size)
@@ -215,7 +221,7 @@ class StepShardings:
         return row, next(map(str, self.wanted(row)), "")
 
     def to_json(self) -> str:
-        """The rows as JSON text, a list of objects."""
+        """The rows as JSON text: a list with an object for each row."""
         return json.dumps([_plain(row) for row in self.rows])
 
     def __str__(self) -> str:
@@ -239,7 +245,8 @@ class StepShardings:
 def shardings(
     step: object, *args: object, compiler: Platform | str = "tpu", mesh: MeshSpec | Mesh | AbstractMesh | None = None
 ) -> StepShardings:
-    """How every array of a step is sharded, and which argument, result or constraint each of its mesh axes comes from.
+    """The sharding of every array of a step, and the argument, result or constraint that each of its mesh axes comes
+    from.
 
     XLA's own Shardy pass runs on the step as XLA receives it. Nothing is compiled, and no device is needed.
 
@@ -275,7 +282,9 @@ def shardings(
 
 
 def explained(step: object, line: str, args: Sequence[object], compiler: Platform | str = "tpu") -> StepShardings:
-    """The arrays that one source line of a step makes, with notes on the collectives of the line and their reasons."""
+    """The shardings of the arrays that one source line of a step makes, with a note on each collective of the line and
+    its reason.
+    """
     known, platform = step_of(step, args), platform_of(compiler)
     found = shardings_of(known, platform)
     sent = found.annotate(estimated(known, platform)).rows
@@ -289,15 +298,15 @@ def explained(step: object, line: str, args: Sequence[object], compiler: Platfor
 
 
 def shardings_of(step: Step, platform: Platform, module: object = None) -> StepShardings:
-    """The shardings of a traced step, or of another form of its module."""
-    known = _Known(step, Graph(program_of(step.propagated(platform, module=module))))
+    """The shardings of a traced step. `module` is a StableHLO module to use instead of the step's own."""
+    known = _Explainer(step, Graph(program_of(step.propagated(platform, module=module))))
     notes = (_INSIDE,) if None in known.made else ()
     rows = sorted((row for row in known.made if row and row.shape), key=lambda row: -row.bytes_per_device)
     return StepShardings(tuple(rows), step.mesh, notes, known)
 
 
-class _Known:
-    """A step after Shardy's propagation, with functions that explain it in sentences."""
+class _Explainer:
+    """A step after Shardy's propagation, with methods that explain its shardings in sentences."""
 
     def __init__(self, step: Step, graph: Graph):
         self.step, self.graph = step, graph
@@ -307,25 +316,25 @@ class _Known:
 
     @ft.cached_property
     def made(self) -> list[ArrayRow | None]:
-        """A row for each array; `None` for an array inside a `shard_map`."""
+        """A row for each array that an operation makes; `None` for an array inside a `shard_map`."""
         made = enumerate(zip(self.graph.operations, self.loops, strict=True))
         return [self._row(at, out, loop) for at, (one, loop) in made if one.name not in _SILENT for out in one.outs]
 
     def _row(self, at: int, out: int, loop: Frame | None) -> ArrayRow | None:
-        value, made, laid = self.graph.values[out], self.graph.operations[at], self.graph.laid[out]
+        value, made, shardy = self.graph.values[out], self.graph.operations[at], self.graph.shardings[out]
         stack = " ".join(name_stacks(made.location))
-        if value.laid is None and "shard_map" in stack:
+        if value.sharding is None and "shard_map" in stack:
             return None
-        axes = [axis for own in laid.dims for axis in own]
-        origins = tuple(Origin(axis, self.name(laid.origins.get(axis, "")), self._chain(out, axis)) for axis in axes)
-        spec = PartitionSpec(*(canonical_entry(tuple(map(_whole, own))) for own in laid.dims))
-        laid_as = (value.shape, value.dtype, spec, self._bytes(out), origins, out)
-        return ArrayRow(self.lines[at], made.name, phase_of(stack), loop, *laid_as)
+        axes = [axis for own in shardy.dims for axis in own]
+        origins = tuple(Origin(axis, self.name(shardy.origins.get(axis, "")), self._chain(out, axis)) for axis in axes)
+        spec = PartitionSpec(*(canonical_entry(tuple(map(_whole, own))) for own in shardy.dims))
+        described = (value.shape, value.dtype, spec, self._bytes(out), origins, out)
+        return ArrayRow(self.lines[at], made.name, phase_of(stack), loop, *described)
 
     def _bytes(self, number: int) -> int:
-        """Bytes of one device's shard, padded if the shape does not divide."""
+        """The bytes of one device's shard, with padding if the number of shards does not divide the shape."""
         value = self.graph.values[number]
-        cuts = [math.prod(map(self._size, own)) for own in self.graph.laid[number].dims] or [1] * len(value.shape)
+        cuts = [math.prod(map(self._size, own)) for own in self.graph.shardings[number].dims] or [1] * len(value.shape)
         part = math.prod(-(-size // cut) for size, cut in zip(value.shape, cuts, strict=True))
         return -(-part * bits(value.dtype) // 8)
 
@@ -334,7 +343,7 @@ class _Known:
 
     @property
     def loops(self) -> Iterator[Frame | None]:
-        """Yields, for each operation, the source line of the innermost loop around it; `None` outside of loops."""
+        """Yields the source line of the innermost loop around each operation; `None` outside of loops."""
         around = []
         for made in self.graph.operations:
             is_within = made.location in around
@@ -349,7 +358,7 @@ class _Known:
         return tuple(line for line, _ in itertools.groupby(lines) if line is not None)
 
     def name(self, origin: str) -> str:
-        """The name of an axis's origin: "params/w", "result 0/w" or "the constraint at train.py:41"."""
+        """The name of a mesh axis's origin: "params/w", "result 0/w" or "the constraint at train.py:41"."""
         kind, _, number = origin.partition(": ")
         if kind == "input":
             one = self.step.arguments[int(number)]
@@ -368,33 +377,33 @@ class _Known:
         """The path of each result of the step."""
         return tuple(flatten(self.step.traced.out_info).paths)
 
-    def from_of(self, value: int, axis: str) -> str:
-        """The name of the argument, result or constraint that gave a mesh axis to an array."""
-        origin = self.graph.laid[value].origins.get(axis, "")
+    def origin_of(self, value: int, axis: str) -> str:
+        """The name of the argument, result or constraint from which an array has a mesh axis."""
+        origin = self.graph.shardings[value].origins.get(axis, "")
         if origin != "self":
             return self.name(origin)
         is_made = value in self.graph.makers
         return self._constraint(value) if is_made else self.name(f"input: {self.graph.program.arguments.index(value)}")
 
     def wanted(self, row: ArrayRow) -> Iterator[Wanted]:
-        """The mesh axes that an array could have and does not have."""
+        """Yields the mesh axes that could shard an array and do not."""
         for axis, size in self.sizes.items():
-            lost = self.graph.lost(row.number, axis) if size > 1 else None
-            if lost is not None:
-                others = math.prod(self._size(own) for own in self.graph.axes_of(lost.last) if own != axis)
-                if self.graph.values[lost.last.value].shape[lost.last.dim] % (others * size) == 0:
-                    yield self._wanted(axis, lost)
+            stop = self.graph.stop_of(row.number, axis) if size > 1 else None
+            if stop is not None:
+                others = math.prod(self._size(own) for own in self.graph.axes_of(stop.last) if own != axis)
+                if self.graph.values[stop.last.value].shape[stop.last.dim] % (others * size) == 0:
+                    yield self._wanted(axis, stop)
 
-    def _wanted(self, axis: str, lost: Lost) -> Wanted:
-        last, near = lost.last.value, lost.near.value
-        first = self.from_of(last, axis) if any(axis in own for own in self.graph.laid[last].dims) else ""
-        value, dims = self.graph.values[near], self.graph.laid[near].dims
+    def _wanted(self, axis: str, stop: Stop) -> Wanted:
+        last, near = stop.last.value, stop.near.value
+        first = self.origin_of(last, axis) if any(axis in own for own in self.graph.shardings[last].dims) else ""
+        value, dims = self.graph.values[near], self.graph.shardings[near].dims
         entries = [[_whole(one) for one in own if _whole(one) != axis] for own in dims or [()] * len(value.shape)]
-        entries[lost.near.dim].append(axis)
+        entries[stop.near.dim].append(axis)
         spec = PartitionSpec(*map(canonical_entry, entries))
-        line = self.lines[self.graph.makers.get(near, lost.operation)]
-        by = self.from_of(lost.holder.value, axis)
-        return Wanted(axis, lost.dim, by, first, line, value.shape, value.dtype, spec)
+        line = self.lines[self.graph.makers.get(near, stop.operation)]
+        by = self.origin_of(stop.with_axis.value, axis)
+        return Wanted(axis, stop.dim, by, first, line, value.shape, value.dtype, spec)
 
     @ft.cached_property
     def conflicts(self) -> tuple[str, ...]:
@@ -402,20 +411,20 @@ class _Known:
         return tuple(dict.fromkeys(f"{place_text(self.lines[one.operation])}: {self.sentence(one)}" for one in largest))
 
     def sentence(self, one: Conflict) -> str:
-        """A sentence about a conflict: which two arrays of an operation have the mesh axis, and which of them is
-        gathered.
+        """A sentence about a conflict: which two arrays of an operation are sharded over the mesh axis, and which of
+        them is gathered.
         """
         made = self.graph.operations[one.operation]
-        both = " and ".join(self._told(holder, one.axis) for holder in (one.kept, one.moved))
+        both = " and ".join(self._dim_text(dim, one.axis) for dim in (one.kept, one.moved))
         return f"gathered over {one.axis}: {both} both lie on it, and the {made.name} keeps the first"
 
-    def _told(self, holder: Holder, axis: str) -> str:
-        value = self.graph.values[holder.value]
-        by = self.from_of(holder.value, axis)
-        return f"dimension {holder.dim} of {array_text(value.dtype, value.shape)}{f' (from {by})' if by else ''}"
+    def _dim_text(self, dim: DimKey, axis: str) -> str:
+        value = self.graph.values[dim.value]
+        by = self.origin_of(dim.value, axis)
+        return f"dimension {dim.dim} of {array_text(value.dtype, value.shape)}{f' (from {by})' if by else ''}"
 
     def gathered(self, source: Frame | None, axes: Sequence[str] | None = None) -> str:
-        """A sentence about the largest conflict at a source line; "" if there is none."""
+        """A sentence about the largest conflict at a source line; "" if the line has no conflict."""
         own = [one for one in self.graph.conflicts if self.lines[one.operation] == source]
         own = [one for one in own if axes is None or one.axis in axes]
         return self.sentence(max(own, key=lambda one: self._bytes(one.moved.value))) if own else ""
@@ -426,15 +435,16 @@ class _Known:
         return dataclasses.replace(row, note="; ".join(filter(None, (row.note, why))))
 
     def _summed(self, source: Frame | None, axes: Sequence[str]) -> str:
-        """A sentence about an all-reduce over one of `axes` at a source line: which contracted dimension is sharded
-        over the axis. "" if there is none.
+        """A sentence about an all-reduce at a source line over one of `axes`; "" if the line has none.
+
+        The sentence names the contracted dimension that is sharded over the axis.
         """
         for at, made in enumerate(self.graph.operations):
             if made.factors.reduction and self.lines[at] == source:
-                for holder, factor in self.graph.factors[at]:
-                    axis = next((one for one in self.graph.axes_of(holder) if one in axes), None)
+                for dim, factor in self.graph.factors[at]:
+                    axis = next((one for one in self.graph.axes_of(dim) if one in axes), None)
                     if axis is not None and factor in made.factors.reduction:
-                        return f"summed over {axis}: {self._told(holder, axis)} lies on it, and {made.name} adds it up"
+                        return f"summed over {axis}: {self._dim_text(dim, axis)} lies on it, and {made.name} adds it up"
         return ""
 
 
@@ -444,7 +454,7 @@ _SILENT = ("carry", "return", "use", "sharding_constraint", "data_flow_edge")
 
 
 def _whole(axis: str) -> str:
-    """The mesh axis of a sub-axis: `data` for `data:(1)2`."""
+    """The mesh axis that contains a sub-axis: `data` for `data:(1)2`."""
     return axis.partition(":")[0]
 
 
@@ -457,7 +467,7 @@ def _cells(row: ArrayRow) -> tuple[str, ...]:
 
 
 def _plain(row: ArrayRow) -> dict[str, Any]:
-    """A row as dicts, lists, strings and numbers for JSON."""
+    """A row as values that JSON can write."""
     return {
         "line": row.source.place if row.source else None,
         "operation": row.operation,

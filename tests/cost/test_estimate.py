@@ -288,13 +288,13 @@ def training(mesh, constrain=False):
 
 
 @pytest.mark.parametrize("constrain", [False, True])
-def test_traffic_of_large_meshes_is_carried_on_from_smaller_ones(constrain, monkeypatch):
+def test_traffic_of_large_meshes_is_extrapolated_from_smaller_ones(constrain, monkeypatch):
     step, *args = training(MeshSpec({"fsdp": 64, "tensor": 8}).abstract(), constrain)
     right, windowed = estimate(step, *args, compiler="gpu"), estimate(step, *args)
     for name in ("DIRECT", "LARGEST"):
         monkeypatch.setattr(importlib.import_module("shardfx.cost._estimate"), name, 64)
     found = estimate(step, *args, compiler="gpu")
-    assert "carried on from fsdp=4,tensor=8" in str(found) and found.devices == 512
+    assert "extrapolated from fsdp=4,tensor=8" in str(found) and found.devices == 512
     assert sums(found) == sums(right)
     assert sorted(row.group_size for row in found.rows) == sorted(row.group_size for row in right.rows)
     # Windows of a TPU send a piece more.

@@ -85,7 +85,7 @@ def test_states_that_do_not_fit_are_cut():
 
 def test_above_what_xla_can_partition_candidates_say_so():
     best, *_ = found = search(*mlp_step(1024, 4096, 2**17), devices=4096, chip="v5p")
-    assert best.by == "estimate" and best.mesh.size == 4096 and "carried on from" in str(best.traffic)
+    assert best.by == "estimate" and best.mesh.size == 4096 and "extrapolated from" in str(best.traffic)
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
 
 

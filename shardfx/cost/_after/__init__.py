@@ -1,18 +1,21 @@
-"""The passes that each platform's compiler runs after XLA's partitioner, over the partitioned program.
+"""The passes that each platform's compiler runs over a program after XLA's partitioner.
 
-It may import the reader of HLO and the ground. It never traces, compiles or counts bytes: it rewrites parsed modules.
+The room may import the reader of HLO and the ground. It rewrites parsed modules. It never traces, compiles or counts
+bytes.
 
-Bytes that enter a device in one step, against compiled programs of JAX 0.10.2, by the passes of `PASSES`:
+The table shows by how much an estimate of the bytes that enter a device in one step differs from a program that JAX
+0.10.2 compiled, without and with the passes in `PASSES`:
 
 | programs | without passes: median, 90th percentile, worst | with passes |
 |---|---|---|
 | 30 steps on v5e:4x4 by another author | 17, 113, 310 % | 0.0, 8.8, 9.4 % |
 | 30 more of that author | 0.1, 43, 94 % | 0.0, 6.7, 17 % |
 
-Passes of the compilers that change none of these figures are not imitated: inlined calls, dead instructions and equal
-instructions. There are no passes for CPUs, where XLA itself finishes programs. The rest of the difference on TPUs comes
-from programs that libtpu simplifies before it partitions them: `_step/rewrites.py` does this as far as more than one
-compiled program shows it. Sorts, rolls and sums that are added to a scatter's result are marked as unsure.
+Three kinds of passes change none of these figures and are not imitated: those that inline calls, that remove dead
+instructions, and that merge equal instructions. CPUs have no passes here, since XLA itself finishes programs for CPUs.
+On TPUs the remaining difference comes from programs that libtpu simplifies before it partitions them.
+`_step/rewrites.py` imitates each simplification that more than one compiled program shows. The collectives of sorts, of
+rolls and of sums that are added to a scatter's result are marked as unsure.
 """
 
 from .passes import (

@@ -1,4 +1,7 @@
-"""Computations of HLO as graphs, and the merge of equal gathers that the TPU's compiler makes in them."""
+"""Computations of HLO as graphs, and the merge of equal all-gathers that the TPU's compiler makes in them.
+
+The merge follows `xla/service/spmd/schedule_aware_collective_ops_cse.cc`.
+"""
 
 import functools as ft
 import re
@@ -23,7 +26,7 @@ _GROUPS = re.compile(
 
 
 def users_of(computation: Computation) -> dict[str, list[Instruction]]:
-    """The instructions that read each instruction, in the order of the text."""
+    """The instructions that read the result of each instruction, in the order of the text."""
     users: dict[str, list[Instruction]] = {name: [] for name in computation}
     for instruction in computation.values():
         for operand in dict.fromkeys(instruction.operands):
@@ -44,9 +47,10 @@ def renamed(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
 
 
 class Rewritten:
-    """A module while a pass rewrites its computations, callees first.
+    """An HLO module while a pass rewrites its computations one by one, callees first.
 
-    The attributes of its collectives are read with replica groups as lists, whatever form the text has.
+    It caches the replica groups and the attributes of the module's collectives. Replica groups are lists of devices
+    here, in whichever notation the text writes them.
     """
 
     def __init__(self, module: HloModule):
@@ -54,8 +58,8 @@ class Rewritten:
         self.known: dict[str, Groups] = {}
 
     def details(self, instruction: Instruction) -> str:
-        """The attributes that identify a collective. XLA may merge two collectives of one opcode and operand if these
-        are equal.
+        """The attributes of a collective that decide whether XLA may merge it with another. Two collectives may be
+        merged if these attributes, their opcodes and their operands are equal.
         """
         details = _OWN.sub("", instruction.attributes)
         found = _GROUPS.search(details)
@@ -71,9 +75,9 @@ class Rewritten:
 
     @ft.cached_property
     def narrow(self) -> set[int]:
-        """The identities of the collectives whose float32 results are read only by products at the default precision.
+        """The `id` of each collective whose float32 result is read only by products at the default precision.
 
-        A collective in a computation with several callers is several operations, and all of them must be narrow.
+        If several callers share a computation, a collective in it counts only if all its calls have such results.
         """
         program = program_of(self.module)
         values = narrow_values(program)
@@ -83,7 +87,7 @@ class Rewritten:
 
 
 def with_groups(instruction: Instruction, groups: Groups) -> Instruction:
-    """The collective with other replica groups."""
+    """A copy of a collective with other replica groups."""
     return instruction._replace(attributes=_GROUPS.sub(_listed(groups), instruction.attributes, count=1))
 
 
@@ -98,8 +102,8 @@ _FAR = 100
 
 
 def gathered_once(known: Rewritten, computation: Computation) -> Computation:
-    """The computation with equal all-gathers merged where their users are close to each other, as XLA merges them."""
-    computation = _each_own(computation)
+    """The computation with equal all-gathers merged if their users are close to each other, as XLA merges them."""
+    computation = _gather_for_each_user(computation)
     users = users_of(computation)
     # The longest distance from each instruction to one without users, as XLA counts it.
     heights: dict[str, int] = {}
@@ -123,8 +127,10 @@ def gathered_once(known: Rewritten, computation: Computation) -> Computation:
     return kept
 
 
-def _each_own(computation: Computation) -> Computation:
-    """The computation with a separate all-gather for each user, as the TPU's partitioner makes them."""
+def _gather_for_each_user(computation: Computation) -> Computation:
+    """The computation with a separate all-gather for each instruction that reads its result, as the TPU's partitioner
+    makes them.
+    """
     users = users_of(computation)
     made: Computation = {}
     for name, own in computation.items():

@@ -1,6 +1,6 @@
-"""The passes that each platform's compiler runs after XLA's partitioner, and a module as these passes leave it.
+"""The passes that each platform's compiler runs after XLA's partitioner, and a function that applies them to a module.
 
-They were checked against the programs of jaxlib 0.10.2 and of the libtpu that it pins.
+The passes were compared with programs of jaxlib 0.10.2 and of the libtpu that it pins.
 """
 
 import dataclasses
@@ -26,7 +26,9 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
 def windowed(known: Rewritten, computation: Computation) -> Computation:
-    """The computation where each all-gather and reduce-scatter that a product can hide is a ring of permutes."""
+    """The computation with a ring of permutes in place of each all-gather and reduce-scatter that overlaps with a
+    product.
+    """
     users = users_of(computation)
     made = dict(computation)
     for product in [own for own in computation.values() if own.opcode == "dot"]:
@@ -62,8 +64,9 @@ def _is_hidden(known: Rewritten, computation: Computation, product: Instruction,
 
 
 def _permutes(known: Rewritten, sent: Instruction, shard: str) -> Instruction:
-    """The permutes of a ring that replaces a collective, as one instruction: one permute per shard, and one more where
-    two rings run in opposite directions.
+    """The permutes of a ring that replaces a collective, as one instruction.
+
+    The ring has one permute per shard, and one more if two rings run in opposite directions.
     """
     rows = known.groups(sent)[0].tolist()
     size = len(rows[0])
@@ -75,8 +78,8 @@ def _permutes(known: Rewritten, sent: Instruction, shard: str) -> Instruction:
 
 
 def narrowed(known: Rewritten, computation: Computation) -> Computation:
-    """The computation where collectives send float32 as bfloat16 if only products at the default precision read the
-    result.
+    """The computation with bfloat16 in place of float32 in each collective whose result only products at the default
+    precision read.
     """
     narrow = {name: own for name, own in computation.items() if id(own) in known.narrow}
     return computation | {
@@ -89,11 +92,11 @@ class Pass(NamedTuple):
 
     **Arguments:**
 
-    - `name`: XLA's name for it.
-    - `apply`: returns a computation of a module as it is after the pass.
-    - `link`: the file of XLA that it stands for.
-    - `unsure`: the fraction of the changed bytes that the compiler may send otherwise, where the two were found to
-        differ.
+    - `name`: XLA's name for the pass.
+    - `apply`: a function that returns a computation of a module as the pass leaves it.
+    - `link`: the file of XLA that `apply` imitates.
+    - `unsure`: the fraction of the changed bytes that the compiler may send in another way; 0 if no compiled program
+        was found to differ.
     """
 
     name: str
@@ -125,7 +128,7 @@ _GPU = (
 PASSES: Mapping[Platform, tuple[Pass, ...]] = {"tpu": _TPU, "gpu": _GPU, "cpu": ()}
 
 # The paths of JAX's operations whose collectives the TPU's compiler chooses by rules that no pass here imitates.
-_DOUBTS = {
+_UNSURE = {
     re.compile(
         r"\b(sort|argsort|top_k|approx_top_k|argmax|argmin|cumsum|cumlogsumexp|cumprod|cummax|cummin)\b"
     ): "the TPU's partitioner divides sorts, the largest values and sums along a dimension itself.",
@@ -135,20 +138,20 @@ _DOUBTS = {
 
 
 def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str] = ()) -> HloModule:
-    """The program that a platform's compiler makes of a partitioned program, as far as its collectives go.
+    """A partitioned program with the collectives that a platform's compiler would give it.
 
     **Arguments:**
 
-    - `module`: the module of one device, as XLA's partitioner leaves it. For TPUs, without the common subexpression
-        elimination after the partitioner (`xla_disable_hlo_passes="cse"`), since the TPU's compiler merges fewer
-        gathers.
-    - `platform`: the platform whose compiler finishes it.
-    - `without`: names of passes to leave out.
+    - `module`: the module of one device, as XLA's partitioner leaves it. For TPUs, the module must not have gone
+        through the common subexpression elimination after the partitioner (`xla_disable_hlo_passes="cse"`), since the
+        TPU's compiler merges fewer all-gathers.
+    - `platform`: the platform of the compiler.
+    - `without`: the names of passes that are not applied.
 
     **Returns:**
 
-    The module after all passes of the platform. Each collective names the passes that made it, and the share of its
-    bytes that the compiler may send otherwise.
+    The module after all passes of the platform. Each collective lists the passes that changed it, and the fraction of
+    its bytes that the compiler may send in another way.
     """
     for one in PASSES[platform]:
         if one.name not in without:
@@ -156,12 +159,12 @@ def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str]
             made = known.module.computations
             for name in module.computations:
                 made[name] = one.apply(known, made[name])
-            module = _each(known.module, ft.partial(_marked, module, one))
-    return _each(module, _doubted) if platform == "tpu" else module
+            module = _map_collectives(known.module, ft.partial(_marked, module, one))
+    return _map_collectives(module, _unsure) if platform == "tpu" else module
 
 
-def _each(module: HloModule, mark: Callable[[str, Instruction], Instruction]) -> HloModule:
-    """A copy of the module in which `mark(computation, collective)` replaces each collective."""
+def _map_collectives(module: HloModule, mark: Callable[[str, Instruction], Instruction]) -> HloModule:
+    """A copy of the module with `mark(computation, collective)` in place of each collective."""
     marked = {
         name: own | {key: mark(name, made) for key, made in own.items() if made.opcode in KINDS}
         for name, own in module.computations.items()
@@ -170,14 +173,14 @@ def _each(module: HloModule, mark: Callable[[str, Instruction], Instruction]) ->
 
 
 def _marked(before: HloModule, one: Pass, name: str, own: Instruction) -> Instruction:
-    """The collective, with the pass's name added if the pass made or changed it."""
+    """The collective, with the name of the pass added if the pass made or changed the collective."""
     old = before.computations.get(name, {}).get(own.name)
     if old is not None and old[1:3] == own[1:3] and old.attributes == own.attributes:
         return own
     return own._replace(passes=(*own.passes, one.name), unsure=max(own.unsure, one.unsure))
 
 
-def _doubted(name: str, own: Instruction) -> Instruction:
-    """The collective, marked as unsure if it comes from an operation in `_DOUBTS`."""
-    why = next((why for operations, why in _DOUBTS.items() if operations.search(own.op_name)), None)
+def _unsure(name: str, own: Instruction) -> Instruction:
+    """The collective, marked as unsure if JAX's operation that it comes from is in `_UNSURE`."""
+    why = next((why for operations, why in _UNSURE.items() if operations.search(own.op_name)), None)
     return own if why is None else own._replace(unsure=1.0, note=why)

@@ -1,5 +1,8 @@
-"""Rewrites of reductions that compilers make: of sums of reductions, of reductions in loops, and of reductions whose
-result each device slices.
+"""Rewrites of all-reduces that compilers make.
+
+There are three kinds: a sum of all-reduces becomes one all-reduce, an all-reduce moves out of a loop, and an all-reduce
+whose result each device slices becomes a reduce-scatter. `PASSES` in `passes.py` names the file of XLA for each
+function.
 """
 
 import math
@@ -16,7 +19,9 @@ from .merge import Computation, Rewritten, renamed, users_of, with_groups, with_
 
 
 def folded(known: Rewritten, computation: Computation) -> Computation:
-    """The computation where an all-reduce of an all-reduce becomes one, over the replica groups of both."""
+    """The computation with one all-reduce, over combined replica groups, in place of each all-reduce of an
+    all-reduce.
+    """
     users = users_of(computation)
     made = dict(computation)
     for name, own in computation.items():
@@ -25,14 +30,16 @@ def folded(known: Rewritten, computation: Computation) -> Computation:
             continue
         if computation[inner.operands[0]].opcode == "convolution":
             continue  # sums of convolutions stay apart
-        if (joined := _joined(known.groups(inner), known.groups(own))) is not None:
-            made[name] = with_groups(with_operands(own, inner.operands), joined)
+        if (combined := _combined(known.groups(inner), known.groups(own))) is not None:
+            made[name] = with_groups(with_operands(own, inner.operands), combined)
             del made[inner.name]
     return made
 
 
-def _joined(inner: Groups, outer: Groups) -> Groups | None:
-    """The replica groups that cover both reductions; `None` if the groups of the two do not form a grid."""
+def _combined(inner: Groups, outer: Groups) -> Groups | None:
+    """The replica groups of one all-reduce that equals two successive ones; `None` if the two sets of groups do not
+    form a grid.
+    """
     if len(inner) != 1 or len(outer) != 1:
         return None
     member = {device: row for row in inner[0].tolist() for device in row}
@@ -46,26 +53,26 @@ def _joined(inner: Groups, outer: Groups) -> Groups | None:
 # The computation that adds has another name in each all-reduce.
 _REDUCER = re.compile(r"to_apply=%?[\w.\-]+")
 # Operations that only change the shape of a sum.
-_FORMS = ("bitcast", "copy", "reshape", "reverse", "transpose")
+_RESHAPES = ("bitcast", "copy", "reshape", "reverse", "transpose")
 
 
 def added_once(known: Rewritten, computation: Computation) -> Computation:
-    """The computation where a sum of all-reduces over the same devices is one all-reduce of the sum of their
-    operands.
+    """The computation with one all-reduce of a sum in place of each sum of all-reduces over the same devices."""
+    return _Reassociation(computation, known).made
+
+
+class _Pending(NamedTuple):
+    """A pending all-reduce: the collective, the unreduced value that it will reduce, and a term to add to the
+    result.
     """
-    return _Adding(computation, known).made
-
-
-class _Waiting(NamedTuple):
-    """An unreduced value: its postponed all-reduce, the operand, and a term to add after the all-reduce."""
 
     reduction: Instruction
     value: str
     rest: str | None = None
 
 
-class _Adding:
-    """Rewrites one computation so that each all-reduce is postponed until an instruction other than a sum needs its
+class _Reassociation:
+    """Rewrites one computation so that each all-reduce is pending until an instruction other than a sum reads its
     result.
     """
 
@@ -73,29 +80,29 @@ class _Adding:
         self.computation, self.known, self.users = computation, known, users_of(computation)
         self.made: Computation = {}
         self.names: dict[str, str] = {}
-        self.waiting: dict[str, _Waiting] = {}
+        self.pending: dict[str, _Pending] = {}
         for own in computation.values():
             self.put(own)
 
     def put(self, own: Instruction) -> None:
-        waiting = None if own.is_root else self.waits(own)
-        if waiting is None:
+        pending = None if own.is_root else self.pending_of(own)
+        if pending is None:
             for operand in own.operands:
                 self.reduce(operand)
             self.made[own.name] = renamed(own, self.names)
             return
         for operand in own.operands:
-            self.waiting.pop(operand, None)
-        self.waiting[own.name] = waiting
+            self.pending.pop(operand, None)
+        self.pending[own.name] = pending
         if len(self.users[own.name]) != 1:
             self.reduce(own.name)
 
-    def waits(self, own: Instruction) -> _Waiting | None:
-        """The postponed all-reduce of an instruction's result; `None` if the instruction needs reduced operands."""
-        found = [self.waiting.get(operand) for operand in own.operands]
+    def pending_of(self, own: Instruction) -> _Pending | None:
+        """The pending all-reduce of an instruction's result; `None` if the instruction needs reduced operands."""
+        found = [self.pending.get(operand) for operand in own.operands]
         if own.opcode == "all-reduce" and len(found) == 1 and found[0] is None and len(self.users[own.name]) == 1:
-            return _Waiting(own, self.names.get(own.operands[0], own.operands[0]))
-        if own.opcode in _FORMS and found[0] is not None and found[0].rest is None:
+            return _Pending(own, self.names.get(own.operands[0], own.operands[0]))
+        if own.opcode in _RESHAPES and found[0] is not None and found[0].rest is None:
             return found[0]._replace(value=self.add(own, (found[0].value,)))
         if own.opcode != "add" or len({*own.operands}) != 2:
             return None
@@ -103,53 +110,55 @@ class _Adding:
         if first is not None and other is not None:
             return self.both(own, first, other)
         one, rest = (first, own.operands[1]) if first is not None else (other, own.operands[0])
-        if one is None or one.rest is not None or not self.is_scattered(one) or not self.meets_another(own):
+        if one is None or one.rest is not None or not self.is_scattered(one) or not self.is_added_to_reduction(own):
             return None
         return one._replace(rest=self.names.get(rest, rest))
 
-    def both(self, own: Instruction, first: _Waiting, other: _Waiting) -> _Waiting | None:
+    def both(self, own: Instruction, first: _Pending, other: _Pending) -> _Pending | None:
         details = {_REDUCER.sub("", self.known.details(one.reduction)) for one in (first, other)}
         if len(details) > 1 or (first.rest is not None and other.rest is not None):
             return None
         # The TPU's compiler has added the other sum to the scatter's result before it partitions.
         if self.is_scattered(first) != self.is_scattered(other):
             return None
-        return _Waiting(first.reduction, self.add(own, (first.value, other.value)), first.rest or other.rest)
+        return _Pending(first.reduction, self.add(own, (first.value, other.value)), first.rest or other.rest)
 
-    def is_scattered(self, waiting: _Waiting) -> bool:
-        return self.computation[waiting.reduction.operands[0]].opcode == "scatter"
+    def is_scattered(self, pending: _Pending) -> bool:
+        return self.computation[pending.reduction.operands[0]].opcode == "scatter"
 
-    def meets_another(self, own: Instruction) -> bool:
-        """Whether the only user of a sum adds another reduction to it."""
+    def is_added_to_reduction(self, own: Instruction) -> bool:
+        """Whether the result of a sum has one reader, and that reader adds the result to an all-reduce."""
         users = self.users[own.name]
         if len(users) != 1 or users[0].opcode != "add":
             return False
         return any(self.computation[operand].opcode == "all-reduce" for operand in users[0].operands)
 
     def add(self, own: Instruction, operands: tuple[str, ...]) -> str:
-        """Makes an instruction over operands that are not reduced yet, and returns its name."""
+        """Adds a copy of an instruction with unreduced operands to the computation, and returns the copy's name."""
         name = f"{own.name}.parts"
         self.made[name] = with_operands(own, operands)._replace(name=name)
         return name
 
     def reduce(self, name: str) -> None:
-        """Inserts the postponed all-reduce of a value, whose result gets the value's name."""
-        if (waiting := self.waiting.pop(name, None)) is None:
+        """Adds the pending all-reduce of a value to the computation. The reduced value gets the name of the unreduced
+        one.
+        """
+        if (pending := self.pending.pop(name, None)) is None:
             return
-        own, whole = self.computation[name], name if waiting.rest is None else f"{name}.whole"
-        reduced = with_operands(waiting.reduction, (waiting.value,))
+        own, whole = self.computation[name], name if pending.rest is None else f"{name}.whole"
+        reduced = with_operands(pending.reduction, (pending.value,))
         self.made[whole] = reduced._replace(name=whole, result=own.result)
-        if waiting.rest is not None:
-            self.made[name] = with_operands(own, (waiting.rest, whole))
+        if pending.rest is not None:
+            self.made[name] = with_operands(own, (pending.rest, whole))
 
 
 # Operations that only change the form of a sum in a loop.
-_FORMS_IN_LOOPS = ("bitcast", "convert", "reshape", "transpose", "copy")
+_RESHAPES_IN_LOOPS = ("bitcast", "convert", "reshape", "transpose", "copy")
 
 
 def summed_after(known: Rewritten, computation: Computation) -> Computation:
-    """The computation where an all-reduce that a loop only accumulates is made once, of the accumulated sum, after the
-    loop.
+    """The computation with an all-reduce moved from the body of a loop to after the loop, if the loop only accumulates
+    the reduced value.
     """
     computations = known.module.computations
     for loop in [own for own in computation.values() if own.opcode == "while"]:
@@ -157,16 +166,18 @@ def summed_after(known: Rewritten, computation: Computation) -> Computation:
         body, read = computations[name], users_of(computation)[loop.name]
         if loop.is_root or root_of(body).opcode != "tuple" or any(own.opcode != "get-tuple-element" for own in read):
             continue
-        found = {own.name: _buffers(body, own) for own in body.values() if own.opcode == "all-reduce"}
+        found = {own.name: _accumulators(body, own) for own in body.values() if own.opcode == "all-reduce"}
         moved = {name: body[name] for name, indices in found.items() if indices}
         names = {name: own.operands[0] for name, own in moved.items()}
         computations[name] = {key: renamed(own, names) for key, own in body.items() if key not in moved}
-        computation = _after(computation, loop, {at: own for key, own in moved.items() for at in found[key]})
+        computation = _reduced_after(computation, loop, {at: own for key, own in moved.items() for at in found[key]})
     return computation
 
 
-def _after(computation: Computation, loop: Instruction, sums: Mapping[int, Instruction]) -> Computation:
-    """The computation with an all-reduce inserted after a loop, for each result of the loop that `sums` names."""
+def _reduced_after(computation: Computation, loop: Instruction, sums: Mapping[int, Instruction]) -> Computation:
+    """The computation with all-reduces after a loop. `sums` has the all-reduce for each result of the loop, by the
+    result's index.
+    """
     made: Computation = {}
     names: dict[str, str] = {}
     for name, own in computation.items():
@@ -181,22 +192,23 @@ def _after(computation: Computation, loop: Instruction, sums: Mapping[int, Instr
     return made
 
 
-def _buffers(body: Computation, reduction: Instruction) -> tuple[int, ...]:
-    """The indices of the loop-carried arrays to which the body adds an all-reduce's result. Empty if that result or one
-    of these arrays has any other reader.
+def _accumulators(body: Computation, reduction: Instruction) -> tuple[int, ...]:
+    """The indices of the loop-carried arrays to which the body of a loop adds the result of an all-reduce.
+
+    There are none if another instruction reads that result or one of these arrays.
     """
     users, last = users_of(body), root_of(body)
 
-    def ends(begun: Sequence[str], *through: str) -> list[tuple[str, Instruction]]:
-        """The readers of these values in other forms, each with the value that it reads."""
-        opcodes = (*_FORMS_IN_LOOPS, *through)
-        values = reached(begun, lambda value: [user.name for user in users[value] if user.opcode in opcodes])
-        return [(value, user) for value in values for user in users[value] if user.opcode not in opcodes]
+    def readers_of(values: Sequence[str], *through: str) -> list[tuple[str, Instruction]]:
+        """The instructions that read these values or reshapes of them, each with the value that it reads."""
+        opcodes = (*_RESHAPES_IN_LOOPS, *through)
+        reshaped = reached(values, lambda value: [user.name for user in users[value] if user.opcode in opcodes])
+        return [(value, user) for value in reshaped for user in users[value] if user.opcode not in opcodes]
 
     found: list[int] = []
-    adds = {user.name: user for _, user in ends([reduction.name])} if len(reduction.operands) == 1 else {}
+    adds = {user.name: user for _, user in readers_of([reduction.name])} if len(reduction.operands) == 1 else {}
     for name, add in adds.items():
-        kept = ends([name], "dynamic-update-slice")
+        kept = readers_of([name], "dynamic-update-slice")
         if add.opcode != "add" or [user.name for _, user in kept] != [last.name]:
             return ()
         (value, _), *_ = kept
@@ -204,7 +216,7 @@ def _buffers(body: Computation, reduction: Instruction) -> tuple[int, ...]:
         given = [
             own.name for own in body.values() if index_of(own) == index and body[own.operands[0]].opcode == "parameter"
         ]
-        read = {user.name for _, user in ends(given, "dynamic-slice") if user.opcode != "dynamic-update-slice"}
+        read = {user.name for _, user in readers_of(given, "dynamic-slice") if user.opcode != "dynamic-update-slice"}
         if read != {name} or last.operands.count(value) != 1:
             return ()
         found.append(index)
@@ -219,28 +231,29 @@ _ROWS, _LANES = 8, 128
 
 
 def scattered(known: Rewritten, computation: Computation, *, is_tpu: bool) -> Computation:
-    """The computation where an all-reduce is a reduce-scatter if each device only reads its own slice.
+    """The computation with a reduce-scatter in place of each all-reduce whose result each device slices to its own
+    shard.
 
-    A TPU also needs slices that fill tiles.
+    On TPUs, an all-reduce is replaced only if the shard fills whole tiles.
     """
     users = users_of(computation)
     slices: dict[str, Instruction] = {}
     for name, own in computation.items():
         if own.opcode == "all-reduce" and len(own.operands) == 1 and len(users[name]) == 1:
-            (part,) = users[name]
-            order = _order(users, part) if is_tpu else None
-            if part.opcode == "dynamic-slice" and _is_part(known, own, part, order):
-                slices[part.name] = own
+            (shard,) = users[name]
+            order = _order(users, shard) if is_tpu else None
+            if shard.opcode == "dynamic-slice" and _is_own_slice(known, own, shard, order):
+                slices[shard.name] = own
     made = {name: own for name, own in computation.items() if own not in slices.values()}
     for name, reduction in slices.items():
-        part = computation[name]
-        made[name] = reduction._replace(name=name, result=part.result, opcode="reduce-scatter", is_root=part.is_root)
+        shard = computation[name]
+        made[name] = reduction._replace(name=name, result=shard.result, opcode="reduce-scatter", is_root=shard.is_root)
     return made
 
 
 def summed_parts(known: Rewritten, computation: Computation) -> Computation:
-    """The computation where a gather of one-dimensional shards that do not fill a TPU's lanes is an all-reduce of
-    zero-padded shards.
+    """The computation with an all-reduce of zero-padded shards in place of each all-gather of one-dimensional shards
+    that do not fill a TPU's lanes.
     """
     made = dict(computation)
     for name, own in computation.items():
@@ -250,19 +263,20 @@ def summed_parts(known: Rewritten, computation: Computation) -> Computation:
     return made
 
 
-def _order(users: Mapping[str, list[Instruction]], part: Instruction) -> tuple[int, ...]:
-    """The order of dimensions in which a slice is used: the transpose's if its only readers are equal transposes, else
-    its own.
+def _order(users: Mapping[str, list[Instruction]], shard: Instruction) -> tuple[int, ...]:
+    """The dimensions of a slice in the order of the memory layout: the order of its transposes if all readers are equal
+    transposes, else ascending.
     """
-    orders = {own.attributes.partition("}")[0] if own.opcode == "transpose" else "" for own in users[part.name]}
+    orders = {own.attributes.partition("}")[0] if own.opcode == "transpose" else "" for own in users[shard.name]}
     dims = tuple(map(int, _NUMBER.findall(orders.pop()))) if len(orders) == 1 else ()
-    return dims or tuple(range(len(array_of(part).shape)))
+    return dims or tuple(range(len(array_of(shard).shape)))
 
 
-def _is_part(known: Rewritten, reduction: Instruction, part: Instruction, order: tuple[int, ...] | None) -> bool:
-    """Whether the slice is a different part of the reduction on each device of a group, and the compiler scatters it.
+def _is_own_slice(known: Rewritten, reduction: Instruction, shard: Instruction, order: tuple[int, ...] | None) -> bool:
+    """Whether a slice of an all-reduce's result is another shard on each device of a group, so that the compiler makes
+    a reduce-scatter.
 
-    `order` is for TPUs: the dimensions in the order of the memory layout. `None` stands for other platforms.
+    `order` has the dimensions in the order of the TPU's memory layout; `None` for other platforms.
     """
     groups = known.groups(reduction)
     size = groups[0].shape[1]
@@ -271,7 +285,7 @@ def _is_part(known: Rewritten, reduction: Instruction, part: Instruction, order:
     if order is not None and size in _SQUARES and size == known.module.partitions:
         return False
     dtype, before = array_of(reduction)
-    after = array_of(part).shape
+    after = array_of(shard).shape
     is_equal = math.prod(before) == math.prod(after) * size
     if order is None or not is_equal:
         return is_equal
@@ -279,10 +293,11 @@ def _is_part(known: Rewritten, reduction: Instruction, part: Instruction, order:
 
 
 def _fills_tiles(dtype: str, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Whether a slice covers whole tiles in the memory layout that the compiler chooses, the one with the least
-    padding.
+    """Whether a slice fills whole tiles in the memory layout with the least padding, which is the layout that the
+    compiler chooses.
 
-    The rule comes from 58 compiled programs of one product each, in float32 and bfloat16, with two to four dimensions.
+    The rule was derived from 58 compiled programs of one product each, in float32 and bfloat16, with two to four
+    dimensions.
     """
     cut = next(dim for dim, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
     if cut < len(before) - 2:

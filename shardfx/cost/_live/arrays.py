@@ -1,5 +1,5 @@
-"""Which values of a program occupy memory as arrays, and the order in which XLA schedules operations to hold few bytes
-at a time.
+"""The values of a program that occupy memory as arrays, and the order in which XLA schedules operations to use little
+memory.
 """
 
 import heapq
@@ -15,11 +15,11 @@ _FUSED = VIEWS | PIECES | ELEMENTWISE
 
 
 def sources_of(program: FlatProgram, uses: Uses, *, tpu: bool) -> dict[int, frozenset[int]]:
-    """For each value of a program, the arrays in memory that it is computed from. A value with memory of its own maps
-    to itself.
+    """For each value of a program, the arrays in memory that the value is computed from. A value that occupies memory
+    maps to itself.
 
-    XLA fuses elementwise operations, views and slices with the operations that read them, so they make no arrays. A
-    loop reads arrays only. So do products on GPUs and CPUs, where libraries compute them.
+    XLA fuses elementwise operations, views and slices with the operations that read their results, so these results
+    occupy no memory. A loop reads only arrays in memory. So do products on GPUs and CPUs, since libraries compute them.
     """
     found = {value: frozenset([value]) for value in range(len(program.buffers))}
     for op in uses.ops:
@@ -38,15 +38,16 @@ def list_schedule(
 ) -> list[int]:
     """The order of XLA's list scheduler, which picks the ready operation that frees the most bytes.
 
-    The order of `ListMemoryScheduler` in `xla/hlo/transforms/hlo_memory_scheduler.cc`, November 2026: the priority is
-    the bytes freed minus the bytes made, then the number of readers. An operation that reads nothing made in the body,
-    such as the gather of a weight, runs right before its first reader.
+    This is the order of `ListMemoryScheduler` in `xla/hlo/transforms/hlo_memory_scheduler.cc`, November 2026. The
+    priority of an operation is the bytes that it frees minus the bytes that it makes, then the number of its readers.
+    An operation that reads no result of the same body, such as the all-gather of a weight, runs right before its first
+    reader.
 
     **Arguments:**
 
     - `reads`: the arrays that each operation reads.
-    - `makes`: the arrays that it makes, each made once.
-    - `bytes_of`: a function that gives the bytes of an array.
+    - `makes`: the arrays that each operation makes. Each array is made once.
+    - `bytes_of`: a function that returns the bytes of an array.
     """
     maker = {value: at for at, values in enumerate(makes) for value in values}
     users: dict[int, list[int]] = {}

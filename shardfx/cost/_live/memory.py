@@ -1,6 +1,4 @@
-"""The bytes that one device holds at the worst moment of a partitioned program, and the same with each layer
-rematerialized.
-"""
+"""The memory of one device while it runs a partitioned program, and the same with each layer rematerialized."""
 
 import dataclasses
 import itertools
@@ -19,8 +17,8 @@ class Rematerialized(NamedTuple):
 
     **Arguments:**
 
-    - `values`: the arrays that are then not kept.
-    - `kept_bytes`: bytes that are kept in their place: the loop-carried values, for each layer.
+    - `values`: the arrays that are no longer stored between the passes.
+    - `kept_bytes`: the bytes of the arrays that are stored instead: the loop-carried values of each layer.
     """
 
     values: frozenset[int] = frozenset()
@@ -28,10 +26,10 @@ class Rematerialized(NamedTuple):
 
 
 def rematerialized(program: FlatProgram, uses: Uses, bytes_of: Callable[[int], int]) -> Rematerialized:
-    """The change of memory if each layer were rematerialized; an empty one if that saves nothing.
+    """The change of memory if each layer were rematerialized; without values and bytes if that saves nothing.
 
-    The arrays that a loop of the forward pass stacks for another loop are not kept. The values that the forward loop
-    carries from layer to layer are.
+    Arrays that a loop of the forward pass stacks for another loop are no longer stored. The values that the forward
+    loop carries from layer to layer are stored instead.
     """
     loops = {id(body) for op in uses.ops if op.opcode == "while" for body in op.bodies}
     dropped: set[int] = set()
@@ -52,7 +50,7 @@ def rematerialized(program: FlatProgram, uses: Uses, bytes_of: Callable[[int], i
 
 
 def _is_stack(loop: FlatOp, at: int, uses: Uses) -> bool:
-    """Whether a loop only writes slices of its loop-carried array number `at`, and never reads it."""
+    """Whether a loop only writes slices of its loop-carried array number `at` and never reads the array."""
     body = loop.bodies[0]
     op = uses.maker.get(body.results[at])
     readers = [one for one, _, _ in uses.users.get(body.carried[at], ())]
@@ -68,14 +66,14 @@ _ASYNC = ("all-gather", "collective-permute")
 
 @dataclasses.dataclass(frozen=True)
 class LiveArray:
-    """One temporary array in memory at the worst moment.
+    """A temporary array that is live at the peak.
 
     **Arguments:**
 
-    - `buffer`: its dtype and shape on one device.
-    - `bytes`: bytes with tile padding.
+    - `buffer`: the dtype and the shape of the array on one device.
+    - `bytes`: its bytes, with tile padding.
     - `opcode`: the opcode of the HLO operation that makes it.
-    - `op_name`: the path of JAX's operations that it came from.
+    - `op_name`: JAX's name stack of that operation.
     - `source`: the line of your program that makes it.
     """
 
@@ -87,22 +85,23 @@ class LiveArray:
 
     @property
     def phase(self) -> Phase:
-        """The pass that makes it, as JAX's name stack says."""
+        """The pass that makes the array, from JAX's name stack."""
         return phase_of(self.op_name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The bytes that one device holds: arguments, results and temporaries.
+    """The memory of one device: the bytes of arguments, results and temporaries.
 
     **Arguments:**
 
-    - `arguments`: bytes of each parameter of the entry, in order; 0 for one in host memory.
-    - `results`: bytes of each result; 0 for one that takes over the memory of a donated argument, or is moved to the
-        host.
-    - `temporary_bytes`: bytes at the worst moment, beside arguments and results.
-    - `arrays`: the temporaries of that moment, largest first, with those that use the memory of a later result.
-    - `timeline`: the bytes in memory while each operation of the entry runs, in their order.
+    - `arguments`: the bytes of each parameter of the entry computation, in order; 0 for a parameter in host memory.
+    - `results`: the bytes of each result; 0 for a result that reuses the memory of a donated argument or is in host
+        memory.
+    - `temporary_bytes`: the bytes of temporaries at the peak.
+    - `arrays`: the temporaries that are live at the peak, the largest first. Some of them may use the memory of later
+        results.
+    - `timeline`: the live bytes while each operation of the entry computation runs, in the order of operations.
     """
 
     arguments: tuple[int, ...]
@@ -113,7 +112,7 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of arguments, results and temporaries at the worst moment."""
+        """The peak: the bytes of arguments and results, and of temporaries where they are largest."""
         return sum(self.arguments) + sum(self.results) + self.temporary_bytes
 
 
@@ -127,16 +126,16 @@ def device_memory(
     tpu: bool = False,
     remat: bool = False,
 ) -> Memory:
-    """The bytes that one device holds while it runs a program.
+    """The memory of one device while it runs a program.
 
     **Arguments:**
 
     - `module`: the program of one device, as XLA's partitioner leaves it.
-    - `donated`: for each parameter of the entry, whether a result may reuse its memory.
+    - `donated`: for each parameter of the entry computation, whether a result may reuse its memory.
     - `on_host`, `results_on_host`: for each parameter and each result, whether it is in host memory.
-    - `tile`: the rows and columns that the chip pads the last two dimensions of an array to.
-    - `tpu`: whether the TPU's compiler places its arrays.
-    - `remat`: whether to count as if the backward pass computed each layer of a loop again.
+    - `tile`: the rows and columns to whose multiples the chip pads the last two dimensions of an array.
+    - `tpu`: whether the TPU's compiler assigns the memory.
+    - `remat`: whether to count as if the backward pass rematerialized each layer of a loop.
     """
     program = program_of(module)
     memory = _Counter(module, narrowed(program) if tpu else program, tile, tpu)
@@ -163,7 +162,7 @@ def device_memory(
 
 
 class _Peak(NamedTuple):
-    """The largest total of a body's temporaries, and the values that are live then."""
+    """The bytes of a body's temporaries at their peak, and the values that are live there."""
 
     bytes: int = 0
     values: tuple[int, ...] = ()
@@ -177,13 +176,15 @@ class _Counter:
         self.remat = Rematerialized()
 
     def bytes_of(self, value: int) -> int:
-        """Bytes of a value in the device's memory, tile padding included; 0 for a rematerialized value."""
+        """The bytes of a value in the device's memory, with tile padding; 0 for a rematerialized value."""
         if value in self.remat.values:
             return 0
         return bytes_of(self.program.buffers[value], self.tile)
 
     def live_array(self, value: int) -> LiveArray:
-        """A temporary with the operation that made it. For a loop's result this is the operation in the loop's body."""
+        """A temporary with the operation that made it. For the result of a loop, that is the operation in the loop's
+        body.
+        """
         op = made = self.uses.maker.get(value)
         while made is not None and made.opcode == "while":
             op, value = made, made.bodies[0].results[made.makes.index(value)]
@@ -195,14 +196,14 @@ class _Counter:
         return LiveArray(buffer, size, op.opcode, op.instruction.op_name, line)
 
     def peak(self, body: Body, timeline: list[int], result_bytes: Mapping[int, int]) -> _Peak:
-        """The moment of a body with the most bytes in temporaries. Values that the body carries and returns do not
-        count.
+        """The peak of a body's temporaries. Values that the body carries or returns do not count.
 
         **Arguments:**
 
         - `body`: the body.
-        - `timeline`: the bytes of each moment are appended to it.
-        - `result_bytes`: the bytes of each result with its own memory. Temporaries use it until the result is made.
+        - `timeline`: a list to which the live bytes at each operation are appended.
+        - `result_bytes`: the bytes of each result that has its own memory. Temporaries use this memory until the result
+            is made.
         """
         ops = [op for op in body.ops if op.bodies or any(map(self.is_array, op.makes))]
         makes = [tuple(filter(self.is_array, op.makes)) for op in ops]
@@ -236,19 +237,20 @@ class _Counter:
         return worst
 
     def is_array(self, value: int) -> bool:
-        """Whether a value occupies memory of its own."""
+        """Whether a value occupies memory as an array."""
         return value in self.sources[value]
 
     def reads(self, op: FlatOp) -> set[int]:
-        """The arrays that an operation and its bodies read."""
+        """The arrays that an operation reads, with those that the operations of its bodies read."""
         read = [*op.reads, *(value for body in op.bodies for value in body.results)]
         found = set().union(*(self.sources[value] for value in read))
         return found.union(*(self.reads(inner) for body in op.bodies for inner in body.ops))
 
 
 def _async_starts(ops: Sequence[FlatOp], reads: Sequence[frozenset[int]], born: Mapping[int, int]) -> dict[int, int]:
-    """For each collective's result, the position from which it occupies memory: that of the product with which the
-    collective overlaps.
+    """For each result of an asynchronous collective, the position in the schedule from which it occupies memory.
+
+    It is the position of the product that the collective overlaps with.
     """
     found: dict[int, int] = {}
     for at, op in enumerate(ops):

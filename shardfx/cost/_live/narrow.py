@@ -1,9 +1,10 @@
-"""The float32 values that the TPU's compiler stores as bfloat16, since nothing reads them at a higher precision.
+"""The float32 values that the TPU's compiler stores as bfloat16, since no operation reads them at a higher precision.
 
-A TPU multiplies float32 in bfloat16 unless a precision is requested. So arrays that only products read are kept in
-bfloat16, such as arrays that a loop stacks for the backward pass, and gathered arrays. If a loop reads an array, such
-as its weights, only in bfloat16, it is converted once before the loop: a bfloat16 copy exists beside the weights until
-the last such loop ends. This was read off programs that libtpu 0.0.42 compiles for v5e.
+A TPU multiplies float32 in bfloat16 unless a precision is requested. So the compiler stores an array that only products
+read as bfloat16. Examples are gathered arrays, and arrays that a loop stacks for the backward pass. If a loop reads an
+array only in bfloat16, such as its weights, the compiler converts the array once before the loop. The bfloat16 copy
+exists beside the weights until the last such loop ends. These rules were read off programs that libtpu 0.0.42 compiles
+for v5e.
 """
 
 import math
@@ -23,18 +24,18 @@ _MOVES |= MOVING | VIEWS | PIECES
 
 
 def narrowed(program: FlatProgram) -> FlatProgram:
-    """The program, changed in place: values have the dtype that they are stored in, and loops have conversions before
-    them.
+    """Changes the program in place, and returns it: each value has the dtype in which it is stored, and loops have
+    conversions before them.
     """
     _Narrowing(program).run()
     return program
 
 
 def narrow_values(program: FlatProgram) -> set[int]:
-    """The float32 values that are read only by products at the default precision.
+    """The float32 values that only products at the default precision read.
 
-    These are the values that XLA's BFloat16Propagation finds: xla/service/bfloat16_propagation.cc, in the libtpu that
-    jaxlib 0.10.2 pins.
+    XLA's BFloat16Propagation finds the same values: `xla/service/bfloat16_propagation.cc`, in the libtpu that jaxlib
+    0.10.2 pins.
     """
     return _Narrowing(program).values()
 
@@ -65,7 +66,9 @@ class _Narrowing:
             buffers[value] = buffers[value]._replace(dtype="bf16")
 
     def is_narrow(self, value: int) -> bool | None:
-        """Whether a value is stored as bfloat16; `None` while the answer depends on itself."""
+        """Whether a value is stored as bfloat16; `None` while the answer is being computed, for a value that a loop
+        returns to itself.
+        """
         if value not in self.known:
             self.known[value] = None
             self.known[value] = self._is_narrow(value)
@@ -136,7 +139,7 @@ class _Narrowing:
 
 
 def _inside(op: FlatOp) -> Iterator[FlatOp]:
-    """The operations in the bodies of a loop or conditional, nested ones included."""
+    """Yields the operations in the bodies of a loop or conditional, with those of nested bodies."""
     for body in op.bodies:
         for inner in body.ops:
             yield from (inner, *_inside(inner))

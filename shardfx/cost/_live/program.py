@@ -1,5 +1,7 @@
-"""A program as operations on numbered values. Tuples, copies, calls and fusions are expanded; loops and branches are
-nested bodies.
+"""An HLO program as a flat list of operations on numbered values.
+
+Tuples, copies, calls and fusions are expanded. Loops and branches are nested bodies. A value is one array, and two
+values never share a number.
 """
 
 import collections
@@ -33,12 +35,11 @@ class FlatOp:
     **Arguments:**
 
     - `instruction`: the HLO instruction.
-    - `reads`: the numbers of the values that it reads; for a loop, the initial values of the variables that the loop
-        changes.
+    - `reads`: the numbers of the values that it reads. A loop reads the initial values of the loop-carried values that
+        it changes.
     - `makes`: the numbers of the values that it makes.
-    - `bodies`: the bodies of a loop or a conditional. In a loop's body, `carried` are the values that one iteration
-        hands to the next.
-    - `calls`: the calls and fusions that it is in, innermost first.
+    - `bodies`: the bodies of a loop or a conditional. In a loop's body, `carried` are the loop-carried values.
+    - `calls`: the calls and fusions around the operation, innermost first.
     """
 
     instruction: Instruction
@@ -68,9 +69,10 @@ class FlatProgram:
 
     **Arguments:**
 
-    - `buffers`: the dtype and shape of each value, by number.
-    - `entry`: the body that runs. Its `carried` are the entry's parameters in order, with arrays of tuples one by one.
-    - `parameters`: the instruction of each of these parameters.
+    - `buffers`: the dtype and shape of each value, by the value's number.
+    - `entry`: the body of the entry computation. Its `carried` are the parameters in order, one value for each array of
+        a tuple.
+    - `parameters`: the `parameter` instruction of each value in `entry.carried`.
     """
 
     buffers: list[Array]
@@ -79,7 +81,7 @@ class FlatProgram:
 
 
 class Uses:
-    """The operation that makes each value of a program, and the operations that read it."""
+    """The operation that makes each value of a program, and the operations that read the value."""
 
     def __init__(self, program: FlatProgram):
         self.ops: list[FlatOp] = []
@@ -90,7 +92,7 @@ class Uses:
         self.read(program.entry)
 
     def read(self, body: Body) -> None:
-        """Records the operations of a body and of the bodies inside it."""
+        """Records the operations of a body and of its nested bodies."""
         self.results.update(body.results)
         self.home.update(dict.fromkeys(body.carried, body))
         for op in body.ops:
@@ -107,7 +109,9 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 def reached(starts: Iterable[_T], next_of: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
-    """Yields the items that a breadth-first search from `starts` reaches, each once, the nearest first."""
+    """Yields the items that a breadth-first search from `starts` reaches, each once, the nearest first. `next_of`
+    returns the successors of an item.
+    """
     queue = collections.deque(dict.fromkeys(starts))
     seen = set(queue)
     while queue:
@@ -119,7 +123,7 @@ def reached(starts: Iterable[_T], next_of: Callable[[_T], Iterable[_T]]) -> Iter
 
 
 def program_of(module: HloModule) -> FlatProgram:
-    """The program of a module, with tuples, copies, calls and fusions expanded."""
+    """The flat program of an HLO module."""
     return _Flattener(module).flattened()
 
 
@@ -140,7 +144,7 @@ class _Flattener:
         return FlatProgram(self.buffers, Body((*named,), tuple(jax.tree.leaves(made)), ops), (*named.values(),))
 
     def new(self, result: Result) -> Values:
-        """Adds a buffer for each array of an instruction's result, and returns their numbers."""
+        """Adds a value for each array of an instruction's result, and returns the numbers of the values."""
         if isinstance(result, Array):
             self.buffers.append(result)
             return len(self.buffers) - 1
@@ -152,8 +156,8 @@ class _Flattener:
         return self.results[text]
 
     def read(self, name: str, bound: Sequence[Values], ops: list[FlatOp]) -> Values:
-        """Appends the operations of a computation with `bound` as its parameters, and returns the values of
-        its root.
+        """Adds the operations of a computation to `ops`, and returns the values of its root. `bound` are the values of
+        its parameters.
         """
         known: dict[str, Values] = {}
         root: Values = ()
@@ -164,7 +168,7 @@ class _Flattener:
         return root
 
     def add(self, one: Instruction, bound: Sequence[Values], known: dict[str, Values], ops: list[FlatOp]) -> Values:
-        """Appends an instruction's operations to `ops`, and returns the values of its result."""
+        """Adds the operations of an instruction to `ops`, and returns the values of its result."""
         operands = [known[name] for name in one.operands if name in known]
         if one.opcode == "parameter":
             return bound[_number(one)]
@@ -195,15 +199,15 @@ class _Flattener:
         return makes
 
     def inlined(self, call: Instruction, name: str, bound: Sequence[Values], ops: list[FlatOp]) -> Values:
-        """Appends the operations of the computation that a call names, and returns the values of the call."""
+        """Adds the operations of a called computation to `ops`, and returns the values of the call."""
         self.calls, before = (call, *self.calls), self.calls
         made = self.read(name, bound, ops)
         self.calls = before
         return made
 
     def loop(self, one: Instruction, initial: Values, ops: list[FlatOp]) -> Values:
-        """Appends a loop, and returns its values. A value that the body returns unchanged keeps its number in the loop
-        and after it.
+        """Adds a loop to `ops`, and returns the values of its result. A value that the loop never changes has one
+        number before, in and after the loop.
         """
         body = dict(one.called)["body"]
         changes = self.changes(body)
@@ -212,7 +216,7 @@ class _Flattener:
         assert not isinstance(shapes, Array)
 
         def with_new_values() -> tuple[Values, ...]:
-            """New values for what the loop changes, and the given ones for what it only reads."""
+            """The loop-carried values, with a new number for each value that the loop changes."""
             return tuple(given if at not in changes else self.new(shapes[at]) for at, given in enumerate(entries))
 
         inside, outside = with_new_values(), with_new_values()
@@ -228,7 +232,7 @@ class _Flattener:
         return outside
 
     def changes(self, name: str) -> tuple[int, ...]:
-        """The indices of the loop-carried tuple that the body of a loop changes."""
+        """The indices of the elements of the loop-carried tuple that the body of a loop changes."""
         body = self.module.computations[name]
         root = next(one for one in body.values() if one.is_root)
         if root.opcode != "tuple":
@@ -237,8 +241,8 @@ class _Flattener:
         return tuple(at for at, operand in enumerate(root.operands) if not self.returns_unchanged(body, operand, at))
 
     def returns_unchanged(self, body: dict[str, Instruction], made: str, at: int) -> bool:
-        """Whether the body returns element `at` of its parameter unchanged as `made`, directly or through nested
-        loops.
+        """Whether the body of a loop returns element `at` of its parameter unchanged as `made`, directly or through
+        nested loops.
         """
         one = body[made]
         while one.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
