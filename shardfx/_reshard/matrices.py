@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError
+from .._ground.text import together
 from .._ground.tree import flatten
 from .._plan import ShardPlan, check_plan, plan as plan_of, rows_of
 from .._rules import PathRules
@@ -264,10 +265,8 @@ def _owner_groups(exchange: OwnerExchange) -> Iterator[tuple[np.ndarray, list[tu
     """Yields groups of owners that own equally many matrices of each stack. A group is the numbers of the owners, and
     for each stack its number and the indices of each owner's matrices.
     """
-    found: dict[tuple[int, ...], list[int]] = {}
-    for owner, own in enumerate(exchange.owned):
-        found.setdefault(tuple(stack for stack, _ in own), []).append(owner)
-    for stacks, owners in found.items():
+    stacks_of = lambda owner: tuple(stack for stack, _ in exchange.owned[owner])
+    for stacks, owners in together(range(len(exchange.owned)), stacks_of).items():
         held = np.array([exchange.owned[owner] for owner in owners], int).reshape(len(owners), -1, 2)
         yield np.array(owners), [(stack, held[:, held[0, :, 0] == stack, 1]) for stack in dict.fromkeys(stacks)]
 

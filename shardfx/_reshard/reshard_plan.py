@@ -10,11 +10,11 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from .._convert import Piece, TreeMap, hull, once, swapped
+from .._convert import TreeMap, hull, once, swapped
 from .._ground.boxes import Box, common
 from .._ground.errors import LeafTypeError, PlanMismatchError
 from .._ground.spec import DType, array_bytes
-from .._ground.text import between_numbers, first_lines, html_text, joined, plural, table
+from .._ground.text import between_numbers, first_lines, html_text, joined, plural, table, together
 from .._ground.tree import flatten
 from .._plan import ShardPlan
 from .move import Move, balanced, move_of, shares_memory
@@ -357,25 +357,19 @@ def _links_by_id(assembly: Assembly) -> dict[tuple[int, int], int]:
 
 def _least_bytes(assembly: Assembly) -> int:
     """A lower bound on the sent bytes: the bytes that devices need and do not hold, each counted once per device."""
-    by_source: dict[str | None, list[Piece]] = {}
-    for piece in assembly.pieces:
-        by_source.setdefault(piece.value.path, []).append(swapped(once(piece)))
-    pairs = {key: it.combinations(map(hull, own), 2) for key, own in by_source.items()}
+    by_source = together(assembly.pieces, lambda piece: piece.value.path)
+    pairs = {key: it.combinations([hull(swapped(once(one))) for one in own], 2) for key, own in by_source.items()}
     repeated = {key for key, boxes in pairs.items() if any(common(*pair) is not None for pair in boxes)}
-    by_receiver: dict[tuple[int, str | None], list[int]] = {}
-    for part in assembly.parts.all:
-        if part.sender != part.receiver:
-            by_receiver.setdefault((part.receiver, part.piece.value.path), []).append(part.bytes)
+    sent = [part for part in assembly.parts.all if part.sender != part.receiver]
+    by_receiver = together(sent, lambda part: (part.receiver, part.piece.value.path))
+    sizes = {key: [part.bytes for part in own] for key, own in by_receiver.items()}
     # If parts of a source may have common elements, only the largest part counts.
-    return sum(max(own) if key in repeated else sum(own) for (_, key), own in by_receiver.items())
+    return sum(max(own) if key in repeated else sum(own) for (_, key), own in sizes.items())
 
 
 def _lines(made: ReshardPlan) -> Iterable[str]:
-    groups: dict[object, list[LeafMove]] = {}
-    for leaf in made.leaves:
-        if not leaf.idle:
-            kind = (between_numbers(leaf.path), leaf.shape, str(leaf.dtype), leaf.src, leaf.dst, leaf.rounds)
-            groups.setdefault(kind, []).append(leaf)
+    kind_of = lambda leaf: (between_numbers(leaf.path), leaf.shape, str(leaf.dtype), leaf.src, leaf.dst, leaf.rounds)
+    groups = together([leaf for leaf in made.leaves if not leaf.idle], kind_of)
     head = ("array", "count", "shape", "move", "wire", "bound", "peak")
     yield from table([head, *map(_row, groups.values())], right=set())
     idle, count = made.in_place, len(made.leaves) - len(made.in_place)

@@ -16,6 +16,7 @@ from jaxtyping import Int
 
 from .._ground.errors import LeafTypeError, MoveError, RuleError, SpecError
 from .._ground.spec import DType, entries_of, entry_axes
+from .._ground.text import together
 from .._plan import LeafPlan, ShardPlan
 
 
@@ -140,12 +141,10 @@ def exchanges_of(
         over = [axis for axis in sizes if axis in used or axis in batch]
     elif unknown := [axis for axis in over if axis not in sizes]:
         raise SpecError(f"`over` has {unknown[0]!r}, and the mesh has the axes {', '.join(sizes)}; name some of these.")
-    groups: dict[tuple[Any, ...], list[Matrices]] = {}
     # Matrices with the largest products are assigned first, so that small ones even out the load of the owners.
-    for one in sorted(found, key=lambda one: (-_cost(one), one.at)):
-        groups.setdefault((one.dtype, one.lead_axes), []).append(one)
+    order = sorted(found, key=lambda one: (-_cost(one), one.at))
     made: list[OwnerExchange] = []
-    for (_, lead_axes), arrays in groups.items():
+    for (_, lead_axes), arrays in together(order, lambda one: (one.dtype, one.lead_axes)).items():
         owners = _Owners(lead_axes, tuple(axis for axis in over if axis not in lead_axes), sizes)
         own = owners.grouped([*map(owners.sharded, arrays)])
         made += [owners.exchange(some) for group in own for some in owners.limited(group, limit)]
@@ -220,10 +219,7 @@ def _cost(one: Matrices) -> float:
 
 def _by_shape(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
     """Groups arrays by the shape and sharding of their matrices."""
-    found: dict[tuple[Any, ...], list[Matrices]] = {}
-    for one in arrays:
-        found.setdefault((one.rest, one.matrix, one.sent_entries), []).append(one)
-    return found
+    return together(arrays, lambda one: (one.rest, one.matrix, one.sent_entries))
 
 
 class _Owners:

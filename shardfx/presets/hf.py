@@ -35,7 +35,7 @@ def llama(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
         k_proj = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16)  # 8 heads of 128
         tree = {"model": {"layers": {"0": {"self_attn": {"k_proj": {"weight": k_proj}}}}}}
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 16}), paths=hf.llama())
-        # Not over `tensor`: 8 heads are not cut into 16
+        # Not over `tensor`: 8 heads do not divide into 16
         print(made.leaves[0].spec, made.leaves[0].reasons[0])
         ```
     """
@@ -97,7 +97,7 @@ def qwen2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
         array = jax.ShapeDtypeStruct((512,), jnp.bfloat16)
         tree = {"model.layers.0.self_attn.k_proj.bias": array}
-        # Four heads of 128 are not cut into eight.
+        # Four heads of 128 do not divide into eight.
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 8}), paths=presets.qwen2())
         assert made.leaves[0].spec == P()
         ```
@@ -118,7 +118,7 @@ def qwen3(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
         array = jax.ShapeDtypeStruct((128,), jnp.bfloat16)
         tree = {"model.layers.0.self_attn.q_norm.weight": array}
-        # A norm is cut over `fsdp` alone.
+        # A norm is sharded over `fsdp` only.
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.qwen3())
         assert made.leaves[0].spec == P("fsdp")
         ```

@@ -56,7 +56,7 @@ def slice_program(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: 
     concatenates them to one block.
     """
     dtype, (shape, to) = sources[0][1], block
-    # Casts before send_program act on values, not on their bits.
+    # The sender casts values, not their bits.
     own = program_dtype(dtype, devices) if sent_dtype(rounds[0].form, dtype) == dtype else dtype
 
     def run(places: jax.Array, *given: jax.Array) -> jax.Array:
@@ -345,7 +345,7 @@ def _constants(plan: Assembly) -> jax.Array | None:
     for part in plan.parts.all:
         if part.piece.value.path is None:
             constants.setdefault(part.receiver, []).append(part.piece)
-    # One program is over all devices, which then are the target's.
+    # A single program is over all devices, so all of them then hold a shard of the target.
     devices, target = plan.target_devices if plan.changes_devices else plan.devices, plan.shard_shape
     if not constants or not any(map(_is_mine, devices)):
         return None

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._convert import PieceForm, changed, form_of, is_dense, ordered, put, taken
+from ..._ground.text import together
 from ..steps.programs import is_small_float
 from .shard_parts import ShardPart, first_casts
 
@@ -71,10 +72,8 @@ def exchanges(
     - `most_bytes`: the most bytes that the parts of one program take, unless it has only one round.
     - `kinds`: for each array that is read, a key that is equal for all arrays that one program may read.
     """
-    alike: dict[tuple[str, PieceForm, bool], list[ShardPart]] = {}
-    for part in parts:
-        key = str(part.piece.value.path), form_of(part.piece), part.sender == part.receiver
-        alike.setdefault(key, []).append(part)
+    kind_of = lambda part: (str(part.piece.value.path), form_of(part.piece), part.sender == part.receiver)
+    alike = together(parts, kind_of)
     groups: list[list[RoundParts]] = []
     filled, keys, kind = 0, set[str](), None
     # The rounds of one array are neighbours, so that a program reads few arrays.

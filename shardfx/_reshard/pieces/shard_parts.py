@@ -30,6 +30,7 @@ from ..._convert import (
 )
 from ..._ground.boxes import Box, common, volume
 from ..._ground.spec import bits
+from ..._ground.text import together
 
 
 class ShardPart(NamedTuple):
@@ -134,10 +135,7 @@ class Senders:
 
     @ft.cached_property
     def _nearby(self) -> dict[int | None, list[tuple[int, int, int]]]:
-        found: dict[int | None, list[tuple[int, int, int]]] = {}
-        for entry in self._everywhere:
-            found.setdefault(self._process_of.get(entry[2]), []).append(entry)
-        return found
+        return together(self._everywhere, lambda entry: self._process_of.get(entry[2]))
 
     def choose(self, receiver: int, count: int) -> int:
         """Chooses the device that sends `count` bytes to a receiver: of the replicas in the receiver's process, or of

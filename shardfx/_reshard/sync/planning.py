@@ -27,6 +27,7 @@ from ..._convert import (
 from ..._ground.boxes import Box, common
 from ..._ground.errors import MeshError
 from ..._ground.spec import bits
+from ..._ground.text import together
 from ..._plan import ShardPlan
 from ..pieces.assembly import MovedLeaf, leaves_of_plan, numbered, shards_of
 from ..pieces.shard_parts import ShardPart, divided, first_casts, sent_bits, shard_parts
@@ -196,10 +197,8 @@ def _add(
     jobs: _Jobs,
 ) -> None:
     """Appends to `table` the parts of arrays that some buffers receive. `holders` has one sender for each box."""
-    alike: dict[Box, list[int]] = {}
-    for number, box in group:
-        alike.setdefault(box, []).append(number)
-    same, first = list(alike.values()), len(jobs.senders)
+    alike = together(group, lambda pair: pair[1])
+    same, first = [[number for number, _ in pairs] for pairs in alike.values()], len(jobs.senders)
     wanted = [(first + at, box) for at, box in enumerate(alike)]
     ends = {alias: (one.dtype, holders[one.path]) for alias, one in read.items()}
     starts = {name: {at: [low for low, _ in box] for box, (at,) in own.items()} for name, own in holders.items()}
@@ -253,10 +252,7 @@ class _Table:
 
 def _split_at_edges(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
     """Yields parts of shards. Parts that overlap are split at the edges of the overlap, so that it is sent once."""
-    groups: dict[object, list[ShardPart]] = {}
-    for part in parts:
-        groups.setdefault(part.sender, []).append(part)
-    for group in groups.values():
+    for group in together(parts, lambda part: part.sender).values():
         hulls = [hull(swapped(part.piece)) for part in group]
         for part, own in zip(group, hulls, strict=True):
             others = [box for box in {*hulls} - {own} if common(own, box) is not None]
@@ -271,10 +267,8 @@ def _split_at_edges(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
 
 def _holders(leaf: MovedLeaf) -> dict[Box, list[int]]:
     """The numbers of the devices that hold each box of an array."""
-    held: dict[Box, list[int]] = {}
-    for at, box in enumerate(shards_of(leaf).boxes.values()):
-        held.setdefault(box, []).append(at)
-    return held
+    boxes = [*shards_of(leaf).boxes.values()]
+    return together(range(len(boxes)), boxes.__getitem__)
 
 
 def _by_replica(
@@ -284,10 +278,7 @@ def _by_replica(
     `n % count` of a source with `count` replicas.
     """
     replicas = [min(map(len, one.values())) for one in held.values()]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for number, buffer in enumerate(buffers):
-        groups.setdefault(tuple(buffer.process % count for count in replicas), []).append(number)
-    return groups
+    return together(range(len(buffers)), lambda at: tuple(buffers[at].process % count for count in replicas))
 
 
 def _local_numbers(processes: Iterable[int]) -> list[int]:
