@@ -56,7 +56,7 @@ def test_donated_and_limited_moves(job):
 
 def test_errors_come_on_every_process_before_anything_hangs(job):
     for result in job:
-        assert "leaf `odd`: dim 0 of shape (8, 8) does not divide into the 3 pieces" in result["error"]
+        assert "leaf `odd`: dim 0 of shape (8, 8) does not divide into the 3 shards" in result["error"]
         assert "elements are on lost devices only" in result["lost"]
 
 

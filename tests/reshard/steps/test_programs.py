@@ -384,7 +384,7 @@ def test_errors_say_what_to_do():
     typed = pair(AxisType.Explicit)[1]
     with pytest.raises(SpecError, match=r"Auto axes and the target's mesh .* Explicit ones.*axis_types"):
         jax.jit(lambda x: move(x, typed, src=src))(put(VALUES, src))
-    with pytest.raises(SpecError, match=r"dim 1 .*\(16, 30\) does not divide into the 8 pieces.*pad it to 32"):
+    with pytest.raises(SpecError, match=r"dim 1 .*\(16, 30\) does not divide into the 8 shards.*pad it to 32"):
         jax.jit(lambda x: move(x, dst, src=src))(put(VALUES[:, :30], NamedSharding(src.mesh, P("a"))))
     few = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("a",)), P("a"))
     with pytest.raises(MeshError, match="different orders"):
