@@ -60,24 +60,24 @@ def names_of_leaves(names: object, tree: object, flat: Flat, axes: AxisRules | N
 def renamed(tree: object, changes: Mapping[str, object], *, names: object = None) -> PyTree:
     """Returns the logical names of a tree's arrays, with some of them replaced, for `plan(..., names=...)`.
 
-    With it, the names that modules of another library declare can be corrected without changing their source.
+    Use `renamed` to correct the names that modules of another library declare, without changing their source.
 
     **Arguments:**
 
     - `tree`: the tree of arrays.
-    - `changes`: a dict from the path of an array, or a regex that is searched in each path, to its new names: a tuple
-        as in [`shardfx.plan`][], or `None`, so that path rules shard the array. `None` is refused where a module
+    - `changes`: a dict from the path of an array, or a regex that is searched in each path, to its new names. These are
+        a tuple as in [`shardfx.plan`][], or `None`, so that path rules shard the array. `None` is an error if a module
         declares names.
     - `names`: the names as [`shardfx.plan`][] takes them; `None` for the names that modules declare.
 
     **Returns:**
 
-    A tree of the same structure with the names of each array, `None` where it has none.
+    A tree of the same structure with the names of each array, `None` for an array without names.
 
     **Raises:**
 
     `UnknownPathError` for a key that is the path of no array and matches none; `RuleError` for a regex that does not
-    compile, for names that are no prefix of the tree, and for `None` where a module declares names.
+    compile, for names that are no prefix of the tree, and for `None` if a module declares names.
 
     !!! Example
 

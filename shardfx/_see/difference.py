@@ -26,7 +26,7 @@ from .._reshard import LeafMove, plan_reshard
 
 @dataclasses.dataclass(frozen=True)
 class AxisMove:
-    """A mesh axis that shards another dimension in the second plan than in the first.
+    """A mesh axis that shards different dimensions of an array in two plans.
 
     **Arguments:**
 
@@ -81,9 +81,7 @@ class LeafDiff:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The collectives that move each array, such as "all-gather"; without collectives the one word of
-        `LeafMove.how`.
-        """
+        """The collectives that move each array, such as "all-gather"; if there are none, only `LeafMove.how`."""
         if self.move is None:
             return ()
         return tuple(step.kind for step in self.move.steps) or (self.move.how,)

@@ -142,7 +142,7 @@ def test_a_plan_shows_what_was_asked_for(case, module, capsys):
 
 
 def python(code, folder=ROOT, **flags):
-    """What a process of its own does with some code, in which `main` is the command line."""
+    """The result of code that runs in a separate process, in which `main` is the command line."""
     code = f"import sys\nfrom shardfx.__main__ import main\n{textwrap.dedent(code)}"
     words = [sys.executable, "-c", "import sys; exec(sys.argv[1])", code]
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, env=flags or None)

@@ -47,7 +47,7 @@ def write_files(folder, more=""):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A directory with all that the examples name."""
+    """A directory with all files that the examples name."""
     write_files(tmp_path, MORE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

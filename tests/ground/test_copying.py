@@ -1,4 +1,4 @@
-"""Copies between views in different orders: what NumPy's own assignment gives, in blocks where lines would thrash."""
+"""Copies between views of different memory orders give the same result as NumPy's assignment, in blocks if needed."""
 
 import numpy as np
 import pytest

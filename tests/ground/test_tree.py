@@ -23,7 +23,7 @@ class Record:
 
 
 def expected_path(keys):
-    """The path by JAX's own key paths, which `flatten` avoids making."""
+    """The path of a leaf from JAX's key paths, which `flatten` does not build."""
     return "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))) for key in keys)
 
 

@@ -1,4 +1,4 @@
-"""What `correct` keeps of a spec and why; dimensions of attention heads are sharded only between heads."""
+"""The axes that `correct` keeps and drops, with reasons; dimensions of heads are sharded only between heads."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ BOTH = ("data", "tensor")
 
 
 def added(spec, shape, axes, units=None, mesh=MESH):
-    """What `fsdp` makes of an array that a spec has sharded."""
+    """The plan of an array under `fsdp` after a spec."""
     target = (spec if units is None else sfx.atomic(spec, units)) | fsdp(axes)
     tree = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
     return sfx.plan(tree, mesh, paths=sfx.PathRules([("w", target)], axes=("gone",)))["w"]
@@ -148,14 +148,14 @@ SEVERAL = [(2, 3), (3, 2), (4, 6), (2, 2, 2), (7, 4), (5, 8), (16, 2, 3), (1, 8)
 
 
 def most_pieces(count: int, sizes: tuple[int, ...]) -> int:
-    """By trying all: into how many pieces a subset of axes of these sizes can cut `count` heads."""
+    """The largest number of shards of `count` heads over a subset of axes of these sizes, found by trying all."""
     subsets = itertools.product([False, True], repeat=len(sizes))
     products = [math.prod(itertools.compress(sizes, chosen)) for chosen in subsets]
     return max(product for product in products if count % product == 0)
 
 
 def cuts(spec: P, shape: tuple[int, ...], mesh: MeshSpec, dim: int) -> list[int]:
-    """Where JAX cuts a dimension."""
+    """The positions at which JAX splits a dimension into shards."""
     piece = NamedSharding(mesh.abstract(), spec).shard_shape(shape)[dim]
     return list(range(piece, shape[dim], piece))
 

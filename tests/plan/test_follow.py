@@ -32,7 +32,7 @@ RULES = PathRules(
 
 
 def params() -> dict[str, Any]:
-    """Large enough for Adafactor to factor some; of several dtypes; with a scalar and an odd size."""
+    """Parameters of several dtypes, with a scalar and an odd size; some are large enough for Adafactor to factor."""
     return {
         "embed": jnp.ones((256, 128)),
         "layers": [

@@ -59,7 +59,7 @@ def requests(draw: Any) -> tuple[P, tuple[int, ...], tuple[tuple[str, int], ...]
 
 
 def by_trial(spec: P, shape: tuple[int, ...], sizes: dict[str, int], units: tuple[int, ...]) -> list[Any]:
-    """What the design says `correct` keeps, by trying every subset of axes on every dimension."""
+    """The spec that `correct` must return, found by trying every subset of axes on every dimension."""
     used: set[str] = set()
     kept: list[Any] = []
     for entry, size, unit in zip([*entries_of(spec), *[None] * len(shape)], shape, units, strict=False):
@@ -163,7 +163,7 @@ MESH = MeshSpec({"a": 2, "b": 3, "c": 2})
 
 
 def planned(tree: Any, rules: Any, mesh: Any = MESH, min_bytes: int = 0) -> ShardPlan:
-    """The plan, or no example where the rules do not fit the ranks."""
+    """The plan; hypothesis rejects the example if the rules do not fit the ranks."""
     given: Any = {"axes": AXES, "unmatched": "replicate", "unused": "allow", "min_bytes": min_bytes}
     try:
         return plan(tree, mesh, paths=PathRules(rules), **given)

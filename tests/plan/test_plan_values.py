@@ -1,4 +1,4 @@
-"""Plans as values: pickled, copied, read by path, and read from text that someone has tampered with."""
+"""Plans as values: pickled, copied, indexed by path, and read from JSON that was edited."""
 
 import collections
 import copy
@@ -110,7 +110,7 @@ JSON = json.loads(RICH.to_json())
 
 
 def edited(change: Callable[[Any], Any]) -> str:
-    """The text of that plan after a change, without its digest."""
+    """The JSON of the plan after a change, without its digest."""
     data = copy.deepcopy(JSON)
     del data["digest"]
     change(data)
@@ -154,7 +154,7 @@ def test_json_edited_to_be_invalid(change, wanted):
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something can be edited."""
+    """The places in the JSON that a test can edit."""
     if path:
         yield path
     for key, below in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():

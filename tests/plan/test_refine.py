@@ -1,4 +1,4 @@
-"""plan(refine=True): axes split by what dimensions can take, and nothing else changed."""
+"""plan(refine=True) splits an axis if a dimension can use a sub-axis, and changes nothing else."""
 
 import math
 

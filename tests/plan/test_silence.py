@@ -1,4 +1,4 @@
-"""No layout goes wrong without a word: names of another rank, rules that never apply, unknown names and axes."""
+"""Errors of `plan` for names of another rank, rules that never apply, and unknown names and axes."""
 
 import inspect
 from typing import Any

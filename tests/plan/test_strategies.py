@@ -1,4 +1,4 @@
-"""A strategy beside `fsdp` is one class: everything that takes strategies takes it by its name."""
+"""A new strategy needs one class: every function that takes strategies then takes it by its name."""
 
 import functools as ft
 
@@ -23,7 +23,7 @@ class Largest(Strategy):
 
 
 class Smallest(Strategy):
-    """Shards the smallest free dimension that divides."""
+    """Shards the smallest free dimension that its axes divide."""
 
     def preference(self, size):
         return -size

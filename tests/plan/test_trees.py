@@ -1,4 +1,4 @@
-"""Trees of every make are planned, placed, gathered, stored and joined; no name that they declare is lost."""
+"""Trees of many node types are planned, placed, gathered, stored and joined, with the names that they declare."""
 
 import collections
 import dataclasses

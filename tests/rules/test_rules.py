@@ -37,7 +37,7 @@ def test_resolve_is_linens_algorithm(rules, entries):
 
 @st.composite
 def shuffled_names(draw):
-    """Entries with tuples and aliases among them, the same entries in another order, and the order."""
+    """Entries, among them tuples and aliases; the same entries in another order; and that order."""
     names = draw(st.lists(st.sampled_from(["a", "b", "c", "d", "a2", "a3", "b2"]), unique=True, min_size=1))
     cuts = draw(st.lists(st.booleans(), min_size=len(names), max_size=len(names)))
     entries: list = []

@@ -1,4 +1,4 @@
-"""Mistakes of each kind, planted one by one in rules that have none: what `lint` must find, and nothing else."""
+"""One mistake for each check of `lint`, planted in correct rules, and the findings that `lint` must return."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,12 +48,12 @@ AXES = AxisRules(
 
 
 def by_path(*more: Any, rules: Any = None, **others: Any) -> dict[str, Any]:
-    """The clean set of path rules, with some put before it."""
+    """Path rules without mistakes, with other rules before them."""
     return {"tree": TREE, "mesh": MESH} | {"paths": PathRules([*more, *(RULES if rules is None else rules)])} | others
 
 
 def by_name(axes: AxisRules = AXES, **others: Any) -> dict[str, Any]:
-    """The clean set of names and axis rules."""
+    """Names and axis rules without mistakes."""
     return {"tree": TREE, "mesh": MESH, "names": NAMES, "axes": axes} | others
 
 
@@ -61,7 +61,7 @@ CLEAN: dict[str, dict[str, Any]] = {"paths": by_path(), "names": by_name()}
 
 
 def model(name: str, how: str, mesh: str, *first: Any, layers: int = 4) -> dict[str, Any]:
-    """A published model with few layers and its rules, with some of one's own put before them."""
+    """A published model with few layers and its rules, with other rules before them."""
     tree = models.tree(name, layers=layers, stack_experts=how == "ep")
     return {"tree": tree, "mesh": MeshSpec.parse(mesh), "paths": models.rules_for(name, how).prepend(first)}
 
@@ -89,7 +89,7 @@ def without(rules: list[Any], *numbers: int) -> list[Any]:
 
 
 def moments(spec: P | None = None, mesh: str = "data=4,fsdp=2", **how: Any) -> sfx.ShardPlan:
-    """A joined plan of parameters and Adam's moments, of which one may be planned otherwise."""
+    """The joined plan of parameters and of Adam's moments, one of which may be planned by other rules."""
     params = {"w": leaf(8192, 4096, dtype=jnp.float32), "b": leaf(4096, dtype=jnp.float32)}
     made = sfx.plan(params, MeshSpec.parse(mesh), paths=PathRules.parse("w->fsdp, b->fsdp"))
     joined = sfx.ShardPlan.join(params=made, opt=sfx.follow(optax.adam(1e-3).init, made, **how))

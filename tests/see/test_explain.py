@@ -1,4 +1,4 @@
-"""What an explanation says is what the plan did, dimension by dimension; its numbers are computed."""
+"""An explanation agrees with the plan, dimension by dimension."""
 
 import math
 import re

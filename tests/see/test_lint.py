@@ -1,4 +1,4 @@
-"""`lint` finds what is planted, and nothing else, and each fix takes its finding away; laws over random rules."""
+"""`lint` finds exactly the planted mistakes, and each fix removes its finding; laws over random rules."""
 
 import contextlib
 import functools as ft

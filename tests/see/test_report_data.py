@@ -45,7 +45,7 @@ def struct(*shape, dtype=jnp.float32):
 
 
 def planned(rules: str, tree: Any = None, **others: Any) -> ShardPlan:
-    """A plan of one small matrix, or of another tree."""
+    """The plan of one small matrix, or of the given tree."""
     return plan({"w": struct(8, 8)} if tree is None else tree, MESH, paths=PathRules.parse(rules), **others)
 
 
@@ -150,7 +150,7 @@ def test_a_chip_by_its_name():
 
 
 def fitted(batch: int) -> Fit:
-    """What a step on one matrix needs of a v5e, its gradient included."""
+    """The memory of a step on one matrix on a v5e, with the gradient."""
     tree = {"params": struct(4096, 4096), "batch": struct(batch, 4096)}
     structs = planned("params->replicate, batch->data", tree).structs
     gradient = jax.grad(lambda w, x: jnp.sum((x @ w) ** 2))
