@@ -60,7 +60,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._step import Program
 from ..chips import Chip
-from ..chips._chip import extents_of, shared
+from ..chips._chip import average_network, extents_of
 from ._layouts import AssignedLayout, Layouts
 
 
@@ -357,7 +357,7 @@ def rates_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, ext
     - `limit_bytes`: the memory that a step may take on one device.
     - `extents`: the chips of a slice along each dimension, if the user named the slice.
     """
-    link, dims, island = shared(chip, extents or extents_of(chip, devices))
+    link, dims, island = average_network(chip, extents or extents_of(chip, devices))
     numbers = {
         "flops": float(chip.flops("bfloat16")) / chip.devices_per_chip * model.compute,
         "hbm": float(chip.hbm_bytes_per_second) / chip.devices_per_chip * model.memory,

@@ -1,8 +1,9 @@
 """The memory, arithmetic and network of one accelerator, and the network links of each mesh axis in a slice.
 
 Two functions describe the network of a slice. `axes_on` assigns each mesh axis to dimensions of the slice, which
-determines the links of each collective. `shared` returns averages over the whole slice. The search uses these averages
-to estimate thousands of meshes at once: it gives each mesh axis links in proportion to the logarithm of its size.
+determines the links of each collective. `average_network` returns averages over the whole slice. The search uses these
+averages to estimate thousands of meshes at once: it gives each mesh axis links in proportion to the logarithm of its
+size.
 """
 
 import dataclasses
@@ -139,12 +140,12 @@ class Ring(NamedTuple):
     closed: bool
 
     @property
-    def ways(self) -> int:
+    def links(self) -> int:
         """The number of links over which a chip receives bytes along the ring: 2 if the ring is closed, else 1."""
         return 2 if self.closed else 1
 
 
-class Shared(NamedTuple):
+class AverageNetwork(NamedTuple):
     """Averages over the network of a slice, for mesh axes whose dimensions of the slice are not known.
 
     **Arguments:**
@@ -169,13 +170,13 @@ def closed(chip: Chip, extents: Sequence[int]) -> tuple[bool, ...]:
     return wraps(chip.kinds[0] if chip.kinds else "", extents)
 
 
-def shared(chip: Chip, extents: Sequence[int]) -> Shared:
+def average_network(chip: Chip, extents: Sequence[int]) -> AverageNetwork:
     """Averages over the network of a slice. A closed ring has twice the bandwidth: it sends in both directions."""
     link = float(chip.link_bytes_per_second)
     if not chip.torus_dims:
-        return Shared(link, 0.0, float(chip.island_chips * chip.devices_per_chip))
-    long = [Ring(size, ends).ways for size, ends in zip(extents, closed(chip, extents), strict=True) if size > 1]
-    return Shared(link * (sum(long) / len(long) if long else 1.0), float(chip.torus_dims), math.inf)
+        return AverageNetwork(link, 0.0, float(chip.island_chips * chip.devices_per_chip))
+    long = [Ring(size, ends).links for size, ends in zip(extents, closed(chip, extents), strict=True) if size > 1]
+    return AverageNetwork(link * (sum(long) / len(long) if long else 1.0), float(chip.torus_dims), math.inf)
 
 
 def axes_on(chip: Chip, extents: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[Ring, ...]]:

@@ -58,7 +58,7 @@ class Slice(NamedTuple):
         return f"{'tpu:' * (self.chip.torus_dims > 0)}{self.chip.name}:{'x'.join(map(str, self.extents))}"
 
 
-def _existing(made: Slice, text: str) -> Slice:
+def _checked(made: Slice, text: str) -> Slice:
     """Returns the slice `made`. Raises `MeshError` if it does not exist; `text` is the name that the user wrote."""
     chip, dims, extents = made.chip, made.chip.torus_dims or 1, made.extents
     if len(extents) != dims:
@@ -150,12 +150,12 @@ def parse_slice(text: str) -> Slice:
         per_chip = 2 if chip.name in _NAMED_BY_CORES else 1
         if count % per_chip:
             raise MeshError(f"slice {text!r}: {chip.name} has 2 cores a chip, and {count} cores are no whole chips.")
-        return _existing(Slice(chip, near_cube(count // per_chip, chip.torus_dims or 1)), text)
+        return _checked(Slice(chip, near_cube(count // per_chip, chip.torus_dims or 1)), text)
     if (found := _FORM.fullmatch(text)) is None:
         raise MeshError(
             f"{text!r:.80} is no slice; write it as `tpu:v5p:4x4x4`, or as clouds do: `v5e-16` has 16 chips."
         )
-    return _existing(Slice(find(found[1]), tuple(map(int, found[2].split("x")))), text)
+    return _checked(Slice(find(found[1]), tuple(map(int, found[2].split("x")))), text)
 
 
 def table(chips: tuple[Chip, ...] | None = None, *, width: int | None = None) -> str:

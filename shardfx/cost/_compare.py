@@ -140,11 +140,11 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
     found = compiled if isinstance(compiled, Traffic) else traffic(compiled)
     # The source line of the reduction of each leaf's gradient. A reduction of several gradients is divided among them.
     lines = {row.leaf: row.source for row in estimated.rows if row.leaf is not None and row.kind in _SUMS}
-    places: dict[tuple[object, ...], _LineSent] = {}
-    for side, sent in enumerate((_sent(estimated, {}), _sent(found, lines))):
+    places: dict[tuple[object, ...], _LineTraffic] = {}
+    for side, sent in enumerate((_rows_by_line(estimated, {}), _rows_by_line(found, lines))):
         for source, row in sent:
             key = None if source is None else (source.file, source.line), row.axes
-            place = places.setdefault(key, _LineSent(source, row.axes, ([], [])))
+            place = places.setdefault(key, _LineTraffic(source, row.axes, ([], [])))
             place.rows[side].append(row)
             place.extra += row.wire_bytes if side else -row.wire_bytes
     # Bytes that a line sends less offset bytes that other lines send more along the same mesh axes, the largest first.
@@ -165,7 +165,7 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
 
 
 @dataclasses.dataclass(eq=False)
-class _LineSent:
+class _LineTraffic:
     """The estimated and the compiled traffic rows of one source line and tuple of mesh axes, and their difference.
 
     **Arguments:**
@@ -181,7 +181,7 @@ class _LineSent:
     extra: int = 0
 
 
-def _sent(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow]]:
+def _rows_by_line(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow]]:
     """Yields the rows of a step's traffic, each with its source line.
 
     A collective of several leaves has one row for each leaf. `lines` has the source line of each leaf's reduction.
@@ -195,7 +195,7 @@ def _sent(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame
             missing = 0
 
 
-def _surplus(places: Sequence[_LineSent], source: Frame | None = None, axes: tuple[str, ...] = ()) -> Surplus:
+def _surplus(places: Sequence[_LineTraffic], source: Frame | None = None, axes: tuple[str, ...] = ()) -> Surplus:
     """The `Surplus` of one source line and tuple of mesh axes, or, without a source line, of several lines together.
 
     `places` has the estimated and the compiled traffic rows of the source lines.

@@ -17,7 +17,7 @@ from ._traffic_rows import Traffic, TrafficRow, largest_first
 
 
 # The smallest size of a shrunken mesh axis, if the axis had at least this size.
-_LEAST = 4
+_LEAST_SIZE = 4
 
 
 def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
@@ -28,7 +28,7 @@ def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
     sizes = dict(mesh.shape)
     while math.prod(sizes.values()) > most // 2:
         name = max(sizes, key=lambda axis: sizes[axis] if sizes[axis] % 2 == 0 else 0)
-        if sizes[name] % 2 or sizes[name] <= _LEAST:
+        if sizes[name] % 2 or sizes[name] <= _LEAST_SIZE:
             raise ProgramError(
                 f"XLA partitions for at most {most} devices, and the axes of {mesh} cannot be halved to fewer; use "
                 "axes whose sizes are powers of 2."
@@ -60,14 +60,14 @@ def extrapolated(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequen
         if mesh.shape[axis] == size:
             continue
         found = rows_on(_with_sizes(small, {**small.shape, axis: 2 * size}))
-        if [*map(_form, found)] != [*map(_form, first)]:
+        if [*map(_size_free_fields, found)] != [*map(_size_free_fields, first)]:
             raise ProgramError(
                 f"XLA partitions for at most {most} devices. On {small} the step is another program than on one with "
                 f"twice as many along {axis}, so what it sends on {mesh} cannot be extrapolated."
             )
         doubled.append((found, round(math.log2(mesh.shape[axis] / size))))
     note = f"extrapolated from {small}: XLA partitions for at most {most:,} devices."
-    rows = (_row(row, [(found[at], times) for found, times in doubled], note) for at, row in enumerate(first))
+    rows = (_larger_row(row, [(found[at], times) for found, times in doubled], note) for at, row in enumerate(first))
     return largest_first(Traffic(tuple(rows), mesh.size))
 
 
@@ -76,12 +76,12 @@ def _with_sizes(mesh: MeshSpec, sizes: dict[str, int]) -> MeshSpec:
     return MeshSpec(sizes, axis_types=dict(zip(mesh.axis_names, mesh.axis_types, strict=True)), dcn=dcn)
 
 
-def _form(row: TrafficRow) -> object:
+def _size_free_fields(row: TrafficRow) -> object:
     """The fields of a traffic row that are equal on meshes of all sizes."""
     return row.kind, row.axes, row.dtype, row.source, row.calls is None, row.calls == 0
 
 
-def _row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str) -> TrafficRow:
+def _larger_row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str) -> TrafficRow:
     """A traffic row of a small mesh, extrapolated to a large mesh.
 
     **Arguments:**
@@ -91,13 +91,13 @@ def _row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str) 
         the number of doublings between the two meshes.
     - `note`: a note for the extrapolated row.
     """
-    group, bytes_each, calls = row.group_size, _payload(row), row.calls
+    group, bytes_each, calls = row.group_size, _payload_bytes(row), row.calls
     for other, times in doubled:
-        group *= _power(other.group_size, row.group_size, times)
-        bytes_each *= _power(_payload(other), _payload(row), times)
+        group *= _growth(other.group_size, row.group_size, times)
+        bytes_each *= _growth(_payload_bytes(other), _payload_bytes(row), times)
         if calls and other.calls and row.calls:
-            calls *= _power(other.calls, row.calls, times)
-    wire = round((1 if calls is None else calls) * bytes_each * _share(row.kind, int(group)))
+            calls *= _growth(other.calls, row.calls, times)
+    wire = round((1 if calls is None else calls) * bytes_each * _group_factor(row.kind, int(group)))
     dcn = round(wire * row.dcn_bytes / row.wire_bytes) if row.wire_bytes else 0
     return dataclasses.replace(
         row,
@@ -110,16 +110,16 @@ def _row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str) 
     )
 
 
-def _payload(row: TrafficRow) -> float:
+def _payload_bytes(row: TrafficRow) -> float:
     """The bytes of one call of a collective, divided by the factor that depends on the size of its replica group."""
-    return row.wire_bytes / ((row.calls or 1) * _share(row.kind, row.group_size))
+    return row.wire_bytes / ((row.calls or 1) * _group_factor(row.kind, row.group_size))
 
 
-def _share(kind: str, group: int) -> float:
+def _group_factor(kind: str, group: int) -> float:
     return 1.0 if KINDS[kind].links == "one" or group < 2 else (group - 1) / group
 
 
-def _power(other: float | int, one: float | int, times: int) -> float:
+def _growth(other: float | int, one: float | int, times: int) -> float:
     """The factor by which a number grows if a mesh axis doubles `times` times.
 
     `one` is the number before a doubling, and `other` the number after it. Their ratio is rounded to a power of two.

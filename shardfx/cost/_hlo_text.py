@@ -175,7 +175,7 @@ def parse_hlo(text: str) -> HloModule:
             if open_line:
                 made = _instruction(open_line)
                 for operand in made.operands:
-                    _take_out(own, operand)
+                    _add_tuple_element(own, operand)
                 own[made.name] = made
             open_line = "" if _ENDS.match(line) else line if line.strip() else ""
             own = None if _ENDS.match(line) else own
@@ -206,11 +206,11 @@ def parse_hlo(text: str) -> HloModule:
 def _instruction(line: str) -> Instruction:
     found = _NAME.match(line)
     start = found.end() if found else 0
-    stop = _closed(line, start) if line[start] == "(" else line.find(" ", start)
+    stop = _after_bracket(line, start) if line[start] == "(" else line.find(" ", start)
     opening = line.find("(", stop + 1)
     if found is None or stop < 0 or opening < 0:
         raise ProgramError(f"an instruction of the HLO module cannot be read: {line.strip():.300}")
-    closing = _closed(line, opening)
+    closing = _after_bracket(line, opening)
     inside = line[opening + 1 : closing - 1]
     result, opcode = line[start:stop].strip(), line[stop + 1 : opening].strip()
     operands = tuple(_OPERAND.findall(inside))
@@ -219,12 +219,12 @@ def _instruction(line: str) -> Instruction:
     return Instruction(found[2], result, opcode, operands, inside, line[closing:], found[1] is not None)
 
 
-def _take_out(own: dict[str, Instruction], operand: str) -> None:
+def _add_tuple_element(own: dict[str, Instruction], operand: str) -> None:
     """Adds a `get-tuple-element` instruction for an operand that the text writes as `param#0`."""
     whole, mark, index = operand.rpartition("#")
     if not mark or operand in own:
         return
-    _take_out(own, whole)
+    _add_tuple_element(own, whole)
     part = parts_of(own[whole].result)[int(index)]
     own[operand] = Instruction(operand, part, "get-tuple-element", (whole,), f"%{whole}", f", index={index}", False)
 
@@ -246,7 +246,7 @@ def _is_whole(line: str) -> bool:
     return bare.count("{") <= bare.count("}")
 
 
-def _closed(line: str, opening: int) -> int:
+def _after_bracket(line: str, opening: int) -> int:
     """The position in `line` after the bracket that closes the bracket at position `opening`."""
     depth = 0
     for found in _BRACKET.finditer(line, opening):

@@ -14,15 +14,15 @@ from ._live.program import FlatOp, Uses, program_of, reached
 
 
 # Operations whose result is the operand, or a slice or reshape of it. With several operands, each has its own result.
-_PASSES = frozenset(
+_SLICES = frozenset(
     "copy copy-start copy-done convert bitcast bitcast-convert reshape transpose slice dynamic-slice pad opt-barrier "
     "slice-start slice-done recv-done while".split()
 ) | {kind + stage for kind in MOVING for stage in ("", "-start", "-done")}
-_WHOLE = ("all-gather", "all-gather-done")
+_GATHERS = ("all-gather", "all-gather-done")
 # A custom call that concatenates slices of an array into one.
-_JOINED = 'custom_call_target="ConcatBitcast"'
+_CONCATENATES = 'custom_call_target="ConcatBitcast"'
 # Operations whose result is never the same gradient as the operand, even if the shapes are equal.
-_ENDS_HERE = PRODUCTS | frozenset("custom-call reduce reduce-window gather scatter sort while conditional send".split())
+_RENEWING = PRODUCTS | frozenset("custom-call reduce reduce-window gather scatter sort while conditional send".split())
 _ARGUMENT = re.compile(r"^[A-Za-z_]\w*")
 _KEY = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|([^\]]*))\]|\.([A-Za-z_]\w*)")
 # The largest number of operations on a path backwards from a value, and of values that are visited forwards from it.
@@ -105,17 +105,17 @@ class Origins:
         Result number `element` of the collective, or a value computed from it, is added to this argument.
         """
         op = self._ops.get(id(instruction))
-        for gradient in () if op is None else _of_one(op, element):
-            for value in self._later(gradient):
+        for gradient in () if op is None else _results_of(op, element):
+            for value in self._same_gradient(gradient):
                 for user, at, _ in self._uses.users.get(value, ()):
                     if user.opcode in ("add", "subtract") and len(user.reads) == 2:
                         found = self._argument(user.reads[1 - at])
                         # The sum is an updated weight only if it is a result of the program.
-                        if found is not None and not self._results.isdisjoint(self._later(user.makes[0])):
+                        if found is not None and not self._results.isdisjoint(self._same_gradient(user.makes[0])):
                             return found
         return None
 
-    def _later(self, gradient: int) -> Iterator[int]:
+    def _same_gradient(self, gradient: int) -> Iterator[int]:
         """Yields the value `gradient`, and the values computed from it that may be the same gradient or a shard of it.
 
         The nearest values come first.
@@ -128,8 +128,8 @@ class Origins:
         """
         found = [*self._becomes.get(value, ())]
         for op, at, _ in self._uses.users.get(value, ()):
-            made = () if op.opcode in _ENDS_HERE else _of_one(op, at)
-            found += [one for one in made if op.opcode == "dynamic-update-slice" or self._is_like(one, value)]
+            made = () if op.opcode in _RENEWING else _results_of(op, at)
+            found += [one for one in made if op.opcode == "dynamic-update-slice" or self._is_shard(one, value)]
         return tuple(found)
 
     def _argument(self, value: int) -> str | None:
@@ -138,7 +138,7 @@ class Origins:
             if value in self._names:
                 return self._names[value].op_name or None
             op = self._uses.maker.get(value)
-            if op is None or not (op.opcode in _PASSES or _JOINED in op.instruction.attributes):
+            if op is None or not (op.opcode in _SLICES or _CONCATENATES in op.instruction.attributes):
                 return None
             op, at = self._senders.get(op, op), op.makes.index(value)
             if not op.reads:
@@ -153,20 +153,20 @@ class Origins:
         result of the loop's body.
         """
         op = self._ops.get(id(instruction))
-        values = itertools.islice(reached(() if op is None else op.reads, self._made_of), _FAR)
+        values = itertools.islice(reached(() if op is None else op.reads, self._operands_of), _FAR)
         makers = [self._uses.maker.get(value) for value in values]
         opcodes = {None if made is None else made.opcode for made in makers}
-        return not opcodes.isdisjoint(PRODUCTS) or opcodes.isdisjoint((None, *_WHOLE))
+        return not opcodes.isdisjoint(PRODUCTS) or opcodes.isdisjoint((None, *_GATHERS))
 
-    def _made_of(self, value: int) -> Iterable[int]:
+    def _operands_of(self, value: int) -> Iterable[int]:
         """The operands of the operation that computes a value; for a loop-carried value, the body's result."""
         if value in self._carried:
             loop, at = self._carried[value]
             return (loop.bodies[0].results[at],)
         made = self._uses.maker.get(value)
-        return () if made is None or made.opcode in _WHOLE else made.reads
+        return () if made is None or made.opcode in _GATHERS else made.reads
 
-    def _is_like(self, part: int, whole: int) -> bool:
+    def _is_shard(self, part: int, whole: int) -> bool:
         """Whether the value `part` has as many elements as the value `whole`, or the shape of a shard of it."""
         sizes, limits = (self._program.buffers[value].shape for value in (part, whole))
         if not sizes or not limits or math.prod(sizes) == math.prod(limits):
@@ -176,7 +176,7 @@ class Origins:
         )
 
 
-def _of_one(op: FlatOp, at: int) -> tuple[int, ...]:
+def _results_of(op: FlatOp, at: int) -> tuple[int, ...]:
     """The results of an operation that correspond to its operand number `at`.
 
     They can be several, since the `-start` of an asynchronous collective also returns its operands.

@@ -84,8 +84,8 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
 def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
     """For the numbers of arguments' arrays, the numbers of the results that can be their new values.
 
-    The step returns a subtree with the structure, shapes and dtypes of a subtree of the arguments. A result in it can be
-    the new value of the argument's array at the same position.
+    A result can be the new value of an argument's array if both have the same position in subtrees of equal structure,
+    shapes and dtypes.
     """
     info, dtypes = flatten(step.traced.out_info), [buffer.dtype for buffer in program.buffers]
     results = itertools.compress(zip(info.paths, info.leaves, strict=True), info.is_array)

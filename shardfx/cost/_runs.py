@@ -12,11 +12,11 @@ from ._hlo_text import HloModule, Instruction, index_of, root_of
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _COMPARED = re.compile(r"direction=(LT|LE|GT|GE|NE)")
-_HOLDS = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne}
+_COMPARISONS = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne}
 _INTEGER = re.compile(r"-?\d+")
 _ENDS = ("-done", "-update")
 # The operations that return an integer scalar unchanged.
-_MOVES = ("copy", "copy-start", "copy-done", "convert", "bitcast", "reshape")
+_UNCHANGED = ("copy", "copy-start", "copy-done", "convert", "bitcast", "reshape")
 _REDUCES = ("all-reduce", "reduce", "scatter", "sort", "select-and-scatter")
 
 
@@ -52,7 +52,7 @@ def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
             if instruction.opcode.endswith(_ENDS) or instruction.opcode.startswith(_REDUCES):
                 continue
             for own, count in found[name].items():
-                for called, runs, times in _called(module, name, instruction, own):
+                for called, runs, times in _calls(module, name, instruction, own):
                     if called not in module.computations:
                         raise ProgramError(
                             f"the HLO module is cut off: it lacks `{called}`, which {instruction.text:.200}"
@@ -64,7 +64,7 @@ def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
     }
 
 
-def _called(module: HloModule, name: str, instruction: Instruction, own: Runs) -> Iterator[tuple[str, Runs, int]]:
+def _calls(module: HloModule, name: str, instruction: Instruction, own: Runs) -> Iterator[tuple[str, Runs, int]]:
     """Yields, for each computation that an instruction calls: the name of the computation, its enclosing loops and
     branches, and the number of calls per run of the instruction.
 
@@ -106,32 +106,32 @@ def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instr
         return int(known[1])
     targets = dict(loop.called)
     condition, body = (module.computations[targets[what]] for what in ("condition", "body"))
-    test, scope = _opened(module, condition, root_of(condition))
+    test, scope = _fusion_root(module, condition, root_of(condition))
     root, given = root_of(body), around.get(loop.operands[0])
     direction = _COMPARED.search(test.attributes)
     if test.opcode != "compare" or direction is None or given is None or {given.opcode, root.opcode} != {"tuple"}:
         return None
-    match [_value(module, scope, operand) for operand in test.operands]:
+    match [_scalar(module, scope, operand) for operand in test.operands]:
         case [(int(index), shift), (None, stop)]:
-            start, step = _value(module, around, given.operands[index]), _value(module, body, root.operands[index])
+            start, step = _scalar(module, around, given.operands[index]), _scalar(module, body, root.operands[index])
             if start is not None and step is not None and (start[0], step[0]) == (None, index):
-                return _trips(start[1] + shift, step[1], stop, direction[1])
+                return _trip_count_of(start[1] + shift, step[1], stop, direction[1])
     return None
 
 
-def _trips(start: int, step: int, stop: int, direction: str) -> int | None:
+def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | None:
     """The trip count of a loop over an integer counter; `None` if the loop never ends.
 
     The counter goes from `start` in increments of `step`, as long as its comparison with `stop` in `direction` is true.
     """
-    if not _HOLDS[direction](start, stop):
+    if not _COMPARISONS[direction](start, stop):
         return 0
     last = stop + {"LE": 1, "GE": -1}.get(direction, 0)
     ends = (last - start) * step > 0 and (direction != "NE" or (stop - start) % step == 0)
     return len(range(start, last, step)) if ends else None
 
 
-def _opened(
+def _fusion_root(
     module: HloModule, scope: Mapping[str, Instruction], one: Instruction
 ) -> tuple[Instruction, Mapping[str, Instruction]]:
     """The instruction that computes the result of `one`, and the instructions by name that it can have as operands.
@@ -145,7 +145,7 @@ def _opened(
     return root_of(inner), {**scope, **inner, **{own.name: scope[one.operands[int(own.inside)]] for own in parameters}}
 
 
-def _value(module: HloModule, scope: Mapping[str, Instruction], name: str) -> tuple[int | None, int] | None:
+def _scalar(module: HloModule, scope: Mapping[str, Instruction], name: str) -> tuple[int | None, int] | None:
     """An integer value as a loop-carried integer plus a constant; `None` for any other value.
 
     The result is the loop-carried integer's index in the tuple that the loop carries (`None` if there is only a
@@ -153,15 +153,15 @@ def _value(module: HloModule, scope: Mapping[str, Instruction], name: str) -> tu
     """
     if name not in scope:
         return None
-    found, scope = _opened(module, scope, scope[name])
-    if found.opcode in _MOVES:
-        return _value(module, scope, found.operands[0])
+    found, scope = _fusion_root(module, scope, scope[name])
+    if found.opcode in _UNCHANGED:
+        return _scalar(module, scope, found.operands[0])
     if found.opcode == "get-tuple-element":
         return index_of(found), 0
     if found.opcode == "constant" and _INTEGER.fullmatch(found.inside):
         return None, int(found.inside)
     if found.opcode in ("add", "subtract"):
-        match [_value(module, scope, operand) for operand in found.operands]:
+        match [_scalar(module, scope, operand) for operand in found.operands]:
             case [(index, one), (None, other)]:
                 return index, one + (other if found.opcode == "add" else -other)
             case [(None, one), (index, other)] if found.opcode == "add":

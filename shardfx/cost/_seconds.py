@@ -183,9 +183,9 @@ def _rate(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chi
         # An all-to-all: each of n devices receives B bytes, half of them from the other side of the longest ring. In
         # each direction n / 2 * B / 2 bytes cross its middle, where a ring has two links and a line has one. So B takes
         # n B / (4 links) seconds at the speed of a link. Other dimensions multiply both the devices and the links.
-        longest = max(rings, key=lambda ring: ring.size / ring.ways)
-        return 4 * longest.ways * link / longest.size, f"the middle of a {names[longest]}"
+        longest = max(rings, key=lambda ring: ring.size / ring.links)
+        return 4 * longest.links * link / longest.size, f"the middle of a {names[longest]}"
     shape = " + ".join(names[ring] for ring in rings)
     if links == "one":
         return float(link), f"one link one way ({shape})"
-    return float(link * sum(ring.ways for ring in rings)), shape
+    return float(link * sum(ring.links for ring in rings)), shape

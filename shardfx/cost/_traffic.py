@@ -31,7 +31,7 @@ RAGGED = "a ragged exchange sends what its sizes say when it runs: all that it h
 # The name of a computation in which a TPU performs an all-reduce and slices its result: a reduce-scatter.
 _SCATTERS = "all-reduce-scatter"
 # The name of the fusion that starts a TPU's collective. Other fusions contain the collective's instruction again.
-_BEGINS = "async-collective-start"
+_STARTS = "async-collective-start"
 _PRODUCT = re.compile(r"dot_general|conv_general|ragged_dot|einsum")
 
 
@@ -113,7 +113,7 @@ def read(
     runs = runs_of(module)
     numbers = [own.slice + 1 for ways in runs.values() for own in ways if own.slice is not None]
     positions = DevicePositions(mesh, module.partitions, max([slices_of(module), *numbers]), ids)
-    found = _of_costly_branches(_ModuleReader(module, positions, paths).collectives(runs))
+    found = _costliest_branches(_ModuleReader(module, positions, paths).collectives(runs))
     return Traffic(tuple(one.row for one in found), positions.devices, positions.names)
 
 
@@ -162,7 +162,7 @@ class _ModuleReader:
                     # A TPU's program repeats a collective in each fusion that runs at the same time. On other platforms
                     # each instruction is one collective, and all collectives of a `shard_map` may have one channel.
                     key = (id(one), own) if fusion is None or channel is None else (row.kind, channel)
-                    found.append(_Found(row, own, key, fusion is not None and fusion.startswith(_BEGINS)))
+                    found.append(_Found(row, own, key, fusion is not None and fusion.startswith(_STARTS)))
         kept: list[_Found] = []
         for alike in together(found, lambda one: one.key).values():
             # If no fusion starts the collective, it belongs to the fusion that runs least often: the other fusions are
@@ -235,7 +235,7 @@ class _ModuleReader:
         return shares
 
 
-def _of_costly_branches(found: list[_Found]) -> list[_Found]:
+def _costliest_branches(found: list[_Found]) -> list[_Found]:
     """The rows, with zero bytes in all branches of a conditional but the one that sends most.
 
     Only one branch runs, and the program does not say which.
@@ -248,12 +248,12 @@ def _of_costly_branches(found: list[_Found]) -> list[_Found]:
                 sums.setdefault(label, Counter())[number] += one.row.wire_bytes
         costly = {(label, max(own, key=lambda number: own[number])) for label, own in sums.items()}  # noqa: B023
         found = [
-            one if costly.issuperset(one.runs.branch[depth : depth + 1]) else one._replace(row=_idle(one.row))
+            one if costly.issuperset(one.runs.branch[depth : depth + 1]) else one._replace(row=_without_bytes(one.row))
             for one in found
         ]
     return found
 
 
-def _idle(row: TrafficRow) -> TrafficRow:
+def _without_bytes(row: TrafficRow) -> TrafficRow:
     shares = tuple((leaf, 0) for leaf, _ in row.shares)
     return dataclasses.replace(row, calls=0, wire_bytes=0, dcn_bytes=0, unsure_bytes=0, shares=shares, note=IDLE)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardfx import chips, topology
-from shardfx.chips._chip import axes_on, extents_of, shared
+from shardfx.chips._chip import average_network, axes_on, extents_of
 from shardfx.errors import ChipError, MeshError
 
 
@@ -121,9 +121,9 @@ def test_slices_that_do_not_exist(text, message):
 @pytest.mark.parametrize("extents", [(4, 4), (8, 16), (16, 16)])
 def test_one_axis_over_a_whole_slice_has_the_same_links_for_arrays_and_for_rows(extents):
     chip = chips.find("v5e")
-    link, dims, _ = shared(chip, extents)
+    link, dims, _ = average_network(chip, extents)
     (rings,) = axes_on(chip, extents, {"data": extents[0] * extents[1]}).values()
-    assert link * dims == chip.link_bytes_per_second * sum(ring.ways for ring in rings)
+    assert link * dims == chip.link_bytes_per_second * sum(ring.links for ring in rings)
     assert [ring.closed for ring in rings].count(True) == extents.count(16)
 
 
