@@ -44,7 +44,7 @@ def groups_of(layout: StepLayout, sub_axes: tuple[int, ...], like: StepLayout) -
 
 
 def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllToAll:
-    """Returns the all-to-all from layout `source` to layout `target`. Both are over one mesh, with equal numbers of
+    """Returns the all-to-all from layout `source` to layout `target`, which are over one mesh and have equally many
     shards.
     """
     before = {sub_axis: dim for dim, axes in enumerate(source.dims) for sub_axis in axes}
@@ -89,7 +89,7 @@ def join(parts: Any, exchange: AllToAll) -> Any:
 
 
 def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns the index of the chunk of its shard that each device keeps in a slice, in an array of shape `(devices,
+    """Returns which chunk of its shard each device keeps in a slice step, as an integer array of shape `(devices,
     rank)`.
     """
     where = coordinates(target, like)

@@ -93,7 +93,9 @@ def mesh_coordinates(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray
 
 
 def slice_numbers(layout: StepLayout) -> np.ndarray:
-    """Returns the slice number of each device, in mesh order. Axes with a weight above 1 run between slices."""
+    """Returns the number of each device's TPU slice (or node), in mesh order. Axes with a weight above 1 run between
+    slices.
+    """
     slow = tuple(axis for axis, weight in enumerate(layout.weights) if weight > 1)
     return shard_index(layout.sizes, mesh_coordinates(layout.sizes, np.arange(layout.size)), slow)
 
@@ -189,7 +191,7 @@ class Shards:
         return self._index[axes]
 
     def numbers(self, dims: ShardDims) -> np.ndarray:
-        """The number of each device's shard of the whole array. Equal shards have equal numbers in all meshes of the
+        """The number of each device's shard of the whole array. Equal shards have equal numbers in both meshes of a
         move.
         """
         if dims not in self._numbers:

@@ -38,7 +38,7 @@ class LowerBound:
         self._common_shares: dict[tuple[int, tuple[int, ...]], np.ndarray | None] = {}
 
     def __call__(self, dims: ShardDims) -> float:
-        """The least cost of a path between the layout `dims` and the layout `far`."""
+        """A lower bound on the cost of a path between the layout `dims` and the move's source or target."""
         shares = [share for share in map(self._common_share, range(len(dims)), dims) if share is not None]
         if not shares:
             return 0.0
@@ -49,7 +49,7 @@ class LowerBound:
         return bound + sum([group.bound(dims, self.needs_far) for group in self.dearer])
 
     def _common_share(self, dim: int, axes: tuple[int, ...]) -> np.ndarray | None:
-        """The fraction of a dimension that each device holds both under the layout and under `far`.
+        """The fraction of a dimension that each device holds both in a layout and in the move's source or target.
 
         `None` if neither layout shards the dimension.
         """
@@ -65,7 +65,7 @@ class LowerBound:
 
 
 class _GroupBound:
-    """The term of a lower bound for groups of devices: each byte from another group costs `extra` more."""
+    """The part of a lower bound for bytes between groups of devices: each of these bytes costs `extra` more."""
 
     def __init__(self, shards: Shards, far: list[tuple[np.ndarray, int]], group: np.ndarray, extra: float):
         self.shards, self.group, self.extra = shards, group, extra
@@ -76,7 +76,7 @@ class _GroupBound:
         self._shares: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def bound(self, dims: ShardDims, needs_far: bool) -> float:
-        """The extra cost of the bytes that a group of devices must receive from other groups: the mean over devices."""
+        """The extra cost of the bytes that groups of devices must receive from each other, as the mean over devices."""
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):
             if not axes and self.far[dim].count == 1:
@@ -90,7 +90,7 @@ class _GroupBound:
 
 
 class _GroupShards:
-    """The shards of a dimension, out of `count`, that the devices of each group hold.
+    """The shards of a dimension that the devices of each group hold. The dimension has `count` shards.
 
     Only pairs of a group and a shard in it are listed, so there are at most as many pairs as devices.
     """

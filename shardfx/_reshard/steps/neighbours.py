@@ -47,7 +47,7 @@ class Neighbours:
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[tuple[int, ...], list[ShardDims]]] = {}
 
     def slices_from(self, dims: ShardDims) -> Priced:
-        """The layouts that a slice reaches: one dimension is sharded over one more free sub-axis."""
+        """The layouts that a slice reaches: one dimension is sharded over one more sub-axis."""
         for _, after in self._finer(dims, [(sub_axis,) for sub_axis in self._free(dims)]):
             yield after, STEP
 
@@ -88,7 +88,7 @@ class Neighbours:
                     yield run, (*dims[:dim], (*axes, *run), *dims[dim + 1 :])
 
     def _coarser(self, dims: ShardDims) -> Iterator[tuple[tuple[int, ...], ShardDims]]:
-        """Yields each layout in which one dimension lacks its last sub-axes, with the removed sub-axes."""
+        """Yields each layout in which one dimension lacks its last sub-axes, with these sub-axes."""
         pieces = self.shards.pieces(dims)
         for dim, axes in enumerate(dims):
             for kept in range(len(axes)):
@@ -96,8 +96,8 @@ class Neighbours:
                     yield axes[kept:], (*dims[:dim], axes[:kept], *dims[dim + 1 :])
 
     def all_to_alls(self, dims: ShardDims, each: float, limit: float) -> Priced:
-        """Yields the layouts that an all-to-all reaches. The cost of each is that of the all-to-all plus `each`, and
-        below `limit`.
+        """Yields the layouts that an all-to-all reaches, with its cost plus `each`. Only costs below `limit` are
+        yielded.
         """
         pieces = self.shards.pieces(dims)
         for kept, moving, to_dims in _choices(dims):
@@ -145,7 +145,7 @@ class Neighbours:
         return runs
 
     def _assignments(self, moving: SubAxes, to_dims: tuple[int, ...]) -> dict[Counts, list[ShardDims]]:
-        """The ways to add the sub-axes `moving` to the dimensions `to_dims`, grouped by the resulting shard counts."""
+        """The ways to assign the sub-axes `moving` to the dimensions `to_dims`, grouped by shard counts."""
         found = self._known.get((moving, to_dims))
         if found is None:
             found = self._known[moving, to_dims] = {}
@@ -154,9 +154,14 @@ class Neighbours:
         return found
 
     def _far_assignment(self, moving: tuple[int, ...], to_dims: tuple[int, ...]) -> list[ShardDims]:
-        """The dimensions that the sub-axes `moving` shard in the layout `far`, as a list of one assignment.
+        """Returns the assignment of sub-axes to dimensions that the other layout of the move has, as a list of one.
 
         The list is empty if there are few sub-axes, because all assignments are tried then.
+
+        **Arguments:**
+
+        - `moving`: the sub-axes to assign.
+        - `to_dims`: the dimensions that can gain sub-axes.
         """
         if len(moving) <= _MOST_REORDERED:
             return []
@@ -176,7 +181,7 @@ def _choices(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list
 
     **Returns:**
 
-    For each choice: the sub-axes that stay, by dimension; the sub-axes that move; and the dimensions that can gain
+    For each choice: for each dimension the sub-axes that stay, the sub-axes that move, and the dimensions that can gain
     them.
     """
     for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):

@@ -73,7 +73,9 @@ def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray])
 
 
 class _Factor(NamedTuple):
-    """A prime factor of a mesh axis. The coordinate of a position along the axis is `position // stride % size`."""
+    """A prime factor of a mesh axis. A device at `position` along the axis has the coordinate `position // stride %
+    size`.
+    """
 
     stride: int
     size: int
@@ -100,7 +102,7 @@ def _factors_in(order: Sequence[int]) -> list[_Factor]:
 
 
 def _factor_keys(row: np.ndarray, size: int) -> dict[_Factor, bytes]:
-    """Maps each prime factor, in any order of an axis' primes, to a key: the coordinates of all devices as bytes."""
+    """Maps each prime factor, in any order of an axis's primes, to a key: the coordinates of all devices as bytes."""
     found = dict.fromkeys(factor for order in _orders(size) for factor in _factors_in(order))
     return {factor: (row // factor.stride % factor.size).astype(np.uint16).tobytes() for factor in found}
 
@@ -108,7 +110,14 @@ def _factor_keys(row: np.ndarray, size: int) -> dict[_Factor, bytes]:
 def _best_orders(
     layout: StepLayout, known: Sequence[dict[_Factor, bytes]], wanted: set[bytes]
 ) -> list[tuple[int, ...]]:
-    """Returns for each axis the order of its prime factors with the most keys in `wanted`."""
+    """Returns for each axis the order of its prime factors that has the most keys in `wanted`.
+
+    **Arguments:**
+
+    - `layout`: the layout whose axes are ordered.
+    - `known`: for each axis, the key of each prime factor.
+    - `wanted`: the keys of prime factors of the other mesh.
+    """
     return [
         max(_orders(size), key=lambda order, keys=keys: sum(keys[factor] in wanted for factor in _factors_in(order)))
         for size, keys in zip(layout.sizes, known, strict=True)
@@ -159,8 +168,8 @@ class _Primes:
     def must_split_after(self, factor: int, other: "_Primes", kept: set[int]) -> bool:
         """Whether a prime sub-axis of this mesh must stay separate from the next one.
 
-        It must if the other mesh does not have both primes one after the other, or if the prime ends a number of shards
-        that the other mesh splits the same dimension into.
+        It must if the other mesh does not have both primes one after the other. It also must if a sub-axis of the other
+        mesh splits the same dimension into the same number of shards.
 
         **Arguments:**
 
