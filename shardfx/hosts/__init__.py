@@ -1,4 +1,4 @@
-"""Computes the part of an array, a batch or a mesh that each process owns, as integers.
+"""The part of an array, a batch or a mesh that each process owns, as integers.
 
 It may import `_plan` and the rooms below `_plan`. It never moves an array between processes; `global_batch` makes one
 array of the parts that the processes have.

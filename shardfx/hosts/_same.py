@@ -79,7 +79,7 @@ def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
 
 
 def _meet(wait_seconds: float) -> None:
-    """Waits at a barrier until every process has called it. Unlike a collective, it raises after `wait_seconds`."""
+    """Waits until every process has called `_meet`. Raises after `wait_seconds`; a collective would wait for ever."""
     client = coordination()
     if client is None:
         return  # the runtime connects its processes without a coordinator

@@ -1,6 +1,6 @@
 """Meshes, and the order of devices on real hardware as integers: coordinates, slices, tori, submeshes.
 
-It may import the ground alone. It never starts a backend: devices come in as arguments, or as their coordinates.
+It may import `_ground` alone. It never starts a backend: callers pass devices, or the coordinates of devices.
 """
 
 from ._mesh import MeshSpec as MeshSpec

@@ -1,4 +1,4 @@
-"""A mesh as a value: named axes with sizes, without devices until it is built."""
+"""`MeshSpec`: a mesh as a value, with named axes and sizes, and without devices."""
 
 import functools as ft
 import math
@@ -27,7 +27,7 @@ class MeshSpec(eqx.Module):
     """A mesh as a value: named axes with sizes, and no devices.
 
     All functions that plan take a MeshSpec, so a laptop can plan for a pod of 65,536 chips.
-    [`shardfx.MeshSpec.build`][] makes a mesh of real devices from it.
+    [`shardfx.MeshSpec.build`][] makes a mesh of devices from a MeshSpec.
 
     !!! Example
 
@@ -56,10 +56,11 @@ class MeshSpec(eqx.Module):
     ):
         """**Arguments:**
 
-        - `axes`: mapping or pairs from axis name to size, slowest axis first. One size may be -1: see
+        - `axes`: a mapping or pairs from axis name to size, the slowest axis first. One size may be -1: see
             [`shardfx.MeshSpec.fit`][].
-        - `axis_types`: one `jax.sharding.AxisType` for all axes, or a mapping; axes left out are Auto.
-        - `dcn`: the number of slices (TPU) or nodes (GPU) that an axis spans over the slow network; 1 by default.
+        - `axis_types`: one `jax.sharding.AxisType` for all axes, or a mapping by axis name; axes that are not in it are
+            Auto.
+        - `dcn`: the number of slices (TPU) or nodes (GPU) that each axis spans over the slow network; 1 by default.
 
         **Raises:**
 
@@ -113,7 +114,7 @@ class MeshSpec(eqx.Module):
 
         **Arguments:**
 
-        - `text`: `name=size` pairs joined by commas, slowest axis first. `data=8(dcn=2)` spans two slices.
+        - `text`: `name=size` pairs joined by commas, the slowest axis first. `data=8(dcn=2)` spans two slices.
         - `axis_types`: as in `MeshSpec(...)`.
 
         **Returns:**
@@ -122,7 +123,7 @@ class MeshSpec(eqx.Module):
 
         **Raises:**
 
-        `MeshError` that names the part which is not `name=size`.
+        `MeshError` that names a part which is not `name=size`.
 
         !!! Example
 
@@ -155,7 +156,7 @@ class MeshSpec(eqx.Module):
 
         **Returns:**
 
-        The mesh without its devices, with every axis within one slice (`dcn` is not recorded in JAX meshes).
+        The mesh without its devices. Every axis is within one slice, because JAX meshes do not record `dcn`.
 
         **Raises:**
 
@@ -192,7 +193,7 @@ class MeshSpec(eqx.Module):
         return math.prod(self.filled().axis_sizes)
 
     def fit(self, device_count: int) -> "MeshSpec":
-        """The mesh with the axis of size -1 filled in so that it has `device_count` devices.
+        """The mesh in which the size -1 is replaced so that the mesh has `device_count` devices.
 
         **Arguments:**
 
@@ -204,8 +205,8 @@ class MeshSpec(eqx.Module):
 
         **Raises:**
 
-        `MeshError` if the known sizes do not divide `device_count`, or if there is no -1 and they do not multiply to
-        it.
+        `MeshError` if the known sizes do not divide `device_count`, or if no size is -1 and their product is not
+        `device_count`.
 
         !!! Example
 
@@ -234,11 +235,11 @@ class MeshSpec(eqx.Module):
         return _made(self.axis_names, sizes, self.axis_types, self.dcn_sizes)
 
     def axis_size(self, names: str | Sequence[str]) -> int:
-        """The size of one axis, or the product of several.
+        """The size of one axis, or the product of the sizes of several.
 
         **Arguments:**
 
-        - `names`: an axis name or a sequence of different ones; `()` gives 1.
+        - `names`: an axis name, or a sequence of different axis names; `()` gives 1.
 
         **Returns:**
 
@@ -264,7 +265,7 @@ class MeshSpec(eqx.Module):
         return math.prod(self.filled().shape[name] for name in names)
 
     def abstract(self) -> AbstractMesh:
-        """The `jax.sharding.AbstractMesh` of the same axes, which is enough to trace and lower with.
+        """The `jax.sharding.AbstractMesh` of the same axes, which suffices for tracing and lowering.
 
         **Returns:**
 
@@ -288,22 +289,23 @@ class MeshSpec(eqx.Module):
     def order(self, devices: Devices) -> DeviceOrder:
         """The order in which [`shardfx.MeshSpec.build`][] arranges devices, with the method and the reasons.
 
-        TPUs are ordered by JAX's `mesh_utils`, slice by slice if `dcn` or the devices say so; then each axis
-        that fills a box of the torus is made a walk of single hops. Where `mesh_utils` has no order,
-        [`shardfx.topology.torus_order`][] is used. Other devices stay in the order given (GPUs: by id).
+        JAX's `mesh_utils` orders TPUs, slice by slice if `dcn` or the devices name several slices. Then the devices of
+        each axis that fills a box of the torus are reordered, so that neighbours on the axis are one hop apart. If
+        `mesh_utils` has no order, [`shardfx.topology.torus_order`][] is used. Other devices keep their order, and GPUs
+        are sorted by id.
 
         **Arguments:**
 
-        - `devices`: devices, or descriptions with the same attributes; an axis of size -1 takes the rest.
+        - `devices`: devices, or objects with the same attributes. An axis of size -1 gets the rest of the devices.
 
         **Returns:**
 
-        A [`shardfx.topology.DeviceOrder`][]: the array of devices, the method, the reasons for any fallback, and for
-        each axis the mean number of links between neighbours.
+        A [`shardfx.topology.DeviceOrder`][]: the array of devices, the method, the reasons for a fallback, and for each
+        axis the mean number of links between neighbours.
 
         **Raises:**
 
-        `MeshError` if the mesh would leave a device unused, or asks for slices that do not exist.
+        `MeshError` if the mesh would not use every device, or if it needs slices that do not exist.
 
         !!! Example
 
@@ -322,12 +324,12 @@ class MeshSpec(eqx.Module):
         return device_order(devices, fitted.axis_sizes, fitted.dcn_sizes)
 
     def build(self, devices: Devices | Mesh) -> Mesh:
-        """The `jax.sharding.Mesh` of these axes over `devices`, in the order that suits their network.
+        """The `jax.sharding.Mesh` of these axes over `devices`, in an order that suits their network.
 
         **Arguments:**
 
-        - `devices`: the devices, all of which are used; see [`shardfx.MeshSpec.order`][]. Or a Mesh, whose
-            devices then stay in the order they have, so that arrays on it and on the result mix in one `jit`.
+        - `devices`: the devices. All are used, in the order of [`shardfx.MeshSpec.order`][]. Or a Mesh, whose devices
+            keep their order, so that one `jit` takes arrays on this Mesh and on the result.
 
         **Returns:**
 
@@ -356,24 +358,25 @@ class MeshSpec(eqx.Module):
         return Mesh(ordered, self.axis_names, axis_types=self.axis_types)
 
     def split(self, axis: str, parts: Mapping[str, int]) -> "MeshSpec":
-        """The mesh with one axis split into several, slowest first. Every device keeps its place, so arrays on both
-        meshes mix.
+        """The mesh with one axis split into several, the slowest first. Every device keeps its position, so one `jit`
+        takes arrays on both meshes.
 
         **Arguments:**
 
         - `axis`: the axis to split.
-        - `parts`: names and sizes of the axes that replace it; the sizes multiply to its size, one may be -1.
-            They take its axis type. Slices that the axis spans (`dcn`) go to the slowest parts.
+        - `parts`: the names and sizes of the axes that replace `axis`. The product of the sizes is the size of `axis`;
+            one size may be -1. The axes get the axis type of `axis`. Slices that `axis` spans (`dcn`) go to the slowest
+            axes.
 
         **Returns:**
 
-        A MeshSpec with the axes `parts`: a dimension sharded over all of them, in order, has the shards that it had
-        over `axis`.
+        A MeshSpec with the axes in `parts`. A dimension that is sharded over all of them, in order, has the same shards
+        as over `axis`.
 
         **Raises:**
 
-        `MeshError` for an unknown axis, a name in use, sizes that do not multiply to the axis's, or slices that cannot
-        be divided among the parts.
+        `MeshError` for an unknown axis, for a name that the mesh already has, for sizes with another product than the
+        size of `axis`, or for slices that cannot be divided among the parts.
 
         !!! Example
 
@@ -403,7 +406,7 @@ class MeshSpec(eqx.Module):
         return _made(*zip(*axes, strict=True))
 
     def filled(self) -> "MeshSpec":
-        """The mesh itself if every size is known; raises `MeshError` if one is -1."""
+        """The mesh itself if no size is -1. Raises `MeshError` otherwise."""
         if -1 in self.axis_sizes:
             raise MeshError(f"mesh {self} has an axis of unknown size; call `.fit(device_count)` first.")
         return self

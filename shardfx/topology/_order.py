@@ -1,5 +1,5 @@
-"""The positions of devices, from their descriptions, and their order in a mesh: JAX's own choice, or a documented
-fallback.
+"""Finds the positions of devices from their attributes, and the order of devices in a mesh: JAX's own order, or a
+documented fallback.
 """
 
 import dataclasses
@@ -28,10 +28,10 @@ class DeviceOrder:
 
     **Arguments:**
 
-    - `devices`: an array of the mesh's shape; every device that was given, once.
+    - `devices`: an array of the mesh's shape that holds every device once.
     - `method`: `"mesh_utils"` (JAX's order), `"mesh_utils, physical axes split"`, `"torus"`
-        ([`shardfx.topology.torus_order`][]) or `"as given"`; `"hybrid: "` comes before it where the mesh
-        spans several slices.
+        ([`shardfx.topology.torus_order`][]) or `"as given"`. It begins with `"hybrid: "` if the mesh spans several
+        slices.
     - `reasons`: the reasons for an order that is not JAX's own, and the changes to it; empty for JAX's own order.
     - `mean_hops`: for each mesh axis, the mean number of links between neighbours within a slice; `None` for devices
         without coordinates.
@@ -57,21 +57,22 @@ class DeviceOrder:
 
 
 def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int] | None = None) -> DeviceOrder:
-    """Orders devices for a mesh of plain sizes, as [`shardfx.MeshSpec.order`][] does for a MeshSpec.
+    """The order of devices in a mesh of these sizes, as [`shardfx.MeshSpec.order`][] finds it for a MeshSpec.
 
     **Arguments:**
 
-    - `devices`: descriptions of devices, in any order; see [`shardfx.topology.coords`][].
-    - `sizes`: the size of each mesh axis, slowest first.
-    - `dcn_sizes`: the number of slices (or nodes) that each axis spans; it divides the axis's size.
+    - `devices`: devices or objects with their attributes, in any order; see [`shardfx.topology.coords`][].
+    - `sizes`: the size of each mesh axis, the slowest first.
+    - `dcn_sizes`: the number of slices (or nodes) that each axis spans; it must divide the size of the axis.
 
     **Returns:**
 
-    The order, with the reasons if it is a fallback.
+    The order, with the reasons for a fallback.
 
     **Raises:**
 
-    `MeshError` if the sizes do not use every device once, or if the number of slices is not that of `dcn_sizes`.
+    `MeshError` if the product of the sizes is not the number of devices, or if the number of slices is not the product
+    of `dcn_sizes`.
 
     !!! Example
 
@@ -106,7 +107,9 @@ def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int
 def _granules(
     devices: list[Device], sizes: tuple[int, ...], dcn: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[str, ...]]:
-    """The groups of devices that share the fast network, the number of slices along each axis, and the reasons."""
+    """The groups of devices that share the fast network, the number of slices along each axis, and the reasons for this
+    order.
+    """
     wanted, found = math.prod(dcn), slices(devices)
     if wanted == 1 and len(found) == 1:
         return found, dcn, ()
@@ -134,8 +137,8 @@ def _granules(
 
 
 def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The number of slices along each axis, with `count` slices spread over the slowest axes that divide; `None` if
-    they do not.
+    """The number of slices along each axis, if `count` slices are divided among the slowest axes; `None` if the sizes
+    do not allow it.
     """
     out = []
     for size in sizes:
@@ -157,7 +160,9 @@ def _one_slice(devices: list[Device], sizes: tuple[int, ...]) -> DeviceOrder:
 
 
 def _torus_mesh(devices: list[Device], sizes: tuple[int, ...], grid: np.ndarray | str) -> DeviceOrder:
-    """The order of TPUs in one slice by JAX, else by `torus_order`. A text as `grid` says why there is no grid."""
+    """The order of TPUs in one slice by JAX, else by `torus_order`. If `grid` is a text, it says why the positions are
+    unknown.
+    """
     try:
         return DeviceOrder(mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", (), None)
     except NotImplementedError:
@@ -180,7 +185,7 @@ def _torus_mesh(devices: list[Device], sizes: tuple[int, ...], grid: np.ndarray 
 
 
 def _walked(devices: list[Device], grid: np.ndarray, order: DeviceOrder) -> DeviceOrder:
-    """The order with each axis that fills a box replaced by a walk of single hops through the box."""
+    """The order in which neighbours on each axis that fills a box are one hop apart."""
     array, reasons, extents = order.devices, order.reasons, grid.shape
     closed = wraps(devices[0].device_kind, extents)
     where = {id(devices[index]): place for place, index in np.ndenumerate(grid)}
@@ -202,9 +207,7 @@ def _walked(devices: list[Device], grid: np.ndarray, order: DeviceOrder) -> Devi
 
 
 def _walk(line: np.ndarray, extents: tuple[int, ...], closed: tuple[bool, ...]) -> np.ndarray | None:
-    """The order that visits the positions in `line` in single hops, if they fill a box or a strided box;
-    else `None`.
-    """
+    """The order that visits the positions in `line` in single hops; `None` if they fill no box and no strided box."""
     columns = [np.unique(line[:, dim], return_inverse=True) for dim in range(line.shape[1])]
     box = tuple(len(values) for values, _ in columns)
     if math.prod(box) != len(line) or len(line) < 2:
@@ -216,13 +219,13 @@ def _walk(line: np.ndarray, extents: tuple[int, ...], closed: tuple[bool, ...]) 
 
 
 def coords(device: Device, local_device_count: int) -> tuple[int, ...]:
-    """The position of one device: its coordinates on the torus and its core, or its process and its number in the
+    """The position of a device: its coordinates on the torus and its core, or its process and its number in the
     process.
 
     **Arguments:**
 
-    - `device`: anything with JAX's device attributes. One with `coords` (a TPU) needs nothing else, and one
-        without `core_on_chip` counts as core 0; others need `process_index` and `id`.
+    - `device`: a device or an object with the attributes of one. With `coords` (a TPU) no other attribute is needed,
+        and without `core_on_chip` the core is 0. Without `coords`, `process_index` and `id` are needed.
     - `local_device_count`: the number of devices of a process; read only for devices without `coords`.
 
     **Returns:**
@@ -251,16 +254,16 @@ def coords(device: Device, local_device_count: int) -> tuple[int, ...]:
 
 
 def bounds(devices: Devices) -> tuple[int, ...]:
-    """The extents of devices in each direction. Neither their order nor the origin matters.
+    """The extent of the devices in each direction. The order of the devices and the origin do not matter.
 
     **Arguments:**
 
-    - `devices`: descriptions of devices of one slice, as for [`shardfx.topology.coords`][].
+    - `devices`: the devices of one slice, or objects with their attributes, as for [`shardfx.topology.coords`][].
 
     **Returns:**
 
-    `(x, y, z, cores)` for devices with three coordinates, `(processes, devices per process)` for devices
-    without any.
+    `(x, y, z, cores)` for devices with three coordinates, `(processes, devices per process)` for devices without
+    coordinates.
 
     **Raises:**
 
@@ -286,19 +289,19 @@ def bounds(devices: Devices) -> tuple[int, ...]:
 
 
 def positions(devices: Devices) -> Int[np.ndarray, "..."]:
-    """The box that devices fill: entry `[x, y, z, core]` is the index in `devices` of the device at that position.
+    """The index in `devices` of the device at each position of the box that the devices fill.
 
     **Arguments:**
 
-    - `devices`: descriptions of devices of one slice, in any order.
+    - `devices`: the devices of one slice, or objects with their attributes, in any order.
 
     **Returns:**
 
-    An integer array of shape `bounds(devices)`, with the index of the device at each place.
+    An integer array of shape `bounds(devices)`. Entry `[x, y, z, core]` is the index of the device at that position.
 
     **Raises:**
 
-    `MeshError` if two devices are at one place, or if a place within the bounds has no device.
+    `MeshError` if two devices have one position, or if a position within the bounds has no device.
 
     !!! Example
 
@@ -335,11 +338,11 @@ def positions(devices: Devices) -> Int[np.ndarray, "..."]:
 
 
 def slices(devices: Devices) -> tuple[tuple[int, ...], ...]:
-    """The devices that share a fast network: indices into `devices`, slice by slice, in order of slice index.
+    """The indices in `devices` of the devices that share a fast network, slice by slice, in order of slice index.
 
     **Arguments:**
 
-    - `devices`: descriptions of devices; those without a `slice_index` are all in slice 0.
+    - `devices`: devices, or objects with their attributes. Devices without a `slice_index` are in slice 0.
 
     **Returns:**
 
@@ -359,7 +362,7 @@ def slices(devices: Devices) -> tuple[tuple[int, ...], ...]:
 
 
 def processes(devices: Devices) -> tuple[tuple[int, ...], ...]:
-    """As [`shardfx.topology.slices`][], by process instead of slice, which separates GPU nodes."""
+    """The indices in `devices` of the devices of each process, by process index. GPU nodes are processes here."""
     return _grouped([int(device.process_index) for device in listed(devices)])
 
 

@@ -25,30 +25,30 @@ _TABLES = {"TPU v2": _V2_V3, "TPU v3": _V2_V3, "TPU v4": _V4, "TPU v4 lite": _V4
 
 
 def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]) -> tuple[int, ...]:
-    """The box of the hardware for the `num_partitions` shards of a model.
+    """The box of devices that holds the `num_partitions` shards of a model.
 
-    TPU v2, v3 and v4 (one core per chip) use T5X's table if its entry divides the hardware. In all other cases one rule
-    applies. Of the boxes whose sizes divide `bounds`, it takes the one with, in this order:
+    TPU v2, v3 and v4 (one core per chip) use the entry of T5X's table if it divides the hardware. In all other cases
+    one rule applies. Among the boxes whose sizes divide `bounds`, the rule prefers, in this order:
 
     1. the most cores of a chip (the last dimension);
-    2. the most devices in dimensions that it spans wholly: a whole ring is closed by a link;
-    3. the most such dimensions: a torus has more links than a ring of the same size;
-    4. the smallest sum of sizes: compact boxes have closed walks of single hops, lines that are not whole have none;
+    2. the most devices in dimensions that the box spans wholly, since a link closes a whole ring;
+    3. the most such dimensions, since a torus has more links than a ring of the same size;
+    4. the smallest sum of sizes, since compact boxes have closed walks of single hops, and open lines have none;
     5. the larger size in the earlier dimension.
 
     **Arguments:**
 
     - `device_kind`: JAX's name for the kind of device.
     - `num_partitions`: the number of devices that hold one copy of the model.
-    - `bounds`: the extents of the hardware, as from [`shardfx.topology.bounds`][].
+    - `bounds`: the extents of the hardware, as [`shardfx.topology.bounds`][] returns them.
 
     **Returns:**
 
-    The box: one size per dimension of `bounds`, each a divisor of it, `num_partitions` in product.
+    The box: a size for each dimension of `bounds`, which divides it. The product of the sizes is `num_partitions`.
 
     **Raises:**
 
-    `MeshError` that names the numbers of partitions that are feasible.
+    `MeshError` that names the feasible numbers of partitions.
 
     !!! Example
 
@@ -79,11 +79,11 @@ def submesh_order(
     *,
     tile_by_host: bool = True,
 ) -> Int[np.ndarray, "data model dims"]:
-    """The device order of T5X's data x model mesh: each row is one copy of the model, in a box of shape `submesh`.
+    """The device order of T5X's data x model mesh. Each row is one copy of the model, in a box of shape `submesh`.
 
     With host tiling, the devices of a host are a contiguous part of the mesh, so that a host loads one range of rows.
-    Without it, rows follow the hardware. As in T5X, a model that fills a line of X or Y, or a plane with Z, has no host
-    tiling; then Z is slower than the dimension beside it.
+    Without host tiling, rows follow the hardware. As in T5X, a model that fills a line of X or Y, or a plane with Z,
+    has no host tiling; Z then varies slower than the dimension beside it.
 
     **Arguments:**
 
@@ -94,11 +94,11 @@ def submesh_order(
 
     **Returns:**
 
-    An integer array (data, model, len(bounds)) of coordinates, with each place once.
+    An integer array (data, model, len(bounds)) of coordinates, which has each position once.
 
     **Raises:**
 
-    `MeshError` that names the dimension which does not fit, and the boxes of that size that fit.
+    `MeshError` that names the dimension that does not fit, and the boxes of that size that fit.
 
     !!! Example
 
@@ -137,7 +137,7 @@ def hybrid_shape(num_partitions: int, local_devices: int, processes: int) -> tup
     **Arguments:**
 
     - `num_partitions`: the number of devices that hold one copy of the model.
-    - `local_devices`: devices per process (node).
+    - `local_devices`: the number of devices of a process (node).
     - `processes`: the number of processes.
 
     **Returns:**
@@ -173,7 +173,7 @@ def hybrid_shape(num_partitions: int, local_devices: int, processes: int) -> tup
 
 
 def _listed(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, ...] | None:
-    """T5X's box, whether it fits the hardware or not; `None` if T5X has none."""
+    """The box in T5X's table, even if it does not fit the hardware; `None` if the table has none."""
     table = _TABLES.get(kind, {})
     if len(bounds) != 4 or partitions not in table or (table is _V4 and bounds[3] != 1):
         return None
@@ -182,8 +182,8 @@ def _listed(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, .
 
 
 def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
-    """The dimension, X or Y, that T5X lets vary faster than Z in the mesh: for a box that fills a line of X or Y, or a
-    plane with Z. `None` for other boxes.
+    """The dimension, X or Y, that varies faster than Z in T5X's mesh, for a box that fills a line of X or Y, or a plane
+    with Z. `None` for other boxes.
     """
     if len(bounds) != 4:
         return None
@@ -204,7 +204,7 @@ def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
 
 
 def _tiles(size: int, model: int, host: int) -> tuple[int, ...]:
-    """How a dimension splits into (data over hosts, data in a host, model over hosts, model in a host)."""
+    """The sizes (data over hosts, data in a host, model over hosts, model in a host) into which a dimension splits."""
     if model % host == 0:
         return (size // model, 1, model // host, host)
     return (size // host, host // model, 1, model)

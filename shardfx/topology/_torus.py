@@ -1,4 +1,6 @@
-"""Orders on a torus: the neighbours that are one hop apart, and walks that visit every position in single hops."""
+"""Orders of positions on a torus: walks that visit every position in single hops, and the number of links between
+neighbours.
+"""
 
 import itertools
 import math
@@ -20,16 +22,16 @@ _RING_SIZES: Mapping[str, Sequence[int]] = {
 
 
 def wraps(device_kind: str, bounds: Sequence[int]) -> tuple[bool, ...]:
-    """For each dimension of a slice, whether links join its ends into a ring.
+    """For each dimension of a slice, whether a link joins its ends to a ring.
 
     **Arguments:**
 
-    - `device_kind`: JAX's name for the kind of device, as `"TPU v5 lite"`.
-    - `bounds`: the extents of the slice, as from [`shardfx.topology.bounds`][].
+    - `device_kind`: JAX's name for the kind of device, such as `"TPU v5 lite"`.
+    - `bounds`: the extents of the slice, as [`shardfx.topology.bounds`][] returns them.
 
     **Returns:**
 
-    One bool per dimension; all `False` for unknown kinds. The cores of a chip are never a ring.
+    A bool for each dimension; all are `False` for unknown kinds. The cores of a chip form no ring.
 
     !!! Example
 
@@ -45,7 +47,7 @@ def wraps(device_kind: str, bounds: Sequence[int]) -> tuple[bool, ...]:
 
 
 def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[np.ndarray, "places dims"]:
-    """A walk through every position of a box in single hops. If possible, it ends next to its start.
+    """A walk through every position of a box in single hops, which ends next to its start if possible.
 
     **Arguments:**
 
@@ -54,8 +56,8 @@ def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[n
 
     **Returns:**
 
-    The places in the order of the walk. Successive places differ by one in one dimension. If some dimension is even,
-    and the box has two dimensions or one that is a ring, the last place is a neighbour of the first.
+    The positions in the order of the walk. Successive positions differ by one in one dimension. The last position is a
+    neighbour of the first if a dimension is even, and if the box has two dimensions or a dimension that is a ring.
 
     !!! Example
 
@@ -83,21 +85,21 @@ def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[n
 def torus_order(
     bounds: Sequence[int], sizes: Sequence[int], closed: Sequence[bool] | None = None
 ) -> Int[np.ndarray, "..."]:
-    """Positions on a torus in the order of a mesh. If possible, every mesh axis walks through a box in single hops.
+    """The positions of a torus in the order of a mesh. If possible, neighbours on every mesh axis are one hop apart.
 
-    Axes are placed from the last, which is assumed to communicate most, to the first. Each takes, of the remaining
-    places, the box that the rule of [`shardfx.topology.default_submesh`][] prefers.
+    Boxes are chosen for the axes from the last axis, which is assumed to communicate most, to the first. Each axis
+    takes the box of the remaining positions that the rule of [`shardfx.topology.default_submesh`][] prefers.
 
     **Arguments:**
 
-    - `bounds`: the extents of the torus; the last dimension is that of the cores, as in
-        [`shardfx.topology.bounds`][].
-    - `sizes`: the sizes of the mesh axes, slowest first; their product is that of `bounds`.
+    - `bounds`: the extents of the torus, as [`shardfx.topology.bounds`][] returns them; the last dimension is the
+        cores.
+    - `sizes`: the sizes of the mesh axes, the slowest first. Their product is that of `bounds`.
     - `closed`: for each dimension, whether links join its ends; none are joined by default.
 
     **Returns:**
 
-    An integer array of shape `(*sizes, len(bounds))` of coordinates.
+    An integer array of coordinates, of shape `(*sizes, len(bounds))`.
 
     !!! Example
 
@@ -135,14 +137,14 @@ def mean_hops(
 
     **Arguments:**
 
-    - `order`: coordinates in mesh order, as from [`shardfx.topology.torus_order`][].
+    - `order`: the coordinates in mesh order, as [`shardfx.topology.torus_order`][] returns them.
     - `axis`: the number of the mesh axis. The step from its last position to its first is not counted.
     - `bounds`: the extents of the torus.
     - `closed`: for each dimension, whether links join its ends; none are joined by default.
 
     **Returns:**
 
-    1.0 if all neighbours are joined by a link, 0.0 for an axis of size 1.
+    The mean number: 1.0 if links join all neighbours, 0.0 for an axis of size 1.
 
     !!! Example
 
@@ -192,8 +194,8 @@ def feasible_submeshes(num_partitions: int, bounds: Sequence[int]) -> tuple[tupl
 def preferred(candidates: Sequence[tuple[int, ...]], bounds: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """The box that keeps the most traffic on whole rings, by the rule in the docstring of `default_submesh`.
 
-    `stride` is the number of hops between neighbours along each dimension. Of boxes that are equal by the first item of
-    that rule, one with fewer devices in dimensions of larger strides comes first.
+    `stride` is the number of hops between neighbours along each dimension. Among boxes that are equal by the first item
+    of the rule, a box with fewer devices in dimensions of larger strides is preferred.
     """
 
     def rank(box: tuple[int, ...]) -> tuple:
