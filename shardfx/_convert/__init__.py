@@ -1,11 +1,15 @@
-"""`TreeMap`: how the leaves of one tree are made of another tree's leaves, as a value, and the same as pieces of
-arrays.
+"""Maps from the leaves of one tree to the leaves of another, and the strided copies that carry them out.
 
 It may import the ground values. It never touches a file or a device, and never chooses a sharding: the rooms that read,
 write and move arrays ask it for pieces and carry them out.
+
+The terms of this folder: a map makes the leaves of its target from the leaves of its source. A piece is a strided copy:
+a nested loop that copies elements of one source array to one target array. A factor is one of these loops. A box is a
+rectangular part of an array: a start and a stop for each dimension. A path pattern is a path with placeholders, such as
+`{i}` in `layers/{i}/weight`.
 """
 
-from .applied import PieceForm, form_of, is_dense, ordered, put, taken
+from .apply import StridedCopy, gathered, is_dense, scattered, strided_copy, transposed
 from .binding import structs_of, tree_structs
 from .evaluate import cast, leaf_made
 from .expression import From
@@ -37,16 +41,16 @@ from .pieces import (
 )
 from .tree_map import TreeMap, bound, bound_before
 from .values import (
-    Landing,
     Read,
+    StridedBox,
     as_bits,
+    box_view,
     chunks,
     constant,
     fill,
-    landings,
     scale_box,
-    seen,
     source_view,
+    strided_boxes,
     strides_of,
     target_view,
     write,

@@ -1,4 +1,4 @@
-"""A map bound to the leaves of both trees: every rule with its leaves, checked before anything is read or moved."""
+"""The pieces of a map for given leaves of both trees, checked before anything is read or moved."""
 
 import itertools as it
 import math
@@ -22,8 +22,16 @@ _SHOWN = 20
 def bound_steps(
     steps: Sequence[Rules], source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None
 ) -> Mapping[str, Made]:
-    """Returns, for each leaf of the target, its shape, its dtype and its pieces, after all steps of a map. Leaves are
-    in the target's order.
+    """The leaves that a map makes: for each its shape, its dtype and its pieces, in the target's order.
+
+    **Arguments:**
+
+    - `steps`: the steps of the map.
+    - `source`, `target`: the leaves of both trees, by path. Without a target, its leaves are inferred from the source.
+
+    **Raises:**
+
+    `MapError` with all problems of the map.
     """
     made: Mapping[str, Made] | None = None
     known: Mapping[str, TreeLeaf] = source
@@ -36,8 +44,10 @@ def bound_steps(
 
 
 def _targets(steps: Sequence[Rules], target: Mapping[str, Struct] | None) -> Sequence[Mapping[str, Struct] | None]:
-    """The leaves that each step of a map makes; `None` where they are unknown. Before an inverted step they are what
-    its rules, applied forward, make of the leaves after it.
+    """The leaves that each step of a map makes; `None` where they are unknown.
+
+    The rules of an inverted step make its input from its output. So the leaves before an inverted step are known if the
+    leaves after it are. The leaves before any other step are unknown.
     """
     found = [target]
     for after in reversed(steps[1:]):
@@ -81,7 +91,7 @@ def _forward(step: Rules, source: Mapping[str, TreeLeaf], target: Mapping[str, T
         if wanted is not None:
             made = _fitting(path, rule, made, wanted, step.casts, problems)
         found[path] = made
-    # The arrays that a failed rule would have used are no second problem.
+    # Leaves that only a failed rule uses are not reported as unused.
     problems += _unused(step, source, used, tuple(dict.fromkeys(failed)))
     if problems:
         _raise(problems)
@@ -114,7 +124,14 @@ def places(
     target: Mapping[str, TreeLeaf] | None,
     problems: list[tuple[str, str]],
 ) -> Iterable[tuple[str, From, Binding]]:
-    """Yields each leaf of the target with its rule and the values of the names in braces."""
+    """Each leaf of the target with the rule that makes it and the values of the placeholders in the rule's path.
+
+    **Arguments:**
+
+    - `step`: the rules.
+    - `source`, `target`: the leaves of both trees, by path. Without a target, its leaves are inferred from the source.
+    - `problems`: gets a pair of a path and a text for each problem.
+    """
     if target is None:
         return _inferred(step, source, problems)
     rules = [(pattern(text), rule) for text, rule in step.made]
@@ -159,7 +176,13 @@ def _inferred(
 
 
 def _bindings(text: str, rule: From, source: Mapping[str, TreeLeaf]) -> Iterator[dict[str, Any]]:
-    """Yields every combination of values for the names in a target's path, from the paths and shapes of the source."""
+    """Yields the values of the placeholders in a target's path, once for each leaf that the source allows to make.
+
+    **Arguments:**
+
+    - `text`, `rule`: the path pattern of the target, and the expression that makes it.
+    - `source`: the leaves of the source, by path.
+    """
     names = pattern(text).names
     found: list[dict[str, Any]] = [{}]
     for leaf in leaves_of(rule):
@@ -177,14 +200,21 @@ def _bindings(text: str, rule: From, source: Mapping[str, TreeLeaf]) -> Iterator
 def _counted(
     names: Sequence[str], binding: dict[str, Any], text: str, rule: From, source: Mapping[str, TreeLeaf]
 ) -> Iterator[dict[str, Any]]:
-    """Yields `binding` extended by the names that occur only in `at`, once for each index of the dimension that `at`
-    removes.
+    """Yields `binding` extended by placeholders that occur only in `at` operations, once for each index of the
+    dimension that `at` removes.
+
+    **Arguments:**
+
+    - `names`: the names of these placeholders.
+    - `binding`: the values of the other placeholders.
+    - `text`, `rule`: the path pattern of the target, and the expression that makes it.
+    - `source`: the leaves of the source, by path.
     """
     if not names:
         yield binding
         return
     found = {name: _at_of(rule, name) for name in names}
-    # The innermost operation comes first: the size of a dimension is known once that of its operand is.
+    # The innermost `at` comes first: its operand has no other such placeholder, so the operand's shape is known.
     inner = [name for name, at in found.items() if at is not None and not any(_at_of(at.of[0], n) for n in names)]
     name = inner[0] if inner else names[0]
     place = found[name]
@@ -209,7 +239,7 @@ def _unused(
     step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str, None], failed: Sequence[Pattern]
 ) -> Iterator[tuple[str, str]]:
     for text in step.drop:
-        # Backwards, a dropped array need not exist.
+        # The target of an inverted map need not have the dropped leaves.
         if not step.inverted and not any(pattern(text).matched(path) is not None for path in source):
             yield text, f"`drop` names it, and the source has no such leaf{near(text, source)}"
     yield from _behind_gaps(step, source, used)
@@ -224,7 +254,9 @@ def _unused(
 
 
 def _behind_gaps(step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str, None]) -> Iterator[tuple[str, str]]:
-    """Yields leaves that a stack without a count does not reach: it stops at the first number that the source lacks."""
+    """Yields a problem for each `stack` without a count that leaves out leaves: it stops at the first number without a
+    leaf in the source.
+    """
     for over, text in dict.fromkeys(one for _, rule in step.made for one in _endless(rule)):
         for path in source:
             binding = None if path in used else pattern(text).matched(path)
@@ -235,8 +267,8 @@ def _behind_gaps(step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str,
 
 
 def _endless(rule: From) -> Iterator[tuple[str, str]]:
-    """Yields each stack without a count in an expression: the name that it counts over, and the leaf whose paths it
-    counts.
+    """Yields each `stack` without a count in an expression, as the placeholder that it iterates over and the path
+    pattern that has this placeholder.
     """
     if rule.op == "stack" and len(rule.args) == 2:
         text = counted_leaf(rule)
@@ -249,7 +281,7 @@ def _endless(rule: From) -> Iterator[tuple[str, str]]:
 def _raise(problems: Sequence[tuple[str, str]]) -> None:
     lines: dict[tuple[Any, str], list[str]] = {}
     for path, text in problems:
-        # All layers have the same problems; the numbers in the texts differ with the path's.
+        # Equal problems of several layers are one line. Their texts differ in numbers only.
         lines.setdefault((between_numbers(path), "".join(between_numbers(text))), []).append(path)
     first = {path: text for path, text in reversed(problems)}
     shown = [
@@ -264,7 +296,13 @@ def _raise(problems: Sequence[tuple[str, str]]) -> None:
 
 
 def _through(made: Mapping[str, Made], between: Mapping[str, Made]) -> Mapping[str, Made]:
-    """Composes two steps of a map: leaves made of intermediate leaves become leaves made of the source's leaves."""
+    """Composes two steps of a map: replaces the intermediate leaves that pieces read by leaves of the source.
+
+    **Arguments:**
+
+    - `made`: the leaves that the second step makes of intermediate leaves.
+    - `between`: the intermediate leaves that the first step makes of the source.
+    """
     found = {}
     for path, one in made.items():
         pieces: list[Piece] = []
@@ -281,7 +319,17 @@ def _through(made: Mapping[str, Made], between: Mapping[str, Made]) -> Mapping[s
 
 
 def _backward(forward: Mapping[str, Made], source: Mapping[str, TreeLeaf]) -> Mapping[str, Made]:
-    """The pieces of an inverted map: each leaf of the forward map's source, made of leaves of its target."""
+    """The pieces of an inverted map: for each leaf of a map's source, how it is made of leaves of the map's target.
+
+    **Arguments:**
+
+    - `forward`: the leaves that the map makes of its source.
+    - `source`: the leaves of the map's source.
+
+    **Raises:**
+
+    `MapError` if the map has no inverse.
+    """
     back: dict[str, list[Piece]] = {path: [] for path in source}
     problems: list[tuple[str, str]] = []
     for path, made in forward.items():
@@ -308,8 +356,8 @@ def _backward(forward: Mapping[str, Made], source: Mapping[str, TreeLeaf]) -> Ma
 
 
 def _back(casts: Sequence[object], dtype: object) -> tuple[Any, ...]:
-    """The casts that invert `casts` and end in `dtype`. Arithmetic is inverted in the dtype in which it was
-    computed.
+    """The casts and arithmetic operations that invert `casts` and end in `dtype`. An arithmetic operation is inverted
+    in the dtype that its result has.
     """
     kinds, found = [dtype], []
     for to in casts:
@@ -323,13 +371,14 @@ def _back(casts: Sequence[object], dtype: object) -> tuple[Any, ...]:
 
 
 def disjoint(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[list[Piece], bool]:
-    """Pieces without common elements, and whether they cover an array of `shape`.
+    """Removes overlaps of pieces. Returns pieces without common target elements, and whether they cover an array of
+    `shape`.
 
-    If two pieces overlap, both have the same elements there, since they come from one array: the first keeps them.
+    Pieces that overlap write equal elements there, so only the first one keeps them.
     """
     parts = [(piece, list(dense(piece))) for piece in pieces]
     sides = _grid_dims([hull(part) for _, own in parts for part in own])
-    # Only boxes in the same row of the grid can overlap.
+    # Only boxes with equal intervals along these dimensions can overlap.
     taken: dict[object, list[Box]] = {}
     kept: list[Piece] = []
     for piece, own in parts:
@@ -346,7 +395,9 @@ def disjoint(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[list[Piec
 
 
 def _grid_dims(boxes: Sequence[Box]) -> list[int]:
-    """The dimensions along which any two boxes have equal or disjoint intervals."""
+    """The dimensions along which any two of the boxes have equal or disjoint intervals. A box is a start and a stop for
+    each dimension.
+    """
     found = []
     for dim, column in enumerate(zip(*boxes, strict=True)):
         ends = sorted(set(column))
@@ -356,7 +407,7 @@ def _grid_dims(boxes: Sequence[Box]) -> list[int]:
 
 
 def _outside(piece: Piece, box: Box) -> Iterator[Piece]:
-    """The parts of a box of elements (a dense piece) that another box does not contain."""
+    """Yields the parts of a piece outside of a box of the target. The piece fills a box without gaps."""
     mine = hull(piece)
     if any(stop <= low or high <= start for (start, stop), (low, high) in zip(mine, box, strict=True)):
         yield piece
@@ -370,12 +421,14 @@ def _outside(piece: Piece, box: Box) -> Iterator[Piece]:
 
 
 def structs_of(paths: Iterable[str], leaves: Iterable[Any]) -> dict[str, Struct]:
-    """The shape and dtype of each leaf, by path."""
+    """A dict from each path to the shape and dtype of its leaf."""
     return {path: Struct(tuple(leaf.shape), leaf.dtype) for path, leaf in zip(paths, leaves, strict=True)}
 
 
 def tree_structs(tree: object) -> dict[str, Struct]:
-    """The shape and dtype of each array of a tree, by path; of a plan, those of the tree that it was made for."""
+    """A dict from the path of each array of a tree to its shape and dtype. A plan counts as the tree that it was made
+    for.
+    """
     flat = flatten(tree)
     rows = zip(flat.paths, flat.leaves, flat.is_array, strict=True)
     arrays = [(path, leaf) for path, leaf, is_array in rows if is_array]

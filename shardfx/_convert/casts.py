@@ -8,10 +8,10 @@ import numpy as np
 
 
 def cast_array(x: Any, to: Any) -> Any:
-    """An array of NumPy or JAX cast to another dtype.
+    """A NumPy or JAX array cast to another dtype.
 
     Floats become integers as in JAX: fractions are cut off, values out of range become the nearest integer of the
-    dtype, and NaN becomes 0. NumPy's own `astype` wraps around, or depends on the machine.
+    dtype, and NaN becomes 0. For such values, the result of NumPy's own `astype` depends on the machine.
     """
     if isinstance(x, np.ndarray | np.generic) and is_rounded(x.dtype, to):
         return _whole(np.asarray(x), np.dtype(to))

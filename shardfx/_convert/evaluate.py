@@ -1,4 +1,4 @@
-"""The value of an expression: as pieces, from the shapes of its leaves, or as an array, from the arrays."""
+"""Evaluates expressions of a map: to pieces, from the shapes of leaves, or to arrays, from arrays."""
 
 import functools as ft
 import math
@@ -38,14 +38,16 @@ def evaluated(
     leaf: Callable[[str], Any],
     run: Callable[..., Any],
 ) -> Any:
-    """Evaluates an expression with these values for the names in braces.
+    """Evaluates an expression.
 
     **Arguments:**
 
-    - `leaves`: the leaves that there are, by path.
-    - `leaf`: gives the value of a leaf by its path.
-    - `run`: gives the value of an operation by its name, the values of its parts and its arguments: `on_shapes`, or
-        `on_arrays` of a module of arrays.
+    - `made`: the expression.
+    - `binding`: the values of the placeholders in its paths.
+    - `leaves`: the leaves of the source, by path.
+    - `leaf`: returns the value of a leaf, given its path.
+    - `run`: returns the value of an operation, given its name, the values of its operands and its other arguments:
+        `on_shapes` for pieces, `on_arrays` for arrays.
     """
     if made.op == "leaf":
         return leaf(resolved(made.args[0], binding, leaves))
@@ -59,7 +61,9 @@ def evaluated(
 
 
 def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
-    """The path of a leaf with the names in braces filled in. Raises if it is not one of `leaves`."""
+    """The path of a leaf, from a path pattern and the values of its placeholders. Raises `MapError` if the path is not
+    in `leaves`.
+    """
     path = pattern(text).filled(binding)
     if path is None:
         missing = [name for name in pattern(text).names if name not in binding]
@@ -71,8 +75,14 @@ def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
 
 
 def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> range:
-    """The numbers that a stack counts over: up to its `count`, or up to the first number for which the source lacks the
-    stack's first leaf.
+    """The numbers that a `stack` expression iterates over: up to its `count`, or up to the first number without a leaf
+    in the source.
+
+    **Arguments:**
+
+    - `made`: the expression.
+    - `binding`: the values of the other placeholders.
+    - `leaves`: the leaves of the source, by path.
     """
     over, first = made.args[0], counted_leaf(made)
     if len(made.args) > 2:
@@ -92,7 +102,7 @@ def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> rang
 
 
 def _inner_stacks(made: From) -> list[str]:
-    """The names that the stacks inside an expression count over."""
+    """The placeholders that the `stack` operations inside an expression iterate over."""
     own = [made.args[0]] if made.op == "stack" else []
     return [*own, *[name for part in made.of for name in _inner_stacks(part)]]
 
@@ -107,14 +117,14 @@ def _index(index: int | str, binding: Binding) -> int:
 
 
 def dim_of(dim: int, rank: int, op: str) -> int:
-    """A dimension as a non-negative number; raises if the array has no such dimension."""
+    """A dimension of an array of rank `rank` as a non-negative number. Raises `MapError` if the array lacks it."""
     if not isinstance(dim, int) or not -rank <= dim < rank:
         raise MapError(f"`{op}` of dim {dim} on an array of {rank} dimensions.")
     return dim % rank
 
 
 def sizes_of(sizes: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """The sizes with -1 replaced so that their product is `count`."""
+    """The sizes with -1 replaced so that their product is `count`. Raises `MapError` if no size does that."""
     known = math.prod(size for size in sizes if size != -1)
     free = [at for at, size in enumerate(sizes) if size == -1]
     found = list(sizes)
@@ -133,12 +143,12 @@ def _shape_after(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ..
 
 
 def leaf_made(path: str, struct: Struct | Made) -> Made:
-    """The value of an expression that is only a leaf."""
+    """The target array that is a copy of one leaf."""
     return Made(tuple(struct.shape), struct.dtype, whole(Value(path), tuple(struct.shape)))
 
 
 def filled_with(value: Any, shape: tuple[int, ...], dtype: DType) -> Made:
-    """An array filled with one number."""
+    """A target array filled with one number."""
     check_number(value, dtype, f"an array of shape {shape}")
     factors = [Factor(size, NOWHERE, 0, dim, 1) for dim, size in enumerate(shape)]
     return Made(shape, dtype, made_of(Value(None, value, None, (dtype,)), (), (0,) * len(shape), factors))
@@ -185,8 +195,8 @@ def _reshape(parts: Sequence[Made], *sizes: int) -> Made:
 
 
 def _placed(made: Made, order: Sequence[int | None], shape: tuple[int, ...]) -> Made:
-    """A value with its dimensions reordered to `shape`: `order` has an old dimension for each new one, or `None` for
-    one that is inserted.
+    """A target array with its dimensions reordered to `shape`. `order` has an old dimension for each new dimension, or
+    `None` for an inserted dimension of size 1.
     """
     return Made(shape, made.dtype, tuple(renumbered(piece, order) for piece in made.pieces))
 
@@ -287,7 +297,7 @@ def _pad_to(parts: Sequence[Made], size: int, dim: int, value: object) -> Made:
 
 
 def cast(made: Made, to: Any) -> Made:
-    """A value cast to another dtype."""
+    """A target array cast to another dtype."""
     if made.dtype == to:
         return made
     if jnp.issubdtype(made.dtype, jax.dtypes.extended) or jnp.issubdtype(to, jax.dtypes.extended):
@@ -300,7 +310,7 @@ def cast(made: Made, to: Any) -> Made:
 
 
 def _then(made: Made, step: Any, dtype: Any) -> Made:
-    """A value with one more cast or arithmetic operation appended. The result has dtype `dtype`."""
+    """A target array with one more cast or arithmetic operation on its elements. The result has dtype `dtype`."""
     pieces = [piece._replace(value=piece.value._replace(casts=(*piece.value.casts, step))) for piece in made.pieces]
     return Made(made.shape, dtype, tuple(pieces))
 
@@ -330,7 +340,14 @@ def _scale(parts: Sequence[Made], *block: int) -> Made:
 
 
 def on_shapes(op: str, parts: Sequence[Made], *args: Any) -> Made:
-    """Applies an operation to pieces, without any arrays."""
+    """Applies an operation of an expression to target arrays in the form of pieces.
+
+    **Arguments:**
+
+    - `op`: the name of the operation, as `"transpose"`.
+    - `parts`: its operands.
+    - `args`: its other arguments.
+    """
     return ON_SHAPES[op](parts, *args)
 
 

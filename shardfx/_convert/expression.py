@@ -1,4 +1,4 @@
-"""Expressions of leaves: checked operations on leaves of the source, as values, and the rules that use them."""
+"""Expressions of a map: operations on leaves of the source, as immutable values, and the rules that use them."""
 
 import dataclasses
 import math
@@ -16,10 +16,11 @@ from .._ground.spec import DType, dtype_named
 from .patterns import pattern, sum_of
 
 
-# For each operation the number of its parts, if it is fixed, and a word for each argument, after its name if it is
-# passed by name. A star marks a last argument that may be repeated or left out, a question mark one that may be left
-# out.
-FORMS: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
+# For each operation the number of its operands, or `None` for any number, and the kind of each other argument, after
+# its
+# name if it is passed by name. A star marks a last argument that may be repeated or left out. A question mark marks one
+# that may be left out.
+SIGNATURES: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
     {
         "leaf": (0, "path"),
         "constant": (0, "number sizes dtype"),
@@ -43,10 +44,10 @@ FORMS: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
 
 
 def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
-    """The name and the kind of each argument of operation `op` when it is called with `count` arguments. The name is ""
-    for a positional argument.
+    """The name and the kind of each argument of operation `op` in a call with `count` arguments. The name is "" for a
+    positional argument; the kind is a key of `_KINDS`.
     """
-    words = FORMS[op][1].split()
+    words = SIGNATURES[op][1].split()
     last = words[-1]
     if last.endswith("*"):
         words = [*words[:-1], *[last[:-1]] * (count - len(words) + 1)]
@@ -56,13 +57,19 @@ def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
 
 
 def checked(op: str, parts: int, args: Sequence[object]) -> tuple[Any, ...]:
-    """Returns the arguments of an operation as plain Python values.
+    """The arguments of an operation as plain Python values.
+
+    **Arguments:**
+
+    - `op`: the name of the operation.
+    - `parts`: the number of its operands.
+    - `args`: its other arguments.
 
     **Raises:**
 
     `MapError` for arguments that the operation cannot take.
     """
-    count, words = FORMS[op][0], arguments_of(op, len(args))
+    count, words = SIGNATURES[op][0], arguments_of(op, len(args))
     if count is not None and parts != count:
         raise MapError(f"`{op}` takes {count} expressions, not {parts}.")
     if len(words) != len(args):
@@ -89,7 +96,7 @@ def _finite(value: object) -> float | None:
 
 
 def _int(value: object, least: float = -math.inf) -> int | None:
-    # This includes NumPy's integers, which JSON cannot hold. A bool is an int in Python, but no size.
+    # NumPy's integers become Python's, since JSON cannot hold them. A bool is an int in Python, but no size.
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < least:
         return None
     return operator.index(value)
@@ -113,7 +120,8 @@ def _dtype(value: Any) -> str | None:
     return None if value is None or dtype_named(name) is None else name
 
 
-# For each kind of argument a description of valid values, and a function that reads one; it returns `None` for others.
+# For each kind of argument a description of valid values, and a function that converts one. It returns `None` for other
+# values.
 _KINDS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = MappingProxyType(
     {
         "path": ("the path of a leaf", _text),
@@ -139,7 +147,7 @@ _KINDS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = MappingProxyType
 
 
 def check_number(value: Any, dtype: DType, what: str) -> None:
-    """Raises if an array of a dtype cannot hold a number."""
+    """Raises `MapError` if an array of dtype `dtype` cannot hold a number. `what` begins the error's text."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         raise MapError(f"{what}: PRNG keys cannot be made of a number; stack or concat keys instead.")
     is_bool = jnp.issubdtype(dtype, jnp.bool_)
@@ -155,14 +163,14 @@ _DEFAULTS = {"dim": 0, "count": None, "shards": 1, "unit": 1, "value": 0}
 
 @dataclasses.dataclass(frozen=True, init=False)
 class From:
-    """A leaf of the source of a [`shardfx.TreeMap`][], and the operations on it on its way to the target.
+    """An expression of a [`shardfx.TreeMap`][]: a leaf of the source, and operations that make a leaf of the target.
 
-    Each method returns a new value. Negative dimensions count from the end.
+    Each method returns a new expression. Negative dimensions count from the end.
 
     **Arguments:**
 
-    - `path`: the path of the leaf, as `model.layers.{i}.mlp.up_proj.weight`. A name in braces has its value from the
-        target's path, or from `stack`. A number may be computed with: `{6*i+2}`.
+    - `path`: the path of the leaf, such as `model.layers.{i}.mlp.up_proj.weight`. The placeholder `{i}` has the value
+        that it has in the target's path, or the values that `stack` gives it. It may contain a sum: `{6*i+2}`.
 
     !!! Example
 
@@ -188,39 +196,41 @@ class From:
 
     @property
     def path(self) -> str:
-        """The path of a leaf in the source."""
+        """The path of the leaf in the source, with its placeholders. Raises `MapError` for an expression with
+        operations.
+        """
         if self.op != "leaf":
             raise MapError(f"{self} is made of leaves, and has no path of its own.")
         return self.args[0]
 
     @staticmethod
     def constant(value: float | int | bool, shape: Sequence[int], dtype: object) -> "From":
-        """An array filled with one number, made of no leaf of the source."""
+        """An array filled with one number. It reads no leaf of the source."""
         return _new("constant", (), (value, tuple(shape), dtype))
 
     @staticmethod
     def concat(parts: Sequence["From"], *, dim: int = 0, shards: int = 1) -> "From":
-        """Parts concatenated along a dimension.
+        """The arrays of several expressions, concatenated along a dimension.
 
         **Arguments:**
 
-        - `parts`: the expressions to concatenate: query, key and value; gate and up.
-        - `dim`: along which.
-        - `shards`: the number of interleaved pieces of each part: with 2 the result is `[q0 k0 v0 q1 k1 v1]`, for a
-            matrix that is sharded over 2 devices so that each gets its own query, key and value.
+        - `parts`: the expressions, such as query, key and value.
+        - `dim`: the dimension.
+        - `shards`: the number of equal chunks of each array, which are interleaved. With 2, query, key and value become
+            `[q0 k0 v0 q1 k1 v1]`: sharded over 2 devices, each device has its own chunks of all three.
         """
         return _new("concat", tuple(parts), (dim, shards))
 
     @staticmethod
     def stacked(parts: Sequence["From"], *, dim: int = 0) -> "From":
-        """Parts of one shape stacked along a new dimension. If their paths differ in a number only, `stack`
-        is shorter.
+        """The arrays of several expressions, which have one shape, stacked along a new dimension. `stack` is shorter
+        for leaves whose paths differ only in a number.
         """
         return _new("stacked", tuple(parts), (dim,))
 
     @property
     def T(self) -> "From":  # noqa: N802
-        """The array with all dimensions in reverse order: `[in, out]` for torch's `[out, in]`."""
+        """The array with its dimensions in reverse order, such as `[in, out]` for torch's `[out, in]`."""
         return _new("transpose", (self,), ())
 
     def transpose(self, *order: int) -> "From":
@@ -228,72 +238,83 @@ class From:
         return _new("transpose", (self,), order)
 
     def reshape(self, *sizes: int) -> "From":
-        """The same elements in row-major order with another shape; one size may be -1."""
+        """The array with another shape and the same elements in row-major order; one size may be -1."""
         return _new("reshape", (self,), sizes)
 
     def split(self, dim: int, *sizes: int) -> "From":
-        """The array with one dimension split into several; one size may be -1. `split(0, -1, 128)` makes
-        heads of 128.
+        """The array with dimension `dim` split into several of these sizes; one size may be -1. `split(0, -1, 128)`
+        makes heads of width 128.
         """
         return _new("split", (self,), (dim, *sizes))
 
     def merge(self, dim: int, count: int = 2) -> "From":
-        """The array with `count` dimensions from `dim` on merged into one."""
+        """The array with `count` dimensions, from dimension `dim` on, merged into one."""
         return _new("merge", (self,), (dim, count))
 
     def stack(self, over: str, *, dim: int = 0, count: int | None = None) -> "From":
-        """The leaves for the numbers 0, 1, 2, ... of `{over}`, stacked along a new dimension: `count` of them, or all
-        in the source.
+        """The arrays for the values 0, 1, 2, ... of the placeholder named `over`, stacked along a new dimension.
+
+        There are `count` of them. Without a count, the first number whose leaf the source lacks ends the stack.
         """
         return _new("stack", (self,), (over, dim) if count is None else (over, dim, count))
 
     def at(self, index: int | str, *, dim: int = 0) -> "From":
-        """One entry along a dimension, which is removed: layer `"i"` of a stack if the target's path has `{i}`.
+        """The entry at one index of a dimension, without this dimension.
 
-        The index is a number, or an expression of the parts in braces: `"6*i+2"`.
+        The index is a number, or a sum of placeholders of the target's path: `"i"` makes each layer `{i}` of the target
+        from one stacked array, and `"6*i+2"` every sixth layer.
         """
         return _new("at", (self,), (index, dim))
 
     def slice(self, start: int, stop: int | None, *, dim: int = 0) -> "From":
-        """A range along a dimension, as in Python; `None` is the end."""
+        """The entries from `start` to `stop` along a dimension, as in Python. `None` is the end."""
         return _new("slice", (self,), (start, stop, dim))
 
     def repeat(self, count: int, *, dim: int = 0, unit: int = 1) -> "From":
-        """Each `unit` of elements along a dimension repeated `count` times: key heads for more devices than heads."""
+        """The array with each block of `unit` entries along a dimension repeated `count` times, such as key heads for
+        more devices than heads.
+        """
         return _new("repeat", (self,), (count, dim, unit))
 
     def pad_to(self, size: int, *, dim: int = 0, value: float | int = 0) -> "From":
-        """The array padded with a number at the end of a dimension, up to `size`."""
+        """The array with a dimension padded at its end to size `size`, with `value`."""
         return _new("pad_to", (self,), (size, dim, value))
 
     def cast(self, dtype: object) -> "From":
         """The array cast to another dtype, as by JAX's `astype` on every platform.
 
-        Floats that become integers lose their fraction; values out of range become the smallest or the largest integer.
+        From floating-point numbers to integers, fractions are cut off, and numbers out of range become the smallest or
+        the largest integer.
         """
         return _new("cast", (self,), (dtype,))
 
     def times(self, number: float | int) -> "From":
-        """The array multiplied by a number in float32 and rounded to its dtype. The inverse map divides and rounds
+        """The array multiplied by a number in float32 and rounded to its dtype. An inverse map divides and rounds
         again.
 
-        Use it for weights that include a factor of the computation: a query divided by the square root of its head's
-        size is `times(size**-0.5)`. Powers of two are exact in both directions.
+        Use it for weights that include a scale. A query projection that is divided by the square root of the head width
+        is `times(width**-0.5)`. Powers of two are exact in both directions.
         """
         return _new("times", (self,), (number,))
 
     def plus(self, number: float | int) -> "From":
-        """The array plus a number in float32, rounded to its dtype. The inverse map subtracts and rounds again.
+        """The array plus a number, computed in float32 and rounded to its dtype. An inverse map subtracts and rounds
+        again.
 
-        Use it for norms that are stored as their difference from one, as Gemma's are.
+        Use it for norm weights that are stored minus one, as in Gemma.
         """
         return _new("plus", (self,), (number,))
 
     def scale(self, by: "From | str", *, block: Sequence[int]) -> "From":
-        """The array multiplied in float32 by one element of `by` for each block, as for weights stored as fp8 in blocks
-        of 128 x 128.
+        """The array multiplied in float32 by a scale for each block, such as quantised weights with blocks of 128 x
+        128.
 
-        Both arrays are read as they are stored; apply other operations after it.
+        **Arguments:**
+
+        - `by`: a leaf with one scale per block, or its path.
+        - `block`: the size of a block along each dimension.
+
+        This expression and `by` must be leaves without operations. Apply other operations to the result.
         """
         by = From(by) if isinstance(by, str) else by
         if self.op != "leaf" or by.op != "leaf":
@@ -340,14 +361,14 @@ def _written(made: From) -> str:
 
 
 def to_data(made: From) -> list[Any]:
-    """An expression as values that JSON can hold."""
+    """An expression as nested lists that JSON can hold."""
     return [made.op, _plain(made.args), [to_data(part) for part in made.of]]
 
 
 def from_data(data: object) -> From:
-    """The expression from the values that `to_data` returned."""
+    """The expression from the nested lists of `to_data`. Raises `MapError` for other data."""
     match data:
-        case [str() as name, list() as args, list() as of] if name in FORMS:
+        case [str() as name, list() as args, list() as of] if name in SIGNATURES:
             return _new(name, tuple(map(from_data, of)), _tuples(args))
     raise MapError(f"{data!r:.80} is no expression of a TreeMap; write maps with `TreeMap.to_json`.")
 
@@ -361,26 +382,28 @@ def _tuples(value: object) -> Any:
 
 
 def leaves_of(made: From) -> list[str]:
-    """The paths of the leaves that an expression names, in order."""
+    """The paths of the leaves that an expression reads, in order, with their placeholders."""
     return [made.args[0]] if made.op == "leaf" else [path for part in made.of for path in leaves_of(part)]
 
 
 def counted_leaf(stack: From) -> str | None:
-    """The first leaf in a stack whose path has the name that the stack counts over; `None` if no path has it."""
+    """The first path in a `stack` expression with the placeholder that the stack iterates over; `None` if there is
+    none.
+    """
     return next((leaf for leaf in leaves_of(stack.of[0]) if stack.args[0] in pattern(leaf).names), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The rules of one map. A `TreeMap` applies one or several of them in a row.
+    """The rules of one step of a `TreeMap`. A map has several steps if it is composed of others.
 
     **Arguments:**
 
-    - `made`: pairs of the pattern of a target's path, and the expression that makes such a leaf.
-    - `drop`: patterns of leaves of the source that the rules leave out on purpose.
-    - `casts`: whether results of another dtype than the target's are cast to it.
-    - `rest`: patterns of leaves that the source may have, and that the rules do not use.
-    - `inverted`: whether the rules are applied backwards, from their targets to their sources.
+    - `made`: pairs of a path pattern of the target, and the expression that makes the leaves with such paths.
+    - `drop`: path patterns of leaves of the source that the rules leave out on purpose. The source must have them.
+    - `casts`: whether results are cast to the dtypes of the target.
+    - `rest`: path patterns of leaves that the rules do not use. The source need not have them.
+    - `inverted`: whether the rules are inverted, so that they make their sources of their targets.
     """
 
     made: tuple[tuple[str, From], ...]

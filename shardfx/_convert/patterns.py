@@ -1,4 +1,4 @@
-"""Paths with names in braces, such as `layers/{i}/{part}/weight`, and the values of the names in a given path."""
+"""Path patterns: paths with placeholders, such as `layers/{i}/{part}/weight`."""
 
 import dataclasses
 import difflib
@@ -10,8 +10,9 @@ from .._ground.errors import MapError
 from .._ground.text import between_numbers, printable
 
 
+# The values of the placeholders of a path pattern.
 Binding = Mapping[str, str | int]
-# Comparing names takes the product of their lengths, and there may be millions.
+# Comparing two names takes time in the product of their lengths, and there may be millions of names.
 _COMPARED_NAMES = 2000
 _COMPARED_CHARACTERS = 200
 _FIELD = re.compile(r"\{([^{}]*)\}")
@@ -20,18 +21,20 @@ _TERM = re.compile(r"\s*(?:(\d+)\s*\*\s*)?(?:([A-Za-z_]\w*)(\*?)|(\d+))\s*")
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """The text inside braces: a sum of names times numbers, and a number."""
+    """The sum inside a placeholder, such as `6*i+2`: pairs of a number and a name in `terms`, and the number `rest`."""
 
     terms: tuple[tuple[int, str], ...]
     rest: int
 
     @ft.cached_property
     def name(self) -> str | None:
-        """The name, if the sum is one name only; else `None`."""
+        """The name, if the placeholder has only a name, as in `{i}`; else `None`."""
         return self.terms[0][1] if len(self.terms) == 1 and self.terms[0][0] == 1 and not self.rest else None
 
     def value(self, binding: Binding) -> str | int | None:
-        """The value of the sum; `None` if a name has no value, or has text where the sum needs a number."""
+        """The value of the sum for values of its names; `None` if a name has no value, or text where the sum needs a
+        number.
+        """
         if self.name is not None:
             return binding.get(self.name)
         found = [(count, binding.get(name)) for count, name in self.terms]
@@ -40,8 +43,8 @@ class Sum:
         return self.rest + sum(count * value for count, value in found if isinstance(value, int))
 
     def solved(self, value: str | int) -> tuple[str, str | int] | None:
-        """Solves the sum for its one name: the name, and the number for which the sum is `value`; `None` if there is no
-        solution.
+        """Solves the sum for its name: the name, and its value for which the sum is `value`; `None` if there is no
+        solution, or several names.
         """
         if self.name is not None:
             return self.name, value
@@ -53,7 +56,7 @@ class Sum:
 
 @ft.lru_cache(maxsize=4096)
 def sum_of(text: str) -> Sum:
-    """The parsed text inside braces, such as `i`, `i+1` or `6*i+j+2`."""
+    """Parses the text inside the braces of a placeholder, such as `i`, `i+1` or `6*i+j+2`."""
     terms, rest = [], 0
     for part in text.split("+"):
         found = _TERM.fullmatch(part)
@@ -71,13 +74,13 @@ def sum_of(text: str) -> Sum:
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """A parsed path with names in braces.
+    """A parsed path pattern: a path with placeholders, such as `layers/{i}/weight`.
 
     **Arguments:**
 
-    - `text`: the path as it was written.
-    - `parts`: text and sums in turn; text is first and last.
-    - `regex`: a regex for the paths that the pattern may stand for.
+    - `text`: the pattern as it was written.
+    - `parts`: alternately the text between placeholders and the sum in a placeholder; text is first and last.
+    - `regex`: a regular expression that all matching paths match.
     """
 
     text: str
@@ -86,11 +89,11 @@ class Pattern:
 
     @ft.cached_property
     def names(self) -> tuple[str, ...]:
-        """Every name in the path, once."""
+        """The names in the placeholders of the pattern, without duplicates."""
         return tuple(dict.fromkeys(name for one in self.parts if isinstance(one, Sum) for _, name in one.terms))
 
     def filled(self, binding: Binding) -> str | None:
-        """The path with these values in place of its names; `None` if a name has no value."""
+        """The path for these values of the placeholders; `None` if a placeholder has no value."""
         done = []
         for part in self.parts:
             value = part if isinstance(part, str) else part.value(binding)
@@ -100,7 +103,7 @@ class Pattern:
         return "".join(done)
 
     def matched(self, path: str) -> dict[str, str | int] | None:
-        """The values of the names for which the pattern is `path`; `None` if the path does not match."""
+        """The values of the names in the placeholders, from a path; `None` if the path does not match the pattern."""
         found = self.regex.fullmatch(path)
         if found is None:
             return None
@@ -116,13 +119,13 @@ class Pattern:
 
 
 def _number_or_text(text: str) -> str | int:
-    # "007" is a name: written as a number it would change.
+    # "007" stays text: the number 7 would be written in another way.
     return int(text) if text.isascii() and text.isdigit() and str(int(text[:18] or 0)) == text else text
 
 
 @ft.lru_cache(maxsize=4096)
 def pattern(text: str) -> Pattern:
-    """The parsed form of a path with names in braces, from a cache."""
+    """Parses a path pattern such as `layers/{i}/weight`, through a cache."""
     pieces = _FIELD.split(text)
     if any("{" in piece or "}" in piece for piece in pieces):
         raise MapError(f"the path `{text}` has a brace without its other half.")
@@ -140,7 +143,7 @@ def near(path: str, names: Iterable[str], what: str = "") -> str:
 
 
 def near_names(path: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
-    """The names most similar to `path`, found in bounded time even for hostile names."""
+    """The `most` names that are most similar to `path`, found in bounded time however long and many the names are."""
     if len(path) > _COMPARED_CHARACTERS:
         return []
     found = [name for name in names if len(name) <= _COMPARED_CHARACTERS]

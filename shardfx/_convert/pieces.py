@@ -1,8 +1,7 @@
-"""Pieces: the common form of every change of layout. A piece is a set of elements at regular steps in one array and in
-another.
+"""Pieces: strided copies between two arrays. Every change of layout is a list of pieces.
 
-A piece counts through several factors, like the digits of a number. Each digit moves the position in the target by its
-step along one dimension there, and the position in the source by its step along one dimension of the source. Source and
+A piece copies elements in nested loops. Each loop is a factor: it moves the position in the target by its step along
+one dimension of the target, and the position in the source by its step along one dimension of the source. Source and
 target are symmetric, so code for one side also serves the other: `swapped` exchanges them. All numbers are integers.
 """
 
@@ -21,23 +20,23 @@ from .casts import cast_array
 
 
 NOWHERE = -1
-# NumPy's own bytes of an array wrap around beyond 64 bits. An element takes at most 16.
+# NumPy counts the bytes of an array in 64 bits, and wraps around beyond. An element takes at most 16 bytes.
 _MOST_ELEMENTS = 2**59
 
 
 class Struct(NamedTuple):
-    """A leaf's shape and dtype."""
+    """The shape and dtype of a leaf."""
 
     shape: tuple[int, ...]
     dtype: DType
 
 
 class Scale(NamedTuple):
-    """Scales of an array's elements, as for quantised weights: another array has one scale for each block.
+    """The scales of a quantised array: another array with one scale for each block of elements.
 
     **Arguments:**
 
-    - `path`: the path of the other array.
+    - `path`: the path of the array of scales.
     - `block`: the size of a block along each dimension.
     """
 
@@ -46,12 +45,13 @@ class Scale(NamedTuple):
 
 
 class Arithmetic(NamedTuple):
-    """Arithmetic with one number, in float32 (in float64 for float64), rounded to the array's dtype.
+    """An arithmetic operation with one number, computed in float32 (float64 for float64) and rounded to the array's
+    dtype.
 
     **Arguments:**
 
     - `sign`: "*", "/", "+" or "-".
-    - `number`: the number, in this dtype.
+    - `number`: the second operand.
     """
 
     sign: Literal["*", "/", "+", "-"]
@@ -59,7 +59,7 @@ class Arithmetic(NamedTuple):
 
     @property
     def back(self) -> "Arithmetic":
-        """The inverse operation, up to rounding."""
+        """The inverse operation. It restores the array up to rounding."""
         signs: dict[str, Literal["*", "/", "+", "-"]] = {"*": "/", "/": "*", "+": "-", "-": "+"}
         return Arithmetic(signs[self.sign], self.number)
 
@@ -83,23 +83,23 @@ def changed(x: Any, to: Any) -> Any:
 
 
 def is_only(casts: Iterable[object], dtype: object) -> bool:
-    """Whether the casts are only casts to one dtype, without arithmetic."""
+    """Whether all of the operations on a piece's elements are casts to `dtype`, without arithmetic."""
     return all(not isinstance(to, Arithmetic) and to == dtype for to in casts)
 
 
 def dtypes_of(casts: Iterable[object]) -> list[Any]:
-    """The dtypes among the casts."""
+    """The dtypes in a list of casts and arithmetic operations."""
     return [to for to in casts if not isinstance(to, Arithmetic)]
 
 
 class Value(NamedTuple):
-    """The array or constant that a piece's elements come from, and the operations applied to them.
+    """The source of a piece, an array or a constant, and the operations that the piece applies to its elements.
 
     **Arguments:**
 
-    - `path`: the path of the array; `None` for a constant.
+    - `path`: the path of the source array; `None` for a constant.
     - `number`: the constant.
-    - `scale`: the scales that it is multiplied by, in float32.
+    - `scale`: the scales that multiply the elements in float32.
     - `casts`: the casts (dtypes) and arithmetic operations, in order.
     """
 
@@ -110,10 +110,12 @@ class Value(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """One factor ("digit") of a piece's mixed-radix index: its size, and the step of one increment along a dimension of
-    the source and of the target.
+    """One loop of a piece, which is a strided copy in nested loops.
 
-    On a side where `dim` is `NOWHERE`, the factor repeats the same element.
+    - `size`: the number of iterations.
+    - `source_dim`, `source_step`: the dimension of the source along which an iteration moves, and the elements that it
+        moves by. If the dimension is `NOWHERE`, the loop repeats one element of the source.
+    - `target_dim`, `target_step`: the same for the target.
     """
 
     size: int
@@ -124,14 +126,14 @@ class Factor(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Elements of a target, and the elements of a source that they are copies of.
+    """A strided copy from one array, the source, to another one, the target.
 
     **Arguments:**
 
-    - `value`: the source array, and the operations on its elements.
-    - `source`, `target`: the position of the first element on either side.
-    - `factors`: the digits that count all other elements. Along one dimension the factors are nested: a step is at
-        least as long as the range of all shorter steps.
+    - `value`: the source, and the operations on its elements.
+    - `source`, `target`: the position of the first element in either array.
+    - `factors`: the nested loops. Along one dimension, the step of a loop is at least the number of elements that the
+        loops with shorter steps span.
     """
 
     value: Value
@@ -141,13 +143,13 @@ class Piece(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """The number of elements of the target."""
+        """The number of elements that the piece writes."""
         return math.prod(factor.size for factor in self.factors)
 
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """The value of an expression: its shape, its dtype, and the pieces that fill it, each element once."""
+    """A target array: its shape, its dtype, and the pieces that fill it. Each element is in one piece."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -159,7 +161,9 @@ class Made:
 
 
 def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """The piece that copies a whole array."""
+    """The piece that copies a whole array of shape `shape`, in a tuple; an empty tuple for an array without
+    elements.
+    """
     zero = (0,) * len(shape)
     return made_of(value, zero, zero, [Factor(size, dim, 1, dim, 1) for dim, size in enumerate(shape)])
 
@@ -167,26 +171,28 @@ def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
 def made_of(
     value: Value, source: tuple[int, ...], target: tuple[int, ...], factors: Iterable[Factor]
 ) -> tuple[Piece, ...]:
-    """The piece with these factors, in a tuple. Factors of size 1 are left out; a factor of size 0 leaves no piece."""
+    """The piece with the given factors, in a tuple; an empty tuple if a factor has size 0. Factors of size 1 are left
+    out.
+    """
     kept = tuple(factor for factor in factors if factor.size != 1)
     return () if any(factor.size == 0 for factor in kept) else (Piece(value, source, target, kept),)
 
 
 def names_of(piece: Piece) -> tuple[str, ...]:
-    """The arrays that a piece reads: none, one, or one and its scales."""
+    """The paths of the arrays that a piece reads: its source if that is an array, and the source's scales."""
     value = piece.value
     return tuple(name for name in (value.path, value.scale and value.scale.path) if name is not None)
 
 
 def extended(piece: Piece, sizes: tuple[int, ...]) -> Piece:
-    """The same piece for arrays that have further trailing dimensions of these sizes, on both sides."""
+    """The same piece for source and target with additional trailing dimensions of sizes `sizes`."""
     here, there, zero = len(piece.source), len(piece.target), (0,) * len(sizes)
     more = [Factor(size, here + at, 1, there + at, 1) for at, size in enumerate(sizes) if size != 1]
     return Piece(piece.value, (*piece.source, *zero), (*piece.target, *zero), (*piece.factors, *more))
 
 
 def swapped(piece: Piece) -> Piece:
-    """The same piece with source and target exchanged."""
+    """The piece with source and target exchanged."""
     return Piece(piece.value, piece.target, piece.source, _swapped(piece.factors))
 
 
@@ -197,12 +203,12 @@ def _swapped(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
 
 
 def moved(place: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
-    """A position moved by `by` elements along dimension `dim`; the same position if `dim` is `NOWHERE`."""
+    """The position `by` elements further along dimension `dim`; the same position if `dim` is `NOWHERE`."""
     return place if dim == NOWHERE or not by else (*place[:dim], place[dim] + by, *place[dim + 1 :])
 
 
 def rows(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
-    """The part of a piece for which one factor's digit is from `start` up to `stop`."""
+    """The part of a piece with the iterations `start` to `stop` of one of its loops."""
     source = moved(piece.source, factor.source_dim, start * factor.source_step)
     target = moved(piece.target, factor.target_dim, start * factor.target_step)
     if start == 0 and stop == factor.size:
@@ -212,17 +218,17 @@ def rows(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
 
 
 def along(piece: Piece, dim: int) -> list[Factor]:
-    """The factors along a dimension of the target, the longest step first."""
+    """The factors (loops) of a piece that move along a dimension of the target, the longest step first."""
     return sorted([f for f in piece.factors if f.target_dim == dim], key=lambda factor: -factor.target_step)
 
 
 def span(factors: Sequence[Factor]) -> int:
-    """The number of elements from the first to the last that factors reach in the target."""
+    """The number of elements from the first to the last that loops along one dimension of the target reach."""
     return 1 + sum((factor.size - 1) * factor.target_step for factor in factors)
 
 
 def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
-    """Divides a piece: its elements from `start` to `stop` along a dimension of the target, as few pieces."""
+    """Yields a few pieces with the elements of a piece from `start` to `stop` along a dimension of the target."""
     own = along(piece, dim)
     low, length = piece.target[dim], span(own)
     if start <= low and low + length <= stop:
@@ -244,7 +250,7 @@ def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
 
 
 def within(piece: Piece, box: Box) -> list[Piece]:
-    """The elements of a piece inside a box of the target."""
+    """The elements of a piece inside a box of the target, as pieces. A box is a start and a stop for each dimension."""
     ends = hull(piece)
     if all(start <= low and high <= stop for (low, high), (start, stop) in zip(ends, box, strict=True)):
         return [piece]
@@ -257,14 +263,14 @@ def within(piece: Piece, box: Box) -> list[Piece]:
 
 
 def shifted(piece: Piece, by: Sequence[int]) -> Piece:
-    """The piece moved by `by` elements along each dimension of the target."""
+    """The piece with its target position moved, by one number of elements for each dimension."""
     target = tuple([place + more for place, more in zip(piece.target, by, strict=True)])
     return Piece(piece.value, piece.source, target, piece.factors)
 
 
 def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
-    """The piece for a target with reordered dimensions: `order` has an old dimension for each new one, or `None` for
-    one that is inserted.
+    """The piece for a target with reordered dimensions. `order` has an old dimension for each new dimension, or `None`
+    for an inserted dimension of size 1.
     """
     target = tuple([0 if dim is None else piece.target[dim] for dim in order])
     return Piece(piece.value, piece.source, target, _renumbered(piece.factors, tuple(order)))
@@ -277,7 +283,7 @@ def _renumbered(factors: tuple[Factor, ...], order: tuple[int | None, ...]) -> t
 
 
 def merged(piece: Piece, dim: int, inner: int) -> Piece:
-    """The piece for a target whose dimensions `dim` and `dim + 1`, of which the second has size `inner`, are merged."""
+    """The piece for a target whose dimensions `dim` and `dim + 1` are merged into one. The second has size `inner`."""
     target = (*piece.target[:dim], piece.target[dim] * inner + piece.target[dim + 1], *piece.target[dim + 2 :])
     factors = []
     for factor in piece.factors:
@@ -290,7 +296,7 @@ def merged(piece: Piece, dim: int, inner: int) -> Piece:
 
 
 def split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
-    """The pieces for a target whose dimension `dim` is split into two, the second of size `inner`."""
+    """Yields the pieces for a target whose dimension `dim` is split into two. The second has size `inner`."""
     order: list[int | None] = list(range(dim + 1))
     opened = renumbered(piece, [*order, None, *range(dim + 1, len(piece.target))])
     yield from _split(opened, dim, inner)
@@ -307,7 +313,7 @@ def _split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
     step = outer.target_step
     per = inner // step if inner % step == 0 else 0
     if step % inner == 0:
-        # One more digit is some rows further, so all its rows are split like the first.
+        # Each iteration moves by whole rows, so all iterations are split like the first.
         for part in _split(_without(piece, outer), dim, inner):
             further = outer._replace(target_step=step // inner)
             yield part._replace(factors=(further, *part.factors))
@@ -341,7 +347,7 @@ def _without(piece: Piece, factor: Factor) -> Piece:
 
 
 def simplified(piece: Piece) -> Piece:
-    """An equal piece with factors merged where possible."""
+    """The piece with two factors merged into one wherever they are one loop with equal steps."""
     return Piece(piece.value, piece.source, piece.target, _simplified(piece.factors))
 
 
@@ -365,7 +371,7 @@ def _goes_on(outer: Factor, inner: Factor) -> bool:
 
 
 def hull(piece: Piece) -> Box:
-    """The smallest box of the target that contains the piece."""
+    """The smallest box of the target that contains all elements of the piece: a start and a stop for each dimension."""
     return tuple(
         [
             (low, low + reach)
@@ -375,8 +381,8 @@ def hull(piece: Piece) -> Box:
 
 
 def from_start(piece: Piece, box: Box) -> list[int]:
-    """The offset of a piece from the start of a box, for each dimension. It is 0 where the piece extends beyond the
-    box.
+    """The offset of a piece from the start of a box of the target, for each dimension. It is 0 along a dimension where
+    the piece extends beyond the box.
     """
     pairs = zip(hull(piece), box, strict=True)
     return [low - start if start <= low and high <= stop else 0 for (low, high), (start, stop) in pairs]
@@ -384,12 +390,12 @@ def from_start(piece: Piece, box: Box) -> list[int]:
 
 @ft.lru_cache(maxsize=4096)
 def _reaches(factors: tuple[Factor, ...], rank: int) -> tuple[int, ...]:
-    """For each dimension of the target, the number of elements from the first to the last that the factors reach."""
+    """For each dimension of the target, the number of elements from the first to the last that the loops reach."""
     return tuple(span([one for one in factors if one.target_dim == dim]) for dim in range(rank))
 
 
 def dense(piece: Piece) -> Iterator[Piece]:
-    """Divides a piece into pieces that each fill a box of the target without gaps."""
+    """Yields pieces with the elements of a piece. Each fills a box of the target without gaps."""
     for dim in range(len(piece.target)):
         length = 1
         for factor in reversed(along(piece, dim)):
@@ -402,57 +408,56 @@ def dense(piece: Piece) -> Iterator[Piece]:
 
 
 def once(piece: Piece) -> Piece:
-    """The piece without repetitions: of several copies of one source element, it keeps the first."""
+    """The piece without repetitions: it writes each source element once, at the first of its positions."""
     kept = tuple([f for f in piece.factors if f.source_dim != NOWHERE])
     return Piece(piece.value, piece.source, piece.target, kept)
 
 
 def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
-    """The pieces of two maps in a row as one map: elements that `outer` reads from an array come from the source of
-    `inner`, which fills that array.
+    """Yields the pieces of two strided copies in a row, without the intermediate array.
 
     **Arguments:**
 
-    - `outer`: a piece whose source is the array between.
-    - `inner`: a piece whose target is that array.
+    - `outer`: a piece that reads the intermediate array.
+    - `inner`: a piece that writes the intermediate array.
 
     **Returns:**
 
     The pieces from the source of `inner` to the target of `outer`.
     """
     for box in dense(inner):
-        # For each dimension of the array between them, its digits in `box`, the largest step first.
-        digits = [along(box, dim) for dim in range(len(box.target))]
-        parts = [part for part in within(swapped(outer), hull(box))]
-        parts = [shifted(part, [-place for place in box.target]) for part in parts]
+        # For each dimension of the intermediate array, the factors in `box`, the largest step first.
+        factors = [along(box, dim) for dim in range(len(box.target))]
+        parts = [shifted(part, [-place for place in box.target]) for part in within(swapped(outer), hull(box))]
         numbers: list[Factor | None] = []
-        for own in digits:
+        for own in factors:
             at = len(numbers)
-            for digit in own[:-1]:
-                parts = [new for part in parts for new in split(part, at, digit.target_step)]
+            for factor in own[:-1]:
+                parts = [new for part in parts for new in split(part, at, factor.target_step)]
                 at += 1
             numbers += own or [None]
         for part in parts:
             yield _through(part, numbers, box)
 
 
-def _through(part: Piece, digits: Sequence[Factor | None], box: Piece) -> Piece:
-    """Replaces, in a piece of an intermediate array, that array's digits by the positions in its source."""
+def _through(part: Piece, loops: Sequence[Factor | None], box: Piece) -> Piece:
+    """The piece that `composed` makes of a part of its outer piece and a part of its inner piece.
+
+    **Arguments:**
+
+    - `part`: a part of the outer piece with source and target exchanged. Its target has one dimension per loop of
+        `box`.
+    - `loops`: the loop of `box` for each of these dimensions; `None` for a dimension of size 1.
+    - `box`: a part of the inner piece that fills a box of the intermediate array.
+    """
     source = box.source
-    for place, digit in zip(part.target, digits, strict=True):
-        if digit is not None:
-            source = moved(source, digit.source_dim, place * digit.source_step)
+    for place, loop in zip(part.target, loops, strict=True):
+        if loop is not None:
+            source = moved(source, loop.source_dim, place * loop.source_step)
     factors = []
     for f in part.factors:
-        digit = digits[f.target_dim] if f.target_dim != NOWHERE else None
-        dim, step = (
-            (NOWHERE, 0)
-            if digit is None or digit.source_dim == NOWHERE
-            else (
-                digit.source_dim,
-                f.target_step * digit.source_step,
-            )
-        )
+        loop = loops[f.target_dim] if f.target_dim != NOWHERE else None
+        dim, step = (NOWHERE, 0) if loop is None else (loop.source_dim, f.target_step * loop.source_step)
         factors.append(Factor(f.size, dim, step, f.source_dim, f.source_step))
     value = box.value._replace(casts=(*box.value.casts, *part.value.casts))
     return Piece(value, source, part.source, tuple(factors))

@@ -1,4 +1,4 @@
-"""A map between trees: how the leaves of one are made of the leaves of the other, as a value."""
+"""`TreeMap`, an immutable map from the leaves of one tree to the leaves of another."""
 
 import dataclasses
 import functools as ft
@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .._ground.errors import MapError
 from .._ground.text import first_lines, html_text
-from .applied import applied
+from .apply import apply_steps
 from .binding import bound_steps
 from .expression import From, Rules, from_data, leaves_of, to_data
 from .patterns import pattern
@@ -23,21 +23,22 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True, init=False)
 class TreeMap:
-    """How each leaf of one tree is made of the leaves of another: a value for `load`, `save` and `reshard`.
+    """A map that makes each leaf of one tree, the target, from leaves of another tree, the source. `load`, `save` and
+    `reshard` take it.
 
-    It is written with one line per kind of weight. Braces in a target's path stand for a part of the path, and for the
-    same part in the paths of the source. A map does not contain shardings: those are in the plans. It hashes, compares,
-    prints as it was written, and has a JSON form.
+    A map has one rule per kind of weight. A placeholder such as `{i}` in a target's path matches a part of the path,
+    and has the same value in the paths of the source. A map does not contain shardings: those are in the plans. Maps
+    can be hashed, compared, printed as they were written, and stored as JSON.
 
     **Arguments:**
 
-    - `rules`: a dict from the path of a target, `layers/{i}/mlp/up`, to the expression that makes it: a
-        [`shardfx.From`][], or the path of a leaf that is copied unchanged. A name in braces stands for text without `/`
-        and `.`, `{name*}` for any text.
-    - `drop`: paths of leaves of the source that are not used, braces included. A leaf that is neither used nor dropped
-        is an error, and so is a path that the source does not have.
+    - `rules`: a dict from a path of the target, such as `layers/{i}/mlp/up`, to the expression that makes the leaf: a
+        [`shardfx.From`][], or the path of a leaf that is copied unchanged. `{name}` matches text without `/` and `.`;
+        `{name*}` matches any text.
+    - `drop`: paths of leaves of the source that are not used, with placeholders. A leaf of the source that is neither
+        used nor dropped is an error, and so is a dropped path that the source lacks.
     - `rest`: paths of leaves that are not used, and that the source need not have.
-    - `casts`: whether leaves are cast to the target's dtypes. Otherwise a dtype that is not the target's is an error.
+    - `casts`: whether leaves are cast to the dtypes of the target. Otherwise a different dtype is an error.
 
     !!! Example
 
@@ -90,7 +91,7 @@ class TreeMap:
 
     @ft.cached_property
     def digest(self) -> str:
-        """A checksum of the map, equal on every process for equal maps."""
+        """A checksum of the map. It is the same for equal maps on every process."""
         return hashlib.sha256(self.to_json().encode("utf-8", "surrogatepass")).hexdigest()
 
     @ft.cached_property
@@ -107,20 +108,20 @@ class TreeMap:
 
     @property
     def rules(self) -> dict[str, From]:
-        """A new dict of the rules as they were written, from the pattern of a target's path to its expression.
+        """The rules as they were written: a new dict from a path of the target to its expression.
 
-        `TreeMap({**map.rules, "head": From("embed").T}, drop=map.drop)` replaces one line.
+        `TreeMap({**map.rules, "head": From("embed").T}, drop=map.drop)` is the map with one rule replaced.
         """
         return dict(self._one_step().made)
 
     @property
     def drop(self) -> tuple[str, ...]:
-        """The paths of the source's leaves that the map leaves out on purpose."""
+        """The paths of leaves of the source that the map leaves out on purpose. The source must have them."""
         return self._one_step().drop
 
     @property
     def rest(self) -> tuple[str, ...]:
-        """The paths of leaves that the source may have, and that are not used."""
+        """The paths of leaves that the map does not use. The source need not have them."""
         return self._one_step().rest
 
     def _one_step(self) -> Rules:
@@ -130,43 +131,44 @@ class TreeMap:
         return self.steps[0]
 
     def inverse(self) -> "TreeMap":
-        """The inverse map, from this map's targets to its sources.
+        """The inverse map, from this map's target to its source.
 
-        It keeps the first of repeated values, removes padding, and casts back to the dtypes of the source. A leaf that
-        is partly dropped, sliced or scaled has no inverse, which is an error if it is used.
+        The inverse map keeps the first of repeated values, removes padding, and casts back to the dtypes of the source.
+        A leaf has no inverse if this map slices it without keeping the rest, or scales it. Applying the inverse map
+        then raises `MapError`.
         """
         return of_steps([dataclasses.replace(step, inverted=not step.inverted) for step in reversed(self.steps)])
 
     def then(self, other: "TreeMap") -> "TreeMap":
-        """This map followed by another one, as one map. Intermediate arrays are never made."""
+        """This map followed by another one, as one map. It does not make the intermediate arrays."""
         if not isinstance(other, TreeMap):
             raise MapError(f"`then` takes a TreeMap, not {other!r:.80}.")
         return of_steps([*self.steps, *other.steps])
 
     def apply(self, tree: object, like: object = None) -> PyTree:
-        """The target made of whole arrays, with NumPy, or with JAX if the arrays are JAX arrays or traced.
+        """Makes the target from the whole arrays of the source, with JAX if they are JAX arrays or traced, else with
+        NumPy.
 
-        All other ways to apply a map agree with this one, bit by bit; for large sharded trees use
-        [`shardfx.reshard`][].
+        `load`, `save` and `reshard` give bitwise the same arrays. Use [`shardfx.reshard`][] for large sharded trees.
 
         **Arguments:**
 
         - `tree`: the source.
-        - `like`: a tree with the structure, shapes and dtypes of the target. Without it the target's paths and shapes
-            are found out of the source, and it is a dict by path.
+        - `like`: a tree with the structure, shapes and dtypes of the target. Without it, the target's paths and shapes
+            are inferred from the source.
 
         **Returns:**
 
-        A tree with the structure of `like`, or a dict.
+        A tree with the structure of `like`; without `like`, a dict from paths to arrays.
 
         **Raises:**
 
-        `MapError` with all problems.
+        `MapError` with all leaves that the map does not fit.
         """
-        return applied(self.steps, tree, like)
+        return apply_steps(self.steps, tree, like)
 
     def to_json(self) -> str:
-        """The map as JSON text."""
+        """The map as a JSON text, for `TreeMap.from_json`."""
         steps = [
             {
                 "rules": [[path, to_data(made)] for path, made in step.made],
@@ -181,11 +183,11 @@ class TreeMap:
 
     @staticmethod
     def from_json(text: str) -> "TreeMap":
-        """The map that `to_json` wrote.
+        """The map from the JSON text of `to_json`.
 
         **Raises:**
 
-        `MapError` for text that is no such map.
+        `MapError` for any other text.
         """
         try:
             data = json.loads(text)
@@ -211,7 +213,7 @@ class TreeMap:
 
 
 def _step_of(data: Any) -> Rules:
-    """A step of a map from its JSON value."""
+    """A step of a map, from its part of the map's JSON."""
     for name, kind in (("rules", list), ("drop", list), ("rest", list), ("casts", bool), ("inverted", bool)):
         if not isinstance(data.get(name, []), kind):
             raise TypeError(f"`{name}` is {data.get(name)!r:.80}")
@@ -223,21 +225,21 @@ def _step_of(data: Any) -> Rules:
 
 
 def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None) -> Mapping[str, Made]:
-    """Applies a map to the leaves of two trees, by their shapes, and checks that it covers them.
+    """The pieces (strided copies) by which a map makes each leaf of a target, from the shapes of all leaves.
 
     **Arguments:**
 
     - `map`: the map.
-    - `source`, `target`: the leaves of both trees by path, with shapes and dtypes. Without a target its leaves are
-        found out of the source, where that can be.
+    - `source`, `target`: the shapes and dtypes of the leaves of both trees, by path. Without a target, its leaves are
+        inferred from the source.
 
     **Returns:**
 
-    The pieces of each leaf of the target, in the target's order.
+    For each leaf of the target, its shape, its dtype and its pieces, in the target's order.
 
     **Raises:**
 
-    `MapError` with all leaves that are not covered, covered twice, or of the wrong shape.
+    `MapError` with all leaves that no rule or two rules make, and with all leaves of the wrong shape.
     """
     return bound_steps(map.steps, source, target)
 
@@ -246,12 +248,12 @@ def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struc
 def bound_before(
     map: TreeMap, source: tuple[tuple[str, Struct], ...], target: tuple[tuple[str, Struct], ...]
 ) -> Mapping[str, Made]:
-    """Calls `bound` through a bounded cache."""
+    """The result of `bound`, from a cache of the last few calls."""
     return bound(map, dict(source), dict(target))
 
 
 def of_steps(steps: Iterable[Rules]) -> TreeMap:
-    """The map that applies these steps one after the other."""
+    """The map that applies steps one after the other."""
     made = object.__new__(TreeMap)
     object.__setattr__(made, "steps", tuple(steps))
     return made

@@ -1,4 +1,6 @@
-"""Pieces in memory: as views that NumPy copies, and as values that are read, scaled, cast and written."""
+"""Pieces carried out in host memory: views of arrays that NumPy copies, and elements that are scaled, cast and
+written.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,17 +18,23 @@ _BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: 
 
 
 def strides_of(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
-    """The strides of a row-major array, in elements or in bytes."""
+    """The strides of a row-major array: in elements, or in bytes for elements of `itemsize` bytes."""
     return tuple(math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape)))
 
 
 def target_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None) -> np.ndarray:
-    """The elements of a piece in an array that holds the target from `start` on, with one dimension per factor."""
+    """A view of the elements that a piece writes, with one dimension per loop of the piece.
+
+    `memory` holds the target, or the part of it that begins at position `start`.
+    """
     return _view(memory, piece.target, start, [(f.size, f.target_dim, f.target_step) for f in piece.factors])
 
 
 def source_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None) -> np.ndarray:
-    """The elements of a piece in an array that holds the source from `start` on, with one dimension per factor."""
+    """A view of the elements that a piece reads, with one dimension per loop of the piece.
+
+    `memory` holds the source, or the part of it that begins at position `start`.
+    """
     return _view(memory, piece.source, start, [(f.size, f.source_dim, f.source_step) for f in piece.factors])
 
 
@@ -41,27 +49,26 @@ def _view(
 
 
 def strided(memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """A view of memory with other strides, in bytes."""
-    # NumPy's function makes the dtype again from its text, and that of float8_e5m2 is "<f1", which it does not know.
+    """A view of an array with another shape and other strides in bytes, as NumPy's `as_strided` makes it."""
+    # `as_strided` makes the dtype again from its text. It does not know "<f1", the text of float8_e5m2.
     return np.lib.stride_tricks.as_strided(as_bits(memory), shape, strides).view(memory.dtype)
 
 
 def as_bits(view: np.ndarray) -> np.ndarray:
-    """The same memory as an integer dtype if NumPy does not know its dtype, since NumPy copies those
-    element by element.
+    """A view of an array as integers if its dtype is not NumPy's own, since NumPy copies such arrays element by
+    element; else the array.
     """
     kind = _BITS.get(view.dtype.itemsize)
     return view if kind is None or view.dtype.isbuiltin == 1 else view.view(kind)
 
 
-class Landing(NamedTuple):
-    """A box of the source, and the position of its elements in the memory of the target.
+class StridedBox(NamedTuple):
+    """A box of the source of a piece, and the strided view of the target's memory that its elements go to.
 
     **Arguments:**
 
-    - `source`: the box.
-    - `offset`, `strides`: the position of its first element, and the strides of its dimensions, in elements of the
-        memory.
+    - `source`: the box: a start and a stop for each dimension of the source.
+    - `offset`, `strides`: the offset of the first element in memory, and one stride per dimension, in elements.
     """
 
     source: Box
@@ -69,11 +76,11 @@ class Landing(NamedTuple):
     strides: tuple[int, ...]
 
 
-def landings(piece: Piece, box: Box) -> Iterator[Landing]:
-    """Divides the part of a piece inside a box of the target. Each of the results is a box of the source and one stride
-    per dimension in the memory that holds `box`.
+def strided_boxes(piece: Piece, box: Box) -> Iterator[StridedBox]:
+    """Yields the elements of a piece as boxes of the source, each with the strided view of memory that it goes to.
 
-    Repeated elements have one landing for each position.
+    The piece is inside `box`, a box of the target, and the memory holds this box. A source element that the piece
+    repeats is in one result for each of its positions.
     """
     shape = tuple(stop - start for start, stop in box)
     strides = strides_of(shape)
@@ -81,14 +88,14 @@ def landings(piece: Piece, box: Box) -> Iterator[Landing]:
         other = swapped(part)
         offset = sum((at - low) * stride for at, (low, _), stride in zip(part.target, box, strides, strict=True))
         own = [along(other, dim) for dim in range(len(other.target))]
-        # The step of the innermost digit is that of the dimension; the others follow from it.
+        # The step of the innermost factor is that of the dimension; the others follow from it.
         inner = [_step(factors[-1], strides) if factors else 0 for factors in own]
-        yield Landing(hull(other), offset, tuple(inner))
+        yield StridedBox(hull(other), offset, tuple(inner))
 
 
-def _step(digit: Factor, strides: Sequence[int]) -> int:
+def _step(factor: Factor, strides: Sequence[int]) -> int:
     # The sides are exchanged, so that the source is the memory.
-    return 0 if digit.source_dim == NOWHERE else strides[digit.source_dim] * digit.source_step
+    return 0 if factor.source_dim == NOWHERE else strides[factor.source_dim] * factor.source_step
 
 
 def _evenly(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
@@ -113,20 +120,27 @@ def _one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
     yield piece
 
 
-def seen(memory: np.ndarray, landing: Landing) -> np.ndarray:
-    """The part of the target's memory that a landing describes, as a view with the dimensions of the source."""
-    shape = tuple(stop - start for start, stop in landing.source)
-    strides = tuple(stride * memory.itemsize for stride in landing.strides)
+def box_view(memory: np.ndarray, one: StridedBox) -> np.ndarray:
+    """The strided view of the target's memory for a box of the source, with the dimensions of the source."""
+    shape = tuple(stop - start for start, stop in one.source)
+    strides = tuple(stride * memory.itemsize for stride in one.strides)
     # This takes a third of the time of `strided`, and a load makes thousands of such views.
-    return np.ndarray(shape, memory.dtype, memory.reshape(-1).view(np.uint8), landing.offset * memory.itemsize, strides)
+    return np.ndarray(shape, memory.dtype, memory.reshape(-1).view(np.uint8), one.offset * memory.itemsize, strides)
 
 
-# A box of an array, by its path.
+# A function that returns a box of an array, given the path of the array and the box.
 Read = Callable[[str, Box], np.ndarray]
 
 
 def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
-    """Writes a piece inside `box` of the target into memory that holds this box."""
+    """Writes a piece into memory that holds a box of the target.
+
+    **Arguments:**
+
+    - `memory`, `box`: the memory, and the box: a start and a stop for each dimension. The piece is inside the box.
+    - `piece`: the piece.
+    - `read`: returns a box of a source array.
+    """
     start = [low for low, _ in box]
     there = target_view(memory, piece, start)
     if piece.value.path is None:
@@ -141,13 +155,13 @@ def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
 
 
 def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
-    """Writes values into the view `there`, after the piece's casts."""
+    """Writes values into a view of memory, after the casts and arithmetic operations of a piece."""
     if there.dtype == values.dtype and is_only(piece.value.casts, there.dtype):
         copy(as_bits(there), as_bits(values))
         return
     # As in JAX, a value too large for a smaller floating-point dtype becomes infinite without an error.
     with np.errstate(over="ignore", invalid="ignore"):
-        # A cast that is the last operation happens during the copy, unless NumPy would cast in another way.
+        # The last cast happens during the copy, unless NumPy casts in another way than JAX.
         for at, to in enumerate(piece.value.casts, 1):
             is_last = at == len(piece.value.casts)
             if not is_last or isinstance(to, Arithmetic) or is_rounded(values.dtype, to):
@@ -156,7 +170,7 @@ def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
 
 
 def constant(piece: Piece) -> Any:
-    """The constant that fills a piece, after its casts."""
+    """The constant that fills a piece, after the piece's casts and arithmetic operations."""
     value = np.asarray(piece.value.number)
     for to in piece.value.casts:
         value = changed(value, to)
@@ -164,7 +178,7 @@ def constant(piece: Piece) -> Any:
 
 
 def _scales(piece: Piece, box: Box, read: Read) -> np.ndarray:
-    """The factor of each element of a box."""
+    """The scale of each element in a box of a piece's source. `read` returns a box of an array."""
     scale = piece.value.scale
     assert scale is not None
     blocks = scale_box(box, scale)
@@ -177,12 +191,14 @@ def _scales(piece: Piece, box: Box, read: Read) -> np.ndarray:
 
 
 def scale_box(box: Box, scale: Scale) -> Box:
-    """The box of the scales for the elements of a box."""
+    """The box of the array of scales that has the scales of all elements in `box`."""
     return tuple((low // each, -(-high // each)) for (low, high), each in zip(box, scale.block, strict=True))
 
 
 def chunks(piece: Piece, most: int) -> Iterator[Piece]:
-    """A piece divided into pieces whose boxes of the source hold at most `most` elements, as far as possible."""
+    """Yields parts of a piece, each small enough that its bounding box in the source has at most `most` elements if
+    possible.
+    """
     count = volume(hull(swapped(piece)))
     factors = [f for f in piece.factors if f.source_dim != NOWHERE]
     if count <= most or not factors:

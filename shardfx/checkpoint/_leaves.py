@@ -18,13 +18,13 @@ from .._convert import (
     Struct,
     TreeMap,
     bound,
+    box_view,
     changed,
     constant,
     dense,
     extended,
     hull,
-    landings,
-    seen,
+    strided_boxes,
     swapped,
     tree_structs,
     within,
@@ -152,8 +152,8 @@ def _pieces_of(made: Made, sources: Mapping[str, object], is_first: bool) -> Ite
 
 
 def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
-    for landing in landings(part, box):
-        values = seen(memory, landing)
+    for landing in strided_boxes(part, box):
+        values = box_view(memory, landing)
         casts = part.value.casts
         # A cast that is the last operation is done when the value is written, unless it would be refused there.
         for at, to in enumerate(casts, 1):

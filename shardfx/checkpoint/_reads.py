@@ -11,18 +11,18 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .._convert import (
-    Landing,
     Piece,
+    StridedBox,
     TreeMap,
+    box_view,
     chunks,
     fill,
     from_start,
     hull,
     is_only,
-    landings,
     scale_box,
-    seen,
     shifted,
+    strided_boxes,
     strides_of,
     swapped,
     within,
@@ -56,11 +56,11 @@ class Fetch(NamedTuple):
 
     entry: FileArray | StoreArray
     boxes: Sequence[Box]
-    homes: Sequence[tuple[int, Landing]] | None
+    homes: Sequence[tuple[int, StridedBox]] | None
 
     def targets(self, memory: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """The memory of each box, as a view with the dimensions of the stored array."""
-        return memory if self.homes is None else [seen(memory[number], home) for number, home in self.homes]
+        return memory if self.homes is None else [box_view(memory[number], home) for number, home in self.homes]
 
 
 def spans_into(entry: FileArray, fetch: Fetch, dtype: object, gap_bytes: int) -> tuple[Span, ...]:
@@ -69,7 +69,7 @@ def spans_into(entry: FileArray, fetch: Fetch, dtype: object, gap_bytes: int) ->
     return spans_of(entry.shape, entry.dtype.itemsize, tuple(fetch.boxes), in_place, gap_bytes)
 
 
-def _is_in_place(home: tuple[int, Landing]) -> bool:
+def _is_in_place(home: tuple[int, StridedBox]) -> bool:
     """Whether a box's elements are in the same order in memory as in the file."""
     sizes = [stop - start for start, stop in home[1].source]
     pairs = zip(sizes, home[1].strides, strides_of(sizes), strict=True)
@@ -85,9 +85,9 @@ def fetches(leaf: WantedLeaf, boxes: Sequence[Box]) -> tuple[list[Fetch], list[t
     if leaf.pieces is None:
         return [Fetch(leaf.entries[0], boxes, None)], []
     entries = {entry.path: entry for entry in leaf.entries}
-    homes: dict[str, list[tuple[int, Landing]]] = {}
+    homes: dict[str, list[tuple[int, StridedBox]]] = {}
     gathered = []
-    known: dict[object, list[tuple[Landing, ...] | Piece]] = {}
+    known: dict[object, list[tuple[StridedBox, ...] | Piece]] = {}
     strides = [strides_of([stop - start for start, stop in box]) for box in boxes]
     reaches = np.array([hull(piece) for piece in leaf.pieces], int).reshape(len(leaf.pieces), len(leaf.shape), 2)
     ends = np.array(boxes, int).reshape(len(boxes), 1, len(leaf.shape), 2)
@@ -108,16 +108,16 @@ def fetches(leaf: WantedLeaf, boxes: Sequence[Box]) -> tuple[list[Fetch], list[t
                     gathered.append((number, shifted(part, by)._replace(value=piece.value)))
                     continue
                 own = homes.setdefault(str(piece.value.path), [])
-                own += [(number, Landing(one.source, one.offset + offset, one.strides)) for one in part]
+                own += [(number, StridedBox(one.source, one.offset + offset, one.strides)) for one in part]
     return [Fetch(entries[path], [one.source for _, one in own], own) for path, own in homes.items()], gathered
 
 
-def _landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[Landing, ...] | Piece]:
+def _landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[StridedBox, ...] | Piece]:
     """Yields the parts of a piece within a box: as memory positions, or as a piece if its elements need more than a
     copy.
     """
     for part in within(piece, box):
-        few = tuple(it.islice(landings(part, box), _MOST_LANDINGS + 1)) if is_plain else ()
+        few = tuple(it.islice(strided_boxes(part, box), _MOST_LANDINGS + 1)) if is_plain else ()
         yield few if 0 < len(few) <= _MOST_LANDINGS else part
 
 

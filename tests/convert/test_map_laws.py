@@ -10,7 +10,7 @@ from maps import chains, filled, leaf, maps, pieces_of, same, written
 
 from shardfx import From, TreeMap
 from shardfx._convert import pieces as p
-from shardfx._convert.values import chunks, fill, landings, seen
+from shardfx._convert.values import box_view, chunks, fill, strided_boxes
 
 
 def reader(arrays):
@@ -50,8 +50,8 @@ def test_pieces_within_a_box_are_what_numpy_has_there_and_land_as_boxes_of_the_s
             if part.value.path is None:
                 fill(landed, box, part, reader(arrays))
                 continue
-            for landing in landings(part, box):
-                seen(landed, landing)[...] = reader(arrays)(part.value.path, landing.source)
+            for landing in strided_boxes(part, box):
+                box_view(landed, landing)[...] = reader(arrays)(part.value.path, landing.source)
         same(filled_in, wanted)
         same(landed, wanted)
 

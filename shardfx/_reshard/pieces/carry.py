@@ -24,8 +24,8 @@ from .exchange import (
     AXIS,
     Block,
     Exchange,
-    PieceForm,
     Round,
+    StridedCopy,
     bitcast,
     block_shape,
     blocks,
@@ -45,7 +45,7 @@ from .shard_parts import first_casts
 Sending = tuple[int, tuple[tuple[int, int], ...]]
 
 
-def _sent_shape(form: PieceForm) -> list[int]:
+def _sent_shape(form: StridedCopy) -> list[int]:
     """The shape in which a part of a shard is sent, without repeated elements."""
     return [count for _, own in form.source for count, _ in own]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..._convert import PieceForm, changed, form_of, is_dense, ordered, put, taken
+from ..._convert import StridedCopy, changed, gathered, is_dense, scattered, strided_copy, transposed
 from ..._ground.text import together
 from ..steps.programs import is_small_float
 from .shard_parts import ShardPart, first_casts
@@ -36,7 +36,7 @@ class Round(NamedTuple):
     """
 
     number: int
-    form: PieceForm
+    form: StridedCopy
     pairs: tuple[tuple[int, int], ...]
     is_full: bool
 
@@ -72,7 +72,7 @@ def exchanges(
     - `most_bytes`: the most bytes that the parts of one program take, unless it has only one round.
     - `kinds`: for each array that is read, a key that is equal for all arrays that one program may read.
     """
-    kind_of = lambda part: (str(part.piece.value.path), form_of(part.piece), part.sender == part.receiver)
+    kind_of = lambda part: (str(part.piece.value.path), strided_copy(part.piece), part.sender == part.receiver)
     alike = together(parts, kind_of)
     groups: list[list[RoundParts]] = []
     filled, keys, kind = 0, set[str](), None
@@ -91,7 +91,7 @@ def exchanges(
 
 # The parts of one round: the key of the array, the shape and casts of the parts, whether each device copies its own
 # elements, the bytes of the largest part, and the parts.
-RoundParts = tuple[str, PieceForm, bool, int, Sequence[ShardPart]]
+RoundParts = tuple[str, StridedCopy, bool, int, Sequence[ShardPart]]
 
 
 def _exchange(group: Sequence[RoundParts], count: int, receivers: int) -> Exchange:
@@ -172,15 +172,15 @@ def bitcast(x: jax.Array, dtype: Any) -> jax.Array:
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
-def sent_dtype(form: PieceForm, dtype: object) -> Any:
+def sent_dtype(form: StridedCopy, dtype: object) -> Any:
     """The dtype in which devices send elements of an array of `dtype`: the dtype after the casts of the sender."""
     return (dtype, *form.casts)[first_casts(form.casts, dtype)]
 
 
-def slice_part(form: PieceForm, block: jax.Array, place: jax.Array) -> jax.Array:
+def slice_part(form: StridedCopy, block: jax.Array, place: jax.Array) -> jax.Array:
     """Slices a part out of a device's shard at the position `place`, and casts it to the dtype in which it is sent."""
     piece = jax.lax.dynamic_slice(block, list(place[: len(form.source)]), [size for size, _ in form.source])
-    return _cast(taken(piece, form.source), form.casts[: first_casts(form.casts, block.dtype)])
+    return _cast(gathered(piece, form.source), form.casts[: first_casts(form.casts, block.dtype)])
 
 
 def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
@@ -193,12 +193,12 @@ def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
 def write_part(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: jax.Array) -> jax.Array:
     """The shard `out` with a received part written into it at the position `place`. `dtype` is the source's dtype."""
     form = step.form
-    piece = ordered(bitcast(_cast(piece, form.casts[first_casts(form.casts, dtype) :]), out.dtype), form)
+    piece = transposed(bitcast(_cast(piece, form.casts[first_casts(form.casts, dtype) :]), out.dtype), form)
     starts, sizes = list(place[-1 - len(form.target) : -1]), [size for size, _ in form.target]
     if step.is_full and all(is_dense(size, digits) for size, digits in form.target):
         return jax.lax.dynamic_update_slice(out, piece.reshape(sizes), starts)
     before = jax.lax.dynamic_slice(out, starts, sizes)
-    after = put(before, form.target, piece, 0)
+    after = scattered(before, form.target, piece, 0)
     return jax.lax.dynamic_update_slice(out, jnp.where(place[-1] > 0, after, before), starts)
 
 

@@ -1,4 +1,4 @@
-"""A map applied to whole arrays in memory, by its operations or, for an inverted map, by pieces."""
+"""Maps applied to whole arrays in memory, and strided copies between arrays in JAX."""
 
 import functools as ft
 import itertools as it
@@ -21,7 +21,15 @@ from .values import constant, fill
 
 
 def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
-    """Applies an operation to arrays of `xp`, which is `numpy` or `jax.numpy`. The shapes must have been checked."""
+    """Applies an operation of an expression to arrays.
+
+    **Arguments:**
+
+    - `xp`: `numpy` or `jax.numpy`, as the arrays.
+    - `op`: the name of the operation, as `"transpose"`.
+    - `parts`: its operands. Their shapes must have been checked.
+    - `args`: its other arguments.
+    """
     x: Any = parts[0] if parts else None
     match op, *args:
         case "constant", value, shape, dtype:
@@ -58,8 +66,8 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
     return changed(x, Arithmetic("*" if op == "times" else "+", *args))
 
 
-def applied(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
-    """The implementation of `TreeMap.apply`."""
+def apply_steps(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
+    """Applies the steps of a map to the arrays of a tree. It is the implementation of `TreeMap.apply`."""
     flat = flatten(tree)
     arrays = {
         path: leaf for path, leaf, is_array in zip(flat.paths, flat.leaves, flat.is_array, strict=True) if is_array
@@ -67,8 +75,8 @@ def applied(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
     target = None if like is None else tree_structs(like)
     made = bound_steps(steps, structs_of(arrays, arrays.values()), target)
     if any(step.inverted for step in steps):
-        put = _assembled_in_jax if _is_in_jax(arrays) else _assembled
-        found = {path: put(one, arrays) for path, one in made.items()}
+        assemble = _assembled_in_jax if _is_in_jax(arrays) else _assembled
+        found = {path: assemble(one, arrays) for path, one in made.items()}
     else:
         found = _by_rules(steps, arrays, made)
     if like is None:
@@ -83,9 +91,7 @@ def _is_in_jax(arrays: Mapping[str, object]) -> bool:
 
 
 def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, object], made: Mapping[str, Made]) -> dict[str, Any]:
-    """Makes the target's leaves by running the operations of each rule. It does not use pieces, and so serves to check
-    them.
-    """
+    """Makes the leaves of the target by running the operations of each rule, without pieces."""
     xp = jnp if _is_in_jax(arrays) else np
     leaves, structs = dict(arrays), structs_of(arrays, arrays.values())
     for number, step in enumerate(steps):
@@ -100,7 +106,7 @@ def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, object], made: Mappin
 
 
 def _assembled(made: Made, arrays: Mapping[str, object]) -> Any:
-    """A leaf assembled from pieces with NumPy."""
+    """A leaf of the target, copied piece by piece with NumPy. `arrays` are the leaves of the source by path."""
     out = np.zeros(made.shape, made.dtype)
     whole = tuple((0, size) for size in made.shape)
     for piece in made.pieces:
@@ -109,7 +115,7 @@ def _assembled(made: Made, arrays: Mapping[str, object]) -> Any:
 
 
 def _assembled_in_jax(made: Made, arrays: Mapping[str, Any]) -> jax.Array:
-    """A leaf assembled from pieces with JAX, traced or not. PRNG keys are moved as key data."""
+    """A leaf of the target, copied piece by piece with JAX, traced or not. PRNG keys are copied as key data."""
     if not jnp.issubdtype(made.dtype, jax.dtypes.extended):
         return _filled(made.pieces, made.shape, made.dtype, arrays)
     names = [piece.value.path for piece in made.pieces if piece.value.path is not None]
@@ -122,79 +128,83 @@ def _assembled_in_jax(made: Made, arrays: Mapping[str, Any]) -> jax.Array:
 def _filled(pieces: Sequence[Piece], shape: tuple[int, ...], dtype: DType, arrays: Mapping[str, object]) -> jax.Array:
     out = jnp.zeros(shape, dtype)
     for piece in pieces:
-        form = form_of(piece)
+        copy = strided_copy(piece)
         here, there = (tuple(slice(*ends) for ends in hull(one)) for one in (swapped(piece), piece))
         path, scale = piece.value.path, piece.value.scale
         values = constant(piece) if path is None else arrays[path]
         if scale is not None:
             values = on_arrays(jnp, "scale", [values, arrays[scale.path]], *scale.block)
-        values = taken(jnp.asarray(values)[here], form.source)
+        values = gathered(jnp.asarray(values)[here], copy.source)
         for to in () if path is None else piece.value.casts:
             values = changed(values, to)
-        made = put(out[there], form.target, ordered(values, form).astype(dtype), 0)
+        made = scattered(out[there], copy.target, transposed(values, copy).astype(dtype), 0)
         out = made if len(pieces) == 1 and made.shape == shape else out.at[there].set(made)
     return out
 
 
-# For each dimension the extent of a box, and its digits: the size and the stride of each.
-Digits = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+# For each dimension the size of a box, and the size and the step of each factor along it.
+BoxFactors = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
-class PieceForm(NamedTuple):
-    """A piece without its position. Pieces of one form run the same compiled program.
+class StridedCopy(NamedTuple):
+    """A strided copy from a box of one array to a box of another: a piece without its arrays and positions. Pieces with
+    equal strided copies run the same compiled program.
 
     **Arguments:**
 
-    - `source`, `target`: the digits of each dimension, on either side.
-    - `order`: for each digit of the target, the number of the source's digit that it is, or `NOWHERE` for a repetition.
-    - `casts`: the dtypes that the numbers are cast to.
+    - `source`, `target`: for each dimension of a box, its size and the factors along it, longest step first. A factor
+        is a loop: its size, and the step of one iteration.
+    - `order`: for each factor of the target, the index of the same loop among the factors of the source, or `NOWHERE`
+        for a loop that repeats the source.
+    - `casts`: the casts and arithmetic operations on the elements, in order.
     """
 
-    source: Digits
-    target: Digits
+    source: BoxFactors
+    target: BoxFactors
     order: tuple[int, ...]
     casts: tuple[Any, ...]
 
 
-def form_of(piece: Piece) -> PieceForm:
-    """The form of a piece: its digits, their order and its casts, without its position."""
-    sources, targets = _digits(swapped(piece)), _digits(piece)
+def strided_copy(piece: Piece) -> StridedCopy:
+    """The strided copy of a piece, without the piece's arrays and positions."""
+    sources, targets = _box_factors(swapped(piece)), _box_factors(piece)
     source = [f for own in sources for f in own]
-    # Both sides give the same digit the same four numbers.
+    # A factor is the same loop on both sides, with source and target exchanged.
     numbers = {(f.target_dim, f.target_step): number for number, f in enumerate(source)}
     order = tuple(
         NOWHERE if f.source_dim == NOWHERE else numbers[f.source_dim, f.source_step] for own in targets for f in own
     )
-    return PieceForm(
+    return StridedCopy(
         _plain(hull(swapped(piece)), sources), _plain(hull(piece), targets), order, tuple(piece.value.casts)
     )
 
 
-def _digits(piece: Piece) -> list[list[Factor]]:
+def _box_factors(piece: Piece) -> list[list[Factor]]:
     return [along(piece, dim) for dim in range(len(piece.target))]
 
 
-def _plain(box: Sequence[tuple[int, int]], digits: Sequence[Sequence[Factor]]) -> Digits:
+def _plain(box: Sequence[tuple[int, int]], factors: Sequence[Sequence[Factor]]) -> BoxFactors:
     sizes = [stop - start for start, stop in box]
-    return tuple((size, tuple((f.size, f.target_step) for f in own)) for size, own in zip(sizes, digits, strict=True))
+    return tuple((size, tuple((f.size, f.target_step) for f in own)) for size, own in zip(sizes, factors, strict=True))
 
 
-def is_dense(size: int, digits: Sequence[tuple[int, int]]) -> bool:
-    """Whether the digits cover a dimension of this size completely, one element after the other."""
+def is_dense(size: int, factors: Sequence[tuple[int, int]]) -> bool:
+    """Whether factors (pairs of size and step) reach every element of a dimension of size `size`, in order."""
     step = 1
-    for count, own in reversed(digits):
+    for count, own in reversed(factors):
         if own != step:
             return False
         step *= count
     return step == size
 
 
-def taken(x: jax.Array, digits: Digits) -> jax.Array:
-    """The elements of a box at the positions that the digits (factors of a mixed-radix index) enumerate, as an array
-    with one dimension for each digit.
+def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
+    """A strided gather: the elements of `x` that nested loops reach, as an array with one dimension per loop.
+
+    `factors` has, for each dimension of `x`, its size and the loops along it, each with its size and step.
     """
     axis = 0
-    for size, own in digits:
+    for size, own in factors:
         if is_dense(size, own):
             x = x.reshape(*x.shape[:axis], *[count for count, _ in own], *x.shape[axis + 1 :])
             axis += len(own)
@@ -209,40 +219,46 @@ def taken(x: jax.Array, digits: Digits) -> jax.Array:
 
 
 def _below(own: Sequence[tuple[int, int]], step: int) -> int:
-    """The number of elements that the digits with a step below `step` span, from the first to the last."""
+    """The distance from the first to the last element that the factors with a step below `step` reach, plus one. A
+    factor is a pair of size and step.
+    """
     return 1 + sum((count - 1) * each for count, each in own if each < step)
 
 
 def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
-    """`x` with dimension `axis` reshaped to `count` rows of `step` elements. Zeros fill the last row."""
+    """The array with dimension `axis` reshaped to `count` rows of `step` elements. Zeros fill the last row."""
     missing = count * step - x.shape[axis]
     padded = jnp.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)])
     return padded.reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :])
 
 
-def ordered(piece: jax.Array, form: PieceForm) -> jax.Array:
-    """A piece with its dimensions, one for each digit, in the order of the target. Repeated digits are broadcast."""
-    piece = piece.transpose([number for number in form.order if number != NOWHERE])
-    counts = [count for _, own in form.target for count, _ in own]
-    shape = [1 if number == NOWHERE else count for number, count in zip(form.order, counts, strict=True)]
+def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
+    """Transposes the result of `gathered`, with one dimension per factor, to the order of the target's factors. Factors
+    that repeat the source are broadcast.
+    """
+    piece = piece.transpose([number for number in copy.order if number != NOWHERE])
+    counts = [count for _, own in copy.target for count, _ in own]
+    shape = [1 if number == NOWHERE else count for number, count in zip(copy.order, counts, strict=True)]
     return jnp.broadcast_to(piece.reshape(shape), counts)
 
 
-def put(box: jax.Array, digits: Digits, piece: jax.Array, axis: int) -> jax.Array:
-    """A copy of `box` in which `piece` replaces the elements at the positions that the digits enumerate."""
-    if axis == box.ndim:
+def scattered(box: jax.Array, factors: BoxFactors, piece: jax.Array, axis: int) -> jax.Array:
+    """A strided scatter: a copy of `box` in which the elements of `piece` replace those that nested loops reach.
+
+    `factors` has, for each dimension of `box` from `axis` on, its size and the loops along it. `piece` has one
+    dimension per loop, after the first `axis` dimensions of `box`.
+    """
+    if all(is_dense(size, own) for size, own in factors):
         return piece.reshape(box.shape)
-    if all(is_dense(size, own) for size, own in digits):
-        return piece.reshape(box.shape)
-    (size, own), rest = digits[0], digits[1:]
+    (size, own), rest = factors[0], factors[1:]
     if is_dense(size, own):
         merged = piece.reshape(*piece.shape[:axis], size, *piece.shape[axis + len(own) :])
-        return put(box, rest, merged, axis + 1)
+        return scattered(box, rest, merged, axis + 1)
     (count, step), below = own[0], own[1:]
     rows = _rows(box, axis, count, step)
-    inner = 1 + sum((each - 1) * length for each, length in below)
+    inner = _below(own, step)
     part = jax.lax.slice_in_dim(rows, 0, inner, axis=axis + 1)
-    new = put(part, ((inner, below), *rest), piece, axis + 1)
+    new = scattered(part, ((inner, below), *rest), piece, axis + 1)
     rows = jax.lax.dynamic_update_slice_in_dim(rows, new, 0, axis + 1)
     flat = rows.reshape(*box.shape[:axis], count * step, *box.shape[axis + 1 :])
     return jax.lax.slice_in_dim(flat, 0, size, axis=axis)
