@@ -1,4 +1,4 @@
-"""Rules from logical names and from paths to mesh axes, and the resolution of names.
+"""Rules that map logical names and paths to mesh axes, and the resolution of logical names.
 
 This folder may import `_ground` only. It never uses devices or the values of arrays. Whether a requested spec fits the
 mesh and the shape is decided in `_plan`.
