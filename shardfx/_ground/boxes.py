@@ -15,12 +15,12 @@ Box = tuple[tuple[int, int], ...]
 
 
 def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """Converts a JAX index, which is a tuple of slices, to a box."""
+    """Converts a JAX index, which is a tuple of slices, to a box: a start and a stop for each dimension."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def shard_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """Maps each device to the box of its shard of an array of `shape`.
+    """Maps each device to the box (the index range) of its shard of an array of `shape`.
 
     For an `AbstractMesh` the keys are positions in the mesh, in row-major order.
     """
@@ -30,7 +30,7 @@ def shard_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """Maps each device of this process to the box of its shard of an array of `shape`."""
+    """Maps each device of this process to the box (the index range) of its shard of an array of `shape`."""
     found = sharding.addressable_devices_indices_map(shape)
     return {device: as_box(index or (), shape) for device, index in found.items()}
 

@@ -29,7 +29,7 @@ class LeafPlan:
     **Arguments:**
 
     - `path`: the array's path in the tree, such as `layers/0/attn/q_proj/weight`.
-    - `shape`, `dtype`: those of the whole array, not of a shard.
+    - `shape`, `dtype`: the shape and dtype of the whole array, not of a shard.
     - `names`: its logical names if they request the sharding, else `None`.
     - `requested`: the spec that the rule requests.
     - `spec`: the spec that the array gets, in canonical form.

@@ -125,7 +125,7 @@ def names_text(names: object) -> str:
 
 
 def unknown_names(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple[str, ...]:
-    """The names that have no rule in any mode."""
+    """The logical names in `names` that have no rule in any mode."""
     return tuple(slot.name for slot in _unruled(names, rules))
 
 

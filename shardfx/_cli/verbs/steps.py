@@ -68,7 +68,8 @@ def traffic(
 ) -> None:
     """List the collectives of a step, and the lines that cause them.
 
-    {STEP} Nothing runs. The step's `jax.jit` or `filter_jit` says what it donates, and how its results are sharded.
+    {STEP} Nothing runs. The donated arguments and the shardings of the results are those that the step's `jax.jit` or
+    `filter_jit` sets.
     """
     if target is not None and how == "estimate":
         raise UsageError("--target is what is compiled for; with --how estimate leave it out")
