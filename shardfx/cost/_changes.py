@@ -144,7 +144,7 @@ def _moment_changes(known: StepOnChip) -> Iterator[_Trial]:
         how = "optax.scale_by_adam(mu_dtype=jnp.bfloat16), and cast the others in the step"
         yield _Trial("moments in bfloat16", memory.peak_bytes - less, how)
     if moments:
-        # The largest array is on the device while it is updated.
+        # The update of the largest array needs it in the device's memory.
         less = sum(map(sizes, moments)) - max(memory.arguments[at] for at in moments)
         how = (
             'follow(optimizer.init, params_plan, memory_kinds=[(".*", "pinned_host")]); in the step '

@@ -195,7 +195,7 @@ class Fit:
         return "\n\n".join(parts)
 
     def __str__(self) -> str:
-        # Tables, with the text below them, are separated by a blank line.
+        # A blank line separates the tables.
         parts = ["\n".join([*table(rows, right=_NUMBERS), *below]) for rows, below in _tables(self)]
         return "\n\n".join(parts) + "".join(f"\n{printable(note)}" for note in self.notes)
 

@@ -1,7 +1,7 @@
 """A step after Shardy's propagation as a graph of arrays and operations.
 
-The graph shows the operations over which a mesh axis reached an array, and the operations where the shardings of two
-arrays conflict.
+The graph has the operations over which a mesh axis reached an array, and the operations where the shardings of two
+arrays conflict. A stack, here, is an array with one slice for each iteration of a loop, as `jax.lax.scan` has them.
 """
 
 import functools as ft
@@ -13,12 +13,12 @@ from typing import NamedTuple, TypeVar
 from .._step import ArraySharding, Program
 
 
-# The number of arrays that are searched for one with the axis. Arrays further away have little to do with it.
+# The largest number of dimensions that a search for a mesh axis visits. Arrays further away are hardly related.
 _FAR = 4000
 _NONE = ArraySharding((), {})
-# The number of operations allowed between a stack and a value that is written to it.
+# The largest number of operations between a stack and the value that a loop writes into it.
 _DEEP = 8
-# The operations by which loops read and write stacks, and that reshape a slice of one.
+# The operations by which loops read and write stacks, and the operations that reshape a slice of a stack.
 _LOOP_OPERATIONS = ("carry", "return", "use", "dynamic_slice", "dynamic_update_slice")
 _RESHAPED = ("reshape", "broadcast_in_dim", "constant")
 # The operations that return their operand unchanged.
@@ -26,23 +26,30 @@ _IDENTITIES = ("carry", "return", "use")
 
 
 _T = TypeVar("_T", bound=Hashable)
-# For each item that a walk reached, the operation and the item that led to it; `None` for the items it started from.
+# For each item that a search reached, the operation and the item before it; `None` for the items that it started from.
 Steps = Mapping[_T, tuple[int, _T] | None]
 
 
 class DimKey(NamedTuple):
-    """The key of one dimension of one array."""
+    """One dimension of one array: the number of the array, and the number of the dimension."""
 
     value: int
     dim: int
 
 
 class Stop(NamedTuple):
-    """The operation where a mesh axis stopped propagating.
+    """The operation where a mesh axis stopped propagating to an array.
 
-    One array of the operation is sharded over the axis. Another has the corresponding dimension, and is not.
-    `with_axis` is a dimension of the first array, and `last` of the second. `near` is a dimension of the array to
-    constrain: of `last`'s array, or of the value that a loop reads from that array if it is a stack.
+    Two dimensions of the operation's arrays have one factor. The axis shards only one of them.
+
+    **Arguments:**
+
+    - `dim`: the dimension of the array that the axis could shard.
+    - `with_axis`: the dimension of the operation that the axis shards.
+    - `last`: the dimension of the operation that the axis does not shard.
+    - `operation`: the number of the operation.
+    - `near`: the dimension that a sharding constraint could shard: usually `last`. If the array of `last` is only a
+        loop's bookkeeping, it is a dimension of the nearest array that a line of the program computes.
     """
 
     dim: int
@@ -53,10 +60,13 @@ class Stop(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """An operation in which a mesh axis shards two different factors, in two arrays.
+    """An operation in which a mesh axis shards dimensions of two different factors, in two arrays.
 
-    `kept` is a dimension of the array that stays sharded over the axis. `moved` is a dimension of the array that is
-    gathered.
+    **Arguments:**
+
+    - `operation`, `axis`: the number of the operation, and the mesh axis.
+    - `kept`: the dimension of the array that stays sharded over the axis.
+    - `moved`: the dimension of the array that is gathered.
     """
 
     operation: int
@@ -71,7 +81,7 @@ class Graph:
     def __init__(self, program: Program):
         self.program, self.values, self.operations = program, program.values, program.operations
         self.shardings = [value.sharding or _NONE for value in self.values]
-        # For each array, the operations that make it or read it; for each made array, the operation that makes it.
+        # The operations that compute or read each array, and the operation that computes each array.
         self.operations_of: list[list[int]] = [[] for _ in self.values]
         self.makers: dict[int, int] = {}
         for at, made in enumerate(self.operations):
@@ -79,14 +89,15 @@ class Graph:
                 self.operations_of[value].append(at)
             for out in made.outs:
                 self.makers.setdefault(out, at)
-        # For each loop-carried array, the array that one iteration gives the next in its place.
+        # For each loop-carried array, the array that the loop's body returns as its next value.
         self.next_carried = {made.ins[1]: made.ins[0] for made in self.operations if made.name == "return"}
         self.paths = ft.lru_cache(maxsize=4096)(self._paths)
 
     @ft.cached_property
     def factors(self) -> list[list[tuple[DimKey, int]]]:
-        """For each operation, the dimensions of its arrays, each with its major-most factor. A mesh axis shards the
-        major-most factor of a dimension.
+        """For each operation, the dimensions of its arrays, each with its major-most factor.
+
+        A mesh axis that shards a dimension shards this factor.
         """
         found = []
         for made in self.operations:
@@ -108,8 +119,9 @@ class Graph:
         return chain[::-1]
 
     def _paths(self, axis: str, origin: str) -> Steps[int]:
-        """For each array that has a mesh axis from one origin, the previous array on a shortest path from the origin,
-        and the operation between the two.
+        """The shortest paths on which a mesh axis propagated from one origin.
+
+        For each array that has the axis from there, it is the previous array on the path, and the operation between.
         """
         kind, _, number = origin.partition(": ")
         sources = self.constraints.get(origin, ())
@@ -129,7 +141,7 @@ class Graph:
 
     @ft.cached_property
     def constraints(self) -> dict[str, list[int]]:
-        """For the origin name of each sharding constraint, the arrays that the constraint returns."""
+        """For the name of each sharding constraint in Shardy's origins, the arrays that the constraint returns."""
         found: dict[str, list[int]] = {}
         for made in self.operations:
             if made.name == "sharding_constraint":
@@ -138,8 +150,8 @@ class Graph:
         return found
 
     def stop_of(self, value: int, axis: str) -> Stop | None:
-        """The nearest operation where a mesh axis stopped propagating towards an array that is not sharded over it;
-        `None` if no array near it has the axis.
+        """The nearest operation where a mesh axis stopped propagating to an array; `None` if no array near it has the
+        axis on a dimension of a common factor.
         """
         shape = self.values[value].shape
         starts = [DimKey(value, dim) for dim in range(len(shape)) if axis not in self.axes_of(DimKey(value, dim))]
@@ -156,22 +168,20 @@ class Graph:
         return Stop(back[-1].dim, with_axis, last, operation, next(named, self._stacked(last)))
 
     def _as_carried(self, one: DimKey) -> DimKey:
-        """The same dimension of the array that the body of a loop returns for a loop-carried array; for other arrays,
-        the dimension itself.
+        """For a dimension of a loop-carried array, the same dimension of the array that the loop's body returns as its
+        next value. Dimensions of other arrays are returned unchanged.
         """
         return DimKey(self.next_carried.get(one.value, one.value), one.dim)
 
     def _is_of_loop(self, value: int) -> bool:
-        """Whether an array is made by the reads and writes of a loop's stacks and carry, rather than by a line of the
-        program.
-        """
+        """Whether an array is only a loop's bookkeeping: a loop-carried array, a stack, or a slice of a stack."""
         made = self.operations[self.makers[value]] if value in self.makers else None
         if made is None or made.name in _RESHAPED:
             return made is not None and all(map(self._is_of_loop, made.ins))
         return made.name in _LOOP_OPERATIONS
 
     def _stacked(self, stack: DimKey) -> DimKey:
-        """The dimension of the value that a loop's body writes into a stack, for a dimension of the stack."""
+        """The dimension of the value that a loop's body writes into a stack, from the dimension of the stack."""
         here = stack
         for _ in range(_DEEP):
             here = self._as_carried(here)
@@ -186,9 +196,7 @@ class Graph:
         return self._as_carried(stack)
 
     def _neighbours(self, here: DimKey) -> Iterator[tuple[int, DimKey]]:
-        """Yields the dimensions that have a factor in common with the dimension `here`, each with the number of the
-        operation.
-        """
+        """Yields the dimensions with the factor of the dimension `here` in some operation, each with the operation."""
         for at in self.operations_of[here.value]:
             factors = {factor for one, factor in self.factors[at] if one == here}
             for one, factor in self.factors[at]:
@@ -197,7 +205,7 @@ class Graph:
 
     @ft.cached_property
     def conflicts(self) -> list[Conflict]:
-        """The operations in which one mesh axis shards two different factors."""
+        """The operations in which a mesh axis shards dimensions of two different factors."""
         found: list[Conflict] = []
         for at, made in enumerate(self.operations):
             dims_of: dict[str, list[tuple[DimKey, int]]] = {}
@@ -212,10 +220,10 @@ class Graph:
 
 
 def _search(before: dict[_T, tuple[int, _T] | None], edges: Callable[[_T], Iterable[tuple[int, _T]]]) -> Iterator[_T]:
-    """Yields the items that a breadth-first search from the keys of `before` reaches, and records the predecessor of
-    each in `before`.
+    """Yields the items that a breadth-first search from the keys of `before` reaches.
 
-    `edges` returns the neighbours of an item, each with the operation between the two.
+    The search records the predecessor of each item in `before`. `edges` returns the neighbours of an item, each with
+    the operation between the two.
     """
     queue = deque(before)
     while queue:

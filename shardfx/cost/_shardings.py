@@ -1,6 +1,4 @@
-"""The sharding of every array of a step, and the argument, result or constraint that each of its mesh axes comes
-from.
-"""
+"""The sharding of every array of a step, and the origin of each of its mesh axes: an argument, result or constraint."""
 
 import dataclasses
 import functools as ft
@@ -26,7 +24,7 @@ from ._propagation import Conflict, DimKey, Graph, Stop
 from ._traffic_rows import Traffic, TrafficRow
 
 
-# The number of rows that are printed.
+# The largest number of rows in a printed table.
 _MOST = 20
 
 
@@ -57,9 +55,10 @@ class Wanted:
 
     - `axis`, `dim`: the mesh axis, and the number of the dimension.
     - `by`: the argument, result or constraint whose sharding has the axis on this dimension.
-    - `first`: the origin of the axis on another dimension, if that is why the axis cannot shard this one; else "".
-    - `line`: the line that makes the first array without the axis.
-    - `shape`, `dtype`, `spec`: the shape and dtype of that array, and its spec with the axis added.
+    - `first`: the argument, result or constraint from which the axis shards another dimension instead; "" if the axis
+        shards no dimension.
+    - `line`: the line of your program that computes the array to constrain, where the axis stopped propagating.
+    - `shape`, `dtype`, `spec`: the shape and dtype of this array, and its spec with the axis added.
     """
 
     __module__ = "shardfx.cost"
@@ -80,7 +79,7 @@ class Wanted:
 
     @property
     def where(self) -> str:
-        """The array that lacks the axis and the line that makes it, as text."""
+        """The text of the array to constrain, with the line of your program that computes it."""
         return f"{array_text(self.dtype, self.shape)} of {place_text(self.line)}"
 
     def __str__(self) -> str:
@@ -97,12 +96,12 @@ class ArrayRow:
 
     **Arguments:**
 
-    - `source`: the innermost line of your own program that makes the array; `None` if the program does not name one.
-    - `operation`: StableHLO's name of the operation that makes the array, such as "dot_general".
+    - `source`: the innermost line of your own program that computes the array; `None` if it is not known.
+    - `operation`: StableHLO's name of the operation that computes the array, such as "dot_general".
     - `phase`: "forward", "backward" or "recomputed"; "" if JAX does not name the pass.
-    - `loop`: the line of the innermost loop that makes the array in each iteration; `None` outside loops.
+    - `loop`: the line of the innermost loop that computes the array in each iteration; `None` outside of loops.
     - `shape`, `dtype`: the shape and the dtype of the whole array.
-    - `spec`: the partition spec of the array.
+    - `spec`: the PartitionSpec of the array.
     - `bytes_per_device`: the bytes of one device's shard.
     - `origins`: the origin of each mesh axis in `spec`.
     - `number`: the number of the array in the step.
@@ -124,14 +123,14 @@ class ArrayRow:
 
 @dataclasses.dataclass(frozen=True)
 class StepShardings:
-    """The sharding of every array of a step, a row for each array; made by [`shardfx.cost.shardings`][].
+    """The sharding of every array of a step, a row for each array; returned by [`shardfx.cost.shardings`][].
 
     `str(...)` is a table with a row for each line of your program, the largest first.
 
     **Arguments:**
 
-    - `rows`: the arrays that operations make, in order of their bytes on one device, the largest first.
-    - `mesh`: the mesh.
+    - `rows`: the arrays that operations compute, sorted by their bytes on one device, the largest first.
+    - `mesh`: the mesh of the step.
     - `notes`: further notes.
     """
 
@@ -143,7 +142,7 @@ class StepShardings:
     _known: "_Explainer" = dataclasses.field(repr=False, compare=False)
 
     def at(self, line: str) -> "StepShardings":
-        """The rows of the arrays that one source line makes.
+        """The rows of the arrays that one source line computes.
 
         **Arguments:**
 
@@ -151,7 +150,7 @@ class StepShardings:
 
         **Raises:**
 
-        `UnknownPathError` if that line makes no array.
+        `UnknownPathError` if that line computes no array.
         """
         lines: dict[str, list[ArrayRow]] = together(self.rows, lambda row: row.source.place if row.source else "")
         if line not in lines:
@@ -167,7 +166,7 @@ class StepShardings:
 
         **Raises:**
 
-        `UnknownPathError` if no array has an axis from there.
+        `UnknownPathError` if no array has a mesh axis from this argument or result.
         """
         names = {origin.by for row in self.rows for origin in row.origins}
         if path not in names:
@@ -193,7 +192,7 @@ class StepShardings:
 
     @property
     def conflicts(self) -> tuple[str, ...]:
-        """A sentence for each operation that has one mesh axis on two dimensions, so that one of its arrays is
+        """A sentence for each operation in which a mesh axis shards dimensions of two factors, so that an array is
         gathered.
         """
         return self._known.conflicts
@@ -203,15 +202,15 @@ class StepShardings:
 
         **Arguments:**
 
-        - `traffic`: the traffic of the same step, from [`shardfx.cost.estimate`][] or [`shardfx.cost.traffic`][]. Rows
-            are matched by line and axes.
+        - `traffic`: the traffic of the same step, from [`shardfx.cost.estimate`][] or [`shardfx.cost.traffic`][]. The
+            reason for a row is found by its source line and mesh axes.
         """
         return dataclasses.replace(traffic, rows=tuple(map(self._known.annotated, traffic.rows)))
 
     def of_held(self, array: LiveArray) -> tuple[ArrayRow | None, str]:
-        """The row of an array that is live in memory, and the reason why the array is not sharded further.
+        """The row of an array in memory, and the reason why the array is not sharded further, or "".
 
-        The row is found by source line and size; it is `None` if there is none.
+        The row is found by source line and size; `None` if no row has them.
         """
         size, own = math.prod(array.buffer.shape), (row for row in self.rows if row.source == array.source)
         alike = (row for row in own if row.bytes_per_device * 8 // bits(row.dtype) == size)
@@ -222,7 +221,7 @@ class StepShardings:
 
     def to_json(self) -> str:
         """The rows as JSON text: a list with an object for each row."""
-        return json.dumps([_plain(row) for row in self.rows])
+        return json.dumps([_json_row(row) for row in self.rows])
 
     def __str__(self) -> str:
         lines = {row.source for row in self.rows}
@@ -245,14 +244,14 @@ class StepShardings:
 def shardings(
     step: object, *args: object, compiler: Platform | str = "tpu", mesh: MeshSpec | Mesh | AbstractMesh | None = None
 ) -> StepShardings:
-    """The sharding of every array of a step, and the argument, result or constraint that each of its mesh axes comes
-    from.
+    """The sharding of every array of a step. Each of its mesh axes comes from an argument, a result or a constraint.
 
     XLA's own Shardy pass runs on the step as XLA receives it. Nothing is compiled, and no device is needed.
 
     **Arguments:**
 
-    - `step`, `args`, `compiler`, `mesh`: as [`shardfx.cost.estimate`][] takes them.
+    - `step`, `args`, `compiler`, `mesh`: the step, its arguments, the platform and the mesh, as in
+        [`shardfx.cost.estimate`][].
 
     **Returns:**
 
@@ -282,8 +281,9 @@ def shardings(
 
 
 def explained(step: object, line: str, args: Sequence[object], compiler: Platform | str = "tpu") -> StepShardings:
-    """The shardings of the arrays that one source line of a step makes, with a note on each collective of the line and
-    its reason.
+    """The shardings of the arrays that one source line of a step computes.
+
+    The notes have a sentence for each collective of this line, with the reason for the collective.
     """
     known, platform = step_of(step, args), platform_of(compiler)
     found = shardings_of(known, platform)
@@ -298,7 +298,7 @@ def explained(step: object, line: str, args: Sequence[object], compiler: Platfor
 
 
 def shardings_of(step: Step, platform: Platform, module: object = None) -> StepShardings:
-    """The shardings of a traced step. `module` is a StableHLO module to use instead of the step's own."""
+    """The shardings of a traced step, for `module` in place of the step's own StableHLO module if it is given."""
     known = _Explainer(step, Graph(program_of(step.propagated(platform, module=module))))
     notes = (_INSIDE,) if None in known.made else ()
     rows = sorted((row for row in known.made if row and row.shape), key=lambda row: -row.bytes_per_device)
@@ -316,9 +316,9 @@ class _Explainer:
 
     @ft.cached_property
     def made(self) -> list[ArrayRow | None]:
-        """A row for each array that an operation makes; `None` for an array inside a `shard_map`."""
+        """A row for each array that an operation computes; `None` for an array inside a `shard_map`."""
         made = enumerate(zip(self.graph.operations, self.loops, strict=True))
-        return [self._row(at, out, loop) for at, (one, loop) in made if one.name not in _SILENT for out in one.outs]
+        return [self._row(at, out, loop) for at, (one, loop) in made if one.name not in _NO_ROW for out in one.outs]
 
     def _row(self, at: int, out: int, loop: Frame | None) -> ArrayRow | None:
         value, made, shardy = self.graph.values[out], self.graph.operations[at], self.graph.shardings[out]
@@ -327,7 +327,7 @@ class _Explainer:
             return None
         axes = [axis for own in shardy.dims for axis in own]
         origins = tuple(Origin(axis, self.name(shardy.origins.get(axis, "")), self._chain(out, axis)) for axis in axes)
-        spec = PartitionSpec(*(canonical_entry(tuple(map(_whole, own))) for own in shardy.dims))
+        spec = PartitionSpec(*(canonical_entry(tuple(map(_axis_of, own))) for own in shardy.dims))
         described = (value.shape, value.dtype, spec, self._bytes(out), origins, out)
         return ArrayRow(self.lines[at], made.name, phase_of(stack), loop, *described)
 
@@ -398,7 +398,7 @@ class _Explainer:
         last, near = stop.last.value, stop.near.value
         first = self.origin_of(last, axis) if any(axis in own for own in self.graph.shardings[last].dims) else ""
         value, dims = self.graph.values[near], self.graph.shardings[near].dims
-        entries = [[_whole(one) for one in own if _whole(one) != axis] for own in dims or [()] * len(value.shape)]
+        entries = [[_axis_of(one) for one in own if _axis_of(one) != axis] for own in dims or [()] * len(value.shape)]
         entries[stop.near.dim].append(axis)
         spec = PartitionSpec(*map(canonical_entry, entries))
         line = self.lines[self.graph.makers.get(near, stop.operation)]
@@ -411,8 +411,8 @@ class _Explainer:
         return tuple(dict.fromkeys(f"{place_text(self.lines[one.operation])}: {self.sentence(one)}" for one in largest))
 
     def sentence(self, one: Conflict) -> str:
-        """A sentence about a conflict: which two arrays of an operation are sharded over the mesh axis, and which of
-        them is gathered.
+        """A sentence about a conflict, with the two arrays that are sharded over the mesh axis and the one that is
+        gathered.
         """
         made = self.graph.operations[one.operation]
         both = " and ".join(self._dim_text(dim, one.axis) for dim in (one.kept, one.moved))
@@ -449,11 +449,11 @@ class _Explainer:
 
 
 _INSIDE = "Arrays inside a `shard_map` lie as its specs say, and have no rows."
-# Operations that make no new array.
-_SILENT = ("carry", "return", "use", "sharding_constraint", "data_flow_edge")
+# Operations that compute no new array.
+_NO_ROW = ("carry", "return", "use", "sharding_constraint", "data_flow_edge")
 
 
-def _whole(axis: str) -> str:
+def _axis_of(axis: str) -> str:
     """The mesh axis that contains a sub-axis: `data` for `data:(1)2`."""
     return axis.partition(":")[0]
 
@@ -466,8 +466,8 @@ def _cells(row: ArrayRow) -> tuple[str, ...]:
     return bytes_text(row.bytes_per_device), *array, phase, place_text(row.source)
 
 
-def _plain(row: ArrayRow) -> dict[str, Any]:
-    """A row as values that JSON can write."""
+def _json_row(row: ArrayRow) -> dict[str, Any]:
+    """The fields of a row as values that JSON can represent."""
     return {
         "line": row.source.place if row.source else None,
         "operation": row.operation,

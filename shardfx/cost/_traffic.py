@@ -240,7 +240,7 @@ def _costliest_branches(found: list[_Found]) -> list[_Found]:
 
     Only one branch runs, and the program does not say which.
     """
-    # Inner conditionals come first, so that the counted branches of an outer one are complete.
+    # Inner conditionals come first, since the bytes of an outer branch depend on them.
     for depth in reversed(range(max((len(one.runs.branch) for one in found), default=0))):
         sums: dict[str, Counter[int]] = {}
         for one in found:

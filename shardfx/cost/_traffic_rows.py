@@ -10,7 +10,7 @@ from ._hlo_text import Phase
 
 
 Key = Literal["axes", "kind", "source", "leaf", "dtype"]
-# The kind of a collective, its mesh axes, its line and its leaf.
+# The key of a difference: the kind of a collective, its mesh axes, its source line and its leaf.
 _Kind: TypeAlias = tuple[str, tuple[str, ...], Frame | None, str | None]
 
 
