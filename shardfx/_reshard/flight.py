@@ -17,8 +17,8 @@ from jax.sharding import Sharding
 from .._ground.errors import MoveError
 from .move import Move, move_of, program_of
 from .pieces.assembly import Assembly
-from .pieces.carry import Context, start_assembly
 from .pieces.host import LocalShards, assemble_and_delete
+from .pieces.run import Context, start_assembly
 from .shardings import labelled, leaf_name
 
 

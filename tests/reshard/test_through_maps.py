@@ -256,7 +256,7 @@ def pieces_of(array):
 
 
 def test_between_other_devices_no_device_has_a_block_of_the_other_side(monkeypatch):
-    from shardfx._reshard.pieces import carry
+    from shardfx._reshard.pieces import run
 
     arrays = {"w": np.random.default_rng(0).normal(size=(6, 1024, 1024)).astype(np.float32)}
     layers = TreeMap({"w.{i}": From("w").at("i").T})
@@ -285,7 +285,7 @@ def test_between_other_devices_no_device_has_a_block_of_the_other_side(monkeypat
         return made
 
     for name in ("slice_program", "send_program", "write_program"):
-        monkeypatch.setattr(carry, name, watched(getattr(carry, name)))
+        monkeypatch.setattr(run, name, watched(getattr(run, name)))
     moved = through_programs(tree, wanted, map=layers)
     equal(moved, whole, wanted)
     made = plan_reshard(tree, wanted, map=layers)

@@ -5,6 +5,6 @@ sharding asks for one.
 
 The *target* is the array to assemble, and its *sources* are the arrays that are read. A *piece* (`_convert.Piece`) is a
 part of the target that equals a part of a source. `shard_parts` divides pieces into parts of single shards, each with
-the device that sends it and the device that receives it. `assembly` makes the plan for one array. `exchange` and
-`carry` run it as programs on the devices, `host` as NumPy copies in this process.
+the device that sends it and the device that receives it. `assembly` makes the plan for one array. `exchange` and `run`
+run it as programs on the devices, `host` as NumPy copies in this process.
 """

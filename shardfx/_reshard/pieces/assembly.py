@@ -405,22 +405,22 @@ def shards_of(leaf: MovedLeaf) -> LeafShards:
     return LeafShards((*own, *shape[len(leaf.shape) :]), dtype, boxes)
 
 
-def _with_host_copies(found: Assembly, sources: Sequence[MovedLeaf], devices: _Devices) -> Assembly:
-    """Returns `found` with the NumPy copies of this process. Replicas of a shard share memory, so it is copied once."""
+def _with_host_copies(plan: Assembly, sources: Sequence[MovedLeaf], devices: _Devices) -> Assembly:
+    """Returns `plan` with the NumPy copies of this process. Replicas of a shard share memory, so it is copied once."""
     first: dict[Box, int] = {}
     for device, box in devices.target:
         if device.process_index == jax.process_index():
             first.setdefault(box, devices.numbers[device])
     parts: dict[int, list[ShardPart]] = {at: [] for at in first.values()}
-    for part in found.parts.all:
+    for part in plan.parts.all:
         if part.receiver in parts:
             parts[part.receiver].append(part)
-    shapes, orders = [found.source_shapes[one.path] for one in sources], list[Mapping[int, int]]()
+    shapes, orders = [plan.source_shapes[one.path] for one in sources], list[Mapping[int, int]]()
     for one in sources:  # for each device, the number of its shard among the shards of this process
         here = () if one.sharding is None else one.sharding.addressable_devices_indices_map(one.shape)
         orders.append({devices.numbers.get(device, _HOST): at for at, device in enumerate(here)} or {_HOST: _HOST})
-    copies = [host_copies(parts[at], found.dtype, box, shapes, orders) for box, at in first.items()]
-    return dataclasses.replace(found, targets=tuple(first), host_copies=tuple(copies))
+    copies = [host_copies(parts[at], plan.dtype, box, shapes, orders) for box, at in first.items()]
+    return dataclasses.replace(plan, targets=tuple(first), host_copies=tuple(copies))
 
 
 def _ordered(end: Sharding) -> list[Any]:

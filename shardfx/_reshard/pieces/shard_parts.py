@@ -237,13 +237,13 @@ def shard_parts(
     return ShardParts(tuple(part for part, _ in found), tuple(missing), replicas)
 
 
-def _choose(found: list[tuple[ShardPart, Senders | None]]) -> tuple[tuple[int, ...], ...]:
-    """Writes a sender into each part of `found`. Returns the devices of each shard that several devices could send."""
+def _choose(parts: list[tuple[ShardPart, Senders | None]]) -> tuple[tuple[int, ...], ...]:
+    """Writes a sender into each of `parts`. Returns the devices of each shard that several devices could send."""
     replicas: dict[tuple[int, ...], None] = {}
-    for at in sorted(range(len(found)), key=lambda at: -found[at][0].bytes):
-        part, senders = found[at]
+    for at in sorted(range(len(parts)), key=lambda at: -parts[at][0].bytes):
+        part, senders = parts[at]
         if senders is not None and part.receiver not in senders.holders:
-            found[at] = ShardPart(senders.choose(part.receiver, part.bytes), *part[1:]), senders
+            parts[at] = ShardPart(senders.choose(part.receiver, part.bytes), *part[1:]), senders
             if len(senders.holders) > 1:
                 replicas[tuple(senders.holders)] = None
     return tuple(replicas)

@@ -9,7 +9,7 @@ receiving process. A *revision* is one version of all weights.
 """
 
 from .codec import from_json as from_json, to_json as to_json
-from .ends import Channel as Channel, receive as receive, send as send
+from .endpoints import Channel as Channel, receive as receive, send as send
 from .planning import plan_transfer as plan_transfer
 from .servers import JaxChannel as JaxChannel
 from .sockets import Receiver as Receiver, Sender as Sender

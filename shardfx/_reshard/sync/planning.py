@@ -140,13 +140,13 @@ def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
     return Encoding(value, value.path, _FLOAT32, value.casts, None)
 
 
-def form_of(one: Encoding | None, piece: Piece, rank: int, dtype: np.dtype) -> WireForm:
+def form_of(encoding: Encoding | None, piece: Piece, rank: int, dtype: np.dtype) -> WireForm:
     """The `WireForm` of a piece with an encoding. A constant has no encoding, and is not sent."""
-    if one is None:
+    if encoding is None:
         return WireForm(piece.value, piece.factors, 0, 0, dtype, None)
-    count = first_casts(one.casts, one.dtype)
-    sent = np.dtype([one.dtype, *dtypes_of(one.casts[:count])][-1])
-    return WireForm(one.value, piece.factors, rank, count, sent, one.scales)
+    count = first_casts(encoding.casts, encoding.dtype)
+    sent = np.dtype([encoding.dtype, *dtypes_of(encoding.casts[:count])][-1])
+    return WireForm(encoding.value, piece.factors, rank, count, sent, encoding.scales)
 
 
 class _Jobs(NamedTuple):
@@ -191,7 +191,7 @@ def _kind(target: MovedLeaf, pieces: tuple[Piece, ...], sources: Mapping[str, Mo
 def _add(
     table: "_Table",
     made: Made,
-    read: Mapping[str, Encoding],
+    encodings: Mapping[str, Encoding],
     holders: Mapping[str, Mapping[Box, Sequence[int]]],
     group: Iterable[tuple[int, Box]],
     jobs: _Jobs,
@@ -200,13 +200,13 @@ def _add(
     alike = together(group, lambda pair: pair[1])
     same, first = [[number for number, _ in pairs] for pairs in alike.values()], len(jobs.senders)
     wanted = [(first + at, box) for at, box in enumerate(alike)]
-    ends = {alias: (one.dtype, holders[one.path]) for alias, one in read.items()}
+    ends = {alias: (one.dtype, holders[one.path]) for alias, one in encodings.items()}
     starts = {name: {at: [low for low, _ in box] for box, (at,) in own.items()} for name, own in holders.items()}
     locals_here, parts = _local_numbers(jobs.senders), list[ShardPart]()
     for part in shard_parts(made, wanted, ends, {}).all:
         parts += [part] if part.piece.value.path is None else divided(part, jobs.limit_bytes)
     # An element of a source may be needed at two positions.
-    is_repeated = len({one.path for one in read.values()}) < len(read) or any(
+    is_repeated = len({one.path for one in encodings.values()}) < len(encodings) or any(
         factor.source_dim == NOWHERE for piece in made.pieces for factor in piece.factors
     )
     for part in _split_at_edges(parts) if is_repeated else parts:
@@ -214,7 +214,7 @@ def _add(
         if part.piece.value.path is None:
             table.add((-1, -1), None, [], part.piece, own)
             continue
-        one = read[part.piece.value.path]
+        one = encodings[part.piece.value.path]
         ends_here = jobs.senders[part.sender], locals_here[part.sender]
         table.add(ends_here, one, starts[one.path][part.sender], part.piece, own)
 

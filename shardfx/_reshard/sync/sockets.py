@@ -18,7 +18,7 @@ import numpy as np
 
 from ..._ground.errors import PlanMismatchError, SyncError
 from ..._plan import ShardPlan
-from .ends import receive, send
+from .endpoints import receive, send
 from .transfer import TransferPlan
 
 

@@ -99,21 +99,21 @@ def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
         )
 
 
-def unpack(step: SentPiece, memory: np.ndarray, there: Memory) -> None:
+def unpack(step: SentPiece, memory: np.ndarray, buffer_of: Memory) -> None:
     """Decodes received bytes and writes them into every buffer that needs them.
 
     **Arguments:**
 
     - `step`: the part of an array that was sent, with its position in each buffer.
     - `memory`: the received bytes.
-    - `there`: a function that returns a buffer by its number.
+    - `buffer_of`: a function that returns a buffer by its number.
     """
     one = step.places[0]
     form, raw = one.form, memory[: one.own_bytes]
     values = _unpacked(raw, form.sent, one.shape) if bits(form.sent) < 8 else _typed(raw, form.sent, one.shape)
     read = _reader(one, values, memory[one.own_bytes :]) if form.scales else None
     for place in step.places:
-        buffer = there(place.buffer)
+        buffer = buffer_of(place.buffer)
         if read is not None:
             fill(buffer, tuple((0, size) for size in buffer.shape), place.piece, read)
             continue

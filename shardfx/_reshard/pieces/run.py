@@ -73,7 +73,7 @@ def slice_program(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: 
 
 
 @ft.lru_cache(maxsize=256)
-def send_program(devices: tuple[object, ...], found: tuple[Sending, ...]) -> Any:
+def send_program(devices: tuple[object, ...], rounds: tuple[Sending, ...]) -> Any:
     """A jitted function in which devices send their blocks to each other, by one collective permute for each round.
 
     The argument is donated.
@@ -81,7 +81,7 @@ def send_program(devices: tuple[object, ...], found: tuple[Sending, ...]) -> Any
 
     def run(sent: jax.Array) -> jax.Array:
         start = 0
-        for size, pairs in found:
+        for size, pairs in rounds:
             if pairs:
                 piece = jax.lax.ppermute(jax.lax.slice(sent, (start,), (start + size,)), AXIS, pairs)
                 sent = jax.lax.optimization_barrier(jax.lax.dynamic_update_slice(sent, piece, (start,)))
@@ -192,12 +192,12 @@ class Context:
                 self.blocks[known] = blocks(devices, *plan.source_shapes[key], shards)
         return self.blocks[known]
 
-    def _scaled(self, one: ScaledArray, x: jax.Array, by: jax.Array) -> jax.Array:
-        """The array `x` multiplied by its scales `by`, with the sharding of `x`."""
+    def _scaled(self, one: ScaledArray, x: jax.Array, scales: jax.Array) -> jax.Array:
+        """The array `x` multiplied by `scales`, with the sharding of `x`."""
         assert self.move is not None
         end = x.sharding
-        by = self.move(by, NamedSharding(end.mesh, PartitionSpec()) if isinstance(end, NamedSharding) else end)
-        return _times(one.scale, one.dtype, end)(x, by)
+        scales = self.move(scales, NamedSharding(end.mesh, PartitionSpec()) if isinstance(end, NamedSharding) else end)
+        return _times(one.scale, one.dtype, end)(x, scales)
 
 
 @ft.lru_cache(maxsize=64)
