@@ -160,7 +160,7 @@ def saving_constraints(known: StepOnChip) -> Constrained | None:
     """Sharding constraints on activations that lower the step's peak memory; `None` if none does.
 
     Each constraint shards an array that is in memory at the peak over a mesh axis of the batch. Constraints that save
-    almost nothing beside the others are left out.
+    almost nothing in addition to the others are left out.
     """
     before = known.memory.peak_bytes
     constraints: tuple[Wanted, ...] = ()

@@ -40,7 +40,7 @@ class DimKey(NamedTuple):
 class Stop(NamedTuple):
     """The operation where a mesh axis stopped propagating to an array.
 
-    Two dimensions of the operation's arrays have one factor. The axis shards only one of them.
+    A factor of the operation's sharding rule belongs to a dimension of two arrays. The axis shards only one of the two.
 
     **Arguments:**
 
@@ -121,7 +121,8 @@ class Graph:
     def _paths(self, axis: str, origin: str) -> Steps[int]:
         """The shortest paths on which a mesh axis propagated from one origin.
 
-        For each array that has the axis from there, it is the previous array on the path, and the operation between.
+        The result has, for each array that has the axis from this origin, the previous array on the path, and the
+        operation between the two arrays.
         """
         kind, _, number = origin.partition(": ")
         sources = self.constraints.get(origin, ())
@@ -141,7 +142,7 @@ class Graph:
 
     @ft.cached_property
     def constraints(self) -> dict[str, list[int]]:
-        """For the name of each sharding constraint in Shardy's origins, the arrays that the constraint returns."""
+        """The arrays that each sharding constraint returns, by the name of the constraint in Shardy's origins."""
         found: dict[str, list[int]] = {}
         for made in self.operations:
             if made.name == "sharding_constraint":
@@ -150,8 +151,9 @@ class Graph:
         return found
 
     def stop_of(self, value: int, axis: str) -> Stop | None:
-        """The nearest operation where a mesh axis stopped propagating to an array; `None` if no array near it has the
-        axis on a dimension of a common factor.
+        """The nearest operation where a mesh axis stopped propagating to the array number `value`.
+
+        It is `None` if the axis shards no array from which it could have propagated.
         """
         shape = self.values[value].shape
         starts = [DimKey(value, dim) for dim in range(len(shape)) if axis not in self.axes_of(DimKey(value, dim))]
@@ -196,7 +198,7 @@ class Graph:
         return self._as_carried(stack)
 
     def _neighbours(self, here: DimKey) -> Iterator[tuple[int, DimKey]]:
-        """Yields the dimensions with the factor of the dimension `here` in some operation, each with the operation."""
+        """Yields the dimensions that have a factor in common with the dimension `here`, each with the operation."""
         for at in self.operations_of[here.value]:
             factors = {factor for one, factor in self.factors[at] if one == here}
             for one, factor in self.factors[at]:

@@ -41,8 +41,8 @@ class Runs:
 def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
     """The number of times that each computation of an HLO module runs, by the name of the computation.
 
-    Computations that do not run are left out. A computation has one entry for all its callers, except for callers in
-    different branches of a conditional or in different loops of unknown trip count.
+    Computations that do not run are left out. A computation has several entries if it is called from different branches
+    of a conditional, or from different loops of unknown trip count.
     """
     found = {module.entry: collections.Counter({Runs(0): 1})}
     # Callees come before callers in the text. In reverse order, each count is complete when it is reached.
@@ -148,8 +148,8 @@ def _fusion_root(
 def _scalar(module: HloModule, scope: Mapping[str, Instruction], name: str) -> tuple[int | None, int] | None:
     """An integer value as a loop-carried integer plus a constant; `None` for any other value.
 
-    The result is the loop-carried integer's index in the tuple that the loop carries (`None` if there is only a
-    constant), and the constant.
+    The result is the index of the loop-carried integer in the loop's tuple, and the constant that is added to it. The
+    index is `None` if the value is a constant.
     """
     if name not in scope:
         return None

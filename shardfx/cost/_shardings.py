@@ -298,7 +298,7 @@ def explained(step: object, line: str, args: Sequence[object], compiler: Platfor
 
 
 def shardings_of(step: Step, platform: Platform, module: object = None) -> StepShardings:
-    """The shardings of a traced step, for `module` in place of the step's own StableHLO module if it is given."""
+    """The shardings of a traced step. If `module` is given, it replaces the step's own StableHLO module."""
     known = _Explainer(step, Graph(program_of(step.propagated(platform, module=module))))
     notes = (_INSIDE,) if None in known.made else ()
     rows = sorted((row for row in known.made if row and row.shape), key=lambda row: -row.bytes_per_device)

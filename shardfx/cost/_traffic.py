@@ -39,7 +39,7 @@ def traffic(compiled: object, mesh: MeshSpec | Mesh | AbstractMesh | None = None
     """The bytes that a compiled step sends: a row for each collective, with the line of your program that causes it.
 
     A collective in a loop counts once per iteration. An asynchronous collective counts once. A collective of an unknown
-    kind is an error, so the total is never too small without notice.
+    kind raises an error, so no collective is left out of the total.
 
     **Arguments:**
 
@@ -236,7 +236,7 @@ class _ModuleReader:
 
 
 def _costliest_branches(found: list[_Found]) -> list[_Found]:
-    """The rows, with zero bytes in all branches of a conditional but the one that sends most.
+    """The rows, with zero bytes in the branches of a conditional that send less than another branch of it.
 
     Only one branch runs, and the program does not say which.
     """
