@@ -62,8 +62,8 @@ def _step(step: Rules, source: Mapping[str, TreeLeaf], target: Mapping[str, Tree
         return _forward(step, source, target)
     if target is None:
         raise MapError(
-            "a map that goes backwards does not say what it leads to, as a concatenation does not say how long its "
-            "parts are; give the structs of the target, `like=...`, or write the way there as a map of its own."
+            "an inverted map does not say what its target is, as a concatenation does not say how long its parts are; "
+            "give the structs of the target, `like=...`, or write a map in this direction."
         )
     forward = _forward(step, target, source)
     return _backward(forward, target)
@@ -219,7 +219,7 @@ def _counted(
     name = inner[0] if inner else names[0]
     place = found[name]
     if place is None:
-        raise MapError(f"nothing in {rule} says what `{{{name}}}` stands for; give the target, `like=...`")
+        raise MapError(f"nothing in {rule} gives `{{{name}}}` a value; give the target, `like=...`")
     made = evaluated(place.of[0], binding, source, lambda path: leaf_made(path, source[path]), on_shapes)
     size = made.shape[dim_of(place.args[1], len(made.shape), "at")]
     one = sum_of(str(place.args[0]))
@@ -262,7 +262,7 @@ def _behind_gaps(step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str,
             binding = None if path in used else pattern(text).matched(path)
             if binding is not None and pattern(text).filled({**binding, over: 0}) in used:
                 more = f"`.stack({over!r}, count=...)`"
-                yield path, f"`.stack({over!r})` stops before it, at a number that is missing; say how many: {more}"
+                yield path, f"`.stack({over!r})` ends before it, at a number without a leaf; give a count: {more}"
                 break
 
 
@@ -337,8 +337,10 @@ def _backward(forward: Mapping[str, Made], source: Mapping[str, TreeLeaf]) -> Ma
             if piece.value.path is None:
                 continue
             if piece.value.scale is not None:
-                what = "it was scaled, and the way back would have to find the scales"
-                problems.append((piece.value.path, f"{what}; write another map back, to weights without them"))
+                what = "the map scales it, and an inverse would have to find the scales"
+                problems.append(
+                    (piece.value.path, f"{what}; write a map in the other direction, to weights without scales")
+                )
                 break
             casts = _back(piece.value.casts, source[piece.value.path].dtype)
             value = piece.value._replace(path=path, casts=casts)
@@ -348,7 +350,7 @@ def _backward(forward: Mapping[str, Made], source: Mapping[str, TreeLeaf]) -> Ma
         leaf = source[path]
         kept, whole = disjoint(pieces, tuple(leaf.shape))
         if not whole:
-            problems.append((path, "the map keeps only a part of it, so that there is no way back"))
+            problems.append((path, "the map keeps only a part of it, so it has no inverse"))
         found[path] = Made(tuple(leaf.shape), leaf.dtype, tuple(map(simplified, kept)))
     if problems:
         _raise(problems)

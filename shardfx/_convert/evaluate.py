@@ -67,7 +67,7 @@ def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
     path = pattern(text).filled(binding)
     if path is None:
         missing = [name for name in pattern(text).names if name not in binding]
-        hint = f"`{{{missing[0]}}}` stands for nothing" if missing else "it counts with what is no number"
+        hint = f"`{{{missing[0]}}}` has no value" if missing else "a sum in it has a name that is no number"
         raise MapError(f"`{text}` names no leaf: {hint}; write it into the target's path too, or use `.stack(...)`.")
     if path not in leaves:
         raise MapError(f"the source has no `{path}`{near(path, leaves)}")
@@ -89,8 +89,8 @@ def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> rang
         return range(made.args[2])
     if first is None:
         raise MapError(
-            f"`.stack({over!r})` goes through nothing: no path in {made.of[0]} has `{{{over}}}`; write it into one, or "
-            f"say how many: `.stack({over!r}, count=...)`."
+            f"`.stack({over!r})` iterates over nothing: no path in {made.of[0]} has `{{{over}}}`; write it into one, "
+            f"or give a count: `.stack({over!r}, count=...)`."
         )
     number, binding = 0, {**dict.fromkeys(_inner_stacks(made.of[0]), 0), **binding}
     while (path := pattern(first).filled({**binding, over: number})) is not None and path in leaves:
@@ -111,7 +111,7 @@ def _index(index: int | str, binding: Binding) -> int:
     found = index if isinstance(index, int) else sum_of(index).value(binding)
     if not isinstance(found, int):
         raise MapError(
-            f"`.at({index!r})` needs a number, and `{index}` stands for {found!r}; number the target's path."
+            f"`.at({index!r})` needs a number, and the value of `{index}` is {found!r}; number the target's path."
         )
     return found
 
@@ -119,7 +119,7 @@ def _index(index: int | str, binding: Binding) -> int:
 def dim_of(dim: int, rank: int, op: str) -> int:
     """A dimension of an array of rank `rank` as a non-negative number. Raises `MapError` if the array lacks it."""
     if not isinstance(dim, int) or not -rank <= dim < rank:
-        raise MapError(f"`{op}` of dim {dim} on an array of {rank} dimensions.")
+        raise MapError(f"`{op}` takes dim {dim}, and the array has {rank} dimensions.")
     return dim % rank
 
 
@@ -131,7 +131,7 @@ def sizes_of(sizes: Sequence[int], count: int, what: str) -> tuple[int, ...]:
     if len(free) == 1 and known and count % known == 0:
         found[free[0]] = count // known
     if any(size < 0 for size in found) or math.prod(found) != count:
-        raise MapError(f"{what} of {count} elements into {tuple(sizes)}, which are not as many.")
+        raise MapError(f"{what} of {count} elements into sizes {tuple(sizes)}, whose product is another number.")
     return tuple(found)
 
 
@@ -236,7 +236,7 @@ def _share(shape: tuple[int, ...], dim: int, shards: int) -> int:
 
 def _alike(parts: Sequence[Made], op: str, dim: int | None) -> Made:
     if not parts:
-        raise MapError(f"`{op}` of nothing.")
+        raise MapError(f"`{op}` takes at least one array.")
     shapes = {part.shape for part in parts}
     if dim is not None:
         rank = len(parts[0].shape)
@@ -254,7 +254,7 @@ def _at(parts: Sequence[Made], index: int, dim: int) -> Made:
     (made,), rank = parts, len(parts[0].shape)
     dim = dim_of(dim, rank, "at")
     if not -made.shape[dim] <= index < made.shape[dim]:
-        raise MapError(f"`at({index})` along dim {dim} of shape {made.shape}.")
+        raise MapError(f"`at({index})` is out of range along dim {dim} of shape {made.shape}.")
     one = _slice(parts, index % made.shape[dim], index % made.shape[dim] + 1, dim)
     return _placed(one, [at for at in range(rank) if at != dim], _shape_after(made.shape, dim))
 
@@ -264,7 +264,7 @@ def _slice(parts: Sequence[Made], start: int, stop: int | None, dim: int) -> Mad
     dim = dim_of(dim, len(made.shape), "slice")
     low, high, _ = slice(start, stop).indices(made.shape[dim])
     if low > high or (stop is not None and stop > made.shape[dim]):
-        raise MapError(f"`slice({start}, {stop})` along dim {dim} of shape {made.shape}.")
+        raise MapError(f"`slice({start}, {stop})` is out of range along dim {dim} of shape {made.shape}.")
     back = tuple(-low * (at == dim) for at in range(len(made.shape)))
     pieces = tuple(shifted(part, back) for piece in made.pieces for part in cut(piece, dim, low, high))
     return Made(_shape_after(made.shape, dim, high - low), made.dtype, pieces)
@@ -302,7 +302,7 @@ def cast(made: Made, to: Any) -> Made:
         return made
     if jnp.issubdtype(made.dtype, jax.dtypes.extended) or jnp.issubdtype(to, jax.dtypes.extended):
         raise MapError(
-            f"{made.dtype} cannot be cast to {to}: a PRNG key means something to its own implementation alone."
+            f"{made.dtype} cannot be cast to {to}: a PRNG key means something only to its own implementation."
         )
     if jnp.issubdtype(made.dtype, jnp.complexfloating) and not jnp.issubdtype(to, jnp.complexfloating):
         raise MapError(f"{made.dtype} cannot be cast to {to}, which has no imaginary part.")
@@ -318,7 +318,7 @@ def _then(made: Made, step: Any, dtype: Any) -> Made:
 def _counted(sign: Literal["*", "+"], parts: Sequence[Made], number: float) -> Made:
     (made,) = parts
     if not jnp.issubdtype(made.dtype, jnp.floating):
-        raise MapError(f"{made.dtype} is not counted with {number!r}: cast it to floating-point numbers first.")
+        raise MapError(f"{made.dtype} takes no arithmetic with {number!r}: cast it to a floating-point dtype first.")
     return _then(made, Arithmetic(sign, number), made.dtype)
 
 

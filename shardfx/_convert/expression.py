@@ -126,11 +126,11 @@ _KINDS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = MappingProxyType
     {
         "path": ("the path of a leaf", _text),
         "name": (
-            "the name of what stands in braces",
+            "the name of a placeholder",
             lambda value: _text(value) if str(value).isidentifier() else None,
         ),
         "index": (
-            "a whole number, or what stands in braces, as in '6*i+2'",
+            "a whole number, or a sum of placeholders, as '6*i+2'",
             lambda value: value if isinstance(value, str) and sum_of(value) else _int(value),
         ),
         "number": ("a number", _number),

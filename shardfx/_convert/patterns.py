@@ -63,7 +63,7 @@ def sum_of(text: str) -> Sum:
         if found is None or (found[4] and found[1]):
             raise MapError(
                 f"`{{{text}}}` cannot be read: braces hold a name, or a sum as in `{{6*i+2}}`, without a minus; "
-                "`{name*}` stands for any text with its slashes."
+                "`{name*}` matches any text, also with slashes."
             )
         if found[2]:
             terms.append((int(found[1] or 1), found[2]))

@@ -126,8 +126,8 @@ class TreeMap:
 
     def _one_step(self) -> Rules:
         if len(self.steps) != 1 or self.steps[0].inverted:
-            what = "goes backwards" if len(self.steps) == 1 else f"is {len(self.steps)} maps, one after the other"
-            raise MapError(f"this map {what}, and has no rules of its own; take those of the maps it was made of.")
+            what = "is inverted" if len(self.steps) == 1 else f"is {len(self.steps)} maps, one after the other"
+            raise MapError(f"this map {what}, and has no rules of its own; take those of the maps that it is made of.")
         return self.steps[0]
 
     def inverse(self) -> "TreeMap":

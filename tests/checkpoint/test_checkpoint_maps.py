@@ -164,7 +164,7 @@ def test_all_that_is_wrong_is_said_before_anything_is_read(tmp_path):
     assert "torch keeps weights as [out, in]: From('model.embed.weight').T" in text
     assert 'source `extra.0`: nothing is made of it; say so if that is meant: `drop=["extra.0"]`' in text
     made = planned(LLAMA.apply(files))
-    with pytest.raises(MapError, match="does not say what it leads to"):
+    with pytest.raises(MapError, match="does not say what its target is"):
         checkpoint.save(tmp_path / "x", LLAMA.apply(files), made, map=LLAMA.inverse())
     with pytest.raises(LeafTypeError, match="is scaled, which takes two arrays at a time"):
         scaled = TreeMap({"w": From("layers/up").scale("embed", block=(1, 1, 1))}, drop=["layers/qkv"])

@@ -25,10 +25,10 @@ def leaf(path="w"):
 
 # How a rule is made, the arrays, and what is said of it; an error may come with the expression or with the arrays.
 WRONG = {
-    "at dim": ("x.{i}", lambda: leaf().at("i", dim=5), W, r"`at` of dim 5 on an array of 2 dimensions\.\n"),
+    "at dim": ("x.{i}", lambda: leaf().at("i", dim=5), W, r"`at` takes dim 5, and the array has 2 dimensions\.\n"),
     "a count": ("x", lambda: leaf("w.{i}").stack("i", count=-1), W, r"`stack` takes a whole number that is not negat"),
     "too many": ("x", lambda: leaf("w.{i}").stack("i", count=2), {"w.0": W["w"]}, r"the source has no `w.1`; near"),
-    "a name": ("x", lambda: leaf("w.{i}").stack("6*i"), W, r"`stack` takes the name of what stands in braces, not '6"),
+    "a name": ("x", lambda: leaf("w.{i}").stack("6*i"), W, r"`stack` takes the name of a placeholder, not '6"),
     "order": ("x", lambda: leaf().transpose(0, 0), W, r"`transpose\(0, 0\)` is no order of the 2 dimensions"),
     "bools": ("x", lambda: leaf().split(0, True, 3), W, r"`split` takes a whole number, not True"),
     "nan": ("x", lambda: leaf().pad_to(5, value=float("nan")), BYTES, r"nan is no whole number from -128 to 127, as"),
@@ -42,7 +42,7 @@ WRONG = {
     "no dtype": ("x", lambda: leaf().cast(None), W, r"`cast` takes a dtype, not None"),
     "complex": ("x", lambda: leaf().cast("int8"), {"w": np.ones(3, np.complex64)}, r"to int8, which has no imaginary"),
     "ranks": ("x", lambda: From.concat([leaf(), leaf("v")], dim=1), V, r"`concat` of different shapes, \[\(3,\), "),
-    "an odd count": ("x", lambda: leaf().split(0, -1, 2), W, r"dim 0 of 3 elements into \(-1, 2\), which are not"),
+    "an odd count": ("x", lambda: leaf().split(0, -1, 2), W, r"3 elements into sizes \(-1, 2\), whose product is"),
     "block": ("x", lambda: leaf().scale("v", block=(0, 1)), V, r"`scale` takes the size of a block, 1 or more, not 0"),
     "key cast": ("x", lambda: leaf("k").cast("int32"), KEYS, r"key<fry> cannot be cast to int32: a PRNG key means"),
     "key scale": ("x", lambda: leaf("k").scale("v", block=(4,)), {**KEYS, "v": np.ones(1)}, r"<fry> is not multipl"),
@@ -51,8 +51,8 @@ WRONG = {
     "much": ("x", lambda: From.constant(10**400, (2,), "float32"), {}, r"`constant` takes a number, not 1000"),
     "more than 64 bits": ("x", lambda: leaf().repeat(2**62).slice(0, 4), W, r"of shape \(138[0-9]*, 4\) has more elem"),
     "none of so many": ("x", lambda: From.constant(0, (2**62, 0), "int8"), {}, r"has more elements than any memory"),
-    "integers": ("x", lambda: leaf().times(2), BYTES, r"int8 is not counted with 2.0: cast it to floating-point"),
-    "key plus": ("x", lambda: leaf("k").plus(1), KEYS, r"key<fry> is not counted with 1.0: cast it to floating-point"),
+    "integers": ("x", lambda: leaf().times(2), BYTES, r"int8 takes no arithmetic with 2.0: cast it to a floa"),
+    "key plus": ("x", lambda: leaf("k").plus(1), KEYS, r"key<fry> takes no arithmetic with 1.0: cast it to a flo"),
     "key pad": ("x", lambda: leaf("k").pad_to(6), KEYS, r"PRNG keys cannot be made of a number; stack or concat keys"),
 }  # fmt: skip
 
@@ -79,7 +79,7 @@ FORGED = {
     "a number": (forged("leaf", [3], []), r"`leaf` takes the path of a leaf, not 3"),
     "one part": (forged("scale", [1], [LEAF]), r"`scale` takes 2 expressions, not 1"),
     "more": (forged("stack", ["i", 0, 2, 3], [LEAF]), r"`stack` takes 3 arguments, not 4"),
-    "a float": (forged("at", [1.5, 0], [LEAF]), r"`at` takes a whole number, or what stands in braces, .*not 1.5"),
+    "a float": (forged("at", [1.5, 0], [LEAF]), r"`at` takes a whole number, or a sum of placeholders, .*not 1.5"),
     "text": (forged("pad_to", [5, 0, "a"], [LEAF]), r"`pad_to` takes a number, not 'a'"),
     "a bool": (forged("plus", [True], [LEAF]), r"`plus` takes a finite number, not True"),
     "a list": (forged("reshape", [[1]], [LEAF]), r"`reshape` takes a whole number, not \(1,\)"),
@@ -188,7 +188,7 @@ LEFT_OUT = [
     (
         None,
         "layers.{i}.{x*}",
-        r"layers.3.w: `.stack\('i'\)` stops before it, at a number that is missing; say how many",
+        r"layers.3.w: `.stack\('i'\)` ends before it, at a number without a leaf; give a count",
     ),
     (2, "layers.{i}.x", r"layers.\{i\}.x: `drop` names it, and the source has no such leaf"),
 ]
@@ -217,5 +217,5 @@ def test_a_stack_that_says_how_many_needs_no_number_in_a_path():
     rows = np.arange(12).reshape(6, 2)
     made = TreeMap({"w": From("l").at("i").stack("i", count=6)}).apply({"l": rows})
     np.testing.assert_array_equal(made["w"], rows)
-    with pytest.raises(MapError, match=r"in 1 place; .*(?s:.)*or say how many: `.stack\('i', count=...\)`"):
+    with pytest.raises(MapError, match=r"in 1 place; .*(?s:.)*or give a count: `.stack\('i', count=...\)`"):
         TreeMap({"w": From("l").at("i").stack("i")}).apply({"l": rows})

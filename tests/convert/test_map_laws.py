@@ -111,7 +111,7 @@ def test_scaled_blocks_are_what_numpy_makes_of_them():
     by_hand = weight.astype(np.float32) * scales.repeat(128, 0).repeat(128, 1)[:200, :130]
     whole = made.apply(arrays)["w"]
     same(whole, by_hand.astype(whole.dtype).T)
-    # Also ahead of a map that goes backwards, which is applied by pieces.
+    # Also ahead of an inverted map, which is applied by pieces.
     turned = TreeMap({"w": From("w").T}).inverse()
     for tree in (arrays, {path: jnp.asarray(one) for path, one in arrays.items()}):
         same(made.then(turned).apply(tree, like={"w": whole.T})["w"], whole.T)

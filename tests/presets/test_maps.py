@@ -139,7 +139,7 @@ def test_deepseeks_blocks_and_the_layer_that_predicts_ahead(block):
     equal(tree, stacked_by_hand("deepseek_v3", whole))
     with pytest.raises(MapError, match=r"which a map cannot find; write it as bfloat16: with `\{\*\*config, 'quantiz"):
         mine.to(theirs)
-    with pytest.raises(MapError, match="it was scaled, and the way back would have to find the scales"):
+    with pytest.raises(MapError, match="the map scales it, and an inverse would have to find the scales"):
         there.inverse().apply(tree, like=files)
     plain = maps.hugging_face({**config, "quantization_config": None}, ahead="drop")
     equal(mine.to(plain).apply(tree), whole)
@@ -192,7 +192,7 @@ def test_a_line_of_a_map_is_changed():
     tree = other.apply(files)
     assert (tree["head"] == files["model.embed_tokens.weight"].T).all()
     assert "head                        <- From('model.embed_tokens.weight').T" in str(other)
-    for odd, words in ((made.inverse(), "goes backwards"), (made.then(made), "is 2 maps, one after the other")):
+    for odd, words in ((made.inverse(), "is inverted"), (made.then(made), "is 2 maps, one after the other")):
         with pytest.raises(MapError, match=f"this map {words}, and has no rules of its own"):
             _ = odd.rules
 
