@@ -10,8 +10,8 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from .._rules import Atomic, Replicate, Strategy, atomic, fsdp as fsdp_strategy, replicate
+from .maps._entries import Weight, weights_of
 from .maps._families import Form, Rows, further_rows_of, rows_of, vision_rows_of
-from .maps._places import Place, places_of
 
 
 # One mesh axis, several, for example `("data", "fsdp")`, or none: `()`.
@@ -61,7 +61,7 @@ def rules_of(
     over = dict.fromkeys(_ACROSS, tensor) | dict.fromkeys(_ALONG, fsdp) | dict.fromkeys(_WHOLE)
     cut: dict[Target, list[str]] = {}
     for path, entry in rows.items():
-        place = places_of(path, entry)[0]
+        place = weights_of(path, entry)[0]
         own = over | {"experts": expert} if place.kind.startswith("expert_") else over
         cut.setdefault(_target(place, own, sizes, fsdp), []).append(path)
     rules: Rules = []
@@ -71,7 +71,7 @@ def rules_of(
     return rules
 
 
-def _target(place: Place, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: Axes) -> Target:
+def _target(place: Weight, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: Axes) -> Target:
     first = [group[0] for group in place.dims]
     # Latent axes are sharded over `fsdp` only if no other dimension is.
     over = {**over, **dict.fromkeys(_LATENT, None if "embed" in first else fsdp)}

@@ -232,7 +232,7 @@ def start_assembly(plan: Assembly, names: Sequence[str], context: Context) -> Ca
         return start_on_host(plan.struct, plan.targets, plan.host_copies, names, context.shards, context.pool)
     out = _constants(plan)
     for step, places in _programs(plan, context.limit_bytes, context.most_bytes):
-        out = (_run_per_side if plan.changes_devices else _run_on_all)(plan, names, context, step, places, out)
+        out = (_run_three if plan.changes_devices else _run_one)(plan, names, context, step, places, out)
     parts = {} if out is None else _shards(out)
     mine = [parts[device] for device in plan.sharding.addressable_devices_indices_map(plan.shape)]
     # Programs compute in device memory; an array in host memory is moved there afterwards.
@@ -241,7 +241,7 @@ def start_assembly(plan: Assembly, names: Sequence[str], context: Context) -> Ca
     return lambda: made
 
 
-def _run_on_all(
+def _run_one(
     plan: Assembly, names: Sequence[str], context: Context, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
     """Runs one program of an assembly whose source and target are on the same devices. Returns the updated shards."""
@@ -257,7 +257,7 @@ def _run_on_all(
     return out
 
 
-def _run_per_side(
+def _run_three(
     plan: Assembly, names: Sequence[str], context: Context, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
     """Runs the three programs (slice, send, write) of one step of an assembly whose source and target are on different

@@ -100,7 +100,7 @@ def receive(
 
     **Raises:**
 
-    `SyncError` if a piece is damaged or missing, or if senders sent different revisions.
+    `SyncError` if received bytes are damaged or missing, or if senders sent different revisions.
     """
     rounds = {sender: _incoming(plan, sender, receiver) for sender in (-1, *channels)}
     spare = _SpareMemory(plan, dst, receiver, it.chain.from_iterable(it.chain.from_iterable(rounds.values())))
@@ -142,7 +142,7 @@ def _get(channel: Channel, number: int, steps: Sequence[ShardBytes | SentPiece],
 
 
 def _slots(steps: Sequence[ShardBytes | SentPiece]) -> Iterator[np.ndarray]:
-    """Yields a new row of bytes for each piece of a round that is not one contiguous range of a shard."""
+    """Yields a new row of bytes for each part of an array that is not one contiguous range of a shard."""
     sizes = [one.places[0].bytes for one in steps if isinstance(one, SentPiece)]
     return iter(buffers([((size,), np.dtype(np.uint8)) for size in sizes]))
 
@@ -155,8 +155,8 @@ Rounds = list[list[ShardBytes | SentPiece]]
 
 
 def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: int) -> Rounds:
-    """The pieces that one process sends another, as a list for each round. A piece that is contiguous in a shard is a
-    `ShardBytes`. The result is cached until a sharding changes.
+    """The parts of arrays that one process sends another, as a list for each round. A part that is contiguous in a
+    shard is a `ShardBytes`. The result is cached until a sharding changes.
     """
     key = "out", sender, receiver
     shardings, rounds = cast("tuple[dict[str, object], Rounds]", plan.known.get(key, ({}, [])))
@@ -170,7 +170,7 @@ def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: in
 
 
 def _in_shard(shards: LocalShards, one: Transfer) -> ShardBytes | None:
-    """The range of a shard's bytes that is sent for a piece, if no element has to be copied or cast; else `None`."""
+    """The range of a shard's bytes that is sent for a part of an array; `None` if elements must be copied or cast."""
     path = one.form.value.path or ""
     number = shards.containing(path, hull(swapped(one.piece)))
     found = None if number is None else range_in_shard(one, shards.boxes(path)[number])
@@ -192,14 +192,14 @@ def _in_buffer(plan: TransferPlan, step: SentPiece) -> ShardBytes | None:
 
 
 class _SpareMemory:
-    """The memory of a new revision in a receiving process. A leaf becomes an array when its last piece has arrived.
+    """The memory of a new revision in a receiving process. A leaf becomes an array when its last part has arrived.
 
     **Arguments:**
 
     - `plan`: the plan of the transfer.
     - `dst`: the plan with the shardings of the arrays.
     - `receiver`: the number of this process.
-    - `steps`: all pieces that will be written.
+    - `steps`: the parts of arrays that will be written.
     """
 
     def __init__(self, plan: TransferPlan, dst: ShardPlan, receiver: int, steps: Iterable[ShardBytes | SentPiece]):
@@ -225,7 +225,7 @@ class _SpareMemory:
                 self._make(leaf)
 
     def arrays(self) -> dict[str, jax.Array]:
-        """All received arrays by path. Every piece must have been written."""
+        """All received arrays by path. Every part of every leaf must have been written."""
         self._blocks.end_revision()
         return {leaf.path: self._made[number] for number, leaf in enumerate(self._plan.leaves)}
 
@@ -244,7 +244,7 @@ class _SpareMemory:
         return own[start:stop]
 
     def wrote(self, leaf: int) -> None:
-        """Counts one written piece of a leaf. After the last piece, the leaf becomes an array."""
+        """Counts one written part of a leaf. After the last part, the leaf becomes an array."""
         with self._lock:
             self._left[leaf] -= 1
             is_whole = not self._left[leaf]

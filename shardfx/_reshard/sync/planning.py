@@ -141,7 +141,7 @@ def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
 
 
 def form_of(encoding: Encoding | None, piece: Piece, rank: int, dtype: np.dtype) -> WireForm:
-    """The `WireForm` of a piece with an encoding. A constant has no encoding, and is not sent."""
+    """The form on the wire of a part of an array. A constant has no encoding, and is not sent."""
     if encoding is None:
         return WireForm(piece.value, piece.factors, 0, 0, dtype, None)
     count = first_casts(encoding.casts, encoding.dtype)

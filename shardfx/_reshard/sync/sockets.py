@@ -105,7 +105,7 @@ def _data(pieces: Sequence[np.ndarray]) -> list[memoryview]:
 
 
 def _frames(pieces: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
-    """Yields groups of pieces, each sent with one header. A group is small enough to stay in the processor's cache."""
+    """Yields groups of rows of bytes. Each group has one header, and is small enough for the processor's cache."""
     first, nbytes = 0, 0
     for at, piece in enumerate(pieces):
         if nbytes >= _FRAME_BYTES:
@@ -121,8 +121,8 @@ def _checksums(pieces: Sequence[np.ndarray]) -> bytes:
 
 
 def _checksum(piece: np.ndarray) -> int:
-    """The checksum of a piece. It is the CRC of the sums of the columns if the piece's words are written as a table,
-    since a CRC of all words takes three times as long.
+    """The checksum of a row of bytes: the CRC of the sums of its columns as a table of words, since a CRC of all words
+    takes three times as long.
     """
     body = len(piece) // _ROW_BYTES * _ROW_BYTES
     words = piece[:body].view(np.uint64).reshape(-1, _ROW_BYTES // 8)

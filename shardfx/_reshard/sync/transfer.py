@@ -218,9 +218,9 @@ class TransferPlan:
         return sum(own[leaf.kind] for leaf in self.leaves)
 
     def rounds(self, sender: int, receiver: int) -> list[list[SentPiece]]:
-        """The pieces that one process sends another, as a list for each round.
+        """The parts of arrays that one process sends another, as a list for each round.
 
-        A round has at most `limit_bytes`, or one larger piece. Sender -1 stands for constants.
+        A round has at most `limit_bytes`, or one larger part. Sender -1 stands for constants.
         """
         own = [[tuple(map(kind.transfer, numbers)) for numbers in kind.sent(sender, receiver)] for kind in self.kinds]
         sizes = [[places[0].bytes for places in kind] for kind in own]

@@ -4,8 +4,8 @@ It may import `_convert` and `_ground`. It never reads a checkpoint. A `TreeLayo
 kind of weight. From two layouts of one model follows the `TreeMap` between them.
 """
 
+from ._entries import Counted as Counted, Fused as Fused, Scaled as Scaled
 from ._hugging_face import hugging_face as hugging_face
 from ._layout import TreeLayout as TreeLayout
 from ._maxtext import maxtext as maxtext
-from ._places import Counted as Counted, Fused as Fused, Scaled as Scaled
 from ._targets import engine as engine, stacked as stacked

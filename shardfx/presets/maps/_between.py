@@ -9,7 +9,7 @@ from ..._convert import From, sum_of
 from ..._ground.errors import MapError
 from ..._ground.text import together
 from ..._rules import near
-from ._places import Counted, Entry, Fused, Place, Range, Scaled, places_of
+from ._entries import Counted, Entry, Fused, Range, Scaled, Weight, weights_of
 
 
 Paths = tuple[str, ...]
@@ -43,11 +43,11 @@ class Sizes:
 
 
 def between(
-    places: Sequence[Place], target: Sequence[tuple[str, Entry]], sizes: Sizes, drop: Sequence[str]
+    places: Sequence[Weight], target: Sequence[tuple[str, Entry]], sizes: Sizes, drop: Sequence[str]
 ) -> dict[str, From]:
     """Returns a rule for each array of the target, by path: an expression of arrays of the source."""
     kinds = together(places, lambda place: place.kind)
-    rows = {path: places_of(path, entry) for path, entry in target}
+    rows = {path: weights_of(path, entry) for path, entry in target}
     _check_kinds(kinds, [place.kind for row in rows.values() for place in row], drop)
     rules = {}
     for path, entry in target:
@@ -61,7 +61,7 @@ def between(
     return rules
 
 
-def _check_kinds(kinds: Mapping[str, list[Place]], wanted: Sequence[str], drop: Sequence[str]) -> None:
+def _check_kinds(kinds: Mapping[str, list[Weight]], wanted: Sequence[str], drop: Sequence[str]) -> None:
     lines = []
     for kind in dict.fromkeys(wanted):
         if kind not in kinds and _ALSO.get(kind) not in kinds:
@@ -77,7 +77,7 @@ def _check_kinds(kinds: Mapping[str, list[Place]], wanted: Sequence[str], drop: 
         raise MapError("the layouts have different kinds of weights:\n  " + "\n  ".join(lines))
 
 
-def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
+def _made(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> From:
     """Returns the expression that computes one kind of weight in the target from its arrays in the source."""
     if len(sources) == 1 and sources[0].range is None:
         return _converted(sources[0], want, sizes)
@@ -111,7 +111,7 @@ def _made(sources: Sequence[Place], want: Place, sizes: Sizes) -> From:
     return _sliced(made, want.range, dim if is_entry else want.dims.index((want.range.axis,)))
 
 
-def _concatenated(parts: Sequence[tuple[Range, From]], dim: int, want: Place) -> From:
+def _concatenated(parts: Sequence[tuple[Range, From]], dim: int, want: Weight) -> From:
     """Returns the expression that concatenates source arrays along dimension `dim`, or interleaves those whose range
     has a step.
     """
@@ -144,14 +144,14 @@ def _sliced(made: From, span: Range, dim: int) -> From:
     return whole.split(dim, -1, span.step).at(span.start - first, dim=dim + 1)
 
 
-def _split_axes(place: Place, other: Place, apart: Mapping[str, Paths]) -> Place:
+def _split_axes(place: Weight, other: Weight, apart: Mapping[str, Paths]) -> Weight:
     """Returns `place` with axes replaced by their sub-axes in `apart`, if the array of `other` has these sub-axes."""
     split = {axis: parts for axis, parts in apart.items() if set(parts) <= {*other.axes}}
     dims = [tuple(one for axis in group for one in split.get(axis, (axis,))) for group in place.dims]
     return place._replace(dims=tuple(dims))
 
 
-def _converted(source: Place, want: Place, sizes: Sizes) -> From:
+def _converted(source: Weight, want: Weight, sizes: Sizes) -> From:
     """Returns the expression that makes the weight of a target array from the weight in one source array.
 
     Source dimensions are first split into single axes, except groups of axes that are one dimension in both arrays.
@@ -197,7 +197,7 @@ def _converted(source: Place, want: Place, sizes: Sizes) -> From:
     return made
 
 
-def _unshared_axes(source: Place, want: Place, here: Paths, single: Range | None) -> tuple[list[str], list[str]]:
+def _unshared_axes(source: Weight, want: Weight, here: Paths, single: Range | None) -> tuple[list[str], list[str]]:
     """Returns the axes that only the target has, along which entries are repeated, and the axes that only the source
     has.
     """
@@ -230,7 +230,7 @@ def _resized(made: From, axis: str, dim: int, sizes: Sizes) -> From:
     return made.pad_to(size, dim=dim) if size > sizes.source[axis] else made.slice(0, size, dim=dim)
 
 
-def _repeated(made: From, want: Place, more: Sequence[str], sizes: Sizes) -> From:
+def _repeated(made: From, want: Weight, more: Sequence[str], sizes: Sizes) -> From:
     """Returns the expression with each entry repeated along the axes that only the target has."""
     is_number = all(axis in more for axis in want.axes)
     if is_number and want.dims:
@@ -246,7 +246,7 @@ def _repeated(made: From, want: Place, more: Sequence[str], sizes: Sizes) -> Fro
     return made
 
 
-def _read(source: Place, want: Place, sizes: Sizes) -> tuple[From, dict[str, int | None]]:
+def _read(source: Weight, want: Weight, sizes: Sizes) -> tuple[From, dict[str, int | None]]:
     """Returns the expression that reads a weight from its source arrays, and for each axis in their path the number of
     arrays.
     """
@@ -282,11 +282,11 @@ def _path_of(path: str, span: Range) -> str:
     return re.sub(r"\{([^{}]*)\}", shifted, path)
 
 
-def _one_of(made: From, source: Place, sizes: Sizes) -> From:
+def _one_of(made: From, source: Weight, sizes: Sizes) -> From:
     """Returns the expression that extracts one kind of weight from an array of several kinds, a `Fused` entry."""
     entry = source.entry
     assert isinstance(entry, Fused)
-    parts, dim, shards = places_of(source.path, entry), entry.dim, entry.shards
+    parts, dim, shards = weights_of(source.path, entry), entry.dim, entry.shards
     if len({part.dims[dim] for part in parts}) == 1:
         halves = made.split(dim, *([shards] if shards != 1 else []), len(parts), -1)
         one = halves.at(source.number, dim=dim + (shards != 1))

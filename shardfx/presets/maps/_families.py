@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from ._places import Entry, Fused, groups_of
+from ._entries import Entry, Fused, groups_of
 
 
 Rows = dict[str, Entry]

@@ -6,9 +6,9 @@ from typing import Any, Literal
 from ..._ground.errors import MapError
 from ..._ground.text import quoted
 from ..._rules import near
+from ._entries import Scaled
 from ._families import Form, Rows, prefix_of, rows_of
 from ._layout import TreeLayout
-from ._places import Scaled
 
 
 # The content of a `config.json`.

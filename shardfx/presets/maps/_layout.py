@@ -7,7 +7,7 @@ from ..._convert import TreeMap
 from ..._ground.errors import MapError
 from ..._ground.text import quoted
 from ._between import Sizes, between
-from ._places import Entry, places_of
+from ._entries import Entry, weights_of
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -70,12 +70,12 @@ class TreeLayout:
         for name, value in {**{name: dict(given).items() for name, given in pairs.items()}, "rest": rest}.items():
             object.__setattr__(self, name, tuple(value))
         for path, entry in self.weights:
-            places_of(path, entry)
+            weights_of(path, entry)
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of weights in the layout, each once."""
-        return tuple(dict.fromkeys(place.kind for path, entry in self.weights for place in places_of(path, entry)))
+        return tuple(dict.fromkeys(place.kind for path, entry in self.weights for place in weights_of(path, entry)))
 
     def with_paths(self, paths: Mapping[str, str]) -> "TreeLayout":
         """Returns the layout with some paths replaced: `{"layers/query": "blocks/wq"}`. Other arrays keep their
@@ -93,9 +93,9 @@ class TreeLayout:
         unknown = [kind for kind in kinds if kind not in self.kinds]
         if unknown:
             raise MapError(f"the layout has no kind {quoted(unknown[0])}; it has {', '.join(self.kinds)}.")
-        left = {path: {place.kind for place in places_of(path, entry)} - {*kinds} for path, entry in self.weights}
+        left = {path: {place.kind for place in weights_of(path, entry)} - {*kinds} for path, entry in self.weights}
         kept = {path: entry for path, entry in self.weights if left[path]}
-        mixed = [path for path, entry in kept.items() if len(left[path]) < len(places_of(path, entry))]
+        mixed = [path for path, entry in kept.items() if len(left[path]) < len(weights_of(path, entry))]
         if mixed:
             raise MapError(f"{quoted(mixed[0])} has other kinds beside; leave out all of them, or none.")
         rest = (*self.rest, *[path for path, _ in self.weights if path not in kept])
@@ -122,7 +122,7 @@ class TreeLayout:
 
         `MapError` for kinds that only one layout has, and for a needed size that is unknown.
         """
-        places = [place for path, entry in self.weights for place in places_of(path, entry)]
+        places = [place for path, entry in self.weights for place in weights_of(path, entry)]
         dropped = (drop,) if isinstance(drop, str) else tuple(drop)
         apart = {axis: tuple(parts.split()) for axis, parts in (*self.apart, *other.apart)}
         sizes = Sizes(dict(self.sizes), dict(other.sizes), apart)

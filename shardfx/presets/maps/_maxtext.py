@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._ground.errors import MapError
+from ._entries import Counted, Entry
 from ._hugging_face import Config, hugging_face, text_config
 from ._layout import TreeLayout
-from ._places import Counted, Entry
 from ._targets import SCANNED, LayerStack, stacks_of
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..._ground.errors import MapError
+from ._entries import Entry, Fused, weights_of
 from ._hugging_face import Config, hugging_face, text_config
 from ._layout import TreeLayout
-from ._places import Entry, Fused, places_of
 
 
 class LayerStack(NamedTuple):
@@ -134,7 +134,7 @@ _PREFIXES = {"gpt2": "transformer."}
 
 
 def _fused(path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[str]) -> dict[str, Entry]:
-    place, *others = places_of(path, entry)
+    place, *others = weights_of(path, entry)
     text = entry if isinstance(entry, str) else entry.part if not isinstance(entry, Fused) else ""
     is_latent, experts = "kv_a" in kinds, path.partition("{experts}")[0]
     key = "kv_heads copies" if copies > 1 else "kv_heads"
@@ -179,7 +179,7 @@ def stacks_of(config: Config) -> Iterator[LayerStack]:
     are separate stacks.
     """
     theirs = hugging_face(config, ahead="drop")
-    places = [place for path, entry in theirs.weights for place in places_of(path, entry)]
+    places = [place for path, entry in theirs.weights for place in weights_of(path, entry)]
     dense = text_config(config).get("first_k_dense_replace", 0)
     for place in places:
         axis = next((one for one in place.in_path if one.endswith("layers")), "")

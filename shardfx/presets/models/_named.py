@@ -24,8 +24,8 @@ from ..._ground.errors import RuleError
 from ..._ground.text import quoted
 from ..._rules import PathRules, near, optional, replicate
 from .._row_rules import rows_for_rules, rules_of
+from ..maps._entries import Fused, Weight, weights_of
 from ..maps._families import Rows, rows_of, vision_rows_of, with_experts_stacked
-from ..maps._places import Fused, Place, places_of
 
 
 # The text has a header line per family: the names of its numbers, and `name=value` for numbers that all its models
@@ -228,7 +228,7 @@ def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
     """
     tree: Tree = {}
     for path, entry in rows.items():
-        shape = _shape(places_of(path, entry), entry.dim if isinstance(entry, Fused) else 0, sizes)
+        shape = _shape(weights_of(path, entry), entry.dim if isinstance(entry, Fused) else 0, sizes)
         kept = jnp.float32 if path.endswith("e_score_correction_bias") else dtype
         name = pattern(path)
         counts = [sizes[axis] for axis in name.names]
@@ -241,7 +241,7 @@ def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
     return tree
 
 
-def _shape(places: Sequence[Place], dim: int, sizes: Sizes) -> tuple[int, ...]:
+def _shape(places: Sequence[Weight], dim: int, sizes: Sizes) -> tuple[int, ...]:
     """Returns the shape of an array that holds one kind of weight, or several kinds concatenated along
     dimension `dim`.
     """
@@ -250,7 +250,7 @@ def _shape(places: Sequence[Place], dim: int, sizes: Sizes) -> tuple[int, ...]:
     return tuple(whole)
 
 
-def _size(axis: str, place: Place, sizes: Sizes) -> int:
+def _size(axis: str, place: Weight, sizes: Sizes) -> int:
     is_expert = axis == "hidden" and place.kind.startswith("expert_") and "expert_hidden" in sizes
     # A config without `kv_heads` (GPT, BERT) has as many key heads as query heads.
     size = sizes["expert_hidden"] if is_expert else sizes["heads"] if axis not in sizes else sizes[axis]

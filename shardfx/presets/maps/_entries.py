@@ -131,7 +131,7 @@ class Range(NamedTuple):
         return None if end is None else len(range(self.start, end, self.step or 1))
 
 
-class Place(NamedTuple):
+class Weight(NamedTuple):
     """The array of a tree that holds one kind of weight, and the axes of its dimensions.
 
     **Arguments:**
@@ -167,8 +167,8 @@ _LINE = re.compile(r"\s*(\w+)\s*:(.*)", re.DOTALL)
 _DIM = re.compile(r"\s*(?:\(\s*(\w[\w\s]*)\)|([A-Za-z_]\w*)(?:\[(?:(\d*):(\d*)(?::([1-9]\d*))?|(\d+))\])?)\s*")
 
 
-def places_of(path: str, entry: Entry) -> list[Place]:
-    """Returns a `Place` for each kind of weight in the array at a path. Only a `Fused` entry has several."""
+def weights_of(path: str, entry: Entry) -> list[Weight]:
+    """Returns a `Weight` for each kind of weight in the array at a path. Only a `Fused` entry has several."""
     texts = entry.parts if isinstance(entry, Fused) else (entry.part if isinstance(entry, Scaled | Counted) else entry,)
     found = [_place(path, text, entry, number) for number, text in enumerate(texts)]
     if isinstance(entry, Fused) and (len({len(one.dims) for one in found}) != 1 or not found):
@@ -178,7 +178,7 @@ def places_of(path: str, entry: Entry) -> list[Place]:
     return found
 
 
-def _place(path: str, text: str, entry: Entry, number: int) -> Place:
+def _place(path: str, text: str, entry: Entry, number: int) -> Weight:
     line = _LINE.fullmatch(text)
     dims: list[tuple[str, ...]] = []
     parts: list[Range] = []
@@ -197,7 +197,7 @@ def _place(path: str, text: str, entry: Entry, number: int) -> Place:
             '"query: layers[:3] embed (heads dim)", where at most one axis has a range.'
         )
     in_path = pattern(path).names
-    place = Place(line[1], path, tuple(dims), parts[0] if parts else None, in_path, entry, number)
+    place = Weight(line[1], path, tuple(dims), parts[0] if parts else None, in_path, entry, number)
     every = (*place.axes, *in_path, *[one.axis for one in parts if not one.step])
     if len(set(every)) != len(every):
         twice = next(axis for axis in every if every.count(axis) > 1)
