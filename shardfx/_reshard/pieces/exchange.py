@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._convert import StridedCopy, changed, gathered, is_dense, scattered, strided_copy, transposed
-from ..._ground.text import together
 from ..steps.programs import is_small_float
 from .shard_parts import ShardPart, first_casts
 
@@ -72,8 +71,10 @@ def exchanges(
     - `most_bytes`: the most bytes that the parts of one program take, unless it has only one round.
     - `kinds`: for each array that is read, a key that is equal for all arrays that one program may read.
     """
-    kind_of = lambda part: (str(part.piece.value.path), strided_copy(part.piece), part.sender == part.receiver)
-    alike = together(parts, kind_of)
+    alike: dict[tuple[str, StridedCopy, bool], list[ShardPart]] = {}
+    for part in parts:
+        kind_of = str(part.piece.value.path), strided_copy(part.piece), part.sender == part.receiver
+        alike.setdefault(kind_of, []).append(part)
     groups: list[list[RoundParts]] = []
     filled, keys, kind = 0, set[str](), None
     # The rounds of one array are neighbours, so that a program reads few arrays.
