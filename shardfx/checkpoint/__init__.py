@@ -1,7 +1,7 @@
 """Checkpoints, read and written shard by shard: safetensors, Orbax, zarr, eformer.
 
-It may import `_plan` and what is below it. It never trusts a file: sizes, names and claims are checked before a byte is
-read or an array is made.
+This room may import `_plan` and the rooms below it. It never trusts a file: sizes and names are checked before
+the bytes of an array are read.
 """
 
 from ._entry import (

@@ -2,9 +2,9 @@
 devices.
 
 The processes go through rounds. In each round, every process sends its arguments, its progress or its error to the
-others, and waits for theirs, at most 20 seconds, so that a dead process is noticed. Each process reads what all sent,
-and so all of them come to the same decision. Once everything is written, the first process alone commits the save, and
-the others wait for its result.
+others, and waits for theirs, at most 20 seconds, so that a dead process is noticed. All processes read the same
+messages, and so all of them come to the same decision. Once everything is written, the first process alone commits the
+save, and the others wait for its result.
 """
 
 import concurrent.futures
@@ -33,7 +33,7 @@ _LINGER_SECONDS = 20.0
 
 
 def holders_of(tree: object) -> tuple[int, ...]:
-    """The processes that save a tree: those with devices of its arrays, or all if no array is on devices."""
+    """The numbers of the processes that save a tree: those with devices of its arrays, all if it has no JAX array."""
     everyone = tuple(range(jax.process_count()))
     if len(everyone) == 1:
         return everyone
@@ -95,7 +95,18 @@ class SaveProcesses:
         self._thread.shutdown(wait=False)
 
     def compare(self, facts: Mapping[str, str], lines: Sequence[str]) -> str:
-        """Waits for all processes, compares their arguments, and returns a name that only this save has."""
+        """Waits for all processes, compares their arguments, and returns a token that only this save has.
+
+        **Arguments:**
+
+        - `facts`: the arguments of this process, as text, by name.
+        - `lines`: a description of each array. If the processes have different leaves, the error shows a line that
+            differs.
+
+        **Raises:**
+
+        `CheckpointError` with the first argument that differs, and its values on all processes.
+        """
         notes = self._run(self._first_round, {"facts": dict(facts), "token": secrets.token_hex(8)})
         for name in dict.fromkeys(it.chain.from_iterable(note["facts"] for note in notes.values())):
             groups: dict[str, list[int]] = {}
@@ -121,16 +132,16 @@ class SaveProcesses:
     def wait(
         self, futures: Iterable[concurrent.futures.Future[Any]], advance: Callable[[int], None] = lambda _: None
     ) -> int:
-        """Waits for the work of all processes.
+        """Waits until all processes have finished their work.
 
         **Arguments:**
 
-        - `futures`: the work of this process; each gives the bytes that it wrote.
-        - `advance`: a function that is called with these bytes, for a progress line.
+        - `futures`: the work of this process. The result of each future is a number of bytes written, or `None`.
+        - `advance`: a function that is called with each number of bytes, for a progress line.
 
         **Returns:**
 
-        The bytes that all processes wrote.
+        The number of bytes that all processes wrote.
         """
         left, wrote = set(futures), 0
         while True:
@@ -155,7 +166,14 @@ class SaveProcesses:
         total_bytes: int,
         commit: Callable[[], None],
     ) -> None:
-        """Waits as `wait` does, and commits the save on the first process if all of its bytes are written."""
+        """Waits until all processes have written their bytes, and commits the save on the first process.
+
+        **Arguments:**
+
+        - `futures`, `advance`: as in `wait`.
+        - `total_bytes`: the number of bytes that all processes must have written.
+        - `commit`: the function that commits the save, which only the first process calls.
+        """
         wrote_bytes = self.wait(futures, advance)
         if wrote_bytes < total_bytes:
             raise self._over(
@@ -182,7 +200,7 @@ class SaveProcesses:
                 self._result("" if error is None else self._failed(self.me, _text(error)))
 
     def _result(self, failed: str = "") -> str:
-        """Sends the error of the first process's commit, and returns it in the others; "" if the commit succeeded."""
+        """The text of the commit's error, which the first process sends as `failed`; "" if the commit succeeded."""
         found, _ = self._sent("result", failed)
         return found.get(
             self._first,
@@ -236,7 +254,9 @@ def _text(error: BaseException) -> str:
 
 
 def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
-    """One line for each array. The lines are equal on processes that save the same arrays."""
+    """A line of text for each array, with its path, dtype, shape and sharding. Processes that save the same arrays have
+    equal lines.
+    """
     lines = []
     for path, value in leaves:
         # A value that is complete on every process may be on other devices on each.
@@ -259,5 +279,5 @@ def _described(dtype: DType, shape: tuple[int, ...], sharding: Any) -> str:
 
 
 def digest_of(lines: Iterable[str]) -> str:
-    """A digest that is equal for equal lines."""
+    """The first 16 hexadecimal digits of the SHA-256 digest of lines of text."""
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -21,10 +21,10 @@ class FileArray:
 
     **Arguments:**
 
-    - `path`: its name in the checkpoint, as in `layers/0/weight` or `model.layers.0.weight`.
-    - `shape`, `dtype`: those of the array in JAX. `dtype` is `None` if JAX lacks it.
+    - `path`: the name of the array in the checkpoint, such as `layers/0/weight` or `model.layers.0.weight`.
+    - `shape`, `dtype`: the shape and dtype of the array in JAX. `dtype` is `None` if JAX lacks it.
     - `file`: the real path of the file.
-    - `stored`: the dtype in the words of the checkpoint.
+    - `stored`: the name of the dtype in the checkpoint.
     - `offset`: the position of the array's first byte in the file.
     """
 
@@ -39,7 +39,7 @@ class FileArray:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the array; `None` if JAX lacks its dtype."""
+        """The number of bytes of the array; `None` if JAX lacks its dtype."""
         return _nbytes(self.shape, self.dtype)
 
 
@@ -49,14 +49,14 @@ class StoreArray:
 
     **Arguments:**
 
-    - `path`: its name in the checkpoint.
-    - `shape`, `dtype`: those of the array in JAX. `dtype` is `None` if JAX lacks it.
-    - `file`: the real path of the array's directory, or of the database's.
-    - `stored`: the dtype in the words of the checkpoint.
-    - `chunks`: the shape of a chunk: what is read at once.
-    - `driver`: the tensorstore driver that reads it.
-    - `key`: in a database, the key of the array.
-    - `group`: in an eformer index of version 2, the prefix under which it is listed.
+    - `path`: the name of the array in the checkpoint.
+    - `shape`, `dtype`: the shape and dtype of the array in JAX. `dtype` is `None` if JAX lacks it.
+    - `file`: the real path of the directory of the array or of the database.
+    - `stored`: the name of the dtype in the checkpoint.
+    - `chunks`: the shape of a chunk, which is the smallest part that can be read.
+    - `driver`: the name of the tensorstore driver that reads the array.
+    - `key`: the array's key in the database; `None` for a zarr directory.
+    - `group`: the prefix under which an eformer index of version 2 lists the array; `None` in other checkpoints.
     """
 
     __module__ = "shardfx.checkpoint"
@@ -73,7 +73,7 @@ class StoreArray:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the array, uncompressed; `None` if JAX lacks its dtype."""
+        """The number of bytes of the array, uncompressed; `None` if JAX lacks its dtype."""
         return _nbytes(self.shape, self.dtype)
 
 
@@ -83,10 +83,10 @@ class ListedArray:
 
     **Arguments:**
 
-    - `path`, `shape`, `dtype`: the index's statements; `None` for a missing one.
+    - `path`, `shape`, `dtype`: the name, shape and dtype of the array in the index; `None` if the index has none.
     - `file`: the real path of the directory.
-    - `stored`: the dtype in the words of the index.
-    - `group`: the prefix under which it is listed.
+    - `stored`: the name of the dtype in the index.
+    - `group`: the prefix under which the index lists the array.
     """
 
     __module__ = "shardfx.checkpoint"
@@ -100,7 +100,7 @@ class ListedArray:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the array, if the index states its shape and dtype."""
+        """The number of bytes of the array; `None` if the index lacks its shape or dtype."""
         return None if self.shape is None else _nbytes(self.shape, self.dtype)
 
 
@@ -108,7 +108,7 @@ ArrayEntry = FileArray | StoreArray | ListedArray
 
 
 def itemsize(dtype: object) -> int:
-    """Bytes of one element on the host: 1 for `int4`, 8 for a threefry PRNG key."""
+    """The number of bytes of one element on the host: 1 for `int4`, 8 for a threefry PRNG key."""
     return -(-bits(dtype) // 8)
 
 
@@ -118,7 +118,9 @@ def _nbytes(shape: tuple[int, ...], dtype: object) -> int | None:
 
 @ft.lru_cache(maxsize=256)
 def may_change(stored: Any, to: Any) -> bool:
-    """Whether a cast from `stored` to `to` may change a value by more than rounding, as one to an integer dtype may."""
+    """Whether a cast from dtype `stored` to dtype `to` may change a value, other than by rounding to a smaller
+    floating-point dtype.
+    """
     if jnp.issubdtype(stored, jnp.integer):
         least, most = int(jnp.iinfo(stored).min), int(jnp.iinfo(stored).max)
         if jnp.issubdtype(to, jnp.integer):
@@ -128,7 +130,10 @@ def may_change(stored: Any, to: Any) -> bool:
 
 
 def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
-    """Writes `values`, of the array `name`, into `view`, cast to the dtype of `view`."""
+    """Casts `values` to the dtype of `view`, and writes them into `view`. `name` is the name of the array in errors.
+
+    Raises `CheckpointError` if a cast from or to an integer dtype changes a value.
+    """
     if view.dtype == values.dtype:
         copy(as_bits(view), as_bits(values))
         return
@@ -160,7 +165,7 @@ def _require_range(dtype: object, values: np.ndarray, name: str) -> None:
 
 
 def _changed(view: np.ndarray, values: np.ndarray) -> np.ndarray | None:
-    """A mask of the values that a cast changed; `None` for integers, whose range was checked before."""
+    """A mask of the values that a cast changed; `None` for casts between integers, which the range check covers."""
     if jnp.issubdtype(values.dtype, jnp.floating):
         return np.asarray(values.astype(np.float64) != view.astype(np.float64))
     if jnp.issubdtype(view.dtype, jnp.integer):

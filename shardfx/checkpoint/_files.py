@@ -21,7 +21,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class ChangedError(CheckpointError):
-    """A file of a checkpoint that is not the one that was opened earlier under its name."""
+    """The error for a file of a checkpoint that has changed since it was first opened."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +37,11 @@ class FilePlace:
     seen: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def root_of(self, real: str) -> str | None:
-        """The directory in `roots` that contains `real`; `None` if none does."""
+        """The directory of `roots` that contains the path `real`; `None` if no directory contains it."""
         return next((root for root in self.roots if os.path.commonpath([root, real]) == root), None)
 
     def require_same(self, real: str, found: os.stat_result) -> None:
-        """Raises `ChangedError` unless a file is the one that was first opened as `real`."""
+        """Raises `ChangedError` unless `found` belongs to the same unchanged file that was first opened as `real`."""
         stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
         if self.seen.setdefault(real, stamp) != stamp:
             raise ChangedError(
@@ -51,7 +51,7 @@ class FilePlace:
 
 
 def place(directory: str, root: str | os.PathLike[str] | None) -> FilePlace:
-    """The FilePlace of a checkpoint. `root` is a further directory that its links may lead to."""
+    """The `FilePlace` of the checkpoint in a directory. The checkpoint's symbolic links may also lead to `root`."""
     own = os.path.realpath(directory)
     return FilePlace(own, (own,) if root is None else (own, os.path.realpath(root)))
 
@@ -61,12 +61,12 @@ def inside(where: FilePlace, name: str) -> str:
 
     **Arguments:**
 
-    - `where`: the checkpoint's place.
+    - `where`: the checkpoint's directory, and the directories that its links may lead to.
     - `name`: the file's name in the checkpoint; a relative path.
 
     **Returns:**
 
-    An absolute path below one of the place's roots, without symbolic links.
+    An absolute path below one of the roots of `where`, without symbolic links.
 
     **Raises:**
 
@@ -95,8 +95,8 @@ def _resolved(where: FilePlace, path: str, name: str) -> str:
 def opened(where: FilePlace, real: str) -> Iterator[int]:
     """A context with a descriptor for reading the regular file `real`, opened without following any link.
 
-    The path was resolved before. It is opened part by part, so that a link that was put there since then is refused
-    too. The file must be unchanged since it was first opened, now and at the end.
+    The path is opened one directory after the other, so that a link that replaces a directory is refused too. At both
+    ends of the context, `ChangedError` is raised if the file has changed since it was first opened.
     """
     descriptor = _open(where.root_of(real) or where.directory, real)
     try:
@@ -141,9 +141,9 @@ def _open(root: str, real: str) -> int:
 
 
 def require_plain_tree(where: FilePlace, real: str) -> None:
-    """Raises unless the directory `real` contains only files and directories, and no link that leads outside.
+    """Raises `CheckpointError` unless the directory `real` contains only files, directories, and links to such inside.
 
-    This is for libraries that open files themselves, since they follow links and wait for ever at a pipe.
+    tensorstore opens files itself: it follows every link, and waits for ever at a pipe.
     """
     seen, pending = {real}, [real]
     while pending:
@@ -171,8 +171,9 @@ def _irregular(real: str) -> CheckpointError:
 
 
 def parsed_json(data: bytes, where: str) -> Any:
-    """`data` as strict JSON in UTF-8: no name twice, no NaN, no half of a character, no nesting that exhausts the
-    stack.
+    """The content of JSON text in UTF-8. `where` names the text in errors.
+
+    Duplicate names, NaN, unpaired surrogates and nesting that exhausts the stack raise `CheckpointError`.
     """
     try:
         text = data.decode("utf-8")
@@ -209,13 +210,13 @@ def _finite(text: str) -> float:
 
 
 def _may_hold_odd_integers(data: bytes) -> bool:
-    """Whether Python must check each integer, which takes longer than the rest of parsing."""
+    """Whether JSON text may contain `-0` or a very long integer. Checking each integer takes longer than parsing."""
     return b"-0" in data or any(data[at : at + _BLOCK].isdigit() for at in range(0, len(data), _BLOCK))
 
 
 def _whole(text: str) -> int | float:
-    """An integer of JSON text as other JSON readers take it: -0 is a float, and a number too large for a double is an
-    error.
+    """The number that an integer in JSON text stands for. As in other JSON readers, -0 is a float, and a number that is
+    too large for a double is an error.
     """
     if text == "-0":
         return -0.0
@@ -225,19 +226,19 @@ def _whole(text: str) -> int | float:
 
 
 def member(content: object, *names: str) -> Any:
-    """The value in nested JSON objects under these names, one per level; `None` if a name is missing."""
+    """The value in nested JSON objects under the given names, one name per level; `None` if a name is missing."""
     for name in names:
         content = content.get(name) if isinstance(content, dict) else None
     return content
 
 
 def is_sizes(values: object) -> bool:
-    """Whether `values` is a list of non-negative integers that a 64-bit size can hold, at most 64 as in NumPy."""
+    """Whether `values` is a possible shape of a NumPy array: a list of at most 64 integers from 0 to 2**63 - 1."""
     return isinstance(values, list) and len(values) <= 64 and all([type(v) is int and 0 <= v < 2**63 for v in values])
 
 
 def read_json(where: FilePlace, real: str, limit_bytes: int = 100_000_000) -> Any:
-    """The strict JSON content of the file `real`, of at most `limit_bytes`."""
+    """The content of the JSON file `real`. A file of more than `limit_bytes` bytes raises `CheckpointError`."""
     with opened(where, real) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit_bytes:
@@ -247,7 +248,7 @@ def read_json(where: FilePlace, real: str, limit_bytes: int = 100_000_000) -> An
 
 
 def read_at(descriptor: int, count: int, offset: int) -> bytes:
-    """`count` bytes from an offset on, or fewer at the end of the file."""
+    """The `count` bytes of a file from `offset` on; fewer bytes at the end of the file."""
     data = b""
     while piece := os.pread(descriptor, count - len(data), offset + len(data)):
         data += piece

@@ -35,10 +35,11 @@ _MOST_PARTS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """The content of a checkpoint, read from headers without any weight. Made by `read_index`.
+    """The arrays of a checkpoint, read from its headers alone. [`shardfx.checkpoint.read_index`][] makes an index.
 
-    `print` shows it as a table, with repeated layers in one row. Paths are its keys: `index["norm"]` is an entry,
-    `"norm" in index` tests for one, `for path in index` iterates over the paths, `len(index)` counts them.
+    `print` shows an index as a table, with repeated layers in one row. The paths of the arrays are its keys:
+    `index["norm"]` is an entry, `"norm" in index` tests for a path, `for path in index` iterates over the paths,
+    `len(index)` counts them.
 
     **Arguments:**
 
@@ -72,23 +73,23 @@ class Index:
         return found
 
     def unknown(self, path: str) -> UnknownPathError:
-        """The error for a path that is no key, with keys that are near it."""
+        """The error for a path that the index lacks, with similar paths of the index."""
         near = near_names(path, self.by_path, 3, 0.5)
         hint = f"; did you mean {' or '.join(map(quoted, near))}?" if near else f"; it has {some(self.by_path)}."
         return UnknownPathError(f"checkpoint {self.directory!r} has no array {quoted(path)}{hint}")
 
     @ft.cached_property
     def by_path(self) -> dict[str, ArrayEntry]:
-        """The entries as a dict with paths as keys."""
+        """A dict from the path of each array to its entry."""
         return {entry.path: entry for entry in self.entries}
 
     @property
     def bytes_total(self) -> int:
-        """Bytes of all arrays, uncompressed. An array without a known shape or dtype counts as 0."""
+        """The number of bytes of all arrays, uncompressed. An array without a known shape or dtype counts as 0."""
         return sum(entry.nbytes or 0 for entry in self.entries)
 
     def tree(self, prefix: str | None = None) -> dict[str, Any]:
-        """The entries as nested dicts, one level for each "/" in a path; with `prefix`, only those below it."""
+        """The entries as nested dicts, one level for each "/" in a path; with `prefix`, only the entries below it."""
         return _nested(_below(self, prefix))
 
     def __str__(self) -> str:
@@ -125,7 +126,7 @@ def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | N
 
     - `path`: a safetensors file; the index of a sharded set (`model.safetensors.index.json`); or a directory with
         either of them, with an eformer `tensorstore_index.json`, with an Orbax checkpoint, with an OCDBT database, or
-        with zarr arrays. A directory is asked in this order.
+        with zarr arrays. A directory is checked for these in this order.
     - `root`: a further directory that symbolic links in the checkpoint may lead to. The cache of the Hugging Face
         hub is such a case: its snapshots are links to `../../blobs`.
 
@@ -173,7 +174,7 @@ def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | N
 
 
 def require_local(path: str) -> str:
-    """The path; raises if it is the address of another machine."""
+    """The given path. A URL, such as `gs://bucket/step-1`, raises `CheckpointError`."""
     if "://" in path:
         raise CheckpointError(
             f"{path!r} is an address, and checkpoints are read from and saved to file systems of this machine alone; "
@@ -278,8 +279,8 @@ def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None)
     **Arguments:**
 
     - `index`: an Index from `read_index`, or the path of a checkpoint.
-    - `prefix`: only the arrays below `prefix/`, by their path relative to it. In an eformer index of version 2, only
-        those listed under this prefix.
+    - `prefix`: only the arrays below `prefix/` are returned, by their path relative to `prefix`. In an eformer index
+        of version 2, these are the arrays that it lists under this prefix.
 
     **Returns:**
 
@@ -311,7 +312,7 @@ def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None)
 
 
 def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array; raises if one of them is unknown."""
+    """The struct of an array's shape and dtype. `CheckpointError` is raised if one of them is unknown."""
     if entry.shape is None or entry.dtype is None:
         stored = f"dtype that JAX has (it is stored as {printable(entry.stored)})"
         what = "shape" if entry.shape is None else stored
@@ -320,7 +321,7 @@ def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
 
 
 def _below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
-    """The entries below `prefix`, each with its path relative to it."""
+    """The entries below `prefix`, each with its path relative to `prefix`."""
     if prefix is None:
         return [(entry.path, entry) for entry in index.entries]
     groups = [(None if isinstance(entry, FileArray) else entry.group, entry) for entry in index.entries]
@@ -336,9 +337,9 @@ def _below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
 
 
 def _nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
-    """Pairs of a path and a value as nested dicts, as `{"a": {"b": x}}` for `("a/b", x)`. No value may be a dict.
+    """The nested dicts for pairs of a path and a value: `{"a": {"b": x}}` for `("a/b", x)`. No value may be a dict.
 
-    A path that is both a leaf and a branch is an error, and so is a path too deep for a tree.
+    A path that is both a leaf and a branch raises an error, and so does a path that is too deep for a tree.
     """
     tree: dict[str, Any] = {}
     for path, value in pairs:
@@ -371,7 +372,7 @@ def _collision(path: str, paths: Sequence[str]) -> CheckpointError:
 
 
 def some(paths: Iterable[str]) -> str:
-    """The first five of these paths, and the number of the others, as text."""
+    """A text with the first five of the paths, and the number of the other paths."""
     names = list(paths)
     shown = ", ".join(map(quoted, names[:5]))
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "no arrays"

@@ -48,9 +48,9 @@ class Leaves:
 
     **Arguments:**
 
-    - `arrays`: path and value of each; of PRNG keys, their bits.
-    - `kinds`: the dtypes, by path, that safetensors has no name for.
-    - `numbers`: Python's numbers, by path.
+    - `arrays`: the path and the value of each array; for an array of PRNG keys, the value is its key data.
+    - `kinds`: the dtypes for which safetensors has no name, by the arrays' paths.
+    - `numbers`: the Python numbers by path.
     """
 
     arrays: Sequence[tuple[str, Any]]
@@ -59,7 +59,7 @@ class Leaves:
 
 
 def plan_of_arrays(tree: object) -> ShardPlan | None:
-    """The plan with the shardings of a tree's arrays; `None` if they are on no mesh, or on several."""
+    """The plan with the shardings of a tree's arrays; `None` if the arrays are on no mesh, or on several meshes."""
     flat = flatten(tree)
     known = {
         path: leaf.sharding
@@ -77,7 +77,7 @@ def plan_of_arrays(tree: object) -> ShardPlan | None:
 
 
 def leaves_to_save(tree: object, own: ShardPlan | None) -> Leaves:
-    """The leaves of a tree that a checkpoint keeps. A leaf that could not be read back is an error."""
+    """The arrays and Python numbers of a tree with the plan `own`. Raises for a leaf that `load` could not read."""
     if own is None:  # a plan says which leaves are arrays
         own = plan(tree, MeshSpec({"device": 1}), paths=PathRules([(".*", PartitionSpec())]), unused="allow")
     flat = flatten(tree)
@@ -125,13 +125,13 @@ def _check_leaf(path: str, leaf: object, planned: object) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Output:
-    """An array that is written piece by piece.
+    """An array of which this process holds or computes only the boxes that it writes.
 
     **Arguments:**
 
-    - `shape`, `dtype`: those of the whole array.
-    - `pieces`: a function from whether this is the first process to the boxes that it writes, each with a view of its
-        values, which may have yet to be cast.
+    - `shape`, `dtype`: the shape and dtype of the array.
+    - `pieces`: a function that yields the boxes that this process writes, each with its values, which are cast to
+        `dtype` afterwards. The function's argument is whether this process is the first one.
     """
 
     shape: tuple[int, ...]
@@ -162,8 +162,8 @@ def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, n
         yield landing.source, values
 
 
-def held(value: Any) -> Output:
-    """A copy in host memory of the boxes of an array that this process writes. The array may be deleted afterwards."""
+def host_copy(value: Any) -> Output:
+    """A copy in host memory of the boxes that this process writes of an array. The array may then be deleted."""
     parts = [(box, np.array(memory)) for box, memory in shards_of(value, True)]
     everywhere = not isinstance(value, jax.Array)
     pieces = lambda is_first: iter(parts if is_first or not everywhere else ())
@@ -189,7 +189,7 @@ def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
 # A model has many arrays of few kinds, and `Shard.replica_id` is computed anew at each access.
 @ft.lru_cache(maxsize=256)
 def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """For each device that holds the first replica of a box, the box."""
+    """The box of which a device holds the first replica, by device. Other devices are left out."""
     devices: dict[Box, Any] = {}
     for device, box in shard_boxes(sharding, shape).items():
         devices.setdefault(box, device)
@@ -197,7 +197,7 @@ def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
-    """The arrays to write if a save has a map: those that the map makes of the tree's arrays."""
+    """The arrays that a map makes of the arrays of a tree. `like` is the argument of `save`."""
     source = {}
     for path, value in leaves.arrays:
         keys = prng.key_named(leaves.kinds.get(path))

@@ -24,12 +24,12 @@ from . import _stores as stores
 from ._entry import FileArray, StoreArray
 from ._files import ChangedError, require_seen_unchanged
 from ._index import Index, read_index
+from ._leaves_to_load import LeafToLoad, Unread, box_bytes, leaves_to_load
 from ._metadata import implementation
 from ._reader import GAP_BYTES, RUN_BYTES, Files, Progress, Read, memory_to_fill, open_files
-from ._reads import fetches, gather, spans_into
+from ._reads import fetches, read_piece, spans_into
 from ._spans import grouped
 from ._stores import MissingChunks
-from ._wanted import Unread, WantedLeaf, box_bytes, wanted
 
 
 T = TypeVar("T")
@@ -95,24 +95,24 @@ def load(
 
     - `path`: a path as in `read_index`, or an Index.
     - `plan`: a [`shardfx.ShardPlan`][] on devices, or a tree of `jax.ShapeDtypeStruct`s with shardings, or of arrays
-        that the loaded ones shall be placed like.
+        whose shardings the loaded arrays get.
     - `map`: a [`shardfx.TreeMap`][] that makes the plan's leaves from the checkpoint's arrays, if these have other
-        names, shapes or values. Each process reads only the parts that its shards are made of. For weights that are
+        names, shapes or values. Each process reads only the parts that its shards need. For weights that are
         scaled, cast twice, or scattered element by element, at most 4 MiB per thread are in use beside the result.
     - `dtype`: `None`: the checkpoint must have the plan's dtypes. `"plan"`: cast to the plan's dtypes on the way. A
         dtype: cast all floating-point arrays to it.
     - `memory_limit_bytes`: the limit for bytes that are in host memory on their way to a device. By default it is
-        1 GiB or the largest shard, whichever is larger. On a CPU there are no such bytes: the memory that is read into
-        becomes the array's.
+        1 GiB or the largest shard, whichever is larger. On a CPU the limit has no effect, since bytes are read
+        directly into the memory of the arrays.
     - `gap_bytes`: a gap of bytes that no device of the process needs is skipped if it has at least this length, and
         read otherwise; `plan_reads` counts these bytes. A read costs about as much as 4 KiB from the page cache, so for
         columns of short rows 4096 is faster, and on a network file system, where a read takes long, a larger number.
     - `missing_chunks`: the treatment of missing chunks in stores of chunks. `"raise"`: a missing chunk was lost, which
         is an error. `"fill"`: a missing chunk holds the array's fill value, as zarr defines it; this is right for
         arrays whose writer leaves such chunks out.
-    - `unread`: the treatment of the checkpoint's arrays that no leaf is made of, such as those of layers that the plan
-        lacks. `"raise"`: an error that names them. `"allow"`: they are left out. Arrays that `plan.select` left out of
-        the plan are left out here too, and a map states itself what it drops.
+    - `unread`: the treatment of the checkpoint's arrays from which no leaf is made, such as those of layers that the
+        plan lacks. `"raise"`: an error that names the arrays. `"allow"`: the arrays are left out. Arrays that
+        `plan.select` left out of the plan are left out here too, and a map states itself which arrays it drops.
     - `root`: as in `read_index`.
     - `progress`: whether to show a line on stderr; by default if that is a terminal.
 
@@ -124,11 +124,12 @@ def load(
 
     **Raises:**
 
-    - `MapError` that lists all of a map that does not fit, before anything is read.
-    - `CheckpointError` that lists every leaf that the checkpoint lacks or has with another shape or dtype, or what of
-        the checkpoint would be left unread, before anything is read. Also for a file that is truncated, missing, or
-        changed since its header was read; for an integer that the dtype it is cast to lacks; for a limit below the
-        largest shard. Nothing is half loaded.
+    Before an array is read: `MapError` with all problems of a map that does not fit; `CheckpointError` with every leaf
+    that the checkpoint lacks or has with another shape or dtype, or with the arrays from which no leaf is made, or for
+    a limit below the largest shard.
+
+    Later: `CheckpointError` for a file that is truncated, missing, or changed since its header was read, and for an
+    integer that the dtype of its cast lacks. No array is returned then.
 
     !!! Example
 
@@ -156,7 +157,7 @@ def load(
     for left in reversed(range(tries)):
         try:
             index = path if isinstance(path, Index) else read_index(path, root=root)
-            leaves, rebuild = wanted(index, plan, dtype, map, unread)
+            leaves, rebuild = leaves_to_load(index, plan, dtype, map, unread)
             landed = _read(index, leaves, memory_limit_bytes, gap_bytes, missing_chunks, progress)
             return rebuild([_assembled(landed, number, leaf) for number, leaf in enumerate(leaves)])
         except ChangedError as error:
@@ -166,8 +167,8 @@ def load(
     raise AssertionError("the last try returns or raises")
 
 
-def is_final(sharding: Sharding) -> bool:
-    """Whether the arrays are on CPU devices, so that a shard's bytes are read directly into the array's memory."""
+def is_on_cpu(sharding: Sharding) -> bool:
+    """Whether all devices of a sharding are CPUs. A load then reads shards directly into the memory of the array."""
     return all(device.platform == "cpu" for device in sharding.addressable_devices)
 
 
@@ -178,51 +179,49 @@ def moved(filled: np.ndarray, devices: Sequence[object], sharding: Sharding) -> 
 
 
 class Kind(NamedTuple):
-    """The boxes that this process holds of every leaf of one shape, dtype and sharding. A model has many leaves and few
-    kinds.
+    """The boxes that this process holds of each leaf with a certain shape, dtype and sharding.
 
     **Arguments:**
 
     - `boxes`: the boxes of the leaf that this process holds.
     - `devices`: for each box, the devices that hold it.
     - `shapes`, `sizes`: for each box, its shape and its bytes.
-    - `is_final`: whether bytes are read directly into the array's memory, so that no copy to a device follows.
+    - `is_on_cpu`: whether the bytes are read directly into the memory of the array, without a copy to a device.
     """
 
     boxes: tuple[Box, ...]
     devices: tuple[tuple[Any, ...], ...]
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
-    is_final: bool
+    is_on_cpu: bool
 
 
 class Unit(NamedTuple):
-    """The boxes of one leaf that one group of reads fetches. A leaf that exceeds the memory limit becomes one unit per
-    box.
+    """The boxes of one leaf that are loaded together: all boxes, or one box of a leaf that exceeds the memory limit.
 
     **Arguments:**
 
-    - `number`: the number of the leaf.
-    - `leaf`, `kind`: the leaf, and its boxes that are read.
-    - `nbytes`: bytes of the boxes.
+    - `number`: the number of the leaf in the plan.
+    - `leaf`, `kind`: the leaf, and the boxes to load.
+    - `nbytes`: the number of bytes of the boxes.
     """
 
     number: int
-    leaf: WantedLeaf
+    leaf: LeafToLoad
     kind: Kind
     nbytes: int
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of host memory that the unit occupies until they have been copied to devices; 0 on CPUs."""
-        return 0 if self.kind.is_final else self.nbytes
+        """The bytes of host memory that the unit occupies until its boxes are copied to devices; 0 on CPUs."""
+        return 0 if self.kind.is_on_cpu else self.nbytes
 
 
-def units_of(leaves: Sequence[WantedLeaf], asked_limit: int | None) -> tuple[list[Unit], int]:
-    """Divides the leaves into units, in the order of the files. Also returns the memory limit, in bytes."""
+def units_of(leaves: Sequence[LeafToLoad], asked_limit: int | None) -> tuple[list[Unit], int]:
+    """The units of leaves, in the order of their positions in the files; and the memory limit in bytes."""
     known: dict[object, Kind] = {}
     whole = [_unit(number, leaf, known) for number, leaf in enumerate(leaves)]
-    staged = [(max(unit.kind.sizes, default=0), unit.leaf.path) for unit in whole if not unit.kind.is_final]
+    staged = [(max(unit.kind.sizes, default=0), unit.leaf.path) for unit in whole if not unit.kind.is_on_cpu]
     largest, path = max(staged, default=(0, ""))
     if asked_limit is not None and asked_limit < largest:
         raise CheckpointError(
@@ -244,7 +243,7 @@ def _position(entry: FileArray | StoreArray) -> tuple[str, int]:
     return entry.file, entry.offset if isinstance(entry, FileArray) else 0
 
 
-def _unit(number: int, leaf: WantedLeaf, known: dict[object, Kind]) -> Unit:
+def _unit(number: int, leaf: LeafToLoad, known: dict[object, Kind]) -> Unit:
     key = (leaf.shape, leaf.dtype, leaf.sharding)
     kind = known.get(key)
     if kind is None:
@@ -258,7 +257,7 @@ def _unit(number: int, leaf: WantedLeaf, known: dict[object, Kind]) -> Unit:
             holders[box] = (*holders.get(box, ()), device)
         shapes = tuple(tuple(stop - start for start, stop in box) for box in holders)
         sizes = tuple(box_bytes(box, leaf.dtype) for box in holders)
-        kind = known[key] = Kind(tuple(holders), tuple(holders.values()), shapes, sizes, is_final(leaf.sharding))
+        kind = known[key] = Kind(tuple(holders), tuple(holders.values()), shapes, sizes, is_on_cpu(leaf.sharding))
     return Unit(number, leaf, kind, sum(kind.sizes))
 
 
@@ -268,10 +267,10 @@ Group = list[tuple[Unit, list[np.ndarray]]]
 
 
 class Flight:
-    """The groups of units that are being read, in order. A limit bounds the bytes on their way to devices.
+    """The reads of a load that are in progress. A limit bounds the bytes in host memory that are not yet on devices.
 
-    The results, by the number of the leaf, are in `filled` if their memory becomes the array's. Otherwise they are on
-    devices, in `placed`.
+    By the number of its leaf, `filled` holds the boxes of a leaf on CPUs and their memory, and `placed` the arrays on
+    single devices of any other leaf.
     """
 
     def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress):
@@ -282,7 +281,7 @@ class Flight:
         self.placed: dict[int, list[jax.Array]] = {}
 
     def admit(self, units: Sequence[Unit], tasks_of: Callable[[Group], Sequence[Task]]) -> None:
-        """Starts to read units, as soon as they fit into the memory limit."""
+        """Waits until units fit into the memory limit, and starts to read them."""
         coming = sum(unit.staging_bytes for unit in units)
         while self._open and self._staging_bytes + coming > self._limit:
             self._land_first()
@@ -295,7 +294,7 @@ class Flight:
         self._open.append((group, coming, [self._pool.submit(task) for task in tasks_of(group)]))
 
     def land(self) -> None:
-        """Waits until every read that started has finished."""
+        """Waits until all reads are finished."""
         while self._open:
             self._land_first()
 
@@ -310,7 +309,7 @@ class Flight:
                     f"leaf `{printable(unit.leaf.path)}`: a boolean in the checkpoint is neither 0 nor 1; the file is "
                     "damaged."
                 )
-            if unit.kind.is_final:
+            if unit.kind.is_on_cpu:
                 self.filled[unit.number] = (unit.kind.boxes, memory)
                 continue
             # This memory is temporary: it must be free before more is admitted.
@@ -323,13 +322,13 @@ class Flight:
 
 def _read(
     index: Index,
-    leaves: Sequence[WantedLeaf],
+    leaves: Sequence[LeafToLoad],
     memory_limit_bytes: int | None,
     gap_bytes: int,
     missing_chunks: MissingChunks,
     progress: bool | None,
 ) -> Flight:
-    """Reads the shards of this process in parallel, and returns the Flight when all reads are finished."""
+    """Reads the shards of this process in parallel, and returns the finished reads."""
     units, limit = units_of(leaves, memory_limit_bytes)
     bar = Progress("loading", sum(unit.nbytes for unit in units), progress)
     workers = max(2, min(_WORKERS, os.cpu_count() or 1))
@@ -356,7 +355,7 @@ def _read(
 
 
 def _tasks(files: Files, gap_bytes: int, missing_chunks: MissingChunks, group: Group) -> list[Task]:
-    """The reads of a group, as functions for a pool of threads. A group of several units is one function."""
+    """The functions that read a group of units, for a pool of threads: one function for a group of several units."""
     reads: list[Read] = []
     others: list[Task] = []
     for unit, memory in group:
@@ -371,7 +370,7 @@ def _tasks(files: Files, gap_bytes: int, missing_chunks: MissingChunks, group: G
                 reads += [Read(entry, span, targets) for span in spans_into(entry, fetch, leaf.dtype, gap_bytes)]
         for number, piece in gathered:
             given = (files, leaf, piece, boxes[number], memory[number], gap_bytes, missing_chunks)
-            others.append(ft.partial(gather, *given))
+            others.append(ft.partial(read_piece, *given))
     if len(group) > 1:
         return [lambda: files.read(reads) + sum(task() for task in others)]
     reads.sort(key=lambda read: _position(read.entry))
@@ -380,8 +379,8 @@ def _tasks(files: Files, gap_bytes: int, missing_chunks: MissingChunks, group: G
     return [*[ft.partial(files.read, batch) for batch in batches], *others]
 
 
-def _assembled(landed: Flight, number: int, leaf: WantedLeaf) -> jax.Array:
-    """The finished array of leaf number `number`. Key data becomes an array of PRNG keys."""
+def _assembled(landed: Flight, number: int, leaf: LeafToLoad) -> jax.Array:
+    """The array of `leaf`, whose number is `number`, from finished reads. Key data becomes an array of PRNG keys."""
     if number in landed.placed:
         array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, landed.placed[number])
     else:

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from .._ground.errors import CheckpointError
 from .._plan import ShardPlan
 from ._coordination import holders_of
-from ._leaves import held
+from ._leaves import host_copy
 from ._load import load
 from ._save import SavedContent, content_of, write
 from ._staging import remove_partial
@@ -34,7 +34,7 @@ class Manager:
     **Arguments:**
 
     - `directory`: the directory of the run. It is created if it does not exist.
-    - `keep`: the number of steps to keep; `None` for all. The oldest are removed once a new one is complete.
+    - `keep`: the number of steps to keep; `None` for all. The oldest steps are removed when a new step is complete.
     - `wait_seconds`: as in `save`.
 
     !!! Example
@@ -82,34 +82,34 @@ class Manager:
         return os.path.join(self.directory, f"step-{step}")
 
     def steps(self) -> tuple[int, ...]:
-        """The complete steps, in order."""
+        """The numbers of the complete steps, in order."""
         names = os.listdir(self.directory) if os.path.isdir(self.directory) else []
         return tuple(sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name))))
 
     def latest(self) -> int | None:
-        """The last complete step; `None` without one."""
+        """The number of the last complete step; `None` if no step is complete."""
         return max(self.steps(), default=None)
 
     def save(self, step: int, tree: object, plan: ShardPlan | None = None) -> None:
         """Copies a tree to this process's memory, and starts to write it in a thread.
 
-        If the save before is not finished, this waits for it.
+        The call first waits until the previous save is finished.
 
         **Arguments:**
 
-        - `step`: its number.
+        - `step`: the number of the step.
         - `tree`, `plan`: as in [`shardfx.checkpoint.save`][].
 
         **Raises:**
 
-        The errors of the save before, and those of this tree. Later errors are raised by the next call of `save`,
-        `wait` or `close`.
+        The errors of the previous save, and errors about this tree. The next call of `save`, `wait` or `close` raises
+        the errors of writing.
         """
         self.wait()
         holders = holders_of(tree)
         try:
             content = content_of(tree, plan, None, None)
-            arrays = [(path, held(value)) for path, value in content.leaves.arrays]
+            arrays = [(path, host_copy(value)) for path, value in content.leaves.arrays]
             content = dataclasses.replace(content, leaves=dataclasses.replace(content.leaves, arrays=arrays))
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:
             # The other processes wait for this one, and get the reason why it does not write.
@@ -118,7 +118,7 @@ class Manager:
         self._under_way = self._pool.submit(self._write, step, holders, content)
 
     def load(self, plan: PyTree, step: int | None = None, **options: Any) -> PyTree:
-        """Reads a step; the latest by default.
+        """Loads a step, by default the latest.
 
         **Arguments:**
 
@@ -143,7 +143,7 @@ class Manager:
             under_way.result()
 
     def close(self) -> None:
-        """Waits for the last save, and ends the thread."""
+        """Waits until the last save is on disk, and ends the thread."""
         try:
             self.wait()
         finally:

@@ -22,23 +22,23 @@ _PREFIX = "key<"
 
 
 def is_key(dtype: DType) -> bool:
-    """Whether a dtype is that of PRNG keys."""
+    """Whether a dtype is a dtype of PRNG keys."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 @ft.lru_cache(maxsize=64)
 def bits_of(dtype: object) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of one key's data: two uint32 for threefry."""
+    """The shape and dtype of the key data of one PRNG key, such as two uint32 for threefry."""
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
 
 
 def implementation(dtype: object) -> str:
-    """JAX's name for the implementation of a key dtype: `threefry2x32`."""
+    """JAX's name for the implementation of a key dtype, such as `threefry2x32`."""
     return encode_dtype(dtype).removeprefix(_PREFIX).removesuffix(">")
 
 
 def key_named(name: object) -> DType:
-    """The key dtype with a name from metadata; `None` if JAX has no such dtype."""
+    """The dtype of PRNG keys with the given name; `None` if JAX has no such dtype."""
     if not isinstance(name, str) or not name.startswith(_PREFIX):
         return None
     try:
@@ -48,8 +48,8 @@ def key_named(name: object) -> DType:
 
 
 def of_bits(entry: FileArray, dtype: object) -> FileArray:
-    """A file's integer array as the array of PRNG keys of `dtype` whose key data it is. If its shape does not fit, it
-    is returned unchanged.
+    """The entry for an array of PRNG keys, from the entry of its key data in a file. An entry whose shape is not that
+    of key data is returned unchanged.
     """
     one, rank = bits_of(dtype), len(entry.shape) - len(bits_of(dtype).shape)
     if rank < 0 or entry.shape[rank:] != one.shape or entry.dtype != one.dtype:
@@ -58,7 +58,7 @@ def of_bits(entry: FileArray, dtype: object) -> FileArray:
 
 
 def as_bits(entry: object) -> Any:
-    """An array of keys as the array of integers in the file; any other array unchanged."""
+    """The entry of key data in a file, from the entry for an array of PRNG keys. Other entries stay unchanged."""
     if not isinstance(entry, FileArray) or not is_key(entry.dtype):
         return entry
     one = bits_of(entry.dtype)
@@ -77,7 +77,7 @@ def is_number(leaf: object) -> bool:
 
 
 def to_text(numbers: Mapping[str, object]) -> str:
-    """Numbers by path, as text for the metadata."""
+    """The metadata's text for Python numbers, given by path."""
     rows: dict[str, list[str]] = {}
     for path, value in numbers.items():
         text = hex(value) if type(value) is int and abs(value) >= _WIDE else repr(value)

@@ -1,4 +1,4 @@
-"""Bytes between files and host buffers, directly from and to their places where their order allows it."""
+"""Reads and writes of byte ranges between files and host memory, without a copy where the order of bytes allows it."""
 
 import contextlib
 import ctypes
@@ -37,7 +37,7 @@ _uninitialised = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_s
 
 
 def memory_to_fill(nbytes: int) -> np.ndarray:
-    """Uninitialised memory for arrays that are read."""
+    """Uninitialised memory of `nbytes` bytes, which a load fills."""
     # NumPy asks for huge pages. Touching them the first time costs three times as much on virtual machines whose host
     # takes back large free blocks of the guest. This memory is from `malloc`, and a process that loads again gets
     # memory that it has touched.
@@ -49,9 +49,9 @@ class Bytes(NamedTuple):
 
     **Arguments:**
 
-    - `descriptor`, `offset`, `nbytes`: the open file, and the position in it.
-    - `memory`: buffers of bytes, one after the other.
-    - `entry`: the array that is read.
+    - `descriptor`, `offset`, `nbytes`: the open file, and the position and size of the range.
+    - `memory`: arrays of bytes that together have the size of the range, in its order.
+    - `entry`: for a read, the array that the range belongs to.
     """
 
     descriptor: int
@@ -62,7 +62,7 @@ class Bytes(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A span of a file to read, and the buffers of the boxes that need parts of it."""
+    """One read from a file: the array, the span of its bytes, and the memory of all boxes that are read."""
 
     entry: FileArray
     span: Span
@@ -71,13 +71,13 @@ class Read(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """The open files of one load by their names, and scratch memory for each thread."""
+    """The open files of one load, by name, and scratch memory for each thread."""
 
     descriptors: dict[str, int]
     scratch: queue.SimpleQueue[np.ndarray]
 
     def read(self, reads: Sequence[Read]) -> int:
-        """Reads spans, copies their parts to the boxes, and returns the number of bytes read."""
+        """Reads bytes from files into the memory of boxes, and returns the number of bytes."""
         scratch = self.scratch.get()
         try:
             for run in runs_of(self._in_place(reads, scratch)):
@@ -87,8 +87,9 @@ class Files:
         return sum([read.span.nbytes for read in reads])
 
     def _in_place(self, reads: Sequence[Read], scratch: np.ndarray) -> Iterator[Bytes]:
-        """Yields the spans that one system call can read into their boxes' memory. All other spans are read here,
-        through scratch memory.
+        """Yields the byte ranges that one system call can read into the memory of their boxes, and reads all others.
+
+        A range whose bytes have another order in memory is read into scratch memory first.
         """
         for entry, span, targets in reads:
             views = [targets[part.number][part.index] for part in span.parts]
@@ -107,7 +108,7 @@ class Files:
 
 @contextlib.contextmanager
 def open_files(where: FilePlace, names: Iterable[str], threads: int) -> Iterator[Files]:
-    """A context with the files of these names opened, for reads in as many threads."""
+    """A context in which the named files are open, for reads in `threads` threads."""
     scratch = queue.SimpleQueue[np.ndarray]()
     for _ in range(threads):
         scratch.put(np.empty(COPY_BYTES, np.uint8))
@@ -120,23 +121,26 @@ def open_files(where: FilePlace, names: Iterable[str], threads: int) -> Iterator
 def spans_of(
     shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES
 ) -> tuple[Span, ...]:
-    """The reads that fetch `boxes` of an array of this shape from a file."""
+    """The byte ranges to read or write for `boxes` of an array, as spans of bounded size.
+
+    `in_place` is whether the boxes have the dtype and the order of the file, so that no bytes are copied.
+    """
     limits = {"run_bytes": RUN_BYTES if in_place else COPY_BYTES, "copy_bytes": COPY_BYTES}
     return tuple(spans(shape, itemsize, boxes, gap_bytes=gap_bytes, **limits))
 
 
 def part_in(memory: np.ndarray, dtype: DType, part: Part, strides: tuple[int, ...]) -> np.ndarray:
-    """A view of the part of a span that belongs to one box, in the span's bytes."""
+    """A view of one box's part of a span, in the memory that holds the span's bytes."""
     return np.ndarray(part.shape, dtype, memory.data, part.offset, strides)
 
 
 def flat(view: np.ndarray) -> np.ndarray:
-    """The bytes of a contiguous array."""
+    """A view of a contiguous array as a vector of bytes."""
     return view.reshape(-1).view(np.uint8)
 
 
 def runs_of(pieces: Iterable[Bytes]) -> Iterator[list[Bytes]]:
-    """Groups ranges that are adjacent in a file, up to as many as one system call takes."""
+    """Yields groups of byte ranges that are adjacent in a file, each for one system call."""
     run: list[Bytes] = []
     buffers = nbytes = 0
     for piece in pieces:
@@ -153,8 +157,8 @@ def runs_of(pieces: Iterable[Bytes]) -> Iterator[list[Bytes]]:
 
 
 def transfer(call: Callable[..., int], run: Sequence[Bytes]) -> int:
-    """Reads or writes a run in one or several calls of `os.preadv` or `os.pwritev`. Returns the number of bytes, fewer
-    at the file's end.
+    """Reads or writes adjacent byte ranges with `os.preadv` or `os.pwritev`. Returns the number of bytes, which is
+    smaller at the end of the file.
     """
     left = [memory for piece in run for memory in piece.memory if memory.size]
     nbytes = sum([piece.nbytes for piece in run])
@@ -179,7 +183,7 @@ def _read(run: Sequence[Bytes]) -> None:
 
 
 def _read_runs(descriptor: int, offset: int, memory: np.ndarray, span: Span, entry: FileArray) -> None:
-    """Reads the runs of a span one after the other into memory."""
+    """Reads the runs of a span into memory, with one system call for each."""
     for number in range(span.runs):
         row: Any = memory[number * span.run_bytes : (number + 1) * span.run_bytes]
         # The general case takes longer than a short read.
@@ -189,7 +193,7 @@ def _read_runs(descriptor: int, offset: int, memory: np.ndarray, span: Span, ent
 
 
 class Progress:
-    """One line on a terminal that shows the progress."""
+    """A line on a terminal that shows the progress of a load or a save."""
 
     def __init__(self, verb: str, total_bytes: int, show: bool | None):
         self._verb, self._total_bytes, self._done_bytes = verb, total_bytes, 0
@@ -197,7 +201,7 @@ class Progress:
         self._begin = self._shown = time.monotonic()
 
     def advance(self, nbytes: int) -> None:
-        """Counts `nbytes` more, and rewrites the line at most ten times a second."""
+        """Adds `nbytes` to the finished bytes, and rewrites the line at most ten times a second."""
         self._done_bytes += nbytes
         now = time.monotonic()
         if self._show and now - self._shown > 0.1:

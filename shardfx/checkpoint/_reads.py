@@ -33,59 +33,58 @@ from .._ground.text import first_lines, html_text, table
 from . import _stores as stores
 from ._entry import FileArray, StoreArray, may_change
 from ._index import Index
+from ._leaves_to_load import LeafToLoad, Unread, box_bytes, leaves_to_load
 from ._reader import COPY_BYTES, GAP_BYTES, Files, Read, spans_of
 from ._spans import Span
 from ._stores import MissingChunks
-from ._wanted import Unread, WantedLeaf, box_bytes, wanted
 
 
 # A piece that consists of more boxes than this is read as a whole and divided in memory.
-_MOST_LANDINGS = 512
+_MOST_BOXES = 512
 
 
 class Fetch(NamedTuple):
-    """Boxes to read from one stored array, and where the elements of each box go in a leaf's memory.
+    """Boxes to read from one stored array, and their positions in the memory of a leaf.
 
     **Arguments:**
 
-    - `entry`: the array.
-    - `boxes`: parts of it.
-    - `homes`: for each box, the number of the leaf's box that contains it, and its position in that box's memory;
-        `None` if the boxes are those of the leaf.
+    - `entry`: the stored array.
+    - `boxes`: the boxes of the stored array.
+    - `places`: for each box, the number of a box of the leaf, and the position in that box's memory; `None` if the
+        leaf is the stored array.
     """
 
     entry: FileArray | StoreArray
     boxes: Sequence[Box]
-    homes: Sequence[tuple[int, StridedBox]] | None
+    places: Sequence[tuple[int, StridedBox]] | None
 
     def targets(self, memory: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """The memory of each box, as a view with the dimensions of the stored array."""
-        return memory if self.homes is None else [box_view(memory[number], home) for number, home in self.homes]
+        """Views of the leaf's memory, one for each box of the stored array, with that box's shape."""
+        return memory if self.places is None else [box_view(memory[number], place) for number, place in self.places]
 
 
 def spans_into(entry: FileArray, fetch: Fetch, dtype: object, gap_bytes: int) -> tuple[Span, ...]:
-    """The byte ranges of a file to read for a fetch into memory of this dtype."""
-    in_place = dtype == entry.dtype and (fetch.homes is None or all(map(_is_in_place, fetch.homes)))
+    """The byte ranges of a file to read for a fetch into memory of dtype `dtype`, as spans."""
+    in_place = dtype == entry.dtype and (fetch.places is None or all(map(_is_in_place, fetch.places)))
     return spans_of(entry.shape, entry.dtype.itemsize, tuple(fetch.boxes), in_place, gap_bytes)
 
 
-def _is_in_place(home: tuple[int, StridedBox]) -> bool:
+def _is_in_place(place: tuple[int, StridedBox]) -> bool:
     """Whether a box's elements are in the same order in memory as in the file."""
-    sizes = [stop - start for start, stop in home[1].source]
-    pairs = zip(sizes, home[1].strides, strides_of(sizes), strict=True)
+    sizes = [stop - start for start, stop in place[1].source]
+    pairs = zip(sizes, place[1].strides, strides_of(sizes), strict=True)
     return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
 
 
-def fetches(leaf: WantedLeaf, boxes: Sequence[Box]) -> tuple[list[Fetch], list[tuple[int, Piece]]]:
-    """The reads that fill `boxes` of a leaf. Also the pieces that need more than a copy, each with the number of its
-    box.
+def fetches(leaf: LeafToLoad, boxes: Sequence[Box]) -> tuple[list[Fetch], list[tuple[int, Piece]]]:
+    """The reads that fill `boxes` of a leaf; and the pieces that need more than a copy, each with its box's number.
 
-    Such a piece is scaled, cast twice, constant, or scattered in very small runs.
+    A piece needs more than a copy if it is scaled, cast twice or constant, or if its runs in the file are very short.
     """
     if leaf.pieces is None:
         return [Fetch(leaf.entries[0], boxes, None)], []
     entries = {entry.path: entry for entry in leaf.entries}
-    homes: dict[str, list[tuple[int, StridedBox]]] = {}
+    places: dict[str, list[tuple[int, StridedBox]]] = {}
     gathered = []
     known: dict[object, list[tuple[StridedBox, ...] | Piece]] = {}
     strides = [strides_of([stop - start for start, stop in box]) for box in boxes]
@@ -101,45 +100,43 @@ def fetches(leaf: WantedLeaf, boxes: Sequence[Box]) -> tuple[list[Fetch], list[t
             first = shifted(piece, [-more for more in by])
             key = (number, first.source, first.target, first.factors, is_plain)
             if key not in known:
-                known[key] = list(_landed(first, box, is_plain))
+                known[key] = list(_parts_in(first, box, is_plain))
             offset = sum(more * stride for more, stride in zip(by, strides[number], strict=True))
             for part in known[key]:
                 if isinstance(part, Piece):
                     gathered.append((number, shifted(part, by)._replace(value=piece.value)))
                     continue
-                own = homes.setdefault(str(piece.value.path), [])
+                own = places.setdefault(str(piece.value.path), [])
                 own += [(number, StridedBox(one.source, one.offset + offset, one.strides)) for one in part]
-    return [Fetch(entries[path], [one.source for _, one in own], own) for path, own in homes.items()], gathered
+    return [Fetch(entries[path], [one.source for _, one in own], own) for path, own in places.items()], gathered
 
 
-def _landed(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[StridedBox, ...] | Piece]:
-    """Yields the parts of a piece within a box: as memory positions, or as a piece if its elements need more than a
-    copy.
-    """
+def _parts_in(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[StridedBox, ...] | Piece]:
+    """Yields the parts of a piece inside a box: as positions in memory, or as a piece that needs more than a copy."""
     for part in within(piece, box):
-        few = tuple(it.islice(strided_boxes(part, box), _MOST_LANDINGS + 1)) if is_plain else ()
-        yield few if 0 < len(few) <= _MOST_LANDINGS else part
+        few = tuple(it.islice(strided_boxes(part, box), _MOST_BOXES + 1)) if is_plain else ()
+        yield few if 0 < len(few) <= _MOST_BOXES else part
 
 
-def _is_plain(piece: Piece, leaf: WantedLeaf, entries: Mapping[str, FileArray | StoreArray]) -> bool:
-    """Whether a piece has the file's values in the leaf's dtype."""
+def _is_plain(piece: Piece, leaf: LeafToLoad, entries: Mapping[str, FileArray | StoreArray]) -> bool:
+    """Whether the elements of a piece are values of the file, at most cast once to the leaf's dtype."""
     value = piece.value
     if value.path is None or value.scale is not None or not is_only(value.casts, leaf.dtype):
         return False
     return not (leaf.is_cast_by_map and value.casts and may_change(entries[value.path].dtype, leaf.dtype))
 
 
-def gather(
+def read_piece(
     files: Files,
-    leaf: WantedLeaf,
+    leaf: LeafToLoad,
     piece: Piece,
     box: Box,
     memory: np.ndarray,
     gap_bytes: int,
     missing_chunks: MissingChunks,
 ) -> int:
-    """Reads a piece through scratch memory, applies its scales and casts, and writes it into the memory of `box`.
-    Returns the number of bytes read.
+    """Reads a piece into scratch memory, applies its scales and casts, and writes it into the memory of `box`. Returns
+    the number of bytes read.
     """
     entries = {entry.path: entry for entry in leaf.entries}
     read_bytes = 0
@@ -166,8 +163,8 @@ def _chunks(piece: Piece, entries: Mapping[str, FileArray | StoreArray]) -> Sequ
     return list(chunks(piece, max(1, COPY_BYTES // entries[piece.value.path].dtype.itemsize)))
 
 
-def _gathered_fetches(leaf: WantedLeaf, gathered: Sequence[tuple[int, Piece]]) -> Iterator[Fetch]:
-    """Yields the reads that `gather` makes for these pieces, to count their bytes."""
+def _gathered_fetches(leaf: LeafToLoad, gathered: Sequence[tuple[int, Piece]]) -> Iterator[Fetch]:
+    """Yields the reads that `read_piece` makes for the given pieces, so that their bytes can be counted."""
     entries = {entry.path: entry for entry in leaf.entries}
     for _, whole in gathered:
         for piece in _chunks(whole, entries) if whole.value.path is not None else ():
@@ -185,7 +182,7 @@ class ProcessReads:
 
     - `process_index`: the number of the process.
     - `needed_bytes`: the bytes of the process's shards as the checkpoint stores them; replicas count once.
-    - `read_bytes`: the bytes that the process reads for them. For a store of chunks: the uncompressed chunks.
+    - `read_bytes`: the bytes that the process reads. Chunks of a store count uncompressed.
     - `reads`: the number of reads.
     """
 
@@ -198,13 +195,13 @@ class ProcessReads:
 
     @property
     def excess_bytes(self) -> int:
-        """Bytes that are read and not needed."""
+        """The bytes that the process reads and does not need."""
         return self.read_bytes - self.needed_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
-    """The reads of a load under a plan, process by process. Made by `plan_reads`."""
+    """The reads of a load under a plan, process by process. [`shardfx.checkpoint.plan_reads`][] returns it."""
 
     __module__ = "shardfx.checkpoint"
 
@@ -212,17 +209,17 @@ class ReadPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that all processes need in total."""
+        """The bytes that all processes need in total."""
         return sum(process.needed_bytes for process in self.processes)
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that all processes read in total."""
+        """The bytes that all processes read in total."""
         return sum(process.read_bytes for process in self.processes)
 
     @property
     def excess_bytes(self) -> int:
-        """Bytes that all processes in total read and do not need."""
+        """The bytes that all processes read and do not need, in total."""
         return self.read_bytes - self.needed_bytes
 
     def __str__(self) -> str:
@@ -280,7 +277,7 @@ def plan_reads(
         assert [process.read_bytes for process in reads.processes] == [4096] * 4
         ```
     """
-    leaves, _ = wanted(index, plan, dtype, map, unread)
+    leaves, _ = leaves_to_load(index, plan, dtype, map, unread)
     known: dict[object, Mapping[int, tuple[int, int, int]]] = {}
     totals: dict[int, list[int]] = {}
     for leaf in leaves:
@@ -295,8 +292,8 @@ def plan_reads(
     return ReadPlan(tuple(ProcessReads(process, *totals[process]) for process in sorted(totals)))
 
 
-def _reads_of(leaf: WantedLeaf, processes: int | None, gap_bytes: int) -> Mapping[int, tuple[int, int, int]]:
-    """For each process, the bytes needed, the bytes read, and the number of reads."""
+def _reads_of(leaf: LeafToLoad, processes: int | None, gap_bytes: int) -> Mapping[int, tuple[int, int, int]]:
+    """The bytes needed, the bytes read, and the number of reads, by process."""
     found = {}
     for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
         needed = read = count = 0
@@ -314,7 +311,7 @@ def _reads_of(leaf: WantedLeaf, processes: int | None, gap_bytes: int) -> Mappin
 
 
 def _boxes_of(shape: tuple[int, ...], sharding: Sharding, processes: int | None) -> dict[int, tuple[Box, ...]]:
-    """For each process, the different boxes of an array that its devices hold."""
+    """The different boxes of an array that the devices of each process hold, by process."""
     is_abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
     count, size = processes or 1, sharding.num_devices
     if is_abstract and size % count:

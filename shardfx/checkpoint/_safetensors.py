@@ -1,4 +1,4 @@
-"""The safetensors format: a length, a JSON header and one buffer, all checked before any of it is used."""
+"""The safetensors format: a length, a JSON header and a buffer. A header is checked before it is used."""
 
 import dataclasses
 import functools as ft
@@ -121,7 +121,7 @@ def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
 
 
 def _array(name: str, entry: object, base: int, file: str) -> FileArray:
-    """One array of a header. Unknown fields are ignored, as the format's own library does."""
+    """The array that an entry of a header describes. Unknown fields are ignored, as in the safetensors library."""
     if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
         raise CheckpointError(f"tensor {quoted(name)} in {file!r} must have `dtype`, `shape` and `data_offsets`.")
     if len(entry) > len(_FIELDS) and _depth(entry) + 1 > _MOST_NESTED:
@@ -160,8 +160,8 @@ def _depth(value: object) -> int:
 
 
 def _count(shape: list[int]) -> int:
-    """The number of elements of a shape. If a partial product overflows 64 bits, as in 2**62 * 4 * 0, it is the largest
-    partial product.
+    """The number of elements of a shape. If a partial product overflows 64 bits, as in 2**62 * 4 * 0, the result is the
+    largest partial product.
     """
     partial = list(it.accumulate(shape, operator.mul, initial=1))
     return max(partial) if max(partial) >= 2**64 else partial[-1]
@@ -195,7 +195,7 @@ def write_header(tensors: Sequence[tuple[str, Any]], metadata: dict[str, str]) -
 
     **Arguments:**
 
-    - `tensors`: names and arrays, in the order that they will have.
+    - `tensors`: the names and arrays, in the order of the file.
     - `metadata`: strings to strings.
 
     **Returns:**

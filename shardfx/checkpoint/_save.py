@@ -64,30 +64,31 @@ def save(
 ) -> None:
     """Writes the arrays of a tree as safetensors, with their plan.
 
-    All files are written under a temporary name beside `path`, flushed to the disk, and renamed at the end. A process
-    that is killed before leaves what was there unchanged, and of two writers one gets an error. Every process that owns
-    a device of the arrays must call this with the same arguments, and `path` must be on a shared file system; each
-    process writes its replica-0 shards. An error in one process is raised in all of them.
+    All files are written under a temporary name beside `path`, flushed to the disk, and renamed at the end. If a
+    process is killed before the end, an older file at `path` stays unchanged. Of two writers, one gets an error.
+
+    Every process that owns a device of the arrays must call `save` with the same arguments, and `path` must be on a
+    shared file system. Each process writes its replica-0 shards. An error in one process is raised in all of them.
 
     **Arguments:**
 
     - `path`: the directory to make, which must not exist; or a file that ends in `.safetensors`.
     - `tree`: the planned tree, of JAX arrays, or of NumPy arrays that are equal on all processes. If it holds NumPy
-        arrays only, every process must call this. PRNG keys are saved with the name of their implementation. Python's
+        arrays only, every process must call `save`. PRNG keys are saved with the name of their implementation. Python's
         numbers, such as a step counter, are saved in the file's metadata. Functions and strings are not saved.
-    - `plan`: the tree's plan. The arrays are written as they are placed, even if that is not by this plan. Without a
-        plan, one is written that states the arrays' own shardings; arrays on different meshes get none.
-    - `map`: a [`shardfx.TreeMap`][] that makes the arrays of another layout from the tree's. Those are written, under
-        its names, as Hugging Face's libraries read them, and without the plan, which is the tree's. Each process writes
-        the values of its own shards, so that no array is ever assembled in one process.
+    - `plan`: the tree's plan. The arrays are written in the shardings that they have, even if the plan has others.
+        Without `plan`, the saved plan states the arrays' own shardings; for arrays on different meshes none is saved.
+    - `map`: a [`shardfx.TreeMap`][] that makes the arrays of another layout from the tree's arrays. The results are
+        written under the names of that layout, as Hugging Face's libraries read them, and no plan is saved. Each
+        process writes the values of its own shards, so that no array is ever assembled in one process.
     - `like`: for a map that goes backwards, as `map.inverse()` does: a tree of structs of the arrays to write, such as
         `checkpoint.structs(index)` of the checkpoint that was read.
-    - `overwrite`: whether to replace an existing file, at once and as a whole. A directory cannot be replaced so: save
-        to a new name, then remove the old one.
+    - `overwrite`: whether to replace an existing file, at once and as a whole. A directory cannot be replaced: save to
+        a new name, then remove the old directory.
     - `file_bytes`: the size above which the arrays of a directory are divided into several files.
     - `progress`: whether to show a line on stderr; by default if that is a terminal.
-    - `wait_seconds`: seconds that the processes wait for a process that has not called this yet. A process that fails
-        or dies later is noticed within 30 seconds.
+    - `wait_seconds`: seconds that the processes wait for a process that has not called `save` yet. A process that
+        fails or dies later is noticed within 30 seconds.
 
     **Raises:**
 
@@ -95,8 +96,8 @@ def save(
     `LeafTypeError` for a dtype that safetensors cannot hold, for leaves that a map scales, or for a dtype whose values
     `load` could not return under this plan (NumPy's int64 where the plan has int32); `CheckpointError` if `path`
     exists, or if another process, which is named, failed, died, did not come, or has other arguments; `OSError` with
-    the path if the disk is full or cannot be written. After each of these errors, what was at `path` before is still
-    there.
+    the path if the disk is full or cannot be written. After each of these errors, an older file at `path` is
+    unchanged.
 
     !!! Example
 
@@ -127,10 +128,10 @@ class SavedContent:
     **Arguments:**
 
     - `leaves`: the arrays and numbers.
-    - `lines`: lines for the processes to compare.
-    - `given`: the digests of the arguments that say what is written.
+    - `lines`: a description of each array, for the processes to compare.
+    - `given`: the digests of the map, the leaves and the plan, for the processes to compare.
     - `plan`: the plan of the written arrays, if there is one.
-    - `metadata`: for the headers of all files.
+    - `metadata`: the metadata for the headers of all files.
     """
 
     leaves: Leaves
@@ -141,7 +142,7 @@ class SavedContent:
 
 
 def content_of(tree: object, plan: ShardPlan | None, map: TreeMap | None, like: object) -> SavedContent:
-    """The content that `save` writes of a tree."""
+    """The arrays, plan and metadata that `save` writes for a tree."""
     if plan is not None:
         check_type(
             "plan", plan, ShardPlan, LeafTypeError, "give what `shardfx.plan(tree, mesh, ...)` makes, or no plan"
@@ -171,7 +172,9 @@ def write(
     overwrite: bool = False,
     file_bytes: int = _FILE_BYTES,
 ) -> bool:
-    """Writes the given content with the other processes, and returns whether this process is the first of them."""
+    """Writes what `content()` returns to `path`, together with the other processes in `holders`. Returns whether this
+    process is the first of them.
+    """
     what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
     me, client = jax.process_index(), coordination()
     with contextlib.ExitStack() as afterwards, SaveProcesses(what, me, holders, client, wait_seconds) as processes:
@@ -230,8 +233,8 @@ def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:
 def _layout(
     leaves: Leaves, staging: str, extra: dict[str, str], file_bytes: int | None
 ) -> tuple[Headers, list[_Tensor]]:
-    """The files of a save: for each its header, size and tensor names, and for each tensor its file and offset. Every
-    process computes the same.
+    """The header, size and tensor names of each file of a save, and the file and offset of each tensor. All processes
+    compute equal ones.
     """
     most = float("inf") if file_bytes is None else file_bytes
     groups = list(grouped(leaves.arrays, lambda row: _nbytes(row[1]), most)) or [[]]
@@ -257,8 +260,8 @@ def _writes(
     """Starts to write this process's shards in threads, and returns futures with the number of bytes written. The last
     futures flush the files.
 
-    After an error, the caller waits `afterwards` for the writes that have begun, so that the other processes learn of
-    it first.
+    Closing `afterwards` waits for the writes that are running, and closes the files. After an error, the caller first
+    sends the error to the other processes.
     """
     files: dict[str, int] = {}
     for file in dict.fromkeys(tensor.file for tensor in tensors):
@@ -283,7 +286,7 @@ def _flush(descriptor: int, writes: Sequence[concurrent.futures.Future[int]]) ->
 
 
 def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: threading.Event) -> int:
-    """Writes this process's shards of tensors, and returns the number of bytes."""
+    """Writes this process's shards of tensors to a file, and returns the number of bytes."""
     written = 0
     for run in runs_of(piece for tensor in tensors for piece in _pieces(descriptor, tensor, is_first)):
         if not stop.is_set():
@@ -292,7 +295,7 @@ def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: th
 
 
 def _pieces(descriptor: int, tensor: _Tensor, is_first: bool) -> Iterator[Bytes]:
-    """The bytes of this process's shards of a tensor, cast to its dtype."""
+    """Yields the byte ranges of a file that hold this process's shards of a tensor, with the bytes to write."""
     dtype, parts = tensor.value.dtype, list(shards_of(tensor.value, is_first))
     boxes, values = tuple([box for box, _ in parts]), [value for _, value in parts]
     # The gaps between the boxes are never written, since another process may have written them already.

@@ -17,14 +17,14 @@ _MOST_RUNS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The elements of a span that one of the boxes contains.
+    """The elements of one box that a span contains.
 
     **Arguments:**
 
     - `number`: the number of the box.
-    - `index`: the index of the part in an array that holds the box.
-    - `shape`: the sizes of the part.
-    - `offset`: its position in the span's bytes.
+    - `index`: the NumPy index of the elements in an array that holds the box.
+    - `shape`: the shape of the elements.
+    - `offset`: the position of the first element in the span's bytes.
     """
 
     number: int
@@ -35,15 +35,15 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Bytes that are read at once: one run, or several runs at equal distances.
+    """The bytes of a file that are read together: one run of bytes, or several runs at equal distances.
 
     **Arguments:**
 
     - `offset`: the position of the first run, in bytes from the array's first.
     - `run_bytes`, `runs`, `step`: the length of a run, how many there are, and the bytes from one start to the next.
     - `strides`: the bytes from one index to the next along each dimension, where the runs are put end to end.
-    - `parts`: the parts of the boxes in the span.
-    - `is_direct`: whether its bytes are those of one part after the other, so that they can be read into place.
+    - `parts`: the elements of each box in the span.
+    - `is_direct`: whether the parts follow each other without gaps, so that they can be read without a copy.
     """
 
     offset: int
@@ -56,30 +56,25 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes read."""
+        """The number of bytes in all runs of the span."""
         return self.run_bytes * self.runs
 
 
 def spans(
     shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], *, gap_bytes: int, run_bytes: int, copy_bytes: int
 ) -> Iterator[Span]:
-    """The reads that fetch `boxes` of an array, each byte once if the boxes share rows.
+    """Yields the spans to read for `boxes` of an array. Each byte is read once if the boxes share rows.
 
     Adjacent boxes in the same rows, such as the shards of a matrix that is sharded in columns, are read together. Bytes
     between them that no box needs are read too if there are fewer than `gap_bytes`; otherwise they are skipped.
 
     **Arguments:**
 
-    - `shape`, `itemsize`: those of the array.
-    - `boxes`: different parts of it.
-    - `gap_bytes`: the number of unwanted bytes in a row from which on two reads are made instead of one; 1 reads no
-        unwanted byte.
-    - `run_bytes`, `copy_bytes`: the most that one span has, where its bytes can be read into place, and where they
-        must be copied out. One row that is longer, and needs no cutting, is cut at these sizes, too.
-
-    **Returns:**
-
-    The spans in the order of the file, group by group.
+    - `shape`, `itemsize`: the shape of the array, and the bytes of one element.
+    - `boxes`: the boxes of the array, all different.
+    - `gap_bytes`: the least number of consecutive bytes that are skipped if no box needs them; 1 skips all of them.
+    - `run_bytes`, `copy_bytes`: the largest size of a span that is read without a copy, and of a span that is copied. A
+        longer row is divided at these sizes.
     """
     strides = strides_of(shape, itemsize)
     wanted = [(number, box) for number, box in enumerate(boxes) if volume(box)]
@@ -94,7 +89,7 @@ def spans(
 def _groups(
     wanted: list[tuple[int, Box]], cut: int, strides: tuple[int, ...], gap_bytes: int
 ) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-    """Groups of boxes that are in the same rows and closer than `gap_bytes` along dimension `cut`, each with its
+    """Yields groups of boxes that are in the same rows and closer than `gap_bytes` along dimension `cut`, each with its
     bounding box.
     """
     ordered = sorted(wanted, key=lambda numbered: numbered[1])
@@ -117,8 +112,8 @@ def _groups(
 def _pieces(
     box: Box, dim: int, strides: tuple[int, ...], itemsize: int, gap_bytes: int, limit: int
 ) -> Iterator[tuple[Box, int | None]]:
-    """Divides a box into spans, each with the dimension along which it is read in separate runs; `None` if one run
-    reads it.
+    """Yields the parts of a box that are read together, each with the dimension along which it is read in separate
+    runs; `None` if it is read in one run.
     """
     while dim < len(box) and box[dim][1] - box[dim][0] == 1:
         dim += 1
@@ -140,7 +135,7 @@ def _pieces(
 
 
 def _reach(box: Box, dim: int, strides: tuple[int, ...], itemsize: int) -> int:
-    """Bytes from the first to the last element of a box, in the dimensions from `dim` on."""
+    """The number of bytes from the first to the last element of a box, in the dimensions from `dim` on."""
     return (
         sum((stop - start - 1) * stride for (start, stop), stride in zip(box[dim:], strides[dim:], strict=True))
         + itemsize
@@ -179,7 +174,7 @@ def _first(box: Box, strides: tuple[int, ...]) -> int:
 
 
 def grouped(items: Iterable[T], size_of: Callable[[T], int], most: int | float) -> Iterator[list[T]]:
-    """Consecutive items in groups whose sizes sum to at most `most`. A larger item is a group of its own."""
+    """Yields groups of consecutive items whose sizes sum to at most `most`. A larger item is a group of its own."""
     group: list[T] = []
     total = 0
     for item in items:

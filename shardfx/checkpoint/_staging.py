@@ -1,4 +1,4 @@
-"""The temporary name under which a save writes: created, renamed at the end, and found again after a killed save."""
+"""The files of a save under their temporary name: made at the start, renamed at the end, found after a killed save."""
 
 import dataclasses
 import errno
@@ -24,7 +24,7 @@ Headers = Mapping[str, tuple[bytes, int, list[str]]]
 def begin(path: str, staging: str, headers: Headers, is_file: bool, overwrite: bool, plan: str | None) -> None:
     """Creates the files of a save to `path` at their full size, with all headers and without the arrays' bytes.
 
-    Raises if `path` exists or the disk has too little space; then nothing has been written.
+    Raises if `path` exists or if the disk has too little space; nothing is written then.
     """
     if os.path.lexists(path) and not (is_file and overwrite and not os.path.isdir(path)):
         hint = "pass `overwrite=True` to replace it" if is_file and os.path.isfile(path) else "save to a new name"
@@ -95,9 +95,9 @@ class LeftOver:
     **Arguments:**
 
     - `path`: the path of the file or directory.
-    - `target`: the path that it was to be renamed to.
-    - `nbytes`: bytes on the disk.
-    - `age_seconds`: seconds since the last write.
+    - `target`: the path to which the save would have renamed it.
+    - `nbytes`: the number of bytes on the disk.
+    - `age_seconds`: the seconds since the last write.
     """
 
     __module__ = "shardfx.checkpoint"

@@ -1,6 +1,6 @@
-"""Arrays in chunks, as zarr directories and OCDBT databases, and the lists of them that eformer and Orbax keep.
+"""Arrays in chunks: zarr directories, OCDBT databases, and the lists of such arrays that eformer and Orbax write.
 
-Their metadata is JSON; their values are tensorstore's.
+This module reads their JSON metadata. tensorstore reads their values.
 
 tensorstore unpacks gzip, zlib, bz2 and zstd only up to the length of a chunk. But it reads a file as a whole, and it
 unpacks blosc to the length that the file claims, also in the chunks of a shard. So this module checks the sizes of all
@@ -66,7 +66,7 @@ def dtype_named(text: str) -> DType:
 
 
 def zarr_entries(where: FilePlace) -> tuple[StoreArray, ...]:
-    """Every zarr array, of version 2 or 3, in the directory or below it, by path."""
+    """The zarr arrays of version 2 or 3 in a checkpoint's directory and below it, by path."""
     found = []
     for directory, directories, _ in os.walk(where.directory):
         directories.sort()
@@ -88,7 +88,7 @@ def _entry_in(where: FilePlace, path: str, directory: str) -> StoreArray | None:
 
 
 def _described(path: str, file: str, key: str | None, content: Any, driver: str, where: str) -> StoreArray | None:
-    """The zarr array that this metadata describes; `None` if it describes a group."""
+    """The zarr array that the metadata `content` describes; `None` for the metadata of a group."""
     if driver == "zarr3" and member(content, "node_type") == "group":
         return None
     keys = ("dtype", ("chunks",)) if driver == "zarr" else ("data_type", _GRID)
@@ -101,7 +101,7 @@ def _described(path: str, file: str, key: str | None, content: Any, driver: str,
 
 
 def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
-    """Every zarr array in the directory's OCDBT database, by key."""
+    """The zarr arrays in the OCDBT database of a checkpoint's directory, by key."""
     import tensorstore as ts
 
     require_plain_tree(where, where.directory)
@@ -124,9 +124,9 @@ def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
-    """Checks the files and the chunk sizes that metadata names, since tensorstore trusts them.
+    """Raises `CheckpointError` for unsafe files, and for chunks that are too large. tensorstore does not check them.
 
-    A chunk is decoded in memory as a whole, and a size that exceeds the memory ends the process.
+    tensorstore decodes a chunk in memory as a whole, and a chunk that exceeds the memory ends the process.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for directory in dict.fromkeys(entry.file for entry in entries):
@@ -143,7 +143,7 @@ def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
 
 
 def ocdbt(directory: str, key: str = "") -> dict[str, Any]:
-    """tensorstore's spec of a key in a directory's database."""
+    """The tensorstore spec of a key in the OCDBT database of a directory."""
     base = {"driver": "file", "path": f"{directory}/"}
     return {"driver": "ocdbt", "base": base, "path": f"{key}/" if key else ""}
 
@@ -157,8 +157,8 @@ def unreadable(what: str, error: Exception) -> CheckpointError:
 def read_into(
     entry: StoreArray, boxes: Sequence[Box], targets: Sequence[np.ndarray], *, missing_chunks: MissingChunks = "raise"
 ) -> int:
-    """Fills `targets`, which have the shapes of `boxes`, with casts to their dtypes; returns the number of
-    bytes filled.
+    """Reads `boxes` of an array into `targets`, with a cast to the dtype of each target. Returns the number of bytes of
+    the targets.
     """
     import tensorstore as ts
 
@@ -275,7 +275,7 @@ def _begins(
 
 
 def _spec_of(entry: StoreArray) -> dict[str, Any]:
-    """tensorstore's spec of an array, with its metadata, so that changed metadata are an error."""
+    """The tensorstore spec of an array. It states the array's metadata, so that tensorstore raises if they changed."""
     kvstore = {"driver": "file", "path": f"{entry.file}/"} if entry.key is None else ocdbt(entry.file, entry.key)
     grid: dict[str, Any] = {"chunks": list(entry.chunks)}
     if entry.driver == "zarr3":
@@ -284,8 +284,8 @@ def _spec_of(entry: StoreArray) -> dict[str, Any]:
 
 
 def _begin_read(ts: Any, array: Any, box: Box, target: np.ndarray) -> tuple[Any, np.ndarray | None]:
-    """Starts a read into `target`. Returns its future, and a buffer if the values must be checked before the cast; else
-    `None`.
+    """Starts to read a box into `target`. Returns the future of the read, and the buffer of values that must be checked
+    before the cast to the dtype of `target`, or `None`.
     """
     source = array[tuple(slice(start, stop) for start, stop in box)][ts.d[:].translate_to[0]] if box else array
     stored = source.dtype.numpy_dtype
@@ -305,7 +305,7 @@ def _is_aligned(entry: StoreArray, box: Box) -> bool:
 
 
 def chunk_bytes(entry: StoreArray, box: Box) -> int:
-    """Bytes, uncompressed, of the chunks that a box overlaps, without the parts beyond the end of the array."""
+    """The uncompressed bytes of the chunks that a box overlaps, without the parts beyond the end of the array."""
     count = 1
     for (start, stop), chunk, size in zip(box, entry.chunks, entry.shape, strict=True):
         count *= min(-(-stop // chunk) * chunk, size) - start // chunk * chunk if stop > start else 0
@@ -318,8 +318,8 @@ EFORMER_INDEX = "tensorstore_index.json"
 def eformer_entries(where: FilePlace) -> tuple[StoreArray | ListedArray, ...]:
     """The arrays that an eformer index lists, of all its prefixes, in the index's order.
 
-    Version 1 has one list, `arrays`; version 2 has one list per prefix, and may have `arrays` too. These names tell the
-    two apart, since eformer writes the version of its package as `version`.
+    Version 1 has one list, `arrays`; version 2 has one list per prefix, and may have `arrays` too. The versions are
+    told apart by these names, since eformer writes the version of its package as `version`.
     """
     real = inside(where, EFORMER_INDEX)
     content = read_json(where, real)
@@ -388,7 +388,8 @@ def raise_if_no_tree(where: FilePlace, names: list[str]) -> None:
 def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
     """The arrays of an Orbax PyTree checkpoint. Their paths are Orbax's keys joined by "/".
 
-    Orbax's own reader opens the files that the metadata names before it checks the names, so this function reads them.
+    Orbax's own reader opens the files that the metadata names before it checks the names, so this function reads the
+    metadata itself.
     """
     real = inside(where, ORBAX_METADATA)
     content = read_json(where, real)

@@ -286,7 +286,7 @@ def test_no_more_than_the_limit_is_on_its_way(tmp_path, monkeypatch, reads, limi
         gone.append(filled.nbytes)
         return moved(filled, devices, sharding)
 
-    monkeypatch.setattr(loading, "is_final", lambda sharding: False)
+    monkeypatch.setattr(loading, "is_on_cpu", lambda sharding: False)
     monkeypatch.setattr(loading, "moved", move)
     loaded = checkpoint.load(tmp_path, plan, memory_limit_bytes=limit)
     assert all(same_bytes(loaded[name], arrays[name]) for name in arrays)
@@ -300,7 +300,7 @@ def test_a_limit_below_one_shard(tmp_path, monkeypatch):
     array = random((64, 64), np.float32)
     save_file({"w": array}, tmp_path / "x.safetensors")
     plan = {"w": struct(array, P(("a", "b", "c")))}
-    monkeypatch.setattr(loading, "is_final", lambda sharding: False)
+    monkeypatch.setattr(loading, "is_on_cpu", lambda sharding: False)
     with pytest.raises(CheckpointError, match="`memory_limit_bytes=100` is less than one shard of leaf `w`, 2048"):
         checkpoint.load(tmp_path, plan, memory_limit_bytes=100)
 

@@ -1,4 +1,4 @@
-"""The input of a load: for each leaf of the plan, the stored arrays that it is made of."""
+"""The leaves that a load makes, each with the stored arrays from which it is made."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -26,15 +26,15 @@ Unread = Literal["raise", "allow"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WantedLeaf:
-    """One leaf, and the arrays that it is made of. A leaf of PRNG keys is read as key data.
+class LeafToLoad:
+    """One leaf to load, and the stored arrays from which it is made. A leaf of PRNG keys is read as key data.
 
     **Arguments:**
 
     - `path`, `shape`, `dtype`, `sharding`: the path, shape, dtype and sharding of the array that is read.
-    - `entries`: the stored arrays that the leaf is made of.
-    - `pieces`: the parts of the entries, and their positions; `None` if the leaf is the stored array unchanged.
-    - `keys`: for key data, the dtype of the PRNG keys.
+    - `entries`: the stored arrays from which the leaf is made.
+    - `pieces`: the parts of the stored arrays, and their positions in the leaf; `None` if the leaf is one stored array.
+    - `keys`: for key data, the dtype of the PRNG keys; `None` for all other arrays.
     - `is_cast_by_map`: whether a map states every cast. Then no value is refused because a cast changes it.
     """
 
@@ -48,17 +48,17 @@ class WantedLeaf:
     is_cast_by_map: bool = False
 
 
-def wanted(
+def leaves_to_load(
     index: Index, plan: object, dtype: object, map: TreeMap | None = None, unread: Unread = "raise"
-) -> tuple[list[WantedLeaf], Callable[[Sequence[Any]], Any]]:
-    """For each array of the plan, the stored arrays to read; and a function that makes the tree from the loaded arrays.
+) -> tuple[list[LeafToLoad], Callable[[Sequence[Any]], Any]]:
+    """The leaves to load for a plan; and a function that makes the tree from their loaded arrays.
 
-    One error names every leaf that cannot be read, or every stored array that no leaf uses.
+    Raises one error with every leaf that cannot be read, or with every stored array that no leaf uses.
     """
     target = target_of(plan, "load")
     if map is not None:
         return _by_map(index, target, map, dtype), lambda values: target.filled(values, {})
-    found: list[WantedLeaf] = []
+    found: list[LeafToLoad] = []
     problems: list[tuple[str, CheckpointError | None]] = []
     # A model has many leaves of few kinds: a result for one leaf holds for all of its kind.
     known: dict[object, Any] = {}
@@ -70,10 +70,10 @@ def wanted(
             continue
         kind = (entry.shape, entry.dtype, leaf.shape, leaf.dtype)
         if kind in known and isinstance(entry, FileArray | StoreArray):
-            found.append(WantedLeaf(path, leaf.shape, known[kind], leaf.sharding, (entry,), None))
+            found.append(LeafToLoad(path, leaf.shape, known[kind], leaf.sharding, (entry,), None))
             continue
         try:
-            found.append(_wanted(index, path, leaf, dtype))
+            found.append(_unmapped_leaf(index, path, leaf, dtype))
         except CheckpointError as error:
             problems.append((path, error))
             continue
@@ -105,8 +105,8 @@ def _require_all_read(index: Index, target: Target) -> None:
         )
 
 
-def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[WantedLeaf]:
-    """The leaves to load through a map, each with the stored arrays that the map makes it of."""
+def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[LeafToLoad]:
+    """The leaves to load through a map, each with the stored arrays from which the map makes the leaf."""
     source = {entry.path: Struct(entry.shape or (), entry.dtype) for entry in index.entries}
     # The dtype of a leaf is decided below, by the rules of all loading.
     leaves = {path: Struct(tuple(leaf.shape), leaf.dtype if dtype is None else None) for path, leaf in target.arrays}
@@ -120,7 +120,7 @@ def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[W
 
 
 def _numbers(index: Index, target: Target, problems: list[tuple[str, CheckpointError | None]]) -> dict[int, Any]:
-    """The Python numbers that the checkpoint has for the tree, by position. Each missing one is added to `problems`."""
+    """The Python numbers that a checkpoint has for a tree, by position. Each missing number is added to `problems`."""
     saved = from_metadata(index.metadata, index.directory)
     kept: dict[int, Any] = {}
     for at, path, value in target.others:
@@ -142,7 +142,7 @@ def _text(index: Index, path: str, problem: CheckpointError | None) -> str:
     return str(index.unknown(path))
 
 
-def _wanted(index: Index, path: str, leaf: Any, dtype: DType) -> WantedLeaf:
+def _unmapped_leaf(index: Index, path: str, leaf: Any, dtype: DType) -> LeafToLoad:
     entry = _loadable(index, path)
     one, name = struct(entry, index), quoted(path)
     _is_keys(leaf.dtype, one.dtype, name)  # this error says more than the difference of the shapes
@@ -163,15 +163,15 @@ def _leaf(
     dtype: object,
     what: str,
     made: Made | None = None,
-) -> WantedLeaf:
-    """A leaf with this shape, read from arrays of dtype `stored`; raises if the planned dtype needs a forbidden cast.
+) -> LeafToLoad:
+    """A leaf to load, from arrays of dtype `stored`. Raises if the planned dtype needs a cast that is not allowed.
 
-    `made` is the map's result for the leaf; without a map, the leaf is its only entry.
+    `made` is the map's result for the leaf; without a map, the leaf is the only array in `entries`.
     """
     if not _is_keys(planned.dtype, stored, what):
         to = _dtype(planned.dtype, stored, dtype, what)
         pieces, is_cast = (None, False) if made is None else (cast(made, to).pieces, made.dtype == to)
-        return WantedLeaf(path, shape, to, planned.sharding, entries, pieces, None, is_cast)
+        return LeafToLoad(path, shape, to, planned.sharding, entries, pieces, None, is_cast)
     if not isinstance(planned.sharding, NamedSharding | SingleDeviceSharding):
         # The key data has more dimensions than the keys, and other shardings might divide these.
         raise LeafTypeError(
@@ -182,7 +182,7 @@ def _leaf(
     bits = tuple([prng.as_bits(entry) for entry in entries])
     pieces = None if made is None else tuple([extended(piece, one.shape) for piece in made.pieces])
     own = (*shape, *one.shape)
-    return WantedLeaf(path, own, np.dtype(one.dtype), planned.sharding, bits, pieces, planned.dtype)
+    return LeafToLoad(path, own, np.dtype(one.dtype), planned.sharding, bits, pieces, planned.dtype)
 
 
 def _loadable(index: Index, name: str) -> FileArray | StoreArray:
@@ -197,9 +197,7 @@ def _loadable(index: Index, name: str) -> FileArray | StoreArray:
 
 
 def _is_keys(planned: object, stored: object, what: str) -> bool:
-    """Whether a leaf holds PRNG keys; raises if only one of the two dtypes is a key dtype, since keys are
-    never cast.
-    """
+    """Whether a leaf holds PRNG keys. Raises if only one of the dtypes is a dtype of keys, which are never cast."""
     kinds = [prng.is_key(planned), prng.is_key(stored)]
     if stored == planned or not any(kinds):
         return kinds[0]
@@ -218,7 +216,7 @@ def _is_keys(planned: object, stored: object, what: str) -> bool:
 
 
 def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
-    """The dtype that a leaf is read as; raises if that needs a cast that was not asked for."""
+    """The dtype in which a leaf is read. Raises if the dtype needs a cast that `asked` does not allow."""
     both = jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(planned, jnp.floating)
     to = jnp.dtype(asked) if asked != "plan" and asked is not None and both else planned
     if asked != "plan" and (asked is None or not both) and stored != planned:
@@ -237,5 +235,5 @@ def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
 
 
 def box_bytes(box: Box, dtype: object) -> int:
-    """Bytes of a box in memory."""
+    """The number of bytes of a box in memory."""
     return volume(box) * itemsize(dtype)
