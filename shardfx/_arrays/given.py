@@ -72,20 +72,13 @@ def check_given(given: Iterable[Given]) -> None:
             )
         first = seen.setdefault(id(one.array), one)
         donated = [each.is_donated for each in (first, one)]
-        if first is not one and any(donated) and not (_is_moved(first) or _is_moved(one)):
+        # JAX copies an array that is not committed, and the program donates the copy.
+        if first is not one and any(donated) and one.own is not None:
             raise PlanMismatchError(
                 f"{first.name} and {one.text} are one array, and {'both are' if all(donated) else 'one of them is'} "
                 "donated: the program could write over what it still reads. Copy one of them first: "
                 "`jax.tree.map(jax.numpy.copy, tree)`; or leave the argument out of `donate`."
             )
-
-
-def _is_moved(one: Given) -> bool:
-    """Whether JAX copies an array to the sharding of its entry. The program then gets the copy, and donates only the
-    copy.
-    """
-    own, wanted = one.own, one.wanted
-    return own is None or (isinstance(wanted, Sharding) and not lies_as(own, wanted, one.array.shape))
 
 
 def _is_elsewhere(one: Given) -> bool:

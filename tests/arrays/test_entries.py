@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import shardfx as sfx
 from shardfx import AxisRules, MeshSpec, PathRules, filter_jit
@@ -68,6 +68,19 @@ def test_an_array_that_lies_otherwise_than_its_entry_is_named(plans):
     other = jax.device_put(TREE["w"], NamedSharding(plans[0].jax_mesh, P("tensor")))
     with pytest.raises(PlanMismatchError, match=r"`w` of argument 0 .* lies by .*\('tensor',?\).*`in_shardings` is"):
         filter_jit(lambda tree: tree, in_shardings=(plans[0],))({"w": other})
+
+
+def test_jax_moves_whole_arrays_to_an_entry_of_one_device(plans):
+    first, other = (SingleDeviceSharding(device) for device in jax.devices()[:2])
+    run = filter_jit(lambda x: x + 1, in_shardings=(first,))
+    mesh = plans[0].jax_mesh
+    for sharding in (other, NamedSharding(mesh, P())):
+        for _ in range(2):
+            assert np.array_equal(run(jax.device_put(TREE["w"], sharding)), TREE["w"] + 1)
+    with pytest.raises(
+        PlanMismatchError, match=r"lies by .* on devices \[0, 1, 2, 3\], but its entry .* on device \[0\]"
+    ):
+        run(jax.device_put(TREE["w"], NamedSharding(mesh, P("data"))))
 
 
 def step(params, batch, *, rate=0.1, key):
