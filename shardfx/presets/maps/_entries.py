@@ -17,7 +17,7 @@ class Fused:
 
     **Arguments:**
 
-    - `parts`: a line for each kind, as in a [`shardfx.presets.maps.TreeLayout`][].
+    - `parts`: the text of each kind with its axes, as in a [`shardfx.presets.maps.TreeLayout`][].
     - `dim`: the dimension along which the kinds are concatenated.
     - `shards`: the number of equal parts into which each kind is split. Parts of all kinds are interleaved: with 2 the
         array is `[q0 k0 v0 q1 k1 v1]`, so that each of 2 devices gets its own query, key and value.
@@ -53,9 +53,9 @@ class Scaled:
 
     **Arguments:**
 
-    - `part`: the line of the weight, as in a [`shardfx.presets.maps.TreeLayout`][].
+    - `part`: the text of the weight with its axes, as in a [`shardfx.presets.maps.TreeLayout`][].
     - `by`: the path of the array of scales.
-    - `block`: the elements of a block along each dimension.
+    - `block`: the size of a block along each dimension.
     - `dtype`: the dtype of the weight after multiplication by its scales.
 
     !!! Example
@@ -86,7 +86,7 @@ class Counted:
 
     **Arguments:**
 
-    - `part`: the line of the weight, as in a [`shardfx.presets.maps.TreeLayout`][].
+    - `part`: the text of the weight with its axes, as in a [`shardfx.presets.maps.TreeLayout`][].
     - `times`: the factor; not 0.
     - `plus`: the number added after the multiplication.
 
@@ -114,8 +114,8 @@ Entry = str | Fused | Scaled | Counted
 
 
 class Range(NamedTuple):
-    """The entries `start:stop:step` of an axis that an array has. With step 0 it has only entry `start`, and no such
-    dimension.
+    """The entries `start:stop:step` of an axis that an array has. With step 0 the array has only entry `start`, and the
+    axis is no dimension of it.
     """
 
     axis: str

@@ -1,4 +1,4 @@
-"""The layout of MaxText's parameters, as MaxText's own converter makes them from Hugging Face checkpoints."""
+"""The layout of MaxText's parameters, as MaxText's converter makes them from Hugging Face checkpoints."""
 
 import re
 from collections.abc import Iterator, Mapping
