@@ -1,7 +1,7 @@
 """Maps from the leaves of one tree to the leaves of another, and the strided copies that carry them out.
 
-It may import the ground values. It never touches a file or a device, and never chooses a sharding: the rooms that read,
-write and move arrays ask it for pieces and carry them out.
+The folder may import the ground values. The folder never touches a file or a device, and never chooses a sharding: the
+folders that read, write and move arrays call it for pieces, and carry the pieces out.
 
 The terms of this folder: a map makes the leaves of its target from the leaves of its source. A piece is a strided copy:
 a nested loop that copies elements of one source array to one target array. A factor is one of these loops. A box is a

@@ -130,7 +130,7 @@ def places(
 
     - `step`: the rules.
     - `source`, `target`: the leaves of both trees, by path. Without a target, its leaves are inferred from the source.
-    - `problems`: gets a pair of a path and a text for each problem.
+    - `problems`: a list to which pairs of a path and a text are appended, one for each problem.
     """
     if target is None:
         return _inferred(step, source, problems)

@@ -16,10 +16,9 @@ from .._ground.spec import DType, dtype_named
 from .patterns import pattern, sum_of
 
 
-# For each operation the number of its operands, or `None` for any number, and the kind of each other argument, after
-# its
-# name if it is passed by name. A star marks a last argument that may be repeated or left out. A question mark marks one
-# that may be left out.
+# For each operation the number of its operands, or `None` for any number, and the kind of each other argument. The name
+# of an argument is before its kind, if the argument is passed by name. A star marks a last argument that may be
+# repeated or left out. A question mark marks one that may be left out.
 SIGNATURES: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
     {
         "leaf": (0, "path"),
@@ -205,7 +204,7 @@ class From:
 
     @staticmethod
     def constant(value: float | int | bool, shape: Sequence[int], dtype: object) -> "From":
-        """An array filled with one number. It reads no leaf of the source."""
+        """An array filled with one number, without any leaf of the source."""
         return _new("constant", (), (value, tuple(shape), dtype))
 
     @staticmethod
@@ -261,8 +260,8 @@ class From:
     def at(self, index: int | str, *, dim: int = 0) -> "From":
         """The entry at one index of a dimension, without this dimension.
 
-        The index is a number, or a sum of placeholders of the target's path: `"i"` makes each layer `{i}` of the target
-        from one stacked array, and `"6*i+2"` every sixth layer.
+        The index is a number, or a sum of placeholders. For a target's path with the layer `{i}`, the index `"i"` takes
+        each layer out of a stacked array, and `"6*i+2"` takes every sixth layer.
         """
         return _new("at", (self,), (index, dim))
 

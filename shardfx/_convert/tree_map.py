@@ -91,7 +91,7 @@ class TreeMap:
 
     @ft.cached_property
     def digest(self) -> str:
-        """A checksum of the map. It is the same for equal maps on every process."""
+        """A checksum of the map, the same for equal maps on every process."""
         return hashlib.sha256(self.to_json().encode("utf-8", "surrogatepass")).hexdigest()
 
     @ft.cached_property
@@ -140,7 +140,7 @@ class TreeMap:
         return of_steps([dataclasses.replace(step, inverted=not step.inverted) for step in reversed(self.steps)])
 
     def then(self, other: "TreeMap") -> "TreeMap":
-        """This map followed by another one, as one map. It does not make the intermediate arrays."""
+        """This map followed by another one, as one map without intermediate arrays."""
         if not isinstance(other, TreeMap):
             raise MapError(f"`then` takes a TreeMap, not {other!r:.80}.")
         return of_steps([*self.steps, *other.steps])

@@ -1,6 +1,6 @@
 """The choice of a mesh and rules for a step, and names for the dimensions of its arguments.
 
-It may import plans, costs and what is below them. It never touches arrays, and never imports a command.
+The folder may import plans, costs and the folders below them. The folder never touches arrays or imports a command.
 
 The terms of this folder: a sub-dimension is a factor of a dimension that a reshape splits, such as the heads in
 `heads * head_dim`. Dimensions that operations pair form an equivalence class, and must be sharded alike. A logical axis

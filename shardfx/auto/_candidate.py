@@ -40,7 +40,7 @@ class Candidate:
     - `memory_bytes`, `limit_bytes`: the bytes that the step takes on one device, and the bytes that it may take.
     - `by`: the origin of these numbers. "estimate": the program of one device from XLA's own partitioner. "compile":
         the compiled program. "run": `seconds` is measured.
-    - `traffic`: the collectives, row by row.
+    - `traffic`: the collectives of the step, with their bytes and mesh axes.
     - `constrained`: whether the step is faster if [`shardfx.auto.constrain_step`][] constrains its intermediate values.
         Then all numbers, and `code()`, describe the constrained step.
     - `donated`: the numbers of the arguments whose memory the results reuse: those that the step donates, and, if it

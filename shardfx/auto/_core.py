@@ -66,7 +66,7 @@ from ._layouts import AssignedLayout, Layouts
 
 # A value that is used this many operations after the one that makes it is stored in between.
 _LONG = 40
-# Results of these have the sharding of their operands.
+# The results of these operations reuse the memory of an operand.
 _IN_PLACE = ("carry", "dynamic_update_slice")
 
 
@@ -86,7 +86,7 @@ def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
     - `sent` (assignments, sent terms, 2): the bytes that a device receives, before the factor (1 - 1 / size): those
         that computation waits for, and those that overlap with it.
     - `calls` (assignments): the number of collectives of each assignment.
-    - `limits` (axes, assignments): whether each assignment shards each logical axis of `cut_by`.
+    - `limits` (axes, assignments): whether each assignment shards each logical axis that any assignment shards.
     - `sizes`, `least` (axes): the size of each of these logical axes, and the least number of its shards.
     """
     program, count = layouts.program, len(made)
@@ -192,7 +192,7 @@ def padded(terms: CostTerms) -> CostTerms:
     become float32, since only their leading digits matter.
     """
     more_terms, few = -len(terms["shared"]) % 32, -terms["sent"].shape[1] % 16
-    # Sets with fewer than four assignments are filled with one that shards nothing, the last one.
+    # The last assignment shards nothing. It fills up sets with fewer than four assignments.
     more, axes = 1 + (-1 - len(terms["calls"])) % 80, -len(terms["sizes"]) % 16
     widths = {
         "divides": (more_terms, more),
@@ -300,7 +300,7 @@ def costs(
     """
     xp: Any = jnp if isinstance(sets, jax.Array) else np
     axes = sets.shape[-1]
-    # For each mask, the assignments of a set that are in it.
+    # For each mask, whether it has each assignment of a set.
     has = (np.arange(2**axes)[:, None] // 2 ** np.arange(axes)) % 2 == 1
     # For each set, the sums of the terms with equal masks.
     masks = _masks(xp.moveaxis(arrays["divides"][:, sets], 0, 1), axes)

@@ -41,7 +41,7 @@ class Event:
 
     - `kind`: its name, such as "all-gather".
     - `value`, `operation`: the number of the value that it moves, and of the operation that needs it.
-    - `times`: how often one step runs it.
+    - `times`: the number of times that one step runs the collective.
     """
 
     kind: str
@@ -56,8 +56,8 @@ class AssignedLayout:
 
     - `assignment`: the numbers of logical axes that the mesh axis may shard, in order of preference.
     - `events`: the collectives.
-    - `positions`: for each value, the index of the sharded dimension among its sub-dimensions; `WHOLE` if it is
-        replicated.
+    - `positions`: for each value, the index of its sharded sub-dimension among all its sub-dimensions; `WHOLE` for a
+        replicated value.
     - `divided`: for each operation, whether the mesh axis divides its work.
     - `used`: the numbers of the logical axes that are sharded.
     - `unreduced`: the values that an operation leaves unreduced.
@@ -235,7 +235,7 @@ class _Propagation:
         the end of the body it gets back the sharding from the start of the body.
         """
         wanted = self.state[made.ins[1]] if made.name == "return" else self.preferred(made.outs[0])
-        # Inside, a reshape may split a dimension that is whole outside. Such a value is replicated.
+        # A reshape in the body may split a dimension that is one outside of the loop. Such a value is replicated.
         if made.name == "carry" and wanted >= len(self.layouts.flat[made.ins[0]]):
             wanted = WHOLE
         self.move(made.ins[0], wanted, made.times, number)

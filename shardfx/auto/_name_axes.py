@@ -162,7 +162,8 @@ class _Namer:
 
     def heads(self) -> None:
         """Names the batch dimensions of products: `experts` if one operand has dimensions of weights only, else
-        `heads`, or `kv_heads` and `query_groups` if query heads share keys. The dimension behind heads is `head_dim`.
+        `heads`, or `kv_heads` and `query_groups` if query heads share keys. The dimension after heads is named
+        `head_dim`.
         """
         classes, of = self.classes, self.classes.of
         found = [axis for axis in self.unnamed("batched") if classes.in_model(axis)]

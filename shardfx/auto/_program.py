@@ -99,7 +99,7 @@ class Tied:
         along "looked_up" classes, and along "tokens" classes if the indices are sequences. "batched" and "contracted"
         classes are dimensions of products. Slices keep a range of "sliced" classes. Top-k runs along "chosen" classes.
         "channels" and "windows" are dimensions of convolutions.
-    - `spatial`: for each spatial dimension of a convolution, its position among them and their number.
+    - `spatial`: for each spatial dimension of a convolution, its index among the spatial dimensions, and their number.
     """
 
     def __init__(self, program: Program):
@@ -157,7 +157,7 @@ def _tie(found: Tied, made: Operation) -> dict[object, int]:
                 if size == 1 or not dim:
                     continue
                 if len(dim) == 1 and sizes[dim[0]] == size:
-                    # A sorted or updated dimension stays the same: operand and result have it at the same position.
+                    # A sorted or updated dimension is the same in the operand and the result at the same position.
                     key = (dim[0], at) if dim[0] in made.factors.replicated else dim[0]
                     if first.setdefault(key, node) != node:
                         union.align([first[key]], [node])

@@ -220,7 +220,8 @@ def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, 
     **Returns:**
 
     For each element of a tuple of results, or for the only result, the number of its argument and the number of its
-    arrays. The first is `None` if no argument is like it. Several results of one structure get different arguments.
+    arrays. The number of the argument is `None` if none has its structure. Several results of one structure get
+    different arguments.
     """
 
     def kind_of(tree: PyTree) -> tuple[object, list[tuple[tuple[int, ...], str]]]:

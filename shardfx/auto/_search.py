@@ -29,8 +29,7 @@ from ._space import MODEL, Limits, Space, by_hand, fastest, near
 _WRITTEN_SECONDS, _WRITTEN = 15.0, (6, 36)
 _CONSTRAINED_SECONDS, _CONSTRAINED = 8.0, (2, 6)
 # The seconds of one program: a fixed part; per byte of StableHLO, for partitioning and for constraining; per device.
-# They
-# are measured once and not by each search, so that two hosts partition the same candidates.
+# These numbers are not measured by each search, so that two hosts partition the same candidates.
 _EACH, _BYTE, _CONSTRAINED_BYTE, _DEVICE = 0.1, 1 / 42_000, 1 / 20_000, 1 / 2_700
 _THREADS = 2
 # The number of candidates by estimate that join the well-known ones; the number of programs that are reserved for other
@@ -95,8 +94,8 @@ def search(
 
     `MeshError` for devices that cannot be read or slices that do not divide them; `RuleError` for limits with names
     that the step lacks; `SpecError` if no mesh of these devices divides the step's dimensions; `LeafTypeError` for
-    arguments without arrays; `ProgramError` if XLA cannot partition the step at all, for example because it constrains
-    its arrays over its own mesh; the errors of tracing the step, with a note.
+    arguments without arrays; `ProgramError` if XLA cannot partition the step at all, for example because the step
+    constrains arrays over a mesh of its own; the errors of tracing the step, with a note.
 
     !!! Example
 

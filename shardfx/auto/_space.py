@@ -201,7 +201,7 @@ def near(space: Space, one: Candidate) -> Iterator[Candidate]:
 
 
 def _limited(space: Space) -> CostTerms:
-    """The cost terms of the step, with the user's limits as further rows of `limits`, `sizes` and `least`."""
+    """The cost terms of the step, with the user's limits in their arrays `limits`, `sizes` and `least`."""
     limits, terms = space.limits, cost_terms(space.layouts, space.made)
     wanted = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
     used = cut_by(space.made)
@@ -213,9 +213,8 @@ def _limited(space: Space) -> CostTerms:
                 "`never`, or do not want it."
             )
         terms["least"][used.index(number)] = wanted[name]
-    # A required mesh axis is one more row: its assignments are those with its name. Every number of shards divides 0,
-    # so
-    # size 0 allows any.
+    # A required mesh axis is one more row. Its assignments are those with its name. The row has size 0 for an axis of any
+    # size, since every number divides 0.
     called = [axis_name(space.names_of(layout)) for layout in space.made]
     for name, size in limits.wanted_axes:
         if name not in called:
