@@ -1,5 +1,5 @@
-"""The arguments `in_shardings`, `out_shardings` and `donate` of `filter_jit`, as tables by argument, and the sharding
-of each array.
+"""Reads the arguments `in_shardings`, `out_shardings` and `donate` of `filter_jit`: the entry of each argument, and the
+sharding of each array.
 
 The key of an argument is its position, or its name if the function takes it by name only. In a table by these keys, the
 key `int` is for `*args` and the key `str` for `**kwargs`.
@@ -36,14 +36,14 @@ def _is_entry(node: object) -> bool:
 
 
 def _is_mistaken(node: object) -> bool:
-    """Whether an entry is a value that users pass by mistake, such as a tuple of logical names."""
+    """Whether an entry is no sharding, but a value passed by mistake, such as a tuple of logical names."""
     if not isinstance(node, tuple | list):
         return isinstance(node, _NO_ENTRIES)
     return {str} <= set(map(type, node)) <= {str, type(None), type(...)}
 
 
 def shardings_in(form: object, what: str) -> list[Any]:
-    """The distinct shardings in `form`, which is the argument named `what`. The first is `None`.
+    """The distinct shardings in `form`, the argument of `filter_jit` with the name `what`. The first is `None`.
 
     **Raises:**
 
@@ -122,7 +122,7 @@ def parameter_keys(signature: inspect.Signature) -> Table:
 
 
 def at_key(table: Table, key: object) -> Any:
-    """The value for an argument in a table by argument; `None` if the table has no value for it."""
+    """The value for one argument in a table by argument; `None` if the table has none."""
     return table.get(key, table.get(type(key)))
 
 

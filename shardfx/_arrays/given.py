@@ -52,8 +52,8 @@ def is_placed(kind: type) -> bool:
 
 
 def check_given(given: Iterable[Given]) -> None:
-    """Raises for an array that has another sharding than its entry, that was deleted, or that a call passes twice and
-    donates.
+    """Raises for an array that has another sharding than its entry, for a deleted array, and for an array that a call
+    passes twice and donates.
     """
     seen: dict[int, Given] = {}
     for one in given:

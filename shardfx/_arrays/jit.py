@@ -70,7 +70,7 @@ def filter_jit(
     A function with the signature of `fn`. Keyword arguments are bound to positions, so that they are sharded too. Its
     `.trace(...)` and `.lower(...)` take arguments or ShapeDtypeStructs, and return the stages that `jax.jit` returns.
     `.compile()` of a lowered function returns a function with the signature of `fn` again, for the same static
-    arguments. A plan holds no functions: lower a module that holds functions with `equinox.combine(plan.structs,
+    arguments. Plans hold no functions: a module that holds functions is lowered with `equinox.combine(plan.structs,
     model)`.
 
     Functions under plans without devices can be traced and lowered:
@@ -87,6 +87,7 @@ def filter_jit(
     shapes or dtypes, or if an argument has another sharding than its entry. At a call, if a plan has no devices; if
     `*args` or `**kwargs` are bound in another way than the entries say; if an array was deleted (all arrays are checked
     if the function donates, else the first of each entry); or if a donated array is given twice.
+    `LeafTypeError` for a static argument that cannot be hashed.
 
     !!! Example
 
