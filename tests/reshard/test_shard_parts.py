@@ -10,7 +10,7 @@ from shardfx._convert import Struct
 from shardfx._convert.evaluate import leaf_made
 from shardfx._convert.pieces import hull, swapped
 from shardfx._reshard.pieces.exchange import matchings
-from shardfx._reshard.pieces.shard_parts import shard_parts
+from shardfx._reshard.pieces.parts import shard_parts
 
 
 DTYPES = {4: "int4", 8: "int8", 16: "int16", 32: "float32"}

@@ -31,7 +31,7 @@ from ...topology import MeshSpec
 from ..shardings import data_of, has_devices, naming, require_movable, require_reduced, sharers
 from .exchange import Exchange, exchanges
 from .host import HostCopies, host_copies
-from .shard_parts import ShardPart, ShardParts, divided, least_memory_bytes, shard_parts
+from .parts import ShardPart, ShardParts, divided, least_memory_bytes, shard_parts
 
 
 # The memory that programs may use for small arrays, since dividing them into more programs takes more time.

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._convert import StridedCopy, changed, gathered, is_dense, scattered, strided_copy, transposed
 from ..steps.programs import is_small_float
-from .shard_parts import ShardPart, first_casts
+from .parts import ShardPart, first_casts
 
 
 AXIS = "device"

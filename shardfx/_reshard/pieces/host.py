@@ -30,7 +30,7 @@ from ..._convert import (
 from ..._ground.boxes import Box, array_of, as_box, first_with, read_box, volume
 from ..._ground.copying import block_dim, buffers, copy_along
 from ..._ground.errors import SyncError
-from .shard_parts import ShardPart
+from .parts import ShardPart
 
 
 # Below this size, starting another thread costs more than the copy.

@@ -38,7 +38,7 @@ from .exchange import (
     write_part,
 )
 from .host import LocalShards, start_on_host
-from .shard_parts import first_casts
+from .parts import first_casts
 
 
 # One round: the number of elements that a device sends, and the pairs of sender and receiver.

@@ -30,7 +30,7 @@ from ..._ground.spec import bits
 from ..._ground.text import together
 from ..._plan import ShardPlan
 from ..pieces.assembly import MovedLeaf, leaves_of_plan, numbered, shards_of
-from ..pieces.shard_parts import ShardPart, divided, first_casts, sent_bits, shard_parts
+from ..pieces.parts import ShardPart, divided, first_casts, sent_bits, shard_parts
 from ..shardings import data_of
 from .transfer import BUFFER, PLACE, Buffer, SentLeaf, TransferKind, TransferPlan, WireForm, hash_of
 
