@@ -70,8 +70,7 @@ def filter_jit(
     A function with the signature of `fn`. Keyword arguments are bound to positions, so that they are sharded too. Its
     `.trace(...)` and `.lower(...)` take arguments or ShapeDtypeStructs, and return the stages that `jax.jit` returns.
     `.compile()` of a lowered function returns a function with the signature of `fn` again, for the same static
-    arguments. Plans hold no functions: a module that holds functions is lowered with `equinox.combine(plan.structs,
-    model)`.
+    arguments. Plans hold no functions: lower a module that holds some with `equinox.combine(plan.structs, model)`.
 
     Functions under plans without devices can be traced and lowered:
     `.trace(plan.structs).lower(lowering_platforms=("tpu",))`. The result of `.trace` lists the arrays that the function
@@ -82,12 +81,14 @@ def filter_jit(
 
     **Raises:**
 
-    `PlanMismatchError` at once for a PartitionSpec, which has no mesh (`jax.set_mesh` is not used), and for shardings
-    on several sets of devices. At tracing, if the arguments or results differ from the trees of their plans in paths,
-    shapes or dtypes, or if an argument has another sharding than its entry. At a call, if a plan has no devices; if
-    `*args` or `**kwargs` are bound in another way than the entries say; if an array was deleted (all arrays are checked
-    if the function donates, else the first of each entry); or if a donated array is given twice.
-    `LeafTypeError` for a static argument that cannot be hashed.
+    - `PlanMismatchError` from `filter_jit` itself: for a PartitionSpec, which has no mesh (`jax.set_mesh` is not used),
+        and for shardings on several sets of devices.
+    - `PlanMismatchError` at tracing: if the arguments or results differ from the trees of their plans in paths, shapes
+        or dtypes, or if an argument has another sharding than its entry.
+    - `PlanMismatchError` at a call: if a plan has no devices; if `*args` or `**kwargs` are bound in another way than
+        the entries say; if an array was deleted (all arrays are checked if the function donates, else the first of each
+        entry); or if a donated array is given twice.
+    - `LeafTypeError` for a static argument that cannot be hashed.
 
     !!! Example
 

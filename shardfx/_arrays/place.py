@@ -154,9 +154,9 @@ _CACHED, _JITTED = type(ft.lru_cache(len)), type(jax.jit(len))
 def clear_caches() -> None:
     """Clears all caches of the package, and with them the references to devices, meshes and programs.
 
-    Use it after devices were lost, or between tests: the package then keeps no device alive. JAX has caches of its own,
-    which `jax.clear_caches()` clears; they hold the programs of [`shardfx.filter_jit`][]. Results do not change, since
-    plans and programs are made again if they are needed.
+    Call `clear_caches` after devices were lost, or between tests: the package then keeps no device alive. JAX has
+    caches of its own, which `jax.clear_caches()` clears; they hold the programs of [`shardfx.filter_jit`][]. Results do
+    not change, since plans and programs are made again if they are needed.
 
     !!! Example
 
