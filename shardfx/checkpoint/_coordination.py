@@ -71,7 +71,7 @@ class SaveProcesses:
                 "coordination service, and it does not run; call `jax.distributed.initialize()` when the program "
                 "starts."
             )
-        self.what, self.me, self.members, self._first = what, me, members, members[0]
+        self.what, self.me, self.members, self._first = what, me, members, min(members)
         self.is_first = me == self._first
         self._client, self._name, self._seconds = client, f"shardfx.save/{digest_of(map(str, members))}", wait_seconds
         self._silence = (
