@@ -67,7 +67,7 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
 
 
 def apply_steps(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
-    """Applies the steps of a map to the arrays of a tree. It is the implementation of `TreeMap.apply`."""
+    """Applies the steps of a map to the arrays of a tree, for `TreeMap.apply`."""
     flat = flatten(tree)
     arrays = {
         path: leaf for path, leaf, is_array in zip(flat.paths, flat.leaves, flat.is_array, strict=True) if is_array
@@ -243,7 +243,8 @@ def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
 
 
 def scattered(box: jax.Array, factors: BoxFactors, piece: jax.Array, axis: int) -> jax.Array:
-    """A strided scatter: a copy of `box` in which the elements of `piece` replace those that nested loops reach.
+    """A strided scatter: a copy of `box` in which the elements of `piece` replace the elements that nested
+    loops reach.
 
     `factors` has, for each dimension of `box` from `axis` on, its size and the loops along it. `piece` has one
     dimension per loop, after the first `axis` dimensions of `box`.

@@ -169,7 +169,8 @@ class From:
     **Arguments:**
 
     - `path`: the path of the leaf, such as `model.layers.{i}.mlp.up_proj.weight`. The placeholder `{i}` has the value
-        that it has in the target's path, or the values that `stack` gives it. It may contain a sum: `{6*i+2}`.
+        that it has in the target's path, or the values that `stack` gives it. A placeholder may contain a sum:
+        `{6*i+2}`.
 
     !!! Example
 
@@ -253,7 +254,8 @@ class From:
     def stack(self, over: str, *, dim: int = 0, count: int | None = None) -> "From":
         """The arrays for the values 0, 1, 2, ... of the placeholder named `over`, stacked along a new dimension.
 
-        There are `count` of them. Without a count, the first number whose leaf the source lacks ends the stack.
+        The stack has `count` arrays. Without a count, the stack ends before the first value for which the source has no
+        leaf.
         """
         return _new("stack", (self,), (over, dim) if count is None else (over, dim, count))
 

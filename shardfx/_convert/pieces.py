@@ -59,7 +59,7 @@ class Arithmetic(NamedTuple):
 
     @property
     def back(self) -> "Arithmetic":
-        """The inverse operation. It restores the array up to rounding."""
+        """The inverse operation, which restores the array up to rounding."""
         signs: dict[str, Literal["*", "/", "+", "-"]] = {"*": "/", "/": "*", "+": "-", "-": "+"}
         return Arithmetic(signs[self.sign], self.number)
 
@@ -381,8 +381,8 @@ def hull(piece: Piece) -> Box:
 
 
 def from_start(piece: Piece, box: Box) -> list[int]:
-    """The offset of a piece from the start of a box of the target, for each dimension. It is 0 along a dimension where
-    the piece extends beyond the box.
+    """The offset of a piece from the start of a box of the target, for each dimension. The offset is 0 along a
+    dimension where the piece extends beyond the box.
     """
     pairs = zip(hull(piece), box, strict=True)
     return [low - start if start <= low and high <= stop else 0 for (low, high), (start, stop) in pairs]

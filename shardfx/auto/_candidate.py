@@ -43,8 +43,8 @@ class Candidate:
     - `traffic`: the collectives of the step, with their bytes and mesh axes.
     - `constrained`: whether the step is faster if [`shardfx.auto.constrain_step`][] constrains its intermediate values.
         Then all numbers, and `code()`, describe the constrained step.
-    - `donated`: the numbers of the arguments whose memory the results reuse: those that the step donates, and, if it
-        does not fit otherwise, those for which it returns an updated value.
+    - `donated`: the numbers of the arguments whose memory the results reuse: the arguments that the step donates. If
+        the step does not fit otherwise, also the arguments for which the step returns an updated value.
     - `results`: for each result the number of the argument that has the same shardings, or `None`.
     - `state_over`, `states`: the mesh axes that shard the optimizer's state in addition to the axes of its parameters
         (ZeRO-1), and the numbers of the arguments with this state. `plans` has these axes, `rules` do not.

@@ -36,7 +36,8 @@ class ArgumentDim:
 class LogicalAxis:
     """The dimensions of a step's arguments that get one name.
 
-    They form one equivalence class, or several: the classes at the same position of equal layers get one name.
+    The dimensions form one equivalence class, or several: the classes at the same position of equal layers get one
+    name.
 
     - `roots`: the numbers of the equivalence classes; empty after a merge into another logical axis.
     - `size`: the size of each of the dimensions.
@@ -54,7 +55,7 @@ class Classes:
     them.
 
     - `dims`: for each array and each of its dimensions, the equivalence classes of the sub-dimensions.
-    - `axes`: the logical axes, including those that were merged into others.
+    - `axes`: all logical axes. An axis that was merged into another has no classes.
     - `of_root`: the number of the logical axis of each equivalence class.
     - `main`, `model`: the number of the argument that is the model; the numbers of the arrays of the model and of its
         optimizer.
@@ -162,7 +163,7 @@ class Classes:
         return [place for place in axis.places if place.argument in self.model]
 
     def live(self) -> list[LogicalAxis]:
-        """The logical axes, without those that were merged into others."""
+        """The logical axes that were not merged into others."""
         return [axis for axis in self.axes if axis.roots]
 
 

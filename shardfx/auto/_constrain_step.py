@@ -43,9 +43,9 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
 
     A plan gives the shardings of the arguments. The compiler chooses the shardings of all intermediate values, and
     often sends several times more bytes than necessary. This function names the step's dimensions as
-    [`shardfx.auto.name_axes`][] does. It propagates the logical axes that the rules give each mesh axis through the
-    operations, as [`shardfx.auto.search`][] does. Then it constrains the results of the operations. The step needs no
-    change and computes the same values.
+    [`shardfx.auto.name_axes`][] does. The function propagates the logical axes that the rules give each mesh axis
+    through the operations, as [`shardfx.auto.search`][] does. Then it constrains the results of the operations. The
+    step needs no change and computes the same values.
 
     **Arguments:**
 
@@ -55,8 +55,8 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
 
     **Returns:**
 
-    A function of the same arguments, for `jax.jit`. It traces the step again for arguments of other shapes. Do not
-    differentiate it: pass a step that contains the gradient.
+    A function of the same arguments, for `jax.jit`. The function traces the step again for arguments of other shapes.
+    Do not differentiate it: pass a step that contains the gradient.
 
     **Raises:**
 

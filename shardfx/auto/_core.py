@@ -9,11 +9,11 @@ estimate of a candidate must not look at the operations of the step again.
 **Cost terms.** Take the floating-point operations of one product. If the assignments `a` and `b` of the set
 {a, b, c, d} shard the product, one device does `flops / (size_a * size_b)` of it. All products that the same
 assignments shard are divided by the same number, so they are added up beforehand (`cost_terms`). Such a sum is a cost
-term. It holds operations, bytes of arguments and results, bytes in memory, and `divides`: one bool for each assignment.
-A large step has some hundred cost terms.
+term. A cost term holds operations, bytes of arguments and results, bytes in memory, and `divides`: one bool for each
+assignment. A large step has some hundred cost terms.
 
 **Masks.** Within a set of four assignments, the mask of a cost term is its `divides` for these four, read as a binary
-number below 2**4. Only the mask says by what the term is divided. So for each set the terms with equal masks are
+number below 2**4. Only the mask determines the divisor of the term. So for each set the terms with equal masks are
 summed:
 
     sums[set, mask, quantity] = sum over terms of (term has the mask) * quantity[term]          `_masks`, an einsum
@@ -31,11 +31,10 @@ candidate and quantity cost 16 multiplications, however large the step is.
 and 0b11 are 1, 4, 2 and 8. So a device does 100 / 4 + 60 / 8 = 32.5 operations.
 
 **Seconds.** Computation takes the longer of operations at the chip's speed and bytes at its memory's. The bytes that an
-assignment sends are cost terms of their own, with the assignments that divide them. A device receives
-`(1 - 1 / size)` of such a divided term, over the links that an axis of this size has (`_seconds_per_byte`, by the
-network of `chips/_chip.py`). Computation waits for collectives of data. Collectives of parameters and gradients overlap
-with the part `overlap` of the computation, and the computation waits for the rest. Each collective takes some
-microseconds more.
+assignment sends are cost terms of their own, with the assignments that divide them. A device receives `(1 - 1 / size)`
+of such a divided term, over the links that an axis of this size has (`_seconds_per_byte`, by the network of
+`chips/_chip.py`). Computation waits for collectives of data. Collectives of parameters and gradients overlap with the
+part `overlap` of the computation, and the computation waits for the rest. Each collective takes some microseconds more.
 
 **Limits.** The sizes of all assignments that shard one dimension must divide it, and some limits of the user must hold;
 these are sums over masks again (`costs`). A candidate that breaks a limit, or takes more memory than a device has, has
@@ -83,8 +82,8 @@ def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
         temporaries.
     - `divides_sent` (assignments, sent terms, assignments): whether each assignment divides each term of the bytes that
         the first assignment sends.
-    - `sent` (assignments, sent terms, 2): the bytes that a device receives, before the factor (1 - 1 / size): those
-        that computation waits for, and those that overlap with it.
+    - `sent` (assignments, sent terms, 2): the bytes that a device receives, before the factor (1 - 1 / size): in
+        collectives that computation waits for, and in collectives that overlap with computation.
     - `calls` (assignments): the number of collectives of each assignment.
     - `limits` (axes, assignments): whether each assignment shards each logical axis that any assignment shards.
     - `sizes`, `least` (axes): the size of each of these logical axes, and the least number of its shards.

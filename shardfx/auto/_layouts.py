@@ -1,8 +1,8 @@
 """The shardings and collectives of a whole step under one axis assignment: the logical axes that one mesh axis shards,
 in order of preference.
 
-The mesh axis shards each array along the first logical axis of the assignment that the array has. It shards each
-operation along the first one among the operation's dimensions. Operands with another sharding are resharded. Sums over
+The mesh axis shards each array along the first logical axis of the assignment that the array has. It shards the work of
+each operation along the first one that the operation has. Operands with another sharding are resharded. Sums over
 a sharded dimension stay unreduced until an operation needs the reduced value.
 """
 

@@ -60,8 +60,8 @@ class _Namer:
         self.by_path()
 
     def unnamed(self, mark: str | None = None) -> list[LogicalAxis]:
-        """The logical axes without a name. `mark` selects those that some kind of operation acts on, such as "batched"
-        for batch dimensions of products.
+        """The logical axes without a name. `mark` selects axes by the operations that have them, such as
+        "batched" for batch dimensions of products.
         """
         found = [axis for axis in self.classes.live() if not axis.name]
         return [axis for axis in found if mark is None or self.is_marked(axis, mark)]
@@ -126,8 +126,8 @@ class _Namer:
                 axis.name = "features"
 
     def data_dims(self, place: ArgumentDim) -> list[int]:
-        """The numbers of the dimensions of an array, without those that a loop over layers iterates over. `place` is
-        any dimension of the array.
+        """The numbers of the dimensions of an array, without dimensions that a loop over layers iterates over. `place`
+        is any dimension of the array.
         """
         named = [{self.classes.of(root).name for root in roots} for roots in self.classes.dims[place.argument]]
         return [dim for dim, names in enumerate(named) if "layers" not in names]

@@ -63,7 +63,7 @@ def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, mod
     Computation takes the longer of two times: the floating-point operations at the peak rate, and the memory traffic at
     the memory's bandwidth. A compiled program that reports its cycles takes these instead. Communication takes
     [`shardfx.cost.seconds`][], and some microseconds per collective. Collectives of parameters and gradients overlap
-    with a part of the computation; those of activations do not.
+    with a part of the computation; collectives of activations do not.
 
     **Arguments:**
 
@@ -123,8 +123,8 @@ class LoweredStep:
 
     @ft.cached_property
     def donatable(self) -> tuple[int, ...]:
-        """The numbers of the arguments that the step could donate: those that it donates, and those for which it
-        returns an updated value.
+        """The numbers of the arguments that the step could donate: the arguments that it donates, and the arguments for
+        which it returns an updated value.
         """
         return tuple(sorted({*self.donated, *(which for which, _ in self.results if which is not None)}))
 
@@ -277,8 +277,8 @@ _ROUNDS, _STEPS = 3, 3
 def measured(
     lowered: LoweredStep, ones: Sequence[Candidate], devices: Sequence[object], tell: Tell, *, runs: bool
 ) -> list[Candidate]:
-    """The candidates with the traffic, the memory and the time of their compiled programs, sorted: those that fit in
-    memory first, the fastest first.
+    """The candidates with the traffic, the memory and the time of their compiled programs, sorted:
+    candidates that fit in memory first, the fastest first.
 
     **Arguments:**
 

@@ -163,8 +163,8 @@ def opened(
 
 
 def candidates_of(space: Space, lowered: LoweredStep, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:
-    """The candidates of a search with the numbers of their partitioned programs, and the titles of those that come from
-    usual strategies or from the caller's rules.
+    """The candidates of a search with the numbers of their partitioned programs, and the titles of the candidates
+    that come from usual strategies or from the caller's rules.
 
     Candidates that fit in memory come first, the fastest first. `keep` is the least number of candidates to try, and
     `tell` receives a line of text for each program.

@@ -213,8 +213,8 @@ def _limited(space: Space) -> CostTerms:
                 "`never`, or do not want it."
             )
         terms["least"][used.index(number)] = wanted[name]
-    # A required mesh axis is one more row. Its assignments are those with its name. The row has size 0 for an axis of any
-    # size, since every number divides 0.
+    # A required mesh axis is one more row. Its assignments are those with its name. The row has size 0 for an axis
+    # of any size, since every number divides 0.
     called = [axis_name(space.names_of(layout)) for layout in space.made]
     for name, size in limits.wanted_axes:
         if name not in called:
