@@ -169,7 +169,7 @@ def parse_hlo(text: str) -> HloModule:
     for line in text.splitlines():
         if own is not None:
             # The attributes of a kernel can span several lines, and one of these lines can start with a bracket.
-            if open_line and not _NAME.match(line) and not _is_whole(open_line):
+            if open_line and not _NAME.match(line) and not _has_closed_braces(open_line):
                 open_line += f"\n{line}"
                 continue
             if open_line:
@@ -241,7 +241,7 @@ def parts_of(result: str) -> list[str]:
     return [*parts, inside[start:].strip()]
 
 
-def _is_whole(line: str) -> bool:
+def _has_closed_braces(line: str) -> bool:
     bare = _QUOTED.sub("", line)
     return bare.count("{") <= bare.count("}")
 

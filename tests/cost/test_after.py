@@ -1,4 +1,4 @@
-"""The passes of compilers after the partitioner: small programs, and the collectives that are left."""
+"""Simulated compiler passes: the collectives of small programs after them."""
 
 import pytest
 
@@ -14,7 +14,7 @@ _PAIRS = "channel_id=2, replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids
 
 
 def _sent(text, platform):
-    """Kind, type, times and bytes of each collective that a step sends after a platform's passes."""
+    """The kind, result type, calls and bytes of each collective of a program after a platform's passes."""
     module = as_compiled(parse_hlo(text), platform)
     found = []
     for name, ways in runs_of(module).items():
@@ -25,14 +25,16 @@ def _sent(text, platform):
 
 
 def _entry(*lines):
-    """A program of these instructions, each as its type and its operation; the first is %v0, the last the root."""
+    """The text of an entry computation of the instructions %v0, %v1 and so on, from their types and operations. The last
+    one is the root.
+    """
     *before, last = [f"%v{at} = {line}" for at, line in enumerate(lines)]
     body = "\n  ".join([*before, f"ROOT {last}"])
     return f"HloModule step, num_partitions=8\n\nENTRY %main {{\n  {body}\n}}\n"
 
 
 def _loop(body):
-    """A loop that counts to five and carries a state and an array that it does not change."""
+    """The text of a loop of five iterations that carries a state, and an array that is constant in the loop."""
     carried = "(s32[], f32[8,8], f32[8,8])"
     return f"""HloModule step, num_partitions=8
 
@@ -69,13 +71,13 @@ _ONCE = "lhs_contracting_dims={1}, rhs_contracting_dims={1}"
 
 
 def _gathered(last):
-    """A gather of f32[8,8] shards whose transpose one operation reads."""
+    """The text of an all-gather of f32[8,8] shards whose transpose the operation `last` reads."""
     gather = f"f32[64,8] all-gather(%v0), {_ALL}, dimensions={{0}}"
     return _entry("f32[8,8] parameter(0)", gather, "f32[8,64] transpose(%v1), dimensions={1,0}", last)
 
 
 def _by_columns(columns):
-    """A product of a concatenation with a gathered matrix of so many columns."""
+    """The text of a product of a concatenation and a gathered matrix with `columns` columns."""
     return _entry(
         f"f32[8,{columns}] parameter(0)",
         "f32[16,8] parameter(1)",
@@ -86,7 +88,7 @@ def _by_columns(columns):
 
 
 def _product(rows):
-    """A product of so many rows with a gathered weight."""
+    """The text of a product of a matrix with `rows` rows and a gathered weight."""
     return _entry(
         f"bf16[{rows},1024] parameter(0)",
         "bf16[128,1024] parameter(1)",
@@ -96,7 +98,7 @@ def _product(rows):
 
 
 def _rows(part):
-    """A gather of so many numbers per device."""
+    """The text of an all-gather of `part` elements per device."""
     gather = f"s32[{8 * part}] all-gather(%v0), {_ALL}, dimensions={{0}}"
     return _entry(f"s32[{part}] parameter(0)", gather, f"s32[{8 * part}] negate(%v1)")
 

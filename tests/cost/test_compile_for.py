@@ -32,7 +32,7 @@ def step(params, batch):
 
 
 class _Program:
-    """A compiled program of JAX whose memory can be read."""
+    """A compiled program with a memory analysis, in the form that JAX has."""
 
     def __init__(self, platform, peak):
         counted = {"argument": 700, "output": 300, "alias": 100, "temp": 500, "generated_code": 1}
@@ -109,7 +109,7 @@ def test_targets_that_are_devices_and_errors(as_users_run_it):
 
 
 def moved(axis_sizes, spec, *out):
-    """The traffic of one change of an f32 array's spec on 8 devices."""
+    """The traffic of a step that changes the spec of an f32 array on 8 devices."""
     mesh = MeshSpec(axis_sizes)
     x = plan(jax.ShapeDtypeStruct((1024, 1024), jnp.float32), mesh, paths=PathRules([(".*", spec)]))
     after = jax.NamedSharding(mesh.abstract(), P(*out))
@@ -157,7 +157,7 @@ def test_the_worked_answers_of_an_all_to_all_and_of_slices():
 
 
 class Refused:
-    """A program that the compiler refuses with this text."""
+    """A lowered program whose compilation raises an error with a given text."""
 
     def __init__(self, text):
         self.text = text

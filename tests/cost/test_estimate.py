@@ -32,7 +32,7 @@ def listed(step, *args, **more):
 
 
 def sums(made):
-    """The bytes of each kind over each set of axes."""
+    """The bytes of each kind of collective along each tuple of mesh axes."""
     found = {}
     for row in made.rows:
         found[row.kind, row.axes] = found.get((row.kind, row.axes), 0) + row.wire_bytes

@@ -37,7 +37,7 @@ def updated(loss, params, opt, batch):
 
 
 def plain(*, remat=False, batch=BATCH, over=None):
-    """A step, and the plans of its parameters, state and batch."""
+    """A training step, and the plans of its parameters, optimizer state and batch."""
     shapes = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)}
     structs = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     params = plan(structs, MESH, paths=PathRules([("up", P(None, None, "tensor")), ("down", P(None, "tensor"))]))
@@ -54,7 +54,7 @@ def plain(*, remat=False, batch=BATCH, over=None):
 
 
 def made(donate: Any = "none", **changed):
-    """A jitted step, and its parameters, state and batch."""
+    """A jitted training step, and its parameters, optimizer state and batch as structs."""
     step, plans = plain(**changed)
     return filter_jit(step, out_shardings=plans[:2], donate=donate), *[one.structs for one in plans]
 

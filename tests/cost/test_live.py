@@ -1,4 +1,4 @@
-"""What one device holds while it runs a partitioned program: which arrays, from when to when, in which dtype."""
+"""The memory of one device while it runs a partitioned program: live ranges of arrays, and their dtypes."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from shardfx.cost._live.arrays import list_schedule
 
 
 def structs(mesh, **shapes):
-    """Structs by name, from a shape and a spec each, and a dtype where it is not float32."""
+    """Structs by name, from a shape, a spec, and a dtype (float32 by default)."""
 
     def struct(shape, spec, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(MeshSpec(mesh).abstract(), spec))

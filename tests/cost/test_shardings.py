@@ -1,4 +1,4 @@
-"""Where each axis of each array of a step comes from, against taking shardings away and looking again."""
+"""The origins of mesh axes, against a second propagation of the step without the origin's sharding."""
 
 import json
 import random
@@ -38,7 +38,10 @@ def random_spec(draw, rank):
 
 
 def a_program(seed):
-    """A random step of products and the like; `cuts` says how its arguments and its two constrained arrays lie."""
+    """A function from specs to a random step, the shapes of the step's arguments, and random specs.
+
+    The specs are for the arguments and for two constrained arrays.
+    """
     draw = random.Random(seed)
     cuts = {name: random_spec(draw, 2) for name in ("x0", "x1", "x2", "c0", "c1")}
     for name in ("c0", "c1"):
@@ -77,19 +80,19 @@ def a_program(seed):
 
 
 def laid(step, shapes, cuts):
-    """The rows in the order of the program, by what they are made by."""
+    """The rows of a step's arrays in the order of the program."""
     args = [struct(shape, cuts[f"x{at}"]) for at, shape in enumerate(shapes)]
     return sorted(shardings(step(cuts), *args, compiler="cpu").rows, key=lambda row: row.number)
 
 
 def named(by):
-    """The argument or the mark of the constraint that an origin names."""
+    """The key in `cuts` of the argument or constraint that an origin names."""
     return MARKS[by.split()[3]] if by.startswith("the constraint at") else by
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_an_axis_is_there_as_long_as_its_origin_is(seed):
-    """Where other shardings decide a tie, the axis is gone when its origin's sharding alone is taken away."""
+    """An array loses a mesh axis if the sharding of the axis's origin is removed and other shardings stay."""
     step, shapes, cuts = a_program(seed)
     rows = laid(step, shapes, cuts)
     for origin in sorted({named(one.by) for row in rows for one in row.origins}):
@@ -107,7 +110,7 @@ def axes_of(row):
 
 
 def decoder(constrained, batch_axis="fsdp", batch=16):
-    """A plain decoder under FSDP: parameters and the batch are cut over one axis."""
+    """A decoder under FSDP: one mesh axis shards the parameters and the batch."""
     mesh = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     width, hidden = 64, 256
 
@@ -244,7 +247,7 @@ def test_a_golden_text_of_layouts_changes_with_them_alone(tmp_path):
 
 
 def test_an_array_that_a_constraint_made_lie_so_names_it():
-    """Shardy writes the constraint onto what makes the array, `jax.checkpoint` here: it is no argument's then."""
+    """Shardy moves a constraint to the operation that computes the array, here a `jax.checkpoint`."""
 
     def constrained(x):
         return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P("a", "b")))

@@ -1,4 +1,4 @@
-"""What `fit` suggests is what the compiler makes of it."""
+"""The savings of the changes that `fit` suggests, against the compiler's count."""
 
 import dataclasses
 import inspect

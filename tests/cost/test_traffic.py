@@ -98,7 +98,7 @@ def test_gathers_and_gradients_name_their_weight(name, itemsize):
 
 
 def one(line, n):
-    """A program of one line; a collective in it is one of devices, as JAX writes them, if it does not say otherwise."""
+    """The text of a program of one instruction. The groups of a collective have device numbers by default."""
     if "replica_groups=" in line and "channel_id" not in line:
         is_flat = any(kind in line for kind in ("all-gather", "all-reduce", "reduce-scatter"))
         line += ", channel_id=1, use_global_device_ids=true" if is_flat else ", channel_id=1"

@@ -1,4 +1,4 @@
-"""Traffic of every form in which HLO says who sends to whom, against a count device by device."""
+"""The traffic of collectives in every HLO notation for replica groups, against a count for each device."""
 
 import re
 from fractions import Fraction
@@ -27,7 +27,7 @@ def program(line, devices=1):
 
 
 def received(kind, rows, devices):
-    """The mean over devices of the bytes that each takes in."""
+    """The bytes that a device receives, as the mean over devices."""
     # In an all-reduce, a device takes in its piece of the sum from each, then the other pieces. What a reduce-scatter
     # returns is one piece.
     times = {"all-reduce": lambda count: 2, "reduce-scatter": lambda count: count}.get(kind, lambda count: 1)
@@ -36,7 +36,10 @@ def received(kind, rows, devices):
 
 @st.composite
 def drawn(draw):
-    """A line, how many devices run it, and what each receives. Without a channel each device is alone."""
+    """The text of a collective, the number of devices, and the bytes that a device receives.
+
+    Without a channel, each device is its own replica group.
+    """
     kind, devices = draw(st.sampled_from(GROUPED)), draw(st.sampled_from([1, 2, 3, 4, 8]))
     size = draw(st.sampled_from([size for size in range(1, devices + 1) if devices % size == 0]))
     form = draw(st.sampled_from(["empty", "listed", "uneven", "iota", "swapped", "mesh", "alone"]))

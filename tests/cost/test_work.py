@@ -1,4 +1,4 @@
-"""What one device computes, off partitioned text."""
+"""The work of one device, from the text of partitioned programs."""
 
 import jax
 import jax.numpy as jnp
