@@ -25,8 +25,9 @@ def _sent(text, platform):
 
 
 def _entry(*lines):
-    """The text of an entry computation of the instructions %v0, %v1 and so on, from their types and operations. The last
-    one is the root.
+    """The text of an entry computation from the types and operations of its instructions %v0, %v1 and so on.
+
+    The last instruction is the root.
     """
     *before, last = [f"%v{at} = {line}" for at, line in enumerate(lines)]
     body = "\n  ".join([*before, f"ROOT {last}"])
