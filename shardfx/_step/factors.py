@@ -20,7 +20,7 @@ from .._ground.spec import DType, bits
 from .lowered import ArraySharding, Op
 
 
-# The factors of each dimension of each array, the slowest first.
+# The factors of each dimension of each array, the major-most first.
 FactorDims = tuple[tuple[tuple[int, ...], ...], ...]
 
 
@@ -65,14 +65,22 @@ class StepValue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation: its operands and results, its factors, its floating-point operations, and the number of times that
-    it runs.
+    """One operation of a step. It runs `times` times.
 
-    `name` is StableHLO's name, or one of four names of this graph. "carry" passes an array into a loop or out of a
-    branch. "return" passes the result of one iteration to the next. Its operands are that result, and the value that
-    the iteration received. "use" marks an array that a loop reads until it ends. "opaque" is an unknown operation.
-    `counted` lists the dimensions of the first operand that a loop's counter indexes, each with the number of the
-    counter.
+    **Arguments:**
+
+    - `name`: StableHLO's name of the operation, or one of four other names. "carry" passes an array into a loop or out
+        of a branch. "return" passes the result of one iteration to the next; its operands are that result, and the
+        value that the iteration received. "use" marks the arrays that a loop reads until it ends. "opaque" is an
+        unknown operation.
+    - `ins`, `outs`: the numbers of its operands and of its results.
+    - `factors`: the factors of their dimensions.
+    - `times`: how often it runs in one step.
+    - `flops`: for products and convolutions, the floating-point operations of one run.
+    - `location`: the source line of the operation, and those of the calls around it, the innermost first, as MLIR
+        locations.
+    - `counted`: the dimensions of the first operand that a loop counter indexes, each with the number of the counter.
+    - `windows`: for a convolution, the window and channel dimensions of its operands.
     """
 
     name: str
@@ -80,18 +88,18 @@ class Operation:
     outs: tuple[int, ...]
     factors: Factors
     times: float
-    # For products and convolutions: in one execution.
     flops: float
-    # The source line of the operation, and the calls around it, from the innermost, as MLIR locations.
     location: tuple[ir.Location, ...]
     counted: tuple[tuple[int, int], ...] = ()
-    # For a convolution: the window and channel dimensions of its operands.
     windows: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """The operations of a whole step. `notes` counts each kind of operation that has no factors."""
+    """The operations of a whole step.
+
+    `notes` has a sentence for each kind of operation that is not modelled exactly, with the number of such operations.
+    """
 
     values: list[StepValue]
     operations: list[Operation]
@@ -124,7 +132,7 @@ RULE = "sdy.sharding_rule"
 
 @ft.lru_cache(maxsize=4096)
 def of_rule(rule: ir.Attribute) -> Factors:
-    """The factors of a sharding rule in the form of an MLIR attribute."""
+    """The factors of an operation, from Shardy's sharding rule as an MLIR attribute."""
     read = sdy.OpShardingRuleAttr(rule)
     return Factors(
         tuple(read.factor_sizes),
@@ -160,8 +168,8 @@ def elementwise(ins: Shapes, outs: Shapes) -> Factors:
 
 
 def identity(shape: Shape, arrays: int = 2) -> Factors:
-    """The factors of an operation that returns its operand: each dimension has one factor, which is the same in all
-    `arrays` arrays.
+    """The factors of an operation that returns its operand: all `arrays` arrays have the same factor on each
+    dimension.
     """
     dims = tuple((dim,) for dim in range(len(shape)))
     return Factors(shape, (dims,) * (arrays - 1), (dims,))

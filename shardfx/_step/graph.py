@@ -26,12 +26,12 @@ from .factors import (
     opaque,
     without_rule,
 )
-from .lowered import ArraySharding, Module, Op, argument_shardings, result_shardings
+from .lowered import ArraySharding, Module, Op, argument_shardings, maker, result_shardings
 
 
 PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 _CALLS = {"call": "callee", "composite": "decomposition"}
-# The numbers of the values of one call of a function.
+# The numbers of the MLIR values of one call of a function.
 _Known = dict[ir.Value, int]
 
 
@@ -66,12 +66,6 @@ def _returned(block: ir.Block) -> list[ir.Value]:
     return list(last.operands)
 
 
-def _maker(value: ir.Value, name: str) -> Op | None:
-    """The operation that makes a value, if its name without the dialect is `name`; else `None`."""
-    made = None if isinstance(value.owner, ir.Block) else value.owner
-    return made if made is not None and made.name.rpartition(".")[2] == name else None
-
-
 def _integer(constant: Op) -> int | None:
     """The value of a constant that is one integer; `None` for another constant."""
     value = _value(constant.results[0].type)
@@ -81,7 +75,11 @@ def _integer(constant: Op) -> int | None:
 
 
 class _Walk:
-    """Walks through the functions of a module from `main`, and lists their operations with factors."""
+    """Walks through the functions of a module from `main`, and lists their operations with factors.
+
+    In its methods, `times` is the number of times that an operation runs in one step, and `known` has the numbers of
+    MLIR values.
+    """
 
     def __init__(self, functions: dict[str, Op]):
         self.functions = functions
@@ -90,7 +88,7 @@ class _Walk:
         self.notes: dict[str, int] = {}
         # The locations of the calls around the operation that is being read.
         self.calls: list[ir.Location] = []
-        # The known integers, and the integers that count the iterations of a loop, with the loop's number.
+        # For the number of a value: the integer if it is known; the loop counter from which it is computed.
         self.literals: dict[int, int] = {}
         self.counters: dict[int, int] = {}
 
@@ -143,7 +141,7 @@ class _Walk:
         outs = self.new(op.results, result_shardings(op))
         if name in ("case", "if"):
             for region in op.regions:
-                # It is not known which branch runs, so each counts for an equal part.
+                # The program does not show which branch runs, so all branches count equally.
                 part = times / len(op.regions)
                 for value, out in zip(self.inline(region.blocks[0], (), known, part), outs, strict=True):
                     self.identity("carry", (value,), part, op, out)
@@ -174,7 +172,7 @@ class _Walk:
             self.note("the step constrains arrays over a mesh of its own: that is not priced")
         if factors is None:
             what = ir.StringAttr(op.attributes["call_target_name"]).value if name == "custom_call" else name
-            self.note(f"`{what}` is not known: the dimensions of what it takes and makes are not tied")
+            self.note(f"`{what}` is not known: its operands and results have no factor in common")
         self.count(ins, outs)
         first = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(name, len(ins))
         counted = tuple((dim, self.counters[at]) for dim, at in enumerate(ins[first:]) if at in self.counters)
@@ -238,10 +236,10 @@ class _Walk:
         def literal(value: ir.Value) -> int | None:
             if value in given or value in known:
                 return self.literals.get((known | given)[value])
-            made = _maker(value, "constant")
+            made = maker(value, "constant")
             return None if made is None else _integer(made)
 
-        asked = _maker(_returned(test)[0], "compare")
+        asked = maker(_returned(test)[0], "compare")
         if asked is None or "LT" not in str(asked.attributes["comparison_direction"]) or asked.operands[0] not in given:
             return None, None
         first, bound = asked.operands
@@ -250,7 +248,7 @@ class _Walk:
         if bound in given and ended[order.index(bound)] != body.arguments[order.index(bound)]:
             return None, at
         counter = body.arguments[at]
-        added = _maker(ended[at], "add")
+        added = maker(ended[at], "add")
         if added is None or counter not in [*added.operands]:
             return None, None
         by = next((value for value in added.operands if value != counter), counter)

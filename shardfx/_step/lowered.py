@@ -17,7 +17,7 @@ from .._ground.text import printable
 
 # For each dimension of an array, the mesh axes that shard it.
 Dims = tuple[tuple[str, ...], ...]
-# The two classes in which MLIR returns an operation: that of its dialect, or a general one.
+# MLIR returns an operation as an object of its dialect's class, or of a general class.
 Op: TypeAlias = ir.Operation | ir.OpView
 Module: TypeAlias = ir.Module | Op
 _OF_LOOPS = "sdy.result_sharding_origins"
@@ -62,6 +62,12 @@ def operations(module: Module) -> Iterator[Op]:
             for op in block.operations:
                 yield op.operation
                 yield from operations(op)
+
+
+def maker(value: ir.Value, name: str) -> Op | None:
+    """The operation that makes a value, if its name without the dialect is `name`; else `None`."""
+    made = None if isinstance(value.owner, ir.Block) else value.owner
+    return made if made is not None and made.name.rpartition(".")[2] == name else None
 
 
 def parameters(module: Module) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
@@ -191,7 +197,7 @@ def result_shardings(operation: Op) -> list[ArraySharding | None]:
     shardings = list(sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings)
     if _OF_LOOPS in attributes:
         told = list(ir.ArrayAttr(attributes[_OF_LOOPS]))
-        if len(told) != len(shardings):  # before JAX 0.12, only those of sharded values
+        if len(told) != len(shardings):  # before JAX 0.12, only sharded values have origins
             left = iter(told)
             told = [next(left, None) if any(_dims(one)) else None for one in shardings]
         return [_sharding(one, own) for one, own in zip(shardings, told, strict=True)]
@@ -282,7 +288,7 @@ def name_stacks(locations: tuple[ir.Location, ...]) -> tuple[str, ...]:
 
 
 def is_library(frame: Frame) -> bool:
-    """Whether a source line belongs to a library rather than to the user's program."""
+    """Whether a source line belongs to an installed library or to shardfx, and not to the user's own program."""
     return _LIBRARY.search(frame.file) is not None
 
 
@@ -299,7 +305,7 @@ def place_text(source: Frame | None) -> str:
 
 
 def opened(given: object) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr and the constants of a `Jaxpr` or a `ClosedJaxpr`."""
+    """The jaxpr, and the constants, of a `ClosedJaxpr`. A `Jaxpr` is returned unchanged, with no constants."""
     return (given.jaxpr, given.consts) if isinstance(given, jex.ClosedJaxpr) else (given, ())
 
 

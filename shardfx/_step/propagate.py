@@ -1,10 +1,10 @@
 """Shardy's sharding of each array of a step, and the origin of each of its mesh axes; `worker.py` runs this file.
 
-If two shardings are equally good, XLA decides on HLO that was converted back to StableHLO, not on the module that JAX
-lowers. So this module gets XLA's HLO right before XLA's own Shardy pass (`xla/service/spmd/shardy/shardy_xla_pass.cc`),
-and runs the same propagation on it with `debug-sharding-origins`. That option writes, beside each sharding, the
-argument, result or constraint from which each mesh axis comes. The option can abort a process, so a forked child runs
-it. After an abort, the shardings have no origins.
+Shardy can decide differently between equally good shardings on StableHLO that was converted from HLO than on the module
+that JAX lowers. XLA runs it on the former. So this module gets XLA's HLO right before XLA's own Shardy pass
+(`xla/service/spmd/shardy/shardy_xla_pass.cc`), and runs the same propagation on it with `debug-sharding-origins`. That
+option writes, beside each sharding, the argument, result or constraint from which each mesh axis comes. The option can
+abort a process, so a forked child runs it. After an abort, the shardings have no origins.
 
 This file imports jaxlib and not JAX. It never imports shardfx.
 """

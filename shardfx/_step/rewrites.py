@@ -16,11 +16,11 @@ import numpy as np
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import stablehlo
 
-from .lowered import Op, bytecode, operations
+from .lowered import Op, bytecode, maker, operations
 
 
-# From this many columns per value on, the largest values of a matrix are a custom call. In 34 programs the limit lies
-# between 68 and 73.
+# libtpu makes a custom call of a top-k if the number of columns divided by k is at least this. In 34 programs, the
+# limit is between 68 and 73.
 _COLUMNS = 70
 
 
@@ -81,14 +81,13 @@ def _is_first_rows(op: Op) -> bool:
 
 
 def _sliced(value: ir.Value) -> Op | None:
-    """The slice whose reshape is `value`; `None` if another operation made the value."""
-    reshape = _maker(value)
-    made = _maker(reshape.operands[0]) if reshape is not None and reshape.name == "stablehlo.reshape" else None
-    return made if made is not None and made.name == "stablehlo.slice" else None
+    """The slice of which `value` is the reshaped result; `None` if another operation made the value."""
+    reshape = maker(value, "reshape")
+    return None if reshape is None else maker(reshape.operands[0], "slice")
 
 
 def _first_rows(op: Op) -> list[ir.Value]:
-    """The result of one slice of the stack and a reshape, in place of a slice of a reshaped slice."""
+    """A slice of a stack of arrays and a reshape, in place of a slice of one array that was sliced from the stack."""
     outer = _sliced(op.operands[0])
     assert outer is not None
     names = ("start_indices", "limit_indices", "strides")
@@ -98,8 +97,8 @@ def _first_rows(op: Op) -> list[ir.Value]:
 
 
 def _is_row_concatenation(op: Op) -> bool:
-    """Whether a concatenation has two operands, one of them an array of a stack. The partitioner would partition it as
-    a roll.
+    """Whether a concatenation has two operands, and at least one of them is an array of a stack. XLA's partitioner
+    would partition it as a roll.
     """
     return len(op.operands) == 2 and any(_sliced(one) is not None for one in op.operands)
 
@@ -135,7 +134,7 @@ def _top_k(op: Op) -> list[ir.Value]:
             attributes={"call_target_name": ir.StringAttr.get("TopK")},
         )
         values, places = call.results
-        # XLA's partitioner drops locations that only the step's result reads.
+        # XLA's partitioner drops the locations of operations that only the step's result reads.
         return [values, stablehlo.AddOp(places, places).result]
     numbers = ir.RankedTensorType.get(shape, indices.element_type)
     places = stablehlo.IotaOp(numbers, _integer(len(shape) - 1)).result
@@ -242,10 +241,10 @@ def _resized(value: ir.Value, dim: int, size: int) -> ir.Value:
 
 
 def _is_iota_column(op: Op) -> bool:
-    maker, kind = _maker(op.operands[0]), ir.RankedTensorType(op.results[0].type)
-    if maker is None or maker.name != "stablehlo.iota" or str(kind.element_type) != "i32":
+    iota, kind = maker(op.operands[0], "iota"), ir.RankedTensorType(op.results[0].type)
+    if iota is None or str(kind.element_type) != "i32":
         return False
-    return math.prod(kind.shape) == max(kind.shape) == ir.RankedTensorType(maker.results[0].type).shape[0]
+    return math.prod(kind.shape) == max(kind.shape) == ir.RankedTensorType(iota.results[0].type).shape[0]
 
 
 def _iota_column(op: Op) -> list[ir.Value]:
@@ -259,19 +258,15 @@ def _iota_column(op: Op) -> list[ir.Value]:
 
 def _is_index_wrap(op: Op) -> bool:
     """Whether a `select` tests if an iota is negative, as JAX does to allow negative indices."""
-    asked = _maker(op.operands[0])
-    if asked is None or asked.name != "stablehlo.compare" or "LT" not in str(asked.attributes["comparison_direction"]):
+    test = maker(op.operands[0], "compare")
+    if test is None or "LT" not in str(test.attributes["comparison_direction"]):
         return False
-    zero, count = _maker(asked.operands[1]), _maker(op.operands[2])
-    while zero is not None and zero.name == "stablehlo.broadcast_in_dim":
-        zero = _maker(zero.operands[0])
-    is_zero = zero is not None and zero.name == "stablehlo.constant" and "dense<0>" in str(zero.attributes["value"])
-    return is_zero and asked.operands[0] == op.operands[2] and count is not None and count.name == "stablehlo.iota"
-
-
-def _maker(value: ir.Value) -> Op | None:
-    """The operation that makes a value; `None` for an argument of a block."""
-    return None if isinstance(value.owner, ir.Block) else value.owner
+    tested, bound = test.operands
+    while (spread := maker(bound, "broadcast_in_dim")) is not None:
+        bound = spread.operands[0]
+    zero = maker(bound, "constant")
+    is_zero = zero is not None and "dense<0>" in str(zero.attributes["value"])
+    return is_zero and tested == op.operands[2] and maker(tested, "iota") is not None
 
 
 def _least(element: ir.Type) -> ir.Attribute:

@@ -188,7 +188,9 @@ class Step:
         return partitioned(text, mesh.size, _OPTIONS[platform], finished=platform == "cpu")
 
     def propagated(self, platform: Platform, *, module: Any = None) -> Any:
-        """The step's module with the sharding of each array, and the origin of each of its mesh axes."""
+        """The step's StableHLO module after Shardy's propagation, with the sharding of each array and the origin of
+        each of its mesh axes.
+        """
         module = self.module(platform) if module is None else module
         taken, made = ([one.dims for one in arrays] for arrays in self.parameters)
         with module.context:

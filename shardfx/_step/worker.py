@@ -29,7 +29,7 @@ from jaxlib import xla_client
 _WHOLE, _FINISHED = "*before_optimizations.txt", "after_optimizations"
 _OPTIONS = {"xla_backend_optimization_level": 0}
 _LOOK_EVERY_SECONDS = 0.003
-# XLA takes a client with more devices for one of several processes, which needs a transport. Nothing is sent: see
+# XLA assumes several processes for a client with more devices, and then needs a transport. It sends nothing: see
 # TfrtCpuClient::CompileInternal, xla/pjrt/cpu/cpu_client.cc.
 _ALONE = 2048
 

@@ -132,8 +132,9 @@ def near_cube(count: int, dims: int) -> tuple[int, ...]:
 
 
 class Ring(NamedTuple):
-    """The chips along one dimension of a slice that a mesh axis spans. `size` is their number. `closed` says whether
-    links connect the last chip to the first.
+    """The chips along one dimension of a slice that a mesh axis spans.
+
+    `size` is their number. `closed` is true if links connect the last chip to the first.
     """
 
     size: int

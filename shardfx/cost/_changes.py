@@ -104,7 +104,9 @@ def _changed(known: StepOnChip) -> Iterator[_Trial]:
         yield _Trial("donate what the step returns anew", after, how)
     if axes and (found := saving_constraints(known)) is not None:
         what = f"constrain the activations along {' and '.join(axes)}, as the batch"
-        yield _Trial(what, found.peak_bytes, found.how, 0, found.sources)
+        how = "; ".join(f"{one.change} for the {one.where}" for one in found.constraints)
+        lines = tuple(dict.fromkeys(one.line for one in found.constraints if one.line))
+        yield _Trial(what, found.peak_bytes, how, 0, lines)
     after = known.memory_of(known.module, remat=True).peak_bytes
     yield _Trial("recompute each layer in the backward pass", after, "jax.lax.scan(jax.checkpoint(layer), x, layers)")
     batch = batch_of(known)

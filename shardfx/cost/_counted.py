@@ -145,16 +145,6 @@ class Constrained(NamedTuple):
     peak_bytes: int
     constraints: tuple[Wanted, ...]
 
-    @property
-    def how(self) -> str:
-        """The constraints as code, each with the array that it constrains."""
-        return "; ".join(f"{one.change} for the {one.where}" for one in self.constraints)
-
-    @property
-    def sources(self) -> tuple[Frame, ...]:
-        """The source lines whose arrays are constrained."""
-        return tuple(dict.fromkeys(one.line for one in self.constraints if one.line))
-
 
 def saving_constraints(known: StepOnChip) -> Constrained | None:
     """Sharding constraints on activations that lower the step's peak memory; `None` if none does.

@@ -76,7 +76,7 @@ class Conflict(NamedTuple):
 
 
 class Graph:
-    """The arrays of a propagated program, and the operations between them."""
+    """The arrays of a step after propagation, and the operations between them."""
 
     def __init__(self, program: Program):
         self.program, self.values, self.operations = program, program.values, program.operations

@@ -82,7 +82,7 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
 
 
 def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
-    """For the numbers of arguments' arrays, the numbers of the results that can be their new values.
+    """For the number of each array of the arguments, the number of the result that can be its new value.
 
     A result can be the new value of an argument's array if both have the same position in subtrees of equal structure,
     shapes and dtypes.

@@ -83,9 +83,9 @@ class Wanted:
         return f"{array_text(self.dtype, self.shape)} of {place_text(self.line)}"
 
     def __str__(self) -> str:
-        lost = f"{self.first} took it first" if self.first else "it was not handed on"
+        lost = f"{self.first} took it first" if self.first else "it did not propagate"
         return (
-            f"{self.axis} could cut dimension {self.dim}: {self.by} has it there, and {lost}. Constrain the "
+            f"{self.axis} could shard dimension {self.dim}: {self.by} has it there, and {lost}. Constrain the "
             f"{self.where}: {self.change}"
         )
 
@@ -300,8 +300,8 @@ def explained(step: object, line: str, args: Sequence[object], compiler: Platfor
 def shardings_of(step: Step, platform: Platform, module: object = None) -> StepShardings:
     """The shardings of a traced step. If `module` is given, it replaces the step's own StableHLO module."""
     known = _Explainer(step, Graph(program_of(step.propagated(platform, module=module))))
-    notes = (_INSIDE,) if None in known.made else ()
-    rows = sorted((row for row in known.made if row and row.shape), key=lambda row: -row.bytes_per_device)
+    notes = (_INSIDE,) if None in known.array_rows else ()
+    rows = sorted((row for row in known.array_rows if row and row.shape), key=lambda row: -row.bytes_per_device)
     return StepShardings(tuple(rows), step.mesh, notes, known)
 
 
@@ -315,7 +315,7 @@ class _Explainer:
         self.lines = [own_line(lines_of(one.location)) for one in graph.operations]
 
     @ft.cached_property
-    def made(self) -> list[ArrayRow | None]:
+    def array_rows(self) -> list[ArrayRow | None]:
         """A row for each array that an operation computes; `None` for an array inside a `shard_map`."""
         made = enumerate(zip(self.graph.operations, self.loops, strict=True))
         return [self._row(at, out, loop) for at, (one, loop) in made if one.name not in _NO_ROW for out in one.outs]
@@ -415,10 +415,10 @@ class _Explainer:
         gathered.
         """
         made = self.graph.operations[one.operation]
-        both = " and ".join(self._dim_text(dim, one.axis) for dim in (one.kept, one.moved))
-        return f"gathered over {one.axis}: {both} both lie on it, and the {made.name} keeps the first"
+        both = " and ".join(self._text(dim, one.axis) for dim in (one.kept, one.moved))
+        return f"gathered over {one.axis}: {both} are sharded over it, and the {made.name} keeps the first"
 
-    def _dim_text(self, dim: DimKey, axis: str) -> str:
+    def _text(self, dim: DimKey, axis: str) -> str:
         value = self.graph.values[dim.value]
         by = self.origin_of(dim.value, axis)
         return f"dimension {dim.dim} of {array_text(value.dtype, value.shape)}{f' (from {by})' if by else ''}"
@@ -444,11 +444,11 @@ class _Explainer:
                 for dim, factor in self.graph.factors[at]:
                     axis = next((one for one in self.graph.axes_of(dim) if one in axes), None)
                     if axis is not None and factor in made.factors.reduction:
-                        return f"summed over {axis}: {self._dim_text(dim, axis)} lies on it, and {made.name} adds it up"
+                        return f"summed over {axis}: {self._text(dim, axis)} is sharded over it; {made.name} sums it"
         return ""
 
 
-_INSIDE = "Arrays inside a `shard_map` lie as its specs say, and have no rows."
+_INSIDE = "Arrays inside a `shard_map` are sharded by its specs, and have no rows."
 # Operations that compute no new array.
 _NO_ROW = ("carry", "return", "use", "sharding_constraint", "data_flow_edge")
 

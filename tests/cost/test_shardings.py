@@ -176,7 +176,7 @@ def test_rows_of_one_parameter_and_of_one_line_and_the_reasons_of_collectives():
     assert "summed over fsdp" in summed.note and "from params/down" in summed.note
     explained = explain(step, LINES["block"], *args)
     assert summed.note in explained.notes[0] and explained.rows == found.at(LINES["block"]).rows
-    assert any("both lie on it" in one for one in found.conflicts)
+    assert any("are sharded over it" in one for one in found.conflicts)
     rows = json.loads(found.to_json())
     assert len(rows) == len(found.rows) and rows[0]["bytes_per_device"] == found.rows[0].bytes_per_device
     assert len(str(found).splitlines()) <= 40 and "<pre>" in found._repr_html_()

@@ -49,8 +49,7 @@ def renamed(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
 class Rewritten:
     """An HLO module while a pass rewrites its computations one by one, callees first.
 
-    It caches the replica groups and the attributes of the module's collectives. Replica groups are lists of devices
-    here, in whichever notation the text writes them.
+    It caches the replica groups of the module's collectives.
     """
 
     def __init__(self, module: HloModule):
@@ -58,8 +57,10 @@ class Rewritten:
         self.known: dict[str, Groups] = {}
 
     def details(self, instruction: Instruction) -> str:
-        """The attributes of a collective that decide whether XLA may merge it with another. Two collectives may be
-        merged if these attributes, their opcodes and their operands are equal.
+        """The attributes of a collective that decide whether XLA may merge it with another, with replica groups as
+        lists of devices.
+
+        Two collectives may be merged if these attributes, their opcodes and their operands are equal.
         """
         details = _OWN.sub("", instruction.attributes)
         found = _GROUPS.search(details)
@@ -77,7 +78,8 @@ class Rewritten:
     def narrow(self) -> set[int]:
         """The `id` of each collective whose float32 result is read only by products at the default precision.
 
-        If several callers share a computation, a collective in it counts only if all its calls have such results.
+        A computation can have several callers. Then the result of a collective in it must be read in this way for each
+        caller.
         """
         program = program_of(self.module)
         values = narrow_values(program)
@@ -96,8 +98,8 @@ def _listed(groups: Groups) -> str:
     return "replica_groups={" + ",".join("{" + ",".join(map(str, row)) + "}" for row in rows) + "}"
 
 
-# Equal gathers are not merged if the first and all its users are more than this many operations further from the end
-# than the second.
+# The height of an instruction is the longest distance to one without users. Two equal all-gathers are not merged if the
+# heights of the first and of all its users exceed the height of the second by more than this.
 _FAR = 100
 
 
@@ -105,7 +107,7 @@ def gathered_once(known: Rewritten, computation: Computation) -> Computation:
     """The computation with equal all-gathers merged if their users are close to each other, as XLA merges them."""
     computation = _gather_for_each_user(computation)
     users = users_of(computation)
-    # The longest distance from each instruction to one without users, as XLA counts it.
+    # The height of each instruction, as XLA counts it.
     heights: dict[str, int] = {}
     for name in reversed(computation):
         heights[name] = max((heights[user.name] + 1 for user in users[name]), default=0)

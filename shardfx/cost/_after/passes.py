@@ -17,9 +17,9 @@ from .merge import Computation, Rewritten, gathered_once, users_of
 from .reductions import added_once, folded, scattered, summed_after, summed_parts
 
 
-# If a product has more operations per byte, times the devices of a group, than this, it hides its communication. In 16
-# programs for v5e, in bfloat16 and float32 and groups of 4, 8 and 16, the limit lies between 4,160 and 4,220. That is
-# twice the quotient of the chip's operations per second and a link's bytes per second.
+# A collective overlaps with a product if the product's operations per byte of the collective, times the devices of a
+# replica group, exceed this. In 16 programs for v5e, in bfloat16 and float32, with groups of 4, 8 and 16 devices, the
+# limit is between 4,160 and 4,220: twice the chip's operations per second divided by a link's bytes per second.
 _HIDDEN = 4190
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -115,7 +115,7 @@ _TPU = (
     Pass("all_gather_decomposer", summed_parts, "xla/service/all_gather_decomposer.cc"),
     Pass("bfloat16-propagation", narrowed, "xla/service/bfloat16_propagation.cc"),
 )
-# Found in the compiled programs in `tests/data/hlo`.
+# The passes that changed the compiled programs in `tests/data/hlo`.
 _GPU = (
     Pass(
         "reduce-scatter-creator",

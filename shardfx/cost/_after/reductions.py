@@ -29,7 +29,7 @@ def folded(known: Rewritten, computation: Computation) -> Computation:
         if inner is None or inner.opcode != "all-reduce" or len(users[inner.name]) != 1 or len(inner.operands) != 1:
             continue
         if computation[inner.operands[0]].opcode == "convolution":
-            continue  # sums of convolutions stay apart
+            continue  # XLA does not combine all-reduces of convolutions
         if (combined := _combined(known.groups(inner), known.groups(own))) is not None:
             made[name] = with_groups(with_operands(own, inner.operands), combined)
             del made[inner.name]
@@ -37,8 +37,8 @@ def folded(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _combined(inner: Groups, outer: Groups) -> Groups | None:
-    """The replica groups of one all-reduce that equals two successive ones; `None` if the two sets of groups do not
-    form a grid.
+    """The replica groups of one all-reduce that equals an all-reduce of an all-reduce; `None` if the groups of the two
+    do not form a grid.
     """
     if len(inner) != 1 or len(outer) != 1:
         return None
@@ -50,7 +50,7 @@ def _combined(inner: Groups, outer: Groups) -> Groups | None:
     return (np.array(sorted(rows)),)
 
 
-# The computation that adds has another name in each all-reduce.
+# The name of the reducer computation, which differs between all-reduces.
 _REDUCER = re.compile(r"to_apply=%?[\w.\-]+")
 # Operations that only change the shape of a sum.
 _RESHAPES = ("bitcast", "copy", "reshape", "reverse", "transpose")
@@ -118,7 +118,7 @@ class _Reassociation:
         details = {_REDUCER.sub("", self.known.details(one.reduction)) for one in (first, other)}
         if len(details) > 1 or (first.rest is not None and other.rest is not None):
             return None
-        # The TPU's compiler has added the other sum to the scatter's result before it partitions.
+        # Before it partitions, the TPU's compiler makes one scatter of a sum of a scatter and another value.
         if self.is_scattered(first) != self.is_scattered(other):
             return None
         return _Pending(first.reduction, self.add(own, (first.value, other.value)), first.rest or other.rest)
@@ -152,7 +152,7 @@ class _Reassociation:
             self.made[name] = with_operands(own, (pending.rest, whole))
 
 
-# Operations that only change the form of a sum in a loop.
+# Operations in a loop that only change the shape or dtype of a sum.
 _RESHAPES_IN_LOOPS = ("bitcast", "convert", "reshape", "transpose", "copy")
 
 
@@ -175,8 +175,8 @@ def summed_after(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _reduced_after(computation: Computation, loop: Instruction, sums: Mapping[int, Instruction]) -> Computation:
-    """The computation with all-reduces after a loop. `sums` has the all-reduce for each result of the loop, by the
-    result's index.
+    """The computation with all-reduces after a loop. `sums` maps the index of a result of the loop to the all-reduce of
+    that result.
     """
     made: Computation = {}
     names: dict[str, str] = {}
@@ -264,8 +264,9 @@ def summed_parts(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _order(users: Mapping[str, list[Instruction]], shard: Instruction) -> tuple[int, ...]:
-    """The dimensions of a slice in the order of the memory layout: the order of its transposes if all readers are equal
-    transposes, else ascending.
+    """The dimensions of a slice in the order of the memory layout.
+
+    If all readers of the slice are equal transposes, it is the order of these transposes. Otherwise it is ascending.
     """
     orders = {own.attributes.partition("}")[0] if own.opcode == "transpose" else "" for own in users[shard.name]}
     dims = tuple(map(int, _NUMBER.findall(orders.pop()))) if len(orders) == 1 else ()
@@ -273,8 +274,8 @@ def _order(users: Mapping[str, list[Instruction]], shard: Instruction) -> tuple[
 
 
 def _is_own_slice(known: Rewritten, reduction: Instruction, shard: Instruction, order: tuple[int, ...] | None) -> bool:
-    """Whether a slice of an all-reduce's result is another shard on each device of a group, so that the compiler makes
-    a reduce-scatter.
+    """Whether a slice of an all-reduce's result is a different shard on each device of a replica group, so that the
+    compiler makes a reduce-scatter.
 
     `order` has the dimensions in the order of the TPU's memory layout; `None` for other platforms.
     """

@@ -9,17 +9,18 @@ from .._hlo_text import CONSTANTS, ELEMENTWISE, PIECES, PRODUCTS, VIEWS
 from .program import FlatProgram, Uses
 
 
-# The operation that reads these computes them in its own fusion, also where it is in a loop.
+# The results of these operations are computed in the fusion of the operation that reads them, also inside a loop.
 _FREE = CONSTANTS | {"broadcast"}
 _FUSED = VIEWS | PIECES | ELEMENTWISE
 
 
 def sources_of(program: FlatProgram, uses: Uses, *, tpu: bool) -> dict[int, frozenset[int]]:
-    """For each value of a program, the arrays in memory that the value is computed from. A value that occupies memory
+    """For each value of a program, the arrays in memory from which the value is computed. A value that occupies memory
     maps to itself.
 
-    XLA fuses elementwise operations, views and slices with the operations that read their results, so these results
-    occupy no memory. A loop reads only arrays in memory. So do products on GPUs and CPUs, since libraries compute them.
+    XLA fuses elementwise operations, slices, and views such as transposes with the operations that read their results,
+    so these results occupy no memory. A loop reads only arrays in memory. So do products on GPUs and CPUs, since
+    libraries compute them.
     """
     found = {value: frozenset([value]) for value in range(len(program.buffers))}
     for op in uses.ops:

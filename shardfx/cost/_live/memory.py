@@ -17,7 +17,7 @@ class Rematerialized(NamedTuple):
 
     **Arguments:**
 
-    - `values`: the arrays that are no longer stored between the passes.
+    - `values`: the arrays that are no longer stored between the forward and the backward pass.
     - `kept_bytes`: the bytes of the arrays that are stored instead: the loop-carried values of each layer.
     """
 
@@ -26,7 +26,7 @@ class Rematerialized(NamedTuple):
 
 
 def rematerialized(program: FlatProgram, uses: Uses, bytes_of: Callable[[int], int]) -> Rematerialized:
-    """The change of memory if each layer were rematerialized; without values and bytes if that saves nothing.
+    """The change of memory if each layer were rematerialized; it has no values if that would save nothing.
 
     Arrays that a loop of the forward pass stacks for another loop are no longer stored. The values that the forward
     loop carries from layer to layer are stored instead.
@@ -41,7 +41,7 @@ def rematerialized(program: FlatProgram, uses: Uses, bytes_of: Callable[[int], i
             stacked += bytes_of(op.makes[at])
             dropped.update((op.makes[at], op.reads[at], op.bodies[0].carried[at], op.bodies[0].results[at]))
         carried = [value for at, value in enumerate(op.makes) if at not in stacks and program.buffers[value].shape]
-        # A stack of the carried values themselves stays as it is, on TPUs in bfloat16.
+        # A loop may stack its carried values already. Then these are stored in the dtype of the stack.
         sizes = {program.buffers[op.makes[at]].shape: bytes_of(op.makes[at]) for at in own}
         for value in carried if own else ():
             length, shape = program.buffers[op.makes[own[0]]].shape[0], program.buffers[value].shape
@@ -57,10 +57,10 @@ def _is_stack(loop: FlatOp, at: int, uses: Uses) -> bool:
     return op is not None and op.opcode == "dynamic-update-slice" and readers == [op]
 
 
-# The part of the 128 MiB on chip that a TPU's compiler fills. These bytes count too: where there is room, the compiler
-# copies arguments there ahead of time.
+# The bytes of the 128 MiB of on-chip memory that a TPU's compiler uses. They count too, since the compiler fills them
+# with copies of arguments ahead of time.
 _ON_CHIP = 112 * 2**20
-# A TPU starts these during a product, so that their results are ready when they are read.
+# A TPU overlaps these collectives with a product that runs before the first reader of their results.
 _ASYNC = ("all-gather", "collective-permute")
 
 
@@ -162,7 +162,7 @@ def device_memory(
 
 
 class _Peak(NamedTuple):
-    """The bytes of a body's temporaries at their peak, and the values that are live there."""
+    """The bytes of a body's temporaries at their peak, and the values that are live at that time."""
 
     bytes: int = 0
     values: tuple[int, ...] = ()
@@ -182,8 +182,8 @@ class _Counter:
         return bytes_of(self.program.buffers[value], self.tile)
 
     def live_array(self, value: int) -> LiveArray:
-        """A temporary with the operation that made it. For the result of a loop, that is the operation in the loop's
-        body.
+        """The description of a temporary, with the operation that made it. For the result of a loop, that operation is
+        in the loop's body.
         """
         op = made = self.uses.maker.get(value)
         while made is not None and made.opcode == "while":
@@ -212,7 +212,7 @@ class _Counter:
         ops, makes, reads = [ops[at] for at in order], [makes[at] for at in order], [reads[at] for at in order]
         born = {value: at for at, values in enumerate(makes) for value in values}
         last = born | {value: at for at, values in enumerate(reads) for value in values}
-        # Results are written to the buffers that the body carries, or to those of its caller.
+        # The body writes its results to the buffers of its carried values, or to buffers of its caller.
         kept = {*body.results}
         begins: dict[int, list[int]] = {}
         for value, at in (born | (_async_starts(ops, reads, born) if self.tpu else {})).items():
@@ -230,7 +230,7 @@ class _Counter:
             free = [size for value, size in result_bytes.items() if born.get(value, -1) > at]
             largest = max(free, default=0)
             hosted = min(sum(free), sum(size for size in live.values() if size <= largest))
-            # An array that fits on chip stays there.
+            # Temporaries that fit in on-chip memory use no other memory.
             timeline.append(max(whole - hosted, min(whole, _ON_CHIP if self.tpu else 0)))
             if timeline[-1] > worst.bytes:
                 worst = _Peak(timeline[-1], (*live, *inner.values))
@@ -241,16 +241,17 @@ class _Counter:
         return value in self.sources[value]
 
     def reads(self, op: FlatOp) -> set[int]:
-        """The arrays that an operation reads, with those that the operations of its bodies read."""
+        """The arrays in memory that an operation reads, with the arrays that the operations of its bodies read."""
         read = [*op.reads, *(value for body in op.bodies for value in body.results)]
         found = set().union(*(self.sources[value] for value in read))
         return found.union(*(self.reads(inner) for body in op.bodies for inner in body.ops))
 
 
 def _async_starts(ops: Sequence[FlatOp], reads: Sequence[frozenset[int]], born: Mapping[int, int]) -> dict[int, int]:
-    """For each result of an asynchronous collective, the position in the schedule from which it occupies memory.
+    """For each result of an asynchronous collective, the position in the schedule from which the result occupies
+    memory.
 
-    It is the position of the product that the collective overlaps with.
+    It is the position of the product with which the collective overlaps.
     """
     found: dict[int, int] = {}
     for at, op in enumerate(ops):

@@ -18,7 +18,7 @@ from .program import Body, FlatOp, FlatProgram, Uses
 
 _PRECISE = re.compile(r"operand_precision=\{[^}]*hig|algorithm=dot_(?!bf16_bf16_f32\b)")
 _BATCHED = re.compile(r"lhs_batch_dims=\{([\d,]+)\}")
-# The results of these have no more digits than their operands.
+# The results of these operations need no higher precision than their operands.
 _MOVES = frozenset("concatenate optimization-barrier maximum minimum clamp sort gather select".split())
 _MOVES |= MOVING | VIEWS | PIECES
 
@@ -66,8 +66,8 @@ class _Narrowing:
             buffers[value] = buffers[value]._replace(dtype="bf16")
 
     def is_narrow(self, value: int) -> bool | None:
-        """Whether a value is stored as bfloat16; `None` while the answer is being computed, for a value that a loop
-        returns to itself.
+        """Whether a value is stored as bfloat16; `None` if the answer depends on itself, through a loop-carried
+        value.
         """
         if value not in self.known:
             self.known[value] = None
@@ -104,7 +104,7 @@ class _Narrowing:
         # A product that is fused with the operations of its operands reads more than two arrays.
         if product.opcode != "dot" or len(product.reads) != 2:
             return False
-        # An operand can have another shape than the value of which it is a reshape, but not another size.
+        # An operand can be a reshape of the value that is read: its shape can differ, but not its size.
         left, right, made = (self.program.buffers[value].shape for value in (*product.reads, *product.makes))
         found = _BATCHED.search(product.instruction.attributes)
         batch = math.prod(made[: found[1].count(",") + 1]) if found else 1
@@ -139,7 +139,7 @@ class _Narrowing:
 
 
 def _inside(op: FlatOp) -> Iterator[FlatOp]:
-    """Yields the operations in the bodies of a loop or conditional, with those of nested bodies."""
+    """Yields the operations in the bodies of a loop or conditional, and in nested bodies."""
     for body in op.bodies:
         for inner in body.ops:
             yield from (inner, *_inside(inner))

@@ -18,11 +18,11 @@ from .._hlo_text import Array, HloModule, Instruction, Result, index_of, result_
 # The numbers of the values of an instruction: one number, or a tuple of them.
 Values: TypeAlias = "int | tuple[Values, ...]"
 
-# These make no new array: the result is the operand.
+# Operations whose result is their operand, so they make no new array.
 _SAME = frozenset(
     ["bitcast", "copy", "reshape", "opt-barrier", "add-dependency", "domain", "copy-done", "after-all", "async-update"]
 )
-# These run their own computation on their operands; an asynchronous one ends in another instruction.
+# Operations that run a computation on their operands. An asynchronous one has a second instruction for its end.
 _CALLS = ("call", "fusion")
 _BEGIN, _END = ("async-start", "fusion-start"), ("async-done", "fusion-done")
 _IDENTITIES = re.compile(r'custom_call_target="(Sharding|SPMDFullToShardShape|SPMDShardToFullShape|LayoutConstraint)"')
@@ -123,7 +123,7 @@ def reached(starts: Iterable[_T], next_of: Callable[[_T], Iterable[_T]]) -> Iter
 
 
 def program_of(module: HloModule) -> FlatProgram:
-    """The flat program of an HLO module."""
+    """Flattens an HLO module: expands its tuples, copies, calls and fusions, and numbers its values."""
     return _Flattener(module).flattened()
 
 
@@ -232,7 +232,9 @@ class _Flattener:
         return outside
 
     def changes(self, name: str) -> tuple[int, ...]:
-        """The indices of the elements of the loop-carried tuple that the body of a loop changes."""
+        """The indices of the elements of the loop-carried tuple that a loop changes. `name` is the computation of the
+        loop's body.
+        """
         body = self.module.computations[name]
         root = next(one for one in body.values() if one.is_root)
         if root.opcode != "tuple":
