@@ -98,8 +98,8 @@ def _changed(known: StepOnChip) -> Iterator[_Trial]:
     if not all(known.step.arguments[at].donated for at in returned):
         donated = [one.donated or at in returned for at, one in enumerate(known.step.arguments)]
         names = dict.fromkeys(known.step.arguments[at].path.partition("/")[0] for at in returned)
-        told = ", ".join(f'"{name}"' for name in names)
-        how = f"filter_jit(step, donate={told if len(names) == 1 else f'({told})'})"
+        quoted = ", ".join(f'"{name}"' for name in names)
+        how = f"filter_jit(step, donate={quoted if len(names) == 1 else f'({quoted})'})"
         after = known.memory_of(known.module, donated=donated).peak_bytes
         yield _Trial("donate what the step returns anew", after, how)
     if axes and (found := saving_constraints(known)) is not None:

@@ -186,8 +186,8 @@ class Fit:
         why: dict[str, dict[str, None]] = {}
         for one in self.moment[:_LARGEST]:
             why.setdefault(one.why, {})[f"{one.what} of {place_text(one.source)}"] = None
-        if told := [f"{', '.join(arrays)}: {words}" for words, arrays in why.items() if words]:
-            parts.append("\n".join(told))
+        if reasons := [f"{', '.join(arrays)}: {words}" for words, arrays in why.items() if words]:
+            parts.append("\n".join(reasons))
         if self.changes:
             parts.append("\n".join(table(_changes_table(self.changes), right=_NUMBERS)))
         if self.batch is not None and self.largest_batch is not None:
@@ -391,8 +391,8 @@ def _moment(known: StepOnChip) -> tuple[Offender, ...]:
         found.append(Offender(ours.path or ours.name, here, one.group, spec=PartitionSpec(*entries), origins=by))
     for one in known.memory.arrays:
         row, why = known.shardings.of_held(one)
-        laid = {} if row is None else {"spec": row.spec, "origins": row.origins}
-        found.append(dataclasses.replace(_offender(one, shapes), why=why, **laid))
+        sharding = {} if row is None else {"spec": row.spec, "origins": row.origins}
+        found.append(dataclasses.replace(_offender(one, shapes), why=why, **sharding))
     return tuple(sorted(found, key=lambda one: -one.bytes))
 
 

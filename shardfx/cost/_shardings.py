@@ -460,8 +460,8 @@ def _axis_of(axis: str) -> str:
 
 def _cells(row: ArrayRow) -> tuple[str, ...]:
     by = together(row.origins, lambda one: printable(one.by))
-    told = "; ".join(f"{', '.join(one.axis for one in own)}: {name or '?'}" for name, own in by.items())
-    array = (array_text(row.dtype, row.shape), spec_text(entries_of(row.spec)), told or "-")
+    origins = "; ".join(f"{', '.join(one.axis for one in own)}: {name or '?'}" for name, own in by.items())
+    array = (array_text(row.dtype, row.shape), spec_text(entries_of(row.spec)), origins or "-")
     phase = ", loop ".join(filter(None, (row.phase or "-", row.loop and row.loop.place)))
     return bytes_text(row.bytes_per_device), *array, phase, place_text(row.source)
 
