@@ -22,12 +22,12 @@ AnyMesh = MeshSpec | Mesh | AbstractMesh | None
 
 
 def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str | None = None) -> dict[str, PyTree]:
-    """A sharding for every array of a checkpoint, from its headers alone.
+    """A sharding for every array of a checkpoint. Only the headers of its files are read.
 
     **Arguments:**
 
     - `index`: an Index from [`shardfx.checkpoint.read_index`][].
-    - `mesh`: the mesh for the arrays. With `None`, every sharding that `default` does not give as a Sharding is `None`.
+    - `mesh`: the mesh for the arrays. If it is `None`, an array's sharding is `None` unless `default` gives a Sharding.
     - `default`: what decides the sharding of each array. `None` replicates it. A Sharding is used as it is. A
         PartitionSpec is corrected to the array's shape, as [`shardfx.correct`][] does, without entries beyond its rank.
         A function takes a `checkpoint.ArrayEntry` and returns a Sharding, a PartitionSpec or `None`.
@@ -127,8 +127,8 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
 
     **Raises:**
 
-    `PlanMismatchError` with all differences of the structures; `SpecError`, with the leaf, if a sharding does not fit
-    it; `LeafTypeError` for a leaf of `shardings` of another type. After an error nothing has been moved.
+    `PlanMismatchError` with all differences of the structures; `SpecError`, with the leaf's path, if a sharding does
+    not fit a leaf; `LeafTypeError` for a leaf of `shardings` of another type.
 
     !!! Example
 

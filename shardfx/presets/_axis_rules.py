@@ -1,4 +1,4 @@
-"""Rules from logical axes to mesh axes of other libraries: eformer's `PartitionAxis`, and T5X's standard rules.
+"""Other libraries' rules from logical axes to mesh axes: eformer's `PartitionAxis`, and T5X's standard rules.
 
 The tokens of `shardfx.presets.eformer` are in `shardfx.presets.tokens`, its layouts in `shardfx.presets.layouts`.
 """
@@ -138,10 +138,10 @@ def t5x(activation_dims: int = 1, parameter_dims: int = 1, additional_rules: Rul
 
     **Arguments:**
 
-    - `activation_dims`: 1 shards activations along batch only, 2 also along `embed`.
+    - `activation_dims`: 1 shards activations only along the batch, 2 also along `embed`.
     - `parameter_dims`: 1 shards parameters over "model", 2 also over "data", as FSDP and ZeRO-3 do.
-    - `additional_rules`: pairs, or AxisRules, that come last. The standard rules have priority over them; use
-        `.prepend(...)` on the result to override a standard rule.
+    - `additional_rules`: pairs, or AxisRules, that come after the standard rules, which have priority. To override a
+        standard rule, call `.prepend(...)` on the result.
 
     **Returns:**
 
