@@ -120,7 +120,7 @@ def cheapest_route(problem: Problem) -> Route | None:
 
 
 def explore(problem: Problem, most: int, limit: float) -> tuple[Route | None, float, int]:
-    """Searches for the cheapest path below the cost `limit`, and examines about `most` layouts at most.
+    """Searches for the cheapest path below the cost `limit`, among about `most` layouts.
 
     More layouts are examined only if `limit` is infinite and no path was found by then.
 
@@ -248,7 +248,7 @@ class _State:
         return self.examined > most and self.cost < math.inf
 
     def next_half(self) -> _Half | None:
-        """The half whose first layout has the lower bound on the cost; `None` if both heaps are empty."""
+        """The half whose first layout has the smaller bound on a path's cost; `None` if both heaps are empty."""
         halves = [half for half in (self.forward, self.backward) if half.heap]
         return min(halves, key=lambda half: half.heap[0][:2], default=None)
 
@@ -257,8 +257,10 @@ class _State:
 
 
 def _settle(dims: ShardDims, half: _Half, state: _State, most: int) -> None:
-    """Settles a layout of one half: tries a permutation to each settled layout of the other half with the same shard
+    """Tries a permutation from a layout of one half to each settled layout of the other half with the same shard
     counts.
+
+    A layout is settled when it was taken from its half's heap.
     """
     counts, cost = half.shards.counts(dims), half.cost[dims]
     half.settled.setdefault(counts, {})[dims] = None
@@ -284,7 +286,9 @@ def _expand(dims: ShardDims, half: _Half, state: _State, most: int, same_sub_axe
 
 
 def _cross(dims: ShardDims, match: ShardDims, half: _Half, state: _State) -> None:
-    """Updates `state` with the path that permutes shards between the layout `dims` and the other half's `match`."""
+    """Updates `state` with the path that permutes shards between the layout `dims` of one half and `match` of the
+    other.
+    """
     before, after = (dims, match) if half is state.forward else (match, dims)
     left = state.cost - state.forward.cost[before] - state.backward.cost[after]
     have, want = state.forward.shards.numbers(before), state.backward.shards.numbers(after)
