@@ -51,8 +51,8 @@ def devices_of(target: str, *, num_slices: int = 1) -> tuple[Any, ...]:
 def mesh_of(target: str, mesh: MeshSpec) -> Mesh:
     """The mesh of a TPU topology's devices, in the order that [`shardfx.MeshSpec.build`][] chooses.
 
-    Plan on this mesh, then compile ahead of time: `jax.jit(step, ...).lower(*plan.structs).compile()` runs the TPU's own
-    compiler, so its memory analysis is the TPU's.
+    Plan on this mesh, then compile ahead of time: `jax.jit(step, ...).lower(*plan.structs).compile()` runs the TPU's
+    own compiler, so its memory analysis is the TPU's.
 
     **Arguments:**
 
