@@ -143,12 +143,12 @@ def _shape_after(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ..
 
 
 def leaf_made(path: str, struct: Struct | Made) -> Made:
-    """The target array that is a copy of one leaf."""
+    """A target array that is a copy of one leaf of the source."""
     return Made(tuple(struct.shape), struct.dtype, whole(Value(path), tuple(struct.shape)))
 
 
 def filled_with(value: Any, shape: tuple[int, ...], dtype: DType) -> Made:
-    """A target array filled with one number."""
+    """A target array that is filled with one number."""
     check_number(value, dtype, f"an array of shape {shape}")
     factors = [Factor(size, NOWHERE, 0, dim, 1) for dim, size in enumerate(shape)]
     return Made(shape, dtype, made_of(Value(None, value, None, (dtype,)), (), (0,) * len(shape), factors))

@@ -347,7 +347,7 @@ def _without(piece: Piece, factor: Factor) -> Piece:
 
 
 def simplified(piece: Piece) -> Piece:
-    """The piece with two factors merged into one wherever they are one loop with equal steps."""
+    """The same piece with two nested loops merged wherever one longer loop copies the same elements."""
     return Piece(piece.value, piece.source, piece.target, _simplified(piece.factors))
 
 

@@ -185,7 +185,7 @@ def cut_by(made: list[AssignedLayout]) -> list[int]:
 
 
 def padded(terms: CostTerms) -> CostTerms:
-    """The cost terms padded with terms, assignments and logical axes that change no estimate.
+    """The cost terms of a step, padded with terms, assignments and logical axes that change no estimate.
 
     With this padding most searches of a process have arrays of equal shapes, and share one compiled program. Counts
     become float32, since only their leading digits matter.

@@ -72,8 +72,9 @@ class AssignedLayout:
 
 
 class _Labelled(NamedTuple):
-    """An operation whose sub-dimensions have labels, as the indices of an `einsum`: two sub-dimensions have equal
-    labels if they share a factor. Equal operations of equal layers compare equal.
+    """An operation with a label for each sub-dimension of its operands and results, such as the indices of an `einsum`.
+    Dimensions with a common factor in the operation's rule have equal labels. Equal operations of equal layers compare
+    equal.
 
     - `ins`, `outs`: the labels of each operand and each result; -1 for a dimension that cannot be sharded.
     - `shardable`: pairs of a label that a mesh axis may shard, and the number of its logical axis.
