@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from .errors import SpecError
 
 
-# NumPy's dtypes, and JAX's own of keys: no public type is both.
+# A dtype of NumPy, or JAX's dtype of a PRNG key: no public type covers both.
 DType: TypeAlias = Any
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
@@ -113,7 +113,7 @@ def with_reductions(
     return PartitionSpec(*entries, **given)
 
 
-def pinned(spec: PartitionSpec) -> PartitionSpec:
+def constrained(spec: PartitionSpec) -> PartitionSpec:
     """`spec` with `None` in place of UNCONSTRAINED entries, which JAX refuses at `device_put` and at jit boundaries."""
     if not any(entry is UNCONSTRAINED for entry in entries_of(spec)):
         return spec

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from .._ground.errors import LeafTypeError, RuleError, SpecError
 from .._ground.reason import Code, reason_for
-from .._ground.spec import canonical, entries_of, pinned, trimmed
+from .._ground.spec import canonical, constrained, entries_of, trimmed
 from .._ground.text import between_numbers
 from .._ground.tree import flatten
 from .._rules import AxisRules, Matcher, PathRules, Strategy, check_rules, fsdp, near
@@ -50,12 +50,12 @@ def follow(
 
     **Arguments:**
 
-    - `init`: a function of a tree with the plan's arrays, and of `args`. It is traced, never run. At leaves of the tree
-        that are not arrays it gets an opaque object, or `None` if it fails with that object, as optimizers do.
+    - `init`: a function of a tree with the plan's arrays, and of `args`. It is traced, never run. Leaves of the tree
+        that are not arrays are opaque objects; if `init` fails with them, as optimizers do, they are `None`.
     - `plan`: the plan of that tree.
     - `args`: the other arguments of `init`. For a [`shardfx.ShardPlan`][] among them, `init` gets the tree of the plan.
-    - `over`: mesh axes over which every array is sharded in addition to the axes of the array that it follows, on
-        whichever dimension they divide, as in ZeRO. `fsdp("data", min_bytes=...)` does so except for small arrays.
+    - `over`: mesh axes that shard every array further than the array that it follows, on dimensions that they divide,
+        as in ZeRO. With `fsdp("data", min_bytes=...)`, small arrays are not sharded further.
     - `paths`: rules for arrays that follow no planned array. To change the sharding of an array that follows one, use
         [`shardfx.ShardPlan.replace`][].
     - `axes`: rules for the logical names in `paths`; `None` for the rules of the plan.
@@ -63,8 +63,9 @@ def follow(
     - `adapters`: pairs of a regex and its replacement, as in `re.sub`, that turn the path of an adapter into the path
         of its base array: `("lora_[ab]$", "weight")`. Each dimension that the adapter shares with its base is sharded
         as in the base. The dimension of the rank is not sharded.
-    - `scales`: the same for the scales of quantised arrays. A dimension of a scale has one element for each block of
-        the base's elements. It is sharded as in the base if each device holds whole blocks.
+    - `scales`: pairs like those of `adapters`, for the scales of quantised arrays. A dimension of a scale has one
+        element for each block of the base's elements. The dimension is sharded as in the base if each device holds
+        whole blocks.
     - `unused`: as in [`shardfx.plan`][], for `paths`, `memory_kinds`, `adapters` and `scales`.
 
     **Returns:**
@@ -185,7 +186,7 @@ def _shapes(init: Callable[..., object], args: tuple[object, ...], mesh: Abstrac
     """
 
     def struct(row: Row) -> jax.ShapeDtypeStruct:
-        sharding = None if mesh is None else NamedSharding(mesh, pinned(row.spec))
+        sharding = None if mesh is None else NamedSharding(mesh, constrained(row.spec))
         return jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=sharding)
 
     structs = [
@@ -345,7 +346,7 @@ def _at_dims(values: tuple[object, ...] | None, dims: tuple[int | None, ...], ot
 
 def _spec_at(leaf: LeafPlan, dims: tuple[int | None, ...]) -> PartitionSpec:
     """Returns the spec of an array whose dimensions correspond to the dimensions `dims` of a planned array."""
-    return trimmed(_at_dims(entries_of(pinned(leaf.spec)), dims))
+    return trimmed(_at_dims(entries_of(constrained(leaf.spec)), dims))
 
 
 def _starred(path: str) -> str:

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from .._ground.errors import RuleError
 from .._ground.reason import Reason
-from .._ground.spec import DType, array_bytes, pinned, shard_shape
+from .._ground.spec import DType, array_bytes, constrained, shard_shape
 from .._ground.text import array_text, printable
 from .._rules import Matcher, PathRules
 
@@ -82,7 +82,7 @@ class Row(NamedTuple):
 
     def byte_counts(self, sizes: Mapping[str, int]) -> tuple[int, int]:
         """Returns the bytes of the whole array and of one shard, on a mesh with these axis sizes."""
-        shard = shard_shape(self.shape, pinned(self.spec), sizes)
+        shard = shard_shape(self.shape, constrained(self.spec), sizes)
         return array_bytes(self.shape, self.dtype), array_bytes(shard, self.dtype)
 
 
@@ -104,7 +104,7 @@ def named_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: 
     """Returns the NamedSharding of a planned array. It is cached, because building it takes longer than planning the
     array.
     """
-    return NamedSharding(mesh, pinned(spec), memory_kind=memory_kind)
+    return NamedSharding(mesh, constrained(spec), memory_kind=memory_kind)
 
 
 def canonical_dtype(dtype: DType) -> DType:

@@ -18,7 +18,7 @@ from ..topology import MeshSpec
 from .content import Content, joined_contents, read_json, rows_of, shaped_like
 from .facts import html_of
 from .leaf import LeafPlan, named_sharding
-from .single import decision_for, replaced, require_pinned
+from .single import decision_for, replaced, require_constrained
 
 
 class ShardPlan(eqx.Module):
@@ -114,7 +114,7 @@ class ShardPlan(eqx.Module):
         return sum(i >= 0 for i in self.content.index)
 
     def __bool__(self) -> bool:
-        return True  # also for a tree without arrays, where `len` is 0: `if plan:` asks for `None`
+        return True  # also for a plan without arrays, whose `len` is 0, since `if plan:` tests for `None`
 
     def __getitem__(self, path: str) -> LeafPlan:
         known = self.content.by_path
@@ -240,8 +240,9 @@ class ShardPlan(eqx.Module):
         - `names_or_spec`: logical names that the plan's `axes` resolve, one per dimension or with `...`; or a
             PartitionSpec.
         - `shape`: the shape of the array, to which the sharding is corrected. With `None` the sharding is for arrays of
-            any shape whose sizes it divides, and dimensions beyond the end of the names are not sharded. A name with
-            units, such as attention heads, is then sharded only if the plan's own arrays with that name can be.
+            any shape whose sizes it divides, and dimensions beyond the end of the names are not sharded. The mesh
+            axes of a name with units, such as attention heads, must then divide the number of units in the plan's
+            arrays with this name.
         - `strict`, `unmatched`: as in [`shardfx.constrain`][].
         - `explain`: return the decision as well.
 
@@ -272,7 +273,7 @@ class ShardPlan(eqx.Module):
         sizes = None if shape is None else tuple(int(size) for size in shape)
         strict = self.strict if strict is None else strict
         found = decision_for(names_or_spec, sizes, self.content, self.mesh, strict, unmatched)
-        require_pinned(names_or_spec, found.spec)
+        require_constrained(names_or_spec, found.spec)
         made = named_sharding(self.content.any_mesh, found.spec, None)
         return (made, found) if explain else made
 
@@ -410,8 +411,8 @@ class Target:
     treedef: Any
 
     def filled(self, values: Sequence[object], kept: Mapping[int, object]) -> PyTree:
-        """Returns the tree with `values` at its arrays, in order. Each other leaf has its value in `kept`, by position,
-        or else its own value.
+        """Returns the tree with `values` at its arrays, in order. The other leaves get their values from `kept`, a
+        mapping by position, or else from `others`.
         """
         left = iter(values)
         others = {**{at: value for at, _, value in self.others}, **kept}

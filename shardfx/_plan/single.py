@@ -119,7 +119,7 @@ def _refuse_ambiguous_unit(
             )
 
 
-def require_pinned(requested: object, spec: PartitionSpec) -> None:
+def require_constrained(requested: object, spec: PartitionSpec) -> None:
     """Raises if a dimension of the spec is UNCONSTRAINED, since only the compiler could choose its sharding."""
     free = [dim for dim, entry in enumerate(entries_of(spec)) if entry is UNCONSTRAINED]
     if free:
@@ -192,7 +192,7 @@ def _row(content: Content, path: str, row: Row, target: object) -> Row:
     request = request_of_target(target, path, row, _BY_HAND, content.axes, content.mode)
     if request.units is None and request.names is None:  # units stay indivisible under another spec
         request = request._replace(units=row.units)
-    whole = {dim for step in row.strategies for dim in step.skip}  # skipped dimensions stay so for other strategies
+    whole = {dim for step in row.strategies for dim in step.skip}  # another strategy skips the same dimensions
     request = request._replace(strategies=skipping(request.strategies, whole))
     if request.names is not None and content.axes is not None:
         check_known(request.names, content.axes)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .._ground.reason import Code
-from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, pinned, shard_shape
+from .._ground.spec import UNCONSTRAINED, constrained, entries_of, entry_axes, shard_shape
 from .._ground.text import array_text, bytes_text, entry_text, plural, printable, spec_text
 from .._plan import Group, Row, ShardPlan, check_plan
 from ..chips import Chip, find
@@ -132,7 +132,7 @@ def _row(row: Group, mesh: MeshSpec) -> dict[str, object]:
         "arrays": len(row.paths),
         "array": array_text(leaf.dtype, leaf.shape),
         "shape": list(leaf.shape),
-        "shard_shape": list(shard_shape(leaf.shape, pinned(leaf.spec), mesh.shape)),
+        "shard_shape": list(shard_shape(leaf.shape, constrained(leaf.spec), mesh.shape)),
         "names": None if leaf.names is None else [entry_text(name) for name in leaf.names],
         "requested": _axes(leaf, leaf.requested),
         "spec": _axes(leaf, leaf.spec),
@@ -211,7 +211,7 @@ def _traffic(traffic: Traffic) -> dict[str, object]:
     return {**{name: getattr(traffic, name) for name in _SUMS}, "rows": rows}
 
 
-# The lines around one that makes arrays, and the shardings that are shown for a line.
+# The number of lines shown before and after a line that makes arrays, and of shardings shown for this line.
 _AROUND, _LAYOUTS = 2, 2
 
 

@@ -18,7 +18,7 @@ from hypothesis import assume, given, settings, strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from shardfx import AxisRules, MeshSpec, PathRules, ShardPlan, atomic, correct, fsdp, match, plan, replicate
-from shardfx._ground.spec import canonical, entries_of, entry_axes, pinned
+from shardfx._ground.spec import canonical, constrained, entries_of, entry_axes
 from shardfx.auto import replan
 from shardfx.errors import SpecError
 
@@ -107,7 +107,7 @@ def test_correct_gives_a_reason_exactly_where_it_changed_something(request_):
         with pytest.raises(SpecError):
             correct(spec, shape, MeshSpec(axes), units=units, strict=True)
     explicit = correct(spec, shape, MeshSpec(axes, axis_types=AxisType.Explicit), units=units)
-    assert explicit.spec == pinned(decision.spec)
+    assert explicit.spec == constrained(decision.spec)
     assert len(explicit.reasons) == len(decision.reasons) + entries_of(decision.spec).count(U)
 
 
@@ -118,7 +118,7 @@ def test_jax_accepts_what_correct_gives(request_):
     mesh = built(axes)
     found = correct(spec, shape, mesh, units=units).spec
     x = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-    placed = jax.device_put(x, NamedSharding(mesh, pinned(found)))
+    placed = jax.device_put(x, NamedSharding(mesh, constrained(found)))
     assert np.array_equal(placed, x)
     for piece, size, unit in zip(placed.addressable_shards[0].data.shape, shape, units, strict=True):
         assert piece == size or piece % unit == 0
@@ -197,7 +197,7 @@ def test_a_plan_comes_back_from_json_equal_and_is_of_its_shapes_alone(tree, rule
         assert again.leaves == made.leaves and again.specs == made.specs and again.to_json() == text
         assert jax.tree.structure(again.specs) == jax.tree.structure(made.specs)
     placed = [sharding.spec for sharding in jax.tree.leaves(made.shardings)]
-    assert placed == [pinned(leaf.spec) for leaf in made.leaves]
+    assert placed == [constrained(leaf.spec) for leaf in made.leaves]
     json.loads(text)
     deeper = lambda x: jax.ShapeDtypeStruct((*x.shape, 1), x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
     assert (planned(jax.tree.map(deeper, tree), rules) == made) == (not made.leaves)
