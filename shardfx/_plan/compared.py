@@ -121,8 +121,8 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
     return Shown("\n\n".join(["\n".join(_table(rows, width)), *[wrapped(text, width) for text in paragraphs]]))
 
 
-# What the last column shows, "why": all; the marks of reasons, the number of the rule and the memory kind; the marks
-# and the memory kind.
+# Regexes of the parts that the last column, "why", shows, for less and less width: everything; the marks of reasons,
+# the number of the rule and the memory kind; the marks and the memory kind.
 _SHOWN = (r".+", r"^(?:\[\d+\])*|paths\[\d+\]|in \w+$", r"^(?:\[\d+\])*|in \w+$")
 
 

@@ -52,7 +52,7 @@ class Draft(NamedTuple):
         return ((path, i, self.rows[i]) for i, path in zip(self.numbers, self.flat.paths, strict=True) if i in chosen)
 
 
-# The number of lines of an error.
+# The number of mistakes that an error lists, at most.
 _SHOWN = 40
 
 
@@ -161,8 +161,8 @@ def raise_unknown(draft: Draft) -> None:
 
 
 def absent_axes(draft: Draft) -> dict[str, str]:
-    """Returns the mesh axes of rules that the mesh lacks and that no rules declare, each with the first rule or leaf
-    that uses the axis.
+    """Returns the mesh axes that rules name, but that the mesh lacks and no rules declare, each with the first rule or
+    leaf that uses the axis.
     """
     pairs = () if draft.axes is None else axes_in(draft.axes)
     wrong = {axis: f"the rule of {name!r}" for name, axis in reversed(pairs) if axis not in draft.mesh.axis_names}
@@ -171,13 +171,13 @@ def absent_axes(draft: Draft) -> dict[str, str]:
     for path, i, row in draft.arrays(asked) if asked else ():
         for axis in asked[i]:
             wrong.setdefault(axis, f"leaf `{path}` ({row.rule})")
-    return {axis: who for axis, who in wrong.items() if axis not in draft.declared}
+    return {axis: user for axis, user in wrong.items() if axis not in draft.declared}
 
 
 def raise_absent(draft: Draft) -> None:
     """Raises if rules name a mesh axis that the mesh lacks and that no `axes=` declares."""
     wrong, mesh = absent_axes(draft), draft.mesh
-    lines = [f"  {who} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}" for axis, who in wrong.items()]
+    lines = [f"  {user} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}" for axis, user in wrong.items()]
     head = (
         f"the mesh {mesh} lacks mesh axes that the rules use. If they are for other meshes, declare them, "
         f"`AxisRules(..., axes={tuple(wrong)})` or `PathRules(..., axes={tuple(wrong)})`; or give the mesh the axis "
@@ -252,12 +252,12 @@ def unused_rules(
     decided: Sequence[Any] | None = None,
     by: str = "",
 ) -> Iterator[Unused]:
-    """Yields the path rules that shard no array. `used` holds the indices of the rules that do.
+    """Yields the path rules that shard no array. `used` holds the indices of the rules that shard one.
 
-    A leaf whose entry in `decided` is not `None` is not sharded by path rules, but by `by`, a phrase for messages. Two
-    rules are no mistake: a last rule that matches all paths, since other rules may cover all arrays, and a rule that
-    matches only leaves that are not arrays. In a tree without leaves, such as the state of plain SGD, no rule is a
-    mistake.
+    `decided` has an entry for each leaf. If the entry is not `None`, the leaf has logical names, for example, and path
+    rules are not applied to it; messages then name the cause by the phrase `by`. Two kinds of rules are no mistake and
+    are left out: a last rule that matches all paths, since other rules may cover all arrays, and a rule that matches
+    only leaves that are not arrays. If the tree has no leaves, as the state of plain SGD, all rules are left out.
     """
     unused = [n for n, (_, target) in enumerate(rules) if n not in used and not isinstance(target, Optional)]
     patterns = tuple(re.compile(regex) for regex, _ in rules) if unused and flat.leaves else ()

@@ -206,13 +206,13 @@ def read_json(text: str) -> Content:
 
 def _unpickled(text: str, tree: object, order: Sequence[int] | None, devices: list[tuple[str, int]] | None) -> Content:
     content = read_json(text)
-    jax_mesh = None if devices is None else _mesh_again(content.mesh, devices)
+    jax_mesh = None if devices is None else _mesh_of_ids(content.mesh, devices)
     path_tree = dataclasses.replace(content.path_tree, treedef=jax.tree.structure(tree), order=order)
     return content.replaced(jax_mesh=jax_mesh, path_tree=path_tree)
 
 
-def _mesh_again(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
-    """Returns the mesh of this process's devices with these platforms and ids; raises if this process lacks one."""
+def _mesh_of_ids(mesh: MeshSpec, devices: list[tuple[str, int]]) -> Mesh:
+    """Returns a jax Mesh of the devices with these platforms and ids; raises if this process lacks such a device."""
     try:
         here = {(d.platform, d.id): d for platform in dict(devices) for d in jax.devices(platform)}
         found = np.array([here[device] for device in devices])

@@ -58,7 +58,7 @@ NOTHING = Request(None, PartitionSpec(), None, None, (), ())
 
 
 class Axes(NamedTuple):
-    """The sizes of the mesh axes, whether one is Auto, and the bytes below which arrays are replicated."""
+    """The sizes of the mesh axes, whether any axis is Auto, and the size in bytes below which arrays are replicated."""
 
     sizes: Mapping[str, int]
     has_auto: bool
@@ -213,8 +213,8 @@ def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, 
 
 
 def _with_advice(why: Reason, leaf: Leaf) -> Reason:
-    """Returns the reason `why`. Its message gets advice if a unit prevents sharding, but the size of the dimension
-    could be a number of units.
+    """Returns the reason `why`, with advice added to its message if a unit prevents sharding, although the size of the
+    dimension could be a number of units.
     """
     if why.code is not Code.unit or why.dim is None:
         return why
@@ -399,8 +399,8 @@ def _indivisible(
 
 
 def _advice_to_pad(size: int, product: int) -> str:
-    """Returns advice to pad a dimension to a multiple of `product`, as the beginning of a sentence; "" if that adds too
-    much.
+    """Returns advice to pad a dimension to a multiple of `product`, as "pad it to 12, or "; "" if the padding would be
+    large compared with the dimension.
     """
     padded = -(-size // product) * product
     # At most 1/64 of the size: a vocabulary can be padded, a width of 64 cannot.
@@ -408,8 +408,8 @@ def _advice_to_pad(size: int, product: int) -> str:
 
 
 def apply_strategy(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> Decision:
-    """Returns `spec` with the axes of `strategy` added on one unsharded dimension: the dimension that the largest
-    product of these axes divides.
+    """Returns `spec` with axes of `strategy` added to one unsharded dimension: the dimension that they divide into the
+    most shards.
 
     If several dimensions tie, the strategy's preference decides. `spec` must be corrected already. Axes that `spec`
     uses, and axes that the mesh lacks, are dropped with a reason.
@@ -422,7 +422,7 @@ def apply_strategy(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strate
     if not free or (entries and not open_dims):
         return Decision(spec, tuple(reasons))
     dims = [dim for dim in open_dims if entries[dim] is None]
-    dim, kept = _roomiest(strategy, free, entries, leaf, sizes, dims)
+    dim, kept = _best_dim(strategy, free, entries, leaf, sizes, dims)
     if entries and not dims:
         text = f"no dimension is free for {_product(free, sizes)}: all that may be cut are sharded already"
         reasons.append(Reason(Code.indivisible, None, free, f"{text}; put the axes into the rule's spec"))
@@ -438,9 +438,9 @@ def apply_strategy(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strate
 def shard_over(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Strategy) -> Request:
     """Returns `request` with the unused axes of the strategy `over` added, as ZeRO shards an optimizer's state.
 
-    The axes are added on the dimension that the largest product of them divides, and the remaining axes on the next
-    such dimension. A dimension that is sharded already is sharded further: each device then holds a part of its earlier
-    shard. Axes that divide no dimension are dropped with a reason.
+    Axes are added to the dimension that they divide into the most shards. Axes that do not divide this dimension are
+    added to other dimensions in the same manner. A dimension that is sharded already is sharded further: each device
+    then holds a part of its earlier shard. Axes that divide no dimension are dropped with a reason.
     """
     leaf, axes, sizes = leaf_of(shape, dtype, request.units), axes_of(mesh), mesh.shape
     if not math.prod(shape):
@@ -453,7 +453,7 @@ def shard_over(request: Request, shape: tuple[int, ...], dtype: object, mesh: Me
         return request._replace(reasons=request.reasons + small)
     dims, added = over.open_dims(shape), ()
     while free:
-        dim, more = _roomiest(over, free, entries, leaf, sizes, dims)
+        dim, more = _best_dim(over, free, entries, leaf, sizes, dims)
         if dim is None:
             size, product = max(shape), math.prod(sizes[axis] for axis in free)
             what = f"{_product(free, sizes)} beside the axes that shard it already, and no other dimension is"
@@ -468,7 +468,7 @@ def shard_over(request: Request, shape: tuple[int, ...], dtype: object, mesh: Me
     return request._replace(spec=trimmed(entries, kept), rule=rule)
 
 
-def _roomiest(
+def _best_dim(
     strategy: Strategy,
     axes: tuple[str, ...],
     entries: Sequence[object],
@@ -476,11 +476,11 @@ def _roomiest(
     sizes: Mapping[str, int],
     dims: Iterable[int],
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Returns the dimension in `dims` that the largest product of `axes` divides, and those axes; `None` and no axes if
-    there is no such dimension.
+    """Returns the dimension in `dims` that `axes` divide into the most shards, and the axes that divide it; `None` and
+    no axes if no axis divides any of these dimensions.
 
     If several dimensions tie, an unsharded dimension comes first, then the strategy's preference decides, then the
-    order. The axes must divide the shards of a dimension that is already sharded.
+    order. If a dimension is already sharded, the axes must divide its shards.
     """
     choices: list[tuple[Any, ...]] = [(0, None, ())]
     for dim in dims:

@@ -58,12 +58,15 @@ def _cells(group: Group, notes: dict[str, int], dims: Mapping[str, set[int | Non
 _LIMIT = re.compile(r"fewer than the (\d+) asked for")
 
 
-def _note(why: Reason, of_several_dims: bool) -> str:
-    """Returns a reason as a footnote of the table. Arrays with the same cause get the same text."""
+def _note(why: Reason, is_of_several_dims: bool) -> str:
+    """Returns a reason as a footnote of the table. Arrays with the same cause get the same footnote.
+
+    A footnote names the dimension, unless the reason applies to several dimensions.
+    """
     limit = _LIMIT.search(why.message) if why.code is Code.small else None
     if limit is not None:
         return f"arrays of fewer than {limit[1]} bytes stay whole; lower `min_bytes` to shard them"
-    return why.message if of_several_dims or why.code is Code.absent else str(why)
+    return why.message if is_of_several_dims or why.code is Code.absent else str(why)
 
 
 def _totals(content: Content) -> str:

@@ -38,7 +38,7 @@ def _is_name(entry: object) -> bool:
 
 
 def names_of_leaves(names: object, tree: object, flat: Flat, axes: AxisRules | None) -> Sequence[Any]:
-    """Returns the logical names of each leaf: from the names tree, or from the fields of modules if it has `None`."""
+    """Returns the logical names of each leaf: from `names`, or from the fields of modules where `names` has `None`."""
     if names is None and axes is None:
         return [None] * len(flat.leaves)
     if names is None:

@@ -31,8 +31,8 @@ def written(payload: dict[str, object]) -> str:
 
 
 def _fits(value: Any, valid: Any) -> bool:
-    """Whether a JSON value is valid. `valid` is a Python type or `None`; `[type]` for a list of such values; a tuple of
-    alternatives; or `int` for a number from 0.
+    """Whether a JSON value is valid. `valid` is `None` or a Python type, where `int` excludes negative numbers;
+    `[type]` for a list of such values; or a tuple of alternatives.
     """
     if isinstance(valid, tuple):
         return any(_fits(value, one) for one in valid)

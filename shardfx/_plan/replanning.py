@@ -77,7 +77,10 @@ def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
 
 
 def refined(content: Content, min_bytes: int) -> Content:
-    """Returns the plan on a mesh in which an axis is split if an array can use a sub-axis but not the whole axis."""
+    """Returns the plan on a mesh in which an axis is split if an array can use a sub-axis but not the whole axis.
+
+    Arrays of fewer than `min_bytes` bytes stay replicated.
+    """
     counts = collections.Counter(content.index)
     sub_axes = [{} if _is_small(row) else _useful_sub_axes(row, content.mesh.shape) for row in content.rows]
     # For each mesh axis and size of a sub-axis of it, the bytes that the sub-axis saves on each device.

@@ -351,11 +351,11 @@ def _checked_target(index: int, pattern: str, target: object) -> Any:
     return target
 
 
-def check_once(spec: PartitionSpec, who: str) -> None:
-    """Raises if a spec names a mesh axis twice, which JAX refuses in a sharding. The message begins with `who`."""
+def check_once(spec: PartitionSpec, head: str) -> None:
+    """Raises if a spec names a mesh axis twice, which JAX refuses in a sharding. The message begins with `head`."""
     used = [axis for entry in entries_of(spec) for axis in entry_axes(entry)]
     if twice := repeated(used):
-        raise RuleError(f"{who} has the target {spec}, which uses mesh axis `{twice[0]}` twice; use it once.")
+        raise RuleError(f"{head} has the target {spec}, which uses mesh axis `{twice[0]}` twice; use it once.")
 
 
 def _check_names(index: int, pattern: str, names: tuple[object, ...]) -> None:

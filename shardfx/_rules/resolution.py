@@ -148,7 +148,7 @@ class _Slot:
     chain: tuple[str, ...]
 
 
-# The cache is bounded and has values as keys: a model has the same few dozen tuples of names again and again.
+# A model has only a few dozen different tuples of names, each of them many times.
 @ft.lru_cache(maxsize=4096)
 def _resolve(entries: tuple[object, ...], rules: AxisRules, mode: str | None, unmatched: str) -> Decision:
     if unmatched not in ("replicate", "keep", "unconstrained", "raise"):
@@ -286,7 +286,7 @@ def _entries(names: Any) -> tuple[Any, ...]:
         )
     entries = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in names)
     for entry in entries:
-        _members(entry)  # raises for what is no entry, such as a list in a tuple
+        _members(entry)  # raises for an invalid entry, such as a list in a tuple
     return entries
 
 

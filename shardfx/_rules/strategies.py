@@ -98,7 +98,7 @@ class Strategy:
     __or__, __ror__ = pipeline, _piped
 
     def open_dims(self, shape: Sequence[int]) -> list[int]:
-        """The dimensions that the strategy may shard. It shards the one that its axes divide into the most shards."""
+        """The dimensions that the strategy may shard. The strategy shards the dimension that gets the most shards."""
         return [dim for dim in range(len(shape)) if dim not in self.skip]
 
     def preference(self, size: int) -> int:

@@ -94,7 +94,7 @@ class Diff:
 
     **Arguments:**
 
-    - `plans`: a line for each of mesh, mode, rules and strictness that differs.
+    - `plans`: a line for each difference in the mesh, the mode, the rules or the strictness.
     - `leaves`: the differences between arrays. Arrays that differ in the same way are one `LeafDiff`.
     - `bytes_per_device`: bytes per device of all arrays, in the first plan and in the second.
     """
@@ -246,7 +246,7 @@ def _paragraph(row: LeafDiff) -> str:
     return "\n    ".join(told)
 
 
-# These columns repeat others, or follow from them.
+# Fields of a LeafPlan that other columns of the table show, or that follow from such fields.
 _SHOWN = {"path", "shape", "dtype", "spec", "bytes", "bytes_per_device", "requested", "reasons"}
 
 

@@ -215,7 +215,10 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 
 
 def _changes(why: Reason, plan: ShardPlan, tried: tuple[Attempt, ...], left: int, sizes: tuple[int, ...]) -> list[str]:
-    """The changes that would remove one reason, a sentence each, with the values of this plan."""
+    """The changes that would remove one reason, a sentence each, with the values of this plan.
+
+    `left` is the number of elements or units of each shard, and `sizes` the nearest sizes that the axes divide.
+    """
     mesh = plan.mesh
     if why.code in _OF_SIZE and why.dim is not None:
         shares = [(axis, math.gcd(left, mesh.shape[axis])) for axis in why.axes if axis in mesh.shape]

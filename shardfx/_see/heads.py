@@ -18,7 +18,7 @@ _ROLES = {
     **dict.fromkeys(("o", "o_proj", "out", "wo", "to_out", "out_lin", "out_proj", "output_proj"), "o"),
 }
 _NORM = re.compile(r"(q|k|query|key)_(norm|layernorm)")
-# Most large models have heads of this width; narrower models tell nothing.
+# Most large models have heads of this width. No width is assumed for models that are narrower than `_NARROW`.
 _USUAL, _NARROW = 128, 1024
 
 

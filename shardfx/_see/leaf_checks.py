@@ -49,7 +49,7 @@ def _sharded(subject: Subject, group: Group) -> str | None:
         return subject.rule_fix(group.paths, subject.target_for(row.shape, row.units))
     for dim, axis in places:
         if row.names and isinstance(name := row.names[dim], str):
-            rule = f"[({name!r}, {axis!r})]"  # the array has no axis that could block it
+            rule = f"[({name!r}, {axis!r})]"  # no axis is in use in this array, so the rule is not blocked
             return f"axes = axes.prepend({rule if mode is None else f'modes={{{mode!r}: {rule}}}'})"
     return None
 
@@ -60,8 +60,8 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 
 
 def corrected(subject: Subject) -> Iterator[Finding]:
-    """Findings for arrays that are sharded less than their rule requests. Under `strict`, arrays with other reasons are
-    included. All arrays that one mesh axis does not divide are one finding.
+    """Findings for arrays that are sharded less than their rule requests, and under `strict` for all arrays that have a
+    reason other than being scalar. All arrays that one mesh axis does not divide are one finding.
     """
     content = subject.content
     if not any(row.reasons for row in content.rows):
@@ -163,7 +163,7 @@ def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
 
 class _State(NamedTuple):
     """Leaves of an optimizer's state, the plan of their parameter, and the spec that the leaves would have if they were
-    sharded like it.
+    sharded like the parameter.
 
     `is_whole` is true if the leaves have all dimensions of the parameter, as moments do. ZeRO-1 can shard such leaves.
     """
@@ -223,8 +223,8 @@ def _states(subject: Subject) -> list[_State]:
     branches holds the parameters.
     """
     branches = together(subject.content.groups, lambda group: group.paths[0].partition("/")[0])
-    # A single letter may be a module as well as a moment (values next to queries, for example); a moment never comes
-    # alone.
+    # A single letter may be a module as well as a moment (values next to queries, for example). Moments
+    # always occur together.
     likely = {root: own for root, own in branches.items() if root not in _MOMENTS or _MOMENTS <= branches.keys()}
     best: list[_State] = []
     for root, params in branches.items() if len(branches) > 1 else ():

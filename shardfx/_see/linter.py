@@ -231,10 +231,10 @@ def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterato
 
 
 def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Findings for mesh axes of rules that the mesh lacks and that the rules do not declare."""
+    """Findings for mesh axes that rules name, but that the mesh lacks and no rules declare."""
     known = draft.mesh.axis_names
-    for axis, who in absent_axes(draft).items():
-        message = f"{who} uses the mesh axis {axis!r}{near(axis, known)}; the mesh has {known}"
+    for axis, user in absent_axes(draft).items():
+        message = f"{user} uses the mesh axis {axis!r}{near(axis, known)}; the mesh has {known}"
         what = "axes" if subject.axes is not None else "paths"
         meant = nearest(axis, known)
         fix = "\n".join(_corrected_axis(subject, axis, meant[0])) if meant else ""
@@ -243,8 +243,8 @@ def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Findi
 
 
 def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
-    """Lines of code that replace a mesh axis in every rule. There are none for rules that cannot be written as code,
-    such as callables.
+    """Lines of code that replace the mesh axis `axis` by `meant` in every rule. There are none for rules that cannot be
+    written as code, such as callables.
     """
     axes, paths = subject.axes, subject.paths
     places = [] if axes is None else [("axes", mode, rules) for mode, rules in ((None, axes.rules), *axes.modes)]
@@ -284,7 +284,7 @@ def unused_findings(
     others = dict.fromkeys(number for number in range(len(rules)) if number not in spare)
     plain = [(regex, spare.get(number)) for number, (regex, _) in enumerate(rules)]
     for why in unused_rules(plain, others, subject.flat, subject.leaf_names, NAMES) if spare else ():
-        # A rule that shards only these arrays is the user's own, before the rules of a preset.
+        # A rule that shards these arrays and no others was put before the rules of a preset on purpose.
         if any(wide for number, wide in subject.rules_for(why.arrays).items() if number is not None):
             yield _unused(f"paths[{why.number}] {rules[why.number][0]!r}", "rule", "info", why, _fix(subject, why))
     for why in unused_rules(draft.kinds.rules, draft.kinds.used, subject.flat):

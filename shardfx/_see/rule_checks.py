@@ -82,7 +82,7 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
     names = [group.row.names or () for group in groups]
     usual = _usual(_counts(groups, names))
     swapped = {at: other for at, group in enumerate(groups) if (other := _swapped(names[at], group.row.shape, usual))}
-    # The sizes of names in the wrong order are no evidence.
+    # Arrays whose names are in the wrong order are counted in the right order.
     counts = _counts(groups, [swapped.get(at, own) for at, own in enumerate(names)])
     usual, odd = _usual(counts), list[tuple[tuple[str, int], Group]]()
     for at, group in enumerate(groups):
@@ -158,7 +158,9 @@ def _in_one_module(groups: list[Group]) -> bool:
 
 
 def _own_name(subject: Subject, group: Group, name: str, size: int) -> str:
-    """Code that gives the dimension a new name with the same rules. For a finished plan the code sets the spec."""
+    """Code that gives the dimension `name` of these arrays a name of its own, with the same rules. If a finished plan
+    is checked, the code sets the spec of the arrays.
+    """
     if subject.is_plan:
         return subject.rule_fix(group.paths, group.row.spec)
     other = f"{name}_{size}"

@@ -118,7 +118,7 @@ class Subject:
 
     @ft.cached_property
     def _like_paths(self) -> collections.Counter[tuple[str, ...]]:
-        """The number of leaves whose paths differ only in numbers, by the parts of the path between the numbers."""
+        """Counts the leaves whose paths differ only in numbers. The keys are the parts of paths between the numbers."""
         return collections.Counter(map(between_numbers, self.content.path_tree.paths))
 
     def is_named(self, group: Group) -> bool:
