@@ -87,7 +87,7 @@ def calling(what: str, function: Callable[[], _Result]) -> _Result:
         raise
     except OURS as error:
         raise UsageError(in_flags(one_line(error))) from error
-    # Whatever a user's module raises: `exit()` at its top is a SystemExit.
+    # A user's module may also raise SystemExit, by `exit()` at its top level.
     except (Exception, SystemExit) as error:
         # JAX's C++ code turns an error that it meets while it flattens a tree into a SystemError.
         cause = error.__cause__ if isinstance(error, SystemError) and error.__cause__ else error

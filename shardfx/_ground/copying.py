@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 
-# The least number of elements of a block along the dimension that is contiguous in the target. Elements that are so
-# small that more of them fit into a cache line have blocks of one cache line.
+# The least number of elements of a block along the dimension that is contiguous in the target. If a cache line holds
+# more elements than that, a block has as many elements as a cache line.
 _BLOCK = 16
 # A copy of a smaller block takes longer than the block saves.
 _LEAST_PER_BLOCK = 2048
@@ -83,7 +83,7 @@ def buffers(
     """An uninitialised NumPy array for each pair of a shape and a dtype. All arrays lie in one allocation, which is
     freed when no array uses it.
 
-    `allocate` takes a number of bytes and returns an array of that many bytes, at any address.
+    `allocate` takes a number of bytes and returns an array of that many bytes, which need not be aligned.
     """
     sizes = [-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in pairs]
     memory = allocate(sum(sizes) + _ALIGNMENT)

@@ -2,7 +2,7 @@
 
 
 class MeshError(ValueError):
-    """A mesh that cannot be described, filled, ordered or built."""
+    """A mesh, or an axis of one, that is invalid or does not fit its devices or processes."""
 
 
 class RuleError(ValueError):
@@ -76,7 +76,7 @@ class SyncError(RuntimeError):
     """A transfer between jobs that stopped or was refused. The receiver keeps all of its previous weights."""
 
 
-# Tracebacks name them as users do.
+# Tracebacks then show the public name of a class, such as `shardfx.errors.MeshError`.
 for _kind in (kind for kind in tuple(globals().values()) if isinstance(kind, type) and kind.__module__ == __name__):
     _kind.__module__ = "shardfx.errors"
 

@@ -87,8 +87,8 @@ def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _products(rows: Sequence[tuple[str, ...]], at: int) -> Iterator[Sequence[tuple[str, ...]]]:
-    """Divides `rows` of numbers into sets. Each set has every combination of the numbers in its columns, from column
-    `at` on.
+    """Divides rows of numbers into groups. In each group, the columns from `at` on have every combination of their
+    numbers, as in (0, 5), (0, 6), (1, 5), (1, 6).
     """
     if at == len(rows[0]):
         yield rows
@@ -143,7 +143,7 @@ def table(
     if _widths(rows)[0] <= room:
         return _lines(rows, right)
     parted = [_parted(row[0]) for row in rows[1:]]
-    # A path that is too long even so has a line of its own.
+    # If the rest of a path is still too long, it has a line of its own.
     own = [len(tail) > room for _, tail in parted]
     shown = [("" if long else tail, *row[1:]) for (_, tail), long, row in zip(parted, own, rows[1:], strict=True)]
     header, *lines = _lines([rows[0], *shown], right)
@@ -169,7 +169,7 @@ def _lines(rows: Sequence[tuple[str, ...]], right: Collection[str]) -> list[str]
     return [(_GAP * " ").join(line).rstrip() for line in cells]
 
 
-# A path up to the number of a layer, or to all numbers of repeated ones, and what follows.
+# The two parts of a path: up to the first numbers in braces, as in `layers/{0..31}/`, and the rest.
 _LAYER = re.compile(r"(.*?\{[0-9][^}]*\}[/.])(.+)")
 
 
@@ -181,7 +181,7 @@ def _parted(path: str) -> tuple[str, str]:
     return ("", path) if found is None else (found[1], _GAP * " " + found[2])
 
 
-# Two blanks between words are those between the columns of a table.
+# A line with two blanks between words is a row of a table.
 _COLUMNS = re.compile(r"\S {2,}\S")
 
 

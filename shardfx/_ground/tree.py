@@ -83,14 +83,14 @@ def tree_paths(treedef: TreeDef) -> tuple[str, ...]:
     return _columns_of(treedef)[0]
 
 
-def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], nothing: str) -> list[int]:
+def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], head: str) -> list[int]:
     """The indices of the arrays with the path `where`. If no array has this path, `where` is a regex, and the result is
     the indices of all arrays whose paths it matches.
 
     **Raises:**
 
-    `UnknownPathError` if there is no such array, with a message that begins with `nothing`; `RuleError` if the regex
-    does not compile.
+    `UnknownPathError` if there is no such array, with a message that begins with `head`; `RuleError` if the regex does
+    not compile.
     """
     arrays = [at for at, shaped in enumerate(is_array) if shaped]
     found = [at for at in arrays if paths[at] == where]
@@ -103,7 +103,7 @@ def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], nothin
     found = [at for at in arrays if pattern.search(paths[at])]
     if not found:
         near = near_paths(where, [paths[at] for at in arrays])
-        raise UnknownPathError(f"{nothing} has this path, or one that the regex matches{near}")
+        raise UnknownPathError(f"{head} has this path, or one that the regex matches{near}")
     return found
 
 
@@ -137,7 +137,7 @@ def _columns_of(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
     try:
         return _remembered(treedef)
     except ValueError:
-        # A static field that is no value, a NumPy array for one: structures that hold it cannot be compared.
+        # Treedefs cannot be compared if a static field of a module is a NumPy array, for example.
         return _walked(treedef)
 
 
@@ -163,7 +163,11 @@ def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
 def _append(
     treedef: TreeDef, prefix: str, template: str, out: _Columns, seen: dict[TreeDef, _Columns], slash: str
 ) -> None:
-    """Appends the columns of the leaves below `treedef` to `out`. `prefix` is the path of `treedef` itself."""
+    """Appends the columns of the leaves below `treedef` to `out`.
+
+    `prefix` is the path of `treedef` itself, and `template` is this path with every digit replaced by 0. `slash`
+    follows both: "/", or "" at the root of a tree.
+    """
     data = treedef.node_data()
     if data is None:
         out.paths.append(prefix)
@@ -206,7 +210,7 @@ def _append(
 def _declared_names(declared: tuple[Any, tuple[Any, ...]], below: list[Any]) -> list[Any]:
     outer, stacked = declared
     inner = [outer if names is None else names for names in below]
-    # `()` says that no dimension is sharded; below stacked names, it says so of all dimensions after these.
+    # `()` means that no dimension is sharded. After stacked names, `...` means the same for the other dimensions.
     return [names if names is None else (*stacked, *(names or (...,))) for names in inner] if stacked else inner
 
 

@@ -119,7 +119,7 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
 
 
 def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> int:
-    """The number of the shard that a process holds of an array sharded over `axes`.
+    """The number of a process's shard, in an array that is sharded over `axes`.
 
     **Arguments:**
 
@@ -129,12 +129,12 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
 
     **Returns:**
 
-    A number from 0 up to, but not including, the number of processes along the axes. The devices of a process hold one
-    shard.
+    A number from 0, below the number of processes along the axes. All elements that a process's devices hold count as
+    one shard.
 
     **Raises:**
 
-    `MeshError` for an unknown or repeated axis, for axes without an order, and for a process that does not exist.
+    `MeshError` for an unknown or repeated axis, for a `set` of axes, and for a process that does not exist.
 
     !!! Example
 
@@ -157,7 +157,7 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
 
 
 def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> int:
-    """The number of the replica that a process holds of an array sharded over `axes`.
+    """The number of a process's replica, in an array that is sharded over `axes`.
 
     **Arguments:**
 

@@ -32,7 +32,7 @@ class DeviceOrder:
     - `method`: `"mesh_utils"` (JAX's order), `"mesh_utils, physical axes split"`, `"torus"`
         ([`shardfx.topology.torus_order`][]) or `"as given"`. It begins with `"hybrid: "` if the mesh spans several
         slices.
-    - `reasons`: the reasons for an order that is not JAX's own, and the changes to it; empty for JAX's own order.
+    - `reasons`: why the order is not JAX's own, or how JAX's order was changed; empty for JAX's own order.
     - `mean_hops`: for each mesh axis, the mean number of links between neighbours within a slice; `None` for devices
         without coordinates.
 
@@ -160,8 +160,8 @@ def _one_slice(devices: list[Device], sizes: tuple[int, ...]) -> DeviceOrder:
 
 
 def _torus_mesh(devices: list[Device], sizes: tuple[int, ...], grid: np.ndarray | str) -> DeviceOrder:
-    """The order of TPUs in one slice by JAX, else by `torus_order`. If `grid` is a text, it says why the positions are
-    unknown.
+    """The order of the TPUs of one slice, from JAX or else from `torus_order`. `grid` holds the index of the device at
+    each position, or is a text that says why the positions are unknown.
     """
     try:
         return DeviceOrder(mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", (), None)
@@ -185,7 +185,7 @@ def _torus_mesh(devices: list[Device], sizes: tuple[int, ...], grid: np.ndarray 
 
 
 def _walked(devices: list[Device], grid: np.ndarray, order: DeviceOrder) -> DeviceOrder:
-    """The order in which neighbours on each axis that fills a box are one hop apart."""
+    """`order`, with the devices of each axis that fills a box reordered, so that neighbours are one hop apart."""
     array, reasons, extents = order.devices, order.reasons, grid.shape
     closed = wraps(devices[0].device_kind, extents)
     where = {id(devices[index]): place for place, index in np.ndenumerate(grid)}

@@ -82,8 +82,9 @@ def submesh_order(
     """The device order of T5X's data x model mesh. Each row is one copy of the model, in a box of shape `submesh`.
 
     With host tiling, the devices of a host are a contiguous part of the mesh, so that a host loads one range of rows.
-    Without host tiling, rows follow the hardware. As in T5X, a model that fills a line of X or Y, or a plane with Z,
-    has no host tiling; Z then varies slower than the dimension beside it.
+    Without host tiling, rows follow the hardware. As in T5X, there is no host tiling if the box is a whole line along
+    X or Y, or a whole plane of Z with X or Y. Z then varies slower than X or Y: the other dimension of the plane, or
+    the one of X and Y across the line.
 
     **Arguments:**
 
@@ -182,8 +183,10 @@ def _listed(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, .
 
 
 def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
-    """The dimension, X or Y, that varies faster than Z in T5X's mesh, for a box that fills a line of X or Y, or a plane
-    with Z. `None` for other boxes.
+    """The dimension, X or Y, that varies faster than Z in T5X's mesh; `None` if neither does.
+
+    For a box that is a whole line along X or Y, the result is the other one of X and Y. For a box that is a whole plane
+    of Z with X or Y, the result is this X or Y.
     """
     if len(bounds) != 4:
         return None

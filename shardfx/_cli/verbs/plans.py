@@ -75,8 +75,8 @@ def plan(options: PlanOptions, only: str | None, width: int | None, json_file: s
 def explain(options: PlanOptions, path: str, json_file: str | None) -> None:
     """Say why one array is sharded as it is, and what would change it.
 
-    PATH is the array's path, as `shardfx plan` prints it, or a regex that matches only this path, such as k_proj. For
-    several layers, {0..31}, it explains the first.
+    PATH is the array's path, as `shardfx plan` prints it, or a regex that matches only this path, such as k_proj. If
+    the path stands for several layers, as in {0..31}, the first one is explained.
 
     {MODEL}
     """

@@ -215,7 +215,7 @@ def search(
 
     MODULE:STEP is a function that returns a step and a tuple of its arguments, trees of ShapeDtypeStructs. The search
     names their dimensions by their use in the step. XLA's partitioner makes the program of one device for the best
-    candidates and for the usual strategies. Without --verify nothing is compiled further.
+    candidates and for the usual strategies. Only --verify compiles these programs.
     """
     if (target is None) == (devices is None):
         raise UsageError("say what the devices are: --target tpu:v5e:4x4, or --devices 16 --chip h100")
