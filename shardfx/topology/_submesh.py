@@ -83,8 +83,8 @@ def submesh_order(
 
     With host tiling, the devices of a host are a contiguous part of the mesh, so that a host loads one range of rows.
     Without host tiling, rows follow the hardware. As in T5X, there is no host tiling if the box is a whole line along
-    X or Y, or a whole plane of Z with X or Y. Z then varies slower than X or Y: the other dimension of the plane, or
-    the one of X and Y across the line.
+    X or Y, or a whole plane of Z with X or Y. For a line along X, Z then varies slower than Y, and for a plane of Z and
+    X slower than X. The same holds with X and Y exchanged.
 
     **Arguments:**
 
@@ -185,8 +185,8 @@ def _listed(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, .
 def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
     """The dimension, X or Y, that varies faster than Z in T5X's mesh; `None` if neither does.
 
-    For a box that is a whole line along X or Y, the result is the other one of X and Y. For a box that is a whole plane
-    of Z with X or Y, the result is this X or Y.
+    The result is Y if the box is a whole line along X, and X if it is a whole plane of Z and X. The same holds with X
+    and Y exchanged.
     """
     if len(bounds) != 4:
         return None
