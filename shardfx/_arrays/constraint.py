@@ -33,7 +33,7 @@ def placed(leaves: list[Any], shardings: list[Any]) -> list[Any]:
 
 
 def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
-    """Places one array on a mesh of several processes. The array is a global one, or every process has all of it."""
+    """Places one array on a mesh of several processes. Either it is a global array, or every process has all of it."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -201,7 +201,7 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
 
 
 def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> PartitionSpec:
-    """The spec without the mesh axes that are not in `axes`. All of `axes` have the axis type `kind`."""
+    """The spec with only those of its mesh axes that are in `axes`. All of `axes` have the axis type `kind`."""
     parts = []
     for entry in entries_of(spec):
         if entry is UNCONSTRAINED:

@@ -43,7 +43,7 @@ def _is_mistaken(node: object) -> bool:
 
 
 def shardings_in(form: object, what: str) -> list[Any]:
-    """The distinct shardings in `form`, the argument of `filter_jit` with the name `what`. The first is `None`.
+    """`None`, and then the distinct shardings in `form`, which is the argument `what` of `filter_jit`.
 
     **Raises:**
 

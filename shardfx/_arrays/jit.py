@@ -85,9 +85,9 @@ def filter_jit(
         and for shardings on several sets of devices.
     - `PlanMismatchError` at tracing: if the arguments or results differ from the trees of their plans in paths, shapes
         or dtypes, or if an argument has another sharding than its entry.
-    - `PlanMismatchError` at a call: if a plan has no devices; if `*args` or `**kwargs` are bound in another way than
-        the entries say; if an array was deleted (all arrays are checked if the function donates, else the first of each
-        entry); or if a donated array is given twice.
+    - `PlanMismatchError` at a call: if a plan has no devices; if an entry of `in_shardings` gets no argument while an
+        argument with arrays has no entry; if an array was deleted (all arrays are checked if the function donates, else
+        the first of each entry); or if a donated array is given twice.
     - `LeafTypeError` for a static argument that cannot be hashed.
 
     !!! Example

@@ -47,8 +47,8 @@ class Traced(Generic[P, R]):
     - `arrays`: the arrays that the function takes, one for each input of the jaxpr.
     - `results`: the arrays that the function returns, one for each output of the jaxpr.
     - `traced`: the object that `jax.jit(...).trace` returned.
-    - `mesh`: the mesh of the first plan in `in_shardings` and `out_shardings`, as a MeshSpec, which knows slices;
-        `None` without plans.
+    - `mesh`: the mesh of the first plan in `in_shardings` and `out_shardings`, as a MeshSpec with its slices; `None`
+        without plans.
     """
 
     _call: Any

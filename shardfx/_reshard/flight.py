@@ -33,17 +33,19 @@ _MOST_ASSEMBLED_ON_CPU = 2
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The moves, placements and assemblies that make one target tree. Each of its arrays has a number.
+    """The moves, placements and assemblies that make one target tree. Each array of the target has a number.
 
     **Arguments:**
 
     - `path_of`: returns the path of an array of the target, from its number.
-    - `moves`: the arrays that only change their sharding, by move: the number and the source's array of each.
-    - `placements`: NumPy arrays that are still to be placed, and their shardings.
-    - `assemblies`: the arrays that are assembled from other arrays: the number of each, the paths of its sources, and
-        its plan.
-    - `arrays`: the arrays that assemblies read, by path.
-    - `kept`: the `id` of each array of the source that stays.
+    - `moves`: for each move, the arrays that it moves to another sharding: the number of the target's array, and the
+        source's array.
+    - `placements`: the NumPy arrays to put on devices: the number of the target's array, the NumPy array, and the
+        sharding.
+    - `assemblies`: the arrays to assemble from other arrays: the number of the target's array, the paths of the
+        source's arrays, and the plan.
+    - `arrays`: the source's arrays that assemblies read, by path.
+    - `kept`: the `id` of each array of the source that is in the result unchanged.
     - `copies`: whether shards on CPU devices may be copied in the memory that the devices share.
     """
 
@@ -57,7 +59,7 @@ class Job:
 
 
 def require_room(job: Job, limit_bytes: int) -> None:
-    """Raises if some array cannot move within the memory limit. Nothing has moved by then."""
+    """Raises if some array of a job cannot move within the memory limit. Call this before the job moves arrays."""
     needed = [(move, places[0][0], len(places)) for move, places in job.moves.items()]
     needed += [(assembly, at, 1) for at, _, assembly in job.assemblies]
     short = [(one.least_bytes, at, count, one) for one, at, count in needed if one.least_bytes > limit_bytes]
@@ -100,7 +102,7 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
 
 
 class _Flight:
-    """The state of a running job: it makes the target's arrays in order, and bounds how many are in flight."""
+    """The state of a running job, which makes the target's arrays in order and bounds the arrays in flight."""
 
     def __init__(self, job: Job, limit_bytes: int | None, donate: bool, pool: ThreadPoolExecutor):
         self.made: dict[int, jax.Array] = {}
@@ -140,10 +142,10 @@ class _Flight:
         return made
 
     def assemble(self, at: int, names: tuple[str, ...], assembly: Assembly) -> None:
-        """Starts to assemble an array, and waits for the previous one. If sources are donated, it also waits for this
-        array.
+        """Starts to assemble an array, and waits until the previous array is assembled. If sources are donated, the
+        call also waits until this array is assembled.
 
-        On CPUs two arrays are copied at a time. More would take more memory, which the kernel provides slowly.
+        On CPUs two arrays are copied at a time. More arrays would take more memory, which the kernel provides slowly.
         """
         started = at, names, assembly, start_assembly(assembly, names, self._context)
         self.finish_copies()
@@ -189,23 +191,23 @@ def _is_on_cpu(assembly: Assembly) -> bool:
 
 
 class Window:
-    """A bound on the bytes and the number of arrays in flight. It waits for the oldest ones if there are more."""
+    """The arrays in flight. If their number or bytes would exceed a bound, the window waits for the oldest arrays."""
 
     def __init__(self, limit_bytes: int | None):
         self.limit_bytes = _IN_FLIGHT_BYTES if limit_bytes is None else limit_bytes
         self.pending: collections.deque[tuple[jax.Array, int]] = collections.deque()
         self.bytes = 0
 
-    def add(self, array: jax.Array, count: int, most: int = _IN_FLIGHT_COUNT) -> None:
-        """Adds an array of `count` bytes to the arrays in flight, and waits while there are more than `most`."""
-        self.pending.append((array, count))
-        self.bytes += count
+    def add(self, array: jax.Array, nbytes: int, most: int = _IN_FLIGHT_COUNT) -> None:
+        """Adds an array of `nbytes` bytes to the arrays in flight. Waits until at most `most` arrays are in flight."""
+        self.pending.append((array, nbytes))
+        self.bytes += nbytes
         while len(self.pending) > most:
             self._wait()
 
-    def make_room(self, count: int) -> None:
-        """Waits until `count` more bytes may be in flight."""
-        while self.pending and (self.bytes + count > self.limit_bytes or len(self.pending) >= _IN_FLIGHT_COUNT):
+    def make_room(self, nbytes: int) -> None:
+        """Waits until an array of `nbytes` bytes may be in flight beside the arrays that already are."""
+        while self.pending and (self.bytes + nbytes > self.limit_bytes or len(self.pending) >= _IN_FLIGHT_COUNT):
             self._wait()
 
     def drain(self) -> None:
@@ -214,8 +216,8 @@ class Window:
             self._wait()
 
     def _wait(self) -> None:
-        array, count = self.pending.popleft()
-        self.bytes -= count
+        array, nbytes = self.pending.popleft()
+        self.bytes -= nbytes
         jax.block_until_ready(array)
 
 

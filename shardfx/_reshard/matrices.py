@@ -116,8 +116,8 @@ def map_matrices(
         of the logical name "batch".
     - `where`: a dict from regexes to values. The first regex that matches a part of an array's path decides. The value
         `(many, rows)` says that the first `many` dimensions count matrices, the next `rows` dimensions are rows, and
-        the others are columns. A function is applied to the array, and must keep its sharding. `None` leaves the array
-        unchanged.
+        the others are columns. A value that is a function is applied to the whole array, and must keep the sharding.
+        `None` leaves the array unchanged.
     - `state`: a function from a matrix to its initial state. The result is then a function of a tree and states that
         returns both. `.init()` makes the states, and `.states` is their plan. States stay on the owner devices.
     - `memory_limit_bytes`: the most bytes per device for the elements that it sends and receives at a time. A low limit
@@ -301,10 +301,12 @@ def split(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array
 
 
 def _grid(exchange: OwnerExchange, stack: Stack) -> tuple[list[int], list[int], list[int]]:
-    """How the shards of a stack form a matrix.
+    """The shapes and the order of dimensions by which the shards of a stack form a matrix.
 
-    Returns the size of each of the owners' mesh axes, the number of shards along each of these axes, which is 1 for an
-    axis with replicas, and the order of the dimensions for `transpose`.
+    **Returns:**
+
+    The size of each of the owners' mesh axes. The number of shards along each of these axes, which is 1 for an axis
+    that does not shard the matrix. The order of dimensions for `transpose`.
     """
     axes, entries = exchange.axes, stack.arrays[0].sent_entries
     used = {axis for own in entries for axis in own}

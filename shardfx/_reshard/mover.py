@@ -81,9 +81,9 @@ def reshard(
         again.
     - `dst`: a plan on a jax Mesh, a sharding for all arrays, or a tree (or prefix) of shardings. Arrays below a `None`
         do not move.
-    - `map`: a [`shardfx.TreeMap`][] that makes the arrays of `dst` from these, if `dst` is not a plan of this tree.
-        Then `dst` is a plan, or a tree of structs with shardings. Each element enters each device that needs it once,
-        and no other element enters a device.
+    - `map`: a [`shardfx.TreeMap`][] that makes the arrays of `dst` from the arrays of `tree`, if the two trees differ.
+        Then `dst` is a plan, or a tree of structs with shardings. A device receives each element that it needs once,
+        and receives no other element.
     - `src`: the shardings of traced arrays, in the forms of `dst`. It is needed only inside `jit` under Auto axes.
     - `memory_limit_bytes`: bytes that may be used beside the source's and the target's shards, per device (CPU devices
         share one memory). One group moves at a time, and an array that needs more moves in parts. If the smallest parts
@@ -225,8 +225,8 @@ def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
 def _moved(job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: bool) -> list[Any]:
     """Runs a job, and returns the leaves with the arrays that it made in place of the old ones.
 
-    The copies of a move are explicit transfers, as those of `jax.device_put` are. Its programs are compiled under
-    `jax.disable_jit` too, since they would not move arrays if they ran one operation at a time.
+    The copies of a job are explicit transfers, like those of `jax.device_put`. The programs of a job are compiled under
+    `jax.disable_jit` too, since operations that run one at a time would not move arrays.
     """
     if limit_bytes is not None:
         require_room(job, limit_bytes)
@@ -360,8 +360,8 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
 def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
     """Raises on each of `processes`, which move a tree together, unless all of them have the same map.
 
-    The comparison goes through JAX's coordination service, so that no process waits for ever if another one does
-    something else. In a job without this service nothing is compared.
+    The processes compare their maps through JAX's coordination service. A process waits for the others for a limited
+    time, and then raises. In a job without this service the maps are not compared.
     """
     client, me = coordination(), jax.process_index()
     if client is None or me not in processes:

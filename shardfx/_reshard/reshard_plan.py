@@ -35,16 +35,16 @@ class LeafMove:
     - `how`: "in place" or "relabel" (no byte moves), "memory kind" (the same shards move to other memory), "steps"
         (collectives over one set of devices), "tiles" (between two sets of devices, each new shard is assembled from
         the old shards that overlap it), or "pieces" (a map makes the array of parts of other arrays).
-    - `source_bytes`, `target_bytes`: the bytes of a device's shard before and after the move. If several arrays read
-        one source, its bytes count for the last of them, since it can be donated only then.
+    - `source_bytes`, `target_bytes`: the bytes of a device's shard before and after the move. If a map makes several
+        arrays of one source array, only the last of them counts the source's bytes.
     - `peak_bytes`: the most bytes of this array in a device's memory during the move, source and target included. A
         shard in host memory counts only while the device holds a copy of it.
     - `steps`: for "steps", the collectives in order.
     - `links`: for "tiles" and "pieces", the bytes that each sender sends to each receiver, by (sender, receiver). A
         device is given by its id, or in a mesh without devices by its position.
     - `missing`: the elements that only lost devices hold, as boxes of (start, stop) per dimension.
-    - `copied`: whether `reshard` copies between shards instead, since all devices are CPU devices of this process and
-        share its memory. The costs are those of devices with separate memories.
+    - `copied`: whether `reshard` copies between shards and runs no collectives, since all devices are CPU devices of
+        this process and share its memory. The costs in this plan are those of devices with separate memories.
     - `wire_bytes`: the bytes that a device receives, as the mean over the target's devices.
     - `dcn_bytes`: for "steps", the part of `wire_bytes` that comes from another slice (or node). It is an upper bound
         if slices do not line up with mesh axes.

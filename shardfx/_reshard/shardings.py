@@ -135,8 +135,8 @@ def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int)
 
     **Arguments:**
 
-    - `mesh`: the mesh. Only a `jax.sharding.Mesh` has a device order, and its devices say in which slices they are. A
-        MeshSpec says it by its `dcn`. An AbstractMesh is in one slice.
+    - `mesh`: the mesh. Only a `jax.sharding.Mesh` has a device order. The slices of a Mesh are those of its devices,
+        and the slices of a MeshSpec are given by its `dcn`. An AbstractMesh counts as one slice.
     - `spec`: a spec that fits the mesh and the rank. Its UNCONSTRAINED entries count as not sharded.
     - `rank`: the number of dimensions of the array.
 
@@ -174,11 +174,14 @@ def _device_spans(mesh: Mesh) -> tuple[int, ...]:
     for index, members in enumerate(topology.slices(mesh.devices)):
         number[list(members)] = index
     number = number.reshape(mesh.devices.shape)
-    return tuple(_parts(np.moveaxis(number, axis, 0)) for axis in range(number.ndim))
+    return tuple(_blocks(np.moveaxis(number, axis, 0)) for axis in range(number.ndim))
 
 
-def _parts(number: np.ndarray) -> int:
-    """Returns the smallest number of equal blocks of the first axis such that no block crosses a slice boundary."""
+def _blocks(number: np.ndarray) -> int:
+    """Returns the smallest number of equal blocks of the first mesh axis such that no block crosses a slice boundary.
+
+    `number` has the slice number of each device of the mesh.
+    """
     size = len(number)
     blocks = ((count, number.reshape(count, size // count, -1)) for count in range(1, size + 1) if size % count == 0)
     return next(count for count, block in blocks if (block == block[:, :1]).all())

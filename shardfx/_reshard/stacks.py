@@ -131,7 +131,13 @@ class OwnerExchange(NamedTuple):
 def exchanges_of(
     plan: ShardPlan, over: Sequence[str] | None, where: Where, limit: int | None
 ) -> tuple[tuple[OwnerExchange, ...], dict[int, ArrayFn]]:
-    """The all-to-alls of a plan's matrices, and for each other array, by its number, the value in `where`."""
+    """The all-to-alls for the matrices of a plan, and the functions in `where` by the number of their array.
+
+    **Arguments:**
+
+    - `plan`, `over`, `where`: as in [`shardfx.map_matrices`][].
+    - `limit`: the most bytes per device for the elements that it sends and receives at a time; `None` for no limit.
+    """
     found, others = _matrices_of_plan(plan, where)
     sizes = dict(plan.mesh.shape)
     if over is None:
@@ -173,8 +179,10 @@ def _matrices_of_plan(plan: ShardPlan, where: Where) -> tuple[list[Matrices], di
 
 
 def _dims(leaf: LeafPlan) -> MatrixDims:
-    """The number of leading dimensions that count matrices, and 1 for the rows. Raises for an array of more than two
-    dimensions if the plan's names do not say that the leading ones count.
+    """The number of leading dimensions that count matrices, and the number of dimensions that are rows, which is 1.
+
+    Raises for an array of more than two dimensions if the plan's names do not say that the leading dimensions count
+    matrices.
     """
     many = len(leaf.shape) - 2
     names = (leaf.names or ())[:many]
@@ -234,7 +242,7 @@ class _Owners:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def count(self, one: Matrices) -> int:
-        """The number of matrices of an array that one group of owners shares."""
+        """The number of an array's matrices in one group of owners. Each index along `lead_axes` has a group."""
         return one.number // self.size(self.lead_axes)
 
     def sharded(self, one: Matrices) -> Matrices:

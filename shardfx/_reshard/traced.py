@@ -25,9 +25,9 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
     **Arguments:**
 
     - `x`: a traced value, or an array that is a constant there. The move is differentiable: the cotangent moves back.
-    - `dst`: a NamedSharding on a mesh of the same devices, in the order of the other shardings, as JAX demands.
-    - `src`: the sharding of `x`. Explicit types say it. Under Auto axes it must be given; a wrong one costs a further
-        reshard and is no error.
+    - `dst`: a NamedSharding on the devices of the program, in the same order. JAX demands one order in a program.
+    - `src`: the sharding of `x`. It is needed under Auto axes; under Explicit axes the type of `x` has the sharding. A
+        wrong `src` costs a further reshard and is no error.
 
     **Returns:**
 
@@ -36,8 +36,8 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
     **Raises:**
 
     `LeafTypeError` for dtypes that JAX itself moves wrongly (int2, uint2); `SpecError` if `src` is needed and missing,
-    a sharding does not divide the shape, or one mesh has Explicit axes and the other Auto axes; `MeshError` for meshes
-    that one program cannot have.
+    a sharding does not divide the shape, or one mesh has Explicit axes and the other Auto axes; `MeshError` if the two
+    meshes have different devices or device orders, or if `src` is on another abstract mesh than `jax.set_mesh` has set.
     """
     require_movable(x.shape, x.dtype, dst)
     own = jax.typeof(x).sharding

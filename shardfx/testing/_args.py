@@ -103,8 +103,15 @@ _FACTORS = (1, 2, 3, 5, 7, *(2**power for power in range(2, 16)))
 def _smaller(
     step: Any, args: PyTree, needs: Mapping[_Key, int], chosen: Mapping[_Key, int], key: _Key
 ) -> dict[_Key, int]:
-    """A small size for `key` and its multiples if the step can be traced with it, else nothing. Unequal sizes stay
-    unequal.
+    """The new sizes of the dimensions in `key`, and of its multiples if necessary, with which the step can be traced.
+
+    The result is empty if there is no such smaller size. Dimensions of unequal sizes get unequal new sizes.
+
+    **Arguments:**
+
+    - `needs`: for each key, the number that must divide its new size.
+    - `chosen`: the new sizes of earlier keys.
+    - `key`: a size, for all dimensions of this size, or a size with one argument and dimension.
     """
 
     def is_taken(chosen: Mapping[_Key, int]) -> bool:

@@ -185,7 +185,10 @@ class Blame:
         return one.by_turn[turn] or self.records[number].primitive == CARRY
 
     def is_loose(self, number: int, reader: Record | None) -> bool:
-        """Whether an unreduced value leaves its `shard_map` without the collective that it needs."""
+        """Whether an unreduced value leaves its `shard_map` without the collective that it needs.
+
+        `reader` is the record that reads the value; `None` for a result of the step.
+        """
         inside = {name for own in (reader.leading if reader else ()) if not isinstance(own, int) for name, _ in own}
         roles = self.found[number].roles if number in self.found else {}
         return any(role in MERGED and name not in inside for name, role in roles.items())
@@ -219,7 +222,7 @@ class Blame:
         return None if first is None else self.named(first, region)
 
     def without_counterpart(self, region: set[int]) -> set[int]:
-        """The records that have no equal on one device, such as device indices and slices of right arrays."""
+        """The records in `region` without an equal on one device, such as device indices and slices of right arrays."""
         found: set[int] = set()
         for number in sorted(region):
             record = self.records[number]
@@ -234,7 +237,7 @@ class Blame:
 
     def named(self, first: int, region: set[int]) -> Fault:
         """The fault of the equation `first`, with the wrong values that say most about its cause, such as the results
-        of the last collective and the last unreduced value.
+        of the last collective and the last unreduced value. `region` has the numbers of all wrong records.
         """
         seen: set[int] = set()
         waiting = [first]
@@ -296,7 +299,10 @@ def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
 
 
 def _differing(tape: Tape, body: ShardMapBody, cuts: Mapping[int, _Axes]) -> dict[int, _Axes]:
-    """For each record, the mesh axes along which the devices may have different values."""
+    """For each record, the mesh axes along which the devices may have different values.
+
+    `cuts` has these axes for the operands of the `shard_map`, which are sharded over them.
+    """
     differs = dict(cuts)
     # An iteration of a loop takes the results of the iteration before it.
     for _ in range(len(body.equation.params["mesh"].shape) + 1):

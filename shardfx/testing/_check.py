@@ -97,18 +97,19 @@ def check_step(
 ) -> CheckedStep:
     """Runs a step under its plan and on one device, and names the first equation whose results differ.
 
-    The reference is the same step without shardings, on one device, in the step's own dtypes and in float64. The effect
-    of rounding on an output is its change if every equation runs in float64 with the rounding errors of the step's
-    dtypes. A step with narrower floats also runs in float32 under its plan, where rounding hides fewer differences.
+    The reference is the same step without shardings on one device, in its own dtypes and in float64. To find the effect
+    of rounding, the reference also runs in float64 with every result rounded to the step's dtypes, and its outputs are
+    compared with those without rounding. A step with narrower floats also runs in float32 under its plan, since
+    rounding to float32 hides fewer differences.
 
     **Arguments:**
 
-    - `step`: a function, or what `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][] returned. With `mesh`, a
-        function of a mesh that returns the step.
+    - `step`: a function, also one that `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][] returned. With
+        `mesh`, a function of a mesh that returns the step.
     - `args`: arrays with their planned shardings, or structs such as `plan.structs`, for which random arrays are made.
         No argument is donated. Emulated devices suffice, because XLA partitions for them as for real ones.
-    - `reference`: a function of the same arguments with right results. It, or `mesh`, is needed for a step with a
-        `shard_map` over several devices, which cannot run on one device.
+    - `reference`: a function of the same arguments with right results. A step with a `shard_map` over several devices
+        cannot run on one device, and needs `reference` or `mesh`.
     - `mesh`: the mesh of the plan. The reference is then the step for a mesh of one device with the same axes.
     - `shrink`: whether to reduce all sizes first, as far as the shardings of `args` divide them in the same way. A size
         that the step fixes does not change.
@@ -122,7 +123,7 @@ def check_step(
     **Raises:**
 
     `ProgramError` for a `shard_map` over several devices without `reference` and `mesh`. `MeshError` for structs on
-    more devices than there are. The errors of the step. JAX raises if an array was donated before.
+    more devices than there are. Errors of the step are raised unchanged, as JAX's error for a donated array.
 
     !!! Example
 

@@ -48,9 +48,9 @@ class Record(NamedTuple):
     - `primitive`: JAX's name for the primitive.
     - `frames`: the source lines of the user, the innermost first.
     - `reads`: the numbers of the records whose results are operands; negative for arguments, literals and constants.
-    - `leading`: the leading dimensions that the loops and shard_maps around the equation add to its value. A loop adds
-        its iterations: 1, or -1 if it runs backwards. A shard_map adds a dimension that stacks the devices' values: the
-        names and sizes of its mesh axes.
+    - `leading`: an entry for each leading dimension that the loops and shard_maps around the equation add to its value.
+        A loop adds a dimension for its iterations, with the entry 1, or -1 if the loop runs backwards. A shard_map adds
+        a dimension that stacks the devices' values, with the names and sizes of the mesh axes as its entry.
     - `dtype`: the dtype of the result in the step.
     - `loop`: the number of the outermost loop around the equation.
     - `axes`: the mesh axes of a collective.
@@ -329,8 +329,10 @@ def _like(arrays: _Arrays, others: _Arrays) -> _Arrays:
 
 
 def _rounded(array: Any, dtype: DType, kind: Any, odd: Any) -> Any:
-    """A float64 array, rounded to a dtype, up or down as the bits of each number decide. Numbers that the dtype can
-    represent do not change.
+    """A float64 array, rounded to a dtype. Numbers that the dtype can represent do not change.
+
+    The bits of a number, times `odd`, decide whether it is rounded up or down. `kind` and `odd` are the two numbers of
+    `noise` in `Tape`.
     """
     if not jnp.issubdtype(dtype, np.floating):
         return array

@@ -265,8 +265,8 @@ def assembly_between(
     - `src`, `dst`: the shardings before and after the move.
     - `lost`: devices whose shards are not read. Elements that no other device holds are in `parts.missing`.
     - `copies`: whether CPU devices of one process may copy shards in the memory that they share.
-    - `sent_before`: pairs of a device and the bytes that it has already sent, of other arrays, beyond those that
-        another replica of its shard has sent.
+    - `sent_before`: pairs of a device and a number of bytes: how many more bytes the device has already sent, for other
+        arrays, than another replica of its shard.
 
     **Returns:**
 

@@ -47,8 +47,9 @@ class Exchange(NamedTuple):
 
     - `keys`: the names of the arrays that are read.
     - `rounds`: the rounds, in the order in which they run.
-    - `places`: for each device and round, the position of the part that the device sends in the source's shard, then
-        the position of the part that it receives in the target's shard, then 1 if it receives a part and 0 if not.
+    - `places`: one row of integers for each device and round. The first integers are the position, in the source's
+        shard, of the part that the device sends. The next are the position, in the target's shard, of the part that
+        the device receives. The last is 1 if the device receives a part, else 0.
     - `sizes`: for each round, the memory of its largest part, in bytes.
     """
 
@@ -69,7 +70,7 @@ def exchanges(
     - `count`: the number of devices of the source and of the target. They are numbered from 0 to `count - 1`.
     - `receivers`: the number of devices of the target.
     - `most_bytes`: the most bytes that the parts of one program take, unless it has only one round.
-    - `kinds`: for each array that is read, a key that is equal for all arrays that one program may read.
+    - `kinds`: a key for each array that is read. A program reads only arrays whose keys are equal.
     """
     alike: dict[tuple[str, StridedCopy, bool], list[ShardPart]] = {}
     for part in parts:

@@ -51,7 +51,7 @@ class Copy(NamedTuple):
         and its strides.
     - `target_start`, `target_strides`: the second view, in bytes: the position of its first element in the new shard,
         and its strides.
-    - `block_dim`: the dimension along which the elements are copied in blocks; `None` if they are copied at once.
+    - `block_dim`: the dimension along which the elements are copied in blocks; `None` for a copy without blocks.
     """
 
     array: int
@@ -191,7 +191,13 @@ class LocalShards:
             del self._known[key]
 
     def delete(self, but: Container[int] = (), only: int | None = None) -> None:
-        """Deletes this process's shards of the only array: all except the numbers in `but`, or the number `only`."""
+        """Deletes shards of this process, if there is one array only. By default all its shards are deleted.
+
+        **Arguments:**
+
+        - `but`: the numbers of the shards to keep.
+        - `only`: the number of the only shard to delete.
+        """
         (path,) = self._owned
         for number, shard in enumerate(self._owned[path]):
             if only in (None, number) and number not in but and not shard.is_deleted():
@@ -329,8 +335,8 @@ def as_bytes(buffer: np.ndarray) -> np.ndarray:
 
 
 def _run_copies(views: Iterable[Views], nbytes: int, pool: ThreadPoolExecutor | None) -> list[Future[None]]:
-    """Runs copies of `nbytes` bytes in total: small ones at once, large ones in threads. Returns the futures of the
-    threads.
+    """Runs copies of `nbytes` bytes in total. Few bytes are copied in this thread, and many in the threads of `pool`,
+    whose futures are returned.
     """
     if pool is None or nbytes < 2 * _TASK_BYTES:
         _copy_all(views)

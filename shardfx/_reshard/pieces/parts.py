@@ -39,9 +39,9 @@ class ShardPart(NamedTuple):
     **Arguments:**
 
     - `sender`, `receiver`: the numbers of the two devices. They are equal if the device copies its own elements.
-    - `piece`: the positions of the elements in the sender's shard and in the receiver's shard. A constant has no
-        source. Elements that are multiplied by scales have positions in the whole source array, since two arrays are
-        read.
+    - `piece`: the positions of the elements in the sender's shard and in the receiver's shard. A constant has a
+        position only in the receiver's shard. If the elements are multiplied by scales, their position in the source is
+        that in the whole array, which is also used to find their scales.
     - `bytes`: the bytes sent, if sender and receiver differ.
     - `bits`: the bits of an element in the widest dtype that it has on its way from the source to the target.
     """
@@ -104,7 +104,7 @@ class ShardParts:
     def sent_before(self, sent: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
         """The devices that have sent more bytes than another replica of their shard, each with the difference in bytes.
 
-        `sent` has the bytes that each device has sent. Nothing else in it affects the choice of senders.
+        `sent` has the bytes that each device has sent. The choice of senders depends on these differences only.
         """
         leads = []
         for holders in self.replicas:
@@ -137,20 +137,21 @@ class Senders:
     def _nearby(self) -> dict[int | None, list[tuple[int, int, int]]]:
         return together(self._everywhere, lambda entry: self._process_of.get(entry[2]))
 
-    def choose(self, receiver: int, count: int) -> int:
-        """Chooses the device that sends `count` bytes to a receiver: of the replicas in the receiver's process, or of
-        all replicas if that has none, the one that has sent the fewest bytes.
+    def choose(self, receiver: int, nbytes: int) -> int:
+        """Chooses the device that sends `nbytes` bytes to a receiver: the replica that has sent the fewest bytes.
+
+        If the receiver's process has replicas, one of these is chosen.
         """
         if len(self.holders) == 1:
             (device,) = self.holders
-            self.sent[device] += count
+            self.sent[device] += nbytes
             return device
         heap = self._nearby.get(self._process_of.get(receiver), self._everywhere)
         while heap[0][0] != self.sent[heap[0][2]]:  # the device has sent other bytes since this entry was made
             _, index, device = heap[0]
             heapq.heapreplace(heap, (self.sent[device], index, device))
         _, index, device = heap[0]
-        self.sent[device] += count
+        self.sent[device] += nbytes
         heapq.heapreplace(heap, (self.sent[device], index, device))
         return device
 
@@ -196,8 +197,9 @@ def shard_parts(
 ) -> ShardParts:
     """Decides which device sends which part of its shard to which device, to assemble an array.
 
-    A device copies elements that it holds. Other elements come from a device in the receiver's process if one of them
-    holds a replica, and from the replica that has sent the fewest bytes. Senders of the largest parts are chosen first.
+    A device copies elements that it holds. It receives every other element from a replica of the shard that holds the
+    element: if possible a replica in the receiver's process, and of these the one that has sent the fewest bytes.
+    Senders of the largest parts are chosen first.
 
     **Arguments:**
 
@@ -238,7 +240,7 @@ def shard_parts(
 
 
 def _choose(parts: list[tuple[ShardPart, Senders | None]]) -> tuple[tuple[int, ...], ...]:
-    """Writes a sender into each of `parts`. Returns the devices of each shard that several devices could send."""
+    """Chooses a sender for each part, in place. Returns the devices of each shard that several devices could send."""
     replicas: dict[tuple[int, ...], None] = {}
     for at in sorted(range(len(parts)), key=lambda at: -parts[at][0].bytes):
         part, senders = parts[at]
@@ -269,7 +271,10 @@ def _split(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) 
 
 
 def first_casts(casts: Sequence[object], dtype: object) -> int:
-    """The number of casts that the sender applies: up to the cast whose result has the fewest bits."""
+    """The number of casts that the sender applies, so that sent elements have the fewest bits.
+
+    The receiver applies the other casts.
+    """
     sizes = [bits(dtype)]
     for to in casts:
         sizes.append(sizes[-1] if isinstance(to, Arithmetic) else bits(to))

@@ -140,8 +140,9 @@ class Context:
     - `pool`: the threads that copy, if any.
     - `shards`: this process's shards of the arrays.
     - `blocks`: a cache of the arguments of programs, by the paths of an array and of its scales, and the devices.
-    - `in_flight`: arrays that programs may still be computing, for source and target on different devices.
-    - `in_flight_bytes`: the bytes that these programs use.
+    - `in_flight`: arrays that programs may still be computing. It is used if source and target are on different
+        devices.
+    - `in_flight_bytes`: the bytes that the programs of these arrays use.
     """
 
     arrays: Mapping[str, Any]
@@ -154,18 +155,18 @@ class Context:
     in_flight: list[jax.Array] = dataclasses.field(default_factory=list)
     in_flight_bytes: int = 0
 
-    def wait_for(self, count: int, sharers: int) -> None:
-        """Waits for all programs in flight if their bytes and `count` more would exceed the limit.
+    def wait_for(self, nbytes: int, sharers: int) -> None:
+        """Waits for all programs in flight if `nbytes` more bytes in flight would exceed the memory limit.
 
         `sharers` is the number of devices that allocate from one memory.
         """
         most = self.most_bytes * sharers if self.limit_bytes is None else self.limit_bytes
-        if self.in_flight_bytes + count > most:
+        if self.in_flight_bytes + nbytes > most:
             # An array that was donated to a later program is deleted.
             jax.block_until_ready([one for one in self.in_flight if not one.is_deleted()])
             self.in_flight.clear()
             self.in_flight_bytes = 0
-        self.in_flight_bytes += count
+        self.in_flight_bytes += nbytes
 
     def forget(self, path: str) -> None:
         """Drops all references to the array at a path, so that its memory can be freed."""
@@ -322,8 +323,9 @@ def _crosses(devices: Sequence[Any]) -> bool:
 def _programs(
     plan: Assembly, limit_bytes: int | None, most_bytes: int
 ) -> tuple[tuple[Exchange, tuple[jax.Array | None, ...]], ...]:
-    """The programs of an assembly, each with the positions of its parts of shards as an array on all devices. If source
-    and target are on different devices, there is one such array on the devices of each.
+    """The programs of an assembly, each with the positions of the parts of shards as an array on all devices. If source
+    and target are on different devices, each program has one such array on the source's devices and one on the
+    target's.
     """
     number, found = {device: at for at, device in enumerate(plan.devices)}, []
     for step in plan.exchanges(limit_bytes, most_bytes):

@@ -220,23 +220,23 @@ def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
     return Fraction(1, target.layout.pieces) - Fraction(int(common.sum()), unit * len(common))
 
 
-def overlap(index: np.ndarray, count: int, other: np.ndarray, others: int) -> tuple[np.ndarray, int]:
-    """Returns the number of elements that each device's shards in two shardings of a dimension have in common.
+def overlap(index: np.ndarray, count: int, other_index: np.ndarray, other_count: int) -> tuple[np.ndarray, int]:
+    """Returns for each device the number of elements that its shards in two shardings of a dimension have in common.
 
     The size of the dimension is taken to be the least common multiple of the two shard counts.
 
     **Arguments:**
 
     - `index`, `count`: the index of each device's shard in the first sharding, and the number of shards.
-    - `other`, `others`: the same for the second sharding.
+    - `other_index`, `other_count`: the index of each device's shard in the second sharding, and the number of shards.
 
     **Returns:**
 
     The number of common elements per device, and the size of the dimension.
     """
-    parts = math.lcm(count, others)
-    mine, theirs = np.int32(parts // count), np.int32(parts // others)
-    first, second = index * mine, other * theirs
+    parts = math.lcm(count, other_count)
+    mine, theirs = np.int32(parts // count), np.int32(parts // other_count)
+    first, second = index * mine, other_index * theirs
     both = np.minimum(first + mine, second + theirs)
     both -= np.maximum(first, second)
     return np.maximum(both, 0, out=both), parts

@@ -20,7 +20,8 @@ class LowerBound:
     **Arguments:**
 
     - `shards`: the shards that devices hold, for layouts over the sub-axes of `near`.
-    - `near`: the source or the target, over whose sub-axes the layouts are; its axes say the cost of a byte.
+    - `near`: the source or the target, over whose sub-axes the layouts are. The weights of its axes are the costs of a
+        byte.
     - `far`: the other one of source and target.
     - `far_is`: whether `far` is the "target" or the "source" of the move.
     """
@@ -76,7 +77,10 @@ class _GroupBound:
         self._shares: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def bound(self, dims: ShardDims, needs_far: bool) -> float:
-        """The extra cost of the bytes that groups of devices must receive from each other, as the mean over devices."""
+        """The extra cost of the bytes that groups of devices must receive from each other, as the mean over devices.
+
+        With `needs_far`, `dims` is the layout before the bytes are sent, else the layout after.
+        """
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):
             if not axes and self.far[dim].count == 1:

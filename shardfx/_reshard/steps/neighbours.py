@@ -60,7 +60,8 @@ class Neighbours:
     def gathers_from(self, dims: ShardDims) -> Priced:
         """The layouts that an all-gather reaches: one dimension loses its last sub-axes.
 
-        If sub-axes have different weights, an all-gather removes one sub-axis, or several of different weights.
+        If all sub-axes of the mesh have one weight, any number of sub-axes is tried. Otherwise an all-gather along
+        several sub-axes is tried only if their weights differ.
         """
         pieces = self.shards.pieces(dims)
         for run, after in self._coarser(dims):
@@ -96,8 +97,9 @@ class Neighbours:
                     yield axes[kept:], (*dims[:dim], axes[:kept], *dims[dim + 1 :])
 
     def all_to_alls(self, dims: ShardDims, each: float, limit: float) -> Priced:
-        """Yields the layouts that an all-to-all reaches, with its cost plus `each`. Only costs below `limit` are
-        yielded.
+        """Yields the layouts that an all-to-all reaches, each with the cost of the all-to-all.
+
+        `each` is a fixed cost of one step, which is added. Layouts whose cost is not below `limit` are left out.
         """
         pieces = self.shards.pieces(dims)
         for kept, moving, to_dims in _choices(dims):

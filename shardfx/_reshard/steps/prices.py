@@ -53,7 +53,10 @@ class Prices:
 
 
 class PermutationPrices:
-    """The costs of permutations of shards among all devices. `computed` counts the costs that took long to compute."""
+    """The costs of permutations of shards among all devices.
+
+    The attribute `computed` is the number of permutations for which the links between devices were compared.
+    """
 
     def __init__(self, source: FineLayout):
         self.link_groups = link_groups(source)

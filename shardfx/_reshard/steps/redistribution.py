@@ -227,9 +227,9 @@ def _are_one(kind: StepKind, earlier: PathStep, source: StepLayout, target: Step
     """Whether a step from `source` to `target` and the previous step of the same kind are one operation.
 
     Two all-to-alls never are; slices and permutations always are. Two all-gathers are one if they concatenate along the
-    same dimension, and along sub-axes of the same mesh. All-gathers along sub-axes of two meshes follow each other if
-    the permutation between them moves nothing and is left out. The first one's target then differs from the second
-    one's source.
+    same dimension, and along sub-axes of the same mesh. An all-gather along sub-axes of the source's mesh can be
+    followed by one along sub-axes of the target's mesh, if no shard moves between them. In this case `earlier.target`
+    and `source` differ.
     """
     if kind != "all_gather":
         return kind != "all_to_all"
@@ -257,7 +257,7 @@ def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.
 
 
 def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np.ndarray, held: np.ndarray) -> None:
-    """Sets senders in place. The k-th receiver of a shard gets it from the k-th device that holds this shard.
+    """Chooses senders, in place. The k-th device that needs a shard receives it from the k-th device that holds it.
 
     **Arguments:**
 
@@ -272,10 +272,11 @@ def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np
     sender[without[here]] = free[there]
 
 
-def _ranked(who: np.ndarray, what: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the devices `who` sorted by their shards `what`, the sorted shards, and each device's rank within its
-    shard.
+def _ranked(devices: np.ndarray, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sorts devices by the number of their shard.
+
+    Returns the sorted devices, their shards, and for each device its position among the devices of the same shard.
     """
-    order = np.argsort(what, kind="stable")
-    ascending = what[order]
-    return who[order], ascending, np.arange(len(what)) - np.searchsorted(ascending, ascending, side="left")
+    order = np.argsort(shards, kind="stable")
+    ascending = shards[order]
+    return devices[order], ascending, np.arange(len(shards)) - np.searchsorted(ascending, ascending, side="left")

@@ -35,10 +35,10 @@ traffic is least while shards are small. One crossing is enough as a rule: two s
 `Problem` allows two exceptions.
 
 **The search.** Each half has a heap of layouts, ordered by a lower bound on the cost of a path through the layout: the
-known cost to it, plus the `LowerBound` of the rest. The search takes the layout with the lower bound from the two
-heaps. It *settles* this layout: it tries a crossing to every settled layout of the other half with the same counts, and
-adds the neighbours to the heap. Layouts that cannot be on a cheaper path than the best one so far are dropped. When
-both heaps are empty, the best path is the cheapest one.
+known cost to it, plus the `LowerBound` of the rest. The search compares the first layouts of the two heaps, and takes
+the one with the smaller lower bound. It *settles* this layout: it tries a crossing to every settled layout of the other
+half with the same counts, and adds the neighbours to the heap. Layouts that cannot be on a cheaper path than the best
+one so far are dropped. When both heaps are empty, the best path is the cheapest one.
 
 **The budget.** Some moves have too many layouts. The search ends after a number of them, with the best path so far. It
 runs twice. The first run splits no dimension into more shards than the least common multiple of its counts in source

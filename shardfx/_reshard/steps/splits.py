@@ -6,7 +6,8 @@ An axis of 12 devices can be written as 2 x 2 x 3, as 2 x 3 x 2 or as 3 x 2 x 2.
     sub-axes in common with the other mesh. A common sub-axis gives each device the same coordinate in both meshes.
 2. *The primes to join.* Each further sub-axis makes the search larger. `join_primes` multiplies successive primes of an
     axis into one sub-axis. It keeps two primes separate if the other mesh has only one of them, or has them in another
-    order, or if sub-axes of the other mesh split the same dimension into just that number of shards.
+    order. It also keeps them separate if the sub-axes up to the first prime split a dimension into as many shards as
+    some sub-axes of the other mesh do.
 
 A split in one mesh can require a split in the other mesh. `join_primes` therefore repeats its checks of both meshes
 until neither needs a further split.
@@ -154,7 +155,8 @@ def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], 
 class _Primes:
     """The prime sub-axes of one mesh, each with its key.
 
-    `shard_counts` holds the dimension that a prime sub-axis shards, and the number of shards up to this sub-axis.
+    `shard_counts` holds, for each prime sub-axis that shards a dimension, this dimension, and the number of shards into
+    which the dimension's sub-axes split it, from the first of them to this one.
     """
 
     def __init__(self, layout: StepLayout, keys: Sequence[bytes]):
@@ -168,8 +170,9 @@ class _Primes:
     def must_split_after(self, factor: int, other: "_Primes", kept: set[int]) -> bool:
         """Whether a prime sub-axis of this mesh must stay separate from the next one.
 
-        It must if the other mesh does not have both primes one after the other. It also must if a sub-axis of the other
-        mesh splits the same dimension into the same number of shards.
+        The two sub-axes stay separate if the other mesh has one of them only, or does not have both in one sub-axis,
+        one after the other. They also stay separate if the first of them and some sub-axis of the other mesh split the
+        same dimension into the same number of shards.
 
         **Arguments:**
 

@@ -225,9 +225,9 @@ def _fits(piece: Piece, shape: Sequence[int]) -> bool:
 def _is_covered(kind: TransferKind, rank: int) -> bool:
     """Whether the rows of `kind` write each element of each buffer exactly once.
 
-    Boxes form a partition of a buffer if their corners cancel. A corner counts 1, or -1 if an odd number of its
-    coordinates are the ends of their intervals. The sum of the corners at each position must be the buffer's own value
-    there: 1 or -1 at its corners, and 0 elsewhere.
+    The check compares corners. A corner of a box counts 1, or -1 if an odd number of its coordinates are the ends of
+    their intervals. The written boxes form a partition of a buffer if at each position the counts of their corners have
+    the same sum as the counts of the buffer's own corners.
     """
     lows = [np.zeros((len(kind.buffers), rank), np.int64)]
     highs = [np.array([[high - low for low, high in buffer.box] for buffer in kind.buffers]).reshape(lows[0].shape)]

@@ -121,8 +121,9 @@ def _checksums(pieces: Sequence[np.ndarray]) -> bytes:
 
 
 def _checksum(piece: np.ndarray) -> int:
-    """The checksum of a row of bytes: the CRC of the sums of its columns as a table of words, since a CRC of all words
-    takes three times as long.
+    """The checksum of a row of bytes. The bytes form a table of words, and the CRC of the sums of its columns is taken.
+
+    A CRC of all words would take three times as long.
     """
     body = len(piece) // _ROW_BYTES * _ROW_BYTES
     words = piece[:body].view(np.uint64).reshape(-1, _ROW_BYTES // 8)

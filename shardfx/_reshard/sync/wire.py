@@ -31,8 +31,8 @@ Memory = Callable[[int], np.ndarray]
 class ShardBytes(NamedTuple):
     """A contiguous range of the bytes of one shard, which is sent or received without a copy.
 
-    `array` is a path in the sending process and the number of a leaf in the receiving process. `shard` is the number of
-    the shard there.
+    In the sending process, `array` is the path of an array, and `shard` is the number of one of its shards. In the
+    receiving process, `array` is the number of a leaf, and `shard` is the number of one of its buffers.
     """
 
     array: str | int
