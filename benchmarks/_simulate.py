@@ -35,7 +35,7 @@ def pieces(array: np.ndarray, end: StepLayout, like: StepLayout) -> list[np.ndar
 def simulate(array: np.ndarray, held: Sequence[np.ndarray], step: MoveStep, like: StepLayout) -> list[Any]:
     """One step: what every device holds after it."""
     if step.kind == "slice":
-        shape = step.target.piece_shape(array.shape)
+        shape = step.target.shard_shape(array.shape)
         return [
             piece[tuple(slice(at * size, at * size + size) for at, size in zip(part, shape, strict=True))]
             for piece, part in zip(held, starts(step.source, step.target, like), strict=True)

@@ -93,7 +93,7 @@ def _is_elsewhere(one: Given) -> bool:
     if wanted.num_devices == 1 and own.is_fully_replicated:
         return memory_kind(own) != memory_kind(wanted)
     orders = {*filter(None, (_in_order(own), _in_order(wanted)))}
-    return len(orders) > 1 or not lies_as(own, wanted, one.array.shape)
+    return len(orders) > 1 or not has_same_shards(own, wanted, one.array.shape)
 
 
 def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
@@ -134,7 +134,7 @@ def is_abstract(sharding: object) -> bool:
 
 
 @ft.lru_cache(maxsize=4096)
-def lies_as(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
+def has_same_shards(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
     """Whether every device holds the same part of the array under both shardings. On a mesh without devices, positions
     in the mesh stand for devices.
     """

@@ -13,7 +13,7 @@ from .._ground.spec import array_bytes, canonical, entries_of
 from .._ground.text import array_text, between_numbers, bytes_text, html_table, joined_exactly, plural, spec_text, table
 from .._ground.tree import flatten
 from .._plan import ShardPlan, canonical_dtype, check_plan
-from .given import lies_as, memory_kind
+from .given import has_same_shards, memory_kind
 from .place import known_sharding
 
 
@@ -155,7 +155,7 @@ def _verdict(found: _Described | None, asked: _Described | None) -> tuple[str, s
         excess, fix = 0 if found is None else _held(found), _PLAN_AGAIN
     elif found[1] != asked[1] or canonical_dtype(found[2]) != asked[2]:
         excess, fix = _held(found) - _held(asked), _PLAN_AGAIN
-    elif found[0] is not None and lies_as(found[0], asked[0], asked[1]):
+    elif found[0] is not None and has_same_shards(found[0], asked[0], asked[1]):
         return None
     else:
         excess, fix = _held(found) - _held(asked), _MOVE

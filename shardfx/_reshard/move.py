@@ -261,8 +261,8 @@ def _same_shards(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
 def _program_bytes(plan: Redistribution, shape: tuple[int, ...], dtype: object) -> int:
     """Returns the most bytes that the program of the steps allocates on a device besides source and target."""
     layouts = [step.source for step in plan.steps] + [step.target for step in plan.steps[-1:]]
-    pieces = [array_bytes(end.piece_shape(shape), dtype) for end in layouts]
+    held = [array_bytes(end.shard_shape(shape), dtype) for end in layouts]
     # Besides its old and its new shard, a step holds a copy of the bytes that it sends and a copy of the bytes that it
     # receives. The first step's old shard is the source, and the last step's new shard is the target.
-    inner = [0, *pieces[1:-1], 0]
-    return max(sum(pair) + sum(ends) for pair, ends in zip(it.pairwise(pieces), it.pairwise(inner), strict=True))
+    inner = [0, *held[1:-1], 0]
+    return max(sum(pair) + sum(ends) for pair, ends in zip(it.pairwise(held), it.pairwise(inner), strict=True))

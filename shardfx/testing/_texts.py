@@ -288,7 +288,7 @@ def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
     told = f"{head}: {'?' if calls is None else calls} x {rest}"
     leaves = joined_exactly([row.leaf for row in rows if row.leaf]) if rows[0].leaf else []
     told += f", {' and '.join(path for path, _ in leaves)}" if leaves else ""
-    told += f", {place}" if (place := place_by_words(rows[0].source)) else ""
+    told += f", {place}" if (place := line_text(rows[0].source)) else ""
     return printable(told + (f", {bytes_text(sum(row.wire_bytes for row in rows))}" if sizes else ""))
 
 
@@ -299,7 +299,7 @@ def _traffic_row_text(row: TrafficRow) -> str:
     return f"{kind}: {phase}{'+'.join(row.arrays)}"
 
 
-def place_by_words(frame: Frame | None) -> str:
+def line_text(frame: Frame | None) -> str:
     """The file, the function and the text of a source line; the line number if the file cannot be read."""
     if frame is None:
         return ""
@@ -392,7 +392,7 @@ def shardings_text(shardings: StepShardings) -> str:
         phase = "" if row.phase in ("", "forward") else f"{row.phase} "
         told = f"{phase}{array_text(row.dtype, row.shape)} {spec_text(entries_of(row.spec))}"
         line = printable(f"    {told} ({', '.join(axes) or 'whole'})")
-        made.setdefault(printable(place_by_words(row.source)) or "no line", set()).add(line)
+        made.setdefault(printable(line_text(row.source)) or "no line", set()).add(line)
     lines = [line for place in sorted(made) for line in ("", place, *sorted(made[place]))]
     return "\n".join([_SHARDINGS_FORMAT, str(shardings.mesh), *lines, ""])
 

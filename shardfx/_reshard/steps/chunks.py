@@ -113,7 +113,7 @@ def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> tuple[tuple[int,
     whole = tuple(size * count for size, count in zip(shape, steps[0].source.counts, strict=True))
     layouts = [steps[0].source, *(step.target for step in steps)]
     blocks = [size // math.lcm(*counts) for size, *counts in zip(whole, *(end.counts for end in layouts), strict=True)]
-    return whole, blocks, layouts[-1].piece_shape(whole)
+    return whole, blocks, layouts[-1].shard_shape(whole)
 
 
 def _chunk_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[MoveStep]) -> int:
@@ -134,7 +134,7 @@ def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kin
     all-gather, 58 took more than twice the larger shard; the conditions find all 58, and 2 others. In halves the worst
     of them takes 1.36 times the larger shard.
     """
-    before, after, first = (end.pieces for end in (steps[-1].source, steps[-1].target, steps[0].source))
+    before, after, first = (end.shard_count for end in (steps[-1].source, steps[-1].target, steps[0].source))
     if kinds[-1] != "all_gather" or before != 2 * after or after > first or "all_to_all" not in kinds:
         return False
     at = len(kinds) - 1 - kinds[::-1].index("all_to_all")
@@ -144,7 +144,7 @@ def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kin
     order = [sub_axis for sub_axes in splits for sub_axis in sub_axes]
     if order == sorted(order):
         return False
-    one_tile_wide = step.target.piece_shape(whole)[-1] == _TILE[1]
+    one_tile_wide = step.target.shard_shape(whole)[-1] == _TILE[1]
     cuts_rows = not any(splits[:-1]) and (one_tile_wide or (bool(earlier) and "permute" not in earlier))
     return "permute" in later or cuts_rows
 
@@ -166,11 +166,11 @@ def in_chunks(shard: Any, move: Callable[[Any], Any], chunks: Chunks, *, as_on_t
     source, target = (_Stored.of(shape, chunks, as_on_tpus) for shape in (shard.shape, chunks.target_shape))
 
     def moved_to(out: object, start: object, size: int) -> Any:
-        chunk = source.unturned(_pinned(source.chunk_of(stored, start, size)))
-        return _pinned(target.with_chunk(out, _pinned(target.turned(move(chunk))), start, size))
+        chunk = source.unturned(_in_order_of_dims(source.chunk_of(stored, start, size)))
+        return _in_order_of_dims(target.with_chunk(out, _in_order_of_dims(target.turned(move(chunk))), start, size))
 
-    stored = _pinned(source.turned(shard))
-    out = _pinned(lax.empty(tuple(chunks.target_shape[dim] for dim in target.order), shard.dtype))
+    stored = _in_order_of_dims(source.turned(shard))
+    out = _in_order_of_dims(lax.empty(tuple(chunks.target_shape[dim] for dim in target.order), shard.dtype))
     full, rest = divmod(chunks.block, chunks.chunk)
     out = lax.fori_loop(0, full, lambda index, out: moved_to(out, index * chunks.chunk, chunks.chunk), out)
     return target.unturned(moved_to(out, full * chunks.chunk, rest) if rest else out)
@@ -248,7 +248,7 @@ def _padded(shape: Sequence[int]) -> int:
     return found * -(-outer[-1] // rows) * rows
 
 
-def _pinned(x: Any) -> Any:
+def _in_order_of_dims(x: Any) -> Any:
     """Constrains `x` to be stored in the order of its dimensions.
 
     Otherwise the compiler stores whole shards in the order that suits the collectives on chunks, and pads them.

@@ -46,11 +46,11 @@ class StepLayout:
         return tuple(math.prod(self.sizes[axis] for axis in axes) for axes in self.dims)
 
     @property
-    def pieces(self) -> int:
+    def shard_count(self) -> int:
         """The number of distinct shards of the array."""
         return math.prod(self.counts)
 
-    def piece_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one device's shard of an array of `shape`."""
         return tuple(size // count for size, count in zip(shape, self.counts, strict=True))
 
@@ -179,7 +179,7 @@ class Shards:
         """The number of shards along each dimension."""
         return tuple([self.count(axes) for axes in dims])
 
-    def pieces(self, dims: ShardDims) -> int:
+    def shard_count(self, dims: ShardDims) -> int:
         """The number of distinct shards of the array."""
         return math.prod([self.count(axes) for axes in dims])
 
@@ -217,7 +217,7 @@ def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
         common, unit = both if common is None else common * both, unit * parts
     if common is None:
         return Fraction(0)
-    return Fraction(1, target.layout.pieces) - Fraction(int(common.sum()), unit * len(common))
+    return Fraction(1, target.layout.shard_count) - Fraction(int(common.sum()), unit * len(common))
 
 
 def overlap(index: np.ndarray, count: int, other_index: np.ndarray, other_count: int) -> tuple[np.ndarray, int]:

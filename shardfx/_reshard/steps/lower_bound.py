@@ -30,7 +30,7 @@ class LowerBound:
         self.shards, self.needs_far = shards, far_is == "target"
         there = Shards(far)
         self.far = [(there.index(axes), there.count(axes)) for axes in far.layout.dims]
-        self.far_pieces = far.layout.pieces
+        self.far_shard_count = far.layout.shard_count
         (self.cheapest, _), *_ = cheaper = link_groups(near)
         self.dearer = [
             _GroupBound(shards, self.far, group, weight - less)
@@ -45,7 +45,7 @@ class LowerBound:
             return 0.0
         *others, last = shares
         common = last.sum() if not others else np.dot(ft.reduce(np.multiply, others), last)
-        wanted = self.far_pieces if self.needs_far else self.shards.pieces(dims)
+        wanted = self.far_shard_count if self.needs_far else self.shards.shard_count(dims)
         bound = max(0.0, 1.0 / wanted - float(common) / len(last)) * self.cheapest
         return bound + sum([group.bound(dims, self.needs_far) for group in self.dearer])
 
@@ -71,7 +71,7 @@ class _GroupBound:
     def __init__(self, shards: Shards, far: list[tuple[np.ndarray, int]], group: np.ndarray, extra: float):
         self.shards, self.group, self.extra = shards, group, extra
         self.groups = int(group.max()) + 1
-        self.far = [_GroupShards(group, self.groups, *pieces) for pieces in far]
+        self.far = [_GroupShards(group, self.groups, *own) for own in far]
         # The fraction of a dimension that each group holds under a layout, and the fraction of it that the group also
         # holds under the far layout.
         self._shares: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}

@@ -37,7 +37,7 @@ class Neighbours:
         self.room, self.shards, self.permutations = room, shards, permutations
         self.prices = Prices(near)
         self.sub_axes = range(len(near.layout.sizes))
-        self.least_pieces = min(near.layout.pieces, far.layout.pieces)
+        self.least_shard_count = min(near.layout.shard_count, far.layout.shard_count)
         self.some_are_dearer = self.prices.are_mixed(tuple(self.sub_axes))
         shared = near.coordinates is far.coordinates
         self.far_dims: ShardDims = far.layout.dims if shared else ((),) * len(far.layout.dims)
@@ -63,16 +63,16 @@ class Neighbours:
         If all sub-axes of the mesh have one weight, any number of sub-axes is tried. Otherwise an all-gather along
         several sub-axes is tried only if their weights differ.
         """
-        pieces = self.shards.pieces(dims)
+        shard_count = self.shards.shard_count(dims)
         for run, after in self._coarser(dims):
             if len(run) == 1 or not self.some_are_dearer or self.prices.are_mixed(run):
-                yield after, self.prices.all_gather(pieces, run) + STEP
+                yield after, self.prices.all_gather(shard_count, run) + STEP
 
     def gathers_into(self, dims: ShardDims) -> Priced:
         """The layouts from which an all-gather reaches `dims`: one dimension is sharded over more sub-axes."""
-        pieces = self.shards.pieces(dims)
+        shard_count = self.shards.shard_count(dims)
         for run, before in self._finer(dims, self._runs(self._free(dims))):
-            yield before, self.prices.all_gather(pieces * self.shards.count(run), run) + STEP
+            yield before, self.prices.all_gather(shard_count * self.shards.count(run), run) + STEP
 
     def _finer(self, dims: ShardDims, runs: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ShardDims]]:
         """Yields each layout in which one dimension is sharded over more sub-axes, with the added sub-axes.
@@ -90,10 +90,10 @@ class Neighbours:
 
     def _coarser(self, dims: ShardDims) -> Iterator[tuple[tuple[int, ...], ShardDims]]:
         """Yields each layout in which one dimension lacks its last sub-axes, with these sub-axes."""
-        pieces = self.shards.pieces(dims)
+        shard_count = self.shards.shard_count(dims)
         for dim, axes in enumerate(dims):
             for kept in range(len(axes)):
-                if pieces // self.shards.count(axes[kept:]) >= self.least_pieces:
+                if shard_count // self.shards.count(axes[kept:]) >= self.least_shard_count:
                     yield axes[kept:], (*dims[:dim], axes[:kept], *dims[dim + 1 :])
 
     def all_to_alls(self, dims: ShardDims, each: float, limit: float) -> Priced:
@@ -101,9 +101,9 @@ class Neighbours:
 
         `each` is a fixed cost of one step, which is added. Layouts whose cost is not below `limit` are left out.
         """
-        pieces = self.shards.pieces(dims)
+        shard_count = self.shards.shard_count(dims)
         for kept, moving, to_dims in _choices(dims):
-            cost = self.prices.all_to_all(pieces, moving) + each
+            cost = self.prices.all_to_all(shard_count, moving) + each
             if cost >= limit:
                 continue
             rooms = [self.room[dim] // self.shards.count(kept[dim]) for dim in to_dims]
@@ -122,7 +122,7 @@ class Neighbours:
 
         Costs above `limit` are lower bounds.
         """
-        share = 1 / self.shards.pieces(dims)
+        share = 1 / self.shards.shard_count(dims)
         for dim, axes in enumerate(dims):
             for place in range(len(axes) - 1):
                 after = (*dims[:dim], (*axes[:place], *axes[place + 1 :], axes[place]), *dims[dim + 1 :])

@@ -26,23 +26,23 @@ class Prices:
         self.sizes = end.layout.sizes
         self.weights = end.layout.weights or (1.0,) * len(self.sizes)
 
-    def all_to_all(self, pieces: int, group: tuple[int, ...]) -> float:
-        """The cost of an all-to-all along the sub-axes `group` for an array of `pieces` shards."""
+    def all_to_all(self, shard_count: int, group: tuple[int, ...]) -> float:
+        """The cost of an all-to-all along the sub-axes `group` for an array of `shard_count` shards."""
         left, cost = 1.0, 0.0
         for sub_axis in self._dearest_first(group):
             # Only the bytes that must cross a slow axis do so, once. The rest moves over faster axes.
             cost += left * (1 - 1 / self.sizes[sub_axis]) * self.weights[sub_axis]
             left /= self.sizes[sub_axis]
-        return cost / pieces
+        return cost / shard_count
 
-    def all_gather(self, pieces: int, group: tuple[int, ...]) -> float:
-        """The cost of an all-gather along the sub-axes `group` for an array of `pieces` shards."""
+    def all_gather(self, shard_count: int, group: tuple[int, ...]) -> float:
+        """The cost of an all-gather along the sub-axes `group` for an array of `shard_count` shards."""
         held, cost = 1, 0.0
         for sub_axis in self._dearest_first(group):
             # A shard enters a slice once and is copied inside it.
             cost += held * (self.sizes[sub_axis] - 1) * self.weights[sub_axis]
             held *= self.sizes[sub_axis]
-        return cost / pieces
+        return cost / shard_count
 
     def are_mixed(self, group: tuple[int, ...]) -> bool:
         """Whether the sub-axes in `group` have different weights."""

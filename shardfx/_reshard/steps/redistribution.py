@@ -121,7 +121,7 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, ds
     # The search depends only on which shard counts divide the shape, so leaves of different shapes share cached paths.
     room = tuple(math.gcd(size, src.size) for size in shape)
     path, bound = _planned(room, src, dst)
-    return _measured(math.prod(shape) * itemsize_bits, path, bound, Fraction(1, min(src.pieces, dst.pieces)))
+    return _measured(math.prod(shape) * itemsize_bits, path, bound, Fraction(1, min(src.shard_count, dst.shard_count)))
 
 
 @ft.lru_cache(maxsize=4096)
@@ -146,7 +146,7 @@ def _measured(total: int, path: Path, bound: Fraction, larger: Fraction) -> Redi
             *(step.kind, step.source, step.target),
             wire_bytes=_bytes(total * step.wire_share),
             dcn_bytes=_bytes(total * step.dcn_share),
-            peak_bytes=sum(_bytes(Fraction(total, end.pieces)) for end in (step.source, step.target)),
+            peak_bytes=sum(_bytes(Fraction(total, end.shard_count)) for end in (step.source, step.target)),
         )
         for step in path
     )
@@ -182,7 +182,7 @@ def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Pat
     steps: list[PathStep] = []
     for index, (source, target) in enumerate(pairs):
         # The two meshes number their sub-axes differently, so the step between them may be any permutation.
-        crosses = index == len(before) - 1 and target.pieces == source.pieces
+        crosses = index == len(before) - 1 and target.shard_count == source.shard_count
         kind = "permute" if crosses else _kind(source, target)
         if steps and kind == steps[-1].kind and _are_one(kind, steps[-1], source, target):
             source = steps.pop().source
@@ -193,8 +193,8 @@ def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Pat
 
 
 def _kind(source: StepLayout, target: StepLayout) -> StepKind:
-    if target.pieces != source.pieces:
-        return "slice" if target.pieces > source.pieces else "all_gather"
+    if target.shard_count != source.shard_count:
+        return "slice" if target.shard_count > source.shard_count else "all_gather"
     return "all_to_all" if _changed(source, target) else "permute"
 
 
@@ -205,16 +205,15 @@ def _shares(kind: StepKind, source: StepLayout, target: StepLayout, like: StepLa
     if kind == "permute":
         senders = permutation(source, target, like)
         moved = [int((ids[senders] != ids).sum()) for ids in (np.arange(len(senders)), slice_numbers(like))]
-        return Fraction(moved[0], len(senders) * source.pieces), Fraction(moved[1], len(senders) * source.pieces)
+        total = len(senders) * source.shard_count
+        return Fraction(moved[0], total), Fraction(moved[1], total)
     sub_axes = _changed(source, target)
-    members = math.prod(source.sizes[sub_axis] for sub_axis in sub_axes)
-    near = math.prod(
-        source.sizes[sub_axis] for sub_axis in sub_axes if not source.weights or source.weights[sub_axis] <= 1
-    )
+    members = math.prod(source.sizes[one] for one in sub_axes)
+    near = math.prod(source.sizes[one] for one in sub_axes if not source.weights or source.weights[one] <= 1)
     if kind == "all_gather":
         # A shard enters a slice once and is copied inside it.
-        return Fraction(members - 1, source.pieces), Fraction(members // near - 1, source.pieces)
-    return Fraction(members - 1, members * source.pieces), Fraction(members - near, members * source.pieces)
+        return Fraction(members - 1, source.shard_count), Fraction(members // near - 1, source.shard_count)
+    return Fraction(members - 1, members * source.shard_count), Fraction(members - near, members * source.shard_count)
 
 
 def _changed(source: StepLayout, target: StepLayout) -> list[int]:

@@ -292,7 +292,7 @@ def _cross(dims: ShardDims, match: ShardDims, half: _Half, state: _State) -> Non
     before, after = (dims, match) if half is state.forward else (match, dims)
     left = state.cost - state.forward.cost[before] - state.backward.cost[after]
     have, want = state.forward.shards.numbers(before), state.backward.shards.numbers(after)
-    share = 1 / state.forward.shards.pieces(before)
+    share = 1 / state.forward.shards.shard_count(before)
     _meet(before, after, state.permutations.cost(have, want, share, left), state)
 
 

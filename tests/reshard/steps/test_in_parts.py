@@ -53,7 +53,7 @@ def assert_moved(shape: tuple[int, ...], dtype: np.dtype, src: StepLayout, dst: 
     # Every element has bits of its own, also where they are those of a NaN (of a small one the CPU would change them).
     bits = np.arange(math.prod(shape), dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(32 - 8 * dtype.itemsize)
     values = bits.astype(f"uint{8 * dtype.itemsize}").view(dtype).reshape(shape)
-    got = moved(values, src, dst, plan, Chunks(dim, block, min(part, block), dst.piece_shape(shape)))
+    got = moved(values, src, dst, plan, Chunks(dim, block, min(part, block), dst.shard_shape(shape)))
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(dst.sizes), tuple("abc"[: len(dst.sizes)]))
     right = NamedSharding(mesh, P(*[tuple("abc"[axis] for axis in axes) or None for axes in dst.dims]))
     wanted = {device: values[index] for device, index in right.devices_indices_map(shape).items()}
@@ -112,7 +112,7 @@ ROWS, COLUMNS = StepLayout((64,), ((0,), ())), StepLayout((64,), ((), (0,)))
 )
 def test_pieces_that_fill_no_tiles_are_cut_where_parts_are_padded_least(shape, bits, src, dst, chunks):
     plan = redistribute(shape, bits, src, dst)
-    assert chunks_on_tpus(src.piece_shape(shape), bits, plan.steps) == chunks
+    assert chunks_on_tpus(src.shard_shape(shape), bits, plan.steps) == chunks
 
 
 def grid(*sizes: int) -> StepLayout:
@@ -143,7 +143,7 @@ def grid(*sizes: int) -> StepLayout:
 )
 def test_pieces_that_fill_tiles_are_halved_where_a_gather_doubles_what_was_put_in_order(shape, src, dst, chunks):
     steps = redistribute(shape, 32, src, dst).steps
-    assert chunks_on_tpus(src.piece_shape(shape), 32, steps) == chunks
+    assert chunks_on_tpus(src.shard_shape(shape), 32, steps) == chunks
 
 
 def test_stacks_whose_all_to_all_follows_a_permutation_come_in_four():
@@ -151,5 +151,5 @@ def test_stacks_whose_all_to_all_follows_a_permutation_come_in_four():
     src, dst = StepLayout((2, 8, 4), ((0, 1), (2,), ())), StepLayout((8, 8), ((1,), (0,), ()))
     plan = redistribute(shape, 32, src, dst)
     assert [step.kind for step in plan.steps] == ["permute", "all_to_all"]
-    chunks = chunks_on_tpus(src.piece_shape(shape), 32, plan.steps)
+    chunks = chunks_on_tpus(src.shard_shape(shape), 32, plan.steps)
     assert chunks is not None and -(-chunks.block // chunks.chunk) == 4

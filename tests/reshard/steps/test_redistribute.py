@@ -302,7 +302,7 @@ def test_moves_on_many_devices_are_planned_within_their_bounds(devices):
                 dims[rng.integers(3)].append(axis)
             ends.append(StepLayout(tuple(2 ** (b - a) for a, b in it.pairwise(cuts)), tuple(map(tuple, dims[:2]))))
         plan = redistribute((65536, 65536), 16, *ends)
-        bound = 2 * max(2 * 65536**2 // end.pieces for end in ends)
+        bound = 2 * max(2 * 65536**2 // end.shard_count for end in ends)
         assert plan.peak_bytes <= bound
         assert plan.lower_bound_bytes <= plan.wire_bytes <= 2 * plan.lower_bound_bytes
         held = ends[0].counts
@@ -368,7 +368,7 @@ def test_layouts_of_meshes_and_specs():
     assert layout(MeshSpec({"a": 2, "b": 4}), P("b", "a"), 3) == found
     assert layout(mesh, P(P.UNCONSTRAINED, "a"), 2) == StepLayout((2, 4), ((), (0,)))
     assert layout(mesh, P("b"), 1) is layout(mesh, P("b"), 1)
-    assert found.pieces == 8 and found.counts == (4, 2, 1) and found.piece_shape((8, 8, 8)) == (2, 4, 8)
+    assert found.shard_count == 8 and found.counts == (4, 2, 1) and found.shard_shape((8, 8, 8)) == (2, 4, 8)
 
 
 def test_an_axis_that_spans_slices_is_two():
