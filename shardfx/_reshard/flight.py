@@ -58,7 +58,7 @@ class Job:
     copies: bool
 
 
-def require_room(job: Job, limit_bytes: int) -> None:
+def require_memory(job: Job, limit_bytes: int) -> None:
     """Raises if some array of a job cannot move within the memory limit. Call this before the job moves arrays."""
     needed = [(move, places[0][0], len(places)) for move, places in job.moves.items()]
     needed += [(assembly, at, 1) for at, _, assembly in job.assemblies]

@@ -20,7 +20,7 @@ from .._ground.errors import LeafTypeError, MapError, MeshError, MoveError, Plan
 from .._ground.processes import coordination, exchanged
 from .._ground.tree import Flat, flatten
 from .._plan import ShardPlan, Target, shardings_of_leaves, target_of
-from .flight import Job, require_room, run_job
+from .flight import Job, require_memory, run_job
 from .move import Move, balanced, move_of
 from .pieces.assembly import MovedLeaf, TargetArray, target_arrays
 from .shardings import has_devices, is_array, named, naming, require_movable, require_reduced
@@ -229,7 +229,7 @@ def _moved(job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: 
     `jax.disable_jit` too, since operations that run one at a time would not move arrays.
     """
     if limit_bytes is not None:
-        require_room(job, limit_bytes)
+        require_memory(job, limit_bytes)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.disable_jit(False))
         for direction in ("host_to_device", "device_to_device", "device_to_host"):

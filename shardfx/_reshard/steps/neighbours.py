@@ -24,7 +24,7 @@ class Neighbours:
 
     **Arguments:**
 
-    - `room`: for each dimension, the number that its shard count must divide.
+    - `max_counts`: for each dimension, the largest shard count. Every shard count of the dimension divides it.
     - `near`: the source or the target of the move, over whose sub-axes the layouts are.
     - `far`: the other one of source and target. If it has the same sub-axes, their order in it is tried too.
     - `shards`: the shards that devices hold under these layouts.
@@ -32,9 +32,9 @@ class Neighbours:
     """
 
     def __init__(
-        self, room: Counts, near: FineLayout, far: FineLayout, shards: Shards, permutations: PermutationPrices
+        self, max_counts: Counts, near: FineLayout, far: FineLayout, shards: Shards, permutations: PermutationPrices
     ):
-        self.room, self.shards, self.permutations = room, shards, permutations
+        self.max_counts, self.shards, self.permutations = max_counts, shards, permutations
         self.prices = Prices(near)
         self.sub_axes = range(len(near.layout.sizes))
         self.least_shard_count = min(near.layout.shard_count, far.layout.shard_count)
@@ -83,7 +83,7 @@ class Neighbours:
         - `runs`: the groups of sub-axes that may be added.
         """
         for dim, axes in enumerate(dims):
-            left = self.room[dim] // self.shards.count(axes)
+            left = self.max_counts[dim] // self.shards.count(axes)
             for run in runs:
                 if left % self.shards.count(run) == 0:
                     yield run, (*dims[:dim], (*axes, *run), *dims[dim + 1 :])
@@ -106,9 +106,9 @@ class Neighbours:
             cost = self.prices.all_to_all(shard_count, moving) + each
             if cost >= limit:
                 continue
-            rooms = [self.room[dim] // self.shards.count(kept[dim]) for dim in to_dims]
+            limits = [self.max_counts[dim] // self.shards.count(kept[dim]) for dim in to_dims]
             for counts, assignments in self._assignments(moving, tuple(to_dims)).items():
-                if any([room % count for room, count in zip(rooms, counts, strict=True)]):
+                if any([most % count for most, count in zip(limits, counts, strict=True)]):
                     continue
                 for added in assignments:
                     after = list(kept)

@@ -119,20 +119,20 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, ds
     `MeshError` if the two layouts are not over the same devices.
     """
     # The search depends only on which shard counts divide the shape, so leaves of different shapes share cached paths.
-    room = tuple(math.gcd(size, src.size) for size in shape)
-    path, bound = _planned(room, src, dst)
+    max_counts = tuple(math.gcd(size, src.size) for size in shape)
+    path, bound = _planned(max_counts, src, dst)
     return _measured(math.prod(shape) * itemsize_bits, path, bound, Fraction(1, min(src.shard_count, dst.shard_count)))
 
 
 @ft.lru_cache(maxsize=4096)
-def _planned(room: tuple[int, ...], src: StepLayout, dst: StepLayout) -> tuple[Path, Fraction]:
+def _planned(max_counts: tuple[int, ...], src: StepLayout, dst: StepLayout) -> tuple[Path, Fraction]:
     """Returns the path, and the least fraction of the array that a device receives on any path."""
     source, target = refine(src, dst)
     bound = missing_share(source, target)
     if not bound:  # every device already holds its target shard
         return path_along([source.layout], [target.layout]), bound
-    route = cheapest_route(Problem(room, source, target))
-    route = route or cheapest_route(Problem(room, *refine(src, dst, prime=True)))
+    route = cheapest_route(Problem(max_counts, source, target))
+    route = route or cheapest_route(Problem(max_counts, *refine(src, dst, prime=True)))
     if route is None:
         raise AssertionError(
             "slices, all-to-alls and all-gathers of prime sub-axes lead everywhere; please report this move"

@@ -21,7 +21,7 @@ kinds of steps suffice:
 - *Free sub-axis*: a sub-axis that shards no dimension. Devices that differ only in it hold the same shard.
 - *Weight*: the cost of a byte along a sub-axis. Sub-axes between TPU slices (or nodes) have a high weight.
 - *Cost*: the fraction of the array's bytes that a device receives, as the mean over devices, times the weights.
-- *Room*: for each dimension, the number that its shard count must divide.
+- *Largest counts*, `max_counts`: for each dimension, the largest shard count. All its shard counts divide this number.
 - *Source*, *target*: the layouts before and after the move. If both use the sub-axes of one mesh, `dims` means the same
     for both. Otherwise only counts and the numbers of shards can be compared.
 - *Forward half*: the search from the source on. It knows the cost from the source to a layout.
@@ -77,14 +77,14 @@ class Problem:
 
     **Arguments:**
 
-    - `room`: for each dimension, the number that its shard count must divide.
+    - `max_counts`: for each dimension, the largest shard count. Every shard count of the dimension divides it.
     - `source`, `target`: the layouts before and after the move.
     - `takes_detours`: whether the search also tries all-gathers before the permutation between the meshes, slices after
         it, and permutations of the sub-axes of a dimension. They help if sub-axes of different sizes block each other,
         if some cost more than others, and if source and target have no sub-axes in common.
     """
 
-    room: tuple[int, ...]
+    max_counts: tuple[int, ...]
     source: FineLayout
     target: FineLayout
     takes_detours: bool = False
@@ -107,12 +107,12 @@ def cheapest_route(problem: Problem) -> Route | None:
     devices = source.layout.size
     most = _FEW_LAYOUTS if devices <= 16 else min(_MOST_LAYOUTS, max(_FEW_LAYOUTS // 4, 8_000_000 // devices))
     most //= len(link_groups(source))
-    narrow = dataclasses.replace(problem, room=tuple(map(math.lcm, source.layout.counts, target.layout.counts)))
+    narrow = dataclasses.replace(problem, max_counts=tuple(map(math.lcm, source.layout.counts, target.layout.counts)))
     path, cost, examined = explore(narrow, most // 2, math.inf)
     factors = [prime for size in source.layout.sizes for prime in primes(size)]
     differ = len({*factors}) > 1 or len({*source.layout.weights}) > 1
     takes_detours = differ or source.coordinates is not target.coordinates
-    if path is None or ((takes_detours or narrow.room != problem.room) and examined < most):
+    if path is None or ((takes_detours or narrow.max_counts != problem.max_counts) and examined < most):
         wide = dataclasses.replace(problem, takes_detours=takes_detours)
         better, _, _ = explore(wide, most - examined, cost)
         path = better or path
@@ -149,7 +149,7 @@ def _half(problem: Problem, permutations: PermutationPrices, far_is: Literal["ta
     ends = (problem.source, problem.target)
     near, far = ends if far_is == "target" else ends[::-1]
     shards = Shards(near)
-    steps = Neighbours(problem.room, near, far, shards, permutations)
+    steps = Neighbours(problem.max_counts, near, far, shards, permutations)
     first, early, each = steps.slices_from, steps.gathers_from, STEP_BEFORE_PERMUTATION
     if far_is == "source":
         first, early, each = steps.gathers_into, steps.slices_into, STEP
