@@ -193,8 +193,8 @@ def _map_exchange(
 
 
 def _scan(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: Any, states: PyTree) -> tuple[Any, Any]:
-    """Applies `fn` to the matrices of one stack that a device owns, one after another in a scan. Returns the device's
-    rows and the new states.
+    """Applies `fn` in a scan to each matrix of the stack `number` that a device owns. Returns the device's rows and the
+    new states.
     """
     starts, stack = exchange.starts(number), exchange.stacks[number]
 

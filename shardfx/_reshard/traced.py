@@ -118,7 +118,7 @@ def move_traced_leaves(
 
 
 def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
-    """Returns the sharding with a plain spec. If its mesh is abstract, it gets the devices of the other sharding."""
+    """Returns the sharding `end` with its spec as in `plain_spec`. An abstract mesh gets the devices of `other`."""
     mesh = end.mesh
     if not isinstance(mesh, Mesh) and isinstance(other.mesh, Mesh) and mesh.size == other.mesh.size:
         mesh = Mesh(other.mesh.devices.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)

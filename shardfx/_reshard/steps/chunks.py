@@ -150,7 +150,7 @@ def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kin
 
 
 def in_chunks(shard: Any, move: Callable[[Any], Any], chunks: Chunks, *, as_on_tpus: bool = True) -> Any:
-    """Returns `move(shard)`, computed for one chunk of every block after another.
+    """Returns `move(shard)`, computed in steps. Each step moves one chunk of every block of the shard.
 
     **Arguments:**
 
