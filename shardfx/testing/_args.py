@@ -59,7 +59,7 @@ def _random(leaf: jax.ShapeDtypeStruct, seed: int, high: int, mild: bool) -> Arr
 
 
 def _on_devices(sharding: object) -> Any:
-    """The sharding itself; for a sharding on an abstract mesh, the same sharding on JAX's devices."""
+    """`sharding` itself; for a sharding on an AbstractMesh, the same sharding on a mesh of JAX's devices."""
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh):
         return sharding
     mesh, devices = MeshSpec.of(sharding.mesh), jax.devices()
@@ -72,11 +72,11 @@ def _on_devices(sharding: object) -> Any:
 
 
 def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTree]:
-    """The arguments with smaller dimensions, which their shardings divide in the same way.
+    """The arguments of `step` with smaller dimensions, as structs. Each sharding divides its array in the same way.
 
     Dimensions of equal size get one new size. A size is reduced by itself or together with its multiples. If the step
-    cannot be traced with the new size, each dimension of that size is reduced separately, because a sequence may be as
-    long as a model is wide. A size that the step fixes, such as the number of heads, does not change.
+    cannot be traced with the new size, each dimension of that size is reduced separately. This helps, for example, if a
+    sequence is as long as a model is wide. A size that the step fixes, such as the number of heads, does not change.
     """
     needs: dict[_Key, int] = {}
     for number, arg in enumerate(args):
@@ -103,15 +103,16 @@ _FACTORS = (1, 2, 3, 5, 7, *(2**power for power in range(2, 16)))
 def _smaller(
     step: Any, args: PyTree, needs: Mapping[_Key, int], chosen: Mapping[_Key, int], key: _Key
 ) -> dict[_Key, int]:
-    """The new sizes of the dimensions in `key`, and of its multiples if necessary, with which the step can be traced.
+    """A smaller size for the dimensions that `key` selects, with which `step` can still be traced.
 
-    The result is empty if there is no such smaller size. Dimensions of unequal sizes get unequal new sizes.
+    The result maps `key` to the new size. It also maps multiples of the old size to new sizes, if `step` can be traced
+    only when these are reduced too. It is empty if no smaller size works. Unequal sizes get unequal new sizes.
 
     **Arguments:**
 
-    - `needs`: for each key, the number that must divide its new size.
-    - `chosen`: the new sizes of earlier keys.
-    - `key`: a size, for all dimensions of this size, or a size with one argument and dimension.
+    - `needs`: for each key, a divisor that its new size must have, so that the shardings still divide the dimensions.
+    - `chosen`: the new sizes of the keys that were reduced before this call.
+    - `key`: `(size,)` for all dimensions of this size, or `(size, argument, dimension)` for one dimension.
     """
 
     def is_taken(chosen: Mapping[_Key, int]) -> bool:

@@ -36,12 +36,13 @@ class Compared(NamedTuple):
 
     **Arguments:**
 
-    - `is_same`: whether the shards or summands of the devices give the result on one device.
-    - `roles`: for each mesh axis of the shard_maps around the equation, the dimension that it shards, the reduction
-        that the devices' values need, or "same".
+    - `is_same`: whether the devices' values, put together by `roles`, give the result on one device.
+    - `roles`: for each mesh axis of the `shard_map`s around the equation, how the values of the devices along the axis
+        form the whole array: the dimension of which each device has a shard; "sum", "mean" or "max" of the values;
+        or "same" if all devices have the whole array.
     - `by_turn`: `is_same` for each iteration of the outermost loop.
     - `difference`: the largest difference. `at` is its index in the array.
-    - `scale`: the largest absolute value of the reference.
+    - `scale`: the largest absolute value of the result on one device.
     """
 
     is_same: bool
@@ -53,7 +54,11 @@ class Compared(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """The first equation with a wrong result, and the equations that made its wrong operands."""
+    """The first equation whose result is wrong under the plan, and earlier equations that say most about the cause.
+
+    `number` and `sources` are the indices in `Tape.records` of that equation and of the earlier ones. `turn` is the
+    first iteration of its loop that ends with a wrong carry; `None` if there is none.
+    """
 
     number: int
     sources: tuple[int, ...]
@@ -61,7 +66,7 @@ class Fault(NamedTuple):
 
 
 def differences(found: object, wanted: object) -> np.ndarray:
-    """The absolute differences between two arrays. NaN equals only NaN, and an infinity only itself."""
+    """The absolute differences between two arrays, by element. NaN equals only NaN, and an infinity only itself."""
     found, wanted = np.asarray(found), np.asarray(wanted)
     kind = np.result_type(found.dtype, np.float64)
     found, wanted = found.astype(kind), wanted.astype(kind)
@@ -74,6 +79,10 @@ def differences(found: object, wanted: object) -> np.ndarray:
 def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
     """The largest difference that rounding explains: eight times the effect of rounding on the reference, and a few
     units in the last place.
+
+    `exact` is the reference (the result on one device) in float64, and `others` are the same result computed with
+    rounding. `dtype` is the dtype of the result under the plan. The result for integers is infinite if rounding
+    changed them, and else 0.
     """
     changed = max([float(differences(one, exact).max(initial=0.0)) for one in others], default=0.0)
     if not jnp.issubdtype(dtype, np.inexact):
@@ -83,8 +92,16 @@ def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
 
 
 def compared(record: Record, value: object, whole_record: Record, whole: Any, most: float) -> Compared:
-    """The comparison of a result under the plan with the result on one device. The devices' values may be its shards or
-    its summands; the best match counts.
+    """The comparison of an equation's result under the plan with its result on one device.
+
+    Inside a `shard_map` it is unknown whether the devices' values are shards of the whole, summands of it, or copies.
+    Each possibility is tried, and the best match is returned.
+
+    **Arguments:**
+
+    - `record`, `value`: the equation in the step under the plan, and its result.
+    - `whole_record`, `whole`: the same equation on one device, and its result.
+    - `most`: the largest difference that rounding explains.
     """
     axes, parts = _by_device(record, np.asarray(value))
     one, whole = _by_device(whole_record, np.asarray(whole))
@@ -110,7 +127,13 @@ def compared(record: Record, value: object, whole_record: Record, whole: Any, mo
 
 
 def _by_device(record: Record, value: np.ndarray) -> tuple[list[tuple[str, int]], np.ndarray]:
-    """The value of a record with a leading dimension for each mesh axis, before the dimensions of loop iterations."""
+    """The mesh axes of the `shard_map`s around an equation with their sizes, and `value` with its dimensions in another
+    order.
+
+    `value` is the result of the equation `record`. In the new order a leading dimension for each mesh axis comes first.
+    Then come the dimensions of loop iterations (in the order of time, also for loops that run backwards), and then
+    those of the result itself.
+    """
     device = [at for at, one in enumerate(record.leading) if not isinstance(one, int)]
     value = np.asarray(np.flip(value, tuple(at for at, one in enumerate(record.leading) if one == -1)))
     value = np.moveaxis(value, device, range(len(device)))
@@ -121,10 +144,16 @@ def _by_device(record: Record, value: np.ndarray) -> tuple[list[tuple[str, int]]
 def _assembled(
     axes: Sequence[tuple[str, int]], parts: np.ndarray, shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[Role, ...], np.ndarray]]:
-    """Yields every array of this shape that the devices' values may form. For each mesh axis it yields the dimension
-    that the axis shards, a reduction, or "same".
+    """Yields every array of `shape` that the devices' values may form, each with its roles.
 
-    Along an axis with "same", the values of the devices are stacked in a leading dimension.
+    The roles have an entry for each mesh axis. It is the dimension along which the values are concatenated, the
+    reduction that combines them ("sum", "mean" or "max"), or "same". Along an axis with "same", the values are stacked
+    in a leading dimension of the array.
+
+    **Arguments:**
+
+    - `axes`: the names and sizes of the mesh axes.
+    - `parts`: the devices' values, with a leading dimension for each of `axes`.
     """
     local = parts.shape[len(axes) :]
     if len(local) != len(shape) or any(size == 0 or whole % size for size, whole in zip(local, shape, strict=True)):
@@ -150,7 +179,10 @@ def _assembled(
 
 
 def aligned(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[int, int]:
-    """A dict from the number of each record of one tape to the number of the equal record of another tape."""
+    """Matches the equations of two evaluations of a step: a dict from indices in `ours` to indices in `theirs`.
+
+    Equations match if they have the same primitive and source line, in the same order. Others are left out.
+    """
     keys = [[(one.primitive, one.frames[:1]) for one in records] for records in (ours, theirs)]
     if keys[0] == keys[1]:
         return {at: at for at in range(len(ours))}
@@ -159,12 +191,15 @@ def aligned(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[int, int]:
 
 
 class Blame:
-    """The search for the first wrong equation.
+    """The search for the first equation whose result is wrong under the plan.
+
+    The number of an equation, in all methods, is its index in `records`. An equation without an entry in `found` counts
+    as wrong.
 
     **Arguments:**
 
-    - `records`: the records of the step under the plan.
-    - `found`: the comparisons of records with the reference, by the number of the record.
+    - `records`: the equations of the step under the plan, in the order in which they were evaluated.
+    - `found`: by the number of the equation, the comparison of its result with the result on one device.
     """
 
     def __init__(self, records: Sequence[Record], found: Mapping[int, Compared]):
@@ -178,16 +213,20 @@ class Blame:
                 self.turns[record.loop] = min(self.turns.get(record.loop, first), first)
 
     def is_same(self, number: int) -> bool:
-        """Whether the result of a record is right. Inside a loop, the first wrong iteration decides."""
+        """Whether the result of the equation `number` equals the result on one device.
+
+        If the carry of its loop becomes wrong in some iteration, only the first such iteration is compared.
+        """
         one, turn = self.found.get(number), self.turns.get(self.records[number].loop)
         if one is None or turn is None or not one.by_turn:
             return one is not None and one.is_same
         return one.by_turn[turn] or self.records[number].primitive == CARRY
 
     def is_loose(self, number: int, reader: Record | None) -> bool:
-        """Whether an unreduced value leaves its `shard_map` without the collective that it needs.
+        """Whether the result of the equation `number` leaves its `shard_map` before the collective that reduces it.
 
-        `reader` is the record that reads the value; `None` for a result of the step.
+        Such a result equals the result on one device only as a sum, mean or maximum over devices. `reader` is the
+        equation that uses it as an operand; `None` for a result of the step.
         """
         inside = {name for own in (reader.leading if reader else ()) if not isinstance(own, int) for name, _ in own}
         roles = self.found[number].roles if number in self.found else {}
@@ -197,8 +236,11 @@ class Blame:
         return number < 0 or (self.is_same(number) and not self.is_loose(number, reader))
 
     def fault(self, wrong: Sequence[int]) -> Fault | None:
-        """The first equation with a wrong result and right operands, among the equations that the wrong results of the
-        step depend on.
+        """The first equation with a wrong result and right operands; `None` if all results are right.
+
+        `wrong` has the numbers of the equations that make the step's wrong results. The search goes from these to the
+        equations that made their wrong operands, and so on. If all equations found in this way have wrong operands, the
+        first of them is returned.
         """
         region: set[int] = set()
         waiting: list[tuple[int, Record | None]] = [(number, None) for number in wrong if number >= 0]
@@ -222,7 +264,11 @@ class Blame:
         return None if first is None else self.named(first, region)
 
     def without_counterpart(self, region: set[int]) -> set[int]:
-        """The records in `region` without an equal on one device, such as device indices and slices of right arrays."""
+        """The equations in `region` whose results need not equal any array on one device, although nothing is wrong.
+
+        These are equations inside a `shard_map` that compute integers, such as device indices, or move elements, such
+        as slices, from right operands. `region` has the numbers of equations whose results seem wrong.
+        """
         found: set[int] = set()
         for number in sorted(region):
             record = self.records[number]
@@ -236,8 +282,12 @@ class Blame:
         return found
 
     def named(self, first: int, region: set[int]) -> Fault:
-        """The fault of the equation `first`, with the wrong values that say most about its cause, such as the results
-        of the last collective and the last unreduced value. `region` has the numbers of all wrong records.
+        """The `Fault` whose first wrong equation is `first`, with the earlier equations that say most about the cause.
+
+        These are, of the wrong results that `first` depends on, the last one of a collective, and the first and the
+        last one of integers, such as indices. An operand that still needs a sum, mean or maximum over devices is
+        included too. If there are none of these, the last wrong result before `first` is taken. `region` has the
+        numbers of all equations with wrong results.
         """
         seen: set[int] = set()
         waiting = [first]
@@ -261,7 +311,11 @@ _Axes = frozenset[str]
 
 
 def suspects(tape: Tape) -> tuple[str, ...]:
-    """A text for each suspicious operation in the `shard_map`s of a step."""
+    """A text for each suspicious operation in the `shard_map`s of a step that have `check_vma=False`.
+
+    `tape` holds the evaluated equations of the step. An example is a `psum` over an axis along which all devices have
+    the same value.
+    """
     found: dict[str, None] = {}
     for body in tape.bodies:
         if not body.equation.params["check_vma"]:
@@ -271,7 +325,7 @@ def suspects(tape: Tape) -> tuple[str, ...]:
 
 
 def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
-    """Yields each suspicious record in the body of a `shard_map`, with a text that says why."""
+    """Yields each suspicious equation of `body`, a `shard_map` of the step on `tape`, with a text that says why."""
     params, records = body.equation.params, [tape.records[at] for at in body.numbers]
     axes = [axis for axis, size in params["mesh"].shape.items() if size > 1]
     cuts: dict[int, _Axes] = {}
@@ -299,9 +353,10 @@ def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
 
 
 def _differing(tape: Tape, body: ShardMapBody, cuts: Mapping[int, _Axes]) -> dict[int, _Axes]:
-    """For each record, the mesh axes along which the devices may have different values.
+    """For each equation of a `shard_map`, the mesh axes along which the devices may have different results.
 
-    `cuts` has these axes for the operands of the `shard_map`, which are sharded over them.
+    The keys are indices in `tape.records`. `body` is the `shard_map`. `cuts` has the axes for its operands: those
+    over which the operands are sharded.
     """
     differs = dict(cuts)
     # An iteration of a loop takes the results of the iteration before it.

@@ -147,7 +147,10 @@ def check_step(
 
 
 def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None) -> CheckedStep:
-    """The comparison of a step under its plan with its reference."""
+    """The comparison of a step under its plan with its reference, as `check_step` returns it.
+
+    `args`, `reference` and `mesh` are as in `check_step`, but all structs in `args` are already replaced by arrays.
+    """
     ours = _traced(step, args)
     devices = {device for one in ours.arrays if isinstance(one, jax.Array) for device in one.devices()}
     device = mesh.devices.flat[0] if mesh is not None else min(devices or jax.devices(), key=lambda one: one.id)
@@ -168,7 +171,10 @@ def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None)
     exact = exactly()[0]
 
     def outputs(made: Sequence[np.ndarray], others: Sequence[Sequence[np.ndarray]]) -> list[CheckedOutput]:
-        """The comparisons of outputs with the exact ones. `others` are the outputs of the reference with rounding."""
+        """The comparison of each output of the step in `made` with the reference in float64.
+
+        `others` are outputs of the reference with rounding. They show which differences rounding explains.
+        """
         found: list[CheckedOutput] = []
         for path, one, whole, *rounded in zip(ours.paths, made, exact, *others, strict=True):
             apart = differences(one, whole)
@@ -192,7 +198,9 @@ def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None)
 
 
 class _Traced(NamedTuple):
-    """A step as a function of arrays only: the step, its jaxpr, the arrays, and the paths of its results."""
+    """A step as a function `run` of arrays only, its jaxpr `closed`, the arguments `arrays`, and the paths of its
+    results.
+    """
 
     run: Callable[..., Any]
     closed: jex.ClosedJaxpr
@@ -216,12 +224,16 @@ def _traced(step: Callable[..., object], args: Sequence[object]) -> _Traced:
 
 
 def _data(leaf: Any) -> Any:
-    """The array itself; for PRNG keys their key data."""
+    """`leaf` itself; for an array of PRNG keys its key data."""
     return jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
 class _Played:
-    """A compiled program that evaluates a step's jaxpr, and returns the results and the value of every record."""
+    """A compiled program that evaluates a step's jaxpr equation by equation.
+
+    It returns the step's results, and with `keeps` also the result of every equation. `alone` and `wide` are as in
+    `Tape`.
+    """
 
     def __init__(self, traced: _Traced, *, alone: bool, wide: object = None, keeps: bool = False):
         self.arrays, self.ids = traced.arrays, list[int]()
@@ -244,8 +256,11 @@ class _Played:
             self.compiled = jax.jit(run).lower(self.arrays, noise).compile(_QUICKLY)
 
     def __call__(self, kind: int = 0, seed: int = 0) -> tuple[list[np.ndarray], dict[int, Any]]:
-        """The results and the values of the records, computed exactly or with rounding. `kind` and `seed` are the two
-        numbers of `noise` in `Tape`.
+        """The results of the step, and the results of its equations by their index in `Tape.records`.
+
+        `kind` says to which dtype the result of each equation is rounded: 0 not at all, 1 to the dtype of the step, 2
+        to the wider of that dtype and float32. `seed` decides which numbers are rounded up. Rounding is only possible
+        with `wide=np.float64`.
         """
         odd = np.array(2 * seed + 1, np.uint32)
         outs, values = self.compiled(self.arrays, (np.array(kind, np.int32), odd))
@@ -253,7 +268,11 @@ class _Played:
 
 
 def _blamed(ours: _Traced, theirs: _Traced, found: CheckedStep, wide: object) -> CheckedStep:
-    """The comparison of a step with its reference, with the first wrong equation added."""
+    """`found`, the comparison of a step with its reference, with the first wrong equation added.
+
+    `ours` is the step and `theirs` the reference. `wide` is the dtype to which narrower floats of the step were cast
+    for the comparison, or `None`.
+    """
     try:
         played = _Played(ours, alone=False, wide=wide, keeps=True)
     except jax.errors.JaxRuntimeError as error:
@@ -278,7 +297,16 @@ def _blamed(ours: _Traced, theirs: _Traced, found: CheckedStep, wide: object) ->
 def _told(
     records: Sequence[Record], rows: Mapping[int, Compared], fault: Fault, ours: _Played, arrays: Mapping[int, Any]
 ) -> tuple[tuple[Frame, ...], list[str]]:
-    """The source lines of a fault, and sentences that describe it."""
+    """The source lines of the first wrong equation and of the equations behind it, and sentences that describe them.
+
+    **Arguments:**
+
+    - `records`: the evaluated equations of the step under the plan.
+    - `rows`: by index in `records`, the comparison of an equation's result with the result on one device.
+    - `fault`: the first wrong equation.
+    - `ours`: the compiled step, whose collectives are listed.
+    - `arrays`: by index in `records`, the result of an equation.
+    """
     record, one = records[fault.number], rows.get(fault.number, Compared(False))
     story = [f"the first equation that differs: {_equation(record, fault.number, arrays)}"]
     if one.is_same:
@@ -305,7 +333,11 @@ def _told(
 
 
 def _equation(record: Record, number: int, arrays: Mapping[int, Any]) -> str:
-    """The text of an equation, with its source line and the sharding of its result."""
+    """The text of an equation, with its source line and the sharding of its result.
+
+    `number` is the equation's key in `arrays`, which holds the results of equations. Without such a key, the text has
+    no sharding.
+    """
     told = f"`{record.primitive}` at {place_text(next(iter(record.frames), None))}"
     if number not in arrays:
         return told

@@ -41,20 +41,23 @@ _BITS = "bitcast_convert_type random_bits rng_bit_generator random_gamma pallas_
 
 
 class Record(NamedTuple):
-    """One equation of a step that was evaluated.
+    """One result of an equation of a step that was evaluated.
+
+    The number of a record is its index in `Tape.records`.
 
     **Arguments:**
 
-    - `primitive`: JAX's name for the primitive.
+    - `primitive`: JAX's name for the equation's primitive, or "carry" for a value with which a loop iteration starts.
     - `frames`: the source lines of the user, the innermost first.
-    - `reads`: the numbers of the records whose results are operands; negative for arguments, literals and constants.
-    - `leading`: an entry for each leading dimension that the loops and shard_maps around the equation add to its value.
-        A loop adds a dimension for its iterations, with the entry 1, or -1 if the loop runs backwards. A shard_map adds
-        a dimension that stacks the devices' values, with the names and sizes of the mesh axes as its entry.
+    - `reads`: for each operand, the number of the record of the equation that made it. It is negative for an operand
+        that no equation made: an argument, a literal or a constant.
+    - `leading`: an entry for each leading dimension that the loops and `shard_map`s around the equation add to its
+        result. A loop adds a dimension for its iterations, with the entry 1, or -1 if the loop runs backwards. A
+        `shard_map` adds a dimension that stacks the devices' results. Its entry has the mesh axes and their sizes.
     - `dtype`: the dtype of the result in the step.
-    - `loop`: the number of the outermost loop around the equation.
-    - `axes`: the mesh axes of a collective.
-    - `counted`: the size of an `iota`.
+    - `loop`: the number of the first record inside of the outermost loop around the equation; `None` outside of loops.
+    - `axes`: the mesh axes of a collective; empty for other primitives.
+    - `counted`: for an `iota`, the size of the dimension that it counts; else 0.
     """
 
     primitive: str
@@ -68,8 +71,13 @@ class Record(NamedTuple):
 
 
 class ShardMapBody(NamedTuple):
-    """A `shard_map`, the numbers of the records of its operands and results, and the numbers of the records of its
-    equations.
+    """A `shard_map` of a step that was evaluated. All numbers are indices in `Tape.records`.
+
+    **Arguments:**
+
+    - `equation`: the `shard_map` itself.
+    - `reads`, `results`: the numbers of the equations that made its operands, and of those that made its results.
+    - `numbers`: the numbers of the equations inside of it.
     """
 
     equation: jex.JaxprEqn
@@ -80,6 +88,9 @@ class ShardMapBody(NamedTuple):
 
 class Tape:
     """Evaluates a jaxpr and records the result of each equation.
+
+    `records` gets a `Record` for each result, and `values` holds the result itself. The tape number of an array is the
+    index in `records` of the equation that made it. An array that no equation made has a negative tape number.
 
     **Arguments:**
 
@@ -100,12 +111,12 @@ class Tape:
         self.count = it.count(-2, -1)
 
     def run(self, jaxpr: jex.Jaxpr, consts: _Arrays, args: _Arrays, ids: Sequence[int]) -> _Made:
-        """Evaluates a jaxpr, and returns its results and the numbers of their records."""
+        """Evaluates a jaxpr, and returns its results and their tape numbers. `ids` are the tape numbers of `args`."""
         values = zip((*map(self.widened, consts), *args), (*self.unknown(consts), *ids), strict=True)
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
 
         def read(atoms: Sequence[Any]) -> tuple[list[Any], list[int]]:
-            """The arrays of some variables, and the numbers of their records."""
+            """The arrays of variables and literals of the jaxpr, and their tape numbers."""
             found = [(self.literal(one), -1) if isinstance(one, jex.Literal) else known[one] for one in atoms]
             return [array for array, _ in found], [number for _, number in found]
 
@@ -126,18 +137,28 @@ class Tape:
         return read(jaxpr.outvars)
 
     def literal(self, atom: Any) -> Any:
-        """The value of a literal in the jaxpr."""
+        """The value of a literal in the jaxpr, cast to `wide` if it is a narrower float."""
         is_own = self.wide is None
         return atom.val if is_own else jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
 
     def unknown(self, arrays: Sequence[object]) -> list[int]:
-        """Numbers without records, for arrays that are not the result of an equation."""
+        """Gives each of `arrays` a negative tape number, because no equation on the tape made it."""
         return [next(self.count) for _ in arrays]
 
     def kept(
         self, name: str, var: Any, out: Any, reads: Sequence[int], axes: frozenset[str] = frozenset(), counted: int = 0
     ) -> int:
-        """Adds a record for an equation's result, and returns its number."""
+        """Adds a record for an equation's result, and returns its tape number.
+
+        A PRNG key gets no record. Its tape number is that of the last operand.
+
+        **Arguments:**
+
+        - `name`: the name of the equation's primitive.
+        - `var`, `out`: the variable of the result in the jaxpr, and its value.
+        - `reads`: the tape numbers of the operands.
+        - `axes`, `counted`: as in `Record`.
+        """
         if jnp.issubdtype(out.dtype, jax.dtypes.extended):
             return max(reads, default=-1)  # a PRNG key
         number = len(self.records)
@@ -156,13 +177,17 @@ class Tape:
         return [self.kept(name, var, out, reads, named, counted) for var, out in pairs]
 
     def widened(self, array: Any) -> Any:
-        """The array; floats are cast to a dtype that is at least as wide as `wide`."""
+        """`array`, cast to `wide` if it has narrower floats."""
         if self.wide is None or jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return array
         return jnp.asarray(array, _wider(array.dtype, self.wide))
 
     def applied(self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: _Arrays) -> _Arrays:
-        """Evaluates one equation, and returns its results."""
+        """Evaluates one equation of `jaxpr` with the operands `ins`, and returns its results.
+
+        With `wide`, the equation computes in wider dtypes. If it cannot, it computes in its own dtypes, and the results
+        are cast.
+        """
         if self.wide is None:
             return self.bound(jaxpr, equation, ins)
         pairs: list[tuple[Any, Any]] = [*zip(map(jnp.asarray, ins), equation.invars, strict=True)]
@@ -176,7 +201,7 @@ class Tape:
         return [self.widened(out) for out in self.bound(jaxpr, equation, own)]
 
     def param(self, param: Any) -> Any:
-        """A parameter of an equation, with wider dtypes."""
+        """`param`, a parameter of an equation, with its dtypes made as wide as `wide`. It may be a dtype or a jaxpr."""
         if isinstance(param, jex.ClosedJaxpr | jex.Jaxpr):
             jaxpr, consts = opened(param)
             structs = [jax.ShapeDtypeStruct(var.aval.shape, _wider(var.aval.dtype, self.wide)) for var in jaxpr.invars]
@@ -202,7 +227,7 @@ class Tape:
         return self.placed(outs, params.get("out_shardings", ())), ids
 
     def placed(self, arrays: _Arrays, asked: Sequence[Any]) -> _Arrays:
-        """The arrays with the shardings that a `jax.jit` inside the step requests."""
+        """`arrays` with the shardings `asked`: the `in_shardings` or `out_shardings` of a `jax.jit` in the step."""
         if self.alone:
             return arrays
         return [
@@ -213,7 +238,11 @@ class Tape:
         ]
 
     def solved(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """Evaluates a linear solve, whose equation also holds jaxprs for its derivatives."""
+        """Evaluates a `custom_linear_solve`, and returns its results and their tape numbers.
+
+        The equation also holds jaxprs for its derivatives, which are not evaluated. `reads` are the tape numbers of the
+        operands `ins`.
+        """
         lengths, solve = equation.params["const_lengths"], equation.params["jaxprs"].solve
         first = lengths.matvec + lengths.vecmat
         own = [*range(first, first + lengths.solve), *range(sum(lengths), len(ins))]
@@ -221,10 +250,11 @@ class Tape:
 
     @contextlib.contextmanager
     def within(self, start: int) -> Iterator[dict[int, Any]]:
-        """A context for the inner jaxpr of an equation. It collects the values of the inner records, which the equation
-        must return.
+        """A context in which the inner jaxpr of a loop or `shard_map` is evaluated.
 
-        JAX may trace the inner jaxpr several times, so its records start again at `start`.
+        Its value is a dict that collects the results of the inner equations by tape number. The loop or `shard_map`
+        must return them, because they are tracers. `start` is the tape number of the first inner equation. JAX may
+        trace the inner jaxpr several times, so entering the context deletes all records from `start` on.
         """
         del self.records[start:]
         outer, self.values = self.values, {}
@@ -232,7 +262,11 @@ class Tape:
         self.values = outer
 
     def held(self, start: int, values: dict[int, Any], leading: object) -> None:
-        """Stores the values of an inner jaxpr's records, which get `leading` as a further leading dimension."""
+        """Stores `values`, the results of the equations inside of a loop or `shard_map`, by tape number.
+
+        `start` is the tape number of the first inner equation. The loop or `shard_map` has added a leading dimension to
+        each result, which `leading` describes as in `Record.leading`.
+        """
         self.values.update(values)
         for at in range(start, len(self.records)):
             one = self.records[at]
@@ -262,7 +296,7 @@ class Tape:
         return [*carry, *ys], ids
 
     def forgotten(self, closed: object, *args: object) -> _Arrays:
-        """Evaluates a closed jaxpr without records of its equations, and returns the results."""
+        """Evaluates the ClosedJaxpr `closed` with `args`, and returns the results. Its equations get no records."""
         start = len(self.records)
         with self.within(start):
             outs = self.run(*opened(closed), args, [-1] * len(args))[0]
@@ -270,7 +304,10 @@ class Tape:
         return outs
 
     def loop(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """Evaluates a `while` loop as one record, and returns its results."""
+        """Evaluates a `while` loop, and returns its results and their tape numbers.
+
+        The equations inside of the loop get no records. `reads` are the tape numbers of the operands `ins`.
+        """
         params = equation.params
         one, two = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         outs = jax.lax.while_loop(
@@ -281,7 +318,10 @@ class Tape:
         return outs, self.all_kept(equation, outs, reads)
 
     def branch(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """Evaluates a conditional as one record, and returns its results."""
+        """Evaluates a `cond`, and returns its results and their tape numbers.
+
+        The equations inside of the branches get no records. `reads` are the tape numbers of the operands `ins`.
+        """
         branches = [ft.partial(self.forgotten, one) for one in equation.params["branches"]]
         outs = jax.lax.switch(ins[0], branches, *ins[1:])
         return outs, self.all_kept(equation, outs, reads)
@@ -317,7 +357,9 @@ class Tape:
 
 
 def _wider(dtype: DType, wide: DType) -> DType:
-    """A dtype of the same kind that is at least as wide as `wide`."""
+    """`dtype`, or the float dtype `wide` if `dtype` is a narrower float. With a `wide` of 64 bits, complex64 becomes
+    complex128.
+    """
     if jnp.issubdtype(dtype, np.complexfloating):
         return np.dtype(np.complex128) if np.dtype(wide).itemsize == 8 else dtype
     is_narrow = jnp.issubdtype(dtype, np.floating) and jnp.finfo(dtype).bits < jnp.finfo(wide).bits
@@ -329,10 +371,11 @@ def _like(arrays: _Arrays, others: _Arrays) -> _Arrays:
 
 
 def _rounded(array: Any, dtype: DType, kind: Any, odd: Any) -> Any:
-    """A float64 array, rounded to a dtype. Numbers that the dtype can represent do not change.
+    """`array`, of float64, rounded to the numbers of a narrower dtype. Numbers of that dtype do not change.
 
-    The bits of a number, times `odd`, decide whether it is rounded up or down. `kind` and `odd` are the two numbers of
-    `noise` in `Tape`.
+    With the `kind` 0 nothing is rounded, with 1 the numbers are rounded to `dtype`, and with 2 to the wider of `dtype`
+    and float32. The bits of a number, times the odd number `odd`, decide whether it is rounded up or down. So another
+    `odd` rounds other numbers up.
     """
     if not jnp.issubdtype(dtype, np.floating):
         return array

@@ -120,7 +120,10 @@ def assert_same_plan_text(plan: ShardPlan, expected: str | os.PathLike[str], *, 
 
 
 def assert_same_text(kind: str, text: str, expected: str | os.PathLike[str], *, update: bool) -> None:
-    """Raises unless a text is the expected one. `kind` is "plan", "traffic" or "shardings"."""
+    """Raises unless `text` is the expected one, or writes `text` into the file `expected` if `update`.
+
+    `kind` is what the text describes, for messages: "plan", "traffic" or "shardings".
+    """
     is_text = isinstance(expected, str) and "\n" in expected
     if update:
         if is_text:
@@ -293,7 +296,10 @@ def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
 
 
 def _traffic_row_text(row: TrafficRow) -> str:
-    """The text of a row without its numbers. Rows with equal texts are added up."""
+    """The text of a collective (a row of the traffic) without its numbers: its kind, mesh axes, pass and shapes.
+
+    The numbers of collectives with equal texts are added up.
+    """
     kind = f"{row.kind}{' (windowed)' if row.windowed else ''} over {'+'.join(row.axes) or f'{row.group_size} devices'}"
     phase = "" if row.phase in ("", "forward") else f"{row.phase} "
     return f"{kind}: {phase}{'+'.join(row.arrays)}"
@@ -333,7 +339,10 @@ def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
 
 
 def _over(rows: Sequence[TrafficRow], limit: int | str) -> str:
-    """A text with the collectives that exceed the limit; "" if none does."""
+    """A text that says by how much collectives exceed a limit; "" if they do not.
+
+    `rows` are the collectives. `limit` is a number of calls, or a number of bytes as text, such as "1.5 MiB".
+    """
     if isinstance(limit, str):
         found = re.fullmatch(r"([\d.,]+) ?([KMGT]i)?B", limit)
         if found is None:
