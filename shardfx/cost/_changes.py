@@ -36,7 +36,7 @@ class Change:
     - `fits`: whether the step fits the chip after the change.
     - `how`: the change as code.
     - `host_bytes`: the bytes of one device's arrays that the change moves to host memory.
-    - `sources`: the lines of your program whose arrays the change constrains; else empty.
+    - `sources`: the lines of your program whose arrays get sharding constraints; empty for other changes.
     """
 
     __module__ = "shardfx.cost"
@@ -65,7 +65,7 @@ def changes_of(known: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
 
     **Arguments:**
 
-    - `known`: the step.
+    - `known`: the step, and the chip that it must fit.
     - `peak_bytes`: the peak memory of the unchanged step, estimated or counted by a compiler.
     """
     found: list[Change] = []
@@ -116,9 +116,9 @@ def _changed(known: StepOnChip) -> Iterator[_Trial]:
 
 
 def _sharded_over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
-    """The mesh axes of each dimension of all arguments' arrays, after some of the arrays are also sharded over `axes`.
+    """The mesh axes of each dimension of each array in the arguments, after some arrays are also sharded over `axes`.
 
-    `chosen` has the numbers of these arrays. Each is sharded on its largest dimension.
+    `chosen` has the numbers of these arrays. The largest dimension of each of them is sharded over `axes`.
     """
     found = [one.dims for one in known.step.arguments]
     for at in chosen:
@@ -157,7 +157,7 @@ def _moment_changes(known: StepOnChip) -> Iterator[_Trial]:
 
 
 def batch_of(known: StepOnChip) -> int | None:
-    """The number of examples in the step's batch; `None` if the arrays of the batch have different first dimensions."""
+    """The number of examples in the step's batch: the first dimension of its arrays; `None` if they differ in it."""
     sizes = {known.step.arguments[at].shape[0] for at in known.in_group("batch")}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -171,7 +171,7 @@ def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
 
     **Arguments:**
 
-    - `known`: the step.
+    - `known`: the step, and the chip that it must fit.
     - `peak_bytes`: the peak memory of the unchanged step, estimated or counted by a compiler.
     """
     batch = batch_of(known)
@@ -200,9 +200,12 @@ def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
 def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None, unit: int, *, halves: bool) -> int:
     """The next batch size to try, a multiple of `unit`.
 
-    It is between `fits`, the largest size that fits, and `over`, the smallest that does not. If `over` is `None`, it is
-    larger than `fits`. `needs` has the peak memory of each size that was tried, and `usable` is the limit. `halves`
-    asks for bisection instead of linear interpolation.
+    - `needs`: the peak memory of each batch size that was tried.
+    - `usable`: the memory that the step may use.
+    - `fits`: the largest size that fits; 0 if none does.
+    - `over`: the smallest size that does not fit. The next size is between `fits` and `over`. If `over` is `None`, it
+        is larger than `fits`.
+    - `halves`: whether to bisect. If not, the peak memory is interpolated linearly.
     """
     if over is None:
         before = max((count for count in needs if count < fits), default=None)

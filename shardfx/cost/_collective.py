@@ -36,9 +36,9 @@ class CollectiveKind(NamedTuple):
 
     **Arguments:**
 
-    - `received`: a function that returns the bytes which all devices receive together. Its arguments are the bytes of
-        the result on one device, and an array of labels of shape (groups, members). Bytes between two devices count if
-        their labels differ.
+    - `received`: a function that returns the bytes that all devices receive together. Its arguments are the bytes of
+        the result on one device, and an array with a number for each device of each replica group. Bytes between two
+        devices count if their numbers differ.
     - `links`: the network links that limit the collective. "rings": all links of the replica group. "middle": the links
         in the middle of the longest ring, since half of the bytes cross them. "one": one link.
     - `moves`: whether the collective only moves elements of its operand, without arithmetic.
@@ -134,7 +134,7 @@ class Collective(NamedTuple):
 
 
 def collective_of(instruction: Instruction, devices: int) -> Collective | None:
-    """The collective that an instruction starts; `None` for an instruction that starts no collective.
+    """The collective that an instruction starts, in a program for `devices` devices; `None` if it starts none.
 
     **Raises:**
 
@@ -221,7 +221,7 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
 
 
 def groups_by_size(rows: Sequence[Sequence[int]]) -> Groups:
-    """Replica groups as arrays of shape (groups, members), one array for each group size."""
+    """The replica groups `rows` as arrays of shape (groups, members), one array for each group size."""
     return tuple(np.array(own) for own in together(rows, len).values())
 
 
@@ -325,15 +325,16 @@ class DevicePositions:
         self.ids = {id_: at for at, id_ in enumerate(ids)}
 
     def in_mesh(self, groups: Groups, number: int | None) -> Groups:
-        """Replica groups whose device numbers are positions in a slice, converted to positions in the mesh.
+        """The replica groups `groups` of a program for one slice, with each device's position in the mesh.
 
-        The result has the groups of slice `number`, or of every slice if `number` is `None`.
+        In `groups`, a device's number is its position in the slice. The result has the groups of slice `number`, or of
+        every slice if `number` is `None`.
         """
         programs = self.programs if number is None else self.programs[number : number + 1]
         return tuple(np.concatenate([program[own] for program in programs]) for own in groups)
 
     def numbers_of(self, ids: Sequence[int]) -> dict[int, int]:
-        """The positions of devices in the mesh, by the ids that the devices have in transfers between slices."""
+        """The position in the mesh of each device, by the ids `ids` that devices have in transfers between slices."""
         if all(id_ in self.ids for id_ in ids):
             return {id_: self.ids[id_] for id_ in ids}
         first = min(id_ // SLICE for id_ in ids)
@@ -370,7 +371,9 @@ def transfer_of(instruction: Instruction, positions: DevicePositions) -> Collect
 
 
 def _target(instruction: Instruction) -> tuple[list[list[int]], str]:
-    """The groups of device ids that a transfer between slices connects, and the kind of its collective."""
+    """The groups of device ids that a transfer between slices connects, and the kind of the collective that it
+    performs.
+    """
     found = _TARGET.search(instruction.attributes)
     if found is None or found[2] not in _KINDS:
         raise ProgramError(f"a transfer between slices does not say what goes whither: {instruction.text:.300}")
@@ -382,6 +385,6 @@ def _target(instruction: Instruction) -> tuple[list[list[int]], str]:
 
 
 def _numbers_in(text: str) -> list[int]:
-    """The numbers of a list with ranges: 0, 1, 2, 3 and 8 for the text `0:3,8`."""
+    """The numbers in a text that lists numbers and ranges: 0, 1, 2, 3 and 8 for the text `0:3,8`."""
     ends = [[int(number) for number in part.split(":")] for part in text.split(",")]
     return list(itertools.chain.from_iterable(range(own[0], own[-1] + 1) for own in ends))

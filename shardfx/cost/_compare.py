@@ -24,7 +24,7 @@ class Surplus:
     - `axes`: the mesh axes of the collectives; empty in a row that sums all other lines.
     - `leaf`: the paths of the parameters that the collectives gather, or whose gradients they reduce; `None` if there
         are none.
-    - `expected`, `found`: the bytes of each kind of collective in the estimate, and in the compiled step.
+    - `expected`, `found`: pairs of a kind of collective and its bytes, in the estimate and in the compiled step.
     - `passes`: the compiler passes that the estimate simulates at this line. The compiler did not apply at least one.
     - `why`: a sentence that explains the difference.
     """
@@ -70,7 +70,9 @@ class Comparison:
 
     @property
     def explained(self) -> float:
-        """The fraction of `different_bytes` that is in rows with compiler passes; 1 if there are no differences."""
+        """The fraction of `different_bytes` that is in rows with at least one compiler pass; 1 if there are no
+        differences.
+        """
         by_pass = sum(abs(row.extra_bytes) for row in (*self.rows, *self.less) if row.passes)
         return by_pass / self.different_bytes if self.different_bytes else 1.0
 
@@ -184,7 +186,8 @@ class _LineTraffic:
 def _rows_by_line(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow]]:
     """Yields the rows of a step's traffic, each with its source line.
 
-    A collective of several leaves has one row for each leaf. `lines` has the source line of each leaf's reduction.
+    A collective that sends several leaves (parameters or their gradients) has one row for each leaf. `lines` has, for a
+    leaf's path, the source line at which the leaf's gradient is reduced. That line replaces the row's own line.
     """
     for row in made.rows:
         shares = row.shares or ((row.leaf, row.wire_bytes),)
@@ -196,9 +199,10 @@ def _rows_by_line(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tup
 
 
 def _surplus(places: Sequence[_LineTraffic], source: Frame | None = None, axes: tuple[str, ...] = ()) -> Surplus:
-    """The `Surplus` of one source line and tuple of mesh axes, or, without a source line, of several lines together.
+    """The `Surplus` of one source line and tuple of mesh axes.
 
-    `places` has the estimated and the compiled traffic rows of the source lines.
+    `places` has the estimated and the compiled traffic rows of that line. Without `source`, it has those of several
+    lines, and the result is their sum.
     """
     ours, theirs = ([row for one in places for row in one.rows[side] if row.wire_bytes] for side in (0, 1))
     passes = tuple(dict.fromkeys(one for row in ours for one in row.passes))

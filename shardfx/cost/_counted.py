@@ -51,7 +51,7 @@ class StepOnChip:
     def partitioned(self, **changed: Any) -> HloModule:
         """The partitioned program of one device for a changed step, after the known passes of the platform's compiler.
 
-        `changed` are keyword arguments of `Step.partitioned`: other shardings, or another module.
+        `changed` are keyword arguments of `Step.partitioned`, such as other shardings or another module.
         """
         return as_compiled(parse_hlo(self.step.partitioned(self.platform, **changed)), self.platform)
 
@@ -80,11 +80,17 @@ class StepOnChip:
         return tuple(self._program.buffers[value].shape for value in self._program.entry.carried)
 
     def host_bytes(self, at: int) -> int:
-        """The bytes of a shard of the arguments' array number `at`, if it is in host memory."""
+        """The bytes of one shard of array number `at` of the arguments, with the padding of tiles.
+
+        They are counted as host memory if the array is there.
+        """
         return bytes_of(Array(self.purposes[at].dtype, self.shards[at]), self.chip.tile)
 
     def in_group(self, kind: str) -> tuple[int, ...]:
-        """The numbers of the arguments' arrays in a group. The group "optimizer" includes all "optimizer: ..."."""
+        """The numbers of the arrays of the arguments that have the purpose `kind`, such as "parameters".
+
+        For "optimizer", these are the arrays of all groups "optimizer: ...".
+        """
         return tuple(at for at, one in enumerate(self.purposes) if one.group.partition(":")[0] == kind)
 
     def memory_of(self, module: HloModule, *, donated: Sequence[bool] | None = None, remat: bool = False) -> Memory:
@@ -108,14 +114,16 @@ class StepOnChip:
         )
 
     def memory_with(self, module: Module) -> Memory:
-        """The memory of one device for another StableHLO module with the step's arguments and results."""
+        """The memory of one device if `module` replaces the step's StableHLO module. Its arguments and results are the
+        same.
+        """
         return self.memory_of(self.partitioned(module=module))
 
     def under(self, arguments: Sequence[Dims | None]) -> Memory:
         """The memory of one device if the arguments had other shardings.
 
-        `arguments` has the mesh axes of each dimension of each array. A result that is the new value of an array gets
-        the sharding of that array.
+        `arguments` has, for each array of the arguments, the mesh axes that shard each dimension. If the step returns
+        the new value of an array, that result gets the same sharding.
         """
         results = [one.dims for one in self.step.parameters[1]]
         for one, dims in zip(self.purposes, arguments, strict=True):
@@ -147,10 +155,10 @@ class Constrained(NamedTuple):
 
 
 def saving_constraints(known: StepOnChip) -> Constrained | None:
-    """Sharding constraints on activations that lower the step's peak memory; `None` if none does.
+    """Sharding constraints on activations that lower the step's peak memory; `None` if no constraint does.
 
-    Each constraint shards an array that is in memory at the peak over a mesh axis of the batch. Constraints that save
-    almost nothing in addition to the others are left out.
+    Each constraint adds a mesh axis of the batch to the sharding of an array that is in memory at the peak. A
+    constraint is left out if the others together save almost as much without it.
     """
     before = known.memory.peak_bytes
     constraints: tuple[Wanted, ...] = ()
@@ -180,7 +188,7 @@ def _memory_with(known: StepOnChip, constraints: Sequence[Wanted]) -> Memory | N
 def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wanted]:
     """Yields constraints that shard the largest arrays in memory at the peak over mesh axes of the batch.
 
-    The step has the sharding constraints `constraints` already.
+    The arrays are those of the step with the sharding constraints `constraints`.
     """
     batch = {known.step.arguments[at].path or known.step.arguments[at].name for at in known.in_group("batch")}
     memory, found = known.memory, known.shardings
@@ -196,9 +204,9 @@ def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wa
 
 
 def with_constraints(step: Step, constraints: Sequence[Wanted], platform: Platform) -> Module:
-    """A copy of the step's StableHLO module with sharding constraints added.
+    """A copy of the step's StableHLO module with the sharding constraints `constraints` added.
 
-    A constraint applies to each value that has its shape and that its source line computes.
+    A constraint is added to each value that its source line computes, if the value has the constraint's shape.
     """
     module = step.module(platform)
     sizes = dict(step.mesh.shape)

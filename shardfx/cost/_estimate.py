@@ -23,7 +23,8 @@ _LEAST_SIZE = 4
 def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
     """A smaller mesh with the same axes: the longest axes are halved until it has at most `most // 2` devices.
 
-    Raises `ProgramError` if the sizes of the axes cannot be halved so far.
+    `most` is the largest number of devices for which a step is partitioned. One axis of the result can thus be doubled.
+    The function raises `ProgramError` if the sizes of the axes cannot be halved so far.
     """
     sizes = dict(mesh.shape)
     while math.prod(sizes.values()) > most // 2:
@@ -77,7 +78,7 @@ def _with_sizes(mesh: MeshSpec, sizes: dict[str, int]) -> MeshSpec:
 
 
 def _size_free_fields(row: TrafficRow) -> object:
-    """The fields of a traffic row that are equal on meshes of all sizes."""
+    """The fields of a traffic row that are the same on meshes of all sizes."""
     return row.kind, row.axes, row.dtype, row.source, row.calls is None, row.calls == 0
 
 
@@ -111,7 +112,10 @@ def _larger_row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note
 
 
 def _payload_bytes(row: TrafficRow) -> float:
-    """The bytes of one call of a collective, divided by the factor that depends on the size of its replica group."""
+    """The bytes of one call of a collective, without the factor that depends on the size of its replica group.
+
+    For a ring of n devices, that factor is (n - 1) / n.
+    """
     return row.wire_bytes / ((row.calls or 1) * _group_factor(row.kind, row.group_size))
 
 
@@ -122,7 +126,8 @@ def _group_factor(kind: str, group: int) -> float:
 def _growth(other: float | int, one: float | int, times: int) -> float:
     """The factor by which a number grows if a mesh axis doubles `times` times.
 
-    `one` is the number before a doubling, and `other` the number after it. Their ratio is rounded to a power of two.
+    `one` is the number before one doubling, and `other` the number after it. Their ratio is rounded to a power of two.
+    For 100 and 210, it is 2, so the factor is 8 if `times` is 3.
     """
     return (2.0 ** round(math.log2(other / one))) ** times if one and other else 1.0
 
@@ -208,6 +213,9 @@ def estimated(step: Step, compiler: Platform) -> Traffic:
 
 
 def _read(step: Step, compiler: Platform, mesh: MeshSpec | Mesh | AbstractMesh, without: Sequence[str] = ()) -> Traffic:
-    """The estimated traffic of a step on `mesh`, in the order of the program, without the passes `without`."""
+    """The estimated traffic of a step on `mesh`, in the order of the program.
+
+    `without` has the names of compiler passes that are not simulated.
+    """
     module = parse_hlo(step.partitioned(compiler, mesh=MeshSpec.of(mesh)))
     return read(as_compiled(module, compiler, without=without), mesh, step.leaves)

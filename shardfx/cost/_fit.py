@@ -292,7 +292,7 @@ def fit(
 
 
 def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
-    """The memory of a plan's arrays. For a joined plan, there is a row for each of the plans."""
+    """The memory of the arrays of a plan. A joined plan (of several plans) has a row for each of them."""
     rows: dict[str, list[int]] = {}
     largest: list[Offender] = []
     for leaf in plan.leaves:
@@ -309,7 +309,7 @@ def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
 
 
 def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[Offender, ...]]:
-    """The rows of the groups of arguments, and the arguments, the largest first."""
+    """A row for each group of arguments, and an `Offender` for each argument in device memory, the largest first."""
     sizes: dict[str, list[int]] = {}
     largest: list[Offender] = []
     for at, (one, here) in enumerate(zip(known.purposes, known.memory.arguments, strict=True)):
@@ -323,9 +323,9 @@ def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[Offender, ...]]:
 
 
 def _temporaries(found: Sequence[Offender], known: StepOnChip) -> list[FitRow]:
-    """The rows of the groups of temporaries.
+    """A row for each group of the temporaries `found`.
 
-    Temporaries can reuse the memory of the results. These bytes are subtracted from the largest groups.
+    Temporaries can reuse the memory of the results. The bytes that they reuse are subtracted from the largest groups.
     """
     sums: dict[str, int] = {}
     for one in found:
@@ -359,7 +359,7 @@ def _sorted(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
 
 
 def _alike(found: Sequence[Offender]) -> list[Offender]:
-    """The arrays, the largest first. Arrays of equal size whose paths differ only in numbers are one entry."""
+    """The arrays `found`, the largest first. Arrays of equal size whose paths differ only in numbers are one entry."""
     groups: dict[tuple[object, ...], list[Offender]] = {}
     for one in found:
         groups.setdefault((between_numbers(one.what), one.bytes, one.group), []).append(one)
@@ -374,7 +374,10 @@ _COPIES = MOVING | {"convert"}
 
 
 def _gradient_shapes(known: StepOnChip) -> set[tuple[int, ...]]:
-    """The shapes of gradients, with sorted dimensions: the shapes of all parameters and of their shards."""
+    """The shapes that a gradient can have: those of all parameters, and of the parameters' shards.
+
+    Dimensions are sorted, since a gradient can be transposed.
+    """
     found: set[tuple[int, ...]] = set()
     for at in known.in_group("parameters"):
         found |= {tuple(sorted(known.purposes[at].argument.shape)), tuple(sorted(known.shards[at]))}
@@ -407,7 +410,10 @@ _Rows: TypeAlias = list[tuple[str, ...]]
 
 
 def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
-    """The rows of two tables, and the lines of text below each: the groups of arrays, and the largest arrays."""
+    """Two tables as pairs of their rows, and the lines of text below them.
+
+    The first table has the groups of arrays. The second has the largest arrays.
+    """
     groups: _Rows = [("group", "bytes/device", "share", "how")]
     for row in found.rows:
         share = f"{row.bytes / max(1, found.peak_bytes):.0%}"

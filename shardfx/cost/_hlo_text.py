@@ -220,7 +220,10 @@ def _instruction(line: str) -> Instruction:
 
 
 def _add_tuple_element(own: dict[str, Instruction], operand: str) -> None:
-    """Adds a `get-tuple-element` instruction for an operand that the text writes as `param#0`."""
+    """Adds a `get-tuple-element` instruction to the computation `own` if the text writes `operand` as `param#0`.
+
+    That notation is element 0 of the tuple `param`.
+    """
     whole, mark, index = operand.rpartition("#")
     if not mark or operand in own:
         return
@@ -230,7 +233,7 @@ def _add_tuple_element(own: dict[str, Instruction], operand: str) -> None:
 
 
 def parts_of(result: str) -> list[str]:
-    """The texts of the element types of a tuple type; for an array type, a list of this one type."""
+    """The texts of the elements of the tuple type `result`; for an array type, a list of this one type."""
     inside = result[1:-1] if result.startswith("(") else result
     depth, start, parts = 0, 0, []
     for found in _BRACKET.finditer(inside):
@@ -354,12 +357,15 @@ def result_of(text: str) -> Result:
 
 @ft.lru_cache(maxsize=65536)
 def bytes_of(buffer: Array, tile: tuple[int, int] | None) -> int:
-    """The bytes of an array in memory, padded to whole tiles. Elements smaller than a byte are packed."""
+    """The bytes of an array in memory, with its shape padded to whole tiles.
+
+    `tile` has the rows and columns of a tile; `None` if the chip does not pad. Elements smaller than a byte are packed.
+    """
     return -(-math.prod(padded(buffer.shape, tile)) * buffer.bits // 8)
 
 
 def padded(shape: tuple[int, ...], tile: tuple[int, int] | None) -> tuple[int, ...]:
-    """A shape padded to whole tiles of (rows, columns).
+    """A shape padded to whole tiles of `tile` = (rows, columns); the shape itself if `tile` is `None`.
 
     The layout is the one with the least padding: any two dimensions can be the rows and columns of the tiles. A
     dimension shorter than a tile's rows is padded to a power of two. The TPU's compiler pads arrays in the same way.

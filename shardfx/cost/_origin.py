@@ -93,7 +93,7 @@ class Origins:
     def gathered(self, instruction: Instruction, element: int) -> str | None:
         """JAX's name of the argument that a collective sends; `None` if the collective sends a computed value.
 
-        The collective's operand number `element` is the argument or a slice of it.
+        The argument, or a slice of it, is operand number `element` of the collective.
         """
         op = self._ops.get(id(instruction))
         moved = () if op is None else self._senders.get(op, op).reads[element:]
@@ -102,7 +102,8 @@ class Origins:
     def updated(self, instruction: Instruction, element: int) -> str | None:
         """JAX's name of the argument whose gradient a collective reduces; `None` if there is no such argument.
 
-        Result number `element` of the collective, or a value computed from it, is added to this argument.
+        The gradient is result number `element` of the collective. The program adds it, or a value computed from it, to
+        the argument.
         """
         op = self._ops.get(id(instruction))
         for gradient in () if op is None else _results_of(op, element):
@@ -116,15 +117,18 @@ class Origins:
         return None
 
     def _same_gradient(self, gradient: int) -> Iterator[int]:
-        """Yields the value `gradient`, and the values computed from it that may be the same gradient or a shard of it.
+        """Yields value number `gradient`, and the values computed from it that may be the same gradient or a shard of
+        it.
 
         The nearest values come first.
         """
         return itertools.islice(reached([gradient], self._onward), _MANY)
 
     def _next(self, value: int) -> tuple[int, ...]:
-        """The results of the operations that read a value, if they have the shape of the value, its shard or a stack of
-        such values.
+        """The results of the operations that read a value, if they may hold the same gradient.
+
+        A result may hold it if it has the shape of the value or of its shard, or if the operation writes the value into
+        a larger array.
         """
         found = [*self._becomes.get(value, ())]
         for op, at, _ in self._uses.users.get(value, ()):
@@ -147,10 +151,10 @@ class Origins:
         return None
 
     def is_sum_of_products(self, instruction: Instruction) -> bool:
-        """Whether a permute sends a partial sum of products, to which the receiving device adds its own product.
+        """Whether a permute of a windowed einsum sends a partial sum of products.
 
-        Otherwise the permute sends an operand of the products. A partial sum starts from zeros. In a loop, it is a
-        result of the loop's body.
+        The receiving device adds its own product to the partial sum. Otherwise the permute sends an operand of the
+        products. A partial sum starts from zeros. In a loop, it is a result of the loop's body.
         """
         op = self._ops.get(id(instruction))
         values = itertools.islice(reached(() if op is None else op.reads, self._operands_of), _FAR)
@@ -159,7 +163,7 @@ class Origins:
         return not opcodes.isdisjoint(PRODUCTS) or opcodes.isdisjoint((None, *_GATHERS))
 
     def _operands_of(self, value: int) -> Iterable[int]:
-        """The operands of the operation that computes a value; for a loop-carried value, the body's result."""
+        """The values from which a value is computed; for a loop-carried value, the result of the loop's body."""
         if value in self._carried:
             loop, at = self._carried[value]
             return (loop.bodies[0].results[at],)

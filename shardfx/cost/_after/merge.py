@@ -26,7 +26,7 @@ _GROUPS = re.compile(
 
 
 def users_of(computation: Computation) -> dict[str, list[Instruction]]:
-    """The instructions that read the result of each instruction, in the order of the text."""
+    """The instructions of `computation` that read the result of each instruction, in the order of the text."""
     users: dict[str, list[Instruction]] = {name: [] for name in computation}
     for instruction in computation.values():
         for operand in dict.fromkeys(instruction.operands):
@@ -35,12 +35,12 @@ def users_of(computation: Computation) -> dict[str, list[Instruction]]:
 
 
 def with_operands(instruction: Instruction, operands: Sequence[str]) -> Instruction:
-    """A copy of an instruction with other operands."""
+    """A copy of `instruction` that reads the results of the instructions named in `operands`."""
     return instruction._replace(operands=(*operands,), inside=", ".join(f"%{name}" for name in operands))
 
 
 def renamed(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
-    """The instruction with each operand in `names` replaced by its new name."""
+    """The instruction, with each operand that is a key of `names` replaced by the name in `names`."""
     if names.keys().isdisjoint(instruction.operands):
         return instruction
     return with_operands(instruction, [names.get(operand, operand) for operand in instruction.operands])
@@ -76,10 +76,10 @@ class Rewritten:
 
     @ft.cached_property
     def narrow(self) -> set[int]:
-        """The `id` of each collective whose float32 result is read only by products at the default precision.
+        """The `id` of each collective instruction whose float32 result only matrix products at the default precision
+        read.
 
-        A computation can have several callers. Then the result of a collective in it must be read in this way for each
-        caller.
+        If several instructions call the computation of a collective, this must hold in each of these calls.
         """
         program = program_of(self.module)
         values = narrow_values(program)
@@ -104,7 +104,11 @@ _FAR = 100
 
 
 def gathered_once(known: Rewritten, computation: Computation) -> Computation:
-    """The computation with equal all-gathers merged if their users are close to each other, as XLA merges them."""
+    """A copy of `computation` in which equal all-gathers are merged into the first of them, as XLA merges them.
+
+    Two all-gathers are merged only if the instructions that read their results are close to each other. Equal permutes
+    are always merged. `known` is the module of the computation.
+    """
     computation = _gather_for_each_user(computation)
     users = users_of(computation)
     # The height of each instruction, as XLA counts it.
@@ -130,8 +134,9 @@ def gathered_once(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _gather_for_each_user(computation: Computation) -> Computation:
-    """The computation with a separate all-gather for each instruction that reads its result, as the TPU's partitioner
-    makes them.
+    """A copy of `computation` in which each instruction that reads an all-gather's result has its own all-gather.
+
+    The TPU's partitioner makes all-gathers in this way.
     """
     users = users_of(computation)
     made: Computation = {}

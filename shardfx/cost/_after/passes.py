@@ -26,8 +26,10 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
 def windowed(known: Rewritten, computation: Computation) -> Computation:
-    """The computation with a ring of permutes in place of each all-gather and reduce-scatter that overlaps with a
-    product.
+    """A copy of `computation` with windowed einsums (a ring of permutes that overlaps with a matrix product).
+
+    A ring replaces each all-gather of a product's operand and each reduce-scatter of a product's result that takes less
+    time than the product. `known` is the module of the computation.
     """
     users = users_of(computation)
     made = dict(computation)
@@ -64,9 +66,10 @@ def _is_hidden(known: Rewritten, computation: Computation, product: Instruction,
 
 
 def _permutes(known: Rewritten, sent: Instruction, shard: str) -> Instruction:
-    """The permutes of a ring that replaces a collective, as one instruction.
+    """The permutes of a ring that replaces the collective `sent`, as one `collective-permute` that returns a tuple.
 
-    The ring has one permute per shard, and one more if two rings run in opposite directions.
+    `shard` is the type of one permute's result. For a replica group of n devices, two rings of opposite directions have
+    n + 1 permutes together. An all-gather over 4 devices has one ring, of 3 permutes.
     """
     rows = known.groups(sent)[0].tolist()
     size = len(rows[0])
@@ -78,8 +81,10 @@ def _permutes(known: Rewritten, sent: Instruction, shard: str) -> Instruction:
 
 
 def narrowed(known: Rewritten, computation: Computation) -> Computation:
-    """The computation with bfloat16 in place of float32 in each collective whose result only products at the default
-    precision read.
+    """A copy of `computation` in which some collectives send bfloat16 in place of float32.
+
+    These are the collectives whose results only matrix products at the default precision read. `known` is the module of
+    the computation.
     """
     narrow = {name: own for name, own in computation.items() if id(own) in known.narrow}
     return computation | {
@@ -93,10 +98,11 @@ class Pass(NamedTuple):
     **Arguments:**
 
     - `name`: XLA's name for the pass.
-    - `apply`: a function that returns a computation of a module as the pass leaves it.
+    - `apply`: a function that takes a module and one of its computations, and returns the computation as the pass
+        leaves it.
     - `link`: the file of XLA that `apply` imitates.
-    - `unsure`: the fraction of the changed bytes that the compiler may send in another way; 0 if no compiled program
-        was found to differ.
+    - `unsure`: the fraction of a changed collective's bytes that the compiler may send by another collective. It is 0
+        if no compiled program was found to differ.
     """
 
     name: str
@@ -144,7 +150,7 @@ def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str]
 
     - `module`: the module of one device, as XLA's partitioner leaves it. For TPUs, the module must not have gone
         through the common subexpression elimination after the partitioner (`xla_disable_hlo_passes="cse"`), since the
-        TPU's compiler merges fewer all-gathers.
+        TPU's compiler merges fewer all-gathers than that.
     - `platform`: the platform of the compiler.
     - `without`: the names of passes that are not applied.
 
@@ -164,7 +170,10 @@ def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str]
 
 
 def _map_collectives(module: HloModule, mark: Callable[[str, Instruction], Instruction]) -> HloModule:
-    """A copy of the module with `mark(computation, collective)` in place of each collective."""
+    """A copy of the module with `mark(name, collective)` in place of each collective.
+
+    `name` is the name of the computation that contains the collective.
+    """
     marked = {
         name: own | {key: mark(name, made) for key, made in own.items() if made.opcode in KINDS}
         for name, own in module.computations.items()
@@ -173,7 +182,10 @@ def _map_collectives(module: HloModule, mark: Callable[[str, Instruction], Instr
 
 
 def _marked(before: HloModule, one: Pass, name: str, own: Instruction) -> Instruction:
-    """The collective, with the name of the pass added if the pass made or changed the collective."""
+    """The collective `own` after the pass `one`, with the name of the pass if the pass made or changed the collective.
+
+    `before` is the module before the pass, and `name` is the computation that contains the collective.
+    """
     old = before.computations.get(name, {}).get(own.name)
     if old is not None and old[1:3] == own[1:3] and old.attributes == own.attributes:
         return own
@@ -181,6 +193,9 @@ def _marked(before: HloModule, one: Pass, name: str, own: Instruction) -> Instru
 
 
 def _unsure(name: str, own: Instruction) -> Instruction:
-    """The collective, marked as unsure if JAX's operation that it comes from is in `_UNSURE`."""
+    """The collective `own`, marked if the TPU's compiler may send all of its bytes in another way.
+
+    That is so if the JAX operation that caused the collective is in `_UNSURE`. The name of the computation is not used.
+    """
     why = next((why for operations, why in _UNSURE.items() if operations.search(own.op_name)), None)
     return own if why is None else own._replace(unsure=1.0, note=why)

@@ -19,8 +19,9 @@ from .merge import Computation, Rewritten, renamed, users_of, with_groups, with_
 
 
 def folded(known: Rewritten, computation: Computation) -> Computation:
-    """The computation with one all-reduce, over combined replica groups, in place of each all-reduce of an
-    all-reduce.
+    """A copy of `computation` in which an all-reduce of another all-reduce's result becomes one all-reduce.
+
+    Its replica groups are the combined groups of the two. `known` is the module of the computation.
     """
     users = users_of(computation)
     made = dict(computation)
@@ -37,8 +38,10 @@ def folded(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _combined(inner: Groups, outer: Groups) -> Groups | None:
-    """The replica groups of one all-reduce that equals an all-reduce of an all-reduce; `None` if the groups of the two
-    do not form a grid.
+    """The replica groups of one all-reduce that equals an all-reduce over `inner`, followed by one over `outer`.
+
+    They are `None` if the groups of the two do not form a grid. For `inner` {0,1},{2,3} and `outer` {0,2},{1,3}, the
+    result is {0,1,2,3}.
     """
     if len(inner) != 1 or len(outer) != 1:
         return None
@@ -57,13 +60,18 @@ _RESHAPES = ("bitcast", "copy", "reshape", "reverse", "transpose")
 
 
 def added_once(known: Rewritten, computation: Computation) -> Computation:
-    """The computation with one all-reduce of a sum in place of each sum of all-reduces over the same devices."""
+    """A copy of `computation` in which a sum of all-reduces over the same devices becomes one all-reduce of the sum.
+
+    `known` is the module of the computation.
+    """
     return _Reassociation(computation, known).made
 
 
 class _Pending(NamedTuple):
-    """A pending all-reduce: the collective, the unreduced value that it will reduce, and a term to add to the
-    result.
+    """An all-reduce that is not yet in the rewritten computation.
+
+    `reduction` is the all-reduce, and `value` is the name of the array that it will reduce. `rest` is the name of an
+    array to add to the reduced one; `None` if there is none.
     """
 
     reduction: Instruction
@@ -72,8 +80,10 @@ class _Pending(NamedTuple):
 
 
 class _Reassociation:
-    """Rewrites one computation so that each all-reduce is pending until an instruction other than a sum reads its
-    result.
+    """Rewrites one computation so that all-reduces move after the sums of their results.
+
+    An all-reduce stays pending (out of the rewritten computation) while only sums and reshapes read its result. It is
+    added before the first other reader.
     """
 
     def __init__(self, computation: Computation, known: Rewritten):
@@ -98,7 +108,10 @@ class _Reassociation:
             self.reduce(own.name)
 
     def pending_of(self, own: Instruction) -> _Pending | None:
-        """The pending all-reduce of an instruction's result; `None` if the instruction needs reduced operands."""
+        """The all-reduce that can still be moved after the instruction `own`; `None` if there is no such all-reduce.
+
+        If it is `None`, the instruction must read reduced operands.
+        """
         found = [self.pending.get(operand) for operand in own.operands]
         if own.opcode == "all-reduce" and len(found) == 1 and found[0] is None and len(self.users[own.name]) == 1:
             return _Pending(own, self.names.get(own.operands[0], own.operands[0]))
@@ -127,21 +140,26 @@ class _Reassociation:
         return self.computation[pending.reduction.operands[0]].opcode == "scatter"
 
     def is_added_to_reduction(self, own: Instruction) -> bool:
-        """Whether the result of a sum has one reader, and that reader adds the result to an all-reduce."""
+        """Whether only one instruction reads the sum `own`, and it adds the sum to the result of an all-reduce."""
         users = self.users[own.name]
         if len(users) != 1 or users[0].opcode != "add":
             return False
         return any(self.computation[operand].opcode == "all-reduce" for operand in users[0].operands)
 
     def add(self, own: Instruction, operands: tuple[str, ...]) -> str:
-        """Adds a copy of an instruction with unreduced operands to the computation, and returns the copy's name."""
+        """Adds a copy of the instruction `own` to the rewritten computation, and returns the copy's name.
+
+        The copy reads `operands`, the names of arrays that are not reduced yet.
+        """
         name = f"{own.name}.parts"
         self.made[name] = with_operands(own, operands)._replace(name=name)
         return name
 
     def reduce(self, name: str) -> None:
-        """Adds the pending all-reduce of a value to the computation. The reduced value gets the name of the unreduced
-        one.
+        """Adds the pending all-reduce of the array `name`, if it has one, to the rewritten computation.
+
+        The reduced array gets the name of the array. If another array must be added to it, the sum gets the name
+        instead.
         """
         if (pending := self.pending.pop(name, None)) is None:
             return
@@ -157,8 +175,10 @@ _RESHAPES_IN_LOOPS = ("bitcast", "convert", "reshape", "transpose", "copy")
 
 
 def summed_after(known: Rewritten, computation: Computation) -> Computation:
-    """The computation with an all-reduce moved from the body of a loop to after the loop, if the loop only accumulates
-    the reduced value.
+    """A copy of `computation` in which an all-reduce moves from the body of a loop to after the loop.
+
+    It moves only if the loop does nothing with the reduced value but add it to a loop-carried array. `known` is the
+    module, in which the loop's body changes too.
     """
     computations = known.module.computations
     for loop in [own for own in computation.values() if own.opcode == "while"]:
@@ -175,8 +195,9 @@ def summed_after(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _reduced_after(computation: Computation, loop: Instruction, sums: Mapping[int, Instruction]) -> Computation:
-    """The computation with all-reduces after a loop. `sums` maps the index of a result of the loop to the all-reduce of
-    that result.
+    """A copy of `computation` with an all-reduce of some of the results of `loop` after the loop.
+
+    For the index of each of these results, `sums` has the all-reduce that was in the loop's body.
     """
     made: Computation = {}
     names: dict[str, str] = {}
@@ -193,14 +214,17 @@ def _reduced_after(computation: Computation, loop: Instruction, sums: Mapping[in
 
 
 def _accumulators(body: Computation, reduction: Instruction) -> tuple[int, ...]:
-    """The indices of the loop-carried arrays to which the body of a loop adds the result of an all-reduce.
+    """The indices of the loop-carried arrays to which the loop `body` adds the result of the all-reduce `reduction`.
 
     There are none if another instruction reads that result or one of these arrays.
     """
     users, last = users_of(body), root_of(body)
 
     def readers_of(values: Sequence[str], *through: str) -> list[tuple[str, Instruction]]:
-        """The instructions that read these values or reshapes of them, each with the value that it reads."""
+        """The instructions that read `values` or reshapes of them, each with the value that it reads.
+
+        Operations with an opcode in `through` count as reshapes.
+        """
         opcodes = (*_RESHAPES_IN_LOOPS, *through)
         reshaped = reached(values, lambda value: [user.name for user in users[value] if user.opcode in opcodes])
         return [(value, user) for value in reshaped for user in users[value] if user.opcode not in opcodes]
@@ -231,10 +255,10 @@ _ROWS, _LANES = 8, 128
 
 
 def scattered(known: Rewritten, computation: Computation, *, is_tpu: bool) -> Computation:
-    """The computation with a reduce-scatter in place of each all-reduce whose result each device slices to its own
-    shard.
+    """A copy of `computation` in which a reduce-scatter replaces an all-reduce followed by a slice.
 
-    On TPUs, an all-reduce is replaced only if the shard fills whole tiles.
+    The slice must take a different shard of the all-reduce's result on each device. On TPUs (`is_tpu`), the shard must
+    also fill whole tiles of the memory layout. `known` is the module of the computation.
     """
     users = users_of(computation)
     slices: dict[str, Instruction] = {}
@@ -252,8 +276,10 @@ def scattered(known: Rewritten, computation: Computation, *, is_tpu: bool) -> Co
 
 
 def summed_parts(known: Rewritten, computation: Computation) -> Computation:
-    """The computation with an all-reduce of zero-padded shards in place of each all-gather of one-dimensional shards
-    that do not fill a TPU's lanes.
+    """A copy of `computation` in which an all-reduce of zero-padded shards replaces some all-gathers.
+
+    These are the all-gathers of one-dimensional shards whose size is no multiple of 128, the lanes of a TPU. `known` is
+    the module of the computation.
     """
     made = dict(computation)
     for name, own in computation.items():
@@ -264,9 +290,10 @@ def summed_parts(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _order(users: Mapping[str, list[Instruction]], shard: Instruction) -> tuple[int, ...]:
-    """The dimensions of a slice in the order of the memory layout.
+    """The dimensions of the slice `shard` in the order of its memory layout.
 
-    If all readers of the slice are equal transposes, it is the order of these transposes. Otherwise it is ascending.
+    If all readers of the slice are transposes to the same order of dimensions, it is this order. Otherwise it is
+    ascending. `users` has the readers of each instruction, by its name.
     """
     orders = {own.attributes.partition("}")[0] if own.opcode == "transpose" else "" for own in users[shard.name]}
     dims = tuple(map(int, _NUMBER.findall(orders.pop()))) if len(orders) == 1 else ()
@@ -274,10 +301,13 @@ def _order(users: Mapping[str, list[Instruction]], shard: Instruction) -> tuple[
 
 
 def _is_own_slice(known: Rewritten, reduction: Instruction, shard: Instruction, order: tuple[int, ...] | None) -> bool:
-    """Whether a slice of an all-reduce's result is a different shard on each device of a replica group, so that the
-    compiler makes a reduce-scatter.
+    """Whether the slice `shard` of an all-reduce's result is different on each device of a replica group.
 
-    `order` has the dimensions in the order of the TPU's memory layout; `None` for other platforms.
+    The compiler then makes a reduce-scatter. On a TPU, the slice must also fill whole tiles of memory.
+
+    - `known`: the module.
+    - `reduction`: the all-reduce.
+    - `order`: the dimensions in the order of the TPU's memory layout; `None` for other platforms.
     """
     groups = known.groups(reduction)
     size = groups[0].shape[1]
@@ -294,11 +324,10 @@ def _is_own_slice(known: Rewritten, reduction: Instruction, shard: Instruction, 
 
 
 def _fills_tiles(dtype: str, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Whether a slice fills whole tiles in the memory layout with the least padding, which is the layout that the
-    compiler chooses.
+    """Whether a slice of shape `after`, from an array of shape `before`, fills whole tiles of the memory layout.
 
-    The rule was derived from 58 compiled programs of one product each, in float32 and bfloat16, with two to four
-    dimensions.
+    The compiler chooses the layout with the least padding. This rule was derived from 58 compiled programs of one
+    matrix product each, in float32 and bfloat16, with two to four dimensions.
     """
     cut = next(dim for dim, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
     if cut < len(before) - 2:

@@ -15,12 +15,13 @@ _FUSED = VIEWS | PIECES | ELEMENTWISE
 
 
 def sources_of(program: FlatProgram, uses: Uses, *, tpu: bool) -> dict[int, frozenset[int]]:
-    """For each value of a program, the arrays in memory from which the value is computed. A value that occupies memory
-    maps to itself.
+    """For each value (array) of a program, the values in memory from which it is computed.
 
-    XLA fuses elementwise operations, slices, and views such as transposes with the operations that read their results,
-    so these results occupy no memory. A loop reads only arrays in memory. So do products on GPUs and CPUs, since
-    libraries compute them.
+    A value that occupies memory has only itself. XLA fuses elementwise operations, slices, and views such as transposes
+    with the operations that read their results, so these results occupy no memory. A loop reads only arrays in memory.
+    So do matrix products on GPUs and CPUs, since libraries compute them; `tpu` is true for programs of TPUs.
+
+    Values are numbers, and `uses` has the operations that make and read them.
     """
     found = {value: frozenset([value]) for value in range(len(program.buffers))}
     for op in uses.ops:
@@ -37,11 +38,12 @@ def sources_of(program: FlatProgram, uses: Uses, *, tpu: bool) -> dict[int, froz
 def list_schedule(
     reads: Sequence[frozenset[int]], makes: Sequence[Collection[int]], bytes_of: Callable[[int], int]
 ) -> list[int]:
-    """The order of XLA's list scheduler, which picks the ready operation that frees the most bytes.
+    """The order of XLA's list scheduler, as positions of operations.
 
-    This is the order of `ListMemoryScheduler` in `xla/hlo/transforms/hlo_memory_scheduler.cc`, November 2026. The
-    priority of an operation is the bytes that it frees minus the bytes that it makes, then the number of its readers.
-    An operation that reads no result of the same body, such as the all-gather of a weight, runs right before its first
+    The scheduler picks, among the operations whose operands are computed, the one that frees the most bytes. This is
+    the order of `ListMemoryScheduler` in `xla/hlo/transforms/hlo_memory_scheduler.cc`, November 2026. The priority of
+    an operation is the bytes that it frees minus the bytes that it makes, then the number of its readers. An operation
+    that reads no result of the scheduled operations, such as the all-gather of a weight, runs right before its first
     reader.
 
     **Arguments:**

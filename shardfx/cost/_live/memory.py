@@ -17,7 +17,7 @@ class Rematerialized(NamedTuple):
 
     **Arguments:**
 
-    - `values`: the arrays that are no longer stored between the forward and the backward pass.
+    - `values`: the numbers of the arrays that are no longer stored between the forward and the backward pass.
     - `kept_bytes`: the bytes of the arrays that are stored instead: the loop-carried values of each layer.
     """
 
@@ -26,10 +26,11 @@ class Rematerialized(NamedTuple):
 
 
 def rematerialized(program: FlatProgram, uses: Uses, bytes_of: Callable[[int], int]) -> Rematerialized:
-    """The change of memory if each layer were rematerialized; it has no values if that would save nothing.
+    """The change of memory if each layer were rematerialized; empty if that would save almost nothing.
 
-    Arrays that a loop of the forward pass stacks for another loop are no longer stored. The values that the forward
-    loop carries from layer to layer are stored instead.
+    A loop of the forward pass can stack an array for another loop: each iteration writes one slice of it. These arrays
+    are no longer stored. The values that the forward loop carries from layer to layer are stored instead. `uses` has
+    the operations that make and read each array, and `bytes_of` returns the bytes of an array.
     """
     loops = {id(body) for op in uses.ops if op.opcode == "while" for body in op.bodies}
     dropped: set[int] = set()
@@ -50,7 +51,10 @@ def rematerialized(program: FlatProgram, uses: Uses, bytes_of: Callable[[int], i
 
 
 def _is_stack(loop: FlatOp, at: int, uses: Uses) -> bool:
-    """Whether a loop only writes slices of its loop-carried array number `at` and never reads the array."""
+    """Whether a loop only writes slices of its loop-carried array number `at`, one per iteration, and never reads it.
+
+    `uses` has the operations that make and read each array.
+    """
     body = loop.bodies[0]
     op = uses.maker.get(body.results[at])
     readers = [one for one, _, _ in uses.users.get(body.carried[at], ())]
@@ -162,7 +166,7 @@ def device_memory(
 
 
 class _Peak(NamedTuple):
-    """The bytes of a body's temporaries at their peak, and the values that are live at that time."""
+    """The peak bytes of the temporaries in a loop's body, branch or entry computation, and the arrays live then."""
 
     bytes: int = 0
     values: tuple[int, ...] = ()
@@ -176,14 +180,18 @@ class _Counter:
         self.remat = Rematerialized()
 
     def bytes_of(self, value: int) -> int:
-        """The bytes of a value in the device's memory, with tile padding; 0 for a rematerialized value."""
+        """The bytes of array number `value` in the device's memory, with tile padding.
+
+        They are 0 if the array is rematerialized and thus not stored.
+        """
         if value in self.remat.values:
             return 0
         return bytes_of(self.program.buffers[value], self.tile)
 
     def live_array(self, value: int) -> LiveArray:
-        """The description of a temporary, with the operation that made it. For the result of a loop, that operation is
-        in the loop's body.
+        """The temporary number `value`, with the operation that made it.
+
+        For the result of a loop, it is the operation in the loop's body that makes the value.
         """
         op = made = self.uses.maker.get(value)
         while made is not None and made.opcode == "while":
@@ -196,11 +204,13 @@ class _Counter:
         return LiveArray(buffer, size, op.opcode, op.instruction.op_name, line)
 
     def peak(self, body: Body, timeline: list[int], result_bytes: Mapping[int, int]) -> _Peak:
-        """The peak of a body's temporaries. Values that the body carries or returns do not count.
+        """The peak of the temporaries of a loop's body, branch or entry computation.
+
+        Its parameters and results do not count, since they are in the memory of its caller.
 
         **Arguments:**
 
-        - `body`: the body.
+        - `body`: the loop's body, branch or entry computation.
         - `timeline`: a list to which the live bytes at each operation are appended.
         - `result_bytes`: the bytes of each result that has its own memory. Temporaries use this memory until the result
             is made.
@@ -237,21 +247,24 @@ class _Counter:
         return worst
 
     def is_array(self, value: int) -> bool:
-        """Whether a value occupies memory as an array."""
+        """Whether value number `value` occupies memory as an array. It does not if XLA fuses it into its readers."""
         return value in self.sources[value]
 
     def reads(self, op: FlatOp) -> set[int]:
-        """The arrays in memory that an operation reads, with the arrays that the operations of its bodies read."""
+        """The arrays in memory that an operation reads. For a loop or conditional, with those that its bodies read."""
         read = [*op.reads, *(value for body in op.bodies for value in body.results)]
         found = set().union(*(self.sources[value] for value in read))
         return found.union(*(self.reads(inner) for body in op.bodies for inner in body.ops))
 
 
 def _async_starts(ops: Sequence[FlatOp], reads: Sequence[frozenset[int]], born: Mapping[int, int]) -> dict[int, int]:
-    """For each result of an asynchronous collective, the position in the schedule from which the result occupies
-    memory.
+    """For each result of an asynchronous collective, the position in the schedule from which it occupies memory.
 
-    It is the position of the product with which the collective overlaps.
+    It is the position of the matrix product with which the collective overlaps.
+
+    - `ops`: the operations in the order of the schedule.
+    - `reads`: the arrays that each of them reads.
+    - `born`: for each array, the position of the operation that makes it.
     """
     found: dict[int, int] = {}
     for at, op in enumerate(ops):

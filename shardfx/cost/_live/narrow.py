@@ -24,15 +24,17 @@ _MOVES |= MOVING | VIEWS | PIECES
 
 
 def narrowed(program: FlatProgram) -> FlatProgram:
-    """Changes the program in place, and returns it: each value has the dtype in which it is stored, and loops have
-    conversions before them.
+    """Changes the program in place, and returns it.
+
+    Each value gets the dtype in which the TPU's compiler stores it. An operation that converts to bfloat16 is added
+    before each loop that reads an array only as bfloat16.
     """
     _Narrowing(program).run()
     return program
 
 
 def narrow_values(program: FlatProgram) -> set[int]:
-    """The float32 values that only products at the default precision read.
+    """The numbers of the float32 values that only matrix products at the default precision read.
 
     XLA's BFloat16Propagation finds the same values: `xla/service/bfloat16_propagation.cc`, in the libtpu that jaxlib
     0.10.2 pins.
@@ -66,8 +68,9 @@ class _Narrowing:
             buffers[value] = buffers[value]._replace(dtype="bf16")
 
     def is_narrow(self, value: int) -> bool | None:
-        """Whether a value is stored as bfloat16; `None` if the answer depends on itself, through a loop-carried
-        value.
+        """Whether value number `value` is stored as bfloat16.
+
+        It is `None` while the answer depends on itself, through a loop-carried value.
         """
         if value not in self.known:
             self.known[value] = None
@@ -86,7 +89,10 @@ class _Narrowing:
         return False not in reads and True in reads
 
     def reads_narrow(self, op: FlatOp, at: int) -> bool | None:
-        """Whether an operation reads operand number `at` as bfloat16."""
+        """Whether an operation reads operand number `at` as bfloat16.
+
+        It is `None` while the answer depends on itself, through a loop-carried value.
+        """
         if op.opcode in ("dot", "convolution"):
             return not _PRECISE.search(op.instruction.attributes) and not self.is_by_vector(op)
         if op.opcode == "convert":
@@ -98,8 +104,9 @@ class _Narrowing:
         return False
 
     def is_by_vector(self, product: FlatOp) -> bool:
-        """Whether one operand of a product has only contracted and batch dimensions. The TPU computes such products in
-        float32.
+        """Whether one operand of a matrix product has only contracted and batch dimensions: it is a vector.
+
+        The TPU computes such products in float32.
         """
         # A product that is fused with the operations of its operands reads more than two arrays.
         if product.opcode != "dot" or len(product.reads) != 2:
@@ -113,7 +120,7 @@ class _Narrowing:
         return batch * added in sizes
 
     def convert_before_loops(self, body: Body) -> None:
-        """Adds a conversion before each loop that reads a value of this body only as bfloat16."""
+        """Adds a conversion to bfloat16 before each loop that reads a value of this body only as bfloat16."""
         copies: dict[int, int] = {}
         ops: list[FlatOp] = []
         for op in body.ops:

@@ -38,7 +38,7 @@ class FlatOp:
     - `reads`: the numbers of the values that it reads. A loop reads the initial values of the loop-carried values that
         it changes.
     - `makes`: the numbers of the values that it makes.
-    - `bodies`: the bodies of a loop or a conditional. In a loop's body, `carried` are the loop-carried values.
+    - `bodies`: the body of a loop, or the branches of a conditional.
     - `calls`: the calls and fusions around the operation, innermost first.
     """
 
@@ -56,7 +56,15 @@ class FlatOp:
 
 @dataclasses.dataclass(eq=False)
 class Body:
-    """The operations of the entry computation, of a loop's body or of a branch, in the order of the text."""
+    """The operations of the entry computation, of a loop's body or of a branch.
+
+    **Arguments:**
+
+    - `carried`: the numbers of the parameters. In a loop's body, these are the loop-carried values that the loop
+        changes. A branch has none.
+    - `results`: the numbers of the values that it returns.
+    - `ops`: the operations, in the order of the text.
+    """
 
     carried: tuple[int, ...]
     results: tuple[int, ...]
@@ -81,7 +89,14 @@ class FlatProgram:
 
 
 class Uses:
-    """The operation that makes each value of a program, and the operations that read the value."""
+    """The operation that makes each value of a program, and the operations that read it.
+
+    - `ops`: all operations, with those of nested bodies.
+    - `maker`: the operation that makes a value.
+    - `home`: the body in which a value is made or carried.
+    - `users`: for a value, each operation that reads it, the number of the operand, and the body of that operation.
+    - `results`: the values that a body returns.
+    """
 
     def __init__(self, program: FlatProgram):
         self.ops: list[FlatOp] = []
@@ -156,8 +171,9 @@ class _Flattener:
         return self.results[text]
 
     def read(self, name: str, bound: Sequence[Values], ops: list[FlatOp]) -> Values:
-        """Adds the operations of a computation to `ops`, and returns the values of its root. `bound` are the values of
-        its parameters.
+        """Adds the operations of the computation `name` to `ops`, and returns the values of its root.
+
+        `bound` are the values of its parameters.
         """
         known: dict[str, Values] = {}
         root: Values = ()
@@ -168,7 +184,10 @@ class _Flattener:
         return root
 
     def add(self, one: Instruction, bound: Sequence[Values], known: dict[str, Values], ops: list[FlatOp]) -> Values:
-        """Adds the operations of an instruction to `ops`, and returns the values of its result."""
+        """Adds the operations of the instruction `one` to `ops`, and returns the values of its result.
+
+        `bound` are the values of the computation's parameters, and `known` has the values of earlier instructions.
+        """
         operands = [known[name] for name in one.operands if name in known]
         if one.opcode == "parameter":
             return bound[_number(one)]
@@ -199,15 +218,20 @@ class _Flattener:
         return makes
 
     def inlined(self, call: Instruction, name: str, bound: Sequence[Values], ops: list[FlatOp]) -> Values:
-        """Adds the operations of a called computation to `ops`, and returns the values of the call."""
+        """Adds the operations of the computation `name`, which the instruction `call` calls, to `ops`.
+
+        Returns the values of the call. `bound` are the values of the computation's parameters.
+        """
         self.calls, before = (call, *self.calls), self.calls
         made = self.read(name, bound, ops)
         self.calls = before
         return made
 
     def loop(self, one: Instruction, initial: Values, ops: list[FlatOp]) -> Values:
-        """Adds a loop to `ops`, and returns the values of its result. A value that the loop never changes has one
-        number before, in and after the loop.
+        """Adds the loop `one` to `ops`, and returns the values of its result.
+
+        `initial` are the initial loop-carried values. A value that the loop never changes has one number before, in and
+        after the loop.
         """
         body = dict(one.called)["body"]
         changes = self.changes(body)
@@ -232,8 +256,9 @@ class _Flattener:
         return outside
 
     def changes(self, name: str) -> tuple[int, ...]:
-        """The indices of the elements of the loop-carried tuple that a loop changes. `name` is the computation of the
-        loop's body.
+        """The indices of the elements of the loop-carried tuple that a loop changes.
+
+        `name` is the computation of the loop's body.
         """
         body = self.module.computations[name]
         root = next(one for one in body.values() if one.is_root)
@@ -243,8 +268,9 @@ class _Flattener:
         return tuple(at for at, operand in enumerate(root.operands) if not self.returns_unchanged(body, operand, at))
 
     def returns_unchanged(self, body: dict[str, Instruction], made: str, at: int) -> bool:
-        """Whether the body of a loop returns element `at` of its parameter unchanged as `made`, directly or through
-        nested loops.
+        """Whether the instruction `made` of a loop's `body` is element `at` of the body's parameter, unchanged.
+
+        It can be the element itself or a copy, or come unchanged through nested loops.
         """
         one = body[made]
         while one.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
