@@ -81,7 +81,10 @@ class LeafDiff:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The collectives that move each array, such as "all-gather"; if there are none, only `LeafMove.how`."""
+        """The collectives that move each array, such as "all-gather".
+
+        If there are none, the only item is `LeafMove.how`, a word for the way in which the array moves.
+        """
         if self.move is None:
             return ()
         return tuple(step.kind for step in self.move.steps) or (self.move.how,)
@@ -188,7 +191,10 @@ def _axis_moves(before: LeafPlan, after: LeafPlan) -> tuple[AxisMove, ...]:
 
 
 def _moves(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
-    """The move of each array that is in both plans and may have another sharding in the second plan, by its path."""
+    """A dict from the path of an array to its move from plan `a` to plan `b`, as `plan_reshard` finds it.
+
+    It has the arrays that are in both plans and that may have different shardings in them.
+    """
     there = b.content.by_path
     common = [
         leaf.path

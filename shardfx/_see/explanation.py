@@ -193,8 +193,9 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
 
 
 def _found(plan: ShardPlan, where: str) -> LeafPlan:
-    """The LeafPlan at a path, or the first LeafPlan whose path a regex matches. Raises if the matched paths differ in
-    more than numbers.
+    """The LeafPlan at the path `where`, or the first LeafPlan whose path the regex `where` matches.
+
+    Raises if the regex matches paths that differ in more than numbers.
     """
     try:
         groups = {} if where in plan else together(filter(re.compile(where).search, plan), between_numbers)
@@ -215,9 +216,13 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 
 
 def _changes(why: Reason, plan: ShardPlan, tried: tuple[Attempt, ...], left: int, sizes: tuple[int, ...]) -> list[str]:
-    """The changes that would remove one reason, a sentence each, with the values of this plan.
+    """Changes that would remove `why`, the reason why a dimension is not sharded as requested; a sentence each.
 
-    `left` is the number of elements or units of each shard, and `sizes` the nearest sizes that the axes divide.
+    **Arguments:**
+
+    - `tried`: the outcome of each axis rule for the logical names of the array.
+    - `left`: the size of the dimension on one device, in elements or units.
+    - `sizes`: the nearest sizes, below and above, that all requested mesh axes divide.
     """
     mesh = plan.mesh
     if why.code in _OF_SIZE and why.dim is not None:
@@ -276,8 +281,10 @@ def _cells(dim: DimExplanation) -> tuple[str, ...]:
 
 
 def _notes(found: Explanation) -> list[tuple[str, list[str]]]:
-    """The notes of each dimension and then of the whole array, as pairs of a title and lines. Dimensions without notes
-    are left out.
+    """Pairs of a title and lines: the notes on each dimension, and then those on the whole array.
+
+    A note is the outcome of a rule, a reason, or a change that would remove a reason. Dimensions without notes are left
+    out.
     """
     parts = []
     for title, one in [*((f"dim {dim.dim}", dim) for dim in found.dims), ("the array", found)]:

@@ -122,7 +122,10 @@ _WIDTH, _SHOWN = 80, 100
 
 
 def findings_of(found: Iterable[Finding]) -> Findings:
-    """Sorts findings: the most bytes first, then the worst severity, then the order in which they were found."""
+    """Sorts findings by the bytes that the mistake costs, the most first.
+
+    Findings with equal bytes are sorted by severity, the worst first, and then by the order in which they were found.
+    """
     return Findings(sorted(dict.fromkeys(found), key=lambda one: (-one.bytes, SEVERITIES.index(one.severity))))
 
 

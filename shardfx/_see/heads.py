@@ -33,9 +33,10 @@ class _Width(NamedTuple):
 def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
     """Findings for dimensions that are sharded within an attention head.
 
-    The width of a head comes from `head_dim`, from the units in the rules of a leaf of the same layer, or from the size
-    of a norm of the queries. Without these, the usual width is assumed if the keys are narrower than the queries, and
-    the findings are of severity "info".
+    The width of a head (its number of elements) is `head_dim`. If this is `None`, the width is the unit that a rule
+    declares for an array of the same layer: the number of elements that no shard may split. Without a unit it is the
+    size of a norm of the queries. If there is no norm either, and the keys are narrower than the queries, the usual
+    width 128 is assumed. The findings are then of severity "info".
     """
     layers: dict[tuple[str, ...], dict[str, list[tuple[str, Group]]]] = {}
     norms: dict[tuple[str, ...], Group] = {}
@@ -76,8 +77,11 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
 
 
 def _cut_elements(subject: Subject, found: Sequence[tuple[str, Group]]) -> Iterator[Finding]:
-    """A finding for each array that shards the dimension of a head's elements although it could shard the dimension of
-    heads.
+    """A finding for each array that shards the dimension of a head's elements instead of the dimension of heads.
+
+    An array whose dimension of heads could not be sharded as often is left out. `found` has pairs of a role ("q", "k",
+    "v" or "o") and the arrays with this role, in one layer. In these arrays the heads and the elements of a head are
+    separate dimensions.
     """
     dims = [len(group.row.shape) - (2 if role == "o" else 1) for role, group in found]
     pairs = [(group, dim) for (_, group), dim in zip(found, dims, strict=True)]
@@ -98,8 +102,11 @@ def _cut_elements(subject: Subject, found: Sequence[tuple[str, Group]]) -> Itera
 
 
 def _head_dimension(suffix: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
-    """The dimension of the projections that contains the heads: the one in which the sizes of the projections differ,
-    or the usual one for leaves with this suffix; `None` if neither is known.
+    """The dimension that contains the heads in the projections of queries, keys and values; `None` if it is not known.
+
+    `shapes` are the shapes of the projections. The dimension is the one in which they differ. If they are equal, it is
+    the last dimension for a bias or for leaves whose path ends in "kernel" or "bias", and the last but one for
+    "weight". `suffix` is the end of the leaves' paths, after the name of the projection.
     """
     if len(shapes) < 2 or len({len(shape) for shape in shapes}) != 1 or not shapes[0]:
         return None

@@ -108,7 +108,10 @@ _DOUBTFUL, _BAD = 1.5, 4.0
 def _verdict(
     totals: dict[str, Any], findings: Sequence[Finding], fit: Fit | None, chip: dict[str, Any] | None
 ) -> dict[str, str]:
-    """The quality of a plan: a text of one line, and a level: "good", "warn" or "bad"."""
+    """The quality of a plan: a dict with a `text` of one line and a `level`: "good", "warn" or "bad".
+
+    `totals` has the sums over all arrays of the plan. `chip` has the memory of the accelerator, or is `None`.
+    """
     less, even = totals["corrected_arrays"], totals["even_bytes_per_device"]
     ratio = totals["bytes_per_device"] / even if even else 1.0
     errors, warnings = (sum(one.severity == severity for one in findings) for severity in ("error", "warning"))
@@ -148,7 +151,7 @@ def _row(row: Group, mesh: MeshSpec) -> dict[str, object]:
 
 
 def _lost(leaf: Row) -> list[list[str]]:
-    """For each dimension, the mesh axes that were requested and that do not shard it."""
+    """For each dimension of the array, the mesh axes that its rule requests and that do not shard it."""
     asked, given = _axes(leaf, leaf.requested), _axes(leaf, leaf.spec)
     pairs = zip(asked[: len(given)], given, strict=True)
     return [[axis for axis in wanted or [] if axis not in (got or [])] for wanted, got in pairs]
@@ -163,14 +166,16 @@ def _is_less(leaf: Row) -> bool:
 
 
 def _axes(leaf: Row, spec: Any) -> list[list[str] | None]:
-    """For each dimension, the mesh axes that shard it; `None` if the compiler may choose."""
+    """For each dimension of the array, the mesh axes that shard it under `spec`; `None` if it is UNCONSTRAINED."""
     entries = [None if entry is UNCONSTRAINED else list(entry_axes(entry)) for entry in entries_of(spec)]
     return [*entries, *[[] for _ in range(len(leaf.shape) - len(entries))]]
 
 
 def _memory(rows: Sequence[Group], fit: Fit | None) -> list[dict[str, object]]:
-    """The bytes per device of each part of the tree, which is the first segment of the paths, or of each group of a
-    step. Bytes in host memory are separate entries.
+    """The bytes per device of each part of the tree, or of each group of a step's arrays if there is a `fit`.
+
+    A part of the tree is all arrays whose paths have the same first segment, such as `params`. Bytes in host memory are
+    separate entries. `rows` are the planned arrays.
     """
     sums = collections.Counter[tuple[str, str | None]]()
     if fit is None:
@@ -216,8 +221,9 @@ _AROUND, _LAYOUTS = 2, 2
 
 
 def step_data(fit: Fit) -> dict[str, object] | None:
-    """The arrays that a step has in memory when it uses most memory, and the source lines that make arrays; `None` if
-    `fit` has no step.
+    """The arrays that a step has in memory when it uses most memory, and the source lines that make arrays.
+
+    The result is `None` if `fit` does not know the shardings of a step.
     """
     known = fit.shardings
     return known and {"moment": [_held(one) for one in fit.moment if one.bytes], "source": _source(known.rows)}
@@ -373,10 +379,11 @@ def embedded(value: object) -> str:
 def packed(data: Mapping[str, Any]) -> dict[str, Any]:
     """The data of `report_data` in a compact form of bounded size, with all text made printable.
 
-    Each distinct plan of an array is stored once, in `kinds`. An entry of `rows` has four values: the number of
-    characters that its path shares with the path before it, the rest of its path, the number of arrays, and the index
-    of their plan in `kinds`. If there are too many entries, those with the fewest bytes per device are dropped, and
-    `more` has their sums. If there are too many findings or rows of traffic, the last ones are dropped.
+    Each distinct plan of an array is stored once, in `kinds`. An entry of `rows` stands for one array, or for equal
+    arrays. It has four values: the number of characters that its path shares with the path before it, the rest of its
+    path, the number of arrays, and the index of their plan in `kinds`. For example, after the path `layers/0/w`, the
+    path `layers/0/up` is `[9, "up", 1, 0]`. If there are too many entries, those with the fewest bytes per device are
+    dropped, and `more` has their sums. If there are too many findings or collectives, the last ones are dropped.
     """
     traffic = data["traffic"]
     rows, left = _within(_ROW_CHARACTERS, data["rows"], _shared, lambda row: row["bytes_per_device"])
@@ -422,8 +429,10 @@ def _within(
     pack: Callable[[Sequence[Any]], Any] = list,
     weight: Callable[[Any], int] | None = None,
 ) -> tuple[Any, list[Any]]:
-    """Packs as many of `rows` as fit into `characters` of JSON, and returns the packed rows and the rows that do not
-    fit. Rows with more `weight` have priority.
+    """Packs as many of `rows` as fit into `characters` of JSON. Returns the result of `pack`, and the other rows.
+
+    `pack` is a function of the rows that are kept. Rows with more `weight` are kept first; without `weight`, the first
+    rows are.
     """
     numbers = range(len(rows))
     ranked = numbers if weight is None else sorted(numbers, key=lambda number: -weight(rows[number]))
@@ -453,7 +462,7 @@ def _shared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _largest(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The groups with the most bytes, and one group with the sum of all others."""
+    """The parts of the tree with the most bytes per device, and one entry with the sum of all others."""
     if len(groups) <= _MOST_GROUPS + 1:
         return list(groups)
     rest = sum(group["bytes_per_device"] for group in groups[_MOST_GROUPS:])

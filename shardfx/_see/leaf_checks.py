@@ -40,7 +40,10 @@ def _asks(group: Group) -> str:
 
 
 def _sharded(subject: Subject, group: Group) -> str | None:
-    """Code that a user can add to shard the arrays of `group` over a mesh axis; `None` if no axis divides them."""
+    """Code that a user can add to shard the arrays of `group` over a mesh axis.
+
+    It is `None` if no mesh axis divides them, or if they are replicated because they are small.
+    """
     row, mode = group.row, subject.mode
     places = subject.divisible(row.shape, row.units)
     if not places or any(why.code is Code.small for why in row.reasons):
@@ -60,8 +63,10 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 
 
 def corrected(subject: Subject) -> Iterator[Finding]:
-    """Findings for arrays that are sharded less than their rule requests, and under `strict` for all arrays that have a
-    reason other than being scalar. All arrays that one mesh axis does not divide are one finding.
+    """Findings for arrays that are sharded less than their rule requests.
+
+    Under `strict`, an array is also found if its spec differs from the request for any other reason, except for being
+    scalar. If one mesh axis does not divide several arrays, these are one finding.
     """
     content = subject.content
     if not any(row.reasons for row in content.rows):
@@ -103,7 +108,10 @@ _SHOWN = 3
 
 
 class _Short(NamedTuple):
-    """Arrays that are sharded less than their rule requests, with the reasons and the severity of the finding."""
+    """Equal arrays of repeated layers (a `Group`) that are sharded less than their rule requests.
+
+    `reasons` say why, and `severity` is that of the finding about them.
+    """
 
     group: Group
     reasons: tuple[Reason, ...]
@@ -122,7 +130,10 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
 
 
 def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -> Finding:
-    """The finding about these arrays. Its bytes are the bytes per device that the requested sharding would save."""
+    """The finding about the arrays in `shorts`, with the given place and message.
+
+    Its bytes are those that the requested sharding would save on each device.
+    """
     content, sizes, lost = subject.content, subject.content.mesh.shape, 0
     for row, group in ((one.group.row, one.group) for one in shorts):
         axes = [axis for target in (row.requested, *row.strategies) for axis in axes_of_target(target)]
@@ -133,8 +144,10 @@ def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -
 
 
 def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
-    """Code that resolves the finding. It changes the rules to request the present sharding, or splits mesh axes if this
-    shards the arrays further.
+    """Code that resolves the finding about the arrays in `shorts`.
+
+    It is `refine = True` if splitting mesh axes shards the arrays further. Otherwise it changes the rules so that they
+    request the present sharding.
     """
     content, lines, targets = subject.content, dict[str, None](), dict[Any, list[str]]()
     for group, reasons, _ in shorts:
@@ -162,10 +175,15 @@ def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
 
 
 class _State(NamedTuple):
-    """Leaves of an optimizer's state, the plan of their parameter, and the spec that the leaves would have if they were
-    sharded like the parameter.
+    """Equal leaves of an optimizer's state, and the parameter to which they belong.
 
-    `is_whole` is true if the leaves have all dimensions of the parameter, as moments do. ZeRO-1 can shard such leaves.
+    **Arguments:**
+
+    - `root`: the first segment of the leaves' paths, such as `opt`.
+    - `group`: the leaves.
+    - `param`: the plan of the parameter.
+    - `follows`: the spec that the leaves would have if they were sharded like the parameter.
+    - `is_whole`: whether the leaves have all dimensions of the parameter, as moments do. ZeRO-1 can shard such leaves.
     """
 
     root: str
@@ -176,8 +194,11 @@ class _State(NamedTuple):
 
 
 def optimizer_states(subject: Subject, limit: int) -> Iterator[Finding]:
-    """Findings for leaves of an optimizer's state that are sharded less than their parameter or than other leaves of
-    the state, or that ZeRO-1 would shard.
+    """Findings for leaves of an optimizer's state that could be sharded further.
+
+    A leaf is found in three cases: it is sharded less than its parameter, or over other mesh axes; other leaves of the
+    state are sharded over a mesh axis and this one is not; or no leaf and no parameter is sharded over a mesh axis over
+    which ZeRO-1 would shard the state. The last case is reported if it costs each device at least `limit` bytes.
     """
     sizes, states = subject.content.mesh.shape, _states(subject)
     for state in states:
@@ -219,8 +240,10 @@ _CALLED = re.compile(r"(opt|ema|mom|adam|exp_avg|accum|slots?$|trace$|veloc|para
 
 
 def _states(subject: Subject) -> list[_State]:
-    """The leaves of the optimizer's state. Of the branches of the tree, the one whose paths occur most often in other
-    branches holds the parameters.
+    """The leaves of the optimizer's state, each with its parameter.
+
+    A branch of the tree is all arrays whose paths have the same first segment. The branch with the parameters is the
+    one whose paths occur most often at the end of paths in other branches.
     """
     branches = together(subject.content.groups, lambda group: group.paths[0].partition("/")[0])
     # A single letter may be a module as well as a moment (values next to queries, for example). Moments
@@ -235,8 +258,10 @@ def _states(subject: Subject) -> list[_State]:
 
 
 def _state(root: str, group: Group, known: dict[str, Row]) -> _State | None:
-    """The parameter to which a leaf of the optimizer's state belongs, found by the end of the leaf's path, such as `w`
-    or `w/v_row`; `None` for other leaves.
+    """The leaves in `group` with their parameter, if they are in an optimizer's state; else `None`.
+
+    The parameter is found by the end of the leaves' paths. For example, `opt/mu/w` and `opt/w/v_row` belong to the
+    parameter `w`. `known` has the plan of each parameter by its path.
     """
     parts, shape = group.paths[0].split("/"), group.row.shape
     for at in range(1, len(parts)):
@@ -252,7 +277,7 @@ def _state(root: str, group: Group, known: dict[str, Row]) -> _State | None:
 
 
 def _covers(spec: PartitionSpec, base: PartitionSpec) -> bool:
-    """Whether `spec` shards each dimension over at least the axes that shard it in `base`."""
+    """Whether each dimension is sharded under `spec` over all the mesh axes that shard it under `base`."""
     pairs = itertools.zip_longest(entries_of(spec), entries_of(base))
     return all(set(entry_axes(theirs)) <= set(entry_axes(ours)) for ours, theirs in pairs)
 
@@ -262,7 +287,7 @@ def _told(spec: PartitionSpec) -> str:
 
 
 def _shardable_over(subject: Subject, states: list[_State], axis: str) -> Iterator[tuple[Group, PartitionSpec]]:
-    """Yields the states that can also be sharded over a mesh axis, each with the spec that it would then have."""
+    """Yields the leaves in `states` that can also be sharded over the mesh axis `axis`, each with its new spec."""
     for group in [state.group for state in states]:
         row = group.row
         request = Request(None, row.spec, None, row.units, (), ())
@@ -272,7 +297,7 @@ def _shardable_over(subject: Subject, states: list[_State], axis: str) -> Iterat
 
 
 def _of_states(subject: Subject, where: str, message: str, specs: list[tuple[Group, PartitionSpec]]) -> Finding:
-    """One finding for all states that would be sharded further under the given specs."""
+    """One finding for leaves of an optimizer's state. `specs` has the leaves with the specs that they should have."""
     content, saved = subject.content, 0
     for group, spec in specs:
         shard = group.row._replace(spec=spec).byte_counts(content.mesh.shape)[1]
@@ -283,7 +308,10 @@ def _of_states(subject: Subject, where: str, message: str, specs: list[tuple[Gro
 
 
 def uneven_layers(subject: Subject) -> Iterator[Finding]:
-    """Findings for arrays of repeated layers with one shape and dtype, if a few of them are sharded differently."""
+    """Findings for arrays that are sharded differently from the same array of most other layers.
+
+    The arrays of repeated layers are compared if they have one shape and dtype, and paths that differ only in numbers.
+    """
     sizes = subject.content.byte_counts
     stacks = together(subject.content.groups, _stack)
     for groups in stacks.values():

@@ -129,7 +129,10 @@ def lint(
 
 
 def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) -> Iterator[Finding]:
-    """The findings of all checks that need only a plan, without the path rules."""
+    """The findings of all checks that need only a plan, and not the path rules that made it.
+
+    `replicated_bytes` and `head_dim` are as in `lint`.
+    """
     yield from corrected(subject)
     yield from replicated(subject, replicated_bytes)
     yield from cut_heads(subject, head_dim)
@@ -139,7 +142,10 @@ def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) ->
 
 
 def _names(names: object, tree: object, flat: Flat, axes: AxisRules | None, found: list[Finding]) -> Sequence[Any]:
-    """The logical names of each leaf. If `names` does not fit the tree, this is a finding, and no leaf has names."""
+    """The logical names of each leaf, `None` for a leaf without names.
+
+    If `names` does not fit the tree, a finding about this is added to `found`, and no leaf has names.
+    """
     try:
         return names_of_leaves(names, tree, flat, axes)
     except (RuleError, SpecError) as error:
@@ -148,7 +154,7 @@ def _names(names: object, tree: object, flat: Flat, axes: AxisRules | None, foun
 
 
 def _kinds(memory_kinds: Iterable[tuple[str, str]] | None, found: list[Finding]) -> list[tuple[str, str]]:
-    """The valid pairs of a regex and a memory kind. Each invalid pair becomes a finding."""
+    """The valid pairs of a regex and a memory kind. A finding about each invalid pair is added to `found`."""
     pairs, valid = tuple(memory_kinds or ()), list[tuple[str, str]]()
     for at, (regex, kind) in enumerate(pairs):
         try:
@@ -188,7 +194,11 @@ def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
 
 
 def _fitting(names: tuple[object, ...], rank: int) -> tuple[object, ...]:
-    """`names` shortened or extended to `rank` entries, without duplicates; `()` if some entry is not a single name."""
+    """Logical names for an array of rank `rank`, made from `names`, which have another length or a name twice.
+
+    Duplicates become `None`, names beyond the rank are left out, and missing names become `...` in front. If an entry
+    of `names` is no single name, the result is `()`.
+    """
     if not all(name is None or name is ... or isinstance(name, str) for name in names):
         return ()
     once = [None if name in names[:at] else name for at, name in enumerate(names) if name is not ...][:rank]
@@ -210,7 +220,7 @@ def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iter
 
 
 def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Findings for logical names without a rule, in arrays or in `units`."""
+    """Findings for logical names without a rule, which arrays have or the argument `units` of AxisRules mentions."""
     axes = subject.axes
     if axes is None:
         return
@@ -231,7 +241,10 @@ def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterato
 
 
 def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Findings for mesh axes that rules name, but that the mesh lacks and no rules declare."""
+    """Findings for mesh axes that rules name and that the mesh lacks.
+
+    Axes that the rules declare with `axes=`, which a mesh may lack, are left out.
+    """
     known = draft.mesh.axis_names
     for axis, user in absent_axes(draft).items():
         message = f"{user} uses the mesh axis {axis!r}{near(axis, known)}; the mesh has {known}"
@@ -243,8 +256,9 @@ def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Findi
 
 
 def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
-    """Lines of code that replace the mesh axis `axis` by `meant` in every rule. There are none for rules that cannot be
-    written as code, such as callables.
+    """Yields lines of code that replace the mesh axis `axis` by the mesh axis `meant` in every rule.
+
+    There are no lines for rules that cannot be written as code, such as callables.
     """
     axes, paths = subject.axes, subject.paths
     places = [] if axes is None else [("axes", mode, rules) for mode, rules in ((None, axes.rules), *axes.modes)]
@@ -262,7 +276,10 @@ def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
 
 
 def _without(target: object, axis: str) -> object:
-    """The target of a rule without a mesh axis. Targets that combine other targets are not changed."""
+    """`target`, the target of a rule, without the mesh axis `axis`.
+
+    Targets that contain other targets, such as `P("data") | fsdp("tensor")`, are not changed.
+    """
     if isinstance(target, PartitionSpec):
         entries = [(entry, tuple(one for one in entry_axes(entry) if one != axis)) for entry in entries_of(target)]
         return PartitionSpec(*[left or None if axis in entry_axes(entry) else entry for entry, left in entries])
@@ -298,8 +315,9 @@ def _unused(where: str, what: str, severity: Severity, why: Unused, fix: str) ->
 
 
 def _fix(subject: Subject, why: Unused) -> str:
-    """Code that moves an unused rule before the rules that shadow it. If those rules would then be unused, the code
-    removes the rule instead.
+    """Code that moves the unused rule `why` before the rules that match its arrays first.
+
+    If one of those rules would then be unused, the code removes the rule instead.
     """
     deciders = {number: wide for number, wide in subject.rules_for(why.arrays).items() if number is not None}
     if deciders and all(deciders.values()):

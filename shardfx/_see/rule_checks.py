@@ -19,9 +19,10 @@ from .subject import Subject
 def dead_rules(subject: Subject) -> Iterator[Finding]:
     """Findings for axis rules that can never apply.
 
-    A rule is tried only if all earlier rules of its name were blocked, and an axis that is in use stays in use. So a
-    rule can never apply if and only if it contains all axes of one earlier rule of its name: an axis that blocks the
-    earlier rule blocks this rule too. A rule without axes is never blocked.
+    A rule is blocked if another dimension of the array uses one of its mesh axes. It is tried only if all earlier rules
+    of its logical name were blocked. So it can never apply if and only if it has all the axes of one earlier rule of
+    its name: what blocks the earlier rule then blocks this rule too. For example, `("mlp", ("data", "tensor"))` can
+    never apply after `("mlp", "tensor")`. A rule without axes is never blocked.
     """
     if subject.axes is None:
         return
@@ -43,8 +44,10 @@ def dead_rules(subject: Subject) -> Iterator[Finding]:
 
 
 def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
-    """Findings for mesh axes of more than one device that no rule uses. `misspelled` is the severity if the rules use a
-    similar name.
+    """Findings for mesh axes of more than one device that no rule uses.
+
+    If the rules use a similar name that the mesh lacks, the axis is probably misspelled. The finding then has the
+    severity `misspelled`.
     """
     path_rules, sizes = () if subject.paths is None else subject.paths.rules, subject.content.mesh.shape
     declared = [axis for rules in (subject.paths, subject.axes) if rules is not None for axis in rules.axes]
@@ -71,12 +74,14 @@ _Counts = dict[str, collections.Counter[int]]
 
 
 def contradicted_names(subject: Subject) -> Iterator[Finding]:
-    """Findings for logical names whose dimensions have sizes that cannot belong to one logical axis, because neither
-    size divides the other.
+    """Findings for logical names that arrays use for dimensions of contradictory sizes.
 
-    A name may be used for similar axes, such as the inner widths of dense layers and of experts. So two cases are not
-    reported: a size that several leaves of one module have and that no other name has; and a name that no rule maps to
-    a mesh axis.
+    The sizes of two dimensions with one name contradict each other if neither divides the other, such as 512 and 768.
+    One of the dimensions then probably has a wrong name, or the names of an array are in a wrong order.
+
+    A name may be used on purpose for similar axes, such as the inner widths of dense layers and of experts. So a size
+    is not reported if several leaves of one module have it and no other name has it. A name that no rule maps to a mesh
+    axis is not reported either.
     """
     groups = [group for group in subject.content.groups if group.row.names is not None]
     names = [group.row.names or () for group in groups]
@@ -116,7 +121,10 @@ def _pairs(names: _Names, shape: tuple[int, ...]) -> list[tuple[str, int]]:
 
 
 def _counts(groups: list[Group], names: list[_Names]) -> _Counts:
-    """For each logical name, the number of arrays that have a dimension with this name, by the dimension's size."""
+    """For each logical name, the sizes of the dimensions with this name, each with the number of arrays that have it.
+
+    `names` has the logical names of the arrays in each of `groups`.
+    """
     counts: _Counts = {}
     for group, own in zip(groups, names, strict=True):
         for name, size in _pairs(own, group.row.shape):
@@ -130,8 +138,11 @@ def _usual(counts: _Counts) -> dict[str, int]:
 
 
 def _swapped(names: _Names, shape: tuple[int, ...], usual: Mapping[str, int]) -> _Names | None:
-    """`names` in another order, in which each name has its usual size; `None` if there is no such order, or if the
-    present order is one.
+    """`names`, the logical names of an array, in another order in which each name stands at a dimension of its usual
+    size.
+
+    `usual` has the most frequent size for each name. The result is `None` if there is no such order, or if each name
+    has its usual size already.
     """
     orders = itertools.permutations(names) if len(names) <= 4 else [names]
     fitting = [other for other in orders if all(usual[name] == size for name, size in _pairs(other, shape))]
@@ -151,15 +162,17 @@ _LAST = re.compile(r"[/.](kernel|weight|scale|bias|embedding|value)$")
 
 
 def _in_one_module(groups: list[Group]) -> bool:
-    """Whether several of the arrays are in one module, as the projections of a layer are."""
+    """Whether one module holds two or more different arrays of `groups`, as a layer holds its projections."""
     ends = {_LAST.sub("", group.paths[0]).rpartition("/")[::2] for group in groups}
     inner = {(between_numbers(module), between_numbers(end)) for module, end in ends if module}
     return len(inner) > len({module for module, _ in inner})
 
 
 def _own_name(subject: Subject, group: Group, name: str, size: int) -> str:
-    """Code that gives the dimension `name` of these arrays a name of its own, with the same rules. If a finished plan
-    is checked, the code sets the spec of the arrays.
+    """Code that gives the dimensions `name` of the arrays in `group` another logical name with the same rules.
+
+    The new name ends in `size`, such as `mlp_768` for `mlp`. If a finished plan is checked, which has no names to
+    change, the code sets the spec of the arrays instead.
     """
     if subject.is_plan:
         return subject.rule_fix(group.paths, group.row.spec)

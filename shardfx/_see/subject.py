@@ -54,7 +54,8 @@ def code_of(value: object) -> str:
 class Subject:
     """The input of a check: the plan in `content`, and the arguments of `lint`. Its methods write the code of fixes.
 
-    If a finished plan is checked, `is_plan` is true: `paths` is `None`, and `flat` and `leaf_names` are empty.
+    `flat` has the leaves of the tree and their paths, and `leaf_names` their logical names. If a finished plan is
+    checked, `is_plan` is true. Then `paths` is `None`, and `flat` and `leaf_names` are empty.
     """
 
     content: Content
@@ -78,14 +79,15 @@ class Subject:
         return refined(self.content, self.min_bytes)
 
     def lost(self, shape: tuple[int, ...], dtype: object) -> int:
-        """The bytes of a replicated array that each device holds beyond an even distribution over all devices."""
+        """The bytes that each device would save if a replicated array were sharded over all devices."""
         whole = array_bytes(shape, dtype)
         return whole - -(-whole // self.content.mesh.size)
 
     def divisible(self, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> list[tuple[int, str]]:
-        """The pairs of a dimension and a mesh axis that divides it, the largest axis first.
+        """Pairs of a dimension of an array and a mesh axis that divides it, the largest axis first.
 
-        The first of three or more dimensions is left out, because it may index stacked layers.
+        `units` has for each dimension the number of elements that no shard may split; `None` for 1 everywhere. The
+        first of three or more dimensions is left out, because it may index stacked layers.
         """
         stacked = int(len(shape) > 2)
         counts = [
@@ -98,15 +100,17 @@ class Subject:
         ]
 
     def target_for(self, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> Any:
-        """The target of a rule that shards an array of this shape over one mesh axis; `replicate` if no axis divides
-        the array.
+        """The target `fsdp(axis)` of a path rule, with the largest mesh axis that divides an array of this shape.
+
+        If no axis divides it, the target is `replicate`. `units` is as in `divisible`.
         """
         skip = (0,) if len(shape) > 2 else ()
         return next((fsdp(axis, skip=skip) for _, axis in self.divisible(shape, units)), replicate)
 
     def regex(self, paths: Sequence[str]) -> str:
-        r"""A regex that matches these paths and no others. If the tree has no further path that differs only in
-        numbers, `\d+` replaces the numbers.
+        r"""A regex that matches these paths of the tree and no others.
+
+        `\d+` replaces the numbers if `paths` has all paths of the tree that differ only in these numbers.
         """
         found = []
         for parts, own in together(paths, between_numbers).items():
@@ -118,7 +122,10 @@ class Subject:
 
     @ft.cached_property
     def _like_paths(self) -> collections.Counter[tuple[str, ...]]:
-        """Counts the leaves whose paths differ only in numbers. The keys are the parts of paths between the numbers."""
+        """For each set of leaves whose paths differ only in numbers, the number of leaves.
+
+        The keys are the parts of the paths between the numbers: `("layers/", "/w")` for `layers/0/w`.
+        """
         return collections.Counter(map(between_numbers, self.content.path_tree.paths))
 
     def is_named(self, group: Group) -> bool:
@@ -126,8 +133,9 @@ class Subject:
         return group.row.rule == "names" and not self.is_plan
 
     def fix(self, group: Group, names: object, target: object) -> str:
-        """Code of a fix. For leaves with logical names it changes the names, and for all others the target of their
-        rule.
+        """Code that gives the leaves in `group` other logical names, if names decide how they are sharded.
+
+        For all other leaves, the code makes `target` the target of their path rule.
         """
         return self.names_fix(group.paths, names) if self.is_named(group) else self.rule_fix(group.paths, target)
 
@@ -136,11 +144,11 @@ class Subject:
         return f"names = auto.renamed(tree, {{{self.regex(paths)!r}: {code_of(names)}}}, names=names)"
 
     def rule_fix(self, paths: Sequence[str], target: object, *, last: bool = False) -> str:
-        """Code that makes `target` the target of the path rule for these leaves. A new rule comes before all other
-        rules, or after them if `last`.
+        """Code that makes `target` the target of the path rule for the leaves at `paths`.
 
-        If an existing rule shards these leaves and no others, the code replaces its target. With a new rule, the
-        existing rule would become unused.
+        If an existing rule shards these leaves and no others, the code replaces its target, because the existing rule
+        would become unused if a rule were added. Otherwise the code adds a rule before all other rules, or after them
+        if `last`.
         """
         ((number, wide), *others) = self.rules_for(paths).items()
         if self.paths is not None and number is not None and not wide and not others:
@@ -154,9 +162,9 @@ class Subject:
         return f"paths = paths.{'extend' if last else 'prepend'}([({rule})])"
 
     def rules_for(self, paths: Sequence[str]) -> dict[int | None, bool]:
-        """The indices of the rules that shard these leaves, and for each rule whether it shards other leaves too.
+        """For each path rule that shards some of the leaves at `paths`, whether it shards other leaves too.
 
-        The index is `None` for leaves without a rule.
+        The keys are the indices of the rules, and `None` for leaves without a rule.
         """
         deciding, counts = self._deciding
         own = collections.Counter(deciding.get(path) for path in dict.fromkeys(paths))
@@ -164,8 +172,10 @@ class Subject:
 
     @ft.cached_property
     def _deciding(self) -> tuple[dict[str, int | None], collections.Counter[int | None]]:
-        """For each leaf without names, the index of the first rule that matches it; and for each rule, the number of
-        leaves that it shards.
+        """The path rules that shard leaves without logical names, as two dicts.
+
+        The first maps the path of a leaf to the index of the first rule that matches it, or to `None`. The second maps
+        the index of a rule to the number of leaves that it shards.
         """
         columns = zip(self.flat.paths, self.leaf_names, self.flat.is_array, strict=True)
         found = {path: first_match(path, self.patterns) for path, names, shaped in columns if shaped and names is None}
@@ -173,5 +183,5 @@ class Subject:
 
 
 def rule_of(group: Group) -> str:
-    """The name of the rule of these arrays in a message, or "its names"."""
+    """The text by which a message names the rule that shards these arrays, or "its names" for logical names."""
     return "its names" if group.row.rule == "names" else str(group.row.rule)
