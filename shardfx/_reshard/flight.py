@@ -33,20 +33,22 @@ _MOST_ASSEMBLED_ON_CPU = 2
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The moves, placements and assemblies that make one target tree. Each array of the target has a number.
+    """The moves, placements and assemblies that make one target tree.
+
+    Each array of the target has a number, which is its position in the tree.
 
     **Arguments:**
 
-    - `path_of`: returns the path of an array of the target, from its number.
-    - `moves`: for each move, the arrays that it moves to another sharding: the number of the target's array, and the
-        source's array.
-    - `placements`: the NumPy arrays to put on devices: the number of the target's array, the NumPy array, and the
-        sharding.
-    - `assemblies`: the arrays to assemble from other arrays: the number of the target's array, the paths of the
-        source's arrays, and the plan.
+    - `path_of`: a function from the number of an array of the target to its path.
+    - `moves`: for each move (a pair of shardings for arrays of one shape and dtype), the arrays that it moves. Each
+        entry is the number of the target's array and the source's array.
+    - `placements`: the NumPy arrays to put on devices. Each entry is the number of the target's array, the NumPy array,
+        and the sharding.
+    - `assemblies`: the arrays to assemble from parts of other arrays. Each entry is the number of the target's array,
+        the paths of the source's arrays, and the plan that says which parts go where.
     - `arrays`: the source's arrays that assemblies read, by path.
     - `kept`: the `id` of each array of the source that is in the result unchanged.
-    - `copies`: whether shards on CPU devices may be copied in the memory that the devices share.
+    - `copies`: whether shards on CPU devices may be copied in host memory, which these devices share.
     """
 
     path_of: Callable[[int], str]
@@ -59,7 +61,10 @@ class Job:
 
 
 def require_memory(job: Job, limit_bytes: int) -> None:
-    """Raises if some array of a job cannot move within the memory limit. Call this before the job moves arrays."""
+    """Raises if some array of a job cannot move within `limit_bytes`, even in its smallest chunks.
+
+    Call this before the job moves arrays.
+    """
     needed = [(move, places[0][0], len(places)) for move, places in job.moves.items()]
     needed += [(assembly, at, 1) for at, _, assembly in job.assemblies]
     short = [(one.least_bytes, at, count, one) for one, at, count in needed if one.least_bytes > limit_bytes]
@@ -75,7 +80,14 @@ def require_memory(job: Job, limit_bytes: int) -> None:
 
 
 def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Array]:
-    """Runs a job, and returns the arrays that it made, by their numbers in the target."""
+    """Runs a job, and returns the arrays that it made, by their numbers in the target.
+
+    **Arguments:**
+
+    - `job`: the job.
+    - `limit_bytes`: the bytes per device that may be used besides the shards of source and target; `None` for no limit.
+    - `donate`: whether the source's arrays are deleted once they have been read.
+    """
     order = list(job.moves.items())
     if donate:  # moves that shrink arrays go first, so that those that grow find the room
         order.sort(key=lambda item: item[0].target_bytes - item[0].source_bytes)
@@ -102,7 +114,10 @@ def run_job(job: Job, limit_bytes: int | None, donate: bool) -> dict[int, jax.Ar
 
 
 class _Flight:
-    """The state of a running job, which makes the target's arrays in order and bounds the arrays in flight."""
+    """The state of a running job, which makes the target's arrays in order.
+
+    It bounds the arrays in flight, which are those that were dispatched and that the devices have not yet computed.
+    """
 
     def __init__(self, job: Job, limit_bytes: int | None, donate: bool, pool: ThreadPoolExecutor):
         self.made: dict[int, jax.Array] = {}
@@ -128,7 +143,10 @@ class _Flight:
         return carry_out(move, x, limit_bytes=self._limit_bytes, pool=self._pool)
 
     def move(self, move: Move, leaf: jax.Array) -> jax.Array:
-        """Moves one array to another sharding. It donates the array's buffers if no later move reads them."""
+        """Moves one array, `leaf`, to another sharding.
+
+        If sources are donated and no later move or assembly reads the array, its buffers are given up.
+        """
         self.window.make_room(move.extra_bytes)
         self._left[id(leaf)] -= 1
         give_up = self.donate and not self._left[id(leaf)] and id(leaf) not in self._kept
@@ -142,10 +160,16 @@ class _Flight:
         return made
 
     def assemble(self, at: int, names: tuple[str, ...], assembly: Assembly) -> None:
-        """Starts to assemble an array, and waits until the previous array is assembled. If sources are donated, the
-        call also waits until this array is assembled.
+        """Starts to assemble an array, and waits until the previous array is assembled.
 
-        On CPUs two arrays are copied at a time. More arrays would take more memory, which the kernel provides slowly.
+        If sources are donated, the call also waits until this array is assembled. On CPUs two arrays are copied at a
+        time. More arrays would take more memory, which the kernel provides slowly.
+
+        **Arguments:**
+
+        - `at`: the number of the target's array.
+        - `names`: the paths of the source's arrays that it is made of.
+        - `assembly`: the plan for assembling it.
         """
         started = at, names, assembly, start_assembly(assembly, names, self._context)
         self.finish_copies()
@@ -162,7 +186,10 @@ class _Flight:
                 self._give_up(leaf)
 
     def finish_copies(self) -> None:
-        """Waits for the copies that run in other threads."""
+        """Waits for the array that other threads are assembling, if there is one.
+
+        If sources are donated, those that nothing reads any more are deleted.
+        """
         if self._started is None:
             return
         (at, names, assembly, there), self._started = self._started, None
@@ -191,7 +218,10 @@ def _is_on_cpu(assembly: Assembly) -> bool:
 
 
 class Window:
-    """The arrays in flight. If their number or bytes would exceed a bound, the window waits for the oldest arrays."""
+    """The arrays in flight: those that were dispatched and that the devices have not yet computed.
+
+    If their number or bytes would exceed a bound, the window waits for the oldest arrays.
+    """
 
     def __init__(self, limit_bytes: int | None):
         self.limit_bytes = _IN_FLIGHT_BYTES if limit_bytes is None else limit_bytes
@@ -206,7 +236,7 @@ class Window:
             self._wait()
 
     def make_room(self, nbytes: int) -> None:
-        """Waits until an array of `nbytes` bytes may be in flight beside the arrays that already are."""
+        """Waits until a further array of `nbytes` bytes may be in flight."""
         while self.pending and (self.bytes + nbytes > self.limit_bytes or len(self.pending) >= _IN_FLIGHT_COUNT):
             self._wait()
 
@@ -251,11 +281,11 @@ def carry_out(
 
     **Arguments:**
 
-    - `move`: the decided move.
+    - `move`: the move, as `move_of` decides it.
     - `x`: an array of the move's shape, dtype and source sharding.
     - `donate`: whether the array's buffers are given up, unless the result shares them.
-    - `limit_bytes`: bytes that may be used besides the shards of source and target, `move.least_bytes` or more. An
-        array that would need more moves in chunks.
+    - `limit_bytes`: the bytes that may be used besides the shards of source and target; `None` for no limit. It must be
+        at least `move.least_bytes`. If the whole array needs more than the limit, it moves in chunks.
     - `pool`: threads to copy with.
 
     **Returns:**

@@ -32,8 +32,8 @@ class MappedMatrices:
 
     **Arguments:**
 
-    - `plan`: the plan of the tree. The call does not change the shardings.
-    - `exchanges`: the groups of matrices that share an all-to-all.
+    - `plan`: the plan of the tree. The results have the shardings of the arguments.
+    - `exchanges`: the groups of matrices, each of which is sent by one all-to-all.
     """
 
     plan: ShardPlan
@@ -43,7 +43,11 @@ class MappedMatrices:
     _state: Callable[[Any], Any] | None
 
     def __call__(self, tree: object, states: PyTree = None) -> PyTree:
-        """Returns the tree with `fn` applied to every matrix; with `state=`, the tree and the new states."""
+        """Returns the tree with `fn` applied to every matrix.
+
+        If `map_matrices` was given a `state`, this takes the states of all matrices too, and returns the tree and the
+        new states.
+        """
         flat = flatten(tree)
         rows_of(self.plan.content, flat)
         leaves, places = [*flat.leaves], [at for at, is_array in enumerate(flat.is_array) if is_array]
@@ -73,7 +77,7 @@ class MappedMatrices:
 
     @property
     def states(self) -> ShardPlan:
-        """The plan of the states. Each state is on the owner device of its matrix."""
+        """The plan of the states. Each state is on the owner device of its matrix, which computes `fn` for it."""
         shapes = jax.eval_shape(self.init)
         mesh = self.plan.mesh if self.plan.jax_mesh is None else self.plan.jax_mesh
         rules = [(f"^{one.name}(/|$)", PartitionSpec((*by.lead_axes, *by.axes))) for by, _, one in self._stacks()]
@@ -96,30 +100,31 @@ def map_matrices(
 
     Muon, Shampoo and clipping by a spectral norm compute on whole matrices. If the matrices are sharded, XLA gathers
     every matrix on every device, and each device computes all of them. This function sends each matrix to one owner
-    device by an all-to-all. It assigns large matrices first, so that all owners compute about equally much. Each owner
-    computes its own matrices, and another all-to-all sends them back. Matrices of different shapes and shardings share
-    an all-to-all if that sends fewer bytes.
+    device, which computes it, by an all-to-all. It assigns large matrices first, so that all owners compute about
+    equally much. Each owner computes its own matrices, and another all-to-all sends them back. Matrices of different
+    shapes and shardings share an all-to-all if that sends fewer bytes.
 
     Arguments and results have the plan's shardings. An array of two dimensions is a matrix. Leading dimensions count
     matrices if the plan's names call them layers, stages, blocks or experts. Vectors and scalars stay unchanged. No
     matrix is divided: if there are fewer matrices than owners, some owners have none.
 
-    A [`shardfx.TreeMap`][] splits arrays that concatenate several matrices (q, k and v in one). With a plan of the
-    split tree, call `map.inverse().apply(mapped(map.apply(tree)), like=tree)`.
+    A [`shardfx.TreeMap`][] named `map` can split arrays that concatenate several matrices (q, k and v in one). With
+    `mapped` for a plan of the split tree, call `map.inverse().apply(mapped(map.apply(tree)), like=tree)`.
 
     **Arguments:**
 
     - `fn`: a function from a matrix to a matrix of the same shape and dtype; with `state`, from a matrix and its state
         to a matrix and a state.
     - `plan`: the plan of the tree.
-    - `over`: the mesh axes whose devices own matrices. By default these are all axes that shard a matrix, and the axes
-        of the logical name "batch".
+    - `over`: the mesh axes along which matrices are spread over owner devices. By default these are all axes that shard
+        a matrix, and the axes of the logical name "batch".
     - `where`: a dict from regexes to values. The first regex that matches a part of an array's path decides. The value
         `(many, rows)` says that the first `many` dimensions count matrices, the next `rows` dimensions are rows, and
         the others are columns. A value that is a function is applied to the whole array, and must keep the sharding.
         `None` leaves the array unchanged.
-    - `state`: a function from a matrix to its initial state. The result is then a function of a tree and states that
-        returns both. `.init()` makes the states, and `.states` is their plan. States stay on the owner devices.
+    - `state`: a function from a matrix to its initial state. `map_matrices` then returns a function that takes a tree
+        and the states, and returns both. Its `.init()` makes the states, and its `.states` is their plan. Each state
+        stays on the owner device of its matrix.
     - `memory_limit_bytes`: the most bytes per device for the elements that it sends and receives at a time. A low limit
         takes more all-to-alls.
 
@@ -130,8 +135,8 @@ def map_matrices(
     **Raises:**
 
     `SpecError` for an array of more than two dimensions if neither `where` nor its names say which of them count
-    matrices; `LeafTypeError` for matrices of integers or of complex numbers; `RuleError` for a regex that no array
-    needs; `MoveError` if `memory_limit_bytes` is too low for some matrix. The returned function raises
+    matrices; `LeafTypeError` for matrices of integers or of complex numbers; `RuleError` for a regex that decides about
+    no array; `MoveError` if `memory_limit_bytes` is too low for some matrix. The returned function raises
     `PlanMismatchError` for a tree that is not the plan's.
 
     !!! Example
@@ -156,7 +161,7 @@ def map_matrices(
 
 
 def _mesh_of(plan: ShardPlan, arrays: Sequence[object]) -> Any:
-    """The mesh of the arrays' types if a type has Explicit axes, else the plan's mesh."""
+    """The mesh in the type of the first array on a mesh with Explicit axes. If there is none, the mesh of the plan."""
     for array in arrays:
         mesh = jax.typeof(array).sharding.mesh
         if not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types):
@@ -172,7 +177,20 @@ def _moved(x: Any, src: NamedSharding, dst: NamedSharding) -> Any:
 def _map_exchange(
     fn: Callable[..., object], exchange: OwnerExchange, arrays: Sequence[Any], states: PyTree, mesh: Any
 ) -> tuple[list[Any], Any]:
-    """Applies `fn` to all matrices of an exchange in one `shard_map`. Returns the arrays and the new states."""
+    """Applies `fn` to all matrices that one all-to-all sends, in one `shard_map`.
+
+    **Arguments:**
+
+    - `fn`: the function of a matrix, or of a matrix and its state.
+    - `exchange`: the matrices of the all-to-all and their owner devices.
+    - `arrays`: the arrays that hold these matrices.
+    - `states`: the states of the matrices.
+    - `mesh`: the mesh.
+
+    **Returns:**
+
+    The arrays with the results, and the new states.
+    """
     parts = exchange.arrays
     here = [NamedSharding(mesh, part.spec(part.entries)) for part in parts]
     specs = [part.spec(part.sent_entries) for part in parts]
@@ -193,8 +211,19 @@ def _map_exchange(
 
 
 def _scan(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: Any, states: PyTree) -> tuple[Any, Any]:
-    """Applies `fn` in a scan to each matrix of the stack `number` that a device owns. Returns the device's rows and the
-    new states.
+    """Applies `fn` in a scan to each matrix of one stack (matrices of equal shape and sharding) that this device owns.
+
+    **Arguments:**
+
+    - `fn`: the function of a matrix, or of a matrix and its state.
+    - `exchange`: the matrices of the all-to-all and their owner devices.
+    - `number`: the number of the stack in `exchange`.
+    - `owned`: the rows of elements that this device received, one row from each device.
+    - `states`: the states of the stack's matrices.
+
+    **Returns:**
+
+    The rows with the results in the place of the matrices, and the new states.
     """
     starts, stack = exchange.starts(number), exchange.stacks[number]
 
@@ -227,7 +256,11 @@ def _scan(fn: Callable[..., Any], exchange: OwnerExchange, number: int, owned: A
 
 
 def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
-    """The row of elements that a device sends to each owner: its shards of the owner's matrices, then padding."""
+    """The rows that one device sends in the all-to-all, one row for each owner device.
+
+    A row holds the device's shards of all matrices of that owner, one after the other. It is padded with zeros to the
+    length of the longest row.
+    """
     column, unit = iter(arrays), exchange.unit
     shards = [
         jnp.concatenate([next(column).reshape(-1, *one.shard_shape) for _ in one.arrays]) for one in exchange.stacks
@@ -243,7 +276,7 @@ def packed(exchange: OwnerExchange, arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
-    """The shards of all arrays, from the rows that owners send back: the inverse of `packed`."""
+    """The shards of all arrays on a device, from the rows that the owner devices send back. The inverse of `packed`."""
     shards: list[list[jax.Array]] = [[] for _ in exchange.stacks]
     order: list[list[int]] = [[] for _ in exchange.stacks]
     for owners, held in _owner_groups(exchange):
@@ -262,8 +295,11 @@ def unpacked(exchange: OwnerExchange, rows: jax.Array) -> list[jax.Array]:
 
 
 def _owner_groups(exchange: OwnerExchange) -> Iterator[tuple[np.ndarray, list[tuple[int, np.ndarray]]]]:
-    """Yields groups of owners that own equally many matrices of each stack. A group is the numbers of the owners, and
-    for each stack its number and the indices of each owner's matrices.
+    """Groups the owner devices that own equally many matrices of each stack (matrices of equal shape and sharding).
+
+    For each group it yields the numbers of its owners and a list with an entry for each stack. The entry has the number
+    of the stack, and an array of shape `(owners, matrices)` with the indices in the stack of the matrices that each
+    owner has.
     """
     stacks_of = lambda owner: tuple(stack for stack, _ in exchange.owned[owner])
     for stacks, owners in together(range(len(exchange.owned)), stacks_of).items():
@@ -272,7 +308,7 @@ def _owner_groups(exchange: OwnerExchange) -> Iterator[tuple[np.ndarray, list[tu
 
 
 def _rows(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
-    """The rows with these numbers, by a slice if the numbers are consecutive, else by a gather."""
+    """The rows of the array `rows` at the indices `numbers`: by a slice if these are consecutive, else by a gather."""
     first, count = int(numbers[0]), len(numbers)
     if not np.array_equal(numbers, np.arange(first, first + count)):
         return rows[numbers]
@@ -280,12 +316,15 @@ def _rows(rows: jax.Array, numbers: np.ndarray) -> jax.Array:
 
 
 def exchanged(exchange: OwnerExchange, rows: jax.Array) -> jax.Array:
-    """The rows after an all-to-all, which sends each row to its owner or back."""
+    """The rows that a device has after an all-to-all of `rows`.
+
+    Row `i` goes to device `i` of the owner devices. The same all-to-all sends shards to the owners and results back.
+    """
     return jax.lax.all_to_all(rows, exchange.axes, 0, 0, tiled=True) if len(exchange.owned) > 1 else rows
 
 
 def assembled(exchange: OwnerExchange, stack: Stack, shards: jax.Array) -> jax.Array:
-    """A whole matrix from the shards of all devices: the inverse of `split`."""
+    """A whole matrix of `stack`, from the shards that its owner received from all devices: the inverse of `split`."""
     every, grid, order = _grid(exchange, stack)
     # Of the replicas of a shard, the first one is taken.
     shards = shards.reshape(*every, *stack.shard_shape)[tuple(slice(size) for size in grid)]
@@ -293,7 +332,7 @@ def assembled(exchange: OwnerExchange, stack: Stack, shards: jax.Array) -> jax.A
 
 
 def split(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array:
-    """The shards of a whole matrix, as one row for each device: the inverse of `assembled`."""
+    """The shards of a whole matrix of `stack`, as one row for each device: the inverse of `assembled`."""
     every, grid, order = _grid(exchange, stack)
     shards = matrix.reshape([(*grid, *stack.shard_shape)[at] for at in order]).transpose(np.argsort(order))
     shards = jnp.broadcast_to(shards, (*every, *stack.shard_shape))
@@ -301,12 +340,17 @@ def split(exchange: OwnerExchange, stack: Stack, matrix: jax.Array) -> jax.Array
 
 
 def _grid(exchange: OwnerExchange, stack: Stack) -> tuple[list[int], list[int], list[int]]:
-    """The shapes and the order of dimensions by which the shards of a stack form a matrix.
+    """How to reshape and transpose the shards of a matrix of `stack` so that they form the matrix.
 
     **Returns:**
 
-    The size of each of the owners' mesh axes. The number of shards along each of these axes, which is 1 for an axis
-    that does not shard the matrix. The order of dimensions for `transpose`.
+    Three lists:
+
+    1. The size of each mesh axis along which owner devices lie.
+
+    2. The number of shards along each of these axes. It is 1 for an axis that does not shard the matrix.
+
+    3. The order of dimensions for `transpose`. The dimensions are those axes, and then the dimensions of a shard.
     """
     axes, entries = exchange.axes, stack.arrays[0].sent_entries
     used = {axis for own in entries for axis in own}

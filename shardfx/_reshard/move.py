@@ -38,15 +38,15 @@ class Move:
 
     **Arguments:**
 
-    - `how`: "in place" (nothing to do), "relabel" (every device has its shard, under the names of another mesh),
-        "memory kind" (the same shards in other memory), "steps" (collectives over one device set) or "tiles" (each new
-        shard is assembled from the old shards that overlap it).
+    - `how`: "in place" (nothing to do), "relabel" (every device already holds its shard, and only the mesh in the
+        sharding changes), "memory kind" (each device copies its shard to another of its memories), "steps" (collectives
+        among the same devices) or "tiles" (each new shard is assembled from the old shards that overlap it).
     - `shape`, `dtype`: those of the whole array; for typed PRNG keys those of their `key_data`.
     - `src`, `dst`: the shardings before and after.
     - `lost`: devices whose shards are not to be read.
-    - `copies`: whether shards on CPU devices may be copied in the memory that the devices share.
-    - `plan`: the steps, for "steps".
-    - `assembly`: the plan for assembling the array, for "tiles".
+    - `copies`: whether shards on CPU devices may be copied in host memory, which these devices share.
+    - `plan`: for "steps", the steps.
+    - `assembly`: for "tiles", which parts of the old shards each new shard is made of.
     """
 
     how: How
@@ -61,7 +61,7 @@ class Move:
 
     @property
     def idle(self) -> bool:
-        """Whether no byte moves, so that the result shares the buffers of the source."""
+        """Whether no bytes are copied. The result then shares the buffers of the source."""
         return self.how in ("in place", "relabel")
 
     @ft.cached_property
@@ -76,14 +76,17 @@ class Move:
 
     @ft.cached_property
     def copy_bytes(self) -> int:
-        """The bytes of copies in device memory, which programs need if source or target is in host memory."""
+        """The bytes in device memory of copies of shards that are in host memory before or after the move.
+
+        Programs compute in device memory, so they copy such shards there.
+        """
         if self.plan is None and (self.assembly is None or self.assembly.method != "programs"):
             return 0
         return device_copy_bytes(self.shape, self.dtype, self.src, self.dst)
 
     @ft.cached_property
     def extra_bytes(self) -> int:
-        """The most bytes that one memory (a device's or the host's) holds besides the shards of source and target."""
+        """The most bytes that one memory (a device's or the host's) needs besides the shards of source and target."""
         if self.plan is not None:
             return _program_bytes(self.plan, self.shape, self.dtype) * sharers(self.dst.device_set) + self.copy_bytes
         if self.assembly is None:
@@ -92,7 +95,9 @@ class Move:
 
     @property
     def held_bytes(self) -> int:
-        """The most bytes of an array that one memory holds during the move, source and target included."""
+        """The most bytes of this array that one memory (a device's or the host's) holds during the move, shards of
+        source and target included.
+        """
         source = self.source_bytes * sharers(self.src.device_set)
         return source + self.target_bytes * sharers(self.dst.device_set) + self.extra_bytes
 
@@ -103,15 +108,16 @@ class Move:
         return not self.dst.is_fully_addressable and any(device.platform == "cpu" for device in devices)
 
     def chunks_of(self, count: int) -> Chunks | None:
-        """The division of the steps into at least `count` chunks, or into as many as possible; `None` for a move
-        without steps.
+        """How to divide shards into at least `count` chunks that go through the steps one after another.
+
+        There are fewer chunks if no division has so many. `None` for a move without steps.
         """
         return None if self.plan is None else split_into(count, self.src.shard_shape(self.shape), self.plan.steps)
 
     def chunks_within(self, limit_bytes: int | None) -> Chunks | None:
-        """The division of the steps into the fewest chunks that need at most `limit_bytes`.
+        """How to divide shards into the fewest chunks that need at most `limit_bytes` besides source and target.
 
-        `None` if the whole move needs no more.
+        The chunks go through the steps one after another. `None` if whole shards need no more than the limit.
         """
         if limit_bytes is None or self.extra_bytes <= limit_bytes:
             return None
@@ -119,7 +125,10 @@ class Move:
         return chunks if chunks is None or self.bytes_in(chunks) <= limit_bytes else self.chunks_of(max(self.shape))
 
     def bytes_in(self, chunks: Chunks) -> int:
-        """The bytes of memory that the move takes if its steps run in chunks, source and target included."""
+        """The bytes that one memory needs besides the shards of source and target, if shards move in `chunks`.
+
+        They include the shards of one chunk before and after the move.
+        """
         return -(-(self.held_bytes - self.copy_bytes) * chunks.chunk // chunks.block) + self.copy_bytes
 
     @property
@@ -133,7 +142,14 @@ class Move:
 
 @ft.lru_cache(maxsize=4096)
 def program_of(move: Move, donate: bool, chunks: Chunks | None) -> Callable[[jax.Array], jax.Array]:
-    """Returns the steps of a move as a function, which is compiled on its first call."""
+    """Returns the steps of a move as a function of a live array. It is compiled on its first call.
+
+    **Arguments:**
+
+    - `move`: the move.
+    - `donate`: whether the function gives up the buffers of its argument.
+    - `chunks`: the chunks of a shard that go through the steps one after another; `None` for whole shards.
+    """
     assert move.plan is not None
     return live_program(move.shape, move.plan, named(move.src), named(move.dst), donate=donate, chunks=chunks)
 
@@ -154,9 +170,10 @@ def move_of(
 
     - `shape`, `dtype`: those of the array.
     - `src`, `dst`: the shardings. A move between meshes without devices can be planned, but not carried out.
-    - `lost`: devices whose shards are not to be read. Elements that only they hold are `assembly.parts.missing`.
-    - `copies`: whether shards on CPU devices may be copied in the memory that the devices share.
-    - `meshes`: the MeshSpecs of source and target, which say how meshes without devices span slices.
+    - `lost`: devices whose shards are not to be read. `assembly.parts.missing` of the result lists the elements that
+        only they hold.
+    - `copies`: whether shards on CPU devices may be copied in host memory, which these devices share.
+    - `meshes`: the MeshSpecs of source and target, or `None`. They say how meshes without devices span TPU slices.
 
     **Returns:**
 
@@ -192,17 +209,18 @@ def move_of(
 
 
 def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
-    """Chooses the senders of moves between device sets so that replicas send equally many bytes over all moves.
+    """Chooses which replicas send, so that over all moves between different devices they send equally many bytes.
+
+    If several replicas could send a shard, the one that has sent the fewest bytes in earlier moves is taken. All arrays
+    of a move have the same senders, so that they share a program.
 
     **Arguments:**
 
-    - `moves`: the moves in order, each with the number of arrays that it moves. A move is planned once for all of its
-        arrays, so that they share a program. If several replicas could send a shard, the ones that have sent least in
-        earlier moves do.
+    - `moves`: the moves in order, each with the number of arrays that it moves.
 
     **Returns:**
 
-    For each move, the move to make in its place.
+    For each move, the move with these senders, which is to be made in its place.
     """
     sent: dict[object, int] = {}
     chosen = {}
@@ -223,13 +241,16 @@ def balanced(moves: Mapping[Move, int]) -> dict[Move, Move]:
 
 @ft.lru_cache(maxsize=1024)
 def _with_senders(move: Move, sent_before: tuple[tuple[int, int], ...]) -> Move:
-    """Returns the same move with senders chosen anew. `sent_before` has the bytes that devices have already sent."""
+    """Returns the same move with senders chosen anew.
+
+    `sent_before` has pairs of a device id and the bytes that the device has sent in earlier moves.
+    """
     ends = (move.shape, move.dtype, move.src, move.dst, move.lost, move.copies)
     return dataclasses.replace(move, assembly=assembly_between(*ends, sent_before))
 
 
 def shares_memory(move: Move) -> bool:
-    """Whether all devices of a move are CPU devices of this process, so that shards can be copied in its memory."""
+    """Whether all devices of a move are CPU devices of this process. Shards can then be copied in host memory."""
     return _is_local_cpu(move.src) and _is_local_cpu(move.dst)
 
 
@@ -241,7 +262,10 @@ def _is_local_cpu(sharding: Sharding) -> bool:
 
 
 def _same_devices(*ends: Sharding) -> bool:
-    """Whether both shardings are on the same devices. In a mesh without devices, positions stand for device ids."""
+    """Whether all shardings in `ends` are on the same devices.
+
+    In a mesh without devices, positions in the mesh stand for device ids.
+    """
     if all(map(has_devices, ends)):
         return ends[0].device_set == ends[1].device_set
     first, second = (
@@ -259,7 +283,7 @@ def _same_shards(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> bool:
 
 
 def _program_bytes(plan: Redistribution, shape: tuple[int, ...], dtype: object) -> int:
-    """Returns the most bytes that the program of the steps allocates on a device besides source and target."""
+    """The most bytes that the program of the steps allocates on a device besides the shards of source and target."""
     layouts = [step.source for step in plan.steps] + [step.target for step in plan.steps[-1:]]
     held = [array_bytes(end.shard_shape(shape), dtype) for end in layouts]
     # Besides its old and its new shard, a step holds a copy of the bytes that it sends and a copy of the bytes that it

@@ -63,10 +63,11 @@ def reshard(
 ) -> PyTree:
     """Moves the arrays of a tree to other shardings: other specs, meshes, devices, processes or memory.
 
-    Live arrays move in groups: all leaves of one shape, dtype and pair of shardings share a program. Leaves that
-    already have their sharding are not touched. The bytes in flight are bounded. Over the same devices an array takes
-    the steps of [`shardfx.plan_reshard`][]. To other devices, and between CPU devices of this process, each shard is
-    assembled from the shards that overlap it. No device ever holds a whole array unless its sharding asks for it.
+    Live arrays move in groups: all leaves of one shape, dtype and pair of shardings (before and after) share a program.
+    Leaves that already have their sharding are not touched. The bytes of arrays that devices have yet to compute are
+    bounded. If the devices stay the same, an array moves by the collectives that [`shardfx.plan_reshard`][] shows. To
+    other devices, and between CPU devices of this process, each shard is assembled from the shards that overlap it. No
+    device ever holds a whole array unless its sharding asks for it.
 
     Inside `jax.jit` (and `grad`, `checkpoint`, `scan`) traced arrays are moved over the devices of the program. The
     result of such a function has the sharding of `out_shardings`; without them XLA may gather it.
@@ -82,13 +83,13 @@ def reshard(
     - `dst`: a plan on a jax Mesh, a sharding for all arrays, or a tree (or prefix) of shardings. Arrays below a `None`
         do not move.
     - `map`: a [`shardfx.TreeMap`][] that makes the arrays of `dst` from the arrays of `tree`, if the two trees differ.
-        Then `dst` is a plan, or a tree of structs with shardings. A device receives each element that it needs once,
-        and receives no other element.
+        Then `dst` is a plan, or a tree of structs with shardings. A device receives only the elements that it needs,
+        and each of them once.
     - `src`: the shardings of traced arrays, in the forms of `dst`. It is needed only inside `jit` under Auto axes.
     - `memory_limit_bytes`: bytes that may be used beside the source's and the target's shards, per device (CPU devices
-        share one memory). One group moves at a time, and an array that needs more moves in parts. If the smallest parts
-        need more, the error states the least limit that works. Inside `jit` the limit has no effect, since XLA decides
-        about memory there.
+        share one memory). One group moves at a time, and an array that needs more moves in parts (chunks of its
+        shards). If the smallest parts need more, the error states the least limit that works. Inside `jit` the limit
+        has no effect, since XLA decides about memory there.
     - `donate`: gives up the arrays of `tree`, each as soon as it was read. If every device keeps its shard of an array,
         the result shares the array's buffers and the array is not deleted.
     - `lost`: jax devices whose shards are not to be read; replicas elsewhere take their place.
@@ -101,11 +102,11 @@ def reshard(
     **Raises:**
 
     Before anything is moved: `MapError` with all problems of a map that does not fit; `PlanMismatchError` if `dst` is
-    for another tree or has no devices; `SpecError` if a sharding does not divide its array, or has unreduced axes and
-    is not the array's own; `LeafTypeError` for dtypes that JAX moves wrongly, and for a `lost` or a limit of another
-    type; `MeshError` if the move is impossible, or if elements are only on `lost` devices; `MoveError` if
-    `memory_limit_bytes` is less than some array needs in the smallest parts. During the move: `MoveError`, which
-    names and holds the arrays that have moved.
+    for another tree or has no devices; `SpecError` if a sharding does not divide its array, or if one with unreduced
+    axes is not the array's own; `LeafTypeError` for dtypes that JAX moves wrongly, and for a `lost` or a limit of
+    another type; `MeshError` if the move is impossible, or if elements are only on `lost` devices; `MoveError` if
+    `memory_limit_bytes` is less than some array needs in the smallest parts. During the move: `MoveError`, which names
+    and holds the arrays that have moved.
 
     !!! Example
 
@@ -138,7 +139,10 @@ def resharded(
     lost: Iterable[object] = (),
     copies: bool = True,
 ) -> PyTree:
-    """Does what `reshard` does. With `copies=False`, tests treat CPU devices as if each had its own memory."""
+    """Does what `reshard` does, with one more argument for tests.
+
+    With `copies=False`, CPU devices are treated as if each had its own memory, so that arrays move by collectives.
+    """
     lost, limit_bytes = lost_devices(lost), _whole_bytes(memory_limit_bytes)
     flat = flatten(tree, takes_specs=True)
     if map is not None:
@@ -166,9 +170,9 @@ def targets(form: PyTree, flat: Flat, what: str) -> list[Sharding | None]:
 
     **Arguments:**
 
-    - `form`: a plan with devices, a sharding, or a tree or prefix of shardings, of `None`, and of structs with
-        shardings.
-    - `flat`: the tree of arrays.
+    - `form`: a plan with devices, a sharding, or a tree whose leaves are shardings, `None`, or ShapeDtypeStructs with
+        shardings. The tree may be a prefix of the tree of arrays.
+    - `flat`: the flattened tree of arrays.
     - `what`: the name of the argument, for messages.
 
     **Returns:**
@@ -212,7 +216,10 @@ def _broadcast(form: object, tree: object, what: str) -> list[Any]:
 
 
 def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
-    """Returns the argument `lost` of a move as a tuple. Raises if it holds ids or is a single device."""
+    """Returns the argument `lost` of `reshard`, the devices whose shards are not to be read, as a tuple.
+
+    Raises if it holds device ids, or if it is a single device.
+    """
     fix = "give an iterable of jax devices, such as `lost=[jax.devices()[3]]`."
     check_type("lost", lost, Iterable, LeafTypeError, fix.removesuffix("."))
     found = tuple(lost)
@@ -223,10 +230,11 @@ def lost_devices(lost: Iterable[object]) -> tuple[Any, ...]:
 
 
 def _moved(job: Job, leaves: Sequence[object], limit_bytes: int | None, donate: bool) -> list[Any]:
-    """Runs a job, and returns the leaves with the arrays that it made in place of the old ones.
+    """Runs the moves of a job, and returns the leaves with the moved arrays in place of the old ones.
 
-    The copies of a job are explicit transfers, like those of `jax.device_put`. The programs of a job are compiled under
-    `jax.disable_jit` too, since operations that run one at a time would not move arrays.
+    Transfers of a job are explicit, like those of `jax.device_put`, so `jax.transfer_guard("disallow")` lets them pass.
+    The programs of a job are compiled under `jax.disable_jit` too, since operations that run one at a time would not
+    move arrays.
     """
     if limit_bytes is not None:
         require_memory(job, limit_bytes)
@@ -264,10 +272,11 @@ def job_of(
 
     **Arguments:**
 
-    - `rows`: the number of each leaf, the leaf, and its target sharding; `None` for a leaf that does not move.
-    - `path_of`: returns the path of a leaf, from its number.
+    - `rows`: for each leaf its number, the leaf, and its target sharding. The sharding is `None` for a leaf that does
+        not move.
+    - `path_of`: a function from the number of a leaf to its path.
     - `lost`: devices whose shards are not to be read.
-    - `copies`: whether shards on CPU devices may be copied in the memory that the devices share.
+    - `copies`: whether shards on CPU devices may be copied in host memory, which these devices share.
     """
     known: dict[object, Move] = {}
     job = Job(path_of, {}, [], [], {}, set(), copies)
@@ -315,13 +324,13 @@ def _require_devices(target: Sharding) -> None:
 
 
 class MapMove(NamedTuple):
-    """The move of a tree into another tree through a map.
+    """The move of a tree into another tree through a `TreeMap`.
 
     **Arguments:**
 
     - `arrays`: the source's arrays by path.
     - `target`: the tree that is made.
-    - `plans`: the plan of each array of the target.
+    - `plans`: for each array of the target, the plan that says of which parts of the source's arrays it is made.
     """
 
     arrays: Mapping[str, Any]
@@ -330,7 +339,17 @@ class MapMove(NamedTuple):
 
 
 def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
-    """Decides the move of every array through a map, and raises if the map does not fit. Nothing has moved by then."""
+    """Decides how a `TreeMap` makes every array of another tree. No array has moved when it returns.
+
+    Raises if the map does not fit the two trees.
+
+    **Arguments:**
+
+    - `flat`: the flattened source tree.
+    - `dst`: a plan of the target tree, or a tree of structs with shardings.
+    - `map`: the map from the source tree to the target tree.
+    - `copies`: whether shards on CPU devices may be copied in host memory, which these devices share.
+    """
     if any(isinstance(leaf, Tracer) for leaf in flat.leaves):
         raise LeafTypeError(
             "`reshard(..., map=...)` moves live arrays, and this tree is traced; inside `jit` use "
@@ -358,10 +377,10 @@ def map_move(flat: Flat, dst: object, map: TreeMap, copies: bool) -> MapMove:
 
 @ft.lru_cache(maxsize=64)
 def require_same_map(map: TreeMap, processes: tuple[int, ...]) -> None:
-    """Raises on each of `processes`, which move a tree together, unless all of them have the same map.
+    """Raises on each of `processes` unless all of them have the same map. These processes move a tree together.
 
-    The processes compare their maps through JAX's coordination service. A process waits for the others for a limited
-    time, and then raises. In a job without this service the maps are not compared.
+    The processes compare their maps through JAX's coordination service. A process that waits too long for the others
+    raises. In a job without this service the maps are not compared.
     """
     client, me = coordination(), jax.process_index()
     if client is None or me not in processes:
