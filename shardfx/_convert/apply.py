@@ -21,7 +21,8 @@ from .values import constant, fill
 
 
 def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
-    """Applies an operation of an expression to arrays.
+    """Applies an operation of an expression to arrays. An expression says how a map makes a leaf, such as
+    `From("a").T`.
 
     **Arguments:**
 
@@ -67,7 +68,10 @@ def on_arrays(xp: Any, op: str, parts: Sequence[Any], *args: Any) -> Any:
 
 
 def apply_steps(steps: Sequence[Rules], tree: object, like: object) -> PyTree:
-    """Applies the steps of a map to the arrays of a tree, for `TreeMap.apply`."""
+    """Makes the target of a map from the arrays of the tree `tree`, for `TreeMap.apply`.
+
+    `steps` are the steps of the map. `like` is a tree with the structure of the target, or `None`.
+    """
     flat = flatten(tree)
     arrays = {
         path: leaf for path, leaf, is_array in zip(flat.paths, flat.leaves, flat.is_array, strict=True) if is_array
@@ -91,7 +95,11 @@ def _is_in_jax(arrays: Mapping[str, object]) -> bool:
 
 
 def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, object], made: Mapping[str, Made]) -> dict[str, Any]:
-    """Makes the leaves of the target by running the operations of each rule, without pieces."""
+    """Makes the leaves of the target by running the operations of each rule on whole arrays, one step of the map after
+    the other.
+
+    `arrays` are the leaves of the source by path. `made` has the shape and dtype of each leaf of the target.
+    """
     xp = jnp if _is_in_jax(arrays) else np
     leaves, structs = dict(arrays), structs_of(arrays, arrays.values())
     for number, step in enumerate(steps):
@@ -106,7 +114,10 @@ def _by_rules(steps: Sequence[Rules], arrays: Mapping[str, object], made: Mappin
 
 
 def _assembled(made: Made, arrays: Mapping[str, object]) -> Any:
-    """A leaf of the target, copied piece by piece with NumPy. `arrays` are the leaves of the source by path."""
+    """A leaf of the target, copied with NumPy piece by piece (strided copy by strided copy).
+
+    `made` is the leaf's shape, dtype and pieces. `arrays` are the leaves of the source by path.
+    """
     out = np.zeros(made.shape, made.dtype)
     whole = tuple((0, size) for size in made.shape)
     for piece in made.pieces:
@@ -115,7 +126,11 @@ def _assembled(made: Made, arrays: Mapping[str, object]) -> Any:
 
 
 def _assembled_in_jax(made: Made, arrays: Mapping[str, Any]) -> jax.Array:
-    """A leaf of the target, copied piece by piece with JAX, traced or not. PRNG keys are copied as key data."""
+    """A leaf of the target, copied with JAX piece by piece (strided copy by strided copy), traced or not. PRNG keys are
+    copied as key data.
+
+    `made` is the leaf's shape, dtype and pieces. `arrays` are the leaves of the source by path.
+    """
     if not jnp.issubdtype(made.dtype, jax.dtypes.extended):
         return _filled(made.pieces, made.shape, made.dtype, arrays)
     names = [piece.value.path for piece in made.pieces if piece.value.path is not None]
@@ -147,13 +162,15 @@ BoxFactors = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
 class StridedCopy(NamedTuple):
-    """A strided copy from a box of one array to a box of another: a piece without its arrays and positions. Pieces with
-    equal strided copies run the same compiled program.
+    """A strided copy from a rectangular part (a box) of one array to a box of another. Pieces with equal strided copies
+    run the same compiled program.
+
+    A strided copy is a piece without the names of its arrays and without its positions in them. A factor is one of its
+    nested loops: the number of iterations, and the elements that one iteration moves by.
 
     **Arguments:**
 
-    - `source`, `target`: for each dimension of a box, its size and the factors along it, longest step first. A factor
-        is a loop: its size, and the step of one iteration.
+    - `source`, `target`: for each dimension of a box, its size and the factors along it, longest step first.
     - `order`: for each factor of the target, the index of the same loop among the factors of the source, or `NOWHERE`
         for a loop that repeats the source.
     - `casts`: the casts and arithmetic operations on the elements, in order.
@@ -166,7 +183,7 @@ class StridedCopy(NamedTuple):
 
 
 def strided_copy(piece: Piece) -> StridedCopy:
-    """The strided copy of a piece, without the piece's arrays and positions."""
+    """The strided copy that a piece makes, without the names of the piece's arrays and its positions in them."""
     sources, targets = _box_factors(swapped(piece)), _box_factors(piece)
     source = [f for own in sources for f in own]
     # A factor is the same loop on both sides, with source and target exchanged.
@@ -189,7 +206,11 @@ def _plain(box: Sequence[tuple[int, int]], factors: Sequence[Sequence[Factor]]) 
 
 
 def is_dense(size: int, factors: Sequence[tuple[int, int]]) -> bool:
-    """Whether factors (pairs of size and step) reach every element of a dimension of size `size`, in order."""
+    """Whether nested loops along a dimension of size `size` reach every element, in order.
+
+    `factors` has a pair for each loop: its number of iterations and its step. For size 6, ((2, 3), (3, 1)) does, and
+    ((3, 2),) does not.
+    """
     step = 1
     for count, own in reversed(factors):
         if own != step:
@@ -219,8 +240,10 @@ def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
 
 
 def _below(own: Sequence[tuple[int, int]], step: int) -> int:
-    """The distance from the first to the last element that the factors with a step below `step` reach, plus one. A
-    factor is a pair of size and step.
+    """The number of elements from the first to the last that the loops with a step below `step` reach.
+
+    `own` has a pair for each loop along a dimension: its number of iterations and its step. For the loops ((2, 6), (3,
+    2)) and the step 6: the second loop reaches 0, 2 and 4, so the result is 5.
     """
     return 1 + sum((count - 1) * each for count, each in own if each < step)
 
@@ -233,8 +256,11 @@ def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
 
 
 def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
-    """Transposes the result of `gathered`, with one dimension per factor, to the order of the target's factors. Factors
-    that repeat the source are broadcast.
+    """Transposes the result of `gathered` to the order of the target's loops, and broadcasts it along loops that repeat
+    the source.
+
+    `piece` is that result: an array with one dimension per loop of the source. `copy` is the strided copy from source
+    to target; its `order` gives the order of the loops.
     """
     piece = piece.transpose([number for number in copy.order if number != NOWHERE])
     counts = [count for _, own in copy.target for count, _ in own]
@@ -243,11 +269,15 @@ def transposed(piece: jax.Array, copy: StridedCopy) -> jax.Array:
 
 
 def scattered(box: jax.Array, factors: BoxFactors, piece: jax.Array, axis: int) -> jax.Array:
-    """A strided scatter: a copy of `box` in which the elements of `piece` replace the elements that nested
-    loops reach.
+    """A strided scatter: a copy of `box` in which the elements of `piece` replace the elements that nested loops reach.
 
-    `factors` has, for each dimension of `box` from `axis` on, its size and the loops along it. `piece` has one
-    dimension per loop, after the first `axis` dimensions of `box`.
+    **Arguments:**
+
+    - `box`: an array, a part of the target.
+    - `factors`: for each dimension of `box` from `axis` on, its size and the loops along it, each with its size and
+        step.
+    - `piece`: the new elements, with one dimension per loop after the first `axis` dimensions of `box`.
+    - `axis`: the number of leading dimensions of `box` that both arrays share.
     """
     if all(is_dense(size, own) for size, own in factors):
         return piece.reshape(box.shape)

@@ -22,7 +22,8 @@ _SHOWN = 20
 def bound_steps(
     steps: Sequence[Rules], source: Mapping[str, Struct], target: Mapping[str, Struct] | None = None
 ) -> Mapping[str, Made]:
-    """The leaves that a map makes: for each its shape, its dtype and its pieces, in the target's order.
+    """The leaves that a map makes: for each its shape, its dtype and its pieces (strided copies), in the target's
+    order.
 
     **Arguments:**
 
@@ -47,7 +48,8 @@ def _targets(steps: Sequence[Rules], target: Mapping[str, Struct] | None) -> Seq
     """The leaves that each step of a map makes; `None` where they are unknown.
 
     The rules of an inverted step make its input from its output. So the leaves before an inverted step are known if the
-    leaves after it are. The leaves before any other step are unknown.
+    leaves after it are. The leaves before any other step are unknown. `target` are the leaves of the map's target, by
+    path.
     """
     found = [target]
     for after in reversed(steps[1:]):
@@ -124,7 +126,8 @@ def places(
     target: Mapping[str, TreeLeaf] | None,
     problems: list[tuple[str, str]],
 ) -> Iterable[tuple[str, From, Binding]]:
-    """Each leaf of the target with the rule that makes it and the values of the placeholders in the rule's path.
+    """Each leaf of the target with the expression that makes it. The third element is the values of the placeholders
+    (`{i}` in `layers/{i}/weight`) for this leaf.
 
     **Arguments:**
 
@@ -176,11 +179,15 @@ def _inferred(
 
 
 def _bindings(text: str, rule: From, source: Mapping[str, TreeLeaf]) -> Iterator[dict[str, Any]]:
-    """Yields the values of the placeholders in a target's path, once for each leaf that the source allows to make.
+    """Yields the values of the placeholders (`{i}` in `layers/{i}/weight`) in a target's path, once for each leaf that
+    the source allows to make.
+
+    For the target `w/{i}` made of the leaves `layers/{i}`: {"i": 0} and {"i": 1}, if the source has the leaves
+    `layers/0` and `layers/1`.
 
     **Arguments:**
 
-    - `text`, `rule`: the path pattern of the target, and the expression that makes it.
+    - `text`, `rule`: the path of the target with its placeholders, and the expression that makes it.
     - `source`: the leaves of the source, by path.
     """
     names = pattern(text).names
@@ -200,14 +207,17 @@ def _bindings(text: str, rule: From, source: Mapping[str, TreeLeaf]) -> Iterator
 def _counted(
     names: Sequence[str], binding: dict[str, Any], text: str, rule: From, source: Mapping[str, TreeLeaf]
 ) -> Iterator[dict[str, Any]]:
-    """Yields `binding` extended by placeholders that occur only in `at` operations, once for each index of the
-    dimension that `at` removes.
+    """Yields `binding` extended by values of the placeholders `names`, which occur only in `at` operations. The
+    operation `at(i)` selects entry `i` of a dimension.
+
+    There is one result for each entry of that dimension. For the target `w/{i}` made by `From("w").at("i")`, where `w`
+    has shape (2, 8): i = 0 and i = 1.
 
     **Arguments:**
 
     - `names`: the names of these placeholders.
     - `binding`: the values of the other placeholders.
-    - `text`, `rule`: the path pattern of the target, and the expression that makes it.
+    - `text`, `rule`: the path of the target with its placeholders, and the expression that makes it.
     - `source`: the leaves of the source, by path.
     """
     if not names:
@@ -254,8 +264,15 @@ def _unused(
 
 
 def _behind_gaps(step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str, None]) -> Iterator[tuple[str, str]]:
-    """Yields a problem for each `stack` without a count that leaves out leaves: it stops at the first number without a
-    leaf in the source.
+    """Yields a problem, a path and a text, for each `stack` operation that leaves out leaves of the source.
+
+    A `stack` without a count ends at the first number without a leaf. With leaves 0, 1 and 3, it leaves out leaf 3.
+
+    **Arguments:**
+
+    - `step`: the rules.
+    - `source`: the leaves of the source, by path.
+    - `used`: the paths of the leaves that the rules use.
     """
     for over, text in dict.fromkeys(one for _, rule in step.made for one in _endless(rule)):
         for path in source:
@@ -267,8 +284,9 @@ def _behind_gaps(step: Rules, source: Mapping[str, TreeLeaf], used: Mapping[str,
 
 
 def _endless(rule: From) -> Iterator[tuple[str, str]]:
-    """Yields each `stack` without a count in an expression, as the placeholder that it iterates over and the path
-    pattern that has this placeholder.
+    """Yields two texts for each `stack` operation without a count in an expression. The first is the name of the
+    placeholder that it iterates over, such as `i`. The second is the path with this placeholder, such as
+    `layers/{i}/weight`.
     """
     if rule.op == "stack" and len(rule.args) == 2:
         text = counted_leaf(rule)
@@ -296,7 +314,7 @@ def _raise(problems: Sequence[tuple[str, str]]) -> None:
 
 
 def _through(made: Mapping[str, Made], between: Mapping[str, Made]) -> Mapping[str, Made]:
-    """Composes two steps of a map: replaces the intermediate leaves that pieces read by leaves of the source.
+    """Composes two steps of a map: intermediate leaves are replaced by the leaves of the source that they are made of.
 
     **Arguments:**
 
@@ -319,7 +337,8 @@ def _through(made: Mapping[str, Made], between: Mapping[str, Made]) -> Mapping[s
 
 
 def _backward(forward: Mapping[str, Made], source: Mapping[str, TreeLeaf]) -> Mapping[str, Made]:
-    """The pieces of an inverted map: for each leaf of a map's source, how it is made of leaves of the map's target.
+    """The pieces (strided copies) of an inverted map: for each leaf of a map's source, how it is made of leaves of the
+    map's target.
 
     **Arguments:**
 
@@ -360,6 +379,8 @@ def _backward(forward: Mapping[str, Made], source: Mapping[str, TreeLeaf]) -> Ma
 def _back(casts: Sequence[object], dtype: object) -> tuple[Any, ...]:
     """The casts and arithmetic operations that invert `casts` and end in `dtype`. An arithmetic operation is inverted
     in the dtype that its result has.
+
+    `casts` has the operations in order: a dtype for a cast, or an `Arithmetic`. `dtype` is the dtype before them.
     """
     kinds, found = [dtype], []
     for to in casts:
@@ -373,10 +394,12 @@ def _back(casts: Sequence[object], dtype: object) -> tuple[Any, ...]:
 
 
 def disjoint(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[list[Piece], bool]:
-    """Removes overlaps of pieces. Returns pieces without common target elements, and whether they cover an array of
-    `shape`.
+    """Removes overlaps of pieces (strided copies) into one target of shape `shape`. Pieces that overlap write equal
+    elements there, so only the first one keeps them.
 
-    Pieces that overlap write equal elements there, so only the first one keeps them.
+    **Returns:**
+
+    Pieces without common target elements, and whether they cover the whole target.
     """
     parts = [(piece, list(dense(piece))) for piece in pieces]
     sides = _grid_dims([hull(part) for _, own in parts for part in own])
@@ -397,8 +420,9 @@ def disjoint(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[list[Piec
 
 
 def _grid_dims(boxes: Sequence[Box]) -> list[int]:
-    """The dimensions along which any two of the boxes have equal or disjoint intervals. A box is a start and a stop for
-    each dimension.
+    """The dimensions along which any two of the boxes have equal or disjoint intervals.
+
+    A box is a start and a stop for each dimension. For the boxes ((0, 2), (0, 4)) and ((2, 4), (3, 6)): dimension 0.
     """
     found = []
     for dim, column in enumerate(zip(*boxes, strict=True)):
@@ -409,7 +433,9 @@ def _grid_dims(boxes: Sequence[Box]) -> list[int]:
 
 
 def _outside(piece: Piece, box: Box) -> Iterator[Piece]:
-    """Yields the parts of a piece outside of a box of the target. The piece fills a box without gaps."""
+    """Yields the parts of a piece (a strided copy) outside of a box of the target. A box is a start and a stop for each
+    dimension. The piece must fill a box without gaps.
+    """
     mine = hull(piece)
     if any(stop <= low or high <= start for (start, stop), (low, high) in zip(mine, box, strict=True)):
         yield piece

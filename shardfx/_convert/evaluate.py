@@ -38,16 +38,16 @@ def evaluated(
     leaf: Callable[[str], Any],
     run: Callable[..., Any],
 ) -> Any:
-    """Evaluates an expression.
+    """Evaluates an expression, which says how a map makes a leaf, such as `From("layers/{i}/w").T`.
 
     **Arguments:**
 
     - `made`: the expression.
-    - `binding`: the values of the placeholders in its paths.
+    - `binding`: the values of the placeholders (such as `{i}`) in its paths.
     - `leaves`: the leaves of the source, by path.
     - `leaf`: returns the value of a leaf, given its path.
-    - `run`: returns the value of an operation, given its name, the values of its operands and its other arguments:
-        `on_shapes` for pieces, `on_arrays` for arrays.
+    - `run`: returns the value of an operation, given its name, the values of its operands and its other arguments. It
+        is `on_shapes` for strided copies, and `on_arrays` for arrays.
     """
     if made.op == "leaf":
         return leaf(resolved(made.args[0], binding, leaves))
@@ -61,8 +61,10 @@ def evaluated(
 
 
 def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
-    """The path of a leaf, from a path pattern and the values of its placeholders. Raises `MapError` if the path is not
-    in `leaves`.
+    """The path of a leaf, from a path `text` with placeholders and their values. For `layers/{i}/w` and i = 3:
+    `layers/3/w`.
+
+    Raises `MapError` if the path is not in `leaves`.
     """
     path = pattern(text).filled(binding)
     if path is None:
@@ -75,13 +77,15 @@ def resolved(text: str, binding: Binding, leaves: Mapping[str, object]) -> str:
 
 
 def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> range:
-    """The numbers that a `stack` expression iterates over: up to its `count`, or up to the first number without a leaf
-    in the source.
+    """The numbers that a `stack` expression iterates over.
+
+    They are 0, 1, 2, ... up to the expression's `count`. Without a count, they end before the first number for which
+    the source has no leaf.
 
     **Arguments:**
 
     - `made`: the expression.
-    - `binding`: the values of the other placeholders.
+    - `binding`: the values of the other placeholders (such as `{j}`) in its paths.
     - `leaves`: the leaves of the source, by path.
     """
     over, first = made.args[0], counted_leaf(made)
@@ -102,7 +106,7 @@ def count_of(made: From, binding: Binding, leaves: Mapping[str, object]) -> rang
 
 
 def _inner_stacks(made: From) -> list[str]:
-    """The placeholders that the `stack` operations inside an expression iterate over."""
+    """The placeholders (such as `{i}` in `layers/{i}/w`) that `stack` operations inside an expression iterate over."""
     own = [made.args[0]] if made.op == "stack" else []
     return [*own, *[name for part in made.of for name in _inner_stacks(part)]]
 
@@ -117,14 +121,18 @@ def _index(index: int | str, binding: Binding) -> int:
 
 
 def dim_of(dim: int, rank: int, op: str) -> int:
-    """A dimension of an array of rank `rank` as a non-negative number. Raises `MapError` if the array lacks it."""
+    """Dimension `dim` of an array of rank `rank` as a non-negative number. Raises `MapError` if the array lacks it. The
+    error names the operation `op`.
+    """
     if not isinstance(dim, int) or not -rank <= dim < rank:
         raise MapError(f"`{op}` takes dim {dim}, and the array has {rank} dimensions.")
     return dim % rank
 
 
 def sizes_of(sizes: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """The sizes with -1 replaced so that their product is `count`. Raises `MapError` if no size does that."""
+    """The sizes, with -1 replaced so that their product is `count`. Raises `MapError` if no size does that. The error's
+    text contains `what`.
+    """
     known = math.prod(size for size in sizes if size != -1)
     free = [at for at, size in enumerate(sizes) if size == -1]
     found = list(sizes)
@@ -195,7 +203,9 @@ def _reshape(parts: Sequence[Made], *sizes: int) -> Made:
 
 
 def _placed(made: Made, order: Sequence[int | None], shape: tuple[int, ...]) -> Made:
-    """A target array with its dimensions reordered to `shape`. `order` has an old dimension for each new dimension, or
+    """A target array with its dimensions reordered to the shape `shape`.
+
+    `made` is the array: its shape, dtype and strided copies. `order` has an old dimension for each new dimension, or
     `None` for an inserted dimension of size 1.
     """
     return Made(shape, made.dtype, tuple(renumbered(piece, order) for piece in made.pieces))
@@ -310,7 +320,9 @@ def cast(made: Made, to: Any) -> Made:
 
 
 def _then(made: Made, step: Any, dtype: Any) -> Made:
-    """A target array with one more cast or arithmetic operation on its elements. The result has dtype `dtype`."""
+    """A target array with one more operation on its elements: `step` is a dtype for a cast, or an `Arithmetic`. The
+    result has dtype `dtype`.
+    """
     pieces = [piece._replace(value=piece.value._replace(casts=(*piece.value.casts, step))) for piece in made.pieces]
     return Made(made.shape, dtype, tuple(pieces))
 
@@ -340,7 +352,7 @@ def _scale(parts: Sequence[Made], *block: int) -> Made:
 
 
 def on_shapes(op: str, parts: Sequence[Made], *args: Any) -> Made:
-    """Applies an operation of an expression to target arrays in the form of pieces.
+    """Applies an operation of an expression to target arrays that are given as lists of pieces (strided copies).
 
     **Arguments:**
 

@@ -43,8 +43,9 @@ SIGNATURES: Final[Mapping[str, tuple[int | None, str]]] = MappingProxyType(
 
 
 def arguments_of(op: str, count: int) -> list[tuple[str, str]]:
-    """The name and the kind of each argument of operation `op` in a call with `count` arguments. The name is "" for a
-    positional argument; the kind is a key of `_KINDS`.
+    """The name and the kind of each argument of the operation `op`, if it is called with `count` arguments.
+
+    A positional argument has the name "". The kind is a key of `_KINDS`, which checks the argument.
     """
     words = SIGNATURES[op][1].split()
     last = words[-1]
@@ -146,7 +147,7 @@ _KINDS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = MappingProxyType
 
 
 def check_number(value: Any, dtype: DType, what: str) -> None:
-    """Raises `MapError` if an array of dtype `dtype` cannot hold a number. `what` begins the error's text."""
+    """Raises `MapError` if an array of dtype `dtype` cannot hold the number `value`. `what` begins the error's text."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         raise MapError(f"{what}: PRNG keys cannot be made of a number; stack or concat keys instead.")
     is_bool = jnp.issubdtype(dtype, jnp.bool_)
@@ -388,8 +389,10 @@ def leaves_of(made: From) -> list[str]:
 
 
 def counted_leaf(stack: From) -> str | None:
-    """The first path in a `stack` expression with the placeholder that the stack iterates over; `None` if there is
-    none.
+    """The first path in a `stack` expression that has the placeholder over which the stack iterates. The result is
+    `None` if no path has it.
+
+    For `From("layers/{i}/w").stack("i")`: `layers/{i}/w`.
     """
     return next((leaf for leaf in leaves_of(stack.of[0]) if stack.args[0] in pattern(leaf).names), None)
 
@@ -397,6 +400,8 @@ def counted_leaf(stack: From) -> str | None:
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The rules of one step of a `TreeMap`. A map has several steps if it is composed of others.
+
+    A path pattern is a path with placeholders, such as `{i}` in `layers/{i}/weight`.
 
     **Arguments:**
 

@@ -21,7 +21,11 @@ _TERM = re.compile(r"\s*(?:(\d+)\s*\*\s*)?(?:([A-Za-z_]\w*)(\*?)|(\d+))\s*")
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """The sum inside a placeholder, such as `6*i+2`: pairs of a number and a name in `terms`, and the number `rest`."""
+    """The sum inside a placeholder, such as `6*i+2`.
+
+    - `terms`: pairs of a number and a name, here (6, "i").
+    - `rest`: the number that is added, here 2.
+    """
 
     terms: tuple[tuple[int, str], ...]
     rest: int
@@ -32,8 +36,9 @@ class Sum:
         return self.terms[0][1] if len(self.terms) == 1 and self.terms[0][0] == 1 and not self.rest else None
 
     def value(self, binding: Binding) -> str | int | None:
-        """The value of the sum for values of its names; `None` if a name has no value, or text where the sum needs a
-        number.
+        """The value of the sum. `binding` has the values of its names.
+
+        The result is `None` if a name has no value. It is also `None` if a value is text where the sum needs a number.
         """
         if self.name is not None:
             return binding.get(self.name)
@@ -43,8 +48,10 @@ class Sum:
         return self.rest + sum(count * value for count, value in found if isinstance(value, int))
 
     def solved(self, value: str | int) -> tuple[str, str | int] | None:
-        """Solves the sum for its name: the name, and its value for which the sum is `value`; `None` if there is no
-        solution, or several names.
+        """Solves the sum for its only name, so that the sum is `value`. Returns the name and its value. For `6*i+2` and
+        14: ("i", 2).
+
+        The result is `None` if there is no solution, or if the sum has several names.
         """
         if self.name is not None:
             return self.name, value
@@ -93,7 +100,10 @@ class Pattern:
         return tuple(dict.fromkeys(name for one in self.parts if isinstance(one, Sum) for _, name in one.terms))
 
     def filled(self, binding: Binding) -> str | None:
-        """The path for these values of the placeholders; `None` if a placeholder has no value."""
+        """The path for values of the placeholders: `layers/3/weight` for `layers/{i}/weight` and i = 3.
+
+        `binding` has the values. The result is `None` if a placeholder has no value.
+        """
         done = []
         for part in self.parts:
             value = part if isinstance(part, str) else part.value(binding)
@@ -103,7 +113,11 @@ class Pattern:
         return "".join(done)
 
     def matched(self, path: str) -> dict[str, str | int] | None:
-        """The values of the names in the placeholders, from a path; `None` if the path does not match the pattern."""
+        """The values of the names in the placeholders, from a path: i = 3 for `layers/{i}/weight` and
+        `layers/3/weight`.
+
+        The result is `None` if the path does not match the pattern.
+        """
         found = self.regex.fullmatch(path)
         if found is None:
             return None
@@ -143,7 +157,9 @@ def near(path: str, names: Iterable[str], what: str = "") -> str:
 
 
 def near_names(path: str, names: Iterable[str], most: int, cutoff: float) -> list[str]:
-    """The `most` names that are most similar to `path`, found in bounded time however long and many the names are."""
+    """The `most` names that are most similar to `path`, each with a similarity of at least `cutoff` (from 0 to 1). The
+    time is bounded, however long and many the names are.
+    """
     if len(path) > _COMPARED_CHARACTERS:
         return []
     found = [name for name in names if len(name) <= _COMPARED_CHARACTERS]

@@ -65,7 +65,7 @@ class Arithmetic(NamedTuple):
 
 
 def changed(x: Any, to: Any) -> Any:
-    """An array of NumPy or JAX after one cast or one arithmetic operation."""
+    """A NumPy or JAX array after one operation. `to` is a dtype for a cast, or an `Arithmetic`."""
     if not isinstance(to, Arithmetic):
         return cast_array(x, to)
     wide = np.dtype("float64") if x.dtype == np.float64 else np.dtype("float32")
@@ -83,17 +83,20 @@ def changed(x: Any, to: Any) -> Any:
 
 
 def is_only(casts: Iterable[object], dtype: object) -> bool:
-    """Whether all of the operations on a piece's elements are casts to `dtype`, without arithmetic."""
+    """Whether all operations in `casts` are casts to `dtype`. `casts` has dtypes, which stand for casts, and
+    `Arithmetic`s.
+    """
     return all(not isinstance(to, Arithmetic) and to == dtype for to in casts)
 
 
 def dtypes_of(casts: Iterable[object]) -> list[Any]:
-    """The dtypes in a list of casts and arithmetic operations."""
+    """The dtypes in `casts`, a list of casts (given as dtypes) and arithmetic operations."""
     return [to for to in casts if not isinstance(to, Arithmetic)]
 
 
 class Value(NamedTuple):
-    """The source of a piece, an array or a constant, and the operations that the piece applies to its elements.
+    """The source of a piece (a strided copy), and the operations that the piece applies to its elements. The source is
+    an array or a constant.
 
     **Arguments:**
 
@@ -149,7 +152,7 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A target array: its shape, its dtype, and the pieces that fill it. Each element is in one piece."""
+    """A target array: its shape, its dtype, and the pieces (strided copies) that fill it. No two pieces overlap."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -161,8 +164,8 @@ class Made:
 
 
 def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """The piece that copies a whole array of shape `shape`, in a tuple; an empty tuple for an array without
-    elements.
+    """The piece (a strided copy) that copies a whole array of shape `shape` from the source `value`, in a tuple. For an
+    array without elements, the tuple is empty.
     """
     zero = (0,) * len(shape)
     return made_of(value, zero, zero, [Factor(size, dim, 1, dim, 1) for dim, size in enumerate(shape)])
@@ -171,28 +174,32 @@ def whole(value: Value, shape: tuple[int, ...]) -> tuple[Piece, ...]:
 def made_of(
     value: Value, source: tuple[int, ...], target: tuple[int, ...], factors: Iterable[Factor]
 ) -> tuple[Piece, ...]:
-    """The piece with the given factors, in a tuple; an empty tuple if a factor has size 0. Factors of size 1 are left
-    out.
+    """The piece (a strided copy) with the given factors (nested loops), in a tuple. The tuple is empty if a factor has
+    size 0. Factors of size 1 are left out.
+
+    `value` is the source. `source` and `target` are the positions of the first element in either array.
     """
     kept = tuple(factor for factor in factors if factor.size != 1)
     return () if any(factor.size == 0 for factor in kept) else (Piece(value, source, target, kept),)
 
 
 def names_of(piece: Piece) -> tuple[str, ...]:
-    """The paths of the arrays that a piece reads: its source if that is an array, and the source's scales."""
+    """The paths of the arrays that a piece (a strided copy) reads: its source array, and the array of scales that
+    multiply it. A constant source has no path.
+    """
     value = piece.value
     return tuple(name for name in (value.path, value.scale and value.scale.path) if name is not None)
 
 
 def extended(piece: Piece, sizes: tuple[int, ...]) -> Piece:
-    """The same piece for source and target with additional trailing dimensions of sizes `sizes`."""
+    """The piece (a strided copy) for source and target with additional trailing dimensions of sizes `sizes`."""
     here, there, zero = len(piece.source), len(piece.target), (0,) * len(sizes)
     more = [Factor(size, here + at, 1, there + at, 1) for at, size in enumerate(sizes) if size != 1]
     return Piece(piece.value, (*piece.source, *zero), (*piece.target, *zero), (*piece.factors, *more))
 
 
 def swapped(piece: Piece) -> Piece:
-    """The piece with source and target exchanged."""
+    """The piece (a strided copy) with source and target exchanged."""
     return Piece(piece.value, piece.target, piece.source, _swapped(piece.factors))
 
 
@@ -203,12 +210,12 @@ def _swapped(factors: tuple[Factor, ...]) -> tuple[Factor, ...]:
 
 
 def moved(place: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
-    """The position `by` elements further along dimension `dim`; the same position if `dim` is `NOWHERE`."""
+    """The position `place`, moved by `by` elements along dimension `dim`. It stays the same if `dim` is `NOWHERE`."""
     return place if dim == NOWHERE or not by else (*place[:dim], place[dim] + by, *place[dim + 1 :])
 
 
 def rows(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
-    """The part of a piece with the iterations `start` to `stop` of one of its loops."""
+    """The part of a piece (a strided copy) with the iterations `start` to `stop` of its nested loop `factor`."""
     source = moved(piece.source, factor.source_dim, start * factor.source_step)
     target = moved(piece.target, factor.target_dim, start * factor.target_step)
     if start == 0 and stop == factor.size:
@@ -218,17 +225,21 @@ def rows(piece: Piece, factor: Factor, start: int, stop: int) -> Piece:
 
 
 def along(piece: Piece, dim: int) -> list[Factor]:
-    """The factors (loops) of a piece that move along a dimension of the target, the longest step first."""
+    """The factors (nested loops) of a piece that move along dimension `dim` of the target, the longest step first."""
     return sorted([f for f in piece.factors if f.target_dim == dim], key=lambda factor: -factor.target_step)
 
 
 def span(factors: Sequence[Factor]) -> int:
-    """The number of elements from the first to the last that loops along one dimension of the target reach."""
+    """The number of elements from the first to the last that nested loops along one dimension of the target reach. For
+    sizes 2 and 3 with steps 6 and 2: the loops reach 0, 2, 4, 6, 8 and 10, so 11.
+    """
     return 1 + sum((factor.size - 1) * factor.target_step for factor in factors)
 
 
 def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
-    """Yields a few pieces with the elements of a piece from `start` to `stop` along a dimension of the target."""
+    """Yields a few pieces (strided copies) that together copy a part of a piece. The part is the elements from `start`
+    to `stop` along dimension `dim` of the target.
+    """
     own = along(piece, dim)
     low, length = piece.target[dim], span(own)
     if start <= low and low + length <= stop:
@@ -250,7 +261,9 @@ def cut(piece: Piece, dim: int, start: int, stop: int) -> Iterator[Piece]:
 
 
 def within(piece: Piece, box: Box) -> list[Piece]:
-    """The elements of a piece inside a box of the target, as pieces. A box is a start and a stop for each dimension."""
+    """The part of a piece (a strided copy) inside a box of the target, as several pieces. A box is a start and a stop
+    for each dimension.
+    """
     ends = hull(piece)
     if all(start <= low and high <= stop for (low, high), (start, stop) in zip(ends, box, strict=True)):
         return [piece]
@@ -263,14 +276,14 @@ def within(piece: Piece, box: Box) -> list[Piece]:
 
 
 def shifted(piece: Piece, by: Sequence[int]) -> Piece:
-    """The piece with its target position moved, by one number of elements for each dimension."""
+    """The piece (a strided copy) with its target position moved by a number of elements for each dimension."""
     target = tuple([place + more for place, more in zip(piece.target, by, strict=True)])
     return Piece(piece.value, piece.source, target, piece.factors)
 
 
 def renumbered(piece: Piece, order: Sequence[int | None]) -> Piece:
-    """The piece for a target with reordered dimensions. `order` has an old dimension for each new dimension, or `None`
-    for an inserted dimension of size 1.
+    """The piece (a strided copy) for a target with reordered dimensions. `order` has an old dimension for each new
+    dimension, or `None` for an inserted dimension of size 1.
     """
     target = tuple([0 if dim is None else piece.target[dim] for dim in order])
     return Piece(piece.value, piece.source, target, _renumbered(piece.factors, tuple(order)))
@@ -283,7 +296,7 @@ def _renumbered(factors: tuple[Factor, ...], order: tuple[int | None, ...]) -> t
 
 
 def merged(piece: Piece, dim: int, inner: int) -> Piece:
-    """The piece for a target whose dimensions `dim` and `dim + 1` are merged into one. The second has size `inner`."""
+    """The piece (a strided copy) for a target whose dimensions `dim` and `dim + 1`, of size `inner`, become one."""
     target = (*piece.target[:dim], piece.target[dim] * inner + piece.target[dim + 1], *piece.target[dim + 2 :])
     factors = []
     for factor in piece.factors:
@@ -296,7 +309,9 @@ def merged(piece: Piece, dim: int, inner: int) -> Piece:
 
 
 def split(piece: Piece, dim: int, inner: int) -> Iterator[Piece]:
-    """Yields the pieces for a target whose dimension `dim` is split into two. The second has size `inner`."""
+    """Yields the pieces (strided copies) that a piece becomes if dimension `dim` of its target is split into two. The
+    second of the two has size `inner`.
+    """
     order: list[int | None] = list(range(dim + 1))
     opened = renumbered(piece, [*order, None, *range(dim + 1, len(piece.target))])
     yield from _split(opened, dim, inner)
@@ -347,7 +362,9 @@ def _without(piece: Piece, factor: Factor) -> Piece:
 
 
 def simplified(piece: Piece) -> Piece:
-    """The same piece with two nested loops merged wherever one longer loop copies the same elements."""
+    """The same piece (a strided copy) with fewer loops. Two nested loops become one where it copies the same elements:
+    sizes 2 and 3 with steps 3 and 1 in source and target become size 6 with step 1.
+    """
     return Piece(piece.value, piece.source, piece.target, _simplified(piece.factors))
 
 
@@ -371,7 +388,9 @@ def _goes_on(outer: Factor, inner: Factor) -> bool:
 
 
 def hull(piece: Piece) -> Box:
-    """The smallest box of the target that contains all elements of the piece: a start and a stop for each dimension."""
+    """The smallest box of the target that contains all elements of a piece (a strided copy). A box is a start and a
+    stop for each dimension.
+    """
     return tuple(
         [
             (low, low + reach)
@@ -381,8 +400,8 @@ def hull(piece: Piece) -> Box:
 
 
 def from_start(piece: Piece, box: Box) -> list[int]:
-    """The offset of a piece from the start of a box of the target, for each dimension. The offset is 0 along a
-    dimension where the piece extends beyond the box.
+    """The offset of a piece (a strided copy) from the start of a box (a start and a stop for each dimension of the
+    target). The offset is 0 along a dimension where the piece extends beyond the box.
     """
     pairs = zip(hull(piece), box, strict=True)
     return [low - start if start <= low and high <= stop else 0 for (low, high), (start, stop) in pairs]
@@ -390,12 +409,16 @@ def from_start(piece: Piece, box: Box) -> list[int]:
 
 @ft.lru_cache(maxsize=4096)
 def _reaches(factors: tuple[Factor, ...], rank: int) -> tuple[int, ...]:
-    """For each dimension of the target, the number of elements from the first to the last that the loops reach."""
+    """For each dimension of a target with `rank` dimensions, the number of elements from the first to the last that the
+    nested loops `factors` reach.
+    """
     return tuple(span([one for one in factors if one.target_dim == dim]) for dim in range(rank))
 
 
 def dense(piece: Piece) -> Iterator[Piece]:
-    """Yields pieces with the elements of a piece. Each fills a box of the target without gaps."""
+    """Yields pieces (strided copies) with the elements of a piece. Each fills a rectangular box of the target without
+    gaps. A piece that writes every second one of 6 elements becomes three pieces of one element.
+    """
     for dim in range(len(piece.target)):
         length = 1
         for factor in reversed(along(piece, dim)):
@@ -408,13 +431,15 @@ def dense(piece: Piece) -> Iterator[Piece]:
 
 
 def once(piece: Piece) -> Piece:
-    """The piece without repetitions: it writes each source element once, at the first of its positions."""
+    """The piece (a strided copy) without repetitions. It copies each source element once, to the first of the element's
+    positions in the target.
+    """
     kept = tuple([f for f in piece.factors if f.source_dim != NOWHERE])
     return Piece(piece.value, piece.source, piece.target, kept)
 
 
 def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
-    """Yields the pieces of two strided copies in a row, without the intermediate array.
+    """Yields the pieces of two strided copies (pieces) in a row, without the intermediate array.
 
     **Arguments:**
 
@@ -441,14 +466,15 @@ def composed(outer: Piece, inner: Piece) -> Iterator[Piece]:
 
 
 def _through(part: Piece, loops: Sequence[Factor | None], box: Piece) -> Piece:
-    """The piece that `composed` makes of a part of its outer piece and a part of its inner piece.
+    """The piece that `composed` makes of a part of its outer piece and a part of its inner piece. A piece is a strided
+    copy in nested loops.
 
     **Arguments:**
 
     - `part`: a part of the outer piece with source and target exchanged. Its target has one dimension per loop of
         `box`.
     - `loops`: the loop of `box` for each of these dimensions; `None` for a dimension of size 1.
-    - `box`: a part of the inner piece that fills a box of the intermediate array.
+    - `box`: a part of the inner piece that fills a rectangular box of the intermediate array.
     """
     source = box.source
     for place, loop in zip(part.target, loops, strict=True):

@@ -91,7 +91,7 @@ class TreeMap:
 
     @ft.cached_property
     def digest(self) -> str:
-        """A checksum of the map, the same for equal maps on every process."""
+        """A checksum of the map. Equal maps have equal checksums on every process."""
         return hashlib.sha256(self.to_json().encode("utf-8", "surrogatepass")).hexdigest()
 
     @ft.cached_property
@@ -213,7 +213,7 @@ class TreeMap:
 
 
 def _step_of(data: Any) -> Rules:
-    """A step of a map, from its part of the map's JSON."""
+    """A step of a map, from `data`, the step's part of the map's JSON."""
     for name, kind in (("rules", list), ("drop", list), ("rest", list), ("casts", bool), ("inverted", bool)):
         if not isinstance(data.get(name, []), kind):
             raise TypeError(f"`{name}` is {data.get(name)!r:.80}")

@@ -18,12 +18,14 @@ _BITS = {1: np.dtype("uint8"), 2: np.dtype("uint16"), 4: np.dtype("uint32"), 8: 
 
 
 def strides_of(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
-    """The strides of a row-major array: in elements, or in bytes for elements of `itemsize` bytes."""
+    """The strides of a row-major array. With the default `itemsize` they are in elements; else they are in bytes, for
+    elements of `itemsize` bytes.
+    """
     return tuple(math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape)))
 
 
 def target_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None) -> np.ndarray:
-    """A view of the elements that a piece writes, with one dimension per loop of the piece.
+    """A view of the elements that a piece (a strided copy in nested loops) writes, with one dimension per loop.
 
     `memory` holds the target, or the part of it that begins at position `start`.
     """
@@ -31,7 +33,7 @@ def target_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = 
 
 
 def source_view(memory: np.ndarray, piece: Piece, start: Sequence[int] | None = None) -> np.ndarray:
-    """A view of the elements that a piece reads, with one dimension per loop of the piece.
+    """A view of the elements that a piece (a strided copy in nested loops) reads, with one dimension per loop.
 
     `memory` holds the source, or the part of it that begins at position `start`.
     """
@@ -55,20 +57,22 @@ def strided(memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...]
 
 
 def as_bits(view: np.ndarray) -> np.ndarray:
-    """A view of an array as integers if its dtype is not NumPy's own, since NumPy copies such arrays element by
-    element; else the array.
+    """A view of an array as integers if its dtype is not NumPy's own, such as bfloat16. Otherwise the array.
+
+    NumPy copies arrays of such dtypes element by element, but integers fast.
     """
     kind = _BITS.get(view.dtype.itemsize)
     return view if kind is None or view.dtype.isbuiltin == 1 else view.view(kind)
 
 
 class StridedBox(NamedTuple):
-    """A box of the source of a piece, and the strided view of the target's memory that its elements go to.
+    """A box of the source of a piece (a strided copy), and where its elements go in the target's memory.
 
     **Arguments:**
 
     - `source`: the box: a start and a stop for each dimension of the source.
-    - `offset`, `strides`: the offset of the first element in memory, and one stride per dimension, in elements.
+    - `offset`, `strides`: the position of the first element in memory, and one stride per dimension. Both are in
+        elements.
     """
 
     source: Box
@@ -77,10 +81,11 @@ class StridedBox(NamedTuple):
 
 
 def strided_boxes(piece: Piece, box: Box) -> Iterator[StridedBox]:
-    """Yields the elements of a piece as boxes of the source, each with the strided view of memory that it goes to.
+    """Yields the elements of a piece (a strided copy) as boxes of the source, each with the strided view of memory that
+    it goes to.
 
-    The piece is inside `box`, a box of the target, and the memory holds this box. A source element that the piece
-    repeats is in one result for each of its positions.
+    The memory holds `box`, a box of the target (a start and a stop for each dimension), and the piece is inside of it.
+    If the piece repeats a source element, the element is in one result for each of its positions.
     """
     shape = tuple(stop - start for start, stop in box)
     strides = strides_of(shape)
@@ -121,7 +126,7 @@ def _one_stride(piece: Piece, strides: Sequence[int]) -> Iterator[Piece]:
 
 
 def box_view(memory: np.ndarray, one: StridedBox) -> np.ndarray:
-    """The strided view of the target's memory for a box of the source, with the dimensions of the source."""
+    """The strided view of the target's memory that the elements of `one` go to. It has the dimensions of the source."""
     shape = tuple(stop - start for start, stop in one.source)
     strides = tuple(stride * memory.itemsize for stride in one.strides)
     # This takes a third of the time of `strided`, and a load makes thousands of such views.
@@ -133,7 +138,7 @@ Read = Callable[[str, Box], np.ndarray]
 
 
 def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
-    """Writes a piece into memory that holds a box of the target.
+    """Writes the elements of a piece (a strided copy) into memory that holds a box of the target.
 
     **Arguments:**
 
@@ -155,7 +160,9 @@ def fill(memory: np.ndarray, box: Box, piece: Piece, read: Read) -> None:
 
 
 def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
-    """Writes values into a view of memory, after the casts and arithmetic operations of a piece."""
+    """Writes `values` into `there`, a view of memory, after the casts and arithmetic operations of a piece (a strided
+    copy).
+    """
     if there.dtype == values.dtype and is_only(piece.value.casts, there.dtype):
         copy(as_bits(there), as_bits(values))
         return
@@ -170,7 +177,9 @@ def write(there: np.ndarray, values: np.ndarray, piece: Piece) -> None:
 
 
 def constant(piece: Piece) -> Any:
-    """The constant that fills a piece, after the piece's casts and arithmetic operations."""
+    """The constant that fills a piece (a strided copy whose source is a constant), after the piece's casts and
+    arithmetic operations.
+    """
     value = np.asarray(piece.value.number)
     for to in piece.value.casts:
         value = changed(value, to)
@@ -178,7 +187,11 @@ def constant(piece: Piece) -> Any:
 
 
 def _scales(piece: Piece, box: Box, read: Read) -> np.ndarray:
-    """The scale of each element in a box of a piece's source. `read` returns a box of an array."""
+    """The scale of each element in a box of a piece's source. A quantised array has one scale for each block of
+    elements.
+
+    `box` is a start and a stop for each dimension. `read` returns a box of an array.
+    """
     scale = piece.value.scale
     assert scale is not None
     blocks = scale_box(box, scale)
@@ -191,13 +204,17 @@ def _scales(piece: Piece, box: Box, read: Read) -> np.ndarray:
 
 
 def scale_box(box: Box, scale: Scale) -> Box:
-    """The box of the array of scales that has the scales of all elements in `box`."""
+    """The part of the array of scales that has the scales of all elements in `box`. A box is a start and a stop for
+    each dimension.
+
+    With blocks of 128 elements, the elements 100 to 300 have the scales 0 to 3.
+    """
     return tuple((low // each, -(-high // each)) for (low, high), each in zip(box, scale.block, strict=True))
 
 
 def chunks(piece: Piece, most: int) -> Iterator[Piece]:
-    """Yields parts of a piece, each small enough that its bounding box in the source has at most `most` elements if
-    possible.
+    """Yields parts of a piece (a strided copy). The smallest box of the source that contains a part has at most `most`
+    elements, if possible.
     """
     count = volume(hull(swapped(piece)))
     factors = [f for f in piece.factors if f.source_dim != NOWHERE]

@@ -42,8 +42,8 @@ class SearchOptions(NamedTuple):
     """The devices of a search.
 
     - `total`, `chip`, `slices`: the number of devices, their kind, and the number of their slices.
-    - `target`, `targets`: the name of one slice, such as "tpu:v5e:2x4", and the number of such slices, if the caller
-        named them.
+    - `target`, `targets`: the name of one slice, such as "tpu:v5e:2x4", and the number of such slices. `target` is
+        `None` if the caller named no slice.
     - `extents`: the number of chips of one slice along each dimension of its torus.
     """
 
@@ -79,7 +79,10 @@ def asked_for(devices: object, chip: str | chips.Chip | None, slices: int = 1) -
 
 
 def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
-    """The number of devices, their kind, and the name of one slice if the caller gave it."""
+    """The number of devices, their kind, and the name of one slice. The name is `None` if the caller gave no name.
+
+    `devices` and `chip` are those of `asked_for`.
+    """
     if isinstance(chip, str) and chip.lower() == "cpu":
         chip = EMULATED
     if isinstance(devices, str):
@@ -102,7 +105,7 @@ def _hardware(devices: object, chip: str | chips.Chip | None) -> SearchOptions:
 
 
 def require_options(keep: object, closely: object, verify: object) -> None:
-    """Raises `RuleError` for values of these arguments that [`shardfx.auto.search`][] does not allow."""
+    """Raises `RuleError` for values of `keep`, `closely` and `verify` that [`shardfx.auto.search`][] does not allow."""
     are_counts = all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in (keep, closely))
     if not are_counts or verify not in (None, "compile", "run"):
         raise RuleError(
@@ -160,8 +163,10 @@ class StepArray(NamedTuple):
 class TracedStep:
     """A traced step with its arguments.
 
-    - `tied`: the lowered program, with equivalence classes of its dimensions.
-    - `flats`, `structs`: for each argument, its leaves with their paths, and the argument as a tree of structs.
+    - `tied`: the lowered program, with its dimensions in equivalence classes. The dimensions of one class must be
+        sharded alike.
+    - `flats`, `structs`: for each argument, its leaves with their paths, and the argument as a tree of
+        `jax.ShapeDtypeStruct`s.
     - `words`: the names of the arguments.
     - `arrays`: all arrays of the arguments, in the order of the program's arguments.
     - `step`: the step, traced without shardings.
@@ -176,7 +181,7 @@ class TracedStep:
 
     @property
     def out(self) -> PyTree:
-        """The step's result as a tree of structs, with `None` for leaves that are no arrays."""
+        """The step's result as a tree of `jax.ShapeDtypeStruct`s, with `None` for leaves that are no arrays."""
         return self.step.traced.out_info
 
 

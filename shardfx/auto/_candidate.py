@@ -156,8 +156,9 @@ def ms(seconds: float) -> str:
 
 
 def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -> Iterator[Candidate]:
-    """Yields the candidates without duplicates of earlier ones or of `known`. Two candidates are duplicates if they
-    divide all arguments into the same shards.
+    """Yields the candidates of `found` that are no duplicates of earlier ones or of `known`.
+
+    Two candidates are duplicates if they divide all arguments into the same shards.
     """
     seen = {_shard_counts(one) for one in known}
     for one in found:
@@ -173,7 +174,9 @@ def _shard_counts(one: Candidate) -> object:
 
 
 def against(mine: Candidate, others: Iterable[Candidate]) -> Iterator[str]:
-    """Yields a text for each other candidate that compares its seconds, traffic and memory with those of `mine`."""
+    """Yields one text for each of `others`. The text compares the seconds, traffic and memory of that candidate with
+    those of the candidate `mine`.
+    """
     for other in others:
         computation = _more(other.compute_seconds - mine.compute_seconds, mine.seconds)
         told = [_more(other.seconds - mine.seconds, mine.seconds)]
@@ -190,7 +193,9 @@ _AS_FAST = "as fast"
 
 
 def _more(seconds: float, of: float) -> str:
-    """A text for a difference in seconds, such as "3 ms more"; "as fast" if it is at most a thousandth of `of`."""
+    """A text for a difference `seconds`, such as "3 ms more". The text is "as fast" if the difference is at most a
+    thousandth of the seconds `of`.
+    """
     return f"{ms(abs(seconds))} {'more' if seconds > 0 else 'less'}" if abs(seconds) > 1e-3 * of else _AS_FAST
 
 
@@ -213,13 +218,15 @@ def axis_name(order: Sequence[str]) -> str:
 def mesh_and_rules(
     orders: Sequence[Sequence[str]], found: Estimate, known: Iterable[str]
 ) -> tuple[MeshSpec, AxisRules, tuple[str, ...]] | None:
-    """The mesh, the rules, and the names of the mesh axes, from axis assignments. `None` if two assignments need
-    contradicting orders of logical names: rules have one order for all mesh axes.
+    """The mesh, the rules, and the names of the mesh axes, from the logical names that each mesh axis shards.
+
+    Rules have one order of logical names for all mesh axes. The result is `None` if two mesh axes need contradicting
+    orders.
 
     **Arguments:**
 
     - `orders`: for each mesh axis, the logical names that it shards, in its order of preference.
-    - `found`: the sizes of the mesh axes.
+    - `found`: an estimate, which has the sizes of the mesh axes.
     - `known`: all logical names of the step.
     """
     called = [axis_name(order) for order in orders]
@@ -246,7 +253,11 @@ def mesh_and_rules(
 
 
 def _in_order(orders: Sequence[Sequence[str]]) -> list[str] | None:
-    """Merges orders of names into one order that keeps each of them; `None` if they contradict each other."""
+    """Merges orders of names into one order that keeps each of them. The result is `None` if they contradict each
+    other.
+
+    For (a, b) and (b, c): (a, b, c). For (a, b) and (b, a): `None`.
+    """
     left, found = [list(order) for order in orders], list[str]()
     while any(left):
         heads = [order[0] for order in left if order]

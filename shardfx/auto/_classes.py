@@ -18,8 +18,9 @@ _COPIES = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArgumentDim:
-    """A dimension of an array that the step takes, or a sub-dimension, such as the heads in a fused dimension of heads
-    and head widths.
+    """A dimension of an array that the step takes, or a sub-dimension.
+
+    A sub-dimension is a factor of a dimension that a reshape splits, such as the heads in `heads * head_dim`.
 
     - `argument`: the number of the array among all arrays of the step's arguments.
     - `dim`: the number of the dimension.
@@ -36,8 +37,8 @@ class ArgumentDim:
 class LogicalAxis:
     """The dimensions of a step's arguments that get one name.
 
-    The dimensions form one equivalence class, or several: the classes at the same position of equal layers get one
-    name.
+    The dimensions form one equivalence class: operations pair them, so that they must be sharded alike. Or they form
+    several classes, since the classes at the same position of equal layers get one name.
 
     - `roots`: the numbers of the equivalence classes; empty after a merge into another logical axis.
     - `size`: the size of each of the dimensions.
@@ -51,8 +52,10 @@ class LogicalAxis:
 
 
 class Classes:
-    """The logical axes of a step's arguments, each a union of equivalence classes of dimensions. `_name_axes.py` names
-    them.
+    """The logical axes of a step's arguments. `_name_axes.py` names them.
+
+    A logical axis is a union of equivalence classes of dimensions. Operations pair the dimensions of a class, so that
+    they must be sharded alike. A sub-dimension is a factor of a dimension that a reshape splits.
 
     - `dims`: for each array and each of its dimensions, the equivalence classes of the sub-dimensions.
     - `axes`: all logical axes. An axis that was merged into another has no classes.
@@ -89,19 +92,24 @@ class Classes:
         self.main, self.model = _model_arguments(traced)
 
     def of(self, root: int) -> LogicalAxis:
-        """The logical axis that contains an equivalence class."""
+        """The logical axis that contains the equivalence class with the number `root`."""
         return self.axes[self.of_root[root]]
 
     def flat(self, argument: int) -> list[LogicalAxis]:
-        """The logical axes of an array's sub-dimensions, in order. `argument` is the number of the array."""
+        """The logical axes of an array's sub-dimensions, in order. `argument` is the number of the array.
+
+        A sub-dimension is a factor of a dimension that a reshape splits. A dimension that no reshape splits is its own
+        only sub-dimension.
+        """
         return [self.of(root) for roots in self.dims[argument] for root in roots]
 
     def kept(self, roots: Sequence[int]) -> int:
-        """The number of a dimension's sub-dimensions, from the major-most, that may be sharded. The others form a unit
-        that no shard splits.
+        """The number of a dimension's sub-dimensions that may be sharded. They are the major-most ones. No shard splits
+        the others.
 
-        The minor-most of several sub-dimensions counts as the width of one head, unless products have it as a batch
-        dimension. `roots` are the equivalence classes of the sub-dimensions.
+        A sub-dimension is a factor of a dimension that a reshape splits, such as the heads in `heads * head_dim`.
+        `roots` are the equivalence classes of the sub-dimensions. The minor-most of several sub-dimensions is not
+        sharded, since it counts as the width of one head. An exception is a batch dimension of a matrix product.
         """
         count = len(roots)
         # If slices separate queries, keys and values, each of the three is a unit.
@@ -109,8 +117,10 @@ class Classes:
         return min(taken, count - (count > 1 and roots[-1] not in self.marked["batched"]))
 
     def names_of(self, argument: int) -> tuple[object, ...]:
-        """The logical names of an array's dimensions, for `plan(..., names=...)`. A second dimension with the same name
-        gets none. `argument` is the number of the array.
+        """The logical names of an array's dimensions, for `plan(..., names=...)`. `argument` is the number of the
+        array.
+
+        A second dimension with the same name gets `None`.
         """
         used, found = set[str](), list[object]()
         for roots in self.dims[argument]:
@@ -155,7 +165,7 @@ class Classes:
 
     @property
     def own(self) -> set[int]:
-        """The equivalence classes of all dimensions of the model and its optimizer."""
+        """The numbers of the equivalence classes of all dimensions of the model and its optimizer."""
         return {root for axis in self.axes if self.in_model(axis) for root in axis.roots}
 
     def in_model(self, axis: LogicalAxis) -> list[ArgumentDim]:
@@ -193,11 +203,15 @@ _FAR = 400
 
 
 def residual(tied: Tied, own: set[int]) -> set[int]:
-    """The equivalence classes of the dimensions of residual streams. A residual stream is an activation to which a
-    product computed from it is added.
+    """The equivalence classes of the dimensions of residual streams. A residual stream is an activation `x` in a sum `x
+    + f(x)`, where `f` ends in a matrix product.
 
-    `own` are the equivalence classes of the model's dimensions. A sum with only these dimensions is an update of
-    parameters, not a residual stream.
+    A sum with only dimensions of the model is an update of parameters, not a residual stream.
+
+    **Arguments:**
+
+    - `tied`: the program, with the equivalence classes of its dimensions.
+    - `own`: the numbers of the equivalence classes of the model's dimensions.
     """
     operations = tied.program.operations
     maker = {out: made for made in operations for out in made.outs}
@@ -216,8 +230,9 @@ def residual(tied: Tied, own: set[int]) -> set[int]:
 
 
 def _is_made_of(value: int, source: int, maker: dict[int, Operation]) -> bool:
-    """Whether `value` is computed from `source` through a product, within 400 operations. `maker` maps each value to
-    the operation that makes it.
+    """Whether `value` is computed from `source` through a matrix product. The search goes back at most 400 operations.
+
+    `value` and `source` are numbers of values of the program. `maker` maps each value to the operation that makes it.
     """
     left, seen = [(value, False)], {(value, False)}
     while left and len(seen) < _FAR:

@@ -117,8 +117,8 @@ def constrain_step(step: Callable[..., PyTree], mesh: MeshSpec | Mesh, rules: Ax
 class _Walker:
     """Evaluates a jaxpr, each equation in a name scope with the equation's number.
 
-    `change` takes the number, the name of the primitive and the equation's results, and returns the results to use
-    instead.
+    `change` is a function of the equation's number, the name of its primitive, and its results. It returns the results
+    to use instead.
     """
 
     def __init__(self, change: Callable[[int, str, Sequence[Any]], Sequence[Any]]):
@@ -150,8 +150,8 @@ class _Walker:
         return list(map(read, jaxpr.outvars))
 
     def anew(self, given: object) -> Any:
-        """The parameter of an equation, with each jaxpr in it traced again, so that `change` is applied to the jaxpr's
-        equations too.
+        """The value `given` of an equation's parameter, with each jaxpr in it traced again. So `change` is applied to
+        the equations of that jaxpr too.
         """
         if type(given) is tuple:
             return tuple(map(self.anew, given))
@@ -164,7 +164,9 @@ class _Walker:
 
 
 class _Constrainer:
-    """Constrains the results of a jaxpr's equations to the shardings of the operations that each equation lowers to."""
+    """Constrains the results of a jaxpr's equations to shardings. An equation's shardings are those that a search gave
+    the operations that the equation lowers to.
+    """
 
     def __init__(self, layouts: Layouts, chosen: Mapping[str, AssignedLayout], mesh: Mesh | AbstractMesh):
         self.layouts, self.chosen, self.mesh = layouts, chosen, mesh
@@ -175,8 +177,11 @@ class _Constrainer:
                 self.operations.setdefault(int(tags[-1]), []).append(made)
 
     def __call__(self, number: int, name: str, outs: Sequence[Any]) -> Sequence[Any]:
-        """Constrains the results of an equation. Each gets the sharding of the last value with its shape among the
-        operations that the equation lowers to. `number` is the number of the equation, and `name` its primitive.
+        """Constrains the results of an equation. `number` is the number of the equation, `name` its primitive, and
+        `outs` its results.
+
+        Among the operations that the equation lowers to, the last one whose result has the shape of `outs[i]` gives the
+        sharding of `outs[i]`.
         """
         values = self.layouts.program.values
         left = [value for made in self.operations.get(number, ()) for value in made.outs]
@@ -194,7 +199,8 @@ class _Constrainer:
         return found
 
     def spec(self, value: int, *, whole_if_unreduced: bool = False) -> PartitionSpec:
-        """The PartitionSpec of a value, from the axis assignments of all mesh axes.
+        """The PartitionSpec of a value of the program, with the mesh axes over which the search shards each of its
+        dimensions. `value` is the number of the value.
 
         With `whole_if_unreduced`, a mesh axis over which an operation leaves the value unreduced does not shard it.
         """
@@ -211,8 +217,8 @@ class _Constrainer:
         return PartitionSpec(*map(self.entry, dims, found))
 
     def entry(self, roots: Sequence[int], given: Sequence[_Sharded]) -> object:
-        """The entry of a spec for one dimension; UNCONSTRAINED if a spec cannot express the sharding of its
-        sub-dimensions.
+        """The entry of a spec for one dimension. It is UNCONSTRAINED if a spec cannot express the sharding of the
+        dimension's sub-dimensions (the factors into which reshapes split it).
 
         **Arguments:**
 

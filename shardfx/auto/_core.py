@@ -74,8 +74,11 @@ CostTerms = dict[str, np.ndarray]
 
 
 def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
-    """The cost terms of a step: sums of work, bytes or traffic that the same axis assignments divide, as arrays. All
-    numbers are those of the unsharded step.
+    """The cost terms of a step as arrays. A cost term is a sum of work, bytes or traffic that the same axis assignments
+    divide.
+
+    An axis assignment is the logical axes that one mesh axis shards, in order of preference. All numbers are those of
+    the unsharded step. The shape of each array is in parentheses.
 
     - `divides` (terms, assignments): whether each assignment divides each term.
     - `shared` (terms, 3): floating-point operations, bytes of arguments and results, bytes of arguments and
@@ -87,6 +90,11 @@ def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
     - `calls` (assignments): the number of collectives of each assignment.
     - `limits` (axes, assignments): whether each assignment shards each logical axis that any assignment shards.
     - `sizes`, `least` (axes): the size of each of these logical axes, and the least number of its shards.
+
+    **Arguments:**
+
+    - `layouts`: the program, with the logical axes of its dimensions.
+    - `made`: for each axis assignment, the shardings and collectives of the step under it.
     """
     program, count = layouts.program, len(made)
     values = program.values
@@ -130,17 +138,18 @@ def cost_terms(layouts: Layouts, made: list[AssignedLayout]) -> CostTerms:
 
 
 def _added(rows: Sequence[tuple[np.ndarray, int, float]], count: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sums amounts with equal masks.
+    """Sums the amounts that the same axis assignments divide.
 
     **Arguments:**
 
-    - `rows`: for each amount, its mask of assignments, its column in the result, and the amount.
+    - `rows`: for each amount, its mask, its column in the result, and the amount. The mask says for each assignment
+        whether it divides the amount.
     - `count`: the number of assignments.
     - `columns`: the number of columns of the result.
 
     **Returns:**
 
-    The distinct masks (masks, assignments), and the sums (masks, columns).
+    The distinct masks as an array (masks, assignments), and the sums as an array (masks, columns).
     """
     found: dict[bytes, np.ndarray] = {}
     for mask, column, amount in rows:
@@ -174,18 +183,20 @@ def _temporaries(program: Program) -> list[int]:
 
 
 def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
-    """Stacks matrices of different heights, padded with rows of zeros."""
+    """Stacks matrices of different heights along a new first dimension. Rows of zeros make the heights equal."""
     most = max(len(array) for array in arrays)
     return np.stack([np.pad(array, ((0, most - len(array)), (0, 0))) for array in arrays])
 
 
 def cut_by(made: list[AssignedLayout]) -> list[int]:
-    """The numbers of the logical axes that at least one of the assignments shards."""
+    """The numbers of the logical axes that at least one axis assignment shards. `made` has the shardings of the step
+    under each assignment.
+    """
     return sorted(frozenset().union(*(layout.used for layout in made)))
 
 
 def padded(terms: CostTerms) -> CostTerms:
-    """The cost terms of a step, padded with terms, assignments and logical axes that change no estimate.
+    """The arrays of `cost_terms`, padded with terms, assignments and logical axes that change no estimate.
 
     With this padding most searches of a process have arrays of equal shapes, and share one compiled program. Counts
     become float32, since only their leading digits matter.
@@ -262,12 +273,15 @@ def best_of_block(
 ) -> tuple[Int[Array, " keep"], Int[Array, " keep"], Float[Array, "keep 2"]]:
     """The fastest candidates of a block of sets of axis assignments, at most one per set.
 
+    A candidate is a set of assignments with one mesh axis size for each. An assignment is the logical axes that one
+    mesh axis shards, in order of preference.
+
     **Arguments:**
 
-    - `arrays`, `machine`: the cost terms from `padded`, and the rates of the chip from `rates_of`.
+    - `arrays`, `machine`: the arrays of the step from `padded`, and the rates of the chip from `rates_of`.
     - `sets`: the numbers of the assignments of each set.
-    - `sizes`, `slices`: the possible sizes of the mesh axes, and the number of slices that each axis spans.
-    - `real`: the number of sets; the others are padding.
+    - `sizes`, `slices`: the possible tuples of mesh axis sizes, and the number of slices that each axis spans.
+    - `real`: the number of sets that are no padding.
     - `keep`: the number of candidates to return.
 
     **Returns:**
@@ -323,8 +337,11 @@ def costs(
 
 
 def _masks(divides: Bool[_Array, "*any axes"], axes: int) -> Float[_Array, "*any masks"]:
-    """The mask of each cost term as a one-hot vector. Bit `i` of a mask is 1 if assignment `i` of a set divides the
-    term.
+    """The mask of each cost term as a one-hot vector of length `2**axes`. A mask is a binary number: bit `i` is 1 if
+    assignment `i` of a set divides the term.
+
+    For `axes = 2`: a term that only assignment 1 divides has the mask 0b10 and the vector [0, 0, 1, 0]. `divides` has
+    one bool for each assignment of a set in its last dimension.
     """
     codes = (divides.astype(np.int32) * 2 ** np.arange(axes, dtype=np.int32)).sum(-1)
     return (codes[..., None] == np.arange(2**axes)).astype(np.float32)
@@ -338,6 +355,12 @@ def _seconds_per_byte(
 
     On a torus, an axis has links in proportion to the logarithm of its size. On islands of switched chips, as many
     devices of each axis as possible are in one island. Bytes between slices pass through the hosts' network.
+
+    **Arguments:**
+
+    - `xp`: `numpy` or `jax.numpy`.
+    - `machine`: the rates of the chip from `rates_of`.
+    - `sizes`, `slices`: the tuples of mesh axis sizes, and the number of slices that each axis spans.
     """
     inner, whole = (sizes // slices).T.astype(np.float32), sizes.T.astype(np.float32)
     total = xp.prod(inner, axis=0)
@@ -348,7 +371,7 @@ def _seconds_per_byte(
 
 
 def rates_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, extents: Sequence[int] = ()) -> Numbers:
-    """The rates of one device under a cost model's assumptions, as numbers for `costs`.
+    """The rates of one device under the assumptions `model`, as numbers for `costs`.
 
     **Arguments:**
 
@@ -373,7 +396,7 @@ def rates_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, ext
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The estimated seconds and memory of a candidate, with the number of the axis assignment of each mesh axis, its
+    """The estimated seconds and memory of a candidate. For each mesh axis it has the number of its axis assignment, its
     size, and the number of slices that it spans.
     """
 
@@ -391,7 +414,7 @@ def find(terms: CostTerms, machine: Numbers, devices: int, slices: int = 1, *, k
 
     **Arguments:**
 
-    - `terms`, `machine`: the cost terms of a step, and the rates of a device from `rates_of`.
+    - `terms`, `machine`: the arrays of `cost_terms`, and the rates of a device from `rates_of`.
     - `devices`, `slices`: the number of all devices, and of slices.
     - `keep`: the largest number of results.
     """
@@ -420,9 +443,13 @@ def find(terms: CostTerms, machine: Numbers, devices: int, slices: int = 1, *, k
 
 
 def assignment_count(terms: CostTerms, by_count: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
-    """The largest number of axis assignments whose sets of up to four have at most 2**22 candidates.
+    """The largest number of axis assignments whose sets of up to four have at most 2**22 candidates. A candidate is a
+    set with one mesh axis size for each assignment.
 
-    `by_count` has the tuples of mesh axis sizes for one, two, three and four axes.
+    **Arguments:**
+
+    - `terms`: the arrays of `cost_terms`.
+    - `by_count`: for one, two, three and four mesh axes, the tuples of their sizes and of the slices that they span.
     """
     count = len(terms["calls"])
     while sum(math.comb(count, number) * len(sizes) for number, (sizes, _) in enumerate(by_count, start=1)) > _ALL:
@@ -434,7 +461,9 @@ def sizes_and_slices(
     devices: int, axes: int, slices: int
 ) -> tuple[Int[np.ndarray, "sizes axes"], Int[np.ndarray, "sizes axes"]]:
     """All tuples of `axes` mesh axis sizes whose product is the number of devices, and the number of slices that each
-    axis spans: one axis spans all slices, the others one.
+    axis spans.
+
+    One axis spans all slices. Each other axis spans one slice.
     """
     sizes = axis_sizes(devices, axes)
     if slices == 1:

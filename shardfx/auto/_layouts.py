@@ -54,6 +54,9 @@ class Event:
 class AssignedLayout:
     """The shardings of a step under an axis assignment, and the collectives that they need.
 
+    An axis assignment is the logical axes that one mesh axis shards, in order of preference. A sub-dimension is a
+    factor of a dimension that a reshape splits.
+
     - `assignment`: the numbers of logical axes that the mesh axis may shard, in order of preference.
     - `events`: the collectives.
     - `positions`: for each value, the index of its sharded sub-dimension among all its sub-dimensions; `WHOLE` for a
@@ -72,9 +75,11 @@ class AssignedLayout:
 
 
 class _Labelled(NamedTuple):
-    """An operation with a label for each sub-dimension of its operands and results, such as the indices of an `einsum`.
-    Dimensions with a common factor in the operation's rule have equal labels. Equal operations of equal layers compare
-    equal.
+    """An operation with a label for each sub-dimension of its operands and results, such as the letters of an `einsum`.
+
+    A sub-dimension is a factor of a dimension that a reshape splits. Sub-dimensions that must be sharded alike have
+    equal labels: the operation's Shardy sharding rule has the same factor for them. Equal operations of equal layers
+    compare equal.
 
     - `ins`, `outs`: the labels of each operand and each result; -1 for a dimension that cannot be sharded.
     - `shardable`: pairs of a label that a mesh axis may shard, and the number of its logical axis.
@@ -93,13 +98,19 @@ class _Labelled(NamedTuple):
 class Layouts:
     """A program with the logical axes of its dimensions. `under` shards it by any axis assignment.
 
+    A logical axis is one or several equivalence classes of dimensions, which must be sharded alike. A sub-dimension is
+    a factor of a dimension that a reshape splits. An axis assignment is the logical axes that one mesh axis shards, in
+    order of preference.
+
     - `numbers`: the number of the logical axis of each equivalence class that a mesh axis may shard.
     - `minor`: the numbers of logical axes that are a minor sub-dimension of some argument's dimension. Only an
-        assignment with one of them shards minor sub-dimensions, where other mesh axes shard the major ones completely.
+        assignment with one of them shards minor sub-dimensions. Then other mesh axes must shard the major ones
+        completely.
     - `roots`: the equivalence classes of each dimension of each value.
-    - `flat`: for each value, pairs of its sub-dimensions: the number of the logical axis, or -1 if no mesh axis may
-        shard it, and the index within the dimension.
-    - `kind`, `labelled`: the distinct labelled operations, and for each operation the index of its own among them.
+    - `flat`: for each value, a pair for each of its sub-dimensions: the number of its logical axis, and its index
+        within the dimension. The number is -1 if no mesh axis may shard it.
+    - `kind`, `labelled`: `labelled` has the distinct operations, with a label for each sub-dimension. `kind` has for
+        each operation its index in `labelled`.
     """
 
     def __init__(self, classes: Classes, devices: int):
@@ -125,13 +136,18 @@ class Layouts:
         self.labelled = list(kinds)
 
     def under(self, assignment: Assignment) -> AssignedLayout:
-        """The shardings and collectives of the step under an axis assignment."""
+        """The shardings and collectives of the step under an axis assignment (the logical axes that one mesh axis
+        shards, in order of preference).
+        """
         return _Propagation(self, assignment).layout()
 
 
 def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
-    """An operation with a label for each sub-dimension of its operands and results. A factor gives one label to each of
-    its sub-dimensions.
+    """The operation `made` with a label for each sub-dimension of its operands and results.
+
+    A factor of the operation's Shardy sharding rule stands for dimensions that must be sharded alike. Such a dimension
+    may have several sub-dimensions (factors into which reshapes split it). Then each sub-dimension gets a label of its
+    own.
     """
     if made.name == "use":
         return _Labelled(made.name, (), (), (), frozenset(), ())
@@ -164,7 +180,11 @@ def _labelled(layouts: Layouts, made: Operation) -> _Labelled:
 
 
 class _Propagation:
-    """Propagates shardings under one axis assignment through a program, operation by operation."""
+    """Propagates shardings under one axis assignment through a program, operation by operation.
+
+    An axis assignment is the logical axes that one mesh axis shards, in order of preference. The sharding of a value is
+    the index of its sharded sub-dimension, or `WHOLE`, or `UNREDUCED`.
+    """
 
     def __init__(self, layouts: Layouts, assignment: Assignment):
         self.layouts, self.assignment = layouts, assignment
@@ -192,8 +212,8 @@ class _Propagation:
         return AssignedLayout(self.assignment, tuple(self.events), tuple(self.positions), divided, *sets)
 
     def preferred(self, value: int) -> int:
-        """The index of the sub-dimension that the assignment prefers to shard, among those of a value; `WHOLE` if it
-        shards none.
+        """The index of the sub-dimension of a value that the assignment prefers to shard, or `WHOLE` if it shards none
+        of them. `value` is the number of the value.
         """
         flat = self.layouts.flat[value]
         for wanted in self.assignment:
@@ -213,8 +233,10 @@ class _Propagation:
             self.used.add(self.layouts.flat[value][cut][0])
 
     def is_divided(self, number: int, made: Operation) -> bool:
-        """Adds the collectives that an operation's operands need, and sets the shardings of its results. Returns
-        whether the mesh axis divides the operation's work. `number` is the number of the operation.
+        """Adds the collectives that the operands of operation `made` need, and sets the shardings of its results.
+        `number` is the number of the operation.
+
+        Returns whether the mesh axis divides the operation's work.
         """
         if made.name == "use" or all(self.layouts.program.values[value].free for value in made.outs):
             return False
@@ -232,8 +254,11 @@ class _Propagation:
         return is_divided
 
     def hand_on(self, number: int, made: Operation) -> None:
-        """Reshards a loop-carried value. At the start of the loop it gets the sharding that the assignment prefers. At
-        the end of the body it gets back the sharding from the start of the body.
+        """Reshards a loop-carried value. `made` is an operation that stands for the start or the end of the loop, and
+        `number` is its number.
+
+        At the start of the loop the value gets the sharding that the assignment prefers. At the end of the body it gets
+        back the sharding from the start of the body.
         """
         wanted = self.state[made.ins[1]] if made.name == "return" else self.preferred(made.outs[0])
         # A reshape in the body may split a dimension that is one outside of the loop. Such a value is replicated.
@@ -243,8 +268,9 @@ class _Propagation:
         self.set(made.outs[0], wanted)
 
     def effect(self, made: _Labelled, states: tuple[int, ...]) -> _Effect:
-        """Whether the mesh axis divides an operation's work, and the shardings of its operands and results. `states`
-        are the operands' shardings before the operation.
+        """Whether the mesh axis divides an operation's work, and the shardings of its operands and results.
+
+        `made` is the operation. `states` are the shardings of its operands before it.
         """
         if UNREDUCED in states and _stays_unreduced(made, states):
             return False, states, (UNREDUCED,) * len(made.outs)
@@ -255,7 +281,8 @@ class _Propagation:
         return label is not None, tuple(_position(labels, label) for labels in made.ins), made_of
 
     def label(self, made: _Labelled, states: tuple[int, ...]) -> int | None:
-        """The label along which the mesh axis divides an operation; `None` if it does not.
+        """The label of operation `made` along which the mesh axis divides it; `None` if the mesh axis does not divide
+        it. Operands and results have equal labels where they must be sharded alike.
 
         The label belongs to the logical axis that the assignment prefers most. Among several such labels, it is the one
         for which the fewest bytes of operands are resharded. `states` are the operands' shardings.
@@ -266,8 +293,10 @@ class _Propagation:
             return math.fsum(count for labels, state, count in sides if state not in (WHOLE, _position(labels, label)))
 
         def is_worth_it(label: int) -> bool:
-            """Whether to divide the operation along a label: a product always, a reduction over the label only if an
-            operand is sharded along it.
+            """Whether to divide the operation along a label.
+
+            A matrix product or convolution is always divided. So is an operation whose result has the label. Another
+            operation reduces over the label. It is divided only if an operand is sharded along the label.
             """
             if any(label in labels for labels in made.outs) or made.name in _PRODUCTS:
                 return True
@@ -294,7 +323,10 @@ class _Propagation:
 
 
 def _stays_unreduced(made: _Labelled, states: tuple[int, ...]) -> bool:
-    """Whether an operation may read unreduced operands and return an unreduced result, since it is linear in them."""
+    """Whether an operation may read unreduced operands and return an unreduced result, since it is linear in them.
+
+    `made` is the operation. `states` are the shardings of its operands, with `UNREDUCED` for an unreduced one.
+    """
     if made.name in _LINEAR:
         return all(state == UNREDUCED for state in states)
     others = [at for at, state in enumerate(states) if state != UNREDUCED]
@@ -318,7 +350,10 @@ def assignments_of_rules(
     rules: AxisRules, classes: Classes, never: frozenset[int] = frozenset()
 ) -> dict[str, Assignment]:
     """The axis assignment of each mesh axis under given rules: the logical axes that it shards, in the order of the
-    rules. `never` are the numbers of logical axes that are not sharded, whatever the rules say.
+    rules.
+
+    `classes` are the logical axes of the step. `never` are the numbers of logical axes that are not sharded, whatever
+    the rules say.
     """
     known = {one.name: number for number, one in enumerate(classes.axes) if one.roots and number not in never}
     orders: dict[str, dict[int, None]] = {}
@@ -336,16 +371,25 @@ def seeds(
     The usual ones are data parallelism, fully sharded data parallelism, tensor parallelism, expert parallelism, and
     pairs of these. The other ones shard sequences too. The rules of T5X, MaxText and Megatron are among them.
 
+    **Arguments:**
+
+    - `layouts`: the program of the step, with the logical axes of its dimensions.
+    - `never`: the numbers of logical axes that no strategy shards.
+
     **Returns:**
 
-    The usual strategies, and the other ones. A strategy is a tuple with one axis assignment per mesh axis.
+    The usual strategies, and the other ones. A strategy is a tuple with one axis assignment per mesh axis: the numbers
+    of the logical axes that it shards, in order of preference.
     """
     classes, free = layouts.classes, sorted({*layouts.numbers.values()} - never, reverse=True)
     known = {classes.axes[number].name: number for number in free}
 
     def strategies(*named: tuple[tuple[str, ...], ...]) -> list[tuple[Assignment, ...]]:
-        """Strategies of logical axes from strategies of names, without duplicates. Names that the step lacks are left
-        out, and so is a strategy with an assignment of only such names.
+        """Replaces logical names in strategies by the numbers of logical axes, and removes duplicates. A strategy has,
+        for each mesh axis, the names that it shards.
+
+        Names that the step lacks are left out. If the step has none of the names of a mesh axis, the whole strategy is
+        left out.
         """
         found = (tuple(tuple(dict.fromkeys(known[n] for n in one if n in known)) for one in each) for each in named)
         return list(dict.fromkeys(one for one in found if all(one)))
@@ -362,8 +406,11 @@ def seeds(
 
 
 def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Iterator[Assignment]:
-    """Yields the axis assignments to try, simple ones first: each concatenates one to three sets of logical axes that
-    one mesh axis can shard together.
+    """Yields the axis assignments to try, simple ones first. An assignment is the logical axes that one mesh axis
+    shards, in order of preference.
+
+    Each assignment concatenates one to three sets of logical axes that one mesh axis can shard together. `never` are
+    the numbers of logical axes that are not sharded.
     """
     weights = Counter[int]()
     for value, flat in zip(layouts.program.values, layouts.flat, strict=True):
@@ -384,8 +431,9 @@ def assignments_of(layouts: Layouts, never: frozenset[int] = frozenset()) -> Ite
 def _sets(layouts: Layouts, numbers: list[int]) -> list[tuple[int, ...]]:
     """The largest sets of logical axes that one mesh axis can shard together. No array has two axes of one set.
 
-    The axis of a set that is divisible by the fewest devices limits the set. So smaller sets without such axes follow
-    the largest ones.
+    The size of the mesh axis must divide the sizes of all logical axes in the set. So a logical axis with few factors
+    of 2 in its size limits the set. Smaller sets without such axes follow the largest ones. `numbers` are the numbers
+    of the logical axes.
     """
     beside: dict[int, set[int]] = {}
     for flat in layouts.flat:

@@ -60,8 +60,10 @@ class _Namer:
         self.by_path()
 
     def unnamed(self, mark: str | None = None) -> list[LogicalAxis]:
-        """The logical axes without a name. `mark` selects axes by the operations that have them, such as
-        "batched" for batch dimensions of products.
+        """The logical axes without a name.
+
+        With `mark`, only those with a dimension that certain operations have. "batched" stands for batch dimensions of
+        matrix products, for example; `Tied.marked` has all these words.
         """
         found = [axis for axis in self.classes.live() if not axis.name]
         return [axis for axis in found if mark is None or self.is_marked(axis, mark)]
@@ -161,9 +163,10 @@ class _Namer:
             axis.name = "vocab" if axis.size in vocabs else "classes"
 
     def heads(self) -> None:
-        """Names the batch dimensions of products: `experts` if one operand has dimensions of weights only, else
-        `heads`, or `kv_heads` and `query_groups` if query heads share keys. The dimension after heads is named
-        `head_dim`.
+        """Names the batch dimensions of matrix products.
+
+        A batch dimension is `experts` if one operand has only dimensions of weights. Otherwise it is `heads`, or
+        `kv_heads` and `query_groups` if query heads share keys. The dimension after heads is named `head_dim`.
         """
         classes, of = self.classes, self.classes.of
         found = [axis for axis in self.unnamed("batched") if classes.in_model(axis)]
@@ -192,7 +195,7 @@ class _Namer:
                     after.name = "head_dim"
 
     def batches_of_weights(self) -> set[LogicalAxis]:
-        """The logical axes that are batch dimensions of products with an operand that has only dimensions of the
+        """The logical axes that are batch dimensions of matrix products with an operand that has only dimensions of the
         model.
         """
         tied, own, found = self.tied, self.classes.own, set[LogicalAxis]()
@@ -206,8 +209,9 @@ class _Namer:
         return found
 
     def routers(self) -> None:
-        """Names the dimension of router scores `experts` if its size is the number of experts. No operation shows that
-        the two dimensions correspond.
+        """Names the dimension of router scores `experts` if its size is the number of experts.
+
+        The size decides, since no operation shows that the two dimensions correspond.
         """
         sizes = {axis.size for axis in self.classes.live() if axis.name == "experts"}
         for axis in self.unnamed():
@@ -218,8 +222,8 @@ class _Namer:
                     axis.name = "experts"
 
     def width(self) -> None:
-        """Names the dimension of each residual stream `embed`, if products contract at least two arrays of the model
-        over it.
+        """Names the dimension of each residual stream `embed`, if matrix products contract at least two arrays of the
+        model over it. A residual stream is an activation `x` in a sum `x + f(x)`.
 
         A model with several towers has several residual streams.
         """
@@ -250,8 +254,8 @@ class _Namer:
                 axis.name = _short(paths[0], self.traced.words) + f"_{places[0].dim}"
 
     def is_between_widths(self, axis: LogicalAxis) -> bool:
-        """Whether the model has matrices from its width to the dimensions of a logical axis, and others back to its
-        width.
+        """Whether a logical axis is an inner dimension of a block, such as `mlp`. Then the model has matrices from its
+        width (`embed`) to this axis, and others back to its width.
         """
         places = [place for place in self.classes.in_model(axis) or axis.places if place.of == 1]
         wide = {p.dim for p in places if "embed" in [other.name for other in self.classes.flat(p.argument)]}
@@ -259,7 +263,7 @@ class _Namer:
 
 
 def _short(path: str, words: tuple[str, ...]) -> str:
-    """An identifier made of the last part of a path that is neither a common name such as `weight` nor in `words`."""
+    """An identifier made of the last part of a path. Parts in `words` and common names such as `weight` are skipped."""
     parts = [part for part in path.split("/") if part not in _DULL and part not in words] or path.split("/")
     name = re.sub(r"\W+", "_", "_".join(parts[-2:] if parts[-1].isdecimal() else parts[-1:])).strip("_")
     return name if name and not name[0].isdigit() else f"a{name}"
@@ -370,7 +374,7 @@ def name_axes(step: Callable[..., object], *args: PyTree) -> NamedAxes:
 
 
 def notes_of(classes: Classes) -> tuple[str, ...]:
-    """A text for each kind of operation of the step that was not understood."""
+    """A text for each kind of operation of the step that the search does not understand."""
     notes = classes.tied.program.notes
     return tuple(words if count == 1 else f"{words} ({count} times)" for words, count in notes.items())
 

@@ -15,8 +15,8 @@ from .._step import Operation, Program
 class UnionFind:
     """A union-find over the dimensions of a program. Its sets are equivalence classes of dimensions.
 
-    A node is a dimension, or a sub-dimension: a factor of a dimension that a reshape splits, such as `heads` of
-    `heads * head_dim`. Sub-dimensions are the children of the node that is split.
+    A node is a dimension, or a sub-dimension: a factor of a dimension that a reshape splits, such as `heads` of `heads
+    * head_dim`. A sub-dimension is a child of the node that is split.
     """
 
     def __init__(self):
@@ -38,8 +38,10 @@ class UnionFind:
         return node
 
     def roots(self, node: int) -> list[int]:
-        """The equivalence classes of a dimension: one, or one for each sub-dimension, major-most first; none for a
-        dimension of size 1.
+        """The equivalence classes of the dimension `node`, as numbers. A dimension of size 1 has none.
+
+        A dimension that a reshape splits has one class for each of the factors, major-most first. Any other dimension
+        has one class.
         """
         node = self.find(node)
         if node in self._children:
@@ -49,8 +51,9 @@ class UnionFind:
     def align(self, left: Sequence[int], right: Sequence[int]) -> None:
         """Merges the classes of the dimensions of an array before and after a reshape.
 
-        `left` and `right` are the nodes of the dimensions. A dimension is split where the sizes differ. Merging stops
-        at the first pair of sizes where neither divides the other.
+        `left` and `right` are the nodes of the dimensions before and after. If two dimensions have different sizes, the
+        larger one is split into two factors. If neither size divides the other, merging stops. For the shapes (12,) and
+        (4, 3): the 12 is split into 4 and 3, and these are merged with the two new dimensions.
         """
         ours, theirs = list(reversed(left)), list(reversed(right))
         while ours and theirs:
@@ -71,8 +74,10 @@ class UnionFind:
                 return
 
     def _opened(self, stack: list[int], node: int, other: int) -> bool:
-        """Replaces `node`, the last one of `stack`, by its two children. A node without children is split first, if the
-        size of node `other` divides its size. Returns whether the node was replaced.
+        """Replaces `node`, the last one of `stack`, by the two factors into which a reshape splits it (its children).
+
+        A node without children is split first, if the size of node `other` divides its size. For the sizes 12 and 4:
+        the children have the sizes 4 and 3. Returns whether the node was replaced.
         """
         size, least = self.sizes[node], self.sizes[other]
         if node not in self._children and size > least and size % least == 0:
@@ -90,15 +95,16 @@ _MARKS = "scanned looked_up tokens batched contracted sliced chosen channels win
 
 
 class Tied:
-    """A program and the equivalence classes of its dimensions. Two dimensions are equivalent if they share a factor of
-    some operation.
+    """A program and the equivalence classes of its dimensions.
+
+    Two dimensions are equivalent if they have the same factor in the Shardy sharding rule of some operation.
 
     - `roots`: the classes of each dimension of each value, as numbers, major-most first.
     - `sizes`: the size of each class, by its number.
     - `marked`: for each of these words, a set of classes. Loops iterate over "scanned" classes. Gathers look up entries
         along "looked_up" classes, and along "tokens" classes if the indices are sequences. "batched" and "contracted"
-        classes are dimensions of products. Slices keep a range of "sliced" classes. Top-k runs along "chosen" classes.
-        "channels" and "windows" are dimensions of convolutions.
+        classes are dimensions of matrix products. Slices keep a range of "sliced" classes. Top-k runs along "chosen"
+        classes. "channels" and "windows" are dimensions of convolutions.
     - `spatial`: for each spatial dimension of a convolution, its index among the spatial dimensions, and their number.
     """
 
@@ -129,12 +135,13 @@ class Tied:
 
 
 def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
-    """Whether no mesh axis can shard a dimension of an operation: it needs all elements, or reads only some of them.
+    """Whether no mesh axis can shard a dimension of an operation, because the operation needs all its elements or reads
+    only some of them.
 
     **Arguments:**
 
     - `made`: the operation.
-    - `dim`: the factors of the dimension in the operation's rule.
+    - `dim`: the factors of the dimension in the operation's Shardy sharding rule.
     - `size`: the size of the dimension.
     """
     factors = made.factors
@@ -144,8 +151,10 @@ def whole(made: Operation, dim: tuple[int, ...], size: int) -> bool:
 
 
 def _tie(found: Tied, made: Operation) -> dict[object, int]:
-    """Merges the classes of the dimensions that share a factor of one operation. Returns the union-find node of each
-    factor.
+    """Merges the equivalence classes of dimensions that have the same factor in the Shardy sharding rule of operation
+    `made`. The classes in `found` are changed.
+
+    Returns, for each factor, its node of the union-find.
     """
     sizes, union = made.factors.sizes, found.union
     first: dict[object, int] = {}
@@ -169,7 +178,9 @@ def _tie(found: Tied, made: Operation) -> dict[object, int]:
 
 
 def batched(made: Operation) -> tuple[int, ...]:
-    """The factors of an operation that are batch dimensions of a `dot_general`, or groups of a `ragged_dot`."""
+    """The factors of an operation's Shardy sharding rule that are batch dimensions of a `dot_general` or groups of a
+    `ragged_dot`. Other operations have none.
+    """
     if made.name == "ragged_dot":
         return tuple(factor for dim in made.factors.ins[2] for factor in dim)
     if made.name != "dot_general":

@@ -45,7 +45,8 @@ from ._core import CostModel
 class _ProgramCosts:
     """The traffic, the work and the memory of one device's program.
 
-    `held` has two numbers of bytes: if the step donates its own arguments, and if it donates all that it can.
+    `held` has two numbers of bytes: the memory if the step donates its own arguments, and the memory if it donates all
+    arguments that it can.
     """
 
     sent: Traffic
@@ -136,7 +137,7 @@ class LoweredStep:
         return tuple(sorted(members & {which for which, _ in self.results if which is not None}))
 
     def partitioned(self, one: Candidate, *, constrained: bool = False) -> Candidate:
-        """The candidate with the estimated time, the traffic and the memory of its partitioned program.
+        """The candidate `one` with the estimated time, the traffic and the memory of its partitioned program.
 
         **Arguments:**
 
@@ -162,8 +163,8 @@ class LoweredStep:
         )
 
     def _extrapolated(self, step: Step, one: Candidate) -> _ProgramCosts:
-        """The traffic, work and memory of a candidate on a large mesh, extrapolated from programs that XLA partitions
-        for smaller meshes.
+        """The traffic, work and memory of the candidate `one` on a large mesh. They are extrapolated from the programs
+        into which XLA partitions `step` for smaller meshes.
         """
         read: dict[tuple[int, ...], _ProgramCosts] = {}
 
@@ -186,7 +187,9 @@ class LoweredStep:
         return _ProgramCosts(sent, dataclasses.replace(read[sizes].work, flops=flops, bytes=moved), (held[0], held[1]))
 
     def _read(self, step: Step, one: Candidate, mesh: MeshSpec) -> _ProgramCosts:
-        """The traffic, work and memory of a candidate's program, as XLA partitions it for `mesh`."""
+        """The traffic, work and memory of the program into which XLA partitions `step` for `mesh`. `one` is the
+        candidate, whose plans shard the arguments.
+        """
         arguments, results = step.parameters
         dims = [[tuple(map(entry_axes, leaf.spec)) for leaf in plan.leaves] for plan in one.plans]
         out = [[None] * count if which is None else dims[which] for which, count in self.results]
@@ -244,7 +247,8 @@ def _filled(dims: Sequence[Sequence[Dims | None]], own: Sequence[Parameter]) -> 
 
     **Arguments:**
 
-    - `dims`: for each argument and each of its arrays, the mesh axes of each dimension; `None` for a free sharding.
+    - `dims`: for each argument and each of its arrays, the mesh axes of each dimension; `None` if the compiler may
+        choose the sharding.
     - `own`: the arrays, in the same order.
     """
     pairs = zip(itertools.chain(*dims), own, strict=True)
@@ -252,8 +256,10 @@ def _filled(dims: Sequence[Sequence[Dims | None]], own: Sequence[Parameter]) -> 
 
 
 def zero_1(one: Candidate, states: tuple[int, ...]) -> Candidate | None:
-    """The candidate under ZeRO-1: the data axes shard the optimizer's state too. `None` if they cannot shard it
-    further. `states` are the numbers of the arguments that are the state.
+    """The candidate `one` under ZeRO-1: the mesh axes of the data shard the optimizer's state too. The result is `None`
+    if they cannot shard it further.
+
+    `states` are the numbers of the arguments that are the optimizer's state.
     """
     axes = tuple(axis for axis, names in one.assignments if names[0] == "batch")
     if not states or not axes or one.state_over:
@@ -277,8 +283,8 @@ _ROUNDS, _STEPS = 3, 3
 def measured(
     lowered: LoweredStep, ones: Sequence[Candidate], devices: Sequence[object], tell: Tell, *, runs: bool
 ) -> list[Candidate]:
-    """The candidates with the traffic, the memory and the time of their compiled programs, sorted:
-    candidates that fit in memory first, the fastest first.
+    """The candidates with the traffic, the memory and the time of their compiled programs. Candidates that fit in
+    memory come first, the fastest first.
 
     **Arguments:**
 
@@ -316,7 +322,9 @@ def measured(
 def _ran(
     lowered: LoweredStep, kept: Sequence[tuple[Candidate, Any]], devices: Sequence[object], tell: Tell
 ) -> list[Candidate]:
-    """Runs compiled candidates in turn. Returns them with the median seconds of their steps, the fastest first."""
+    """Runs the compiled candidates `kept` in turn. Returns them with the median seconds of their steps, the fastest
+    first.
+    """
     taken: list[list[float]] = [[] for _ in kept]
     order = list(range(len(kept)))
     for turn in range(_ROUNDS):
@@ -333,8 +341,15 @@ def _ran(
 
 
 def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | None) -> tuple[Any, ...]:
-    """The devices to compile for: `given` if it is not `None`, else those of the slice that the caller named if libtpu
-    is installed, else JAX's own.
+    """The devices to compile for: `given`, if it is not `None`, else JAX's own.
+
+    Under `verify="compile"`, the devices of a slice that the caller named come before JAX's own. They need libtpu.
+
+    **Arguments:**
+
+    - `verify`: the argument `verify` of [`shardfx.auto.search`][].
+    - `asked`: the devices of the search, with the name of the slice.
+    - `given`: JAX's devices, if the caller gave them.
     """
     count, target = asked.total, asked.target
     if given is not None:
@@ -352,7 +367,7 @@ def devices_for(verify: str, asked: SearchOptions, given: Sequence[object] | Non
 
 
 def jitted(lowered: LoweredStep, one: Candidate, plans: Sequence[ShardPlan]) -> Any:
-    """The step of a candidate jitted under plans of its arguments, as the candidate's `code()` does it."""
+    """The step of the candidate `one`, jitted under plans of its arguments as the candidate's `code()` does it."""
     mesh = plans[0].jax_mesh or one.mesh
     step = constrain_step(lowered.step, mesh, one.rules) if one.constrained else lowered.step
     results = tuple(None if which is None else plans[which] for which in one.results)
@@ -361,7 +376,9 @@ def jitted(lowered: LoweredStep, one: Candidate, plans: Sequence[ShardPlan]) -> 
 
 
 def _timed(args: Sequence[PyTree], devices: Sequence[object], one: Candidate, program: Any) -> list[float]:
-    """The seconds of several runs of a candidate's compiled program, each with new arrays as arguments."""
+    """The seconds of several runs of `program`, the compiled program of the candidate `one`. Each run gets new arrays
+    for `args`.
+    """
     plans = [plan.on(one.mesh.build(devices)) for plan in one.plans]
     taken = []
     for turn in range(_STEPS + 1):
@@ -375,7 +392,9 @@ def _timed(args: Sequence[PyTree], devices: Sequence[object], one: Candidate, pr
 
 
 def _arrays_for(arg: PyTree, plan: ShardPlan) -> PyTree:
-    """The argument with new arrays in the place of structs, each sharded by the plan. Their values are constants."""
+    """The argument `arg` with new arrays in the place of its `jax.ShapeDtypeStruct`s, each sharded by the plan. The
+    values of the arrays are constants.
+    """
     structs, rest = eqx.partition(arg, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
     make = filter_jit(lambda: jax.tree.map(_value, structs), out_shardings=plan)
     return eqx.combine(make(), rest)

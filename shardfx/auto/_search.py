@@ -152,7 +152,11 @@ def opened(
     also: Sequence[AxisRules],
     tell: Tell,
 ) -> tuple[Space, LoweredStep]:
-    """The search space of a step, and the step lowered for XLA to partition."""
+    """The search space of a step, and the step lowered for XLA to partition.
+
+    `asked` are the devices of the search. The other arguments are those of [`shardfx.auto.search`][]; `tell` is its
+    `progress`.
+    """
     if asked.total == 1:
         raise MeshError("one device needs no plan: `search` chooses how several share the work.")
     require_arrays(args)
@@ -163,11 +167,17 @@ def opened(
 
 
 def candidates_of(space: Space, lowered: LoweredStep, keep: int, tell: Tell) -> tuple[list[Candidate], set[str]]:
-    """The candidates of a search with the numbers of their partitioned programs, and the titles of the candidates
-    that come from usual strategies or from the caller's rules.
+    """The candidates of a search with the numbers of their partitioned programs. The second result is the titles of the
+    candidates that come from usual strategies or from the caller's rules.
 
-    Candidates that fit in memory come first, the fastest first. `keep` is the least number of candidates to try, and
-    `tell` receives a line of text for each program.
+    Candidates that fit in memory come first, the fastest first.
+
+    **Arguments:**
+
+    - `space`: the search space.
+    - `lowered`: the step, lowered for XLA to partition.
+    - `keep`: the least number of candidates to try.
+    - `tell`: receives a line of text for each program.
     """
     most, constrained = _counts(len(bytecode(lowered.plain.module(lowered.platform))), space.devices)
     drawn = fastest(space, max(keep, min(_DRAWN, most)))
@@ -185,7 +195,9 @@ def candidates_of(space: Space, lowered: LoweredStep, keep: int, tell: Tell) -> 
         return sum(plan.bytes_per_device for plan in (zero_1(one, states) or one).plans) <= one.limit_bytes
 
     def partitioned(one: Candidate) -> Candidate | ProgramError:
-        """The candidate with the numbers of its program, under ZeRO-1 if it does not fit otherwise; or XLA's error."""
+        """The candidate `one` with the numbers of its partitioned program, or XLA's error. A candidate that does not
+        fit in memory is tried under ZeRO-1 (a sharded optimizer state).
+        """
         try:
             found = lowered.partitioned(one)
             less = None if found.fits else zero_1(found, states)
@@ -233,8 +245,9 @@ def candidates_of(space: Space, lowered: LoweredStep, keep: int, tell: Tell) -> 
 
 
 def _counts(size: int, devices: int) -> tuple[int, int]:
-    """The number of programs that a search partitions: without constraints, and with them. `size` is the number of
-    bytes of the step's StableHLO.
+    """The number of programs that a search partitions: without constraints on intermediate values, and with them.
+
+    `size` is the number of bytes of the step's StableHLO. `devices` is the number of devices.
     """
     # Larger meshes are extrapolated from three smaller ones.
     each = _EACH + size * _BYTE + devices * _DEVICE
@@ -248,8 +261,9 @@ def _counts(size: int, devices: int) -> tuple[int, int]:
 
 
 def _better(lowered: LoweredStep, one: Candidate) -> Candidate:
-    """The candidate with the intermediate values of its step constrained, if that makes it faster by a hundredth or
-    makes it fit in memory; otherwise the candidate.
+    """The candidate `one`, or the same candidate with the intermediate values of its step constrained.
+
+    Constraints must make the step faster by a hundredth, or make it fit in memory.
     """
     try:
         other = lowered.partitioned(one, constrained=True)
@@ -392,7 +406,9 @@ def frontier(
 
 
 def _resized(args: Sequence[PyTree], names: Sequence[PyTree], size: int) -> list[PyTree]:
-    """The arguments with size `size` in each dimension named "batch". `names` are the trees of logical names."""
+    """The arguments of a step with size `size` in each dimension named "batch". `names` are trees with the logical
+    names of the arguments' dimensions.
+    """
     found = False
 
     def resized(leaf: object, called: tuple[object, ...] | None) -> object:

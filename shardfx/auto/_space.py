@@ -79,8 +79,11 @@ class Limits:
 class Space:
     """The search space of a step: the axis assignments within the user's limits, with the step's cost terms.
 
+    An axis assignment is the logical axes that one mesh axis shards, in order of preference. A cost term is a sum of
+    work, bytes or traffic that the same assignments divide.
+
     - `classes`: the logical axes of the step.
-    - `args`: the arguments of the step as structs without shardings.
+    - `args`: the arguments of the step as `jax.ShapeDtypeStruct`s without shardings.
     - `made`: for each axis assignment, the shardings and collectives of the step under it. A number of an assignment is
         an index of this list.
     - `usual`: the rules of the caller and the usual strategies, each a tuple of numbers of assignments.
@@ -100,7 +103,9 @@ class Space:
 
         @ft.lru_cache(maxsize=2 * _ASSIGNMENTS)
         def number(assignment: Assignment) -> int | None:
-            """The number of an axis assignment, which it gets on first use; `None` if it shards nothing."""
+            """The number of an axis assignment, which it gets on first use. An assignment that shards nothing has
+            `None`.
+            """
             made = self.layouts.under(assignment)
             if not made.used:
                 return None
@@ -109,8 +114,10 @@ class Space:
             return found
 
         def numbered(strategies: Iterable[Iterable[Assignment]]) -> list[tuple[int, ...]]:
-            """The distinct strategies as sorted numbers of axis assignments, without assignments that shard nothing. A
-            strategy without assignments, with more than four, or with one twice is left out.
+            """The distinct strategies, each as the sorted numbers of its axis assignments. Assignments that shard
+            nothing are left out.
+
+            A strategy is left out if it has no assignment, more than four, or the same one twice.
             """
             found = [tuple(sorted(n for one in each if (n := number(one)) is not None)) for each in strategies]
             return list(dict.fromkeys(one for one in found if 0 < len(one) <= AXES and len(set(one)) == len(one)))
@@ -132,17 +139,21 @@ class Space:
         self.terms = _limited(self) if self.made else {}
 
     def machine(self, limit: int | float = math.inf) -> Numbers:
-        """The rates of one device of the search, with at most `limit` bytes of memory."""
+        """The rates of one device of the search: its operations and bytes per second, and the seconds of a collective.
+        The device has at most `limit` bytes of memory.
+        """
         return rates_of(self.hardware.chip, self.devices, MODEL, float(limit), self.hardware.extents)
 
     def names_of(self, layout: AssignedLayout) -> tuple[str, ...]:
-        """The logical names that an axis assignment shards, in its order of preference."""
+        """The logical names that one mesh axis shards, in its order of preference. `layout` is the step's sharding over
+        this mesh axis.
+        """
         return tuple(self.classes.axes[number].name for number in layout.assignment if number in layout.used)
 
 
 def fastest(space: Space, keep: int) -> list[Candidate]:
-    """The candidates with the least estimated time that fit in memory, the fastest first; if none fits, those with the
-    least memory.
+    """The candidates with the least estimated time that fit in memory, the fastest first. If none fits, they are those
+    with the least memory. `keep` is the largest number of them.
 
     **Raises:**
 
@@ -170,7 +181,9 @@ def by_hand(space: Space, strategies: Sequence[tuple[int, ...]], place: int = 0)
 
     **Arguments:**
 
-    - `strategies`: tuples of numbers of axis assignments, one assignment per mesh axis.
+    - `space`: the search space.
+    - `strategies`: tuples of numbers of axis assignments, one per mesh axis. An assignment is the logical names that
+        the mesh axis shards, in order of preference.
     - `place`: 0 for the best sizes of each strategy, 1 for the second best.
     """
     for strategy in strategies:
@@ -182,8 +195,9 @@ def by_hand(space: Space, strategies: Sequence[tuple[int, ...]], place: int = 0)
 
 
 def near(space: Space, one: Candidate) -> Iterator[Candidate]:
-    """Yields neighbours of a candidate: one mesh axis is halved, and another one is doubled. The other axis may be new,
-    with the assignment of a well-known strategy.
+    """Yields neighbours of the candidate `one`: the size of one mesh axis is halved, and that of another is doubled.
+
+    The other mesh axis may be new. Then it shards what the only mesh axis of a well-known strategy shards.
     """
     known = {space.names_of(made): number for number, made in reversed([*enumerate(space.made)])}
     own = {known[names]: one.mesh.shape[axis] for axis, names in one.assignments}
@@ -201,7 +215,7 @@ def near(space: Space, one: Candidate) -> Iterator[Candidate]:
 
 
 def _limited(space: Space) -> CostTerms:
-    """The cost terms of the step, with the user's limits in their arrays `limits`, `sizes` and `least`."""
+    """The arrays of `cost_terms`, with the user's limits in the arrays `limits`, `sizes` and `least`."""
     limits, terms = space.limits, cost_terms(space.layouts, space.made)
     wanted = {**dict.fromkeys(limits.always, 2), **dict(limits.least)}
     used = cut_by(space.made)
@@ -241,7 +255,7 @@ def numbers_of(names: tuple[str, ...], classes: Classes) -> dict[str, int]:
 
 
 def _culprits(space: Space) -> str:
-    """A text that says which of the user's limits leave no candidate."""
+    """A text that names the user's limits without which there would be a candidate."""
     limits, loosened = space.limits, list[tuple[str, Limits]]()
     for field in dataclasses.fields(limits):
         value = getattr(limits, field.name)
@@ -251,7 +265,7 @@ def _culprits(space: Space) -> str:
             loosened.append((text, dataclasses.replace(limits, **{field.name: left})))
 
     def has_any(other: Limits) -> bool:
-        """Whether some mesh of the devices exists within other limits, whatever memory it takes."""
+        """Whether some mesh of the devices exists within the limits `other`, however much memory it takes."""
         try:
             return bool(_found(Space(space.classes, space.hardware, other)))
         except (SpecError, RuleError):
@@ -265,8 +279,10 @@ def _culprits(space: Space) -> str:
 
 
 def _estimates(space: Space, strategy: tuple[int, ...], sizes: np.ndarray) -> list[Estimate]:
-    """The estimates of a strategy for each tuple of mesh axis sizes that divides its dimensions. The first mesh axis
-    whose size the number of slices divides spans the slices.
+    """The estimates of a strategy for each tuple of mesh axis sizes that divides its dimensions.
+
+    `strategy` has the number of an axis assignment for each mesh axis (the logical names that it shards). The first
+    mesh axis whose size the number of slices divides spans the slices.
     """
     can = sizes % space.slices == 0
     sizes, first = sizes[can.any(axis=1)], can[can.any(axis=1)].argmax(axis=1)
@@ -277,13 +293,17 @@ def _estimates(space: Space, strategy: tuple[int, ...], sizes: np.ndarray) -> li
 
 
 def various(space: Space, found: Iterable[Estimate], keep: int) -> Iterator[Candidate]:
-    """Yields the first `keep` candidates that some rules express and whose plans differ."""
+    """Yields the first `keep` candidates that differ in their plans, from the estimates `found`. An estimate is skipped
+    if no rules express it.
+    """
     made = (_candidate(space, one) for one in found)
     return itertools.islice(without_twins(one for one in made if one is not None), keep)
 
 
 def _agrees(space: Space, one: Estimate, plans: Sequence[ShardPlan], axes: tuple[str, ...]) -> bool:
-    """Whether plans made by rules shard the arguments of the step as the axis assignments of an estimate do."""
+    """Whether plans made by rules shard the arguments of the step as the estimate `one` assumes. `axes` are the mesh
+    axes of the estimate, in order.
+    """
     specs = [leaf.spec for made in plans for leaf in made.leaves]
     for value, spec in zip(space.layouts.program.arguments, specs, strict=True):
         dims = [dim for dim, roots in enumerate(space.layouts.roots[value]) for _ in roots]
@@ -298,8 +318,8 @@ def _agrees(space: Space, one: Estimate, plans: Sequence[ShardPlan], axes: tuple
 
 
 def _candidate(space: Space, one: Estimate) -> Candidate | None:
-    """A candidate with plans and rules from an estimate; `None` if no rules shard the arguments as its axis assignments
-    do.
+    """The candidate of an estimate, with plans and rules. The result is `None` if no rules shard the arguments as the
+    estimate assumes.
     """
     orders = [space.names_of(space.made[number]) for number in one.assignments]
     built = mesh_and_rules(orders, one, (logical.name for logical in space.classes.live()))
