@@ -31,27 +31,29 @@ class LeafMove:
     **Arguments:**
 
     - `path`, `shape`, `dtype`: the path, shape and dtype of the array.
-    - `src`, `dst`: the shardings before and after the move. For "pieces", `src` is the sharding of the first source.
-    - `how`: "in place" or "relabel" (no byte moves), "memory kind" (the same shards move to other memory), "steps"
-        (collectives over one set of devices), "tiles" (between two sets of devices, each new shard is assembled from
-        the old shards that overlap it), or "pieces" (a map makes the array of parts of other arrays).
+    - `src`, `dst`: the shardings before and after the move. For "pieces", `src` is the sharding of the first source
+        array.
+    - `how`: "in place" (nothing changes), "relabel" (only the mesh in the sharding changes, and no byte moves), "memory
+        kind" (each device copies its shard to another of its memories), "steps" (collectives among the same devices),
+        "tiles" (between two sets of devices, each new shard is assembled from the old shards that overlap it), or
+        "pieces" (a `TreeMap` makes the array of parts of other arrays).
     - `source_bytes`, `target_bytes`: the bytes of a device's shard before and after the move. If a map makes several
-        arrays of one source array, only the last of them counts the source's bytes.
+        arrays of one source array, the source's bytes are counted for the last of them only.
     - `peak_bytes`: the most bytes of this array in a device's memory during the move, source and target included. A
-        shard in host memory counts only while the device holds a copy of it.
+        shard in host memory does not count, but its copy in device memory does.
     - `steps`: for "steps", the collectives in order.
     - `links`: for "tiles" and "pieces", the bytes that each sender sends to each receiver, by (sender, receiver). A
         device is given by its id, or in a mesh without devices by its position.
-    - `missing`: the elements that only lost devices hold, as boxes of (start, stop) per dimension.
+    - `missing`: the elements that only devices in `lost` hold, as boxes of (start, stop) per dimension.
     - `copied`: whether `reshard` copies between shards and runs no collectives, since all devices are CPU devices of
         this process and share its memory. The costs in this plan are those of devices with separate memories.
     - `wire_bytes`: the bytes that a device receives, as the mean over the target's devices.
-    - `dcn_bytes`: for "steps", the part of `wire_bytes` that comes from another slice (or node). It is an upper bound
-        if slices do not line up with mesh axes.
+    - `dcn_bytes`: for "steps", the part of `wire_bytes` that comes from another slice (or node). If slices do not line
+        up with mesh axes, it is an upper bound.
     - `lower_bound_bytes`: a lower bound on `wire_bytes` for any algorithm.
     - `made_of`: with a map, the paths of the source arrays of which this array is made.
-    - `rounds`: for "pieces", the number of rounds of the programs. In a round a device sends at most one part of a
-        shard and receives at most one.
+    - `rounds`: for "pieces", the number of rounds in which shards are exchanged. In a round a device sends at most one
+        part of a shard and receives at most one.
     """
 
     path: str
@@ -75,7 +77,7 @@ class LeafMove:
 
     @property
     def idle(self) -> bool:
-        """Whether no byte of the array moves."""
+        """Whether no byte of the array is copied or sent."""
         return self.how in ("in place", "relabel")
 
     @property
@@ -109,7 +111,7 @@ class ReshardPlan:
 
     @property
     def moves(self) -> int:
-        """The number of distinct moves. Arrays of equal shape, dtype and shardings share a move and a program."""
+        """The number of distinct moves. Arrays of equal shape, dtype, `src` and `dst` share a move."""
         return len({(leaf.shape, str(leaf.dtype), leaf.src, leaf.dst) for leaf in self.leaves if not leaf.idle})
 
     @property
@@ -142,7 +144,9 @@ class ReshardPlan:
 
     @ft.cached_property
     def links(self) -> dict[tuple[int, int], int]:
-        """The bytes that each sender sends to each receiver, of all arrays that move by "tiles" or "pieces"."""
+        """The bytes that each sender sends to each receiver by (sender, receiver), of all arrays that move by "tiles"
+        or "pieces".
+        """
         links = collections.Counter[tuple[int, int]]()
         for leaf in self.leaves:
             links.update(leaf.links)
@@ -150,7 +154,7 @@ class ReshardPlan:
 
     @property
     def missing(self) -> dict[str, tuple[Box, ...]]:
-        """The elements that only lost devices hold, by path, as boxes of (start, stop) per dimension."""
+        """The elements that only devices in `lost` hold, by path, as boxes of (start, stop) per dimension."""
         return {leaf.path: leaf.missing for leaf in self.leaves if leaf.missing}
 
     def __str__(self) -> str:
@@ -170,9 +174,9 @@ def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: 
 
     - `src`, `dst`: plans, or trees of arrays or ShapeDtypeStructs with shardings (one struct is a tree). Meshes need no
         devices. In a mesh without devices, positions in the mesh stand for device ids, and the `dcn` of a plan's
-        MeshSpec says how the mesh spans slices.
+        MeshSpec says how the mesh spans TPU slices.
     - `map`: a [`shardfx.TreeMap`][] that makes the arrays of `dst` from those of `src`, if `dst` is another tree.
-    - `lost`: jax devices whose shards are not read.
+    - `lost`: jax devices whose shards are not to be read.
 
     **Returns:**
 
@@ -228,7 +232,14 @@ def plan_reshard(src: object, dst: object, *, map: TreeMap | None = None, lost: 
 
 
 def _moves_by_map(map: TreeMap, ours: Sequence[MovedLeaf], theirs: Sequence[MovedLeaf]) -> Iterable[LeafMove]:
-    """Yields the move of each array that a map makes of the arrays of another tree."""
+    """Yields the move of each array that a `TreeMap` makes of the arrays of another tree.
+
+    **Arguments:**
+
+    - `map`: the map.
+    - `ours`: the arrays before the move, with their shardings.
+    - `theirs`: the arrays after the move, with their shardings.
+    """
     source = {leaf.path: leaf for leaf in ours}
     # The costs are those of devices with separate memories. `live` says whether `reshard` copies instead.
     works, live = (target_arrays(map, tuple(ours), tuple(theirs), copies) for copies in (False, True))
@@ -276,7 +287,11 @@ def _leaves_of(form: object, what: str) -> list[MovedLeaf]:
 
 
 def _targets(src: object, dst: object, ours: Sequence[MovedLeaf]) -> list[MovedLeaf]:
-    """The leaves of `src` with the shardings of `dst`, if neither of them is a plan."""
+    """The arrays of `src`, each with the sharding that `dst` gives it.
+
+    `ours` has these arrays with their own shardings. They keep their sharding where `dst` has `None`. Raises if `dst`
+    has arrays of other shapes or dtypes.
+    """
     flat, kinds = flatten(src), jax.Array | jax.ShapeDtypeStruct
     wanted = [end for leaf, end in zip(flat.leaves, targets(dst, flat, "dst"), strict=True) if isinstance(leaf, kinds)]
     arrays = [leaf for leaf in jax.tree.leaves(dst) if isinstance(leaf, kinds)]
@@ -303,7 +318,7 @@ def _move(ours: MovedLeaf, theirs: MovedLeaf, lost: tuple[object, ...]) -> Move:
 
 @ft.lru_cache(maxsize=4096)
 def _move_fields(move: Move) -> dict[str, Any]:
-    """The fields of a `LeafMove` that are equal for all arrays of one move."""
+    """The fields of a `LeafMove` that are the same for all arrays of one move."""
     ends = (move.source_bytes, move.target_bytes)
     found: dict[str, Any] = {"src": move.src, "dst": move.dst, "how": move.how}
     found |= {"source_bytes": ends[0], "target_bytes": ends[1]}
@@ -325,16 +340,17 @@ def _move_fields(move: Move) -> dict[str, Any]:
 
 @ft.lru_cache(maxsize=4096)
 def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
-    """The cost of assembling an array on devices with separate memories.
+    """The cost of assembling an array of parts of other arrays, on devices with separate memories.
 
     **Arguments:**
 
     - `assembly`: the plan for assembling the array.
-    - `most_bytes`: the most bytes that programs may use on a device, for source and target on different devices.
+    - `most_bytes`: the most bytes that one program may use on a device, if source and target are on different devices.
 
     **Returns:**
 
-    Fields of a `LeafMove`, and `extra_bytes`: the most bytes in one memory besides the shards of source and target.
+    The fields of a `LeafMove`, by name. A further one is `extra_bytes`: the most bytes in one memory besides the shards
+    of source and target.
     """
     steps, count = assembly.exchanges(None, most_bytes), max(1, assembly.sharding.num_devices)
     return {
@@ -348,7 +364,10 @@ def _assembly_fields(assembly: Assembly, most_bytes: int) -> dict[str, Any]:
 
 
 def _links_by_id(assembly: Assembly) -> dict[tuple[int, int], int]:
-    """The bytes that each sender sends to each receiver of an assembly, by (sender id, receiver id)."""
+    """The bytes that each sender of an assembly sends to each receiver, by (sender, receiver).
+
+    A device is given by its id. If two devices have equal ids, as on two platforms, all are given by their positions.
+    """
     ids = [getattr(device, "id", device) for device in assembly.devices]
     # Devices of two platforms may have equal ids. Their positions are distinct.
     names = ids if len({*ids}) == len(ids) else list(range(len(ids)))
@@ -356,7 +375,11 @@ def _links_by_id(assembly: Assembly) -> dict[tuple[int, int], int]:
 
 
 def _least_bytes(assembly: Assembly) -> int:
-    """A lower bound on the sent bytes: the bytes that devices need and do not hold, each counted once per device."""
+    """A lower bound on the bytes that are sent to assemble an array.
+
+    It counts the bytes that a device needs and does not hold. If two parts of a source array may have common elements,
+    only the largest part that a device receives counts.
+    """
     by_source = together(assembly.pieces, lambda piece: piece.value.path)
     pairs = {key: it.combinations([hull(swapped(once(one))) for one in own], 2) for key, own in by_source.items()}
     repeated = {key for key, boxes in pairs.items() if any(common(*pair) is not None for pair in boxes)}

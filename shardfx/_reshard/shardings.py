@@ -21,13 +21,16 @@ from .steps.layout import StepLayout
 
 
 def leaf_name(path: str) -> str:
-    """Returns the name of a leaf for a message. A tree that is one array has no path."""
+    """Returns the name of a leaf for a message, from its path. The path of a tree that is one array is empty."""
     return f"leaf `{path}`" if path else "the array"
 
 
 @contextlib.contextmanager
 def naming(path_of: Callable[[Any], str], at: object) -> Iterator[None]:
-    """Returns a context that puts the path of a leaf, `path_of(at)`, in front of an error's message."""
+    """Returns a context manager that puts the path of a leaf in front of the message of an error.
+
+    The path is `path_of(at)`. It is only computed after an error.
+    """
     try:
         yield
     except (SpecError, MeshError, LeafTypeError) as error:
@@ -40,7 +43,10 @@ def is_array(leaf: object) -> bool:
 
 
 def data_of(shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], Any]:
-    """Returns the shape and dtype of the data that moves: those of the key data for PRNG keys, else the array's own."""
+    """Returns the shape and dtype of the data that move.
+
+    For an array of typed PRNG keys these are those of its key data; for others those of the array.
+    """
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return shape, np.dtype(dtype)
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
@@ -48,7 +54,7 @@ def data_of(shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], Any]
 
 
 def require_movable(shape: tuple[int, ...], dtype: DType, *ends: Sharding) -> None:
-    """Raises for dtypes that JAX moves wrongly, and for shardings that do not divide the shape."""
+    """Raises for dtypes that JAX moves wrongly, and if one of the shardings `ends` does not divide the shape."""
     if jnp.issubdtype(dtype, jnp.integer) and bits(dtype) < 4:
         raise LeafTypeError(
             f"arrays of dtype {dtype} cannot be moved: JAX's own jitted reshard corrupts memory with it; "
@@ -67,7 +73,7 @@ def require_movable(shape: tuple[int, ...], dtype: DType, *ends: Sharding) -> No
 
 
 def require_reduced(*ends: Sharding) -> None:
-    """Raises if a sharding has unreduced axes, since devices then hold summands instead of elements."""
+    """Raises if a sharding in `ends` has unreduced axes, since devices then hold summands instead of elements."""
     for end in ends:
         if isinstance(end, NamedSharding) and end.spec.unreduced:
             raise SpecError(
@@ -90,7 +96,7 @@ def in_host_memory(sharding: Sharding) -> bool:
 
 
 def named(sharding: Sharding) -> NamedSharding:
-    """Returns the sharding, which must be a NamedSharding."""
+    """Returns the sharding itself, which must be a NamedSharding. It tells type checkers so."""
     assert isinstance(sharding, NamedSharding)
     return sharding
 
@@ -103,17 +109,19 @@ def in_device_memory(sharding: Sharding) -> Sharding:
 
 
 def device_copy_bytes(shape: tuple[int, ...], dtype: object, *ends: Sharding) -> int:
-    """Returns the bytes of the copies in device memory that programs need of one array.
+    """Returns the bytes of the copies of an array's shards in device memory that programs need.
 
-    Programs copy an array if it is in host memory before or after the move.
+    Programs compute in device memory. They copy shards there for each sharding of `ends` (those before and after a
+    move) that is in host memory.
     """
     away = [end for end in ends if in_host_memory(end)]
     return sum(array_bytes(end.shard_shape(shape), dtype) * sharers(end.device_set) for end in away)
 
 
 def sharers(devices: Iterable[Any]) -> int:
-    """Returns the largest number of devices that allocate from one memory. All CPU devices of one process share a
-    memory.
+    """Returns the largest number of `devices` that allocate from one memory.
+
+    CPU devices of one process share a memory. Any other device has its own.
     """
     # Every process must get the same count, since the count decides which programs run.
     counts = collections.Counter(device.process_index for device in devices if device.platform == "cpu")
@@ -128,16 +136,16 @@ _DCN_WEIGHT = 10.0
 
 @ft.lru_cache(maxsize=4096)
 def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int) -> StepLayout:
-    """Returns the `StepLayout` of an array of `rank` dimensions under `spec`.
+    """Returns the `StepLayout` (an array's sharding as integers) of an array of `rank` dimensions under `spec`.
 
-    A mesh axis that spans slices becomes two sub-axes: one between slices, with a higher weight, and one inside a
-    slice.
+    A mesh axis that spans TPU slices becomes two sub-axes: one between slices and one inside a slice. The one between
+    slices has a higher weight, the cost of a byte along it.
 
     **Arguments:**
 
     - `mesh`: the mesh. Only a `jax.sharding.Mesh` has a device order. The slices of a Mesh are those of its devices,
         and the slices of a MeshSpec are given by its `dcn`. An AbstractMesh counts as one slice.
-    - `spec`: a spec that fits the mesh and the rank. Its UNCONSTRAINED entries count as not sharded.
+    - `spec`: a PartitionSpec that fits the mesh and the rank. Its UNCONSTRAINED entries count as not sharded.
     - `rank`: the number of dimensions of the array.
 
     **Returns:**
@@ -169,7 +177,7 @@ def layout(mesh: MeshSpec | Mesh | AbstractMesh, spec: PartitionSpec, rank: int)
 
 @ft.lru_cache(maxsize=256)
 def _device_spans(mesh: Mesh) -> tuple[int, ...]:
-    """Returns the number of slices that each mesh axis spans."""
+    """Returns the number of TPU slices (or nodes) that each mesh axis spans."""
     number = np.zeros(mesh.devices.size, np.int64)
     for index, members in enumerate(topology.slices(mesh.devices)):
         number[list(members)] = index
@@ -178,9 +186,10 @@ def _device_spans(mesh: Mesh) -> tuple[int, ...]:
 
 
 def _blocks(number: np.ndarray) -> int:
-    """Returns the smallest number of equal blocks of the first mesh axis such that no block crosses a slice boundary.
+    """Returns into how many equal blocks the first mesh axis must be divided so that no block crosses a slice boundary.
 
-    `number` has the slice number of each device of the mesh.
+    It is the smallest such number. `number` has the number of the TPU slice of each device, in the shape of the mesh.
+    For slice numbers 0, 0, 1, 1 along one axis it is 2.
     """
     size = len(number)
     blocks = ((count, number.reshape(count, size // count, -1)) for count in range(1, size + 1) if size % count == 0)
@@ -191,7 +200,7 @@ NO_MESH = AbstractMesh((), ())
 
 
 def layouts(rank: int, src: NamedSharding, dst: NamedSharding) -> tuple[StepLayout, StepLayout]:
-    """Returns the `StepLayout` of each of the two shardings, for arrays of `rank` dimensions."""
+    """Returns the `StepLayout` (the sharding as integers) of both shardings, for arrays of `rank` dimensions."""
     return layout(src.mesh, src.spec, rank), layout(dst.mesh, dst.spec, rank)
 
 
@@ -217,14 +226,20 @@ def plain_spec(spec: PartitionSpec) -> PartitionSpec:
 
 
 def is_explicit(sharding: NamedSharding) -> bool:
-    """Whether any mesh axis of the sharding is of type `Explicit`, so that array types carry shardings."""
+    """Whether any mesh axis of the sharding is of type `Explicit`. The types of arrays then have shardings."""
     return any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
 
 
 def labelled(x: jax.Array, dst: jax.sharding.Sharding, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """Returns `x` with the sharding `dst`, for an `x` whose devices already hold the shards of `dst`.
+    """Returns `x` with the sharding `dst`. Its devices must already hold the shards of `dst`.
 
     No bytes move, except for weakly typed arrays. JAX checks that the shards have the shapes that `dst` asks for.
+
+    **Arguments:**
+
+    - `x`: a live array.
+    - `dst`: the new sharding.
+    - `shape`: the shape of the result, if it is another than that of `x`.
     """
     if shape is None:
         shape = x.shape

@@ -30,15 +30,15 @@ _COUNTED = frozenset({"layers", "layer", "stages", "stage", "blocks", "experts",
 
 
 class Matrices(NamedTuple):
-    """The matrices of one array. Each index of the leading dimensions is one matrix.
+    """The matrices of one array. Each index into its leading dimensions gives one matrix.
 
     **Arguments:**
 
     - `at`: the number of the array in the plan.
-    - `many`, `rest`: the sizes of its leading dimensions, and of the others.
+    - `many`, `rest`: the sizes of its leading dimensions, and of its other dimensions.
     - `lead_axes`: the mesh axes that shard the first leading dimension.
-    - `entries`: the mesh axes that shard each other dimension in the plan.
-    - `sent_entries`: the mesh axes that shard each other dimension during the all-to-all.
+    - `entries`: for each other dimension, the mesh axes that shard it in the plan.
+    - `sent_entries`: for each other dimension, the mesh axes that shard it just before the all-to-all.
     - `matrix`: the number of rows and the number of columns.
     - `dtype`: the dtype of the array.
     """
@@ -58,7 +58,7 @@ class Matrices(NamedTuple):
         return math.prod(self.many)
 
     def spec(self, entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-        """The spec of the array if `entries` shard the dimensions after the leading ones."""
+        """The array's PartitionSpec, if `entries` has the mesh axes of each dimension after the leading ones."""
         return PartitionSpec(self.lead_axes or None, *[None] * (len(self.many) - 1), *(own or None for own in entries))
 
 
@@ -69,7 +69,7 @@ class Stack(NamedTuple):
 
     - `arrays`: the arrays that hold the matrices.
     - `shard_shape`: the shape of one device's shard of a matrix.
-    - `width`: the number of units in such a shard, as `OwnerExchange.unit` defines them.
+    - `width`: the number of units in such a shard. A unit is a block of elements of the shape `OwnerExchange.unit`.
     """
 
     arrays: tuple[Matrices, ...]
@@ -78,21 +78,23 @@ class Stack(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The key of the stack in the dict of states."""
+        """The key of this stack in the dict of the states that `map_matrices` keeps."""
         one = self.arrays[0]
         return f"{one.at}_{'x'.join(map(str, one.matrix))}_{np.dtype(one.dtype).name}"
 
 
 class OwnerExchange(NamedTuple):
-    """Stacks of matrices of one dtype that one all-to-all sends to their owner devices.
+    """Stacks of matrices of one dtype that one all-to-all sends to their owner devices, which compute them.
 
     **Arguments:**
 
-    - `stacks`: the stacks.
-    - `lead_axes`: the mesh axes that shard the dimension that counts matrices. Matrices do not move along these axes.
+    - `stacks`: the stacks, each of matrices of equal shape and sharding.
+    - `lead_axes`: the mesh axes that shard the dimension which counts matrices. Matrices do not move along these axes.
     - `axes`: the mesh axes along which the owner devices lie.
-    - `unit`: the shape of the unit in which sent elements are counted: a device's shard of a matrix, or a part of it.
-    - `owned`: for each owner its matrices in order, each as the number of its stack and its index in the stack.
+    - `unit`: the shape of a unit, the block of elements in which sent elements are counted. It is a device's shard of a
+        matrix, or a part of it.
+    - `owned`: for each owner the matrices that it computes, in order. Each is given by the number of its stack and its
+        index in the stack.
     - `sizes`: the sizes of the mesh axes.
     """
 
@@ -104,7 +106,7 @@ class OwnerExchange(NamedTuple):
     sizes: Mapping[str, int]
 
     def size(self, axes: Iterable[str]) -> int:
-        """The number of devices along mesh axes."""
+        """The number of devices along the mesh axes `axes`."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     @property
@@ -114,11 +116,15 @@ class OwnerExchange(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The number of units that each device sends to each owner, padding included."""
+        """The number of units (blocks of shape `unit`) that each device sends to each owner, padding included."""
         return max(sum(self.stacks[stack].width for stack, _ in own) for own in self.owned)
 
     def starts(self, number: int) -> Int[np.ndarray, "owners slots"]:
-        """The position, in units, of each matrix of a stack in its owner's rows; -1 for a slot without a matrix."""
+        """Where each matrix of the stack `number` begins in the row that a device sends to the matrix's owner.
+
+        The result has a row for each owner, with a position in units (blocks of elements of shape `unit`) for each
+        matrix of the stack that it has. Owners with fewer matrices have -1 in the remaining places.
+        """
         rows: list[list[int]] = []
         for own in self.owned:
             stacks = [stack for stack, _ in own]
@@ -131,12 +137,17 @@ class OwnerExchange(NamedTuple):
 def exchanges_of(
     plan: ShardPlan, over: Sequence[str] | None, where: Where, limit: int | None
 ) -> tuple[tuple[OwnerExchange, ...], dict[int, ArrayFn]]:
-    """The all-to-alls for the matrices of a plan, and the functions in `where` by the number of their array.
+    """The all-to-alls that send the matrices of a plan to their owner devices.
 
     **Arguments:**
 
     - `plan`, `over`, `where`: as in [`shardfx.map_matrices`][].
     - `limit`: the most bytes per device for the elements that it sends and receives at a time; `None` for no limit.
+
+    **Returns:**
+
+    The all-to-alls. For each array about which `where` has a function or `None`, that value, by the number of the array
+    in the plan.
     """
     found, others = _matrices_of_plan(plan, where)
     sizes = dict(plan.mesh.shape)
@@ -179,9 +190,9 @@ def _matrices_of_plan(plan: ShardPlan, where: Where) -> tuple[list[Matrices], di
 
 
 def _dims(leaf: LeafPlan) -> MatrixDims:
-    """The number of leading dimensions that count matrices, and the number of dimensions that are rows, which is 1.
+    """The number of leading dimensions of an array that count matrices, and 1, the number of dimensions that are rows.
 
-    Raises for an array of more than two dimensions if the plan's names do not say that the leading dimensions count
+    The last two dimensions are a matrix. Raises if there are others and the plan's names do not say that they count
     matrices.
     """
     many = len(leaf.shape) - 2
@@ -220,18 +231,25 @@ def _matrices(at: int, leaf: LeafPlan, dims: MatrixDims) -> Matrices:
 
 
 def _cost(one: Matrices) -> float:
-    """The number of multiplications in a product of a matrix with its transpose."""
+    """The number of multiplications in a product of a matrix with its transpose, for one of the matrices of `one`."""
     rows, columns = one.matrix
     return float(rows) * columns * min(rows, columns)
 
 
 def _by_shape(arrays: Iterable[Matrices]) -> dict[Any, list[Matrices]]:
-    """Groups arrays by the shape and sharding of their matrices."""
+    """Groups arrays whose matrices have the same shape and the same sharding during the all-to-all."""
     return together(arrays, lambda one: (one.rest, one.matrix, one.sent_entries))
 
 
 class _Owners:
-    """Assigns matrices to owner devices, which are the devices along some mesh axes."""
+    """Assigns matrices to owner devices, each of which computes its own matrices.
+
+    **Arguments:**
+
+    - `lead_axes`: the mesh axes that shard the dimension which counts matrices. Matrices do not move along these axes.
+    - `axes`: the mesh axes along which the owners lie.
+    - `sizes`: the sizes of all mesh axes.
+    """
 
     def __init__(self, lead_axes: tuple[str, ...], axes: tuple[str, ...], sizes: Mapping[str, int]):
         self.lead_axes, self.axes, self.sizes = lead_axes, axes, sizes
@@ -242,11 +260,17 @@ class _Owners:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def count(self, one: Matrices) -> int:
-        """The number of an array's matrices in one group of owners. Each index along `lead_axes` has a group."""
+        """The number of the array's matrices that one group of owners computes.
+
+        Each index along the mesh axes `lead_axes` has its own group of owners and an equal part of the matrices.
+        """
         return one.number // self.size(self.lead_axes)
 
     def sharded(self, one: Matrices) -> Matrices:
-        """The array with `sent_entries` over as many of the owners' axes as its sizes allow, and over no other axes."""
+        """The array with new `sent_entries`, the mesh axes that shard its matrices just before the all-to-all.
+
+        They are as many of the owners' mesh axes as the sizes of its dimensions allow, and no other axes.
+        """
         entries = [[axis for axis in own if axis in self.axes] for own in one.entries]
         for axis in self.axes:
             dims = (dim for dim, size in enumerate(one.rest) if size % self.size((*entries[dim], axis)) == 0)
@@ -258,7 +282,11 @@ class _Owners:
         return tuple(size // self.size(axes) for size, axes in zip(one.rest, one.sent_entries, strict=True))
 
     def exchange(self, arrays: Sequence[Matrices]) -> OwnerExchange:
-        """The exchange that assigns each matrix, the largest first, to the owner with the fewest elements so far."""
+        """The all-to-all of `arrays`, with an owner for each of their matrices.
+
+        The matrices are assigned one by one, those with the largest shards first. Each goes to the owner that receives
+        the fewest elements so far. Among such owners the one with the least to compute is taken.
+        """
         widest = sorted(arrays, key=lambda one: (-math.prod(self.shard_shape(one)), -_cost(one)))
         alike = [(tuple(same), self.shard_shape(same[0])) for same in _by_shape(widest).values()]
         shapes = {shape for _, shape in alike}
@@ -286,8 +314,9 @@ class _Owners:
     def grouped(self, arrays: Sequence[Matrices]) -> Iterator[Sequence[Matrices]]:
         """Yields groups of arrays. Each group has an all-to-all of its own.
 
-        Arrays share an all-to-all if that sends fewer elements, since owners without a large matrix get small ones in
-        place of padding. Otherwise separate all-to-alls take less memory.
+        Arrays share an all-to-all if each device then sends fewer elements. Sharing helps where some owners have no
+        large matrix: they get small ones, and their rows need no padding. Otherwise separate all-to-alls take less
+        memory.
         """
         left, least = _by_shape(arrays), self.sent_elements(arrays)
         for kind, own in [*left.items()]:
@@ -300,7 +329,11 @@ class _Owners:
             yield [one for parts in left.values() for one in parts]
 
     def limited(self, arrays: Sequence[Matrices], limit: int | None) -> Iterator[Sequence[Matrices]]:
-        """Yields groups of arrays for which the sent and received elements and one matrix fit into the memory limit."""
+        """Yields groups of `arrays` that are small enough for the memory limit. Each group has its own all-to-all.
+
+        A device holds the elements that it sends, those that it receives, and one whole matrix. Together they take at
+        most `limit` bytes. Raises if a single array needs more.
+        """
         some: list[Matrices] = []
         most = math.inf if limit is None else limit
         for one in arrays:

@@ -24,10 +24,11 @@ def move_traced(x: Any, dst: NamedSharding, src: NamedSharding | None = None) ->
 
     **Arguments:**
 
-    - `x`: a traced value, or an array that is a constant there. The move is differentiable: the cotangent moves back.
+    - `x`: a traced value, or an array that is a constant of the program. The move is differentiable: the cotangent
+        moves back.
     - `dst`: a NamedSharding on the devices of the program, in the same order. JAX demands one order in a program.
-    - `src`: the sharding of `x`. It is needed under Auto axes; under Explicit axes the type of `x` has the sharding. A
-        wrong `src` costs a further reshard and is no error.
+    - `src`: the sharding of `x`. It is needed under Auto axes; under Explicit axes the type of `x` has the sharding. If
+        `src` is wrong, XLA first moves `x` to it, and the result is still right.
 
     **Returns:**
 
@@ -95,7 +96,7 @@ def move_traced_leaves(
     - `leaves`: the leaves of the tree.
     - `sources`: the sharding of each leaf; `None` if the array's type says it.
     - `targets`: the sharding that each leaf gets; `None` for a leaf that does not move.
-    - `path_of`: returns the path of a leaf, from its number.
+    - `path_of`: a function from the number of a leaf to its path.
 
     **Returns:**
 
@@ -118,7 +119,10 @@ def move_traced_leaves(
 
 
 def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
-    """Returns the sharding `end` with its spec as in `plain_spec`. An abstract mesh gets the devices of `other`."""
+    """Returns the sharding `end` with its spec in the short form of `plain_spec`.
+
+    If `end` is on an abstract mesh and `other` is not, its mesh gets the devices of `other`.
+    """
     mesh = end.mesh
     if not isinstance(mesh, Mesh) and isinstance(other.mesh, Mesh) and mesh.size == other.mesh.size:
         mesh = Mesh(other.mesh.devices.reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
@@ -126,9 +130,10 @@ def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
 
 
 def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
-    """Raises for a target that is sharded over both Explicit and Auto axes.
+    """Raises if the mesh of `dst` has both Explicit and Auto axes, and neither a type nor a constraint can express the
+    move.
 
-    Neither a type nor a constraint can express such a sharding.
+    That is so if `dst` shards the array over an Auto axis, or if `src` is on another mesh.
     """
     kinds = dict(zip(dst.mesh.axis_names, dst.mesh.axis_types, strict=True))
     if len({*kinds.values()}) < 2:
@@ -144,7 +149,10 @@ def _require_one_type(dst: NamedSharding, src: NamedSharding) -> None:
 
 
 def _require_names(src: NamedSharding) -> None:
-    """Raises if the mesh set by `jax.set_mesh` has other axes than the abstract mesh on which the steps would run."""
+    """Raises if `src` is on an abstract mesh and `jax.set_mesh` has set another mesh.
+
+    The collectives would then run over axes that the mesh which was set does not have.
+    """
     around = jax.sharding.get_abstract_mesh()
     if isinstance(src.mesh, Mesh) or is_explicit(src) or around.empty or around == src.mesh:
         return
@@ -159,7 +167,10 @@ _move = jex.core.Primitive("shardfx_move")
 
 
 def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
-    """Moves an array outside of programs, as in a gradient without `jit`. The array's own sharding replaces `src`."""
+    """Moves an array outside of programs, as in a gradient without `jit`.
+
+    The sharding that the array has is taken in place of `src`.
+    """
     if not isinstance(dst.mesh, Mesh):
         raise MeshError(
             f"outside of `jit` {dst} has no devices to move an array of shape {x.shape} to; give a jax Mesh."
@@ -194,9 +205,14 @@ def _batch(axis: Any, args: Any, dims: Any, *, src: NamedSharding, dst: NamedSha
 
 
 def _batched(end: NamedSharding, rank: int, dim: int, names: tuple[str, ...]) -> NamedSharding:
-    """Returns the sharding of an array with one more dimension.
+    """Returns the sharding `end` for an array that `vmap` has given one more dimension.
 
-    The new dimension is sharded along the axes of `vmap` if the mesh has them.
+    **Arguments:**
+
+    - `end`: the sharding without the dimension.
+    - `rank`: the number of dimensions with it.
+    - `dim`: the position of the new dimension.
+    - `names`: the mesh axes of `vmap`. They shard the new dimension if the mesh of `end` has them.
     """
     entries = [*entries_of(end.spec), *[None] * (rank - 1 - len(entries_of(end.spec)))]
     entries.insert(dim, names if names and {*names} <= {*end.mesh.axis_names} else None)
