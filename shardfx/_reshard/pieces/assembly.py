@@ -43,7 +43,8 @@ _HOST = -1
 class MovedLeaf(NamedTuple):
     """An array before or after a move: its path, shape, dtype and sharding. A NumPy array has no sharding.
 
-    If the array is from a plan without devices, `mesh` is the plan's mesh, which says how its axes span slices.
+    If the array is from a plan without devices, `mesh` is the plan's mesh. It says how many TPU slices (or GPU nodes)
+    each mesh axis spans.
     """
 
     path: str
@@ -54,7 +55,7 @@ class MovedLeaf(NamedTuple):
 
 
 def leaves_of_plan(plan: ShardPlan) -> list[MovedLeaf]:
-    """The arrays of a plan, in the plan's order."""
+    """The arrays of a plan, in the plan's order. Leaves that are not arrays are left out."""
     rows = list(zip(plan.content.rows, plan.content.row_shardings, strict=True))
     found = [(path, *rows[at]) for path, at in plan.content.numbered if at >= 0]
     mesh = None if plan.jax_mesh else plan.mesh
@@ -62,7 +63,10 @@ def leaves_of_plan(plan: ShardPlan) -> list[MovedLeaf]:
 
 
 class ScaledArray(NamedTuple):
-    """A source array that is multiplied by its scales and cast to `dtype` before it moves."""
+    """A source array that is multiplied by its scales and cast to `dtype` before it moves.
+
+    The scales (one factor for each block of a quantised array) are another source.
+    """
 
     source: str
     scale: Scale
@@ -74,23 +78,23 @@ class Assembly:
     """The plan for assembling one array from shards of other arrays, its sources.
 
     The sources are named by their numbers, "0", "1", ..., so that arrays whose sources differ only in their paths have
-    one plan.
+    one plan. A box is a start and a stop along each dimension.
 
     **Arguments:**
 
     - `sharding`: the sharding of the array.
     - `shape`, `dtype`: the shape and dtype of the array, or of the key data of PRNG keys.
     - `shard_shape`: the shape of one shard of the array.
-    - `method`: "programs" (collective permutes between the devices) or "host" (NumPy copies in this process's memory,
-        if CPU devices share that memory or no program spans the devices).
-    - `pieces`: the array as parts of its sources.
-    - `scaled`: by key, the sources that programs first multiply by scales.
+    - `method`: "programs" (collective permutes between the devices) or "host" (NumPy copies in this process's memory).
+        "host" is for CPU devices that share this memory, and for devices that no program spans.
+    - `pieces`: the pieces (strided copies from a source to the array) that fill the array.
+    - `scaled`: the sources that programs first multiply by scales, by the names that `pieces` have for the products.
     - `parts`: the parts of shards that devices send. Their senders and receivers are positions in `devices`.
     - `devices`: the devices of the array and of its sources. If a sharding is on a mesh without devices, these are
         integers: a device's id, or a position in the abstract mesh.
     - `target_devices`: the devices of the array.
     - `source_devices`, `source_shapes`: for each source, its devices, and the shape and dtype of its shard.
-    - `targets`: for "host", the distinct boxes of the array in this process.
+    - `targets`: for "host", the distinct boxes of this process's shards of the array.
     - `host_copies`: for "host", the copies that assemble each of these boxes.
     """
 
@@ -111,7 +115,9 @@ class Assembly:
 
     @ft.cached_property
     def sharers(self) -> int:
-        """The largest number of devices that allocate from one memory; 1 if a mesh has no devices."""
+        """The largest number of devices that share one memory, as the CPU devices of a process do; 1 if a mesh has no
+        devices.
+        """
         return sharers([device for device in self.devices if isinstance(device, jax.Device)])
 
     @property
@@ -135,8 +141,8 @@ class Assembly:
 
     @ft.cached_property
     def most_bytes(self) -> int:
-        """The default limit of the bytes that programs use on a device besides source and target: the bytes of one
-        shard of the target, but at least 1 MiB.
+        """The default limit of the temporary memory of programs on a device, in bytes: the size of one shard of the
+        array, but at least 1 MiB.
         """
         return max(_LEAST_BYTES, array_bytes(self.shard_shape, self.dtype))
 
@@ -145,7 +151,8 @@ class Assembly:
 
         **Arguments:**
 
-        - `limit_bytes`: the most bytes that one memory may hold besides source and target; `None` for no limit.
+        - `limit_bytes`: the most bytes that programs may use in one memory besides source and target; `None` for no
+            limit. A memory belongs to one device, or is shared by the CPU devices of a process.
         - `most_bytes`: the most bytes on a device if there is no limit and source and target are on different devices.
             By default it is `self.most_bytes`.
         """
@@ -163,29 +170,32 @@ class Assembly:
 
     @property
     def _buffers(self) -> int:
-        """The number of buffers that a program needs for the parts of one round at the same time.
+        """The number of buffers that a program needs at the same time for one round (one collective permute or local
+        copy).
 
-        If source and target are on different devices, the program that writes the shards holds the received part
-        besides the old and the new values of the target.
+        If source and target are on different devices, the program that writes the shards holds the old and the new
+        values of the target and also the received part.
         """
         return 4 if self.changes_devices else 3
 
     def extra_bytes(self, steps: Sequence[Exchange]) -> int:
-        """The most bytes that one memory holds besides source and target, if the programs run one after another."""
+        """The most bytes that the programs `steps` use in one memory besides source and target. The programs run one
+        after another.
+        """
         # The CPU's compiler drops the barriers between rounds, and may slice all parts before it sends the first.
         of_step = sum if self.changes_devices or self.sharers > 1 else max
         return self._buffers * self.sharers * max([0, *[of_step(step.sizes) for step in steps]])
 
     @ft.cached_property
     def least_bytes(self) -> int:
-        """The smallest memory limit under which the array can be assembled."""
+        """The smallest `limit_bytes` under which the array can be assembled."""
         if self.method != "programs":
             return 0
         return self._buffers * self.sharers * max([1, *map(least_memory_bytes, self.parts.all)])
 
 
 class TargetArray(NamedTuple):
-    """An array that a map makes, the paths of its source arrays, and the plan for assembling it.
+    """An array that a `TreeMap` makes from other arrays, the paths of these sources, and the plan for assembling it.
 
     `assembly` is `None` if the array is an unchanged source array, which moves as it would without a map.
     """
@@ -199,7 +209,10 @@ class TargetArray(NamedTuple):
 def target_arrays(
     map: TreeMap, sources: tuple[MovedLeaf, ...], targets: tuple[MovedLeaf, ...], copies: bool
 ) -> tuple[TargetArray, ...]:
-    """Plans how each array that a map makes is assembled or moved. The result is cached."""
+    """Plans how each array that `map` makes is assembled from `sources` or moved. The result is cached.
+
+    If `copies`, CPU devices of one process may copy shards in the memory that they share.
+    """
     here, there = ({leaf.path: Struct(leaf.shape, leaf.dtype) for leaf in leaves} for leaves in (sources, targets))
     made, by_path = bound(map, here, there), {leaf.path: leaf for leaf in sources}
     known: dict[object, Assembly] = {}
@@ -225,7 +238,10 @@ def _unchanged(leaf: MovedLeaf) -> Made:
 def _known_assembly(
     leaf: MovedLeaf, made: Made, sources: Sequence[MovedLeaf], copies: bool, known: dict[object, Assembly]
 ) -> Assembly:
-    """The plan for assembling an array. Arrays that differ only in paths share a plan, which `known` caches."""
+    """The plan for assembling the array `leaf` from `sources` by the strided copies in `made`.
+
+    Arrays that differ only in paths share a plan, which `known` caches. `copies` is that of `target_arrays`.
+    """
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     more = shape[len(leaf.shape) :]
     pieces = numbered([extended(piece, more) if more else piece for piece in made.pieces], [x.path for x in sources])
@@ -238,7 +254,11 @@ def _known_assembly(
 
 
 def numbered(pieces: Sequence[Piece], names: Sequence[str]) -> tuple[Piece, ...]:
-    """Returns `pieces` with the path of each source replaced by its position in `names`, as text."""
+    """Returns `pieces` (strided copies from named sources) with each source's path replaced by its position in `names`,
+    as text.
+
+    For `names` of ("w", "b"), the path "b" becomes "1".
+    """
     numbers, found = {name: str(number) for number, name in enumerate(names)}, []
     for piece in pieces:
         value = piece.value
@@ -265,7 +285,7 @@ def assembly_between(
     - `src`, `dst`: the shardings before and after the move.
     - `lost`: devices whose shards are not read. Elements that no other device holds are in `parts.missing`.
     - `copies`: whether CPU devices of one process may copy shards in the memory that they share.
-    - `sent_before`: pairs of a device and a number of bytes: how many more bytes the device has already sent, for other
+    - `sent_before`: pairs of a device and a number of bytes. The device has already sent so many more bytes, for other
         arrays, than another replica of its shard.
 
     **Returns:**
@@ -309,8 +329,9 @@ def _assembly(
 class _Devices:
     """The devices of an array and of its sources, without the lost devices, each with a number.
 
-    If a sharding is on a mesh without devices, ids or positions in the mesh stand for devices. `target` and `sources`
-    are lists of the device and the box of each shard. A NumPy array has the device `None`.
+    `lost` are the devices whose shards cannot be read. `target` and `sources` list the device and the box (a start and
+    a stop along each dimension) of each shard. If a sharding is on a mesh without devices, ids or positions in the mesh
+    stand for devices. A NumPy array has the device `None`.
     """
 
     def __init__(self, leaf: MovedLeaf, sources: Sequence[MovedLeaf], lost: Sequence[object]):
@@ -327,11 +348,13 @@ class _Devices:
         self.numbers = {None: _HOST} | {device: at for at, device in enumerate(self.all)}
 
     def remaining(self, shards: Sequence[tuple[Any, Box]]) -> tuple[Any, ...]:
-        """The devices of `shards` that are not lost."""
+        """The devices of `shards` that are not lost. `shards` are pairs of a device and the box of its shard."""
         return tuple(device for device, _ in shards if device is not None and device in self.numbers)
 
     def holders(self, path: str) -> dict[Box, list[int]]:
-        """The numbers of the devices that hold each box of a source. Lost devices are left out."""
+        """For each box (one shard's intervals) of the source `path`, the numbers of the devices that hold it. Lost
+        devices are left out.
+        """
         held: dict[Box, list[int]] = {}
         for device, box in self.sources[path]:
             held.setdefault(box, []).extend([] if device in self.lost else [self.numbers[device]])
@@ -346,9 +369,11 @@ def _method(
     parts: ShardParts,
     devices: _Devices,
 ) -> Literal["programs", "host"]:
-    """Decides whether programs on devices or NumPy copies on the host assemble an array.
+    """Decides whether programs on devices or NumPy copies on the host assemble an array. All processes decide alike.
 
-    All processes decide alike.
+    `made` has the array's shape and the strided copies that fill it. `sources` and `target` are shardings, or `None`
+    for NumPy arrays. If `copies`, CPU devices of one process may copy shards in the memory that they share. The numbers
+    in `parts` refer to `devices`.
     """
     if not devices.are_named:
         return "programs" if sources else "host"
@@ -386,7 +411,8 @@ class LeafShards(NamedTuple):
     **Arguments:**
 
     - `shape`, `dtype`: the shape and dtype of one shard.
-    - `boxes`: the box of each device's shard. A NumPy array has one box, with the key `None`.
+    - `boxes`: by device, the box of its shard (a start and a stop along each dimension). A NumPy array has one box,
+        with the key `None`.
     """
 
     shape: tuple[int, ...]
@@ -406,7 +432,10 @@ def shards_of(leaf: MovedLeaf) -> LeafShards:
 
 
 def _with_host_copies(plan: Assembly, sources: Sequence[MovedLeaf], devices: _Devices) -> Assembly:
-    """Returns `plan` with the NumPy copies of this process. Replicas of a shard share memory, so it is copied once."""
+    """Returns `plan` with the NumPy copies that this process makes of shards of `sources`.
+
+    Replicas of a shard on several of this process's `devices` share memory, so the shard is copied once.
+    """
     first: dict[Box, int] = {}
     for device, box in devices.target:
         if device.process_index == jax.process_index():
@@ -431,9 +460,11 @@ def _ordered(end: Sharding) -> list[Any]:
 
 
 def _scaled_first(made: Made) -> tuple[Made, dict[str, ScaledArray]]:
-    """Replaces each source that is multiplied by scales by a new array, the product.
+    """Replaces each source that is multiplied by scales (one factor for each block of elements) by a new array, the
+    product.
 
-    Returns `made` with the products as its sources, and the products by key.
+    Returns `made` with the products as its sources, and a dict that says, for the name of each product, how it is
+    computed.
     """
     scaled: dict[str, ScaledArray] = {}
     pieces = []

@@ -28,8 +28,8 @@ class Round(NamedTuple):
 
     **Arguments:**
 
-    - `number`: the number of the array that is read, among the program's arrays.
-    - `form`: the shape and casts of the parts.
+    - `number`: the position of the array that is read, among the program's arrays.
+    - `form`: the shape, strides and casts of the parts.
     - `pairs`: the pairs of sender and receiver; empty if each device copies its own elements.
     - `is_full`: whether every device of the target receives a part.
     """
@@ -46,10 +46,11 @@ class Exchange(NamedTuple):
     **Arguments:**
 
     - `keys`: the names of the arrays that are read.
-    - `rounds`: the rounds, in the order in which they run.
+    - `rounds`: the rounds, in the order in which they run. In each round a device sends at most one part and receives
+        at most one part.
     - `places`: one row of integers for each device and round. The first integers are the position, in the source's
-        shard, of the part that the device sends. The next are the position, in the target's shard, of the part that
-        the device receives. The last is 1 if the device receives a part, else 0.
+        shard, of the part that the device sends. The next are the position, in the target's shard, of the part that the
+        device receives. The last is 1 if the device receives a part, else 0.
     - `sizes`: for each round, the memory of its largest part, in bytes.
     """
 
@@ -69,8 +70,9 @@ def exchanges(
     - `parts`: the parts of all shards of the array, except constants.
     - `count`: the number of devices of the source and of the target. They are numbered from 0 to `count - 1`.
     - `receivers`: the number of devices of the target.
-    - `most_bytes`: the most bytes that the parts of one program take, unless it has only one round.
-    - `kinds`: a key for each array that is read. A program reads only arrays whose keys are equal.
+    - `most_bytes`: the most bytes that the parts of one program take. A program of one round may take more.
+    - `kinds`: for each array that is read, a value such as its devices and dtype. A program reads only arrays with
+        equal values.
     """
     alike: dict[tuple[str, StridedCopy, bool], list[ShardPart]] = {}
     for part in parts:
@@ -117,7 +119,7 @@ Block = tuple[tuple[int, ...], Any]
 def per_device(devices: tuple[object, ...], body: Any, count: int, *donated: int) -> Any:
     """A jitted function of `count` arrays in which each device applies `body` to its shards of the arrays.
 
-    The first dimension of each array is sharded over all devices. `donated` has the numbers of the donated arrays.
+    The first dimension of each array is sharded over all devices. `donated` are the positions of the donated arguments.
     """
     mesh, spec = sharding_of(devices).mesh, PartitionSpec(AXIS)
     run = jax.shard_map(body, mesh=mesh, in_specs=(spec,) * count, out_specs=spec, check_vma=False)
@@ -130,10 +132,13 @@ def program(
 ) -> Any:
     """A jitted function that sends parts of some arrays between devices and writes them into another array's shards.
 
+    Its first argument has the positions of the parts in their shards, and the next arguments are the arrays that are
+    read.
+
     **Arguments:**
 
     - `devices`: the devices of the source and of the target, in the order of their numbers.
-    - `rounds`: the rounds of the program.
+    - `rounds`: the rounds of the program, each a collective permute or a copy on each device.
     - `sources`, `target`: the shape and dtype of one shard of each array.
     - `makes_shards`: whether the function makes new shards. If not, it takes the shards as its last argument, writes
         into them and returns them.
@@ -175,12 +180,22 @@ def bitcast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def sent_dtype(form: StridedCopy, dtype: object) -> Any:
-    """The dtype in which devices send elements of an array of `dtype`: the dtype after the casts of the sender."""
+    """The dtype in which devices send elements of an array of `dtype`, after the casts that the sender applies.
+
+    `form` has the casts. The sender applies only those that make the elements smaller.
+    """
     return (dtype, *form.casts)[first_casts(form.casts, dtype)]
 
 
 def slice_part(form: StridedCopy, block: jax.Array, place: jax.Array) -> jax.Array:
-    """Slices a part out of a device's shard at the position `place`, and casts it to the dtype in which it is sent."""
+    """Slices a part out of a device's shard, and casts it to the dtype in which it is sent.
+
+    **Arguments:**
+
+    - `form`: the shape, strides and casts of the part.
+    - `block`: the shard.
+    - `place`: the position of the part in the shard, as the first elements of this vector.
+    """
     piece = jax.lax.dynamic_slice(block, list(place[: len(form.source)]), [size for size, _ in form.source])
     return _cast(gathered(piece, form.source), form.casts[: first_casts(form.casts, block.dtype)])
 
@@ -193,7 +208,16 @@ def _cast(piece: jax.Array, casts: Sequence[object]) -> jax.Array:
 
 
 def write_part(step: Round, out: jax.Array, piece: jax.Array, dtype: object, place: jax.Array) -> jax.Array:
-    """The shard `out` with a received part written into it at the position `place`. `dtype` is the source's dtype."""
+    """Returns the shard `out` with a received part written into it.
+
+    **Arguments:**
+
+    - `step`: the round in which the part was sent.
+    - `piece`: the elements of the part.
+    - `dtype`: the dtype of the source array.
+    - `place`: a row of `Exchange.places`: its last elements are the position in `out`, and 1 if this device receives a
+        part.
+    """
     form = step.form
     piece = transposed(bitcast(_cast(piece, form.casts[first_casts(form.casts, dtype) :]), out.dtype), form)
     starts, sizes = list(place[-1 - len(form.target) : -1]), [size for size, _ in form.target]
@@ -232,8 +256,9 @@ Colours = dict[int, dict[int, ShardPart]]
 def matchings(parts: Sequence[ShardPart]) -> list[tuple[ShardPart, ...]]:
     """Groups parts into rounds, so that each device sends at most one part and receives at most one part in a round.
 
-    A round is a colour of an edge colouring of the bipartite graph of senders and receivers. The number of colours is
-    the largest degree of the graph (Konig's theorem).
+    Rounds are the colours of an edge colouring of the bipartite graph of senders and receivers. The number of rounds is
+    the largest number of parts that one device sends or receives (Konig's theorem). For parts from 0 to 1, from 0 to 2
+    and from 1 to 2 there are two rounds: 0 to 1 with 1 to 2, and 0 to 2.
     """
     at_sender: Colours = {}
     at_receiver: Colours = {}
@@ -251,8 +276,10 @@ def matchings(parts: Sequence[ShardPart]) -> list[tuple[ShardPart, ...]]:
 
 
 def _swap_colours(receiver: int, a: int, b: int, at_sender: Colours, at_receiver: Colours) -> None:
-    """Exchanges the colours `a` and `b` on the path of edges of these colours that starts at `receiver`. Afterwards no
-    edge of `receiver` has the colour `a`.
+    """Makes the colour `a` (a round) free at `receiver`, by an exchange of the colours `a` and `b`.
+
+    The exchange is made on one path of parts, which starts at `receiver` and alternates between the two colours.
+    `at_sender` and `at_receiver` have the part of each device and colour, and are changed in place.
     """
     path, sides, node, colour = [], (at_receiver, at_sender), receiver, a
     while (part := sides[len(path) % 2][node].get(colour)) is not None:

@@ -45,12 +45,11 @@ class Copy(NamedTuple):
 
     **Arguments:**
 
-    - `array`, `shard`: the number of the source's array, and the number of its shard.
+    - `array`, `shard`: the number of the array that is read, and the number of its shard.
     - `shape`: the shape of the two views.
-    - `source_start`, `source_strides`: the first view, in bytes: the position of its first element in the old shard,
-        and its strides.
-    - `target_start`, `target_strides`: the second view, in bytes: the position of its first element in the new shard,
-        and its strides.
+    - `source_start`, `source_strides`: the view of the old shard: the byte at which it starts, and its strides in
+        bytes.
+    - `target_start`, `target_strides`: the same for the view of the new shard.
     - `block_dim`: the dimension along which the elements are copied in blocks; `None` for a copy without blocks.
     """
 
@@ -75,7 +74,7 @@ class HostCopies(NamedTuple):
     **Arguments:**
 
     - `copies`: the parts whose elements are copied unchanged.
-    - `computed`: the parts whose elements are cast, multiplied by scales, or constant.
+    - `computed`: the parts whose elements are cast, multiplied by scales (one factor for each block), or constant.
     - `is_slice`: whether the new shard is a contiguous part of one old shard.
     """
 
@@ -96,9 +95,11 @@ def host_copies(
     **Arguments:**
 
     - `parts`: the parts from which the shard is assembled.
-    - `dtype`, `box`: the dtype of the shard, and its box in the array.
+    - `dtype`: the dtype of the shard.
+    - `box`: the shard's position in the array, as a start and a stop along each dimension.
     - `shapes`: the shape and dtype of a shard of each array that is read.
-    - `orders`: for each array, the number of each device's shard among the shards of this process.
+    - `orders`: for each array that is read, a dict from the number of a device to the position of its shard among the
+        shards of this process.
     """
     copies, computed, itemsize = list[Copy](), list[ShardPart](), np.dtype(dtype).itemsize
     new = strides_of(_sizes(box), itemsize)
@@ -156,7 +157,7 @@ class LocalShards:
         return self._bits[path]
 
     def boxes(self, path: str) -> list[Box]:
-        """The boxes of this process's shards of an array."""
+        """The boxes of this process's shards of an array. A box is a start and a stop along each dimension."""
         if path not in self._boxes:
             leaf = self.leaf(path)
             own = [one.index for one in leaf.addressable_shards] if isinstance(leaf, jax.Array) else [()]
@@ -164,11 +165,15 @@ class LocalShards:
         return self._boxes[path]
 
     def containing(self, path: str, box: Box) -> int | None:
-        """The number of the first shard that contains a whole box; `None` if no shard contains it."""
+        """The number of the first shard that contains the whole box (a start and a stop along each dimension); `None`
+        if no shard contains it.
+        """
         return first_with(box, self.boxes(path))
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """The elements of a box of an array, assembled from several shards if no shard contains the whole box."""
+        """The elements of a box (a start and a stop along each dimension) of an array. They are assembled from several
+        shards if no shard contains the whole box.
+        """
         found = read_box(box, self.boxes(path), ft.partial(self.typed, path))
         if found is None:
             raise SyncError(f"leaf `{path}`: this process holds a part of {list(box)} only; scales must lie beside.")
@@ -191,7 +196,7 @@ class LocalShards:
             del self._known[key]
 
     def delete(self, but: Container[int] = (), only: int | None = None) -> None:
-        """Deletes shards of this process, if there is one array only. By default all its shards are deleted.
+        """Deletes shards of this process. By default all are deleted. `arrays` must have one array only.
 
         **Arguments:**
 
@@ -218,7 +223,7 @@ def start_on_host(
     **Arguments:**
 
     - `wanted`: the shape, dtype and sharding of the array.
-    - `targets`: the distinct boxes of the array in this process.
+    - `targets`: the distinct boxes (a start and a stop along each dimension) of this process's shards of the array.
     - `copies`: for each box, the parts from which it is assembled.
     - `names`: the paths of the arrays that are read, by number.
     - `shards`: the shards of these arrays.
@@ -226,9 +231,10 @@ def start_on_host(
 
     **Returns:**
 
-    A function that waits for the copies and returns the array. The new shards share the source's memory if each of them
-    is a contiguous part of one old shard, and if the old shards are no larger than copies would be. JAX does not write
-    to shared memory if one of the two arrays is donated.
+    A function that waits for the copies and returns the array.
+
+    The new shards share the source's memory if each of them is a contiguous part of one old shard. The old shards must
+    then be no larger than copies would be. JAX does not write to shared memory if one of the two arrays is donated.
     """
     shared = _shared(targets, copies, names, shards, np.dtype(wanted.dtype))
     if shared is not None:
@@ -265,8 +271,10 @@ def _sizes(box: Box) -> tuple[int, ...]:
 def _shared(
     targets: Sequence[Box], copies: Sequence[HostCopies], names: Sequence[str], shards: LocalShards, dtype: np.dtype
 ) -> list[np.ndarray] | None:
-    """The new shards as views of old shards; `None` if the old shards have more bytes than copies would have, or if a
-    new shard is not a contiguous part of one old shard.
+    """The new shards as views of old shards; `None` if a new shard is not a contiguous part of one old shard.
+
+    `None` is also returned if the old shards have more bytes than copies would have, since views would keep all these
+    bytes alive. The arguments are those of `start_on_host`, and `dtype` is that of the array.
     """
     if not all(one.is_slice for one in copies):
         return None
@@ -335,8 +343,9 @@ def as_bytes(buffer: np.ndarray) -> np.ndarray:
 
 
 def _run_copies(views: Iterable[Views], nbytes: int, pool: ThreadPoolExecutor | None) -> list[Future[None]]:
-    """Runs copies of `nbytes` bytes in total. Few bytes are copied in this thread, and many in the threads of `pool`,
-    whose futures are returned.
+    """Copies elements between pairs of `views` (of a new and an old shard), `nbytes` bytes in total.
+
+    Few bytes are copied in this thread. Many are copied in the threads of `pool`, and the futures are returned.
     """
     if pool is None or nbytes < 2 * _TASK_BYTES:
         _copy_all(views)

@@ -39,9 +39,9 @@ class ShardPart(NamedTuple):
     **Arguments:**
 
     - `sender`, `receiver`: the numbers of the two devices. They are equal if the device copies its own elements.
-    - `piece`: the positions of the elements in the sender's shard and in the receiver's shard. A constant has a
-        position only in the receiver's shard. If the elements are multiplied by scales, their position in the source is
-        that in the whole array, which is also used to find their scales.
+    - `piece`: a strided copy, with positions in the sender's shard and in the receiver's shard. A constant has a
+        position only in the receiver's shard. If the elements are multiplied by scales (one factor for each block), the
+        first position is in the whole source array instead, where the scales are also found.
     - `bytes`: the bytes sent, if sender and receiver differ.
     - `bits`: the bits of an element in the widest dtype that it has on its way from the source to the target.
     """
@@ -54,7 +54,7 @@ class ShardPart(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes from the first to the last element of the part: in the source's shard or in the target's,
+        """The bytes from the first to the last element of the part: in the source's shard or in the target's shard,
         whichever is larger.
         """
         return -(-_extent(self.piece) * self.bits // 8)
@@ -69,8 +69,9 @@ class ShardParts:
     **Arguments:**
 
     - `all`: the parts, receiver by receiver.
-    - `missing`: the boxes of the source that some device needs and no device holds.
-    - `replicas`: for each shard with several possible senders, the devices that hold the shard.
+    - `missing`: the boxes (a start and a stop along each dimension) of the source that some device needs and no device
+        holds.
+    - `replicas`: for each shard that several devices could send, these devices.
     """
 
     all: tuple[ShardPart, ...]
@@ -79,8 +80,8 @@ class ShardParts:
 
     @ft.cached_property
     def links(self) -> dict[tuple[int, int], int]:
-        """The bytes that each sender sends to each receiver, by (sender, receiver) in the receivers' order. Copies
-        within a device are left out.
+        """The bytes that each sender sends to each receiver, with keys (sender, receiver) in the order of the
+        receivers. Copies within a device are left out.
         """
         links = collections.Counter[tuple[int, int]]()
         for part in self.all:
@@ -98,7 +99,7 @@ class ShardParts:
 
     @property
     def wire_bytes(self) -> int:
-        """The bytes that all devices receive in total."""
+        """The bytes that all devices receive from other devices, in total."""
         return sum(self.links.values())
 
     def sent_before(self, sent: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
@@ -157,7 +158,8 @@ class Senders:
 
 
 class ShardGrid:
-    """The devices that hold each box of an array. The boxes form a grid, as under every JAX sharding.
+    """The devices that hold each box (the intervals of one shard) of an array. The boxes form a grid, as under every
+    JAX sharding.
 
     **Arguments:**
 
@@ -197,14 +199,14 @@ def shard_parts(
 ) -> ShardParts:
     """Decides which device sends which part of its shard to which device, to assemble an array.
 
-    A device copies elements that it holds. It receives every other element from a replica of the shard that holds the
-    element: if possible a replica in the receiver's process, and of these the one that has sent the fewest bytes.
-    Senders of the largest parts are chosen first.
+    A device copies elements that it holds. It receives every other element from one replica of the shard that has the
+    element. If there are replicas in the receiver's process, one of these is chosen. Among several, the replica that
+    has sent the fewest bytes is chosen. Senders of the largest parts are chosen first.
 
     **Arguments:**
 
-    - `made`: the array, as parts of other arrays.
-    - `targets`: the device and the box of each shard to assemble.
+    - `made`: the array, as pieces (strided copies) of other arrays.
+    - `targets`: the device of each shard to assemble, and the shard's box (a start and a stop along each dimension).
     - `sources`: by path, the dtype of each array that is read, and the devices that hold each of its boxes. A box has
         no devices if all of them are lost.
     - `process_of`: the process of each device.
@@ -240,7 +242,10 @@ def shard_parts(
 
 
 def _choose(parts: list[tuple[ShardPart, Senders | None]]) -> tuple[tuple[int, ...], ...]:
-    """Chooses a sender for each part, in place. Returns the devices of each shard that several devices could send."""
+    """Chooses a sender for each of `parts`, in place. A part comes with its possible senders; `None` if it is not sent.
+
+    Returns the devices of each shard that several devices could send.
+    """
     replicas: dict[tuple[int, ...], None] = {}
     for at in sorted(range(len(parts)), key=lambda at: -parts[at][0].bytes):
         part, senders = parts[at]
@@ -252,8 +257,10 @@ def _choose(parts: list[tuple[ShardPart, Senders | None]]) -> tuple[tuple[int, .
 
 
 def _split(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) -> Iterator[tuple[ShardPart, Senders]]:
-    """Yields the parts of `piece` inside `box`, one for each shard of the source, with the devices that hold the shard.
-    Boxes that no device holds are added to `missing`.
+    """Yields the parts of a strided copy that write into `box` of the target, one for each shard of the source.
+
+    Each comes with the devices that hold the shard. If no device holds it, the part's box is added to `missing`
+    instead.
     """
     widths = [bits(source.dtype), *map(bits, dtypes_of(piece.value.casts))]
     for inside in within(piece, box):
@@ -273,7 +280,8 @@ def _split(piece: Piece, box: Box, source: ShardGrid, missing: dict[Box, None]) 
 def first_casts(casts: Sequence[object], dtype: object) -> int:
     """The number of casts that the sender applies, so that sent elements have the fewest bits.
 
-    The receiver applies the other casts.
+    The receiver applies the other casts. For float32 elements (`dtype`) and `casts` to bfloat16 and then to float32, it
+    is 1.
     """
     sizes = [bits(dtype)]
     for to in casts:
@@ -282,13 +290,13 @@ def first_casts(casts: Sequence[object], dtype: object) -> int:
 
 
 def sent_bits(value: Value, dtype: object) -> int:
-    """The bits per element on the wire, after the casts that the sender applies."""
+    """The bits of an element of `dtype` when it is sent, after the casts of `value` that the sender applies."""
     return min([bits(dtype), *map(bits, dtypes_of(value.casts))])
 
 
 def _extent(piece: Piece) -> int:
-    """The number of elements from the first to the last one of a piece: in the source or in the target, whichever is
-    larger.
+    """The number of elements from the first to the last one of a strided copy: in the source or in the target,
+    whichever is larger.
     """
     return _extent_of(piece.factors, len(piece.source), len(piece.target))
 
@@ -300,8 +308,9 @@ def _extent_of(factors: tuple[Factor, ...], here: int, there: int) -> int:
 
 
 def divided(part: ShardPart, most_bytes: int) -> list[ShardPart]:
-    """Divides a part of a shard into parts of at most `most_bytes` of memory each, unless an element would then be sent
-    twice.
+    """Divides a part of a shard into parts of at most `most_bytes` of memory each.
+
+    A part is not divided if an element would then be sent twice.
     """
     factors = [f for f in part.piece.factors if f.source_dim != NOWHERE]
     if part.memory_bytes <= most_bytes or not factors:

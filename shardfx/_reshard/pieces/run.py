@@ -46,14 +46,21 @@ Sending = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def _sent_shape(form: StridedCopy) -> list[int]:
-    """The shape in which a part of a shard is sent, without repeated elements."""
+    """The shape in which a part of a shard is sent. An element that is written several times is sent once."""
     return [count for _, own in form.source for count, _ in own]
 
 
 @ft.lru_cache(maxsize=256)
 def slice_program(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: tuple[Block, ...], block: Block) -> Any:
     """A jitted function on the source's devices: each device slices the parts that it sends out of its shards and
-    concatenates them to one block.
+    concatenates them to one vector, its block.
+
+    **Arguments:**
+
+    - `devices`: the source's devices.
+    - `rounds`: one round for each part that a device sends.
+    - `sources`: the shape and dtype of one shard of each array that is read.
+    - `block`: the shape and dtype of the block.
     """
     dtype, (shape, to) = sources[0][1], block
     # The sender casts values, not their bits.
@@ -76,7 +83,8 @@ def slice_program(devices: tuple[Any, ...], rounds: tuple[Round, ...], sources: 
 def send_program(devices: tuple[object, ...], rounds: tuple[Sending, ...]) -> Any:
     """A jitted function in which devices send their blocks to each other, by one collective permute for each round.
 
-    The argument is donated.
+    A block is the vector of all parts that a device sends. `rounds` has, for each part, its size and the pairs of
+    sender and receiver. The function's argument is donated.
     """
 
     def run(sent: jax.Array) -> jax.Array:
@@ -99,6 +107,10 @@ def write_program(
 
     **Arguments:**
 
+    - `devices`: the target's devices.
+    - `rounds`: one round for each part that a device receives.
+    - `source_dtype`: the dtype of the source.
+    - `target`: the shape and dtype of one shard of the target.
     - `makes_shards`: whether the function makes new shards. If not, it takes the shards as its last argument, writes
         into them and returns them.
     """
@@ -122,7 +134,7 @@ def write_program(
 
 @ft.lru_cache(maxsize=256)
 def zeros(devices: tuple[object, ...], block: Block) -> Any:
-    """A jitted function in which each device makes a block of zeros."""
+    """A jitted function in which each device makes a vector of zeros, of the shape and dtype in `block`."""
     return jax.jit(lambda: jnp.zeros((len(devices) * block[0][0],), block[1]), out_shardings=sharding_of(devices))
 
 
@@ -133,7 +145,7 @@ class Context:
     **Arguments:**
 
     - `arrays`: the source's arrays by path.
-    - `move`: a function that moves an array of scales to a sharding.
+    - `move`: a function that moves an array of scales (one factor for each block of an array) to a sharding.
     - `limit_bytes`: the most bytes that may be used besides source and target; `None` for no limit.
     - `most_bytes`: the most bytes that programs may use on a device if there is no limit and source and target are on
         different devices.
@@ -156,9 +168,9 @@ class Context:
     in_flight_bytes: int = 0
 
     def wait_for(self, nbytes: int, sharers: int) -> None:
-        """Waits for all programs in flight if `nbytes` more bytes in flight would exceed the memory limit.
+        """Waits for all programs that may still run if `nbytes` more bytes would exceed the memory limit.
 
-        `sharers` is the number of devices that allocate from one memory.
+        `sharers` is the number of devices that share one memory.
         """
         most = self.most_bytes * sharers if self.limit_bytes is None else self.limit_bytes
         if self.in_flight_bytes + nbytes > most:
@@ -175,9 +187,16 @@ class Context:
             del self.blocks[key]
 
     def block(self, plan: Assembly, names: Sequence[str], devices: tuple[Any, ...], key: str) -> jax.Array:
-        """The shards of one source as the argument of a program on `devices`.
+        """The shards of one source, as one array that is an argument of a program on `devices`.
 
         The result is cached, since many leaves can be slices of one stacked array.
+
+        **Arguments:**
+
+        - `plan`: the plan of the array that is assembled.
+        - `names`: the paths of the array's sources.
+        - `devices`: the devices of the program.
+        - `key`: the source: its number as text, or a name in `plan.scaled`.
         """
         scaled, kind = plan.scaled.get(key), ""
         paths = [names[int(key if scaled is None else scaled.source)]]
@@ -194,7 +213,9 @@ class Context:
         return self.blocks[known]
 
     def _scaled(self, one: ScaledArray, x: jax.Array, scales: jax.Array) -> jax.Array:
-        """The array `x` multiplied by `scales`, with the sharding of `x`."""
+        """The array `x` multiplied by `scales`, with the sharding of `x`. `one` has the block size of the scales and
+        the dtype of the product.
+        """
         assert self.move is not None
         end = x.sharding
         scales = self.move(scales, NamedSharding(end.mesh, PartitionSpec()) if isinstance(end, NamedSharding) else end)
@@ -245,7 +266,17 @@ def start_assembly(plan: Assembly, names: Sequence[str], context: Context) -> Ca
 def _run_one(
     plan: Assembly, names: Sequence[str], context: Context, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
-    """Runs one program of an assembly whose source and target are on the same devices. Returns the updated shards."""
+    """Runs one program of an assembly whose source and target are on the same devices. Returns the updated shards.
+
+    **Arguments:**
+
+    - `plan`: the plan of the array that is assembled.
+    - `names`: the paths of the array's sources.
+    - `context`: the arrays, limits and caches of the tree.
+    - `step`: the program.
+    - `places`: the positions of the parts of shards, as an array on all devices.
+    - `out`: the shards from earlier programs, if any.
+    """
     devices = plan.devices
     given = [context.block(plan, names, devices, key) for key in step.keys]
     sources = tuple(plan.source_shapes[key] for key in step.keys)
@@ -262,7 +293,10 @@ def _run_three(
     plan: Assembly, names: Sequence[str], context: Context, step: Exchange, places: Any, out: jax.Array | None
 ) -> jax.Array | None:
     """Runs the three programs (slice, send, write) of one step of an assembly whose source and target are on different
-    devices. Returns the updated shards; `None` if this process has none of the array's devices.
+    devices.
+
+    Returns the updated shards; `None` if this process has none of the array's devices. The arguments are those of
+    `_run_one`, but `places` has two arrays: one on the source's devices and one on the target's.
     """
     here, there = plan.source_devices[step.keys[0]], plan.target_devices
     # Without senders and receivers, the programs of different parts of an array are equal.
@@ -303,9 +337,7 @@ def _shards(array: jax.Array) -> dict[Any, jax.Array]:
 
 
 def _on(devices: tuple[object, ...]) -> Any:
-    """A context manager that sets the abstract mesh of these devices, since the caller may have set the mesh of other
-    devices.
-    """
+    """A context manager that sets the abstract mesh of these devices, since the caller may have set another mesh."""
     return jax.sharding.use_abstract_mesh(sharding_of(devices).mesh.abstract_mesh)
 
 
@@ -323,9 +355,10 @@ def _crosses(devices: Sequence[Any]) -> bool:
 def _programs(
     plan: Assembly, limit_bytes: int | None, most_bytes: int
 ) -> tuple[tuple[Exchange, tuple[jax.Array | None, ...]], ...]:
-    """The programs of an assembly, each with the positions of the parts of shards as an array on all devices. If source
-    and target are on different devices, each program has one such array on the source's devices and one on the
-    target's.
+    """The programs of an assembly, each with the positions of the parts of shards as an array on all devices.
+
+    If source and target are on different devices, each program has two such arrays: one on the source's devices and one
+    on the target's.
     """
     number, found = {device: at for at, device in enumerate(plan.devices)}, []
     for step in plan.exchanges(limit_bytes, most_bytes):
@@ -342,7 +375,9 @@ def _placed(rows: np.ndarray, devices: tuple[object, ...]) -> jax.Array | None:
 
 
 def _constants(plan: Assembly) -> jax.Array | None:
-    """New shards with the constants of the array, and zeros elsewhere; `None` if the array has no constants."""
+    """New shards with the constants of the array (elements that no source gives), and zeros elsewhere; `None` if the
+    array has no constants.
+    """
     constants: dict[int, list[Piece]] = {}
     for part in plan.parts.all:
         if part.piece.value.path is None:

@@ -103,7 +103,10 @@ def _form_data(form: WireForm) -> list[object]:
 
 
 def _form(data: Any, dtypes: Mapping[str, np.dtype], dtype: np.dtype) -> WireForm:
-    """The `WireForm` that `_form_data` wrote as JSON. Raises for invalid values."""
+    """The `WireForm` that `_form_data` wrote as the JSON value `data`. Raises for invalid values.
+
+    `dtypes` has the dtype of each source by path, and `dtype` is that of the target array.
+    """
     (path, number, scale, casts), digits, rank, *_ = data
     _require((path is None) == isinstance(number, int | float), f"the value {data[0]!r:.80}")
     scale = None if scale is None else Scale(str(scale[0]), _ints(scale[1]))
@@ -223,11 +226,12 @@ def _fits(piece: Piece, shape: Sequence[int]) -> bool:
 
 
 def _is_covered(kind: TransferKind, rank: int) -> bool:
-    """Whether the rows of `kind` write each element of each buffer exactly once.
+    """Whether the rows of `kind` write each element of each buffer (one box of a target array) exactly once.
 
-    The check compares corners. A corner of a box counts 1, or -1 if an odd number of its coordinates are the ends of
-    their intervals. The written boxes form a partition of a buffer if at each position the counts of their corners have
-    the same sum as the counts of the buffer's own corners.
+    `rank` is the number of dimensions of the target. The check compares corners of boxes, with signs. A corner has the
+    sign -1 if an odd number of its coordinates are ends of their intervals, else 1. The written boxes cover a buffer
+    exactly once if at each position their signs have the same sum as the buffer's. For intervals 0 to 2 and 2 to 5, the
+    signs at 2 cancel, and 1 at 0 and -1 at 5 are left, as for 0 to 5.
     """
     lows = [np.zeros((len(kind.buffers), rank), np.int64)]
     highs = [np.array([[high - low for low, high in buffer.box] for buffer in kind.buffers]).reshape(lows[0].shape)]

@@ -31,19 +31,22 @@ class Channel(Protocol):
 
     `Sender` and `Receiver` use sockets. A channel over another transport, such as RDMA, implements these three methods.
 
-    Both processes have the same plan, so a channel carries bytes only. A piece is a row of `uint8`. The pieces of a
-    round arrive in the plan's order, and have at most the plan's `limit_bytes` in total. A channel delivers each piece
-    once and unchanged, or raises [`shardfx.errors.SyncError`][]. It waits for a dead peer no longer than its time-out.
+    Both processes have the same plan, so a channel carries bytes only. A piece is a row of `uint8`, and a round is a
+    list of pieces that are sent together. The pieces of a round arrive in the plan's order, and have at most the plan's
+    `limit_bytes` in total. A channel delivers each piece once and unchanged, or raises [`shardfx.errors.SyncError`][].
+    It waits for a dead peer no longer than its time-out.
     """
 
     __module__ = "shardfx.sync"
 
     def put(self, round: int, pieces: Sequence[np.ndarray]) -> None:
-        """Sends the pieces of a round. After the call their memory may be overwritten."""
+        """Sends the pieces (rows of bytes) of round number `round`. After the call their memory may be overwritten."""
         ...
 
     def get(self, round: int, memories: Sequence[np.ndarray]) -> None:
-        """Receives the pieces of a round into `memories`, and checks that none is damaged."""
+        """Receives the pieces of the round number `round` into `memories`, one for each piece, and checks that none is
+        damaged.
+        """
         ...
 
     def commit(self, revision: int | None = None) -> int:
@@ -67,7 +70,7 @@ def send(
     - `arrays`: the sender's arrays by path.
     - `channel`: the channel to the receiver.
     - `revision`: the number of this version of the arrays.
-    - `sender`, `receiver`: the numbers of the two processes.
+    - `sender`, `receiver`: the numbers of the two processes, each in its own job.
     """
     shards = LocalShards(arrays)
     for number, steps in enumerate(_outgoing(plan, shards, sender, receiver)):
@@ -85,13 +88,13 @@ def send(
 def receive(
     plan: TransferPlan, dst: ShardPlan, channels: Mapping[int, Channel], *, receiver: int
 ) -> tuple[dict[str, jax.Array], int]:
-    """Receives one revision of all arrays into spare memory, from all senders at the same time.
+    """Receives one revision (version) of all arrays into spare memory, from all senders at the same time.
 
     **Arguments:**
 
     - `plan`: the plan of the transfer.
-    - `dst`: the receiver's plan, made for its devices.
-    - `channels`: the channel from each sending process, by its number.
+    - `dst`: the receiving job's plan (a sharding for each array), on its devices.
+    - `channels`: the channel from each sending process, by the number of the process.
     - `receiver`: the number of this process.
 
     **Returns:**
@@ -142,7 +145,7 @@ def _get(channel: Channel, number: int, steps: Sequence[ShardBytes | SentPiece],
 
 
 def _slots(steps: Sequence[ShardBytes | SentPiece]) -> Iterator[np.ndarray]:
-    """Yields a new row of bytes for each part of an array that is not one contiguous range of a shard."""
+    """Yields new memory for each part of an array in `steps` that is not one contiguous range of a shard."""
     sizes = [one.places[0].bytes for one in steps if isinstance(one, SentPiece)]
     return iter(buffers([((size,), np.dtype(np.uint8)) for size in sizes]))
 
@@ -155,8 +158,10 @@ Rounds = list[list[ShardBytes | SentPiece]]
 
 
 def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: int) -> Rounds:
-    """The parts of arrays that one process sends another, as a list for each round. A part that is contiguous in a
-    shard is a `ShardBytes`. The result is cached until a sharding changes.
+    """The parts of arrays that one process sends another, as a list for each round (the parts that are sent together).
+
+    A part that is contiguous in a shard is a `ShardBytes`, and is sent without a copy. The result is cached until a
+    sharding changes.
     """
     key = "out", sender, receiver
     shardings, rounds = cast("tuple[dict[str, object], Rounds]", plan.known.get(key, ({}, [])))
@@ -170,7 +175,10 @@ def _outgoing(plan: TransferPlan, shards: LocalShards, sender: int, receiver: in
 
 
 def _in_shard(shards: LocalShards, one: Transfer) -> ShardBytes | None:
-    """The range of a shard's bytes that is sent for a part of an array; `None` if elements must be copied or cast."""
+    """The contiguous range of a shard's bytes that is sent for a part of an array.
+
+    `None` if no shard in `shards` contains the part, or if its elements must be copied or cast.
+    """
     path = one.form.value.path or ""
     number = shards.containing(path, hull(swapped(one.piece)))
     found = None if number is None else range_in_shard(one, shards.boxes(path)[number])
@@ -192,7 +200,10 @@ def _in_buffer(plan: TransferPlan, step: SentPiece) -> ShardBytes | None:
 
 
 class _SpareMemory:
-    """The memory of a new revision in a receiving process. A leaf becomes an array when its last part has arrived.
+    """The memory of a new revision (version) of the arrays in a receiving process.
+
+    The memory of a leaf becomes a JAX array when the leaf's last part has arrived. A buffer is one box (a start and a
+    stop along each dimension) of a leaf.
 
     **Arguments:**
 
@@ -230,21 +241,21 @@ class _SpareMemory:
         return {leaf.path: self._made[number] for number, leaf in enumerate(self._plan.leaves)}
 
     def memory(self, leaf: int, buffer: int) -> np.ndarray:
-        """The memory of one buffer of a leaf. It is allocated at the first call."""
+        """The memory of one buffer (one box of a leaf's array). It is allocated at the first call."""
         with self._lock:
             if leaf not in self._memory:
                 self._allocate(leaf)
             return self._memory[leaf][buffer]
 
     def bytes_of(self, span: ShardBytes) -> np.ndarray:
-        """A writable view of a range of a buffer's bytes."""
+        """A writable view of the bytes in `span`, a contiguous range of a buffer (one box of a leaf's array)."""
         leaf, buffer, start, stop = span
         if (own := self._bytes.get((leaf, buffer))) is None:  # pyright: ignore[reportArgumentType]
             own = self._bytes[int(leaf), buffer] = as_bytes(self.memory(int(leaf), buffer))
         return own[start:stop]
 
     def wrote(self, leaf: int) -> None:
-        """Counts one written part of a leaf. After the last part, the leaf becomes an array."""
+        """Counts one written part of a leaf. After the last part, the leaf's memory becomes a JAX array."""
         with self._lock:
             self._left[leaf] -= 1
             is_whole = not self._left[leaf]
@@ -252,7 +263,7 @@ class _SpareMemory:
             self._make(leaf)
 
     def _allocate(self, one: int) -> None:
-        """Allocates memory for a leaf and for all other leaves of its group, in one block."""
+        """Allocates memory for the leaf number `one`, and for its neighbours in the same 64 MiB, as one block."""
         leaves = enumerate(self._plan.leaves)
         wanted = [
             (number, at, (tuple(stop - start for start, stop in box), leaf.dtype))
@@ -302,7 +313,7 @@ class _Blocks:
         return lent
 
     def end_revision(self) -> None:
-        """Drops unused blocks, except as many as the next revision needs."""
+        """Drops memory blocks that no array uses. As many as this revision took are kept for the next one."""
         kept = []
         for block, lent in self._blocks:
             if lent() is not None or self._taken > 0:

@@ -57,7 +57,7 @@ def plan_transfer(
     - `processes`: for each of the two jobs, the number of processes, or the process of each device in the mesh's order.
         With a number, each process has an equal consecutive range of the mesh's devices.
     - `receiver`: the only receiving process to plan for. By default the plan is for all.
-    - `limit_bytes`: the most bytes that are sent in one round.
+    - `limit_bytes`: the most bytes that are sent to a process at a time.
 
     **Returns:**
 
@@ -115,8 +115,15 @@ def _spec(leaf: MovedLeaf) -> object:
 
 
 class Encoding(NamedTuple):
-    """How elements of a source are sent: their dtype before any cast, the casts, and the dtype of their scales if these
-    are sent too.
+    """How elements of a source array are sent.
+
+    **Arguments:**
+
+    - `value`: the source, and the operations on its elements.
+    - `path`: the path of the source.
+    - `dtype`: the dtype before any cast.
+    - `casts`: the casts.
+    - `scales`: the dtype of the scales (one factor for each block of elements); `None` if they are not sent too.
     """
 
     value: Value
@@ -127,8 +134,10 @@ class Encoding(NamedTuple):
 
 
 def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
-    """The encoding of a source's elements, from the dtypes of all sources. The receiver multiplies by scales if that
-    sends fewer bytes.
+    """How elements of the source in `value` are sent. `dtypes` has the dtype of each source by path.
+
+    The elements may be multiplied by scales (one factor for each block). The receiver multiplies if that sends fewer
+    bytes.
     """
     assert value.path is not None
     dtype = dtypes[value.path]
@@ -141,7 +150,15 @@ def encoding_of(value: Value, dtypes: Mapping[str, np.dtype]) -> Encoding:
 
 
 def form_of(encoding: Encoding | None, piece: Piece, rank: int, dtype: np.dtype) -> WireForm:
-    """The form on the wire of a part of an array. A constant has no encoding, and is not sent."""
+    """The form in which a part of an array is sent. A constant has no `encoding`, and is not sent.
+
+    **Arguments:**
+
+    - `encoding`: how elements of the source are sent.
+    - `piece`: the part, as a strided copy from the source to the target.
+    - `rank`: the number of dimensions of the source.
+    - `dtype`: the dtype of the target, which a constant has.
+    """
     if encoding is None:
         return WireForm(piece.value, piece.factors, 0, 0, dtype, None)
     count = first_casts(encoding.casts, encoding.dtype)
@@ -150,8 +167,10 @@ def form_of(encoding: Encoding | None, piece: Piece, rank: int, dtype: np.dtype)
 
 
 class _Jobs(NamedTuple):
-    """The arguments of `plan_transfer` that are the same for all leaves. `senders` and `receivers` have the process of
-    each device.
+    """The arguments of `plan_transfer` that are the same for all leaves.
+
+    `senders` and `receivers` have the process of each device of the two jobs. `receiver` is the only receiving process
+    to plan for.
     """
 
     senders: tuple[int, ...]
@@ -196,7 +215,16 @@ def _add(
     group: Iterable[tuple[int, Box]],
     jobs: _Jobs,
 ) -> None:
-    """Appends to `table` the parts of arrays that some buffers receive. `holders` has one sender for each box."""
+    """Appends to `table` the parts of arrays that some buffers (boxes of a target array in a process) receive.
+
+    **Arguments:**
+
+    - `made`: the target, as pieces (strided copies) of the sources. Each piece counts as a source of its own.
+    - `encodings`: for each piece, how its elements are sent.
+    - `holders`: by path, the one device that sends each box of a source.
+    - `group`: the number and the box of each buffer.
+    - `jobs`: the processes of both jobs.
+    """
     alike = together(group, lambda pair: pair[1])
     same, first = [[number for number, _ in pairs] for pairs in alike.values()], len(jobs.senders)
     wanted = [(first + at, box) for at, box in enumerate(alike)]
@@ -220,7 +248,9 @@ def _add(
 
 
 class _Table:
-    """The rows and the forms of a `TransferKind`, while they are collected."""
+    """The rows (parts that are sent) and the forms (how they are sent) of a `TransferKind`, while these are collected
+    one by one.
+    """
 
     def __init__(self, rank: int, dtype: np.dtype):
         self.forms: list[WireForm] = []
@@ -233,7 +263,16 @@ class _Table:
     def add(
         self, sender: tuple[int, int], one: Encoding | None, start: Sequence[int], piece: Piece, buffers: Sequence[int]
     ) -> None:
-        """Adds a part of a shard, for all buffers that need it. `start` is the position of the shard in its array."""
+        """Adds a part of a shard, for all buffers that need it.
+
+        **Arguments:**
+
+        - `sender`: the sending process and its local device.
+        - `one`: how the elements are sent; `None` for a constant.
+        - `start`: the position of the shard in its array.
+        - `piece`: the part, as a strided copy from the shard to a buffer.
+        - `buffers`: the numbers of the buffers (boxes of the target in a process).
+        """
         number = self._numbers.setdefault((piece.value, piece.factors), len(self.forms))
         if number == len(self.forms):
             self.forms.append(form_of(one, piece, len(start), self._dtype))
@@ -243,7 +282,11 @@ class _Table:
         self._buffers += buffers
 
     def rows(self, dims: int) -> np.ndarray:
-        """The rows of a `TransferKind`, ordered by buffer, so that a plan for one receiver has the same order."""
+        """The rows of a `TransferKind`. `dims` is the number of dimensions of the target.
+
+        They are ordered by buffer (a box of the target in a process). So a plan for one receiver has them in the same
+        order.
+        """
         rows = np.array(self._rows, np.int64).reshape(len(self._counts), PLACE + self._rank + dims)
         rows = np.repeat(rows, self._counts, axis=0)
         rows[:, BUFFER] = self._buffers
@@ -251,7 +294,11 @@ class _Table:
 
 
 def _split_at_edges(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
-    """Yields parts of shards. Parts that overlap are split at the edges of the overlap, so that it is sent once."""
+    """Yields parts of shards. Parts of a sender that overlap are split, so that their common elements are a part of
+    their own.
+
+    Equal parts are sent once. For rows 0 to 4 and 2 to 6: rows 0 to 2, 2 to 4, again 2 to 4, and 4 to 6.
+    """
     for group in together(parts, lambda part: part.sender).values():
         hulls = [hull(swapped(part.piece)) for part in group]
         for part, own in zip(group, hulls, strict=True):
@@ -266,7 +313,7 @@ def _split_at_edges(parts: Sequence[ShardPart]) -> Iterator[ShardPart]:
 
 
 def _holders(leaf: MovedLeaf) -> dict[Box, list[int]]:
-    """The numbers of the devices that hold each box of an array."""
+    """The numbers of the devices that hold each box (the intervals of one shard) of an array."""
     boxes = [*shards_of(leaf).boxes.values()]
     return together(range(len(boxes)), boxes.__getitem__)
 
@@ -274,15 +321,18 @@ def _holders(leaf: MovedLeaf) -> dict[Box, list[int]]:
 def _by_replica(
     buffers: Sequence[Buffer], held: Mapping[str, Mapping[Box, Sequence[int]]]
 ) -> dict[tuple[int, ...], list[int]]:
-    """Groups buffers by the replicas of the sources that send to them. The receiving process `n` receives from replica
-    `n % count` of a source with `count` replicas.
+    """Groups buffers (boxes of the target in a process) by the replicas of the sources that send to them.
+
+    `held` has the devices that hold each box of each source. The receiving process `n` receives from replica
+    `n % count` of a source with `count` replicas. The result has the replica of each source as keys, and the positions
+    of the buffers as values.
     """
     replicas = [min(map(len, one.values())) for one in held.values()]
     return together(range(len(buffers)), lambda at: tuple(buffers[at].process % count for count in replicas))
 
 
 def _local_numbers(processes: Iterable[int]) -> list[int]:
-    """The number of each device among the devices of its process."""
+    """The position of each device among the devices of its process: 0, 1, 0, 1 for `processes` of 0, 0, 1, 1."""
     counts: dict[int, int] = {}
     found = []
     for process in processes:

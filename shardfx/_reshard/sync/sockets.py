@@ -40,7 +40,8 @@ Memory = bytes | bytearray | memoryview
 class _SocketChannel:
     """A `Channel` over one connected socket.
 
-    Each frame or message must arrive within the time-out, so that a peer that sends very slowly counts as dead.
+    Each group of pieces (rows of bytes) with one header must arrive within the time-out, and so must each message. So a
+    peer that sends very slowly counts as dead.
     """
 
     def __init__(self, connection: socket.socket, timeout_seconds: float):
@@ -79,11 +80,11 @@ class _SocketChannel:
         return bytes(memory)
 
     def send(self, *parts: Memory) -> None:
-        """Sends buffers one after another."""
+        """Sends the bytes of `parts`, one after another."""
         self._transmit(parts, self._connection.sendmsg)
 
     def fill(self, *parts: Memory) -> None:
-        """Fills buffers from the socket, one after another."""
+        """Reads bytes from the socket into `parts`, one after another, until all are full."""
         self._transmit(parts, lambda some: self._connection.recvmsg_into(some)[0])
 
     def _transmit(self, parts: Sequence[Memory], carry: Callable[[list[memoryview]], int]) -> None:
@@ -105,7 +106,10 @@ def _data(pieces: Sequence[np.ndarray]) -> list[memoryview]:
 
 
 def _frames(pieces: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
-    """Yields groups of rows of bytes. Each group has one header, and is small enough for the processor's cache."""
+    """Yields consecutive groups of `pieces` (rows of bytes). Each group is sent with one header.
+
+    A group is small enough for the processor's cache, unless one piece is larger.
+    """
     first, nbytes = 0, 0
     for at, piece in enumerate(pieces):
         if nbytes >= _FRAME_BYTES:
@@ -121,7 +125,7 @@ def _checksums(pieces: Sequence[np.ndarray]) -> bytes:
 
 
 def _checksum(piece: np.ndarray) -> int:
-    """The checksum of a row of bytes. The bytes form a table of words, and the CRC of the sums of its columns is taken.
+    """The checksum of a row of bytes: the CRC of the sums of its columns, as a table of 64-bit words.
 
     A CRC of all words would take three times as long.
     """
@@ -326,8 +330,15 @@ def _checked(secret: bytes) -> bytes:
 
 
 def _authenticate(line: _SocketChannel, secret: bytes, own: bytes, other: bytes) -> None:
-    """Proves to the peer that this process knows the secret, and checks the peer's proof. Each process proves it for a
-    nonce that the other process chose.
+    """Proves to the peer that this process knows the secret, and checks the peer's proof.
+
+    Each proof is an HMAC of random bytes (a nonce) from both processes and of the prover's role.
+
+    **Arguments:**
+
+    - `line`: the connection to the peer.
+    - `secret`: the secret of both jobs.
+    - `own`, `other`: the roles (sender or receiver) of this process and of the peer.
     """
     mine = os.urandom(_NONCE_BYTES)
     line.send(mine)

@@ -15,7 +15,10 @@ from ..._ground.spec import bits
 
 
 class Buffer(NamedTuple):
-    """A box of a target array in the memory of a receiving process, and the devices there that hold the box."""
+    """A box (a start and a stop along each dimension) of a target array in the memory of a receiving process.
+
+    `devices` are the devices of the process that hold the box, as positions among its devices.
+    """
 
     process: int
     devices: tuple[int, ...]
@@ -27,12 +30,12 @@ class WireForm(NamedTuple):
 
     **Arguments:**
 
-    - `value`: the source of the elements, its scales and its casts.
-    - `factors`: the dimensions of the part, each with its size and its steps in source and target.
+    - `value`: the source, its scales (one factor for each block of elements) and its casts.
+    - `factors`: the nested loops that copy a part, each with its size and its steps in source and target.
     - `rank`: the number of dimensions of the source.
     - `casts`: the number of casts that the sender makes. The receiver makes the others.
-    - `sent`: the dtype on the wire.
-    - `scales`: the dtype of the scales on the wire; `None` if the receiver does not multiply by scales.
+    - `sent`: the dtype in which elements are sent.
+    - `scales`: the dtype in which scales are sent; `None` if the receiver does not multiply by scales.
     """
 
     value: Value
@@ -44,11 +47,12 @@ class WireForm(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A part of an array that one device sends to one buffer of a receiving process.
+    """A part of an array that one device sends to one buffer (a box of a target array) of a receiving process.
 
     **Arguments:**
 
-    - `process`, `device`: the sending process and its local device; -1 for constants, which are not sent.
+    - `process`, `device`: the sending process, and the device's position among its devices; -1 for constants, which are
+        not sent.
     - `buffer`: the number of the buffer among the buffers of its leaf.
     - `form`: the form in which the part is sent.
     - `source`, `target`: the position of the first element in the whole source array, and in the buffer.
@@ -63,28 +67,30 @@ class Transfer(NamedTuple):
 
     @property
     def piece(self) -> Piece:
-        """The elements of the part, with their positions in the whole source array and in the buffer."""
+        """The part as a strided copy from the whole source array to the buffer (a box of the target array)."""
         return Piece(self.form.value, self.source, self.target, self.form.factors)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the part on the wire. Repeated elements are sent once."""
+        """The shape in which the part is sent. An element that is written several times is sent once."""
         return tuple(factor.size for factor in once(self.piece).factors)
 
     @property
     def scale_box(self) -> Box:
-        """The box of the scales that are sent after the elements; `()` if no scales are sent."""
+        """The box of the scales (one factor for each block of elements) that the part's elements need; `()` if they
+        have none.
+        """
         scale = self.form.value.scale
         return () if scale is None else scale_box(hull(swapped(once(self.piece))), scale)
 
     @property
     def own_bytes(self) -> int:
-        """The bytes of the elements on the wire, without scales. 4-bit elements are sent two to a byte."""
+        """The bytes of the elements as they are sent, without scales. 4-bit elements are sent two to a byte."""
         return -(-math.prod(self.shape) * bits(self.form.sent) // 8)
 
     @property
     def bytes(self) -> int:
-        """The bytes of the elements and of their scales on the wire."""
+        """The bytes of the elements and of their scales (one factor for each block) as they are sent."""
         scales = self.form.scales
         return self.own_bytes + (0 if scales is None else volume(self.scale_box) * scales.itemsize)
 
@@ -97,14 +103,16 @@ PROCESS, DEVICE, BUFFER, FORM, PLACE = range(5)
 class TransferKind:
     """The plan that leaves have in common if they differ only in the paths of their sources.
 
+    A buffer is a box (a start and a stop along each dimension) of a target array in a receiving process.
+
     **Arguments:**
 
     - `names`: the paths of the first leaf's sources.
     - `rank`: the largest number of dimensions of a source.
-    - `buffers`: the boxes that receiving processes fill.
-    - `forms`: the forms in which parts of the sources are sent.
-    - `rows`: one row for each part that is sent to a buffer: the sending process and device, the numbers of the buffer
-        and the form, and the positions in the source and in the buffer.
+    - `buffers`: the buffers that receiving processes fill.
+    - `forms`: the forms (shapes, dtypes and casts) in which parts of the sources are sent.
+    - `rows`: one row for each part that is sent to a buffer: the sending process, its device, the number of the buffer,
+        the number of the form, and the positions in the source and in the buffer.
     """
 
     names: tuple[str, ...]
@@ -120,7 +128,9 @@ class TransferKind:
 
     @ft.cached_property
     def firsts(self) -> np.ndarray:
-        """For each row of `rows`, the first row with the same bytes on the wire. Equal bytes are received once."""
+        """For each row of `rows`, the number of the first row for which the same bytes are sent. Equal bytes are
+        received once.
+        """
         numbers: dict[object, int] = {}
         alike = np.array([numbers.setdefault(_on_wire(form), len(numbers)) for form in self.forms], np.int64)
         places = self.rows[:, PLACE : PLACE + self.rank].T
@@ -139,7 +149,7 @@ class TransferKind:
         return Transfer(process, device, buffer, form, tuple(places[: form.rank]), tuple(places[self.rank :]))
 
     def sent(self, sender: int, receiver: int) -> list[tuple[int, ...]]:
-        """The numbers of the rows that one process sends another, in order, grouped by equal bytes on the wire."""
+        """The numbers of the rows that one process sends another, in order. Rows with equal bytes form one group."""
         found: dict[int, list[int]] = {}
         own = np.flatnonzero((self.rows[:, PROCESS] == sender) & (self.receivers == receiver))
         for number, first in zip(own.tolist(), self.firsts[own].tolist(), strict=True):
@@ -155,8 +165,8 @@ def _on_wire(form: WireForm) -> object:
 class SentLeaf(NamedTuple):
     """An array of the receiving job.
 
-    `shape` and `dtype` are those of its raw data, `digest` is a hash of its part of the plan, `kind` the number of its
-    `TransferKind`, and `names` are the paths of its sources.
+    `shape` and `dtype` are those of its raw data (the key data of PRNG keys). `digest` is a hash of its part of the
+    plan. `kind` is the number of its `TransferKind`. `names` are the paths of its sources.
     """
 
     path: str
@@ -168,7 +178,10 @@ class SentLeaf(NamedTuple):
 
 
 class SentPiece(NamedTuple):
-    """A row of bytes that is sent once: the number of its leaf, and its position in each buffer that needs it."""
+    """A row of bytes that is sent once, for the leaf number `leaf`.
+
+    `places` says where it is written, for each buffer (a box of the leaf in a receiving process) that needs it.
+    """
 
     leaf: int
     places: tuple[Transfer, ...]
@@ -181,13 +194,13 @@ class TransferPlan:
 
     **Arguments:**
 
-    - `settings`: the meshes, the processes and the limit, as one text.
+    - `settings`: a hash of the meshes, the processes and the limit.
     - `senders`, `receivers`: the process of each device of the two jobs, in the order of their meshes.
     - `receiver`: the receiving process, if the plan covers only one; `None` for all.
-    - `limit_bytes`: the most bytes that are sent in one round.
-    - `sources`: the shape and dtype of the raw data of each array that is read, by path.
+    - `limit_bytes`: the most bytes that are sent to a process at a time.
+    - `sources`: by path, the shape and dtype of each array that is read (for PRNG keys, of their key data).
     - `leaves`: the arrays of the receiving job.
-    - `kinds`: the plans of the leaves, each for all leaves that differ only in paths.
+    - `kinds`: the plans of the leaves. Leaves that differ only in the paths of their sources share one.
     """
 
     __module__ = "shardfx.sync"
@@ -218,9 +231,10 @@ class TransferPlan:
         return sum(own[leaf.kind] for leaf in self.leaves)
 
     def rounds(self, sender: int, receiver: int) -> list[list[SentPiece]]:
-        """The parts of arrays that one process sends another, as a list for each round.
+        """The parts of arrays that one process sends another, as a list for each round (the parts that are sent
+        together).
 
-        A round has at most `limit_bytes`, or one larger part. Sender -1 stands for constants.
+        A round has at most `limit_bytes`, or one larger part. The `sender` -1 stands for constants, which are not sent.
         """
         own = [[tuple(map(kind.transfer, numbers)) for numbers in kind.sent(sender, receiver)] for kind in self.kinds]
         sizes = [[places[0].bytes for places in kind] for kind in own]

@@ -29,10 +29,11 @@ Memory = Callable[[int], np.ndarray]
 
 
 class ShardBytes(NamedTuple):
-    """A contiguous range of the bytes of one shard, which is sent or received without a copy.
+    """A contiguous range of bytes, which is sent or received without a copy.
 
     In the sending process, `array` is the path of an array, and `shard` is the number of one of its shards. In the
-    receiving process, `array` is the number of a leaf, and `shard` is the number of one of its buffers.
+    receiving process, `array` is the number of a leaf, and `shard` is the number of one of its buffers (boxes of the
+    leaf). The range is from `start` to `stop`.
     """
 
     array: str | int
@@ -42,7 +43,11 @@ class ShardBytes(NamedTuple):
 
 
 def range_in_shard(one: Transfer, shard: Box) -> tuple[int, int] | None:
-    """The range of a shard's bytes that equals the bytes on the wire; `None` if these are not a contiguous range."""
+    """The contiguous range of a shard's bytes that is sent for the part `one`; `None` if the sent bytes differ from
+    such a range.
+
+    `shard` is the shard's box in the source array: a start and a stop along each dimension.
+    """
     if one.form.value.scale is not None or one.form.casts:
         return None
     start = [at - low for at, (low, _) in zip(one.source, shard, strict=True)]
@@ -51,9 +56,11 @@ def range_in_shard(one: Transfer, shard: Box) -> tuple[int, int] | None:
 
 
 def range_in_buffer(one: Transfer, sizes: Sequence[int], dtype: np.dtype) -> tuple[int, int] | None:
-    """The range of a buffer's bytes that equals the bytes on the wire; `None` if these are not a contiguous range.
+    """The contiguous range of a buffer's bytes into which the received bytes of the part `one` can be written
+    unchanged.
 
-    `sizes` and `dtype` are the shape and dtype of the buffer.
+    `None` if there is no such range. A buffer is a box of the target array, and `sizes` and `dtype` are its shape and
+    dtype.
     """
     form = one.form
     is_repeated = any(factor.source_dim == NOWHERE for factor in form.factors)
@@ -75,14 +82,16 @@ def _run(
 
 
 def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
-    """Encodes a part of an array for the wire. Repeated elements are sent once. Elements are multiplied by scales and
-    cast if that gives fewer bytes.
+    """Encodes a part of an array as a row of bytes. An element that is needed several times is encoded once.
+
+    Elements are multiplied by scales (one factor for each block) and cast here if that gives fewer bytes.
 
     **Arguments:**
 
-    - `one`: the part of the array and its form on the wire.
+    - `one`: the part of the array, and the form in which it is sent.
     - `memory`: the row of bytes that is written.
-    - `read`: a function that returns the elements of a box of an array.
+    - `read`: a function that returns the elements of a box (a start and a stop along each dimension) of an array, by
+        path.
     """
     form, piece = one.form, once(one.piece)
     value = form.value._replace(casts=form.value.casts[: form.casts], scale=None if form.scales else form.value.scale)
@@ -100,7 +109,7 @@ def pack(one: Transfer, memory: np.ndarray, read: Read) -> None:
 
 
 def unpack(step: SentPiece, memory: np.ndarray, buffer_of: Memory) -> None:
-    """Decodes received bytes and writes them into every buffer that needs them.
+    """Decodes received bytes and writes them into every buffer (a box of a target array) that needs them.
 
     **Arguments:**
 
@@ -124,7 +133,14 @@ def unpack(step: SentPiece, memory: np.ndarray, buffer_of: Memory) -> None:
 
 
 def _reader(one: Transfer, values: np.ndarray, scales: np.ndarray) -> Read:
-    """A function that returns the received elements, or, for the path of the scales, the received scales."""
+    """A function of a path that returns the received elements, or, for the path of the scales, the received scales.
+
+    **Arguments:**
+
+    - `one`: the part of the array, and the form in which it was sent.
+    - `values`: the received elements.
+    - `scales`: the bytes of the received scales (one factor for each block of elements).
+    """
     piece, scale = once(one.piece), one.form.value.scale
     assert scale is not None and one.form.scales is not None
     box = hull(swapped(piece))
@@ -140,7 +156,7 @@ def _typed(raw: np.ndarray, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray
 
 
 def _packed(values: np.ndarray) -> np.ndarray:
-    """4-bit numbers as bytes, two numbers to a byte."""
+    """4-bit numbers as bytes, two numbers to a byte, the first one in the low bits."""
     flat = np.zeros(-(-values.size // 2) * 2, np.uint8)
     flat[: values.size] = values.reshape(-1).view(np.uint8) & 15
     return flat[::2] | flat[1::2] << 4
