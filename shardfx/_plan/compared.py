@@ -52,7 +52,7 @@ OTHER_TREES = "the trees are built of other containers, or their leaves are in a
 
 
 def plan_lines(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
-    """Returns a line for each property of a whole plan, such as its mesh, that differs between two plans."""
+    """Returns a line for each property of the whole plan that differs: the mesh, the mode, `axes` or `strict`."""
     texts = {"mesh": "the mesh", "mode": "the mode", "axes": "axes", "strict": "strict"}
     values = [(what, vars(a.content)[name], vars(b.content)[name]) for name, what in texts.items()]
     return tuple(f"{what} is {one} in one plan, {other} in the other" for what, one, other in values if one != other)
@@ -127,8 +127,10 @@ _SHOWN = (r".+", r"^(?:\[\d+\])*|paths\[\d+\]|in \w+$", r"^(?:\[\d+\])*|in \w+$"
 
 
 def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
-    """Returns the lines of the table. While they are wider than `width`, the last column is shortened and then dropped,
-    and the column with the number of arrays is dropped.
+    """Returns the lines of the table of a plan, whose header is `rows[0]`, in at most `width` characters if possible.
+
+    While they are wider, the last column (the rule and the reasons) is shortened and then dropped. After that, the
+    column with the number of arrays is dropped.
     """
     shown = rows
     for kept in _SHOWN:

@@ -33,8 +33,16 @@ class Draft(NamedTuple):
     """The plans of all arrays of a tree before mistakes are reported. `plan` raises errors for the mistakes, and `lint`
     lists them.
 
-    `numbers` holds for each leaf the index of its plan in `rows`, -1 if the leaf is not an array, and `-2 - n` if
-    planning it failed with the error `errors[n]`. `declared` holds the mesh axes that the mesh may lack.
+    **Arguments:**
+
+    - `flat`: the leaves of the tree, their paths and their logical names.
+    - `paths`, `kinds`: the path rules, and the pairs of a regex and a memory kind, both with a record of those that
+        matched.
+    - `declared`: the mesh axes that the rules declare with `axes=`, so that the mesh may lack them.
+    - `numbers`: for each leaf the index of its plan in `rows`. It is -1 if the leaf is not an array, and `-2 - n` if
+        planning it failed with the error `errors[n]`.
+    - `rows`: the plans, one for all arrays that are planned alike.
+    - `errors`: pairs of a leaf's path and its error.
     """
 
     flat: Flat
@@ -57,8 +65,10 @@ _SHOWN = 40
 
 
 def _refuse(error: type[Exception], head: str, lines: Sequence[str], cause: Exception | None = None) -> None:
-    """Raises `error` if `lines` is not empty. Its message has `head`, the first lines, and the number of the other
-    lines.
+    """Raises `error` if `lines`, the mistakes, is not empty.
+
+    The message has `head`, the first 40 lines, and the number of further lines. `cause` is the exception from which
+    `error` is raised.
     """
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
@@ -108,7 +118,7 @@ def uncovered(draft: Draft) -> list[tuple[str, Row]]:
 
 
 def raise_unmatched(draft: Draft) -> None:
-    """Raises if no rule covers some array. The message has the nearest rule for each such array."""
+    """Raises if there are arrays that no rule covers. The message has the rule with the most similar regex for each."""
     found, patterns = uncovered(draft), [pattern for pattern, _ in draft.paths.rules]
     if not found:
         return
@@ -130,18 +140,18 @@ def raise_unmatched(draft: Draft) -> None:
 
 
 def unknown_units(axes: AxisRules) -> tuple[str, ...]:
-    """Returns the logical names in `axes.units` that have no rule in `axes`."""
+    """Returns the logical names that `axes.units` mentions and that have no rule in `axes`."""
     return tuple(name for name, _ in axes.units if name not in axes.names)
 
 
 def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
-    """Returns the logical names that have no rule in any mode, by the index in `rows` of the array that has them."""
+    """Returns a dict from an index in `rows` to the logical names of these arrays that have no rule in any mode."""
     by_name = [(i, row) for i, row in enumerate(rows) if row.names is not None and _axes_of(Code.unmatched, row)]
     return {i: found for i, row in by_name if (found := unknown_names(row.names or (), axes))}
 
 
 def raise_unknown(draft: Draft) -> None:
-    """Raises if an array, or a unit, has a logical name without a rule in any mode."""
+    """Raises if an array has a logical name without a rule in any mode, or if `units` of the rules has such a name."""
     axes = draft.axes
     if axes is None:
         return
@@ -161,8 +171,9 @@ def raise_unknown(draft: Draft) -> None:
 
 
 def absent_axes(draft: Draft) -> dict[str, str]:
-    """Returns the mesh axes that rules name, but that the mesh lacks and no rules declare, each with the first rule or
-    leaf that uses the axis.
+    """Returns the mesh axes that rules name and the mesh lacks, each with the first rule or leaf that uses the axis.
+
+    Axes that the rules declare with `axes=`, which a mesh may lack, are left out.
     """
     pairs = () if draft.axes is None else axes_in(draft.axes)
     wrong = {axis: f"the rule of {name!r}" for name, axis in reversed(pairs) if axis not in draft.mesh.axis_names}
@@ -175,7 +186,7 @@ def absent_axes(draft: Draft) -> dict[str, str]:
 
 
 def raise_absent(draft: Draft) -> None:
-    """Raises if rules name a mesh axis that the mesh lacks and that no `axes=` declares."""
+    """Raises if rules name a mesh axis that the mesh lacks. Axes that the rules declare with `axes=` are exempt."""
     wrong, mesh = absent_axes(draft), draft.mesh
     lines = [f"  {user} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}" for axis, user in wrong.items()]
     head = (
@@ -187,17 +198,20 @@ def raise_absent(draft: Draft) -> None:
 
 
 def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None) -> dict[str, None]:
-    """Returns the mesh axes that path rules, axis rules, or the results of callable rules name."""
+    """Returns the mesh axes that the path rules `rules`, the axis rules `axes`, or the requests of `rows` name.
+
+    `rows` are the plans of arrays. Their requests show the results of rules that are callables.
+    """
     targets = [*(target for _, target in rules), *(row.requested for row in rows)]
     used = [axis for target in targets for axis in axes_of_target(target)]
     return dict.fromkeys([*used, *(() if axes is None else (axis for _, axis in axes_in(axes)))])
 
 
 def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]) -> dict[str, str]:
-    """Returns the mesh axes that no rule uses or declares and that are probably misspelled, each with the similar name
-    that the rules use and the mesh lacks.
+    """Returns the mesh axes that are probably misspelled, each with the similar name that the rules use.
 
-    Rules may name axes that a mesh lacks, so such a name is a mistake only if the mesh has an axis with a similar name.
+    Such an axis is not in `declared` or `used`, the names that the rules declare or use. One of these names is similar
+    to it, and no axis of the mesh has this name. For example, a mesh has `tensr`, and the rules use `tensor`.
     """
     known = {*declared, *used}
     lacking = sorted(known.difference(mesh.axis_names))
@@ -252,12 +266,18 @@ def unused_rules(
     decided: Sequence[Any] | None = None,
     by: str = "",
 ) -> Iterator[Unused]:
-    """Yields the path rules that shard no array. `used` holds the indices of the rules that shard one.
+    """Yields the path rules that shard no array.
 
-    `decided` has an entry for each leaf. If the entry is not `None`, the leaf has logical names, for example, and path
-    rules are not applied to it; messages then name the cause by the phrase `by`. Two kinds of rules are no mistake and
-    are left out: a last rule that matches all paths, since other rules may cover all arrays, and a rule that matches
-    only leaves that are not arrays. If the tree has no leaves, as the state of plain SGD, all rules are left out.
+    Two kinds of rules are no mistake and are left out: a last rule that matches all paths, since other rules may cover
+    all arrays, and a rule that matches only leaves that are not arrays. If the tree has no leaves, as the state of
+    plain SGD, all rules are left out.
+
+    **Arguments:**
+
+    - `used`: the indices of the rules that shard an array.
+    - `decided`: an entry for each leaf. Path rules are not applied to a leaf whose entry is not `None`, because
+        something else decides its sharding, such as its logical names.
+    - `by`: a phrase for messages that names what decides the sharding of these leaves.
     """
     unused = [n for n, (_, target) in enumerate(rules) if n not in used and not isinstance(target, Optional)]
     patterns = tuple(re.compile(regex) for regex, _ in rules) if unused and flat.leaves else ()
@@ -280,8 +300,9 @@ def unused_rules(
 
 
 def raise_unused(what: str, rules: Matcher, flat: Flat, decided: Sequence[Any] | None = None, by: str = "") -> None:
-    """Raises if a path rule shards no array. `what` is the word for such a rule in the message. `decided` and `by` are
-    as in `unused_rules`.
+    """Raises if a path rule in `rules` shards no array.
+
+    `what` is the word for such a rule in the message. `decided` and `by` are as in `unused_rules`.
     """
     found = unused_rules(rules.rules, rules.used, flat, decided, by)
     head = (
@@ -293,13 +314,14 @@ def raise_unused(what: str, rules: Matcher, flat: Flat, decided: Sequence[Any] |
 
 
 def _axes_of(code: Code, row: Row) -> list[str]:
-    """Returns the mesh axes, or the logical names, in the reasons of an array that have this code."""
+    """Returns the mesh axes, or the logical names, that the reasons with this code name in the plan of an array."""
     return [axis for why in row.reasons if why.code is code for axis in why.axes]
 
 
 def raise_strict(arrays: Iterable[tuple[str, Row]], advice: str = "") -> None:
-    """Raises if an array is not sharded as its rule requests. `arrays` holds pairs of a path and a plan, and the
-    message has `advice`.
+    """Raises if an array is not sharded as its rule requests.
+
+    `arrays` holds pairs of a path and a plan. `advice` is added to the first line of the message.
     """
     lines = [
         f"  leaf `{path}`, shape {row.shape}: {why}"

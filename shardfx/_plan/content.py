@@ -24,10 +24,13 @@ from .leaf import LeafPlan, PathTree, Row, canonical_dtype, named_sharding
 
 
 class Group(NamedTuple):
-    """Arrays that are planned alike and whose paths differ only in numbers: their common plan `row`, and its index
-    `number`.
+    """Arrays that are planned alike and whose paths differ only in numbers, such as those of repeated layers.
 
-    `bytes` and `bytes_per_device` are the sums over these arrays, in total and on each device.
+    **Arguments:**
+
+    - `paths`: the paths of the arrays.
+    - `number`, `row`: their common plan, and its index in `Content.rows`.
+    - `bytes`, `bytes_per_device`: the bytes of all these arrays together, in total and on each device.
     """
 
     paths: tuple[str, ...]
@@ -86,7 +89,7 @@ class Content:
 
     @property
     def numbered(self) -> Iterable[tuple[str, int]]:
-        """Pairs of each leaf's path and its index in `rows`, or -1 if the leaf is not an array."""
+        """For each leaf of the tree its path and the index of its plan in `rows`, or -1 if the leaf is not an array."""
         return zip(self.path_tree.paths, self.index, strict=True)
 
     @ft.cached_property
@@ -173,8 +176,9 @@ class Content:
 
 
 def _in_order_of_use(rows: Sequence[Row], index: Sequence[int]) -> tuple[tuple[Row, ...], tuple[int, ...]]:
-    """Returns `rows` without duplicates and in the order in which leaves first use them, and the new index of each
-    leaf.
+    """Returns `rows` without duplicates, in the order in which leaves first use them, and the new `index`.
+
+    `index` holds for each leaf of a tree the index of its plan in `rows`, or -1 if the leaf is not an array.
     """
     merged: dict[Row, int] = {}
     renumbered = {-1: -1}
@@ -260,7 +264,10 @@ def rows_of(content: Content, flat: Flat) -> Sequence[int]:
 
 
 def aligned(content: Content, flat: Flat) -> Sequence[int]:
-    """Returns the index of each leaf's plan, as `rows_of` does, but compares only paths, not shapes and dtypes."""
+    """Returns, for each leaf of a tree, the index of its plan in `content.rows`, or -1 if the leaf is not an array.
+
+    Only the paths of the arrays are compared with the plan. Unlike `rows_of`, it ignores their shapes and dtypes.
+    """
     if flat.paths == content.path_tree.paths:
         return content.index
     known, pairs = dict(content.numbered), zip(flat.paths, flat.is_array, strict=True)
@@ -302,8 +309,9 @@ def joined_contents(contents: dict[str, Content]) -> Content:
 
 
 def _common(what: str, contents: dict[str, Content]) -> Any:
-    """Returns the value of the field `what`, which must be equal in all plans; raises if it differs. A plan without
-    `axes` agrees with the `axes` of every other plan.
+    """Returns the value that the field named `what` has in all of `contents`; raises if it differs.
+
+    A plan without `axes` agrees with the `axes` of every other plan.
     """
     values = {name: vars(content)[what] for name, content in contents.items()}
     (first, expected), *rest = [pair for pair in values.items() if what != "axes" or pair[1] is not None] or [

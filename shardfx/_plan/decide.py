@@ -71,7 +71,7 @@ def axes_of(mesh: MeshSpec, min_bytes: int = 0) -> Axes:
 
 class Leaf(NamedTuple):
     """The shape, dtype and units of an array. `units` holds, for each dimension, the number of elements that no shard
-    may split, such as the width of an attention head; 1 if the dimension may be sharded between any two elements.
+    may split, such as the width of an attention head. It is 1 if a shard may end at any element.
     """
 
     shape: tuple[int, ...]
@@ -86,10 +86,10 @@ def leaf_of(shape: tuple[int, ...], dtype: DType, units: tuple[int, ...] | None)
 def request_of_target(
     target: object, path: str, leaf: Any, rule: str, axes: AxisRules | None, mode: str | None, stacked: int = 0
 ) -> Request:
-    """Returns the request that the target of a path rule makes for the array at `path`. `rule` is the rule's name in a
-    plan.
+    """Returns the request that `target`, the target of a path rule, makes for the array `leaf` at `path`.
 
-    The first `stacked` dimensions index stacked layers, and no strategy may shard them.
+    `rule` is the rule's name in a plan. `axes` and `mode` resolve logical names in the target. The first `stacked`
+    dimensions of the array index stacked layers, and no strategy, such as `fsdp(...)`, may shard them.
     """
     target = bare(target)
     first, *steps = target.steps if isinstance(target, Pipeline) else (target,)
@@ -134,7 +134,9 @@ def request_of_names(
     units: tuple[int, ...] | None = None,
     strategies: tuple[Strategy, ...] = (),
 ) -> Request:
-    """Returns the request that the logical names of an array make, with one name entry per dimension."""
+    """Returns the request that the logical names `names` make for an array, as `axes` resolve them. `rule` names the
+    source of the request in a plan. `units` come from the path rule; with `None`, the units of `axes` count.
+    """
     named = one_per_dim(names, shape)
     if axes is None and all(name is None for name in named):
         return Request(None, PartitionSpec(), rule, padded_units(units, len(shape)), strategies, ())
@@ -175,11 +177,12 @@ def units_at(
     units: tuple[int, ...],
     sizes_of: Callable[[str], Collection[int]] = lambda name: (),
 ) -> tuple[int, ...]:
-    """Returns the unit of each dimension of an array. The unit is 1 at a dimension whose size is a number of units,
-    such as 8 heads, and not a number of elements, such as 8 x 128.
+    """Returns `units` with 1 for each dimension whose size counts units, such as 8 heads.
 
-    If the size could be either number, the sizes of dimensions with the same logical name in other arrays decide.
-    `sizes_of` returns these sizes.
+    `units` holds for each dimension the number of elements that no shard may split. For a unit of 128, a size of 1024
+    is a number of elements, so the unit stays; a size of 8 counts units, so each of them may be on another device. If a
+    size could be either, the sizes of dimensions with the same logical name in other arrays decide. `sizes_of` returns
+    these sizes.
     """
 
     def counts(name: Any, size: int, unit: int) -> bool:
@@ -213,8 +216,8 @@ def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, 
 
 
 def _with_advice(why: Reason, leaf: Leaf) -> Reason:
-    """Returns the reason `why`, with advice added to its message if a unit prevents sharding, although the size of the
-    dimension could be a number of units.
+    """Returns the reason `why`. If a unit keeps a dimension from being sharded, but the size of the dimension may count
+    units, advice is added to its message.
     """
     if why.code is not Code.unit or why.dim is None:
         return why
@@ -328,7 +331,7 @@ def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
 
 
 def _fitted(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Returns the entries of a spec, one for each dimension of `shape`; raises if a further entry is not `None`."""
+    """Returns the entries of `spec`, one for each dimension of `shape`; raises if a further entry is not `None`."""
     entries = entries_of(spec)
     if any(entry is not None for entry in entries[len(shape) :]):
         few = "the first is" if len(shape) == 1 else f"the first {len(shape)} are"
@@ -347,8 +350,8 @@ def _too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reaso
 def _free(
     axes: tuple[str, ...], dim: int | None, sizes: Mapping[str, int], used: Container[str]
 ) -> tuple[tuple[str, ...], list[Reason]]:
-    """Returns the axes in `axes` that the mesh has and that are not in `used`, without duplicates, and the reasons for
-    dropping the other axes.
+    """Returns the axes in `axes` that can shard the dimension `dim`, and the reasons for dropping the others: axes that
+    the mesh (with the axis sizes `sizes`) lacks, axes in `used`, and duplicates.
     """
     absent, taken = tuple(axis for axis in axes if axis not in sizes), [axis for axis in axes if axis in sizes]
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
@@ -361,8 +364,8 @@ def _free(
 
 
 def _divisors(axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes that shard a dimension: the axes of size 1, and of the others the subset with the largest
-    product that divides `size` between units.
+    """Returns the subset of `axes` that shards a dimension: the one with the largest product that divides
+    `size / unit`. Axes of size 1 stay. For size 12, unit 1 and axes of sizes 8, 2 and 3 it is those of sizes 2 and 3.
     """
     whole = 1 if size % unit else size // unit
     # All sizes are above 1, so a subset's product exceeds that of each of its prefixes. Of two subsets with equal
@@ -399,8 +402,8 @@ def _indivisible(
 
 
 def _advice_to_pad(size: int, product: int) -> str:
-    """Returns advice to pad a dimension to a multiple of `product`, as "pad it to 12, or "; "" if the padding would be
-    large compared with the dimension.
+    """Returns advice to pad a dimension of `size` elements to a multiple of `product`, as "pad it to 128, or ". The
+    result is "" if the padding would be more than 1/64 of the size.
     """
     padded = -(-size // product) * product
     # At most 1/64 of the size: a vocabulary can be padded, a width of 64 cannot.
@@ -408,11 +411,11 @@ def _advice_to_pad(size: int, product: int) -> str:
 
 
 def apply_strategy(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> Decision:
-    """Returns `spec` with axes of `strategy` added to one unsharded dimension: the dimension that they divide into the
-    most shards.
+    """Returns `spec` with mesh axes of `strategy` added to one unsharded dimension of the array `leaf`.
 
-    If several dimensions tie, the strategy's preference decides. `spec` must be corrected already. Axes that `spec`
-    uses, and axes that the mesh lacks, are dropped with a reason.
+    It is the dimension that the axes divide into the most shards. If several dimensions tie, the strategy's preference
+    decides. Axes that `spec` uses, and axes that the mesh lacks, are dropped with a reason. `spec` must already be
+    valid for the array and the mesh.
     """
     if found := _too_small(leaf, strategy.axes, strategy.min_bytes):
         return Decision(spec, found)
@@ -476,11 +479,11 @@ def _best_dim(
     sizes: Mapping[str, int],
     dims: Iterable[int],
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Returns the dimension in `dims` that `axes` divide into the most shards, and the axes that divide it; `None` and
-    no axes if no axis divides any of these dimensions.
+    """Returns the dimension in `dims` that `axes` divide into the most shards, and the axes that divide it.
 
-    If several dimensions tie, an unsharded dimension comes first, then the strategy's preference decides, then the
-    order. If a dimension is already sharded, the axes must divide its shards.
+    If no axis divides any of these dimensions, it returns `None` and no axes. If several dimensions tie, an unsharded
+    one is preferred, then the one that the strategy prefers, then the first. `entries` are the entries of the array's
+    spec: in a dimension that they shard already, the axes must divide the shards.
     """
     choices: list[tuple[Any, ...]] = [(0, None, ())]
     for dim in dims:

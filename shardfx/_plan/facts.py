@@ -59,9 +59,10 @@ _LIMIT = re.compile(r"fewer than the (\d+) asked for")
 
 
 def _note(why: Reason, is_of_several_dims: bool) -> str:
-    """Returns a reason as a footnote of the table. Arrays with the same cause get the same footnote.
+    """Returns the text of `why`, a reason why an array is not sharded as requested, for below the table.
 
-    A footnote names the dimension, unless the reason applies to several dimensions.
+    Arrays with the same cause get the same text. It names the dimension, unless `is_of_several_dims`: then the same
+    reason applies to other dimensions too.
     """
     limit = _LIMIT.search(why.message) if why.code is Code.small else None
     if limit is not None:

@@ -135,8 +135,9 @@ def follow(
 
 
 def _matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
-    """Returns a Matcher for pairs of a regex and a replacement. The target of each rule is a tuple with the
-    replacement.
+    """Returns path rules for `pairs` of a regex and a replacement, which turn a path into that of a base array.
+
+    The target of each rule is a tuple with the replacement.
     """
     return Matcher(PathRules(pair if isinstance(pair, str) else (pair[0], tuple(pair[1:])) for pair in pairs))
 
@@ -155,8 +156,10 @@ def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
 
 
 def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object, ...]) -> tuple[Any, str]:
-    """Returns the result of `init` as structs, and an error of JAX as text. The structs have shardings if JAX can
-    propagate them through `init`; then the text is "".
+    """Returns the result of `init(plan, *args)` as structs, and an error of JAX as text.
+
+    Instead of each plan, `init` gets the planned tree. If JAX can propagate shardings through `init`, the structs have
+    shardings, and the text is "". Otherwise the text says why JAX cannot.
     """
     mesh = plan.mesh.abstract()
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
@@ -181,8 +184,9 @@ def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object,
 
 
 def _shapes(init: Callable[..., object], args: tuple[object, ...], mesh: AbstractMesh | None, other: object) -> PyTree:
-    """Returns the result of `init` as structs. In the planned trees that `init` gets, `other` replaces leaves that are
-    not arrays.
+    """Returns the result of `init(*args)` as structs, with shardings on `mesh` unless it is `None`.
+
+    Instead of each plan in `args`, `init` gets the planned tree of structs, with `other` at leaves that are not arrays.
     """
 
     def struct(row: Row) -> jax.ShapeDtypeStruct:
@@ -212,8 +216,11 @@ class _Follower:
     **Arguments:**
 
     - `bases`: for "adapters" and "scales", the regexes and replacements that make the path of the base array.
+    - `refused`: why JAX cannot propagate shardings through `init`; "" if it can.
     - `open`: the paths of arrays that follow no planned array.
-    - `strict`: the path and the plan, without the axes of `over`, of each array that a strict plan checks.
+    - `errors`: pairs of an array's path and the error for it.
+    - `strict`: the path and the plan of each array that a strict plan checks. The plans lack the axes of `over`, which
+        may be dropped even then.
     """
 
     plan: ShardPlan
@@ -265,11 +272,11 @@ class _Follower:
 
 
 def _request_from_base(entry: str, path: str, shape: tuple[int, ...], plan: ShardPlan, in_blocks: bool) -> Request:
-    """Returns the request of an adapter or a scale. Each of its dimensions is sharded as the dimension of the base
-    array at `path` with the same index, counted from the front or from the back, if their sizes are equal.
+    """Returns the request of an adapter or a scale with the shape `shape`. The planned array at `path` is its base.
 
-    With `in_blocks`, a dimension may also have one element for each block of the base's elements. `entry` names the
-    entry of `adapters` or `scales` in messages.
+    Each of its dimensions is sharded as the dimension of the base with the same index, counted from the front or from
+    the back, if their sizes are equal. With `in_blocks`, the size of the base's dimension may also be a multiple: each
+    element of a scale belongs to a block of the base. `entry` names the item of `adapters` or `scales` in messages.
     """
     planned = plan.content.by_path
     base = planned.get(path)
@@ -288,8 +295,10 @@ def _request_from_base(entry: str, path: str, shape: tuple[int, ...], plan: Shar
 
 
 def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
-    """Returns the request of an array: from the sharding that JAX propagated to it, or else from the planned array
-    whose path is contained in `path`; `None` if there is neither.
+    """Returns the request of `leaf`, the struct at `path` in the result of `init`.
+
+    It is the sharding that JAX propagated to the struct. If there is none, it is the sharding of the planned array that
+    the struct follows by its path. If there is no such array either, the result is `None`.
     """
     names = units = namesake = None
     source, dims = _source(path, tuple(leaf.shape), plan)
@@ -306,12 +315,14 @@ def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | Non
 
 
 def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, tuple[int | None, ...]]:
-    """Returns the planned array that an array with this path and shape follows, and the corresponding dimensions;
-    `None` if there is none.
+    """Returns the planned array that an array with this path and shape follows, and the corresponding dimensions.
 
-    It is the array whose path is the longest suffix of `path`, or else the longest run of segments inside of `path`, if
-    its shape fits. For each dimension of `shape` the second value holds the corresponding dimension of the planned
-    array. It is `None` for a leading dimension that only the result has, such as the length of a history.
+    It is the array whose path is the longest suffix of `path`. If there is none, it is an array whose path is inside
+    of `path`: the one that ends last, and of several such ones the longest. Its shape must correspond to `shape`. If
+    there is no such array, the result is `None` and no dimensions.
+
+    The second value holds for each dimension of `shape` the corresponding dimension of the planned array. It is `None`
+    for a leading dimension that the planned array lacks, such as the length of a history.
     """
     planned = plan.content.by_path
     parts = path.split("/")
@@ -326,8 +337,11 @@ def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPla
 
 
 def corresponding(planned: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
-    """Returns the dimension of a planned array that each dimension of `shape` corresponds to; `None` if the shapes do
-    not match, or match in several ways.
+    """Returns for each dimension of `shape` the corresponding dimension of an array of the shape `planned`.
+
+    `shape` may lack dimensions of `planned`: for `planned` (8, 4), (4,) gives (1,). It may also have more leading
+    dimensions, which correspond to `None`: (3, 8, 4) gives (None, 0, 1). If the shapes do not match, or match in
+    several ways, the result is `None`.
     """
     more = len(shape) - len(planned)
     if more > 0:
@@ -345,7 +359,10 @@ def _at_dims(values: tuple[object, ...] | None, dims: tuple[int | None, ...], ot
 
 
 def _spec_at(leaf: LeafPlan, dims: tuple[int | None, ...]) -> PartitionSpec:
-    """Returns the spec of an array whose dimensions correspond to the dimensions `dims` of a planned array."""
+    """Returns the spec of an array that is sharded like the planned array `leaf`.
+
+    `dims` holds for each of its dimensions the corresponding dimension of `leaf`, or `None` if it is not sharded.
+    """
     return trimmed(_at_dims(entries_of(constrained(leaf.spec)), dims))
 
 

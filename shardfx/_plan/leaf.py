@@ -87,8 +87,9 @@ class Row(NamedTuple):
 
 
 def kinds_matcher(memory_kinds: Iterable[tuple[str, str]] | None) -> Matcher:
-    """Returns a Matcher for pairs of a regex and a memory kind. The target of each rule is a tuple with the memory
-    kind. Raises for a memory kind that XLA lacks.
+    """Returns path rules for pairs of a regex and a memory kind. Raises for a memory kind that XLA lacks.
+
+    The target of each rule is a tuple with the memory kind.
     """
     pairs = tuple(memory_kinds or ())
     for regex, kind in pairs:
@@ -142,7 +143,7 @@ class PathTree:
 
     @property
     def indices(self) -> PyTree:
-        """The tree with an index at each leaf, in JAX's order."""
+        """The tree with its number at each leaf: 0 at the first leaf in the order of `jax.tree.leaves`, and so on."""
         return jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
 
     def in_order(self, values: Sequence[object]) -> Sequence[Any]:
@@ -155,7 +156,10 @@ class PathTree:
 
 
 def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
-    """Encodes a treedef as a JSON value: dicts, lists and tuples as such, other nodes by the name of their class."""
+    """Encodes a treedef as a JSON value: dicts, lists and tuples as such, other nodes by the name of their class.
+
+    `seen` holds the values of subtrees that are already encoded, because equal layers have equal subtrees.
+    """
     data = treedef.node_data()
     if data is None:
         return "leaf" if treedef.num_leaves else None
@@ -175,8 +179,10 @@ def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
 
 
 def decode_structure(data: object, paths: list[str]) -> PyTree:
-    """Rebuilds the tree that `data` describes. Each leaf is its index, and nodes of other types, such as modules,
-    become dicts.
+    """Rebuilds the tree that `data`, the result of `_encode_structure`, describes.
+
+    Each leaf is its index in `paths`. Nodes of other types than dict, list and tuple, such as modules, become dicts.
+    Their keys are taken from `paths`, the paths of the leaves.
     """
     index = 0
 

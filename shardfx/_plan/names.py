@@ -25,7 +25,10 @@ else:
 
 
 def _is_names(node: Any) -> bool:
-    """Whether a node of a names tree holds the logical names of one array. Other nodes are containers."""
+    """Whether `node`, a part of the argument `names` of `plan`, holds the logical names of one array.
+
+    Otherwise it is a container, such as a dict, of the names of several arrays.
+    """
     if node is None or isinstance(node, PartitionSpec):
         return True
     return type(node) in (tuple, list) and all(map(_is_name, node))
@@ -109,8 +112,10 @@ def renamed(tree: object, changes: Mapping[str, object], *, names: object = None
 
 
 def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
-    """Returns the logical names of each leaf below `node`. `names` is the part of the names tree for `node`, and `keys`
-    is the path of `node`.
+    """Returns for each leaf below `node`, a subtree of the planned tree, its part of `names`.
+
+    `names` is the part of the argument `names` of `plan` for this subtree. It may be a prefix of the subtree: names at
+    an inner node apply to all leaves below it. `keys` is the path of `node`, for messages.
     """
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
     below = None if parts is None else list(parts[0])
@@ -132,7 +137,7 @@ def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
 
 
 def _in_order_of(keys: list[Any], names: Any) -> list[Any] | None:
-    """Returns the children of the node `names` in the order of `keys`; `None` if the node has other keys."""
+    """Returns the children of `names`, a node of a tree, in the order of `keys`; `None` if it has other keys."""
     pairs = list(jtu.default_registry.flatten_one_level_with_keys(names)[0])
     # JAX gives all fields of a NamedTuple the key of the first one.
     if keys == [key for key, _ in pairs]:

@@ -31,8 +31,10 @@ def written(payload: dict[str, object]) -> str:
 
 
 def _fits(value: Any, valid: Any) -> bool:
-    """Whether a JSON value is valid. `valid` is `None` or a Python type, where `int` excludes negative numbers;
-    `[type]` for a list of such values; or a tuple of alternatives.
+    """Whether a JSON value is one of the valid values.
+
+    `valid` is a Python type, where `int` excludes negative numbers, or `None`. `[type]` is a list of values of this
+    type, and a tuple has alternatives: `([int], None)` is a list of integers from 0, or null.
     """
     if isinstance(valid, tuple):
         return any(_fits(value, one) for one in valid)
@@ -250,7 +252,10 @@ def encode_row(row: Row) -> dict[str, Any]:
 
 
 def decode_row(number: int, data: Any, mesh: MeshSpec) -> Row:
-    """Decodes the plan of an array from JSON, and checks that every field is present and has a valid value."""
+    """Decodes the plan of an array from `data`, a JSON object, and checks that every field has a valid value.
+
+    `number` is the plan's index in the JSON, for messages. The spec must be valid on `mesh`.
+    """
     _require(f"row {number}", data, dict, "an object")
     if missing := [name for name in _ROW if name not in data]:
         raise PlanFormatError(f"row {number} has no `{missing[0]}`.")

@@ -411,8 +411,9 @@ class Target:
     treedef: Any
 
     def filled(self, values: Sequence[object], kept: Mapping[int, object]) -> PyTree:
-        """Returns the tree with `values` at its arrays, in order. The other leaves get their values from `kept`, a
-        mapping by position, or else from `others`.
+        """Returns the tree with `values` at its arrays, in order.
+
+        `kept` has values for other leaves by their position. A leaf that is not in it gets its value from `others`.
         """
         left = iter(values)
         others = {**{at: value for at, _, value in self.others}, **kept}
@@ -421,8 +422,9 @@ class Target:
 
 
 def target_of(plan: object, what: str) -> Target:
-    """Returns the tree to load into: the tree of `plan`, or `plan` itself if it is a tree of structs. `what` is the
-    function's name in messages.
+    """Returns the tree to load into: the tree of `plan`, or `plan` itself if it is a tree of structs with shardings.
+
+    `what` is the name of the calling function, for messages.
     """
     if isinstance(plan, ShardPlan):
         path_tree, structs = plan.content.path_tree, iter(jax.tree.leaves(plan.structs))

@@ -80,8 +80,15 @@ def decision_for(
 def _require_whole_units(
     names: tuple[object, ...], spec: PartitionSpec, units: tuple[int, ...], plan: Content, mesh: MeshSpec
 ) -> None:
-    """Raises if a shard could split a unit in an array of unknown shape. The plan's arrays with the same logical names
-    must show that the mesh axes divide the number of units.
+    """Raises if a shard could split a unit in an array of unknown shape.
+
+    A unit is a number of elements that no shard may split. The plan's arrays with the same logical name must show that
+    the mesh axes divide the number of units.
+
+    **Arguments:**
+
+    - `names`, `units`: for each dimension, its logical name and its unit.
+    - `spec`: the sharding of the array.
     """
     for name, entry, unit in zip(names, entries_of(spec), units, strict=False):
         axes = () if entry is UNCONSTRAINED else [axis for axis in entry_axes(entry) if axis in mesh.axis_names]
@@ -103,8 +110,15 @@ def _sizes_of(name: object, plan: Content) -> list[int]:
 def _refuse_ambiguous_unit(
     names: tuple[object, ...], shape: tuple[int, ...], units: tuple[int, ...], reasons: Iterable[Reason], plan: Content
 ) -> None:
-    """Raises if a unit keeps a dimension unsharded, but the size of the dimension could be a number of units, and no
-    planned array has the same name and size.
+    """Raises if a unit (a number of elements that no shard may split) keeps a dimension unsharded by mistake.
+
+    This is possible if the size of the dimension may count units instead of elements. It is not assumed if an array of
+    the plan has the same logical name and size.
+
+    **Arguments:**
+
+    - `names`, `units`: for each dimension, its logical name and its unit.
+    - `reasons`: why dimensions are not sharded as requested.
     """
     for dim in [why.dim for why in reasons if why.code is Code.unit and why.dim is not None]:
         name, size, unit = names[dim], shape[dim], units[dim]
@@ -144,8 +158,9 @@ def check_absent(reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | No
 def _resolved(
     names: Any, shape: tuple[int, ...] | None, plan: Content, unmatched: Policy
 ) -> tuple[tuple[Any, ...], Decision, tuple[int, ...] | None]:
-    """Returns the names of an array with one entry per dimension, the spec that they resolve to, and the units of the
-    dimensions.
+    """Returns the names of an array with one entry per dimension, the spec that they resolve to, and the units.
+
+    The units are the numbers of elements that no shard may split, one for each dimension; `None` if all are 1.
     """
     if isinstance(names, Sharding):
         raise SpecError(f"a plan has its own mesh; pass `sharding.spec`, or use `reshard(x, sharding)`, for {names}.")
