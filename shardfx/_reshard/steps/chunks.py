@@ -43,16 +43,17 @@ _STRIPS_AT_ONCE = 8
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The chunks in which the shards of an array move, one after another. Each is a chunk of every block along one
-    dimension.
+    """The chunks in which the shards of an array move, one after another.
 
-    A block is a range of a dimension in which all steps of the move keep the order of elements.
+    A block is a range of a dimension in which all steps of the move keep the order of elements. A chunk is the same
+    part of every block along one dimension. For blocks of 8 elements and chunks of 4, the first chunk of a shard of 16
+    elements has the elements 0 to 3 and 8 to 11.
 
     **Arguments:**
 
-    - `dim`: the dimension.
+    - `dim`: the dimension that is divided.
     - `block`: the size of a block along the dimension.
-    - `chunk`: the size of a chunk of a block; the last chunk may be smaller.
+    - `chunk`: the size along the dimension of a chunk's part of one block; the last chunk may be smaller.
     - `target_shape`: the shape of the shard after the move.
     """
 
@@ -63,7 +64,7 @@ class Chunks:
 
     @property
     def per_block(self) -> int:
-        """The number of chunks of a block."""
+        """The number of chunks into which a block is divided."""
         return -(-self.block // self.chunk)
 
 
@@ -95,7 +96,10 @@ def chunks_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[M
 
 
 def split_into(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) -> Chunks | None:
-    """Splits a move into at least `count` chunks, or into as many as possible; `None` if it cannot be split.
+    """Divides shards into at least `count` chunks, which move one after another.
+
+    There are fewer chunks if no block (a range of elements whose order all steps keep) is long enough. `None` if all
+    blocks have one element, so that shards cannot be divided.
 
     **Arguments:**
 
@@ -109,7 +113,16 @@ def split_into(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) ->
 
 
 def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> tuple[tuple[int, ...], list[int], tuple[int, ...]]:
-    """Returns the shape of the whole array, the sizes of its blocks, and the shape of a shard after the move."""
+    """Returns the shape of the whole array, the sizes of its blocks, and the shape of a shard after the move.
+
+    A block is a range of a dimension in which all steps keep the order of elements. There is one size for each
+    dimension.
+
+    **Arguments:**
+
+    - `shape`: the shape of a shard before the move.
+    - `steps`: the steps of the move.
+    """
     whole = tuple(size * count for size, count in zip(shape, steps[0].source.counts, strict=True))
     layouts = [steps[0].source, *(step.target for step in steps)]
     blocks = [size // math.lcm(*counts) for size, *counts in zip(whole, *(end.counts for end in layouts), strict=True)]
@@ -127,12 +140,18 @@ def _chunk_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[
 
 
 def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kinds: Sequence[str]) -> bool:
-    """Whether the TPU compiler cannot reuse the memory of copies around the last all-to-all for a doubled shard.
+    """Whether the TPU compiler needs much memory because a last all-gather doubles the shard.
 
-    This happens only if the last step is an all-gather that doubles the shard, to at least the size of the source's
-    shard. The other conditions were found by compiling for a v5p of 4 x 4 x 4 chips. Of 388 moves with a doubling
-    all-gather, 58 took more than twice the larger shard; the conditions find all 58, and 2 others. In halves the worst
-    of them takes 1.36 times the larger shard.
+    It then cannot reuse the memory of the copies around the last all-to-all for the doubled shard. This happens only if
+    the doubled shard is at least as large as the source's shard. The other conditions were found by compiling for a v5p
+    of 4 x 4 x 4 chips. Of 388 moves with a doubling all-gather, 58 took more than twice the larger shard. The
+    conditions find all 58, and 2 others. If shards move in halves, the worst of them takes 1.36 times the larger shard.
+
+    **Arguments:**
+
+    - `whole`: the shape of the whole array.
+    - `steps`: the steps of the move.
+    - `kinds`: the kind of each step.
     """
     before, after, first = (end.shard_count for end in (steps[-1].source, steps[-1].target, steps[0].source))
     if kinds[-1] != "all_gather" or before != 2 * after or after > first or "all_to_all" not in kinds:
@@ -150,14 +169,15 @@ def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kin
 
 
 def in_chunks(shard: Any, move: Callable[[Any], Any], chunks: Chunks, *, as_on_tpus: bool = True) -> Any:
-    """Returns `move(shard)`, computed in steps. Each step moves one chunk of every block of the shard.
+    """Returns `move(shard)`, computed for one chunk of the shard after another.
 
     **Arguments:**
 
     - `shard`: a device's shard.
-    - `move`: a function that moves such shards or chunks of them.
-    - `chunks`: the chunks.
-    - `as_on_tpus`: whether shards are stored in the order of dimensions that needs the least memory in tiles.
+    - `move`: a function that moves a shard, or a chunk of one, by all steps.
+    - `chunks`: how shards are divided.
+    - `as_on_tpus`: whether shards are stored in the order of dimensions that needs the least memory on TPUs, which pad
+        arrays to tiles.
 
     **Returns:**
 
@@ -178,7 +198,16 @@ def in_chunks(shard: Any, move: Callable[[Any], Any], chunks: Chunks, *, as_on_t
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """The order of dimensions in which a shard is stored, minor dimension last, and the blocks of the stored shard."""
+    """How a shard is stored in memory.
+
+    **Arguments:**
+
+    - `order`: the order of its dimensions, with the minor-most dimension last.
+    - `dim`: the position in `order` of the dimension that is divided into chunks.
+    - `strips`: the number of blocks along this dimension. A block is a range in which all steps keep the order of
+        elements.
+    - `block`: the size of a block.
+    """
 
     order: tuple[int, ...]
     dim: int
@@ -187,8 +216,10 @@ class _Stored:
 
     @staticmethod
     def of(shape: tuple[int, ...], chunks: Chunks, as_on_tpus: bool) -> "_Stored":
-        """The storage order of dimensions that needs the least memory on TPUs; without `as_on_tpus`, the array's own
-        order.
+        """Returns how a shard of `shape` is stored if it moves in `chunks`.
+
+        With `as_on_tpus`, dimensions are in the order that needs the least memory on TPUs. Without, they are in the
+        array's own order.
         """
         order = _best_order(shape)[1] if as_on_tpus else tuple(range(len(shape)))
         return _Stored(order, order.index(chunks.dim), shape[chunks.dim] // chunks.block, chunks.block)
@@ -200,7 +231,7 @@ class _Stored:
         return stored.transpose(np.argsort(self.order))
 
     def chunk_of(self, stored: Any, start: Any, size: int) -> Any:
-        """Returns the elements `start` to `start + size` of all blocks, concatenated."""
+        """Returns a chunk of the stored shard: the elements `start` to `start + size` of each block, concatenated."""
         if self.strips == 1:
             return lax.dynamic_slice_in_dim(stored, start, size, self.dim)
         shape = list(stored.shape)
@@ -214,7 +245,10 @@ class _Stored:
         return self._for_each_strip(copy, lax.empty(tuple(shape), stored.dtype))
 
     def with_chunk(self, stored: object, chunk: Any, start: object, size: int) -> Any:
-        """Returns a copy of `stored` in which `chunk` replaces the elements from `start` on of all blocks."""
+        """Returns a copy of the stored shard in which `chunk` takes the place of the same elements of each block.
+
+        These are the elements `start` to `start + size` of the block.
+        """
         copy = lambda index, stored: lax.dynamic_update_slice_in_dim(
             stored,
             lax.dynamic_slice_in_dim(chunk, index * size, size, self.dim),
@@ -228,7 +262,8 @@ class _Stored:
 
 
 def _best_order(shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """Returns the least number of elements that an array occupies with padding to tiles, and the storage order for it.
+    """Returns the fewest elements that an array of `shape` takes with padding to tiles, and the order of dimensions for
+    it.
 
     Any dimension may be the minor-most one. Of orders with equal padding, the one nearest to the array's own is taken.
     """
@@ -238,7 +273,10 @@ def _best_order(shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
 
 
 def _padded(shape: Sequence[int]) -> int:
-    """Returns the number of elements that an array of this shape takes with padding to tiles, minor dimension last."""
+    """Returns the number of elements that an array of `shape` takes on a TPU, which pads it to tiles.
+
+    The last dimension is the minor-most one in memory. A shape of (129, 65) takes 136 x 128 elements.
+    """
     *outer, minor = shape
     found = math.prod(outer[:-1]) * -(-minor // _TILE[1]) * _TILE[1]
     if not outer:
@@ -249,7 +287,7 @@ def _padded(shape: Sequence[int]) -> int:
 
 
 def _in_order_of_dims(x: Any) -> Any:
-    """Constrains `x` to be stored in the order of its dimensions.
+    """Constrains `x` to be stored in the order of its dimensions, the last one minor-most.
 
     Otherwise the compiler stores whole shards in the order that suits the collectives on chunks, and pads them.
     """

@@ -15,14 +15,19 @@ from .layout import StepLayout, coordinates, shard_index
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllToAll:
-    """An all-to-all within replica groups. `groups[i]` lists the devices of one group, in the order of their shards.
+    """An all-to-all within replica groups, from one layout of an array to another.
+
+    Some sub-axes (mesh axes or parts of them) shard another dimension after it than before. These are the moving
+    sub-axes.
 
     **Arguments:**
 
-    - `groups`: an integer array of shape `(groups, members)`.
-    - `sizes`: the sizes of the sub-axes that move, major first; their product is the number of members.
-    - `splits`: for each dimension, the moving sub-axes that shard it after the all-to-all, major first.
-    - `joins`: for each dimension, the moving sub-axes that shard it before the all-to-all, major first.
+    - `groups`: an integer array of shape `(groups, members)`. Each row lists the devices of one replica group, in the
+        order of their shards.
+    - `sizes`: the sizes of the moving sub-axes, major first. Their product is the number of members of a group.
+    - `splits`: for each dimension, the moving sub-axes that shard it after the all-to-all, major first. A sub-axis is
+        given by its index in `sizes`.
+    - `joins`: for each dimension, the moving sub-axes that shard it before the all-to-all, in the same form.
     """
 
     groups: np.ndarray
@@ -32,8 +37,15 @@ class AllToAll:
 
 
 def groups_of(layout: StepLayout, sub_axes: tuple[int, ...], like: StepLayout) -> np.ndarray:
-    """Returns the replica groups along `sub_axes`. Each row lists devices that differ only in these sub-axes, in their
-    order.
+    """Returns the replica groups along `sub_axes`, as an integer array with one row for each group.
+
+    A row lists devices that differ only in their coordinates along these sub-axes, in the order of these coordinates.
+
+    **Arguments:**
+
+    - `layout`: the layout over whose mesh the sub-axes are.
+    - `sub_axes`: the indices of the sub-axes.
+    - `like`: the layout in whose mesh order devices are numbered.
     """
     where = coordinates(layout, like)
     others = tuple(axis for axis in range(len(layout.sizes)) if axis not in sub_axes)
@@ -44,8 +56,9 @@ def groups_of(layout: StepLayout, sub_axes: tuple[int, ...], like: StepLayout) -
 
 
 def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllToAll:
-    """Returns the all-to-all from layout `source` to layout `target`, which are over one mesh and have equally many
-    shards.
+    """Returns the all-to-all from layout `source` to layout `target`.
+
+    Both layouts are over one mesh and have equally many shards. Devices are numbered in the mesh order of `like`.
     """
     before = {sub_axis: dim for dim, axes in enumerate(source.dims) for sub_axis in axes}
     after = {sub_axis: dim for dim, axes in enumerate(target.dims) for sub_axis in axes}
@@ -60,7 +73,15 @@ def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllT
 
 
 def split(shard: Any, exchange: AllToAll) -> Any:
-    """Splits a shard into one chunk per member of the replica group, stacked along a new first dimension."""
+    """Splits a shard into the chunks that an all-to-all sends, one for each member of the replica group.
+
+    They are stacked along a new first dimension.
+
+    **Arguments:**
+
+    - `shard`: a device's shard before the all-to-all.
+    - `exchange`: the all-to-all.
+    """
     shape, front = [], []
     for size, sub_axes in zip(shard.shape, exchange.splits, strict=True):
         count = math.prod(exchange.sizes[sub_axis] for sub_axis in sub_axes)
@@ -78,7 +99,13 @@ def split(shard: Any, exchange: AllToAll) -> Any:
 
 
 def join(parts: Any, exchange: AllToAll) -> Any:
-    """Joins the chunks that a device received from its replica group into one shard. It is the inverse of `split`."""
+    """Joins the chunks that a device received in an all-to-all into one shard. It is the inverse of `split`.
+
+    **Arguments:**
+
+    - `parts`: the chunks, stacked along a first dimension.
+    - `exchange`: the all-to-all.
+    """
     sizes = parts.shape[1:]
     parts = parts.reshape((*exchange.sizes, *sizes))
     order, shape = [], []
@@ -89,8 +116,14 @@ def join(parts: Any, exchange: AllToAll) -> Any:
 
 
 def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns which chunk of its shard each device keeps in a slice step, as an integer array of shape `(devices,
-    rank)`.
+    """Returns which part of its shard each device keeps when a slice step divides shards into parts.
+
+    The result is an integer array of shape `(devices, rank)`. It has the index of the part along each dimension.
+
+    **Arguments:**
+
+    - `source`, `target`: the layouts before and after the step.
+    - `like`: the layout in whose mesh order devices are numbered.
     """
     where = coordinates(target, like)
     parts = [
@@ -101,7 +134,15 @@ def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarr
 
 
 def gathered(source: StepLayout, target: StepLayout, like: StepLayout) -> list[tuple[int, np.ndarray]]:
-    """Returns the dimensions along which an all-gather concatenates shards, each with its replica groups."""
+    """Returns each dimension along which an all-gather concatenates shards, with its replica groups.
+
+    Each group is a row of an integer array, and lists devices in the order of their shards.
+
+    **Arguments:**
+
+    - `source`, `target`: the layouts before and after the all-gather.
+    - `like`: the layout in whose mesh order devices are numbered.
+    """
     return [
         (dim, groups_of(source, have[len(axes) :], like))
         for dim, (have, axes) in enumerate(zip(source.dims, target.dims, strict=True))

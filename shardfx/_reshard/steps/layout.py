@@ -15,11 +15,11 @@ class StepLayout:
 
     **Arguments:**
 
-    - `sizes`: the mesh axis sizes, slowest first.
+    - `sizes`: the mesh axis sizes, major first.
     - `dims`: for each dimension of the array, the indices of the mesh axes that shard it, major first.
-    - `order`: device ids in row-major order of the mesh; `None` where both ends of a move list their devices
-        in the same order.
-    - `weights`: the cost of a byte along each mesh axis; `()` if all cost 1. An axis between slices (or nodes) has
+    - `order`: device ids in row-major order of the mesh. It is `None` if the layouts before and after a move list their
+        devices in the same order.
+    - `weights`: the cost of a byte along each mesh axis; `()` if all cost 1. An axis between TPU slices (or nodes) has
         a weight above 1.
     """
 
@@ -56,8 +56,8 @@ class StepLayout:
 
 
 def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns the position of each device in the mesh order of `layout`. Devices are listed in the mesh order of
-    `like`.
+    """Returns the position of each device in the mesh order of `layout`. The devices are listed in the mesh order of
+    `like`. For device ids 0, 1, 2 in `like` and 2, 0, 1 in `layout` it is [1, 2, 0].
 
     **Arguments:**
 
@@ -86,23 +86,35 @@ def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
 
 
 def mesh_coordinates(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:
-    """Returns the mesh coordinates of the devices at `position` in a mesh of `sizes`, with one row per mesh axis."""
+    """Returns the coordinates of devices in a mesh, with one row for each mesh axis.
+
+    **Arguments:**
+
+    - `sizes`: the sizes of the mesh axes.
+    - `position`: the position of each device in row-major order of the mesh.
+    """
     if not sizes:
         return np.zeros((0, len(position)), np.int64)
     return np.stack(np.unravel_index(position, sizes))
 
 
 def slice_numbers(layout: StepLayout) -> np.ndarray:
-    """Returns the number of each device's TPU slice (or node), in mesh order. Axes with a weight above 1 run between
-    slices.
+    """Returns the number of each device's TPU slice (or node), with devices in mesh order.
+
+    Mesh axes with a weight above 1 (the cost of a byte along the axis) run between slices.
     """
     slow = tuple(axis for axis, weight in enumerate(layout.weights) if weight > 1)
     return shard_index(layout.sizes, mesh_coordinates(layout.sizes, np.arange(layout.size)), slow)
 
 
 def shard_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """Returns the index of each device's shard along a dimension that is sharded over `axes`, from the device's
-    coordinates.
+    """Returns the index of each device's shard along a dimension that is sharded over `axes`.
+
+    **Arguments:**
+
+    - `sizes`: the sizes of the mesh axes.
+    - `coordinates`: the devices' mesh coordinates, with one row for each mesh axis.
+    - `axes`: the mesh axes that shard the dimension, major first.
     """
     index = np.zeros(coordinates.shape[1], np.int64)
     for axis in axes:
@@ -112,10 +124,13 @@ def shard_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: tuple[int
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FineLayout:
-    """A `StepLayout` over sub-axes of its mesh, and every device's coordinates.
+    """A `StepLayout` over sub-axes (mesh axes or parts of them), with the coordinates of every device.
 
-    `coordinates` has a row per sub-axis and a column per device. Devices are numbered by their position in the mesh of
-    the move's source.
+    **Arguments:**
+
+    - `layout`: the layout.
+    - `coordinates`: the devices' coordinates, with one row for each sub-axis and one column for each device. Devices
+        are numbered by their position in the mesh before the move.
     """
 
     layout: StepLayout
@@ -123,22 +138,29 @@ class FineLayout:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """For each sub-axis, the coordinates of all devices as bytes. Equal sub-axes of two meshes have equal keys."""
+        """For each sub-axis a key: the coordinates of all devices along it, as bytes.
+
+        A sub-axis of another mesh has the same key if each device has the same coordinate along both.
+        """
         return tuple(row.astype(np.uint16).tobytes() for row in self.coordinates)
 
 
 def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns each device's coordinates in the mesh of `layout`, with devices in the mesh order of `like`."""
+    """Returns each device's coordinates in the mesh of `layout`, with one row for each mesh axis.
+
+    The devices are listed in the mesh order of `like`.
+    """
     return mesh_coordinates(layout.sizes, positions(layout, like))
 
 
 def link_groups(end: FineLayout) -> list[tuple[float, np.ndarray]]:
-    """Groups devices by the speed of the links between them, for each distinct weight of the sub-axes.
+    """Groups devices such that inside a group a byte costs at most a given weight.
+
+    A weight is the cost of a byte along a sub-axis of `end`. There is one grouping for each distinct weight.
 
     **Returns:**
 
-    For each weight, in ascending order: the weight, and the number of each device's group. Between two devices of a
-    group a byte costs at most this weight.
+    For each weight, in ascending order: the weight, and the number of each device's group.
     """
     weights = end.layout.weights or (1.0,) * len(end.layout.sizes)
     found = []
@@ -156,8 +178,10 @@ Counts = tuple[int, ...]
 
 
 class Shards:
-    """The shard that each device holds, for any layout over the sub-axes of one mesh. A cache keeps results per
-    dimension.
+    """The shard that each device holds, for any layout over the sub-axes (parts of mesh axes) of one mesh.
+
+    Methods take `axes`, the sub-axes that shard one dimension, or `dims`, those that shard each dimension. A cache
+    keeps their results.
     """
 
     def __init__(self, end: FineLayout):
@@ -191,8 +215,9 @@ class Shards:
         return self._index[axes]
 
     def numbers(self, dims: ShardDims) -> np.ndarray:
-        """The number of each device's shard of the whole array. Equal shards have equal numbers in both meshes of a
-        move.
+        """The number of each device's shard in the layout `dims`, counted over all dimensions in row-major order.
+
+        If two meshes give an array equal shard counts, equal shards have equal numbers in both.
         """
         if dims not in self._numbers:
             out = np.zeros(self.devices, np.int64)
@@ -221,9 +246,10 @@ def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
 
 
 def overlap(index: np.ndarray, count: int, other_index: np.ndarray, other_count: int) -> tuple[np.ndarray, int]:
-    """Returns for each device the number of elements that its shards in two shardings of a dimension have in common.
+    """Returns for each device the number of elements that its shards have in common in two shardings of one dimension.
 
-    The size of the dimension is taken to be the least common multiple of the two shard counts.
+    The size of the dimension is taken to be the least common multiple of the two numbers of shards. With 2 and 3
+    shards, the size is 6, and the first shards [0, 3) and [0, 2) have 2 elements in common.
 
     **Arguments:**
 

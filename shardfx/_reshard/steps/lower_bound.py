@@ -10,7 +10,8 @@ from .layout import FineLayout, ShardDims, Shards, link_groups, overlap
 
 
 class LowerBound:
-    """A lower bound on the cost of every path between a layout and the source or the target of a move.
+    """A lower bound on the cost of every path (sequence of steps) between any layout and one end of a move. An end is
+    the layout before or after the move.
 
     The bound adds two costs. A device has to receive the elements of its new shard that are not in its old shard; each
     of these bytes costs at least as much as a byte over the cheapest axis. A group of devices that only expensive axes
@@ -19,11 +20,10 @@ class LowerBound:
 
     **Arguments:**
 
-    - `shards`: the shards that devices hold, for layouts over the sub-axes of `near`.
-    - `near`: the source or the target, over whose sub-axes the layouts are. The weights of its axes are the costs of a
-        byte.
-    - `far`: the other one of source and target.
-    - `far_is`: whether `far` is the "target" or the "source" of the move.
+    - `shards`: the shards that devices hold in layouts over the sub-axes of `near`.
+    - `near`: the end over whose sub-axes the layouts are. The weights of its axes are the costs of a byte.
+    - `far`: the other end. Paths are between a layout and this end.
+    - `far_is`: whether `far` is the "target" or the "source" of the move. It says in which direction bytes are sent.
     """
 
     def __init__(self, shards: Shards, near: FineLayout, far: FineLayout, far_is: Literal["target", "source"]):
@@ -39,7 +39,10 @@ class LowerBound:
         self._common_shares: dict[tuple[int, tuple[int, ...]], np.ndarray | None] = {}
 
     def __call__(self, dims: ShardDims) -> float:
-        """A lower bound on the cost of a path between the layout `dims` and the move's source or target."""
+        """A lower bound on the cost of every path between the layout `dims` and `far`, an end of the move.
+
+        `dims` has the sub-axes that shard each dimension.
+        """
         shares = [share for share in map(self._common_share, range(len(dims)), dims) if share is not None]
         if not shares:
             return 0.0
@@ -50,9 +53,10 @@ class LowerBound:
         return bound + sum([group.bound(dims, self.needs_far) for group in self.dearer])
 
     def _common_share(self, dim: int, axes: tuple[int, ...]) -> np.ndarray | None:
-        """The fraction of a dimension that each device holds both in a layout and in the move's source or target.
+        """For each device, the fraction of the dimension `dim` that it holds both in a layout and in `far`, an end of
+        the move.
 
-        `None` if neither layout shards the dimension.
+        In the layout the sub-axes `axes` shard the dimension. `None` if neither the layout nor `far` shards it.
         """
         key = (dim, axes)
         if key not in self._common_shares:
@@ -66,7 +70,15 @@ class LowerBound:
 
 
 class _GroupBound:
-    """The part of a lower bound for bytes between groups of devices: each of these bytes costs `extra` more."""
+    """The part of a lower bound for bytes between groups of devices, each of which costs `extra` more.
+
+    **Arguments:**
+
+    - `shards`: the shards that devices hold in layouts over the sub-axes of one mesh.
+    - `far`: for each dimension, the index of each device's shard at the far end of a move, and the number of shards.
+    - `group`: the number of each device's group.
+    - `extra`: the additional cost of a byte between groups.
+    """
 
     def __init__(self, shards: Shards, far: list[tuple[np.ndarray, int]], group: np.ndarray, extra: float):
         self.shards, self.group, self.extra = shards, group, extra
@@ -77,9 +89,11 @@ class _GroupBound:
         self._shares: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
     def bound(self, dims: ShardDims, needs_far: bool) -> float:
-        """The extra cost of the bytes that groups of devices must receive from each other, as the mean over devices.
+        """The additional cost of the bytes that groups of devices must receive from other groups, as the mean over
+        devices.
 
-        With `needs_far`, `dims` is the layout before the bytes are sent, else the layout after.
+        The bytes are sent between the layout `dims` and the far end of the move. With `needs_far`, `dims` is the layout
+        before they are sent. Otherwise it is the layout after.
         """
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):
@@ -94,9 +108,16 @@ class _GroupBound:
 
 
 class _GroupShards:
-    """The shards of a dimension that the devices of each group hold. The dimension has `count` shards.
+    """The shards of one dimension that the devices of each group hold.
 
     Only pairs of a group and a shard in it are listed, so there are at most as many pairs as devices.
+
+    **Arguments:**
+
+    - `group`: the number of each device's group.
+    - `groups`: the number of groups.
+    - `index`: the index of each device's shard along the dimension.
+    - `count`: the number of shards along the dimension.
     """
 
     def __init__(self, group: np.ndarray, groups: int, index: np.ndarray, count: int):
@@ -107,7 +128,9 @@ class _GroupShards:
         self.share = np.bincount(self.group, minlength=groups) * (1.0 / count)
 
     def common_share(self, other: "_GroupShards") -> np.ndarray:
-        """For each group, the fraction of the dimension that its devices hold both in `self` and in `other`."""
+        """For each group, the fraction of the dimension that its devices hold in both of two shardings, `self` and
+        `other`.
+        """
         fine, coarse = (self, other) if self.count >= other.count else (other, self)
         parts = math.lcm(fine.count, coarse.count)
         step = parts // fine.count
