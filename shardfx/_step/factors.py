@@ -25,7 +25,7 @@ FactorDims = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class Factors(NamedTuple):
-    """The sharding rule of an operation: the factors of each dimension of its operands and results.
+    """An operation's sharding rule, as Shardy defines it: the factors of each dimension of its operands and results.
 
     Dimensions with a common factor have the same sharding. A dimension with several factors is a reshape of them. A
     dimension that is shorter than its factors is a slice.
@@ -48,8 +48,8 @@ class Factors(NamedTuple):
 class StepValue:
     """One array of the step.
 
-    `free` is true if the array depends on constants only, so that every device can compute any shard of it. `sharding`
-    is set if Shardy has propagated shardings through the module.
+    `free` is true if the array depends on constants only. Every device can then compute any shard of it. `sharding` is
+    the sharding that Shardy propagated to it; `None` if Shardy has not run.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class StepValue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation of a step. It runs `times` times.
+    """One operation of a step.
 
     **Arguments:**
 
@@ -74,9 +74,9 @@ class Operation:
         value that the iteration received. "use" marks the arrays that a loop reads until it ends. "opaque" is an
         unknown operation.
     - `ins`, `outs`: the numbers of its operands and of its results.
-    - `factors`: the factors of their dimensions.
+    - `factors`: the operation's sharding rule.
     - `times`: how often it runs in one step.
-    - `flops`: for products and convolutions, the floating-point operations of one run.
+    - `flops`: for matrix products and convolutions, the floating-point operations of one run.
     - `location`: the source line of the operation, and those of the calls around it, the innermost first, as MLIR
         locations.
     - `counted`: the dimensions of the first operand that a loop counter indexes, each with the number of the counter.
@@ -98,7 +98,12 @@ class Operation:
 class Program:
     """The operations of a whole step.
 
-    `notes` has a sentence for each kind of operation that is not modelled exactly, with the number of such operations.
+    **Arguments:**
+
+    - `values`: the arrays of the step. Operations refer to them by their positions here, their numbers.
+    - `operations`: the operations, in the order of the program.
+    - `arguments`, `results`: the numbers of the arrays that the step takes and returns.
+    - `notes`: a sentence for each kind of operation that is not modelled exactly, with the number of such operations.
     """
 
     values: list[StepValue]
@@ -132,7 +137,7 @@ RULE = "sdy.sharding_rule"
 
 @ft.lru_cache(maxsize=4096)
 def of_rule(rule: ir.Attribute) -> Factors:
-    """The factors of an operation, from Shardy's sharding rule as an MLIR attribute."""
+    """The sharding rule of an operation, from the MLIR attribute `rule` in which Shardy writes it."""
     read = sdy.OpShardingRuleAttr(rule)
     return Factors(
         tuple(read.factor_sizes),
@@ -149,8 +154,10 @@ def _mapped(mappings: Iterable[ir.Attribute]) -> tuple[tuple[tuple[int, ...], ..
 
 
 def elementwise(ins: Shapes, outs: Shapes) -> Factors:
-    """The factors of an elementwise operation. Each dimension of the result shares a factor with all operands of the
-    same shape.
+    """The sharding rule of an elementwise operation, for the shapes of its operands and results.
+
+    Each dimension of the result shares a factor with all operands of the same shape. The dimensions of other operands
+    must be replicated.
     """
     shape = outs[0]
     same = tuple((dim,) for dim in range(len(shape)))
@@ -168,15 +175,19 @@ def elementwise(ins: Shapes, outs: Shapes) -> Factors:
 
 
 def identity(shape: Shape, arrays: int = 2) -> Factors:
-    """The factors of an operation that returns its operand: all `arrays` arrays have the same factor on each
-    dimension.
+    """The sharding rule of an operation that returns its operands unchanged.
+
+    All operands and results, `arrays` in number, have the shape `shape` and the same factor on each dimension.
     """
     dims = tuple((dim,) for dim in range(len(shape)))
     return Factors(shape, (dims,) * (arrays - 1), (dims,))
 
 
 def opaque(ins: Shapes, outs: Shapes) -> Factors:
-    """The factors of an unknown operation: each dimension has a factor of its own, which must be replicated."""
+    """The sharding rule of an unknown operation, for the shapes of its operands and results.
+
+    Each dimension has a factor of its own, which must be replicated.
+    """
     sizes: list[int] = []
     dims = []
     for shape in (*ins, *outs):
@@ -187,16 +198,19 @@ def opaque(ins: Shapes, outs: Shapes) -> Factors:
 
 
 def _top_k(ins: Shapes, outs: Shapes) -> Factors:
-    """The factors of a top-k. Its last dimension must be replicated, and is shorter in the results."""
+    """The sharding rule of a top-k, for the shapes of its operand and results.
+
+    The last dimension must be replicated, and is shorter in the results.
+    """
     dims = tuple((dim,) for dim in range(len(ins[0])))
     return Factors(ins[0], (dims,), (dims,) * len(outs), replicated=frozenset({len(dims) - 1}))
 
 
 def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
-    """The factors of a `ragged_dot`, which multiplies each group of rows by the matrix of the group.
+    """The sharding rule of a `ragged_dot`, which multiplies each group of rows by the matrix of the group.
 
-    The groups are a reduction factor: a device with some of the groups makes the rows of these groups, and zeros for
-    all others.
+    If the groups are sharded, the result is unreduced: a device makes the rows of its own groups, and zeros for all
+    others. `ins` and `outs` are the shapes of the operands and results.
     """
     text = str(operation.attributes["ragged_dot_dimension_numbers"])
     asked = {
@@ -228,7 +242,10 @@ def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
 
 
 def without_rule(operation: Op, name: str, ins: Shapes, outs: Shapes) -> Factors | None:
-    """The factors of an operation without a rule of Shardy; `None` for an unknown operation."""
+    """The sharding rule of an operation for which Shardy has none; `None` for an unknown operation.
+
+    `name` is StableHLO's name of the operation. `ins` and `outs` are the shapes of its operands and results.
+    """
     if name == "chlo.top_k":
         return _top_k(ins, outs)
     if name == "chlo.ragged_dot":
@@ -238,7 +255,10 @@ def without_rule(operation: Op, name: str, ins: Shapes, outs: Shapes) -> Factors
 
 
 def flops_of(name: str, operation: Op, factors: Factors, ins: Shapes, outs: Shapes) -> float:
-    """The floating-point operations of a product or convolution; 0 for other operations."""
+    """The floating-point operations of a matrix product or convolution; 0 for other operations.
+
+    `name` is StableHLO's name of the operation. `ins` and `outs` are the shapes of its operands and results.
+    """
     if name == "convolution":
         numbers = stablehlo.ConvDimensionNumbers(operation.attributes["dimension_numbers"])
         return 2.0 * math.prod(outs[0]) * math.prod(ins[1]) / max(1, ins[1][numbers.kernel_output_feature_dimension])

@@ -36,7 +36,7 @@ _Known = dict[ir.Value, int]
 
 
 def program_of(module: Module) -> Program:
-    """The operations of a module's `main`, each with its factors. The module is not changed.
+    """The operations of a module's function `main`, each with its Shardy sharding rule. The module is not changed.
 
     **Arguments:**
 
@@ -75,10 +75,10 @@ def _integer(constant: Op) -> int | None:
 
 
 class _Walk:
-    """Walks through the functions of a module from `main`, and lists their operations with factors.
+    """Walks through the functions of a module from `main`, and lists their operations with Shardy's sharding rules.
 
-    In its methods, `times` is the number of times that an operation runs in one step, and `known` has the numbers of
-    MLIR values.
+    In its methods, an array is a number. `ins` and `outs` are the operands and results of an operation `op`, `times` is
+    the number of times that it runs in one step, and `known` has the numbers of MLIR values.
     """
 
     def __init__(self, functions: dict[str, Op]):
@@ -101,7 +101,7 @@ class _Walk:
         return Program(self.values, operations, tuple(arguments), tuple(results), self.notes)
 
     def new(self, values: Sequence[ir.Value], sharding: Sequence[ArraySharding | None] = ()) -> list[int]:
-        """Adds MLIR values to the program, and returns their numbers."""
+        """Adds MLIR values to the program, with their shardings if they are known, and returns their numbers."""
         pairs = itertools.zip_longest(values, sharding)
         return [self.add(dataclasses.replace(_value(value.type), sharding=own)) for value, own in pairs]
 
@@ -117,7 +117,10 @@ class _Walk:
         self.notes[words] = self.notes.get(words, 0) + 1
 
     def inline(self, block: ir.Block, arguments: Sequence[int], outer: _Known, times: float) -> list[int]:
-        """Adds the operations of a block with these arguments, and returns the numbers of the block's results."""
+        """Adds the operations of an MLIR block, and returns the numbers of the block's results.
+
+        `arguments` are the numbers of the block's arguments. `outer` has the numbers of the values around the block.
+        """
         known = outer | dict(zip(block.arguments, arguments, strict=True))
         *body, last = (inner.operation for inner in block.operations)
         for op in body:
@@ -156,8 +159,9 @@ class _Walk:
         return outs
 
     def plain(self, op: Op, name: str, ins: Sequence[int], outs: Sequence[int], times: float) -> None:
-        """Adds an operation that has no calls or blocks to inline. The regions of such operations only combine two
-        elements.
+        """Adds an operation that has no calls or blocks to inline.
+
+        If such an operation has regions, they only combine two elements, as in a reduction.
         """
         taken, made = ([self.values[number] for number in numbers] for numbers in (ins, outs))
         shapes = [value.shape for value in taken], [value.shape for value in made]
@@ -183,7 +187,10 @@ class _Walk:
         )
 
     def count(self, ins: Sequence[int], outs: Sequence[int]) -> None:
-        """Records an integer scalar as a loop counter if it is computed only from a loop counter and literals."""
+        """Records an integer scalar as a loop counter if it is computed only from a loop counter and literals.
+
+        The scalar is the only result of an operation: `outs` has its number, and `ins` those of the operands.
+        """
         scalar = len(outs) == 1 and not self.values[outs[0]].shape and self.values[outs[0]].dtype.kind in "iu"
         numbers = [value for value in ins if self.values[value].dtype.kind in "iu"]
         known = all(value in self.literals or value in self.counters for value in numbers)
@@ -192,8 +199,10 @@ class _Walk:
             self.counters[outs[0]] = loops[0]
 
     def identity(self, name: str, ins: tuple[int, ...], times: float, op: Op, out: int | None = None) -> int:
-        """Adds an operation that passes an array into a loop, to the next iteration, or out of a branch, and returns
-        the number of the new array.
+        """Adds an operation that returns an array unchanged, and returns the number of the new array.
+
+        `name` says what it does: pass an array into a loop, to the next iteration, or out of a branch. If `out` is
+        given, it is the number of an array that exists already.
         """
         if out is None:
             out = self.add(dataclasses.replace(self.values[ins[0]], free=False))
@@ -228,8 +237,10 @@ class _Walk:
     def trips(
         self, test: ir.Block, body: ir.Block, ins: Sequence[int], known: _Known
     ) -> tuple[float | None, int | None]:
-        """The number of iterations of a loop that counts up to a known number, and the index of its counter among the
-        loop-carried values. Each is `None` if it is unknown.
+        """The number of iterations of a loop, and the index of its counter among the loop-carried values.
+
+        Each is `None` if it is unknown. The loop must count up to a known number. `test` and `body` are the blocks of
+        its condition and its body, and `ins` are the initial values.
         """
         given, ended = dict(zip(test.arguments, ins, strict=True)), _returned(body)
 
@@ -268,8 +279,9 @@ class _Walk:
         self.shard_boundary(self.inline(block, inner, known, times * shards), outs, times, op)
 
     def shard_boundary(self, ins: Sequence[int], outs: Sequence[int], times: float, op: Op) -> None:
-        """Adds operations between whole arrays and their shards in a `shard_map`. Two arrays of different shapes have
-        no factor in common.
+        """Adds operations between whole arrays and their shards in a `shard_map`.
+
+        If an array and its shard have different shapes, they have no factor of the sharding rule in common.
         """
         for value, out in zip(ins, outs, strict=True):
             shapes = [self.values[value].shape], [self.values[out].shape]
@@ -278,7 +290,10 @@ class _Walk:
 
 
 def _is_free(name: str, ins: Sequence[StepValue], factors: Factors | None) -> bool:
-    """Whether an operation depends on constants only, so that every device can compute any shard of its result."""
+    """Whether an operation depends on constants only, so that every device can compute any shard of its result.
+
+    `ins` are the operands, and `factors` is the sharding rule; `None` if it is not known.
+    """
     if name == "broadcast_in_dim" and not ins[0].shape:
         return True
     is_plain = factors is not None and not factors.reduction and not factors.replicated
@@ -286,7 +301,7 @@ def _is_free(name: str, ins: Sequence[StepValue], factors: Factors | None) -> bo
 
 
 def _used(operations: list[Operation], results: Sequence[int]) -> list[Operation]:
-    """The operations on which the results depend, also inside loops. Compilers remove all other operations."""
+    """The operations on which the step's results depend, also inside loops. Compilers remove all other operations."""
     live, kept = set(results), [False] * len(operations)
     before = -1
     while before != len(live):

@@ -41,10 +41,10 @@ class Parameter(NamedTuple):
 
     - `name`: its name in the text of compiled programs, "params['w']"; empty for results.
     - `shape`: the shape of the whole array.
-    - `dims`: the mesh axes that shard each dimension; `None` for a free sharding.
+    - `dims`: the mesh axes that shard each dimension; `None` if the compiler may choose them.
     - `donated`: whether a result may reuse its memory.
     - `on_host`: whether it is in host memory.
-    - `path`: the path of a named argument, with the step's parameter in front: "params/layers/0/w".
+    - `path`: its path, which starts with the name of the step's parameter: "params/layers/0/w"; empty for results.
     """
 
     name: str
@@ -65,7 +65,7 @@ def operations(module: Module) -> Iterator[Op]:
 
 
 def maker(value: ir.Value, name: str) -> Op | None:
-    """The operation that makes a value, if its name without the dialect is `name`; else `None`."""
+    """The operation that makes the value, if its name without the dialect is `name`, such as "add"; else `None`."""
     made = None if isinstance(value.owner, ir.Block) else value.owner
     return made if made is not None and made.name.rpartition(".")[2] == name else None
 
@@ -180,13 +180,13 @@ def _dims(sharding: ir.Attribute) -> Dims:
 
 
 def argument_shardings(function: Op) -> list[ArraySharding | None]:
-    """The shardings of a function's arguments in a module after propagation."""
+    """The shardings of a function's arguments in a module after Shardy's propagation."""
     told = _attrs(function, "arg_attrs")
     return [_sharding(one.get("sdy.sharding"), one.get("sdy.sharding_origins")) for one in told]
 
 
 def result_shardings(operation: Op) -> list[ArraySharding | None]:
-    """The shardings of an operation's results in a module after propagation."""
+    """The shardings of an operation's results in a module after Shardy's propagation."""
     attributes = operation.attributes
     origins = attributes["sdy.sharding_origins"] if "sdy.sharding_origins" in attributes else None
     if operation.name == "sdy.sharding_constraint":
@@ -230,8 +230,10 @@ def _name(location: ir.Location) -> str:
 
 
 def _with_sharding(attrs: Mapping[str, ir.Attribute], mesh: str, dims: Dims | None) -> dict[str, ir.Attribute]:
-    """The attributes of an argument with another sharding. Input-output aliasing becomes plain donation, since aliasing
-    depends on the old sharding.
+    """The attributes of an argument with the mesh axes `dims` of each dimension.
+
+    `mesh` is the name of the mesh. If `dims` is `None`, the compiler may choose the sharding. Input-output aliasing
+    becomes plain donation, since aliasing depends on the old sharding.
     """
     kept = {name: one for name, one in attrs.items() if name not in ("sdy.sharding", "tf.aliasing_output")}
     if "tf.aliasing_output" in attrs:
@@ -305,13 +307,14 @@ def place_text(source: Frame | None) -> str:
 
 
 def opened(given: object) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr, and the constants, of a `ClosedJaxpr`. A `Jaxpr` is returned unchanged, with no constants."""
+    """The jaxpr and the constants of a `ClosedJaxpr`. A `Jaxpr` is returned unchanged, without constants."""
     return (given.jaxpr, given.consts) if isinstance(given, jex.ClosedJaxpr) else (given, ())
 
 
 def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation of a jaxpr under the equation's own name stack and source line, and returns its
-    results.
+    """Evaluates one equation of a jaxpr for the operands `ins`, and returns its results.
+
+    The operations get the equation's own name stack and source line.
     """
     known = {atom: array for atom, array in zip(equation.invars, ins, strict=True) if not isinstance(atom, jex.Literal)}
     alone = jaxpr.replace(

@@ -69,7 +69,8 @@ def propagated(
 
     - `module`: as `partitioned` takes it.
     - `mesh`: the sizes of the mesh axes.
-    - `arguments`, `results`: the mesh axes of each dimension of each argument and result; `None` for a free sharding.
+    - `arguments`, `results`: the mesh axes of each dimension of each argument and result; `None` if Shardy may choose
+        them.
 
     **Raises:**
 
@@ -113,7 +114,7 @@ class _Worker:
         return self._end.alive and self._process.poll() is None
 
     def ask(self, module: bytes, request: dict[str, object]) -> tuple[bytes, str]:
-        """The answer to a request, and an error text. One of them is empty."""
+        """The answer to a request about `module`, and an error text. One of them is empty."""
         source, sink = self._process.stdout, self._process.stdin
         assert source is not None and sink is not None
         with self._lock:
@@ -135,7 +136,10 @@ class _Worker:
 
 @ft.lru_cache(maxsize=1)
 def _worker(_process_id: int) -> _Worker:
-    """The process that partitions modules for this Python process. A forked child starts a process of its own."""
+    """The process that partitions modules for this Python process.
+
+    A forked child starts a process of its own. The argument is this process's id, which is different in a child.
+    """
     return _Worker()
 
 

@@ -39,8 +39,9 @@ _READER = getattr(_CLIENT, "hlo", None) or _CLIENT._xla  # the form in JAX 0.9
 def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
     """The bytecode of the StableHLO module with a sharding on each operation, and an error text. One of them is empty.
 
-    `hlo` is the text right before XLA's Shardy pass. The request has the sizes of the mesh axes, and the mesh axes of
-    each dimension of the program's arguments and results, or `None` for a free sharding.
+    `hlo` is the program's text right before XLA's Shardy pass. `request` has the sizes of the mesh axes, and the mesh
+    axes of each dimension of the program's arguments and results. An argument or result has `None` if Shardy may choose
+    its sharding.
     """
     error = ""
     for origins in ("true", "false"):
@@ -106,7 +107,10 @@ def _module(hlo: bytes, request: dict[str, Any], origins: str) -> Any:
 
 
 def _sharded(dims: Any) -> dict[str, Any]:
-    """The attributes of an argument or result with a sharding over these mesh axes; empty if its sharding is free."""
+    """The attributes of an argument or result that is sharded over the mesh axes `dims`.
+
+    There are none if Shardy may choose its sharding.
+    """
     if dims is None:
         return {}
     cut = [sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], True) for axes in dims]

@@ -69,7 +69,10 @@ def _called(call: Op) -> str:
 
 
 def _is_first_rows(op: Op) -> bool:
-    """Whether an operation slices the first rows of one array of a stack."""
+    """Whether an operation slices the first rows of one array of a stack.
+
+    A stack is an array of arrays along dimension 0, such as the weights of all layers.
+    """
     outer = _sliced(op.operands[0])
     if outer is None:
         return False
@@ -87,7 +90,10 @@ def _sliced(value: ir.Value) -> Op | None:
 
 
 def _first_rows(op: Op) -> list[ir.Value]:
-    """A slice of a stack of arrays and a reshape, in place of a slice of one array that was sliced from the stack."""
+    """A slice and a reshape of a whole stack of arrays, in place of two slices.
+
+    The two slices take one array from the stack, and then its first rows.
+    """
     outer = _sliced(op.operands[0])
     assert outer is not None
     names = ("start_indices", "limit_indices", "strides")
@@ -97,14 +103,18 @@ def _first_rows(op: Op) -> list[ir.Value]:
 
 
 def _is_row_concatenation(op: Op) -> bool:
-    """Whether a concatenation has two operands, and at least one of them is an array of a stack. XLA's partitioner
-    would partition it as a roll.
+    """Whether a concatenation has two operands, at least one of them an array that was sliced from a stack of arrays.
+
+    XLA's partitioner would partition it as a roll.
     """
     return len(op.operands) == 2 and any(_sliced(one) is not None for one in op.operands)
 
 
 def _row_concatenation(op: Op) -> list[ir.Value]:
-    """The elementwise maximum of the operands of a concatenation, each padded with the least number of its dtype."""
+    """The operands of a concatenation, each padded to the whole shape, and their elementwise maximum.
+
+    The padding is the least number of the dtype.
+    """
     made = ir.RankedTensorType(op.results[0].type)
     dim = ir.IntegerAttr(op.attributes["dimension"]).value
     least = stablehlo.ConstantOp(
@@ -166,7 +176,10 @@ def _fft(op: Op) -> list[ir.Value]:
 
 
 def _by_matrix(value: ir.Value, dim: int) -> ir.Value:
-    """The product of dimension `dim` with a square matrix, as complex numbers, at the highest precision."""
+    """The product of dimension `dim` of an array with a square matrix, as complex numbers, at the highest precision.
+
+    The matrix has arbitrary numbers.
+    """
     kind = ir.RankedTensorType(value.type)
     size, rank = kind.shape[dim], kind.rank
     shape = [*(one for at, one in enumerate(kind.shape) if at != dim), size]
@@ -190,7 +203,7 @@ def _by_matrix(value: ir.Value, dim: int) -> ir.Value:
 
 
 def _complex_dot(op: Op) -> list[ir.Value]:
-    """The result of a complex product as three real products."""
+    """The result of a matrix product of complex arrays as three real matrix products."""
     left, right = op.operands
     made = ir.RankedTensorType(op.results[0].type)
     parts = iter([_added(right), stablehlo.RealOp(right).result, stablehlo.ImagOp(right).result])
@@ -207,10 +220,9 @@ def _complex_dot(op: Op) -> list[ir.Value]:
 
 
 def _three_products(value: ir.Value, by: Callable[[ir.Value], ir.Value]) -> ir.Value:
-    """A complex product from three real products: of the sum of real and imaginary parts, of the real parts, and of the
-    imaginary parts.
+    """A complex matrix product from three real ones: of the sums of real and imaginary parts, and of each of the parts.
 
-    `by` multiplies a real operand by the corresponding part of the other operand.
+    `value` is one operand. `by` multiplies a real array by the corresponding part of the other operand.
     """
     whole = by(_added(value))
     real, imaginary = by(stablehlo.RealOp(value).result), by(stablehlo.ImagOp(value).result)
@@ -248,8 +260,9 @@ def _is_iota_column(op: Op) -> bool:
 
 
 def _iota_column(op: Op) -> list[ir.Value]:
-    """A constant with the numbers of a reshaped iota, since the partitioner does not follow an iota through a
-    reshape.
+    """A constant with the numbers of a reshaped iota.
+
+    XLA's partitioner does not follow an iota through a reshape.
     """
     kind = ir.RankedTensorType(op.results[0].type)
     numbers: Any = np.arange(max(kind.shape), dtype=np.int32).reshape(kind.shape)

@@ -29,7 +29,7 @@ _OPTIONS: Mapping[Platform, Mapping[str, str]] = {"tpu": {"xla_disable_hlo_passe
 
 @runtime_checkable
 class _JaxTraced(Protocol):
-    """The traced step that the `trace` method of `jax.jit` and `shardfx.filter_jit` returns."""
+    """The traced step that the `trace` method of a function from `jax.jit` or `shardfx.filter_jit` returns."""
 
     jaxpr: Any
 
@@ -54,8 +54,9 @@ class EquinoxJitted(Protocol):
 
 @runtime_checkable
 class _NamedTrace(Protocol):
-    """The traced step that the `trace` method of `shardfx.filter_jit` returns. It has the path of each array, by the
-    array's name in the program's text.
+    """The traced step that the `trace` method of a function from `shardfx.filter_jit` returns.
+
+    It has the path of each array, by the array's name in the program's text.
     """
 
     traced: Any
@@ -266,7 +267,11 @@ def _named(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
 def _traced(
     fn: Callable[..., object], args: Sequence[object], mesh: Any, donated: tuple[bool, bool] = (False, False)
 ) -> Step:
-    """Traces a function. Leaves that are not arrays become constants of the program, as in `equinox.filter_jit`."""
+    """Traces the function `fn` for the arguments `args` on the mesh `mesh`.
+
+    Leaves that are not arrays become constants of the program, as in `equinox.filter_jit`. `donated` says whether the
+    first argument is donated, and whether the others are.
+    """
     flats = [flatten(arg) for arg in args]
     words = argument_names(fn, len(args))
     found = [

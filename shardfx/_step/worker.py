@@ -64,7 +64,10 @@ def _shardy() -> types.ModuleType:
 
 
 def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: float, dumped: str) -> tuple[bytes, str]:
-    """The text of the program at one stage of XLA's pipeline, and an error text. One of them is empty."""
+    """The text of the program at one stage of XLA's pipeline, and an error text. One of them is empty.
+
+    `dumped` names the stage. `options` are XLA's debug options, and `seconds` is the longest time that XLA may take.
+    """
     with tempfile.TemporaryDirectory(prefix="shardfx-") as folder:
         reading, writing = os.pipe()
         child = os.fork()
@@ -83,7 +86,10 @@ def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: f
 
 
 def _compile(module: bytes, devices: int, debug_options: dict[str, str | int], writing: int) -> None:
-    """Compiles the module in the child process, and writes the error if there is one. It never returns."""
+    """Compiles the module in the child process, and writes an error, if there is one, to the pipe `writing`.
+
+    It never returns.
+    """
     # XLA writes its warnings to standard error, and nothing may reach the standard output of the parent.
     silence = os.open(os.path.join(str(debug_options["xla_dump_to"]), "stderr"), os.O_WRONLY | os.O_CREAT)
     for stream in (0, 1, 2):
@@ -109,8 +115,9 @@ def _compile(module: bytes, devices: int, debug_options: dict[str, str | int], w
 
 
 def _text_from(folder: str, dumped: str, reading: int, deadline: float) -> tuple[bytes, str]:
-    """The dumped text, and an error text. It returns when the dump is complete, when the child ends, or at the
-    deadline.
+    """The text that XLA dumps to `folder` at the stage `dumped`, and an error text from the pipe `reading`.
+
+    The function returns when the dump is complete, when the child process ends, or at the deadline.
     """
     said = None
     while True:
@@ -130,10 +137,9 @@ def _text_from(folder: str, dumped: str, reading: int, deadline: float) -> tuple
 
 
 def _whole(path: str) -> bytes:
-    """The text of a module that XLA dumps; "" until XLA has written all of it.
+    """The text of a module that XLA dumps to `path`; "" until XLA has written all of it.
 
-    The text is complete if it has an entry computation and ends with a brace on a line, since the entry computation is
-    last.
+    The text is complete if it has an entry computation, which is last, and ends with a brace on a line.
     """
     with open(path, "rb") as file:
         # A large file is checked many times while it is written.
@@ -146,7 +152,7 @@ def _whole(path: str) -> bytes:
 
 
 def _error_output(folder: str) -> str:
-    """The end of the error output of a child that XLA aborted."""
+    """The end of the error output, in `folder`, of a child process that XLA aborted."""
     with open(os.path.join(folder, "stderr"), "rb") as file:
         return f"XLA aborted: {file.read()[-2000:].decode(errors='replace')}"
 

@@ -167,12 +167,18 @@ def extents_of(chip: Chip, devices: int) -> tuple[int, ...]:
 
 
 def closed(chip: Chip, extents: Sequence[int]) -> tuple[bool, ...]:
-    """Whether links connect the two ends of each dimension of a slice."""
+    """Whether links connect the two ends of each dimension of a slice.
+
+    `extents` has the chips along each dimension.
+    """
     return wraps(chip.kinds[0] if chip.kinds else "", extents)
 
 
 def average_network(chip: Chip, extents: Sequence[int]) -> AverageNetwork:
-    """Averages over the network of a slice. A closed ring has twice the bandwidth: it sends in both directions."""
+    """Averages over the network of a slice with `extents` chips along its dimensions.
+
+    A closed ring has twice the bandwidth: it sends in both directions.
+    """
     link = float(chip.link_bytes_per_second)
     if not chip.torus_dims:
         return AverageNetwork(link, 0.0, float(chip.island_chips * chip.devices_per_chip))
@@ -183,7 +189,8 @@ def average_network(chip: Chip, extents: Sequence[int]) -> AverageNetwork:
 def axes_on(chip: Chip, extents: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[Ring, ...]]:
     """The dimensions of a slice that each mesh axis spans, one `Ring` per dimension.
 
-    Dimensions are assigned to the last mesh axis first. An axis gets whole dimensions of the slice before parts.
+    `extents` has the chips along each dimension of the slice, and `sizes` the size of each mesh axis. Dimensions are
+    assigned to the last mesh axis first. An axis gets whole dimensions of the slice before parts.
     """
     ends, left, cores, found = closed(chip, extents), list(extents), chip.devices_per_chip, {}
     for name in reversed(tuple(sizes)):

@@ -40,7 +40,8 @@ class DimKey(NamedTuple):
 class Stop(NamedTuple):
     """The operation where a mesh axis stopped propagating to an array.
 
-    A factor of the operation's sharding rule belongs to a dimension of two arrays. The axis shards only one of the two.
+    One dimension of the operation is sharded over the axis. Another belongs to the same factor of the operation's
+    sharding rule (Shardy's), so the axis could shard it too, but does not.
 
     **Arguments:**
 
@@ -60,7 +61,9 @@ class Stop(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """An operation in which a mesh axis shards dimensions of two different factors, in two arrays.
+    """An operation in which a mesh axis shards two dimensions that cannot both be sharded over it.
+
+    The two dimensions, of two arrays, belong to different factors of the operation's sharding rule (Shardy's).
 
     **Arguments:**
 
@@ -76,7 +79,7 @@ class Conflict(NamedTuple):
 
 
 class Graph:
-    """The arrays of a step after propagation, and the operations between them."""
+    """The arrays of a step after Shardy's propagation, and the operations between them."""
 
     def __init__(self, program: Program):
         self.program, self.values, self.operations = program, program.values, program.operations
@@ -95,9 +98,10 @@ class Graph:
 
     @ft.cached_property
     def factors(self) -> list[list[tuple[DimKey, int]]]:
-        """For each operation, the dimensions of its arrays, each with its major-most factor.
+        """For each operation, the dimensions of its arrays, each with a factor of the operation's sharding rule
+        (Shardy's).
 
-        A mesh axis that shards a dimension shards this factor.
+        It is the major-most factor of the dimension: a mesh axis that shards the dimension shards this factor.
         """
         found = []
         for made in self.operations:
@@ -111,7 +115,7 @@ class Graph:
         return dims[one.dim] if one.dim < len(dims) else ()
 
     def chain(self, value: int, axis: str) -> list[int]:
-        """The operations on a shortest path from the origin of a mesh axis to an array."""
+        """The operations on a shortest path from the origin of the mesh axis `axis` to array number `value`."""
         before, chain = self.paths(axis, self.shardings[value].origins.get(axis, "")), []
         while (step := before.get(value)) is not None:
             operation, value = step
@@ -119,10 +123,10 @@ class Graph:
         return chain[::-1]
 
     def _paths(self, axis: str, origin: str) -> Steps[int]:
-        """The shortest paths on which a mesh axis propagated from one origin.
+        """The shortest paths on which a mesh axis propagated from one origin (an argument, a result or a constraint).
 
-        The result has, for each array that has the axis from this origin, the previous array on the path, and the
-        operation between the two arrays.
+        For each array that has the axis from this origin, the result has the operation before it on the path, and the
+        array before that operation. It has `None` for the arrays at the origin.
         """
         kind, _, number = origin.partition(": ")
         sources = self.constraints.get(origin, ())
@@ -142,7 +146,10 @@ class Graph:
 
     @ft.cached_property
     def constraints(self) -> dict[str, list[int]]:
-        """The arrays that each sharding constraint returns, by the name of the constraint in Shardy's origins."""
+        """For each sharding constraint, the arrays that it returns.
+
+        A key is the name that Shardy gives the constraint as the origin of a mesh axis.
+        """
         found: dict[str, list[int]] = {}
         for made in self.operations:
             if made.name == "sharding_constraint":
@@ -153,7 +160,7 @@ class Graph:
     def stop_of(self, value: int, axis: str) -> Stop | None:
         """The nearest operation where a mesh axis stopped propagating to the array number `value`.
 
-        It is `None` if the axis shards no array from which it could have propagated.
+        It is `None` if the mesh axis shards no array from which it could have propagated.
         """
         shape = self.values[value].shape
         starts = [DimKey(value, dim) for dim in range(len(shape)) if axis not in self.axes_of(DimKey(value, dim))]
@@ -170,20 +177,28 @@ class Graph:
         return Stop(back[-1].dim, with_axis, last, operation, next(named, self._stacked(last)))
 
     def _as_carried(self, one: DimKey) -> DimKey:
-        """For a dimension of a loop-carried array, the same dimension of the array that the loop's body returns as its
-        next value. Dimensions of other arrays are returned unchanged.
+        """The dimension `one`, if its array is not carried by a loop.
+
+        For a loop-carried array, the same dimension of the array that the loop's body returns as its next value.
         """
         return DimKey(self.next_carried.get(one.value, one.value), one.dim)
 
     def _is_of_loop(self, value: int) -> bool:
-        """Whether an array is only a loop's bookkeeping: a loop-carried array, a stack, or a slice of a stack."""
+        """Whether an array is only a loop's bookkeeping: a loop-carried array, a stack, or a slice of a stack.
+
+        A stack has one slice for each iteration of a loop.
+        """
         made = self.operations[self.makers[value]] if value in self.makers else None
         if made is None or made.name in _RESHAPED:
             return made is not None and all(map(self._is_of_loop, made.ins))
         return made.name in _LOOP_OPERATIONS
 
     def _stacked(self, stack: DimKey) -> DimKey:
-        """The dimension of the value that a loop's body writes into a stack, from the dimension of the stack."""
+        """The dimension of the value that a loop's body writes into a stack, from the dimension `stack` of the stack.
+
+        A stack has one slice for each iteration of a loop, and the value is one slice. If the value is not found, the
+        result is the dimension of the stack.
+        """
         here = stack
         for _ in range(_DEEP):
             here = self._as_carried(here)
@@ -198,7 +213,10 @@ class Graph:
         return self._as_carried(stack)
 
     def _neighbours(self, here: DimKey) -> Iterator[tuple[int, DimKey]]:
-        """Yields the dimensions that have a factor in common with the dimension `here`, each with the operation."""
+        """Yields the dimensions that an operation shards like the dimension `here`, each with the operation's number.
+
+        In the operation's sharding rule (Shardy's), they have a factor in common.
+        """
         for at in self.operations_of[here.value]:
             factors = {factor for one, factor in self.factors[at] if one == here}
             for one, factor in self.factors[at]:
@@ -207,7 +225,9 @@ class Graph:
 
     @ft.cached_property
     def conflicts(self) -> list[Conflict]:
-        """The operations in which a mesh axis shards dimensions of two different factors."""
+        """The operations in which a mesh axis shards dimensions of two different factors of the sharding rule
+        (Shardy's).
+        """
         found: list[Conflict] = []
         for at, made in enumerate(self.operations):
             dims_of: dict[str, list[tuple[DimKey, int]]] = {}
@@ -222,10 +242,10 @@ class Graph:
 
 
 def _search(before: dict[_T, tuple[int, _T] | None], edges: Callable[[_T], Iterable[tuple[int, _T]]]) -> Iterator[_T]:
-    """Yields the items that a breadth-first search from the keys of `before` reaches.
+    """Yields the items that a breadth-first search from the keys of `before` reaches, without the keys.
 
-    The search records the predecessor of each item in `before`. `edges` returns the neighbours of an item, each with
-    the operation between the two.
+    `edges` returns the neighbours of an item, each with the number of the operation between the two. The search adds
+    each new item to `before`, with that operation and the item from which it was reached.
     """
     queue = deque(before)
     while queue:

@@ -41,10 +41,11 @@ class ArgumentPurpose(NamedTuple):
 def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]:
     """The arrays of a step's arguments, each with its purpose, in the order of the program's parameters.
 
-    An array has a new value if the step returns a subtree of the same structure, shapes and dtypes, computed from the
-    old one. In a step with gradients, such an array is a parameter if the forward pass reads it, and else optimizer
-    state. In a step without gradients, it is a cache. The other arrays are the batch or constant weights: an array is
-    part of the batch if its first dimension has the size of the batch.
+    The step can return a subtree that is computed from a subtree of its arguments and has the same structure, shapes
+    and dtypes. The arrays of that subtree then have a new value. In a step with gradients, an array with a new value is
+    a parameter if the forward pass reads it. Otherwise it is optimizer state. In a step without gradients, it is a
+    cache. The other arrays are the batch or constant weights. Such an array is part of the batch if its first dimension
+    has the size of the batch.
 
     **Arguments:**
 
@@ -107,7 +108,7 @@ def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
 def _subtrees(arrays: Sequence[tuple[str, object]]) -> Iterator[tuple[object, list[int]]]:
     """Yields the structure of each subtree of a tree, and the numbers of its arrays. Larger subtrees come first.
 
-    `arrays` has the path of each array of the tree, and its shape and dtype.
+    `arrays` has, for each array of the tree, its path and its shape and dtype.
     """
     parts = [path.split("/") for path, _ in arrays]
     for depth in range(max(map(len, parts), default=0) + 1):
@@ -120,7 +121,10 @@ def _subtrees(arrays: Sequence[tuple[str, object]]) -> Iterator[tuple[object, li
 
 
 def _comes_from(result: int, given: int, uses: Uses) -> bool:
-    """Whether only elementwise operations, in-place updates and resharding compute a result from an argument."""
+    """Whether only elementwise operations, in-place updates and resharding lead from an argument to a result.
+
+    `result` and `given` are the numbers of the two values. `uses` has the operations that make each value.
+    """
 
     def before(value: int) -> Sequence[int]:
         op = uses.maker.get(value)
@@ -137,7 +141,10 @@ def _comes_from(result: int, given: int, uses: Uses) -> bool:
 
 
 def _is_read_forward(value: int, uses: Uses) -> bool:
-    """Whether the forward pass, or any operation that is not elementwise, reads a value."""
+    """Whether the forward pass, or any operation that is not elementwise, reads value number `value`.
+
+    `uses` has the operations that read each value.
+    """
 
     def forms(value: int) -> Iterator[int]:
         for op, _, _ in uses.users.get(value, ()):
@@ -148,9 +155,10 @@ def _is_read_forward(value: int, uses: Uses) -> bool:
 
 
 def _batch_size(ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
-    """The size of the batch; `None` if every array has a group in `groups`.
+    """The size of the batch; `None` if every array already has a group in `groups`.
 
-    It is the first dimension of the largest integer array without a group, or else of the last array without a group.
+    It is the first dimension of the largest integer array without a group. If there is none, it is the first dimension
+    of the last array without a group. `ours` and `dtypes` are the arrays of the arguments and their dtypes.
     """
     left = [(one, dtype) for one, dtype, group in zip(ours, dtypes, groups, strict=True) if not group and one.shape]
     # A PRNG key has at most four words.
@@ -165,9 +173,10 @@ def _is_whole_number(dtype: str) -> bool:
 
 
 def _moment_group(path: str, parameters: Set[str]) -> str:
-    """The group of an array of the optimizer's state: "optimizer: " and the part of its path before a parameter's path.
+    """The group of the optimizer's array with this path, such as "optimizer: mu".
 
-    `parameters` has the paths of the parameters within their argument, and all suffixes of these paths.
+    It is "optimizer: " and the part of the path before a parameter's path: for "state/mu/layers/up", "mu". `parameters`
+    has the paths of the parameters within their argument, and all suffixes of these paths.
     """
     parts = path.split("/")
     for at in range(1, len(parts)):

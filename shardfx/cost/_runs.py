@@ -68,7 +68,8 @@ def _calls(module: HloModule, name: str, instruction: Instruction, own: Runs) ->
     """Yields, for each computation that an instruction calls: the name of the computation, its enclosing loops and
     branches, and the number of calls per run of the instruction.
 
-    `name` is the computation that contains the instruction. `own` has the loops and branches that enclose it.
+    `name` is the computation that contains the instruction. `own` has the loops and branches that enclose that
+    computation.
     """
     around = module.computations[name]
     if instruction.opcode == "while":
@@ -122,7 +123,8 @@ def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instr
 def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | None:
     """The trip count of a loop over an integer counter; `None` if the loop never ends.
 
-    The counter goes from `start` in increments of `step`, as long as its comparison with `stop` in `direction` is true.
+    The counter goes from `start` in increments of `step`, as long as its comparison with `stop` is true. `direction` is
+    HLO's name of the comparison: for 0, 2, 5 and "LT" (less than), the trip count is 3.
     """
     if not _COMPARISONS[direction](start, stop):
         return 0
@@ -134,9 +136,10 @@ def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | No
 def _fusion_root(
     module: HloModule, scope: Mapping[str, Instruction], one: Instruction
 ) -> tuple[Instruction, Mapping[str, Instruction]]:
-    """The instruction that computes the result of `one`, and the instructions by name that it can have as operands.
+    """The instruction that computes the result of `one`, and the instructions that it can have as operands, by name.
 
-    For a fusion, this is the root of the fusion's computation. Other instructions are returned unchanged.
+    For a fusion, the first is the root of the fusion's computation. For any other instruction, it is `one` itself, and
+    the second is `scope`, the instructions around it.
     """
     if one.opcode != "fusion":
         return one, scope
@@ -146,10 +149,10 @@ def _fusion_root(
 
 
 def _scalar(module: HloModule, scope: Mapping[str, Instruction], name: str) -> tuple[int | None, int] | None:
-    """An integer value as a loop-carried integer plus a constant; `None` for any other value.
+    """The integer value `name` as a loop-carried integer plus a constant; `None` for any other value.
 
-    The result is the index of the loop-carried integer in the loop's tuple, and the constant that is added to it. The
-    index is `None` if the value is a constant.
+    The result is the index of the loop-carried integer in the loop's tuple, and the constant: (2, 1) for element 2 plus
+    1. The index is `None` if the value is a constant. `scope` has the instructions by name.
     """
     if name not in scope:
         return None

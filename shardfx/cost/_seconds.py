@@ -144,9 +144,9 @@ def seconds(
 
 
 def _extents(given: str, usual: tuple[int, ...], chip: chips.Chip) -> tuple[int, ...]:
-    """The extents of a slice from their text: (4, 8) for "4x8".
+    """The extents of a slice from their text `given`: (4, 8) for "4x8".
 
-    Raises `MeshError` if the extents have not as many dimensions and chips as `usual`.
+    Raises `MeshError` if they have not as many dimensions and chips as `usual`, the extents nearest to a cube.
     """
     parts = given.lower().split("x")
     found = tuple(int(part) for part in parts if part.isdigit())
@@ -170,7 +170,10 @@ def _row(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip
 
 
 def _rate(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip) -> tuple[float, str]:
-    """The bytes per second that enter a device during a collective, and a description of the links that limit them."""
+    """The bytes per second that enter a device during a collective, and a description of the links that limit them.
+
+    `axes` has, for each mesh axis, the dimensions of the slice that it spans.
+    """
     link = chip.link_bytes_per_second
     if not chip.torus_dims:
         return link, "a switch"

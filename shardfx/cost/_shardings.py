@@ -192,8 +192,10 @@ class StepShardings:
 
     @property
     def conflicts(self) -> tuple[str, ...]:
-        """A sentence for each operation in which a mesh axis shards dimensions of two factors, so that an array is
-        gathered.
+        """A sentence for each operation in which a mesh axis shards two dimensions that cannot both be sharded over it.
+
+        One of the two arrays is gathered. The two dimensions belong to different factors of the sharding rule
+        (Shardy's).
         """
         return self._known.conflicts
 
@@ -208,7 +210,7 @@ class StepShardings:
         return dataclasses.replace(traffic, rows=tuple(map(self._known.annotated, traffic.rows)))
 
     def of_held(self, array: LiveArray) -> tuple[ArrayRow | None, str]:
-        """The row of an array in memory, and the reason why the array is not sharded further, or "".
+        """The row of the array `array` in memory, and the reason why it is not sharded further, or "".
 
         The row is found by source line and size; `None` if no row has them.
         """
@@ -281,7 +283,7 @@ def shardings(
 
 
 def explained(step: object, line: str, args: Sequence[object], compiler: Platform | str = "tpu") -> StepShardings:
-    """The shardings of the arrays that one source line of a step computes.
+    """The shardings of the arrays that the source line `line` of a step computes.
 
     The notes have a sentence for each collective of this line, with the reason for the collective.
     """
@@ -358,7 +360,9 @@ class _Explainer:
         return tuple(line for line, _ in itertools.groupby(lines) if line is not None)
 
     def name(self, origin: str) -> str:
-        """The name of a mesh axis's origin: "params/w", "result 0/w" or "the constraint at train.py:41"."""
+        """The name of a mesh axis's origin, from Shardy's text: "params/w", "result 0/w" or "the constraint at
+        train.py:41".
+        """
         kind, _, number = origin.partition(": ")
         if kind == "input":
             one = self.step.arguments[int(number)]
@@ -378,7 +382,7 @@ class _Explainer:
         return tuple(flatten(self.step.traced.out_info).paths)
 
     def origin_of(self, value: int, axis: str) -> str:
-        """The name of the argument, result or constraint from which an array has a mesh axis."""
+        """The name of the argument, result or constraint from which array number `value` has a mesh axis."""
         origin = self.graph.shardings[value].origins.get(axis, "")
         if origin != "self":
             return self.name(origin)
@@ -386,7 +390,7 @@ class _Explainer:
         return self._constraint(value) if is_made else self.name(f"input: {self.graph.program.arguments.index(value)}")
 
     def wanted(self, row: ArrayRow) -> Iterator[Wanted]:
-        """Yields the mesh axes that could shard an array and do not."""
+        """Yields the mesh axes that could shard the array of a row and do not."""
         for axis, size in self.sizes.items():
             stop = self.graph.stop_of(row.number, axis) if size > 1 else None
             if stop is not None:
@@ -411,8 +415,9 @@ class _Explainer:
         return tuple(dict.fromkeys(f"{place_text(self.lines[one.operation])}: {self.sentence(one)}" for one in largest))
 
     def sentence(self, one: Conflict) -> str:
-        """A sentence about a conflict, with the two arrays that are sharded over the mesh axis and the one that is
-        gathered.
+        """A sentence about a conflict, in which two arrays are sharded over one mesh axis.
+
+        It names the two arrays. One keeps the axis, and the other is gathered.
         """
         made = self.graph.operations[one.operation]
         both = " and ".join(self._text(dim, one.axis) for dim in (one.kept, one.moved))
@@ -424,7 +429,10 @@ class _Explainer:
         return f"dimension {dim.dim} of {array_text(value.dtype, value.shape)}{f' (from {by})' if by else ''}"
 
     def gathered(self, source: Frame | None, axes: Sequence[str] | None = None) -> str:
-        """A sentence about the largest conflict at a source line; "" if the line has no conflict."""
+        """A sentence about the largest conflict at a source line, over one of `axes`; "" if the line has none.
+
+        In a conflict, two arrays are sharded over one mesh axis, and one of them is gathered.
+        """
         own = [one for one in self.graph.conflicts if self.lines[one.operation] == source]
         own = [one for one in own if axes is None or one.axis in axes]
         return self.sentence(max(own, key=lambda one: self._bytes(one.moved.value))) if own else ""

@@ -120,8 +120,14 @@ def read(
 class _Found(NamedTuple):
     """The traffic row of one instruction, and how often the instruction's computation runs.
 
-    A TPU's program can have several instructions for one collective. Their rows have equal keys, and `starts` is true
-    for the instruction that starts the collective.
+    A TPU's program can have several instructions for one collective.
+
+    **Arguments:**
+
+    - `row`: the traffic row.
+    - `runs`: how often the instruction's computation runs.
+    - `key`: a value that is equal for the instructions of one collective.
+    - `starts`: whether the instruction starts the collective.
     """
 
     row: TrafficRow
@@ -144,9 +150,10 @@ class _ModuleReader:
         return Origins(self.module)
 
     def collectives(self, runs: Mapping[str, tuple[Runs, ...]]) -> list[_Found]:
-        """The rows of the module's collectives. A collective that runs in several branches or loops has a row for each.
+        """The rows of the module's collectives.
 
-        `runs` is how often each computation runs, from `runs_of`.
+        A collective that runs in several branches or loops has a row for each. For the name of each computation, `runs`
+        has how often it runs, from `runs_of`.
         """
         instructions = [(name, one) for name in runs for one in self.module.computations[name].values()]
         fusions = {target: one.name for _, one in instructions if one.opcode == "fusion" for _, target in one.called}
@@ -172,7 +179,10 @@ class _ModuleReader:
         return kept
 
     def row(self, name: str, instruction: Instruction, runs: Runs) -> TrafficRow | None:
-        """The traffic row of an instruction of the computation `name`; `None` if the instruction is no collective."""
+        """The traffic row of an instruction; `None` if the instruction is no collective.
+
+        `name` is the computation that contains the instruction, and `runs` is how often that computation runs.
+        """
         if is_transfer(instruction):
             collective = transfer_of(instruction, self.positions)
         elif (collective := collective_of(instruction, self.positions.own)) is None:
@@ -212,8 +222,8 @@ class _ModuleReader:
     def kind_of(self, instruction: Instruction, collective: Collective) -> str:
         """The kind of a collective. A permute of a windowed einsum has the kind of the collective that it replaces.
 
-        In a windowed einsum, a loop of permutes and partial products replaces an all-gather before a product, or a
-        reduce-scatter after it. XLA makes it: `EmitWindowedDotGeneral` in xla/service/spmd/dot_handler.cc.
+        In a windowed einsum, a loop of permutes and partial matrix products replaces an all-gather before the product,
+        or a reduce-scatter after it. XLA makes it: `EmitWindowedDotGeneral` in xla/service/spmd/dot_handler.cc.
         """
         is_ring = collective.kind == "collective-permute" and len(collective.groups[0]) == self.positions.devices
         if not is_ring or not _PRODUCT.search(instruction.op_name):
@@ -236,7 +246,7 @@ class _ModuleReader:
 
 
 def _costliest_branches(found: list[_Found]) -> list[_Found]:
-    """The rows, with zero bytes in the branches of a conditional that send less than another branch of it.
+    """The rows, with zero bytes in each branch of a conditional that sends less than another branch of it.
 
     Only one branch runs, and the program does not say which.
     """

@@ -139,7 +139,8 @@ class Traffic:
 def text_of(made: Traffic, most: int | None = None, width: int | None = None) -> list[str]:
     """The lines of a text table of the first `most` rows, followed by the total and the notes.
 
-    Rows of one source line are adjacent, and the source line that sends most comes first.
+    Rows of one source line are adjacent, and the source line that sends most comes first. If the table is wider than
+    `width`, the least informative columns are left out.
     """
     if not made.rows:
         return [f"no traffic: a step on {plural(made.devices, 'device')} sends nothing."]

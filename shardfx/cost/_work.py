@@ -55,8 +55,8 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
     **Arguments:**
 
     - `module`: the program.
-    - `tpu`: whether a TPU runs the program. On a TPU, products read float32 operands as bfloat16. Small loop-carried
-        arrays, such as the weights of a recurrent cell, stay in on-chip memory.
+    - `tpu`: whether a TPU runs the program. On a TPU, matrix products read float32 operands as bfloat16. Small
+        loop-carried arrays, such as the weights of a recurrent cell, stay in on-chip memory.
     """
     runs = runs_of(module)
     flops, moved, cycles = 0.0, _written(module), 0
@@ -78,7 +78,10 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
 
 
 def _moved(computation: Mapping[str, Instruction], instruction: Instruction, tpu: bool, in_loop: bool) -> float:
-    """The bytes that one run of an operation reads from HBM and writes to HBM."""
+    """The bytes that one run of an instruction reads from memory (HBM) and writes to it.
+
+    `computation` has the instructions around it. `tpu` is true for programs of TPUs, and `in_loop` for a loop's body.
+    """
     if instruction.opcode in _IN_PLACE:
         part = _IN_PLACE[instruction.opcode]
         return 2.0 * _bytes(instruction if part is None else computation[instruction.operands[part]])
@@ -94,7 +97,7 @@ def _moved(computation: Mapping[str, Instruction], instruction: Instruction, tpu
 
 
 def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> bool:
-    """Whether an operand in a loop's body is a loop-carried array that is small enough to stay in on-chip memory."""
+    """Whether `one`, an operand in a loop's body, is a loop-carried array small enough to stay in on-chip memory."""
     size = _bytes(one)
     while one.opcode in _PASSED:
         one = computation[one.operands[0]]
@@ -103,7 +106,10 @@ def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> boo
 
 
 def _written(module: HloModule) -> float:
-    """The HBM bytes of the program's results that elementwise operations compute: one read and one write of each."""
+    """The bytes to and from memory (HBM) for the results of the program that elementwise operations compute.
+
+    Each result counts as one read and one write of its size.
+    """
     entry = module.computations[module.entry]
     root = root_of(entry)
     made = [entry[name] for name in root.operands] if root.opcode == "tuple" else [root]
