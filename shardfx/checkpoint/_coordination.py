@@ -95,7 +95,9 @@ class SaveProcesses:
         self._thread.shutdown(wait=False)
 
     def compare(self, facts: Mapping[str, str], lines: Sequence[str]) -> str:
-        """Waits for all processes, compares their arguments, and returns a token that only this save has.
+        """Waits for all processes and compares their arguments.
+
+        Returns a random text, the same on all processes, that no other save has.
 
         **Arguments:**
 
@@ -166,13 +168,13 @@ class SaveProcesses:
         total_bytes: int,
         commit: Callable[[], None],
     ) -> None:
-        """Waits until all processes have written their bytes, and commits the save on the first process.
+        """Waits until all processes have written their bytes. Then the first process alone calls `commit`.
 
         **Arguments:**
 
         - `futures`, `advance`: as in `wait`.
         - `total_bytes`: the number of bytes that all processes must have written.
-        - `commit`: the function that commits the save, which only the first process calls.
+        - `commit`: the function that gives the written files their final name.
         """
         wrote_bytes = self.wait(futures, advance)
         if wrote_bytes < total_bytes:
@@ -200,7 +202,10 @@ class SaveProcesses:
                 self._result("" if error is None else self._failed(self.me, _text(error)))
 
     def _result(self, failed: str = "") -> str:
-        """The text of the commit's error, which the first process sends as `failed`; "" if the commit succeeded."""
+        """The text of an error in the commit (the last step of a save); "" if the commit succeeded.
+
+        The first process passes the text as `failed`, and the other processes receive it.
+        """
         found, _ = self._sent("result", failed)
         return found.get(
             self._first,
@@ -254,8 +259,9 @@ def _text(error: BaseException) -> str:
 
 
 def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
-    """A line of text for each array, with its path, dtype, shape and sharding. Processes that save the same arrays have
-    equal lines.
+    """A line of text for each of `leaves`, with its path, dtype, shape and sharding.
+
+    Processes that save the same arrays have equal lines.
     """
     lines = []
     for path, value in leaves:

@@ -118,8 +118,9 @@ def _nbytes(shape: tuple[int, ...], dtype: object) -> int | None:
 
 @ft.lru_cache(maxsize=256)
 def may_change(stored: Any, to: Any) -> bool:
-    """Whether a cast from dtype `stored` to dtype `to` may change a value, other than by rounding to a smaller
-    floating-point dtype.
+    """Whether a cast from dtype `stored` to dtype `to` may change a value.
+
+    Rounding to a smaller floating-point dtype does not count as a change.
     """
     if jnp.issubdtype(stored, jnp.integer):
         least, most = int(jnp.iinfo(stored).min), int(jnp.iinfo(stored).max)
@@ -165,7 +166,10 @@ def _require_range(dtype: object, values: np.ndarray, name: str) -> None:
 
 
 def _changed(view: np.ndarray, values: np.ndarray) -> np.ndarray | None:
-    """A mask of the values that a cast changed; `None` for casts between integers, which the range check covers."""
+    """A mask of the elements of `values` that a cast to `view` changed.
+
+    `None` for casts between integers, for which the range of the values is checked instead.
+    """
     if jnp.issubdtype(values.dtype, jnp.floating):
         return np.asarray(values.astype(np.float64) != view.astype(np.float64))
     if jnp.issubdtype(view.dtype, jnp.integer):

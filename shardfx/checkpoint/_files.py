@@ -29,7 +29,7 @@ class FilePlace:
     """A checkpoint's directory, and the other directories that its links may lead to, as real paths without links.
 
     It records each opened file by device, inode, size and time of change. Every file must stay unchanged until the
-    checkpoint has been read, because one file decides how the others are read.
+    checkpoint has been read, because the content of one file decides how others are read.
     """
 
     directory: str
@@ -210,13 +210,17 @@ def _finite(text: str) -> float:
 
 
 def _may_hold_odd_integers(data: bytes) -> bool:
-    """Whether JSON text may contain `-0` or a very long integer. Checking each integer takes longer than parsing."""
+    """Whether JSON text may contain `-0` or a very long integer, which need a check of each integer.
+
+    That check takes longer than parsing, so most texts are parsed without it.
+    """
     return b"-0" in data or any(data[at : at + _BLOCK].isdigit() for at in range(0, len(data), _BLOCK))
 
 
 def _whole(text: str) -> int | float:
-    """The number that an integer in JSON text stands for. As in other JSON readers, -0 is a float, and a number that is
-    too large for a double is an error.
+    """The number that an integer in JSON text stands for.
+
+    As in other JSON readers, -0 is a float. A number that is too large for a double is an error.
     """
     if text == "-0":
         return -0.0

@@ -73,7 +73,7 @@ class Index:
         return found
 
     def unknown(self, path: str) -> UnknownPathError:
-        """The error for a path that the index lacks, with similar paths of the index."""
+        """The error for a path that the index lacks, with similar paths that it has."""
         near = near_names(path, self.by_path, 3, 0.5)
         hint = f"; did you mean {' or '.join(map(quoted, near))}?" if near else f"; it has {some(self.by_path)}."
         return UnknownPathError(f"checkpoint {self.directory!r} has no array {quoted(path)}{hint}")
@@ -312,7 +312,7 @@ def structs(index: Index | str | os.PathLike[str], *, prefix: str | None = None)
 
 
 def struct(entry: ArrayEntry, index: Index) -> jax.ShapeDtypeStruct:
-    """The struct of an array's shape and dtype. `CheckpointError` is raised if one of them is unknown."""
+    """The `jax.ShapeDtypeStruct` of an array. Raises `CheckpointError` if its shape or dtype is unknown."""
     if entry.shape is None or entry.dtype is None:
         stored = f"dtype that JAX has (it is stored as {printable(entry.stored)})"
         what = "shape" if entry.shape is None else stored

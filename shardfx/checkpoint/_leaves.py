@@ -49,7 +49,7 @@ class Leaves:
     **Arguments:**
 
     - `arrays`: the path and the value of each array; for an array of PRNG keys, the value is its key data.
-    - `kinds`: the dtypes for which safetensors has no name, by the arrays' paths.
+    - `kinds`: by path, the names of the dtypes that safetensors cannot name.
     - `numbers`: the Python numbers by path.
     """
 
@@ -77,7 +77,10 @@ def plan_of_arrays(tree: object) -> ShardPlan | None:
 
 
 def leaves_to_save(tree: object, own: ShardPlan | None) -> Leaves:
-    """The arrays and Python numbers of a tree with the plan `own`. Raises for a leaf that `load` could not read."""
+    """The arrays and Python numbers of a tree. `own` is the tree's plan, if it has one.
+
+    Raises for a leaf that `load` could not read.
+    """
     if own is None:  # a plan says which leaves are arrays
         own = plan(tree, MeshSpec({"device": 1}), paths=PathRules([(".*", PartitionSpec())]), unused="allow")
     flat = flatten(tree)
@@ -125,13 +128,14 @@ def _check_leaf(path: str, leaf: object, planned: object) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Output:
-    """An array of which this process holds or computes only the boxes that it writes.
+    """An array of which this process holds or computes only the boxes (parts) that it writes.
 
     **Arguments:**
 
     - `shape`, `dtype`: the shape and dtype of the array.
-    - `pieces`: a function that yields the boxes that this process writes, each with its values, which are cast to
-        `dtype` afterwards. The function's argument is whether this process is the first one.
+    - `pieces`: a function that yields the boxes (a start and a stop along each dimension) that this process writes,
+        each with its values. The values are cast to `dtype` afterwards. The function's argument is whether this process
+        is the first one.
     """
 
     shape: tuple[int, ...]
@@ -140,7 +144,15 @@ class Output:
 
 
 def _pieces_of(made: Made, sources: Mapping[str, object], is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
-    """Yields the boxes of a mapped array that this process writes, each with its values."""
+    """Yields the boxes (a start and a stop along each dimension) of a mapped array that this process writes, each with
+    its values.
+
+    **Arguments:**
+
+    - `made`: the array, as strided copies from other arrays.
+    - `sources`: these arrays by path.
+    - `is_first`: whether this process is the first one, which writes constants.
+    """
     for piece in made.pieces:
         if piece.value.path is None:
             for part in dense(piece) if is_first else ():
@@ -163,7 +175,7 @@ def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, n
 
 
 def host_copy(value: Any) -> Output:
-    """A copy in host memory of the boxes that this process writes of an array. The array may then be deleted."""
+    """A copy in host memory of the parts of an array that this process writes. The array may then be deleted."""
     parts = [(box, np.array(memory)) for box, memory in shards_of(value, True)]
     everywhere = not isinstance(value, jax.Array)
     pieces = lambda is_first: iter(parts if is_first or not everywhere else ())
@@ -171,7 +183,11 @@ def host_copy(value: Any) -> Output:
 
 
 def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
-    """The boxes of an array or `Output` that this process writes, each with its values."""
+    """The boxes (a start and a stop along each dimension) of an array or `Output` that this process writes, each with
+    its values.
+
+    `is_first` is whether this process is the first one, which writes NumPy arrays.
+    """
     if isinstance(value, Output):
         yield from value.pieces(is_first)
         return
@@ -189,7 +205,9 @@ def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
 # A model has many arrays of few kinds, and `Shard.replica_id` is computed anew at each access.
 @ft.lru_cache(maxsize=256)
 def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """The box of which a device holds the first replica, by device. Other devices are left out."""
+    """By device, the box (a start and a stop along each dimension) of its shard. Only the first device of each box is
+    included.
+    """
     devices: dict[Box, Any] = {}
     for device, box in shard_boxes(sharding, shape).items():
         devices.setdefault(box, device)
@@ -197,7 +215,7 @@ def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def exported(leaves: Leaves, map: TreeMap, like: object) -> Leaves:
-    """The arrays that a map makes of the arrays of a tree. `like` is the argument of `save`."""
+    """The arrays that `map` makes of the arrays in `leaves`. `like` is the argument of `save`."""
     source = {}
     for path, value in leaves.arrays:
         keys = prng.key_named(leaves.kinds.get(path))

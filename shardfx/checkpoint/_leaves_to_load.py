@@ -33,7 +33,7 @@ class LeafToLoad:
 
     - `path`, `shape`, `dtype`, `sharding`: the path, shape, dtype and sharding of the array that is read.
     - `entries`: the stored arrays from which the leaf is made.
-    - `pieces`: the parts of the stored arrays, and their positions in the leaf; `None` if the leaf is one stored array.
+    - `pieces`: the strided copies from the stored arrays that fill the leaf; `None` if the leaf is one stored array.
     - `keys`: for key data, the dtype of the PRNG keys; `None` for all other arrays.
     - `is_cast_by_map`: whether a map states every cast. Then no value is refused because a cast changes it.
     """
@@ -54,6 +54,11 @@ def leaves_to_load(
     """The leaves to load for a plan; and a function that makes the tree from their loaded arrays.
 
     Raises one error with every leaf that cannot be read, or with every stored array that no leaf uses.
+
+    **Arguments:**
+
+    - `index`: the arrays of the checkpoint.
+    - `plan`, `dtype`, `map`, `unread`: as in `load`.
     """
     target = target_of(plan, "load")
     if map is not None:
@@ -106,7 +111,10 @@ def _require_all_read(index: Index, target: Target) -> None:
 
 
 def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[LeafToLoad]:
-    """The leaves to load through a map, each with the stored arrays from which the map makes the leaf."""
+    """The leaves of `target` to load through a map, each with the stored arrays from which the map makes the leaf.
+
+    `dtype` is the argument of `load`.
+    """
     source = {entry.path: Struct(entry.shape or (), entry.dtype) for entry in index.entries}
     # The dtype of a leaf is decided below, by the rules of all loading.
     leaves = {path: Struct(tuple(leaf.shape), leaf.dtype if dtype is None else None) for path, leaf in target.arrays}
@@ -120,7 +128,10 @@ def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[L
 
 
 def _numbers(index: Index, target: Target, problems: list[tuple[str, CheckpointError | None]]) -> dict[int, Any]:
-    """The Python numbers that a checkpoint has for a tree, by position. Each missing number is added to `problems`."""
+    """The Python numbers that a checkpoint has for the tree of `target`, by position among the leaves.
+
+    Each number that the checkpoint lacks is added to `problems`, as its path and an error.
+    """
     saved = from_metadata(index.metadata, index.directory)
     kept: dict[int, Any] = {}
     for at, path, value in target.others:
@@ -164,9 +175,17 @@ def _leaf(
     what: str,
     made: Made | None = None,
 ) -> LeafToLoad:
-    """A leaf to load, from arrays of dtype `stored`. Raises if the planned dtype needs a cast that is not allowed.
+    """A leaf to load. Raises if the planned dtype needs a cast that is not allowed.
 
-    `made` is the map's result for the leaf; without a map, the leaf is the only array in `entries`.
+    **Arguments:**
+
+    - `path`: the path of the leaf.
+    - `planned`: the leaf's dtype and sharding in the plan.
+    - `shape`, `stored`: the shape and dtype before a cast.
+    - `entries`: the stored arrays from which the leaf is made.
+    - `dtype`: the argument of `load`, which says what casts are allowed.
+    - `what`: the name of the leaf in errors.
+    - `made`: the strided copies by which a map makes the leaf. Without a map, the leaf is the only array in `entries`.
     """
     if not _is_keys(planned.dtype, stored, what):
         to = _dtype(planned.dtype, stored, dtype, what)
@@ -197,7 +216,11 @@ def _loadable(index: Index, name: str) -> FileArray | StoreArray:
 
 
 def _is_keys(planned: object, stored: object, what: str) -> bool:
-    """Whether a leaf holds PRNG keys. Raises if only one of the dtypes is a dtype of keys, which are never cast."""
+    """Whether a leaf, called `what` in errors, holds PRNG keys.
+
+    `planned` and `stored` are its dtypes in the plan and in the checkpoint. Raises if only one of them is a dtype of
+    keys, which are never cast.
+    """
     kinds = [prng.is_key(planned), prng.is_key(stored)]
     if stored == planned or not any(kinds):
         return kinds[0]
@@ -216,7 +239,11 @@ def _is_keys(planned: object, stored: object, what: str) -> bool:
 
 
 def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
-    """The dtype in which a leaf is read. Raises if the dtype needs a cast that `asked` does not allow."""
+    """The dtype in which a leaf, called `what` in errors, is read.
+
+    `planned` and `stored` are its dtypes in the plan and in the checkpoint. `asked` is the argument `dtype` of `load`.
+    Raises if the dtype needs a cast that `asked` does not allow.
+    """
     both = jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(planned, jnp.floating)
     to = jnp.dtype(asked) if asked != "plan" and asked is not None and both else planned
     if asked != "plan" and (asked is None or not both) and stored != planned:
@@ -235,5 +262,5 @@ def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
 
 
 def box_bytes(box: Box, dtype: object) -> int:
-    """The number of bytes of a box in memory."""
+    """The number of bytes in memory of a box (a start and a stop along each dimension)."""
     return volume(box) * itemsize(dtype)

@@ -173,17 +173,20 @@ def is_on_cpu(sharding: Sharding) -> bool:
 
 
 def moved(filled: np.ndarray, devices: Sequence[object], sharding: Sharding) -> list[Any]:
-    """Copies a box from host memory to each device that holds it, and returns the single-device arrays."""
+    """Copies one shard from host memory (`filled`) to each of `devices`, and returns the single-device arrays.
+
+    The memory kind is that of `sharding`.
+    """
     kind = sharding.memory_kind
     return [jax.device_put(filled, SingleDeviceSharding(device, memory_kind=kind)) for device in devices]
 
 
 class Kind(NamedTuple):
-    """The boxes that this process holds of each leaf with a certain shape, dtype and sharding.
+    """The parts of a leaf that this process loads. Leaves with equal shape, dtype and sharding share one `Kind`.
 
     **Arguments:**
 
-    - `boxes`: the boxes of the leaf that this process holds.
+    - `boxes`: the boxes of this process's shards. A box is a start and a stop along each dimension.
     - `devices`: for each box, the devices that hold it.
     - `shapes`, `sizes`: for each box, its shape and its bytes.
     - `is_on_cpu`: whether the bytes are read directly into the memory of the array, without a copy to a device.
@@ -197,11 +200,13 @@ class Kind(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """The boxes of one leaf that are loaded together: all boxes, or one box of a leaf that exceeds the memory limit.
+    """The boxes (a start and a stop along each dimension) of one leaf that are loaded together.
+
+    They are all boxes that this process loads. For a leaf that exceeds the memory limit, a unit has one box.
 
     **Arguments:**
 
-    - `number`: the number of the leaf in the plan.
+    - `number`: the position of the leaf in the plan.
     - `leaf`, `kind`: the leaf, and the boxes to load.
     - `nbytes`: the number of bytes of the boxes.
     """
@@ -213,12 +218,16 @@ class Unit(NamedTuple):
 
     @property
     def staging_bytes(self) -> int:
-        """The bytes of host memory that the unit occupies until its boxes are copied to devices; 0 on CPUs."""
+        """The bytes of host memory that the boxes occupy until they are copied to devices; 0 on CPUs."""
         return 0 if self.kind.is_on_cpu else self.nbytes
 
 
 def units_of(leaves: Sequence[LeafToLoad], asked_limit: int | None) -> tuple[list[Unit], int]:
-    """The units of leaves, in the order of their positions in the files; and the memory limit in bytes."""
+    """Divides leaves into units (boxes of one leaf that are loaded together), in the order of their positions in the
+    files.
+
+    Also returns the memory limit in bytes: `asked_limit`, or the default if that is `None`.
+    """
     known: dict[object, Kind] = {}
     whole = [_unit(number, leaf, known) for number, leaf in enumerate(leaves)]
     staged = [(max(unit.kind.sizes, default=0), unit.leaf.path) for unit in whole if not unit.kind.is_on_cpu]
@@ -269,8 +278,14 @@ Group = list[tuple[Unit, list[np.ndarray]]]
 class Flight:
     """The reads of a load that are in progress. A limit bounds the bytes in host memory that are not yet on devices.
 
-    By the number of its leaf, `filled` holds the boxes of a leaf on CPUs and their memory, and `placed` the arrays on
-    single devices of any other leaf.
+    A leaf is known by its position in the plan. For a leaf on CPUs, `filled` has its boxes (a start and a stop along
+    each dimension) and their memory. For any other leaf, `placed` has its arrays on single devices.
+
+    **Arguments:**
+
+    - `pool`: the threads that read.
+    - `limit`: the limit in bytes.
+    - `bar`: the progress line.
     """
 
     def __init__(self, pool: concurrent.futures.Executor, limit: int, bar: Progress):
@@ -281,7 +296,10 @@ class Flight:
         self.placed: dict[int, list[jax.Array]] = {}
 
     def admit(self, units: Sequence[Unit], tasks_of: Callable[[Group], Sequence[Task]]) -> None:
-        """Waits until units fit into the memory limit, and starts to read them."""
+        """Waits until `units` (boxes to load) fit into the memory limit, and starts to read them.
+
+        `tasks_of` returns the functions that read the units, given the memory for each.
+        """
         coming = sum(unit.staging_bytes for unit in units)
         while self._open and self._staging_bytes + coming > self._limit:
             self._land_first()
@@ -355,7 +373,10 @@ def _read(
 
 
 def _tasks(files: Files, gap_bytes: int, missing_chunks: MissingChunks, group: Group) -> list[Task]:
-    """The functions that read a group of units, for a pool of threads: one function for a group of several units."""
+    """The functions that read the units (boxes to load) of a group, for a pool of threads.
+
+    A group of several units is small, and is read by one function.
+    """
     reads: list[Read] = []
     others: list[Task] = []
     for unit, memory in group:
@@ -380,7 +401,9 @@ def _tasks(files: Files, gap_bytes: int, missing_chunks: MissingChunks, group: G
 
 
 def _assembled(landed: Flight, number: int, leaf: LeafToLoad) -> jax.Array:
-    """The array of `leaf`, whose number is `number`, from finished reads. Key data becomes an array of PRNG keys."""
+    """The array of `leaf`, whose position in the plan is `number`, from the finished reads `landed`. Key data becomes
+    an array of PRNG keys.
+    """
     if number in landed.placed:
         array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, landed.placed[number])
     else:

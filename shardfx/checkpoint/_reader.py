@@ -62,7 +62,10 @@ class Bytes(NamedTuple):
 
 
 class Read(NamedTuple):
-    """One read from a file: the array, the span of its bytes, and the memory of all boxes that are read."""
+    """One read from a file: the array `entry`, the bytes of it that are read together, and the memory of all boxes.
+
+    A box is a part of the array, with a start and a stop along each dimension. `targets` has the memory of each.
+    """
 
     entry: FileArray
     span: Span
@@ -71,13 +74,13 @@ class Read(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """The open files of one load, by name, and scratch memory for each thread."""
+    """The open files of one load, by name, and temporary memory for each thread."""
 
     descriptors: dict[str, int]
     scratch: queue.SimpleQueue[np.ndarray]
 
     def read(self, reads: Sequence[Read]) -> int:
-        """Reads bytes from files into the memory of boxes, and returns the number of bytes."""
+        """Reads bytes from files into the memory of `reads`, and returns the number of bytes."""
         scratch = self.scratch.get()
         try:
             for run in runs_of(self._in_place(reads, scratch)):
@@ -87,9 +90,9 @@ class Files:
         return sum([read.span.nbytes for read in reads])
 
     def _in_place(self, reads: Sequence[Read], scratch: np.ndarray) -> Iterator[Bytes]:
-        """Yields the byte ranges that one system call can read into the memory of their boxes, and reads all others.
+        """Yields the byte ranges that one system call can read into the memory of `reads`, and reads all others itself.
 
-        A range whose bytes have another order in memory is read into scratch memory first.
+        A range whose bytes have another order or dtype in memory is read into `scratch` first, and copied.
         """
         for entry, span, targets in reads:
             views = [targets[part.number][part.index] for part in span.parts]
@@ -121,16 +124,25 @@ def open_files(where: FilePlace, names: Iterable[str], threads: int) -> Iterator
 def spans_of(
     shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES
 ) -> tuple[Span, ...]:
-    """The byte ranges to read or write for `boxes` of an array, as spans of bounded size.
+    """The byte ranges to read or write for `boxes` of an array, as spans (ranges that are read together) of bounded
+    size.
 
-    `in_place` is whether the boxes have the dtype and the order of the file, so that no bytes are copied.
+    **Arguments:**
+
+    - `shape`, `itemsize`: the shape of the array, and the bytes of one element.
+    - `boxes`: parts of the array, each as a start and a stop along each dimension.
+    - `in_place`: whether the boxes have the dtype and the order of the file, so that no bytes are copied.
+    - `gap_bytes`: the least number of unneeded bytes that are skipped.
     """
     limits = {"run_bytes": RUN_BYTES if in_place else COPY_BYTES, "copy_bytes": COPY_BYTES}
     return tuple(spans(shape, itemsize, boxes, gap_bytes=gap_bytes, **limits))
 
 
 def part_in(memory: np.ndarray, dtype: DType, part: Part, strides: tuple[int, ...]) -> np.ndarray:
-    """A view of one box's part of a span, in the memory that holds the span's bytes."""
+    """A view of the elements of one part, in the memory that holds a span (the bytes that were read together).
+
+    `dtype` is that of the elements, and `strides` are the span's.
+    """
     return np.ndarray(part.shape, dtype, memory.data, part.offset, strides)
 
 
@@ -140,7 +152,7 @@ def flat(view: np.ndarray) -> np.ndarray:
 
 
 def runs_of(pieces: Iterable[Bytes]) -> Iterator[list[Bytes]]:
-    """Yields groups of byte ranges that are adjacent in a file, each for one system call."""
+    """Yields groups of byte ranges that are adjacent in a file. One system call reads or writes a group."""
     run: list[Bytes] = []
     buffers = nbytes = 0
     for piece in pieces:
@@ -157,8 +169,9 @@ def runs_of(pieces: Iterable[Bytes]) -> Iterator[list[Bytes]]:
 
 
 def transfer(call: Callable[..., int], run: Sequence[Bytes]) -> int:
-    """Reads or writes adjacent byte ranges with `os.preadv` or `os.pwritev`. Returns the number of bytes, which is
-    smaller at the end of the file.
+    """Reads or writes the adjacent byte ranges of `run`. `call` is `os.preadv` or `os.pwritev`.
+
+    Returns the number of bytes, which is smaller at the end of the file.
     """
     left = [memory for piece in run for memory in piece.memory if memory.size]
     nbytes = sum([piece.nbytes for piece in run])
@@ -183,7 +196,15 @@ def _read(run: Sequence[Bytes]) -> None:
 
 
 def _read_runs(descriptor: int, offset: int, memory: np.ndarray, span: Span, entry: FileArray) -> None:
-    """Reads the runs of a span into memory, with one system call for each."""
+    """Reads the runs (ranges of bytes at equal distances) of a span into memory, with one system call for each.
+
+    **Arguments:**
+
+    - `descriptor`, `offset`: the open file, and the position of the first run.
+    - `memory`: the memory for all runs, one after another.
+    - `span`: the length, the number and the distance of the runs.
+    - `entry`: the array, for errors.
+    """
     for number in range(span.runs):
         row: Any = memory[number * span.run_bytes : (number + 1) * span.run_bytes]
         # The general case takes longer than a short read.

@@ -46,12 +46,14 @@ _MOST_BOXES = 512
 class Fetch(NamedTuple):
     """Boxes to read from one stored array, and their positions in the memory of a leaf.
 
+    A box is a start and a stop along each dimension of an array.
+
     **Arguments:**
 
     - `entry`: the stored array.
     - `boxes`: the boxes of the stored array.
-    - `places`: for each box, the number of a box of the leaf, and the position in that box's memory; `None` if the
-        leaf is the stored array.
+    - `places`: for each box, the number of a box of the leaf, and where in that box's memory the elements go. `None` if
+        the leaf is the stored array.
     """
 
     entry: FileArray | StoreArray
@@ -59,27 +61,42 @@ class Fetch(NamedTuple):
     places: Sequence[tuple[int, StridedBox]] | None
 
     def targets(self, memory: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """Views of the leaf's memory, one for each box of the stored array, with that box's shape."""
+        """Views of a leaf's memory, one for each box (part) of the stored array that is read, with that box's shape.
+
+        `memory` has an array for each part of the leaf that this process holds.
+        """
         return memory if self.places is None else [box_view(memory[number], place) for number, place in self.places]
 
 
 def spans_into(entry: FileArray, fetch: Fetch, dtype: object, gap_bytes: int) -> tuple[Span, ...]:
-    """The byte ranges of a file to read for a fetch into memory of dtype `dtype`, as spans."""
+    """The spans (byte ranges) of a file that must be read to fill the memory that `fetch` names.
+
+    **Arguments:**
+
+    - `entry`: the stored array.
+    - `fetch`: the parts of the stored array, and their positions in memory.
+    - `dtype`: the dtype of the memory.
+    - `gap_bytes`: ranges with fewer bytes between them are read as one.
+    """
     in_place = dtype == entry.dtype and (fetch.places is None or all(map(_is_in_place, fetch.places)))
     return spans_of(entry.shape, entry.dtype.itemsize, tuple(fetch.boxes), in_place, gap_bytes)
 
 
 def _is_in_place(place: tuple[int, StridedBox]) -> bool:
-    """Whether a box's elements are in the same order in memory as in the file."""
+    """Whether the elements of a part of an array have the same order in memory as in the file.
+
+    `place` is the number of a memory, and the part's position and strides in it.
+    """
     sizes = [stop - start for start, stop in place[1].source]
     pairs = zip(sizes, place[1].strides, strides_of(sizes), strict=True)
     return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
 
 
 def fetches(leaf: LeafToLoad, boxes: Sequence[Box]) -> tuple[list[Fetch], list[tuple[int, Piece]]]:
-    """The reads that fill `boxes` of a leaf; and the pieces that need more than a copy, each with its box's number.
+    """The reads that fill `boxes` (a start and a stop along each dimension) of a leaf.
 
-    A piece needs more than a copy if it is scaled, cast twice or constant, or if its runs in the file are very short.
+    Also returns the pieces (strided copies from a stored array) that need more than a copy, each with its box's number.
+    These are scaled, cast twice or constant, or their runs of bytes in the file are very short.
     """
     if leaf.pieces is None:
         return [Fetch(leaf.entries[0], boxes, None)], []
@@ -112,14 +129,22 @@ def fetches(leaf: LeafToLoad, boxes: Sequence[Box]) -> tuple[list[Fetch], list[t
 
 
 def _parts_in(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[StridedBox, ...] | Piece]:
-    """Yields the parts of a piece inside a box: as positions in memory, or as a piece that needs more than a copy."""
+    """Yields the parts of a piece (a strided copy from a stored array) that are inside a box of the leaf.
+
+    If `is_plain`, elements are only copied, and a part is a tuple of boxes with their positions in memory. Otherwise it
+    is a piece. It is also a piece if it has too many boxes.
+    """
     for part in within(piece, box):
         few = tuple(it.islice(strided_boxes(part, box), _MOST_BOXES + 1)) if is_plain else ()
         yield few if 0 < len(few) <= _MOST_BOXES else part
 
 
 def _is_plain(piece: Piece, leaf: LeafToLoad, entries: Mapping[str, FileArray | StoreArray]) -> bool:
-    """Whether the elements of a piece are values of the file, at most cast once to the leaf's dtype."""
+    """Whether a piece (a strided copy from a stored array) writes values of the file, at most cast once to the leaf's
+    dtype.
+
+    `entries` are the stored arrays by path.
+    """
     value = piece.value
     if value.path is None or value.scale is not None or not is_only(value.casts, leaf.dtype):
         return False
@@ -135,8 +160,18 @@ def read_piece(
     gap_bytes: int,
     missing_chunks: MissingChunks,
 ) -> int:
-    """Reads a piece into scratch memory, applies its scales and casts, and writes it into the memory of `box`. Returns
-    the number of bytes read.
+    """Reads a piece (a strided copy from a stored array) into temporary memory, and writes it into the memory of `box`.
+
+    The piece's scales and casts are applied in between. Returns the number of bytes read.
+
+    **Arguments:**
+
+    - `files`: the open files.
+    - `leaf`: the leaf, with its stored arrays.
+    - `piece`: the piece.
+    - `box`: a part of the leaf, as a start and a stop along each dimension.
+    - `memory`: the memory of the box.
+    - `gap_bytes`, `missing_chunks`: as in `load`.
     """
     entries = {entry.path: entry for entry in leaf.entries}
     read_bytes = 0
@@ -164,7 +199,9 @@ def _chunks(piece: Piece, entries: Mapping[str, FileArray | StoreArray]) -> Sequ
 
 
 def _gathered_fetches(leaf: LeafToLoad, gathered: Sequence[tuple[int, Piece]]) -> Iterator[Fetch]:
-    """Yields the reads that `read_piece` makes for the given pieces, so that their bytes can be counted."""
+    """Yields the reads that `read_piece` makes for the pieces (strided copies) in `gathered`, so that their bytes can
+    be counted.
+    """
     entries = {entry.path: entry for entry in leaf.entries}
     for _, whole in gathered:
         for piece in _chunks(whole, entries) if whole.value.path is not None else ():
@@ -293,7 +330,14 @@ def plan_reads(
 
 
 def _reads_of(leaf: LeafToLoad, processes: int | None, gap_bytes: int) -> Mapping[int, tuple[int, int, int]]:
-    """The bytes needed, the bytes read, and the number of reads, by process."""
+    """By process, the bytes of a leaf that it needs, the bytes that it reads, and the number of its reads.
+
+    **Arguments:**
+
+    - `leaf`: the leaf.
+    - `processes`: the number of processes for a plan without devices.
+    - `gap_bytes`: the least number of unneeded bytes that are skipped.
+    """
     found = {}
     for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
         needed = read = count = 0
@@ -311,7 +355,10 @@ def _reads_of(leaf: LeafToLoad, processes: int | None, gap_bytes: int) -> Mappin
 
 
 def _boxes_of(shape: tuple[int, ...], sharding: Sharding, processes: int | None) -> dict[int, tuple[Box, ...]]:
-    """The different boxes of an array that the devices of each process hold, by process."""
+    """By process, the different boxes (a start and a stop along each dimension) of an array that its devices hold.
+
+    `processes` is the number of processes for a sharding without devices.
+    """
     is_abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
     count, size = processes or 1, sharding.num_devices
     if is_abstract and size % count:

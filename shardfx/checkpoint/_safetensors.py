@@ -54,7 +54,7 @@ def stored_name(dtype: DType) -> str | None:
 
 
 class Header(NamedTuple):
-    """The arrays and metadata of a file, in the order of the buffer."""
+    """The arrays and metadata of a file, in the order of the buffer (the bytes after the header)."""
 
     arrays: tuple[FileArray, ...]
     metadata: dict[str, str]
@@ -74,7 +74,7 @@ def read_header(where: FilePlace, real: str) -> Header:
 
 
 def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
-    """The arrays that a header describes, in the order of the buffer.
+    """The arrays that a header describes, in the order of the buffer (the bytes after the header).
 
     **Arguments:**
 
@@ -89,7 +89,7 @@ def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
     **Raises:**
 
     `CheckpointError` for anything that the format forbids: duplicate names, unknown dtypes, shapes and offsets that are
-    invalid or inconsistent, tensors that overlap, lie outside of the buffer or leave gaps in it.
+    invalid or inconsistent, and tensors that overlap, lie outside of the buffer or leave gaps in it.
     """
     content = parsed_json(data, f"the header of {file!r}")
     if not isinstance(content, dict):
@@ -121,7 +121,10 @@ def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
 
 
 def _array(name: str, entry: object, base: int, file: str) -> FileArray:
-    """The array that an entry of a header describes. Unknown fields are ignored, as in the safetensors library."""
+    """The array that an entry of a header describes. Unknown fields are ignored, as in the safetensors library.
+
+    `base` is the position of the buffer (the bytes after the header) in the file.
+    """
     if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
         raise CheckpointError(f"tensor {quoted(name)} in {file!r} must have `dtype`, `shape` and `data_offsets`.")
     if len(entry) > len(_FIELDS) and _depth(entry) + 1 > _MOST_NESTED:
@@ -151,7 +154,7 @@ def _array(name: str, entry: object, base: int, file: str) -> FileArray:
 
 
 def _depth(value: object) -> int:
-    """The nesting depth of lists and objects."""
+    """The nesting depth of the lists and dicts in a JSON value."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1
@@ -160,16 +163,19 @@ def _depth(value: object) -> int:
 
 
 def _count(shape: list[int]) -> int:
-    """The number of elements of a shape. If a partial product overflows 64 bits, as in 2**62 * 4 * 0, the result is the
-    largest partial product.
+    """The number of elements of a shape. If a partial product overflows 64 bits, the result is the largest partial
+    product.
+
+    For 2**62 * 4 * 0 it is 2**64, so that the check of the array's size fails.
     """
     partial = list(it.accumulate(shape, operator.mul, initial=1))
     return max(partial) if max(partial) >= 2**64 else partial[-1]
 
 
 def _renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArray, ...]:
-    """The arrays with the dtypes that the metadata gives under `DTYPES_KEY`. Entries for arrays of other sizes are
-    ignored.
+    """The arrays with the dtypes that the metadata gives under `DTYPES_KEY`, since safetensors has no names for some.
+
+    A dtype that does not fit the stored array is ignored.
     """
     if DTYPES_KEY not in metadata:
         return tuple(arrays)
@@ -196,7 +202,7 @@ def write_header(tensors: Sequence[tuple[str, Any]], metadata: dict[str, str]) -
     **Arguments:**
 
     - `tensors`: the names and arrays, in the order of the file.
-    - `metadata`: strings to strings.
+    - `metadata`: strings by name.
 
     **Returns:**
 

@@ -42,7 +42,7 @@ _WAIT_SECONDS = 25.0
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """One array to write, and its position in a file."""
+    """One array to write: its name and value, the file, and the position of its first byte in the file."""
 
     name: str
     value: Any
@@ -127,7 +127,7 @@ class SavedContent:
 
     **Arguments:**
 
-    - `leaves`: the arrays and numbers.
+    - `leaves`: the arrays and Python numbers.
     - `lines`: a description of each array, for the processes to compare.
     - `given`: the digests of the map, the leaves and the plan, for the processes to compare.
     - `plan`: the plan of the written arrays, if there is one.
@@ -142,7 +142,7 @@ class SavedContent:
 
 
 def content_of(tree: object, plan: ShardPlan | None, map: TreeMap | None, like: object) -> SavedContent:
-    """The arrays, plan and metadata that `save` writes for a tree."""
+    """The arrays, plan and metadata that `save` writes for a tree. The arguments are those of `save`."""
     if plan is not None:
         check_type(
             "plan", plan, ShardPlan, LeafTypeError, "give what `shardfx.plan(tree, mesh, ...)` makes, or no plan"
@@ -172,8 +172,9 @@ def write(
     overwrite: bool = False,
     file_bytes: int = _FILE_BYTES,
 ) -> bool:
-    """Writes what `content()` returns to `path`, together with the other processes in `holders`. Returns whether this
-    process is the first of them.
+    """Writes what `content()` returns to `path`, together with the other processes in `holders`.
+
+    Returns whether this process is the first of them. The other arguments are those of `save`.
     """
     what = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)[:500]
     me, client = jax.process_index(), coordination()
@@ -233,8 +234,17 @@ def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:
 def _layout(
     leaves: Leaves, staging: str, extra: dict[str, str], file_bytes: int | None
 ) -> tuple[Headers, list[_Tensor]]:
-    """The header, size and tensor names of each file of a save, and the file and offset of each tensor. All processes
-    compute equal ones.
+    """How the arrays are divided into files: the header, size and tensor names of each file, and the position of each
+    tensor.
+
+    All processes compute the same result.
+
+    **Arguments:**
+
+    - `leaves`: the arrays to write.
+    - `staging`: the temporary name of the file or directory.
+    - `extra`: the metadata for all headers.
+    - `file_bytes`: the size above which the arrays are divided into several files; `None` for a single file.
     """
     most = float("inf") if file_bytes is None else file_bytes
     groups = list(grouped(leaves.arrays, lambda row: _nbytes(row[1]), most)) or [[]]
@@ -257,11 +267,11 @@ def _nbytes(value: Any) -> int:
 def _writes(
     tensors: Sequence[_Tensor], is_first: bool, afterwards: contextlib.ExitStack
 ) -> list[concurrent.futures.Future[int]]:
-    """Starts to write this process's shards in threads, and returns futures with the number of bytes written. The last
-    futures flush the files.
+    """Starts to write this process's shards in threads, and returns futures with the number of bytes written.
 
-    Closing `afterwards` waits for the writes that are running, and closes the files. After an error, the caller first
-    sends the error to the other processes.
+    The last futures flush the files. Closing `afterwards` waits for the writes that are running, and closes the files.
+    After an error, the caller first sends the error to the other processes. `is_first` is whether this process is the
+    first one.
     """
     files: dict[str, int] = {}
     for file in dict.fromkeys(tensor.file for tensor in tensors):
@@ -286,7 +296,10 @@ def _flush(descriptor: int, writes: Sequence[concurrent.futures.Future[int]]) ->
 
 
 def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: threading.Event) -> int:
-    """Writes this process's shards of tensors to a file, and returns the number of bytes."""
+    """Writes this process's shards of tensors to the file `descriptor`, and returns the number of bytes.
+
+    After `stop` is set, nothing more is written. `is_first` is whether this process is the first one.
+    """
     written = 0
     for run in runs_of(piece for tensor in tensors for piece in _pieces(descriptor, tensor, is_first)):
         if not stop.is_set():
@@ -295,7 +308,11 @@ def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: th
 
 
 def _pieces(descriptor: int, tensor: _Tensor, is_first: bool) -> Iterator[Bytes]:
-    """Yields the byte ranges of a file that hold this process's shards of a tensor, with the bytes to write."""
+    """Yields the byte ranges of the file `descriptor` that hold this process's shards of a tensor, with the bytes to
+    write.
+
+    `is_first` is whether this process is the first one.
+    """
     dtype, parts = tensor.value.dtype, list(shards_of(tensor.value, is_first))
     boxes, values = tuple([box for box, _ in parts]), [value for _, value in parts]
     # The gaps between the boxes are never written, since another process may have written them already.

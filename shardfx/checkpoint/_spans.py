@@ -17,7 +17,8 @@ _MOST_RUNS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The elements of one box that a span contains.
+    """The elements of one box (a start and a stop along each dimension) that a span (bytes that are read together)
+    contains.
 
     **Arguments:**
 
@@ -39,10 +40,10 @@ class Span:
 
     **Arguments:**
 
-    - `offset`: the position of the first run, in bytes from the array's first.
+    - `offset`: the position of the first run, in bytes from the array's first byte.
     - `run_bytes`, `runs`, `step`: the length of a run, how many there are, and the bytes from one start to the next.
-    - `strides`: the bytes from one index to the next along each dimension, where the runs are put end to end.
-    - `parts`: the elements of each box in the span.
+    - `strides`: the strides in bytes of the array, as its runs are stored in memory one after another.
+    - `parts`: for each box (a start and a stop along each dimension) that is read, its elements in the span.
     - `is_direct`: whether the parts follow each other without gaps, so that they can be read without a copy.
     """
 
@@ -63,18 +64,19 @@ class Span:
 def spans(
     shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], *, gap_bytes: int, run_bytes: int, copy_bytes: int
 ) -> Iterator[Span]:
-    """Yields the spans to read for `boxes` of an array. Each byte is read once if the boxes share rows.
+    """Yields the spans (bytes that are read together) for `boxes` of an array. Each byte is read once if the boxes
+    share rows.
 
     Adjacent boxes in the same rows, such as the shards of a matrix that is sharded in columns, are read together. Bytes
-    between them that no box needs are read too if there are fewer than `gap_bytes`; otherwise they are skipped.
+    between them that no box needs are read too if there are fewer than `gap_bytes`. Otherwise they are skipped.
 
     **Arguments:**
 
     - `shape`, `itemsize`: the shape of the array, and the bytes of one element.
-    - `boxes`: the boxes of the array, all different.
+    - `boxes`: the boxes (a start and a stop along each dimension) of the array, all different.
     - `gap_bytes`: the least number of consecutive bytes that are skipped if no box needs them; 1 skips all of them.
-    - `run_bytes`, `copy_bytes`: the largest size of a span that is read without a copy, and of a span that is copied. A
-        longer row is divided at these sizes.
+    - `run_bytes`: the largest size of a span that is read without a copy. A longer row is divided at this size.
+    - `copy_bytes`: the same for a span that is copied.
     """
     strides = strides_of(shape, itemsize)
     wanted = [(number, box) for number, box in enumerate(boxes) if volume(box)]
@@ -89,8 +91,17 @@ def spans(
 def _groups(
     wanted: list[tuple[int, Box]], cut: int, strides: tuple[int, ...], gap_bytes: int
 ) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
-    """Yields groups of boxes that are in the same rows and closer than `gap_bytes` along dimension `cut`, each with its
-    bounding box.
+    """Yields groups of boxes that are read together, each with its bounding box.
+
+    The boxes of a group have equal intervals in the dimensions before `cut`. Along `cut` the gaps between them are
+    shorter than `gap_bytes`.
+
+    **Arguments:**
+
+    - `wanted`: the boxes (a start and a stop along each dimension), each with its number.
+    - `cut`: the last dimension that some box does not cover whole.
+    - `strides`: the strides of the array in bytes.
+    - `gap_bytes`: the least number of unneeded bytes that are skipped.
     """
     ordered = sorted(wanted, key=lambda numbered: numbered[1])
     for outer, rows in itertools.groupby(ordered, key=lambda numbered: numbered[1][:cut]):
@@ -112,8 +123,17 @@ def _groups(
 def _pieces(
     box: Box, dim: int, strides: tuple[int, ...], itemsize: int, gap_bytes: int, limit: int
 ) -> Iterator[tuple[Box, int | None]]:
-    """Yields the parts of a box that are read together, each with the dimension along which it is read in separate
-    runs; `None` if it is read in one run.
+    """Divides a box into parts that are read together.
+
+    Each part comes with the dimension along which it is read in separate runs of bytes; `None` if it is one run.
+
+    **Arguments:**
+
+    - `box`: a start and a stop along each dimension of the array.
+    - `dim`: the first dimension to divide.
+    - `strides`, `itemsize`: the strides of the array and the size of an element, in bytes.
+    - `gap_bytes`: the least number of unneeded bytes that are skipped.
+    - `limit`: the largest size of a part in bytes.
     """
     while dim < len(box) and box[dim][1] - box[dim][0] == 1:
         dim += 1
@@ -135,7 +155,10 @@ def _pieces(
 
 
 def _reach(box: Box, dim: int, strides: tuple[int, ...], itemsize: int) -> int:
-    """The number of bytes from the first to the last element of a box, in the dimensions from `dim` on."""
+    """The number of bytes from the first to the last element of a box (a start and a stop along each dimension).
+
+    Only dimensions from `dim` on are counted, as if the box had one index in those before.
+    """
     return (
         sum((stop - start - 1) * stride for (start, stop), stride in zip(box[dim:], strides[dim:], strict=True))
         + itemsize
@@ -174,7 +197,9 @@ def _first(box: Box, strides: tuple[int, ...]) -> int:
 
 
 def grouped(items: Iterable[T], size_of: Callable[[T], int], most: int | float) -> Iterator[list[T]]:
-    """Yields groups of consecutive items whose sizes sum to at most `most`. A larger item is a group of its own."""
+    """Yields groups of consecutive items whose sizes (by `size_of`) sum to at most `most`. A larger item is a group of
+    its own.
+    """
     group: list[T] = []
     total = 0
     for item in items:

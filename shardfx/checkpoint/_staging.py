@@ -25,6 +25,15 @@ def begin(path: str, staging: str, headers: Headers, is_file: bool, overwrite: b
     """Creates the files of a save to `path` at their full size, with all headers and without the arrays' bytes.
 
     Raises if `path` exists or if the disk has too little space; nothing is written then.
+
+    **Arguments:**
+
+    - `path`: the path that the save gets at the end.
+    - `staging`: the temporary name.
+    - `headers`: by file, its header, its size and the names of its tensors.
+    - `is_file`: whether `path` is one file, not a directory.
+    - `overwrite`: whether an existing file may be replaced.
+    - `plan`: the text of the plan, which a directory gets as a file.
     """
     if os.path.lexists(path) and not (is_file and overwrite and not os.path.isdir(path)):
         hint = "pass `overwrite=True` to replace it" if is_file and os.path.isfile(path) else "save to a new name"

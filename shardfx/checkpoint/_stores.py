@@ -76,7 +76,10 @@ def zarr_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def _entry_in(where: FilePlace, path: str, directory: str) -> StoreArray | None:
-    """The zarr array in a directory; `None` if the directory has no array's metadata."""
+    """The zarr array in `directory`, with the name `path`; `None` if the directory has no array's metadata.
+
+    `where` is the checkpoint's directory.
+    """
     for name, driver in METADATA.items():
         file = os.path.join(directory, name)
         if os.path.isfile(file):
@@ -88,7 +91,17 @@ def _entry_in(where: FilePlace, path: str, directory: str) -> StoreArray | None:
 
 
 def _described(path: str, file: str, key: str | None, content: Any, driver: str, where: str) -> StoreArray | None:
-    """The zarr array that the metadata `content` describes; `None` for the metadata of a group."""
+    """The zarr array that the metadata `content` describes; `None` for the metadata of a group.
+
+    **Arguments:**
+
+    - `path`: the name of the array in the checkpoint.
+    - `file`: the directory of the array or of the database.
+    - `key`: the array's key in the database; `None` for a directory.
+    - `content`: the JSON metadata.
+    - `driver`: the name of the tensorstore driver.
+    - `where`: the name of the metadata in errors.
+    """
     if driver == "zarr3" and member(content, "node_type") == "group":
         return None
     keys = ("dtype", ("chunks",)) if driver == "zarr" else ("data_type", _GRID)
@@ -157,8 +170,9 @@ def unreadable(what: str, error: Exception) -> CheckpointError:
 def read_into(
     entry: StoreArray, boxes: Sequence[Box], targets: Sequence[np.ndarray], *, missing_chunks: MissingChunks = "raise"
 ) -> int:
-    """Reads `boxes` of an array into `targets`, with a cast to the dtype of each target. Returns the number of bytes of
-    the targets.
+    """Reads `boxes` (a start and a stop along each dimension) of an array into `targets`, one array for each box.
+
+    The values are cast to the dtype of each target. Returns the number of bytes of the targets.
     """
     import tensorstore as ts
 
@@ -188,7 +202,15 @@ def read_into(
 
 
 def _require_bounded(ts: Any, array: Any, entry: StoreArray, boxes: Sequence[Box]) -> None:
-    """Raises if decompressing a chunk that overlaps the boxes would take more memory than the chunk's shape allows."""
+    """Raises if decompressing a chunk that `boxes` need would take more memory than the chunk's shape allows.
+
+    **Arguments:**
+
+    - `ts`: the tensorstore module.
+    - `array`: the opened array.
+    - `entry`: the array's description in the index.
+    - `boxes`: the parts to read, each as a start and a stop along each dimension.
+    """
     # tensorstore must read what was checked here, so it is told how to interpret the metadata.
     metadata = array.spec().to_json()["metadata"]
     if entry.key is not None and "'blosc'" not in repr(metadata):
@@ -220,7 +242,10 @@ def _require_bounded(ts: Any, array: Any, entry: StoreArray, boxes: Sequence[Box
 
 
 def _look_at(store: Any, directory: str, name: str) -> tuple[int, Callable[[int, int], bytes]]:
-    """The size in bytes of a stored chunk, and a function that reads a byte range of it."""
+    """The size in bytes of a stored chunk, and a function that reads a byte range of it.
+
+    The chunk `name` is in the tensorstore key-value store `store`; if that is `None`, it is a file in `directory`.
+    """
     if store is not None:
         value = store.read(name).result().value
         return len(value), lambda start, stop: value[start:stop]
@@ -234,7 +259,14 @@ def _look_at(store: Any, directory: str, name: str) -> tuple[int, Callable[[int,
 
 
 def _names(metadata: Mapping[str, Any], chunk: Sequence[int], boxes: Sequence[Box]) -> Iterator[str]:
-    """The names of the files of the chunks that overlap the boxes: `c/1/2`, or `1.2` in zarr 2."""
+    """The names of the files of the chunks that `boxes` overlap: `c/1/2`, or `1.2` in zarr 2.
+
+    **Arguments:**
+
+    - `metadata`: the array's zarr metadata.
+    - `chunk`: the shape of a chunk.
+    - `boxes`: parts of the array, each as a start and a stop along each dimension.
+    """
     prefix, separator = [], metadata.get("dimension_separator")
     if "chunk_key_encoding" in metadata:
         encoding = metadata["chunk_key_encoding"]
@@ -254,7 +286,16 @@ def _codecs(listed: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
 def _begins(
     what: str, size: int, read: Callable[[int, int], bytes], shards: Mapping[str, Any], chunk: Sequence[int]
 ) -> list[int]:
-    """The offsets of blosc's buffers in a zarr3 shard file."""
+    """The offsets of blosc's buffers in a zarr3 shard (a file of many chunks with a table of their offsets).
+
+    **Arguments:**
+
+    - `what`: the name of the file in errors.
+    - `size`: the size of the file.
+    - `read`: a function that reads a byte range of the file.
+    - `shards`: the configuration of zarr3's sharding codec.
+    - `chunk`: the shape of the shard.
+    """
     packed, table = _codecs(shards["codecs"]), _codecs(shards["index_codecs"])
     if "'blosc'" not in repr(shards["codecs"]):
         return []
@@ -284,8 +325,10 @@ def _spec_of(entry: StoreArray) -> dict[str, Any]:
 
 
 def _begin_read(ts: Any, array: Any, box: Box, target: np.ndarray) -> tuple[Any, np.ndarray | None]:
-    """Starts to read a box into `target`. Returns the future of the read, and the buffer of values that must be checked
-    before the cast to the dtype of `target`, or `None`.
+    """Starts to read a box (a start and a stop along each dimension) of `array` into `target`, and returns the future.
+
+    If a cast to the dtype of `target` may change values, they are read into another buffer, and must be checked. This
+    buffer is returned too; otherwise `None`. `ts` is the tensorstore module.
     """
     source = array[tuple(slice(start, stop) for start, stop in box)][ts.d[:].translate_to[0]] if box else array
     stored = source.dtype.numpy_dtype
@@ -305,7 +348,10 @@ def _is_aligned(entry: StoreArray, box: Box) -> bool:
 
 
 def chunk_bytes(entry: StoreArray, box: Box) -> int:
-    """The uncompressed bytes of the chunks that a box overlaps, without the parts beyond the end of the array."""
+    """The uncompressed bytes of the chunks that a box (a start and a stop along each dimension) overlaps.
+
+    The parts of chunks beyond the end of the array are not counted.
+    """
     count = 1
     for (start, stop), chunk, size in zip(box, entry.chunks, entry.shape, strict=True):
         count *= min(-(-stop // chunk) * chunk, size) - start // chunk * chunk if stop > start else 0
@@ -367,8 +413,10 @@ _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 def raise_if_no_tree(where: FilePlace, names: list[str]) -> None:
-    """Raises for a directory that Orbax wrote, but that is not a tree of arrays: a training step, which contains trees,
-    or an incomplete checkpoint.
+    """Raises for a directory that Orbax wrote, but that is not a tree of arrays.
+
+    It may be a training step, which contains trees, or an incomplete checkpoint. `names` are the files in the
+    directory.
     """
     items = [name for name in names if os.path.isfile(os.path.join(where.directory, name, ORBAX_METADATA))]
     if items:
@@ -418,7 +466,14 @@ def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def _keys(real: str, name: str, row: object) -> tuple[list[str], bool]:
-    """The path of a value in Orbax's `tree_metadata`, as keys from the root, and whether the value must be an array."""
+    """The path of a value in Orbax's `tree_metadata`, as keys from the root, and whether the value must be an array.
+
+    **Arguments:**
+
+    - `real`: the path of the metadata file, for errors.
+    - `name`: the value's name in the metadata.
+    - `row`: the metadata of the value.
+    """
     keys, value = member(row, "key_metadata"), member(row, "value_metadata")
     names = [key.get("key") for key in keys if isinstance(key, dict)] if isinstance(keys, list) else []
     texts = [str(key) for key in names if isinstance(key, str | int)]
