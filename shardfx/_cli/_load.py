@@ -27,8 +27,9 @@ Rules = tuple[PathRules | None, AxisRules | None]
 
 
 class LoadedModel(NamedTuple):
-    """A model that a command-line argument names: its tree with a struct for each array, and its plan, or `None` unless
-    the argument names a plan.
+    """A model that a command-line argument names, as a tree with a struct for each array.
+
+    `plan` is `None` unless the argument names a stored plan.
     """
 
     tree: PyTree
@@ -108,8 +109,10 @@ def _plan(path: str) -> ShardPlan | None:
 
 
 def _near_models(name: str) -> str:
-    """Returns a hint with the published models of similar names. The prefix in a name from Hugging Face,
-    `meta-llama/Llama-3.1-8B`, is ignored.
+    """Returns a text such as "; did you mean 'llama3-8b'?" with the published models whose names are similar to `name`.
+
+    The part of `name` before the last "/" is ignored, because names from Hugging Face have an owner there:
+    `meta-llama/Llama-3.1-8B`.
     """
     short = name.rstrip("/").rpartition("/")[2].lower()
     return near(short, presets.models.names(), cutoff=0.75)
@@ -198,8 +201,9 @@ def _strategy(text: str, how: str, arguments: str, model: str) -> PathRules:
 
 
 def _arguments(text: str, arguments: str) -> dict[str, Any]:
-    """Parses the arguments of a rule set, such as "head_dim=64,fsdp=data". `text` is the whole value of --rules, for
-    messages.
+    """Parses `arguments`, those of a rule set, such as "head_dim=64,fsdp=data".
+
+    `text` is the whole value of the flag --rules, for messages.
     """
     found = {key: value for key, _, value in (part.partition("=") for part in arguments.split(",") if part)}
     if not all(found.values()):
@@ -217,11 +221,12 @@ def _sorted(found: object, what: str) -> Rules:
 
 
 def made_of(name: str, cls: type, what: str) -> Any:
-    """Returns the object named `name` if it is an instance of `cls`, or else the result of calling it.
+    """Returns the object with the name `name`, `MODULE:NAME`, if it is an instance of `cls`. Otherwise calls it, and
+    returns the result.
 
     **Raises:**
 
-    `UsageError` if neither is an instance of `cls`. The message describes `cls` as `what`.
+    `UsageError` if neither is an instance of `cls`. In the message, `what` is a phrase for such an instance.
     """
     found = attribute(name)
     found = calling(f"`{name}()`", found) if callable(found) and not isinstance(found, cls) else found
@@ -231,7 +236,7 @@ def made_of(name: str, cls: type, what: str) -> Any:
 
 
 def attribute(name: str) -> Any:
-    """Imports a module and returns an object in it. `name` is `package.module:name.in.it`."""
+    """Imports a module and returns an object in it. `name` is `package.module:name`, with "." between attributes."""
     module_name, _, attribute = name.partition(":")
     if module_name.endswith(".py") and os.path.isfile(module_name):
         folder, file = os.path.split(module_name)
@@ -256,8 +261,9 @@ def attribute(name: str) -> Any:
 
 
 def _evaluated(function: Callable[..., object], arguments: Mapping[str, Any]) -> Any:
-    """Returns the result of a function as structs. A PRNG key is passed as the argument `key` if the function has one
-    that `arguments` lacks.
+    """Returns the result of `function(**arguments)` as structs, without running it.
+
+    If the function has a parameter `key` that `arguments` lacks, a PRNG key is passed.
     """
     if "key" in inspect.signature(function).parameters and "key" not in arguments:
         arguments = {**arguments, "key": jax.eval_shape(lambda: jax.random.key(0))}
@@ -326,8 +332,9 @@ def parse_slice(text: str) -> chips.Slice:
 
 
 def order_text(target: chips.Slice, mesh: MeshSpec) -> str:
-    """Returns text about the order of a TPU slice's devices in the mesh, with the mean hops between neighbours on each
-    axis.
+    """Returns a text about the order in which `mesh` arranges the devices of the TPU slice `target`.
+
+    It has the mean number of links between neighbours on each mesh axis.
     """
     places = itertools.product(*map(range, reversed(target.extents)), range(target.chip.devices_per_chip))
     # Stand-ins with the attributes of JAX's devices, whose coordinates have three dimensions.

@@ -51,8 +51,7 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
 
 
 def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the training step and the arguments that a user's function makes. The arguments are structs without
-    shardings.
+    """Returns the training step that a user's function makes, and its arguments as structs without shardings.
 
     The function takes no mesh. `name`, `kwargs` and errors are as in `load_step`.
     """
@@ -62,7 +61,10 @@ def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], t
 
 
 def _made(name: str, kwargs: str | None, mesh: MeshSpec | None) -> tuple[Any, tuple[Any, ...]]:
-    """Calls the user's function and returns its step and arguments; raises if it returns anything else."""
+    """Calls the user's function `name` and returns the step and the arguments that it makes.
+
+    Raises if it returns anything else. The arguments are as in `load_step`.
+    """
     found = attribute(name)
     if not callable(found):
         raise UsageError(f"`{name}` is {found!r:.60}; name a function that returns a step and its arguments")
@@ -85,8 +87,10 @@ def chip_of(name: str) -> chips.Chip:
 
 
 def traffic_of(step: LoadedStep, how: str, target: str | None = None) -> Any:
-    """Returns the traffic of a step. `how` is "estimate" for the estimated traffic, "compile" for the traffic of the
-    compiled step, or "compare" for a comparison of both. `target` is as in `compiled`.
+    """Returns the traffic of a step: its collectives and the bytes that they send.
+
+    With the `how` "estimate" the traffic is estimated, with "compile" it is that of the compiled step, and with
+    "compare" the result is a comparison of both. `target` is the TPU slice to compile for, as in `compiled`.
     """
     given = {"compiler": "cpu" if how == "compare" and target is None else "tpu", "mesh": step.mesh}
     guess = ft.partial(cost.estimate, step.function, *step.args, **given)
@@ -97,7 +101,10 @@ def traffic_of(step: LoadedStep, how: str, target: str | None = None) -> Any:
 
 
 def fit_of(step: LoadedStep, chip: chips.Chip, program: object = None) -> cost.Fit:
-    """Returns the memory of a step on a chip: of the compiled `program`, or an estimate if `program` is `None`."""
+    """Returns the memory of a step on a chip, as `program`, the compiled step, uses it.
+
+    If `program` is `None`, the memory is estimated.
+    """
     with working("counting memory"):
         given = {"compiled": program, "chip": chip, "mesh": step.mesh}
         return calling("counting memory", lambda: cost.fit(step.function, *step.args, **given))
@@ -127,7 +134,7 @@ def compiled(step: LoadedStep, target: str | None = None) -> Any:
 
 
 def emulate(count: int, what: str = "the target has") -> None:
-    """Makes JAX start with `count` emulated CPU devices. `what` is the subject of the error message.
+    """Makes JAX start with `count` emulated CPU devices. `what` begins the error message: "the target has".
 
     **Raises:**
 
@@ -176,8 +183,10 @@ class PlanOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The parsed arguments: the model, the mesh, the other arguments of `shardfx.plan` (`rules`), and the TPU slice of
-    --target, or `None`.
+    """The parsed command-line arguments that name a model, a mesh and rules.
+
+    `rules` holds the arguments of `shardfx.plan` other than the tree and the mesh. `target` is the TPU slice that the
+    flag --target names, or `None`.
     """
 
     model: LoadedModel
@@ -217,8 +226,9 @@ MODEL_HELP = """MODEL is a published one by name (see `shardfx models`), as llam
 
 
 def takes_plan_options(*, model_is_needed: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator for verbs. It adds the command-line arguments that name a model, a mesh and rules, and passes
-    them to the verb as one `PlanOptions`.
+    """Returns a decorator for verbs (commands). It adds the command-line arguments that name a model, a mesh and rules.
+
+    It passes them to the verb as one `PlanOptions`. With `model_is_needed`, the argument MODEL may not be left out.
     """
     names = [field.name for field in dataclasses.fields(PlanOptions)][:-1]
     shown = "MODEL" if model_is_needed else "[MODEL]"
@@ -241,8 +251,9 @@ def takes_plan_options(*, model_is_needed: bool = True) -> Callable[[Callable[..
 
 
 def inputs_of(options: PlanOptions) -> Inputs:
-    """Parses the options and loads the model and the rules. Without a mesh and rules, MODEL must be a stored plan,
-    which has both.
+    """Parses the options and loads the model and the rules.
+
+    If the options have no mesh and no rules, the argument MODEL must name a stored plan, which has both.
 
     **Raises:**
 
@@ -271,7 +282,9 @@ def inputs_of(options: PlanOptions) -> Inputs:
 
 
 def plan_of(options: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
-    """Returns a new plan of the model, or the stored plan if MODEL is one and the options have no mesh and no rules.
+    """Returns a plan of the model by the rules, also of its optimizer's state if the options name an optimizer.
+
+    If the argument MODEL names a stored plan, and the options have no mesh and no rules, it returns the stored plan.
     `inputs` are the parsed options; they are parsed here if `inputs` is `None`.
 
     **Raises:**
@@ -308,8 +321,10 @@ _STRATEGY_AXES = ("data", "fsdp", "tensor", "expert")
 
 
 def _require_known(options: PlanOptions, inputs: Inputs) -> None:
-    """Raises if the mesh has an axis that the chosen strategy for published models does not use, such as a misspelled
-    one.
+    """Raises if the rules are a strategy for published models, such as "fsdp_tp", and the mesh has an unknown axis.
+
+    Known axes are those that the strategy uses, and `data`, `fsdp`, `tensor` and `expert`. Any other is probably
+    misspelled.
     """
     if options.rules is None or options.rules.partition(":")[0] not in presets.models.strategies():
         return

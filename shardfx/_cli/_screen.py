@@ -71,7 +71,11 @@ def coloured(text: str) -> Text:
 
 
 def answer(json_file: str | None, text: Callable[[], str], data: Callable[[], Any]) -> None:
-    """Prints a result as text, or writes it as JSON, or both. `json_file` is the value of --json."""
+    """Prints a result as text, or writes it as JSON, or both.
+
+    `json_file` is the value of the flag --json: a file, "-" to print JSON only, or `None` for no JSON. `text` and
+    `data` make the two forms of the result.
+    """
     if json_file != "-":
         show(text())
     if json_file is not None:
@@ -105,8 +109,9 @@ def require_writable(*files: str | None) -> None:
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """A context manager. If its block takes longer than a second, the terminal shows the message `what` until the block
-    ends. The value of the context manager is a function that replaces the message.
+    """A context manager that shows the message `what` in the terminal if its block takes longer than a second.
+
+    The value of the context manager is a function that replaces the message.
     """
     # `Text` keeps rich from reading names of files and modules as markup.
     status = Console(stderr=True).status(Text(what))
@@ -153,8 +158,9 @@ def data_of(value: object) -> Any:
 
 
 class Verb(click.Command):
-    """A click command whose exit code is the number that its function returns, or 0. For a UsageError it prints one
-    line on stderr, and the exit code is 2.
+    """A click command whose exit code is the number that its function returns, or 0.
+
+    If the function raises a UsageError, one line is printed on stderr, and the exit code is 2.
     """
 
     def invoke(self, ctx: click.Context) -> int:
@@ -176,7 +182,7 @@ class Verb(click.Command):
 
 
 def verb(*, examples: Sequence[str], exits: str = "0") -> Callable[[Callable[..., Any]], click.Command]:
-    """Returns a decorator that makes a function a verb of the same name.
+    """Returns a decorator that makes a function a verb (a command) of the same name.
 
     **Arguments:**
 

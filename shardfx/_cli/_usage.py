@@ -26,7 +26,7 @@ class UsageError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """Returns an error's message on one line: its first three lines, without lines that only mark positions."""
+    """Returns the first three lines of an error's message as one line. Lines that only mark positions are left out."""
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line.strip(" ^~")]
     text = ""

@@ -147,9 +147,10 @@ def loss(model: Transformer, text: Int[Array, "batch length"], plan: ShardPlan |
 
 
 def _project(x: Array, weight: Array, name: str | None, plan: ShardPlan | None, over: str | None = None) -> Array:
-    """Returns `x @ weight`, whose last dimension has the logical name `name`. The weight is first gathered over fsdp.
+    """Returns `x @ weight`, whose last dimension has the logical name `name`.
 
-    `over` is the logical name of the dimension that the product sums over, if that dimension is sharded.
+    The weight is first gathered over the mesh axis fsdp. `over` is the logical name of the dimension that the product
+    sums over, if that dimension is sharded. `plan` shards the weight and the result.
     """
     weight, names = _constrain(weight, (over, name), plan), ("batch", "sequence", name)
     if plan is None or AxisType.Explicit not in plan.mesh.axis_types:

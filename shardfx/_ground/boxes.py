@@ -15,7 +15,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """Converts a JAX index, which is a tuple of slices, to a box: a start and a stop for each dimension."""
+    """Converts `index`, a tuple of slices of an array of `shape`, to a box: a start and a stop for each dimension."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
@@ -36,12 +36,12 @@ def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def volume(box: Box) -> int:
-    """The number of elements in a box."""
+    """The number of elements in a box (a start and a stop for each dimension)."""
     return math.prod(stop - start for start, stop in box)
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """The intersection of two boxes; `None` if it is empty."""
+    """The intersection of two boxes (a start and a stop for each dimension); `None` if it is empty."""
     found = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)])
     return found if all([start < stop for start, stop in found]) else None
 
@@ -55,7 +55,10 @@ def slices(part: Box, box: Box) -> tuple[Any, ...]:
 
 
 def first_with(box: Box, shards: Sequence[Box]) -> int | None:
-    """The index of the first box in `shards` that contains all of `box`; `None` if there is no such box."""
+    """The index of the first box in `shards` that contains all of `box`; `None` if there is no such box.
+
+    A box is an index range of an array: a start and a stop for each dimension.
+    """
     return next((number for number, own in enumerate(shards) if common(box, own) == box), None)
 
 
@@ -64,8 +67,8 @@ def read_box(box: Box, shards: Sequence[Box], data: Callable[[int], np.ndarray])
 
     **Arguments:**
 
-    - `box`: the box.
-    - `shards`: the box of each shard.
+    - `box`: an index range of the array: a start and a stop for each dimension.
+    - `shards`: the index range of each shard.
     - `data`: a function that takes the index of a shard and returns the elements of the shard.
 
     **Returns:**
@@ -87,8 +90,10 @@ def read_box(box: Box, shards: Sequence[Box], data: Callable[[int], np.ndarray])
 def array_of(
     shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, boxes: Sequence[Box], memory: Sequence[np.ndarray]
 ) -> jax.Array:
-    """A `jax.Array` made from one buffer for each distinct box of this process's devices. On CPUs the array uses the
-    memory of the buffers.
+    """A `jax.Array` of this shape, dtype and sharding, made from NumPy arrays.
+
+    `boxes` has each distinct index range that this process's devices hold, and `memory` the elements of each. On CPUs
+    the result uses the memory of these arrays.
     """
     if not memory:  # this process has no device of the sharding; JAX would still call back for a replicated array
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)

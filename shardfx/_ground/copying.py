@@ -25,8 +25,9 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
-    """Copies `source` into `target`: in blocks along the dimension `dim`, which `block_dim` chooses, or in one step if
-    `dim` is `None`.
+    """Copies `source` into `target` in blocks along the dimension `dim`, or in one step if `dim` is `None`.
+
+    `block_dim` chooses the dimension.
     """
     if dim is None:
         np.copyto(target, source, casting="unsafe")
@@ -42,9 +43,9 @@ def block_dim(shape: Sequence[int], target_strides: Sequence[int], source_stride
 
     NumPy fills the target row by row. If the source is transposed, each element of a target row lies in another cache
     line of the source. The next target row needs the same cache lines again. They have left the cache if the first row
-    used more lines than the cache holds. Lines whose addresses differ by a multiple of a large power of two share a few
-    places in the cache, so lines that are 2048 bytes apart leave it early. A block is so short that its lines stay in
-    the cache. A copy of 16-bit numbers is then 5 times as fast.
+    used more lines than the cache holds. Lines whose addresses differ by a multiple of 64 KiB share a few places in the
+    cache. So lines that are 2048 bytes apart use only a part of the cache, and leave it early. A block has so few
+    elements in a row that its lines stay in the cache. A copy of 16-bit numbers is then 5 times as fast.
 
     **Arguments:**
 
@@ -65,7 +66,7 @@ def block_dim(shape: Sequence[int], target_strides: Sequence[int], source_stride
 
 
 def _contiguous_dim(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The dimension with the smallest stride; `None` if no dimension has a size above 1 and a stride above 0."""
+    """The dimension with the smallest stride, of those with a size above 1 and a stride above 0; `None` without one."""
     long = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] > 0]
     return min(long, key=lambda dim: strides[dim], default=None)
 

@@ -82,8 +82,9 @@ for _kind in (kind for kind in tuple(globals().values()) if isinstance(kind, typ
 
 
 def check_type(what: str, value: object, expected: type, error: type[Exception], fix: str) -> None:
-    """Raises `error` unless `value`, the argument named `what`, is an instance of `expected`. The message ends with
-    `fix`.
+    """Raises `error` unless `value`, the argument named `what`, is an instance of `expected`.
+
+    The message ends with `fix`, advice to the user.
     """
     if not isinstance(value, expected):
         raise error(f"`{what}` must be of type {expected.__name__}, not {type(value).__name__}; {fix}.")

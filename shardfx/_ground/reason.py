@@ -81,7 +81,7 @@ class Decision:
 
 
 def reason_for(code: Code, dim: int | None, axes: tuple[str, ...] = (), **values: object) -> Reason:
-    """A [`shardfx.Reason`][] whose message is the template of `code`, filled in with `values`."""
+    """A [`shardfx.Reason`][] whose message is `code.value`, a template, with `values` in place of its `{...}`."""
     return Reason(code, dim, axes, code.value.format(**values))
 
 

@@ -94,7 +94,7 @@ def trimmed(entries: Iterable[object], like: PartitionSpec | None = None) -> Par
 
 
 def unreduced_kind(spec: PartitionSpec) -> str:
-    """The reduction over the unreduced axes that a program still has to make: "sum", "max" or "min"."""
+    """The reduction that a program must still make over the unreduced axes of a spec: "sum", "max" or "min"."""
     kind = spec.unreduced_kind if _HAS_KINDS else None  # pyright: ignore[reportAttributeAccessIssue]
     return "sum" if kind is None else kind.name
 

@@ -41,12 +41,15 @@ def quoted(name: str, limit: int = 160) -> str:
 
 
 def between_numbers(path: str) -> tuple[str, ...]:
-    """The parts of a path between its numbers. Paths that differ only in numbers have equal parts."""
+    """The parts of a path between its numbers: `("layers/", "/w")` for `layers/0/w`.
+
+    Paths that differ only in numbers have equal parts.
+    """
     return tuple(_NUMBER.split(path))
 
 
 def together(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """Groups items by their keys. The groups are in the order of their first items."""
+    """Groups items by the result of `key`. The groups are in the order of their first items."""
     found: dict[_Key, list[_Item]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -63,10 +66,11 @@ def joined(paths: Sequence[str]) -> str:
 
 
 def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
-    """Texts for paths that differ only in numbers, each with the number of paths that it represents.
+    """Texts for paths that differ only in numbers, each with the number of paths that it stands for.
 
-    As in the result of `joined`, ranges replace the numbers. Here the paths can be recovered from the texts: no range
-    has gaps, and a text represents every combination of the numbers in its ranges.
+    Ranges replace the numbers: `layers/{0..3}/experts/{0..7}/w` stands for 32 paths. Unlike with `joined`, the paths
+    can be recovered from the texts. A text stands for every combination of the numbers in its ranges, and no numbers of
+    a range are left out.
     """
     if len(paths) == 1:
         return [(paths[0], 1)]
@@ -87,8 +91,10 @@ def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _products(rows: Sequence[tuple[str, ...]], at: int) -> Iterator[Sequence[tuple[str, ...]]]:
-    """Divides rows of numbers into groups. In each group, the columns from `at` on have every combination of their
-    numbers, as in (0, 5), (0, 6), (1, 5), (1, 6).
+    """Divides `rows` of numbers into groups, each of which has every combination of its numbers in the columns from
+    `at` on.
+
+    For example, (0, 5), (0, 6), (1, 5), (1, 6) are one group, and (0, 5), (1, 6) are two.
     """
     if at == len(rows[0]):
         yield rows
@@ -174,7 +180,9 @@ _LAYER = re.compile(r"(.*?\{[0-9][^}]*\}[/.])(.+)")
 
 
 def _parted(path: str) -> tuple[str, str]:
-    """Divides a path into a heading, which is the path of its layer, and the rest. The heading is "" if the path has no
+    """Divides a path into a heading and the rest, which is indented.
+
+    The heading is the path of the layer: `layers/{0..31}/` of `layers/{0..31}/attn/w`. It is "" for a path without a
     layer.
     """
     found = _LAYER.fullmatch(path)

@@ -37,8 +37,8 @@ TreeDef: TypeAlias = Any
 class Flat(NamedTuple):
     """A flattened tree: columns with one entry per leaf, in JAX's order.
 
-    `templates` holds the paths with every digit replaced by 0. `stacked` holds the number of leading dimensions that a
-    module declares as stacked layers.
+    `templates` holds the paths with every digit replaced by 0. `names` holds the logical names that a module declares
+    for a leaf, or `None`. `stacked` holds the number of leading dimensions that a module declares as stacked layers.
     """
 
     leaves: list[Any]
@@ -51,7 +51,7 @@ class Flat(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """The columns of a subtree, with paths relative to its root."""
+    """For each leaf of a subtree: its path from the root of the subtree, and the other columns as in `Flat`."""
 
     paths: list[str]
     templates: list[str]
@@ -86,6 +86,8 @@ def tree_paths(treedef: TreeDef) -> tuple[str, ...]:
 def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], head: str) -> list[int]:
     """The indices of the arrays with the path `where`. If no array has this path, `where` is a regex, and the result is
     the indices of all arrays whose paths it matches.
+
+    `paths` and `is_array` have an entry for each leaf of the tree.
 
     **Raises:**
 
@@ -152,7 +154,11 @@ _remembered = ft.lru_cache(maxsize=8)(_walked)
 
 
 def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
-    """The columns of a subtree. Its paths begin with "/", so that a prefix can be prepended to them."""
+    """The columns of a subtree (for each leaf its path, declared names and so on), from `seen` if it is there.
+
+    The paths begin with "/", so that the path of the subtree can be prepended to them. `seen` gets the columns of each
+    distinct subtree.
+    """
     found = seen.get(treedef)
     if found is None:
         found = seen[treedef] = _Columns([], [], [], [])
@@ -163,10 +169,10 @@ def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
 def _append(
     treedef: TreeDef, prefix: str, template: str, out: _Columns, seen: dict[TreeDef, _Columns], slash: str
 ) -> None:
-    """Appends the columns of the leaves below `treedef` to `out`.
+    """Appends to `out`, for each leaf below `treedef`, its path, its declared names and its other columns.
 
     `prefix` is the path of `treedef` itself, and `template` is this path with every digit replaced by 0. `slash`
-    follows both: "/", or "" at the root of a tree.
+    follows both: "/", or "" at the root of a tree. `seen` has the columns of subtrees that occur several times.
     """
     data = treedef.node_data()
     if data is None:
@@ -216,8 +222,9 @@ def _declared_names(declared: tuple[Any, tuple[Any, ...]], below: list[Any]) -> 
 
 @ft.lru_cache(maxsize=1024)
 def _declared(cls: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """The logical names that a class declares for its attributes; empty unless the class is a dataclass, such as a
-    module.
+    """For each attribute for which `cls` declares logical names: these names, and the names of stacked dimensions.
+
+    The dict is empty unless the class is a dataclass, such as an Equinox module.
     """
     if not dataclasses.is_dataclass(cls):
         return {}
@@ -241,9 +248,9 @@ def _keys(treedef: TreeDef, data: tuple[type, Any], count: int) -> list[str]:
 def _state_key(marker: object, index: int) -> str:
     """The key of one entry of an `eqx.nn.State`: the path of the entry in the model, as "norms.0.batch_counter".
 
-    `eqx.nn.make_with_state` marks each entry with the model's class and JAX's text of the path,
-    "Model.norms[0].batch_counter". A State is flat, so the key is one segment of a path and contains no "/". If the
-    marker is no text, as in a State that was made by hand, the key is `index`.
+    `marker` is what the State stores with the entry. `eqx.nn.make_with_state` stores the model's class and JAX's text
+    of the path, "Model.norms[0].batch_counter". A State is flat, so the key is one segment of a path and contains no
+    "/". If the marker is no text, as in a State that was made by hand, the key is `index`, the entry's number.
     """
     if not isinstance(marker, str):
         return str(index)

@@ -363,7 +363,7 @@ def rules_of_mode(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
 
 
 def check_positions(count: int, numbers: tuple[int, ...], what: str) -> None:
-    """Raises unless each of `numbers` is the position of one of `count` rules. `what` is the method's name."""
+    """Raises unless each of `numbers` is the position of one of `count` rules. `what` names the method in messages."""
     for number in numbers:
         if not 0 <= number < count:
             raise RuleError(f"`{what}({number})`: rules are numbered from 0, and these {count} have no rule {number}.")
@@ -394,7 +394,7 @@ def check_axis_rules(what: str, value: object) -> None:
 
 
 def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
-    """The tuple of `name`, the name that it is an alias of, and so on, up to a name that is no alias."""
+    """The tuple of `name`, the name that it is an alias of, the name that this one is an alias of, and so on."""
     aliases = dict(rules.aliases)
     chain = (name,)
     while chain[-1] in aliases:

@@ -259,7 +259,7 @@ def check_rules(paths: object, axes: object = None, what: str = "paths") -> None
 
 
 def compiled(rules: PathRules) -> tuple[re.Pattern[str], ...]:
-    """The compiled regexes of the rules. The module `re` caches them."""
+    """The compiled regexes of the rules."""
     return tuple(re.compile(pattern) for pattern, _ in rules.rules)
 
 
@@ -279,14 +279,19 @@ _ALL_DIGITS = re.compile(r"(?<!\\)\[0-9\]")
 
 @ft.lru_cache(maxsize=1024)
 def is_digit_blind(regex: str) -> bool:
-    """Whether a regex certainly matches either all or none of the paths that differ only in digits. The paths of
-    repeated layers are then matched once.
+    """Whether a regex cannot distinguish digits: of paths that differ only in digits, it matches all or none.
+
+    The paths of repeated layers are then matched once. The result may be `False` for a regex that has this property but
+    is hard to analyse.
     """
     return not _TELLS_DIGITS.search(_ALL_DIGITS.sub("", regex))
 
 
 class Matcher:
-    """Compiled path rules. A Matcher records the rules that have matched a path."""
+    """Compiled path rules. A Matcher records in `used` the indices of the rules that have matched a path.
+
+    `needs_paths` is whether a rule may distinguish paths that differ only in digits.
+    """
 
     def __init__(self, rules: PathRules):
         self.rules, self.declared, self.patterns = rules.rules, rules.axes, compiled(rules)
@@ -352,7 +357,7 @@ def _checked_target(index: int, pattern: str, target: object) -> Any:
 
 
 def check_once(spec: PartitionSpec, head: str) -> None:
-    """Raises if a spec names a mesh axis twice, which JAX refuses in a sharding. The message begins with `head`."""
+    """Raises if a spec names a mesh axis twice, which JAX refuses in a sharding. `head` begins the error message."""
     used = [axis for entry in entries_of(spec) for axis in entry_axes(entry)]
     if twice := repeated(used):
         raise RuleError(f"{head} has the target {spec}, which uses mesh axis `{twice[0]}` twice; use it once.")
@@ -373,7 +378,10 @@ def _malformed(text: str, position: int, what: str) -> RuleError:
 
 
 def _split(text: str, start: int, stop: int, separator: str) -> list[tuple[int, int]]:
-    """The start and stop of each part of `text[start:stop]`. Separators inside of brackets do not divide the text."""
+    """The start and stop of each part into which `separator` divides `text[start:stop]`.
+
+    Separators inside of brackets and after a backslash do not divide the text.
+    """
     depth, pieces, begin, position = 0, [], start, start
     while position < stop:
         letter = text[position]

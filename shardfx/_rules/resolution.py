@@ -141,7 +141,11 @@ def _unruled(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> "list
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """One logical name of an array, its dimension, and the chain of its aliases."""
+    """One logical name of an array, and the dimension that has it.
+
+    `chain` is the name itself, followed by the name that it is an alias of, and so on. Rules for all of these names
+    apply.
+    """
 
     name: str
     dim: int
@@ -214,8 +218,12 @@ def _assign(
     """Gives each logical name the target of the first rule whose mesh axes are not in use, and returns the outcome of
     every rule.
 
-    `base` is the number of base rules at the end of `active`. `targets` and `users` are updated: the target of each
-    name, and the slot that uses each mesh axis.
+    **Arguments:**
+
+    - `active`: the rules of `mode`, followed by the `base` rules that hold in every mode; `base` is their number.
+    - `slots`: the logical names of the array, each with its dimension.
+    - `targets`: a dict to which the target of each name is added. Names that are in it already keep their targets.
+    - `users`: a dict to which each mesh axis in use is added, with the name and dimension that use it.
     """
     found, own = [], len(active) - base
     for number, (name, target) in enumerate(active):
@@ -233,8 +241,10 @@ def _assign(
 
 
 def _reasons(slot: _Slot, active: tuple[Rule, ...], users: dict[str, _Slot]) -> list[Reason]:
-    """The reasons why `slot` got no axis: its name has no rule, or other names use the mesh axes that its rules
-    request.
+    """The reason, in a list, why the logical name of `slot` got no mesh axis; an empty list if none is requested.
+
+    Either no rule in `active` has the name, or other names use the mesh axes that its rules request. `users` has the
+    name that uses each mesh axis.
     """
     targets = [target for name, target in active if name in slot.chain]
     if not targets:
@@ -257,8 +267,10 @@ def _entry(entry: object, assigned: Mapping[str, Target]) -> Any:
 
 
 def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
-    """A slot for each logical name in `entries`. Aliases of one name are in the order in which the rules add them, not
-    in the order of their dimensions.
+    """The logical names in `entries`, each with its dimension and its aliases, in the order in which rules serve them.
+
+    Names that are no aliases come first, in the order of their dimensions. Aliases come in the order in which the rules
+    add them.
     """
     placed = [(name, dim) for dim, entry in enumerate(entries) for name in _members(entry)]
     slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]

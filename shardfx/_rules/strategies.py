@@ -98,12 +98,14 @@ class Strategy:
     __or__, __ror__ = pipeline, _piped
 
     def open_dims(self, shape: Sequence[int]) -> list[int]:
-        """The dimensions that the strategy may shard. The strategy shards the dimension that gets the most shards."""
+        """The dimensions that the strategy may shard. It shards the one that its axes divide into the most shards."""
         return [dim for dim in range(len(shape)) if dim not in self.skip]
 
     def preference(self, size: int) -> int:
-        """The preference for a dimension whose shards have `size` elements. Of the dimensions with equally many shards,
-        the one with the highest preference is sharded.
+        """How much the strategy prefers a dimension that has `size` elements on a device before the strategy shards it.
+
+        Of the dimensions that the strategy's axes divide into equally many shards, the one with the highest preference
+        is sharded.
         """
         return size
 

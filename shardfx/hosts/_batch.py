@@ -82,13 +82,17 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
 
 
 def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
-    """The shape of the part of an array that this process's devices hold."""
+    """The shape of the part of an array of `shape` that this process's devices hold under `sharding`."""
     ranges = zip(*boxes_here(sharding, shape).values(), strict=True)
     return tuple(sum(stop - start for start, stop in set(own)) for own in ranges)
 
 
 def _checked(leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int | float | None) -> np.ndarray:
-    """An array that this process loaded, cast to the dtype of the plan. Raises if its shape is not `part`."""
+    """`array`, which this process loaded, cast to the dtype of its plan `leaf`.
+
+    Raises unless each dimension has the size in `part`, the shape on this process's devices, or the size of the global
+    batch. With `pad`, the value for missing rows, the array may have fewer rows.
+    """
     shape, dtype = leaf.shape, leaf.dtype
     if array.dtype != dtype and canonical_dtype(array.dtype) != dtype:
         raise PlanMismatchError(
@@ -114,7 +118,10 @@ def _checked(leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int 
 
 
 def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None:
-    """Raises unless all leaves have the same rows on this process, so that one mask is right for all leaves."""
+    """Raises unless all leaves have the same rows of the batch on this process.
+
+    Only then is one mask over the rows right for all leaves. `arrays` are the arrays that this process loaded.
+    """
     found: dict[object, str] = {}
     for leaf, array in zip(leaves, arrays, strict=True):
         told = f"leaf `{leaf.path}` has shape {array.shape} here, of {leaf.shape} sharded as {leaf.spec}"

@@ -278,7 +278,7 @@ def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple
 
 
 def _rows(dim: int, size: int, axes: tuple[str, ...], grid: HostGrid, process_index: int) -> slice:
-    """The range of one dimension that a process owns."""
+    """The range of the dimension `dim`, of `size` elements sharded over `axes`, that a process's devices hold."""
     devices = math.prod(grid.axis_sizes[axis] for axis in axes)
     if size % devices:
         raise SpecError(

@@ -64,8 +64,9 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
 
 
 def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
-    """The leaves or rules in which a plan or map differs from another one, given as JSON; none if only the devices
-    differ.
+    """A text for each leaf or rule in which `plan` differs from the plan or map of another process.
+
+    `theirs` is the JSON of the other one. The result is empty if only the devices of two plans differ.
     """
     try:
         if isinstance(plan, ShardPlan):
@@ -94,7 +95,7 @@ def _meet(wait_seconds: float) -> None:
 
 
 def _exchange(message: bytes) -> list[bytes]:
-    """The messages of all processes, in order of process index."""
+    """Sends `message` to all processes. Returns the messages of all processes, in order of process index."""
     lengths = np.ravel(multihost_utils.process_allgather(np.array([len(message)], np.int32)))
     padded = np.zeros(int(lengths.max()), np.uint8)
     padded[: len(message)] = np.frombuffer(message, np.uint8)

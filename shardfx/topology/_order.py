@@ -107,8 +107,11 @@ def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int
 def _granules(
     devices: list[Device], sizes: tuple[int, ...], dcn: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[str, ...]]:
-    """The groups of devices that share the fast network, the number of slices along each axis, and the reasons for this
-    order.
+    """Divides devices into slices or nodes: the devices that share the fast network.
+
+    Returns the indices of the devices in each slice, the number of slices along each mesh axis, and notes about how the
+    slices were chosen. `sizes` are the sizes of the mesh axes. `dcn` has the number of slices that each axis should
+    span. If this is 1 for all axes but there are several slices, the slowest axes span them.
     """
     wanted, found = math.prod(dcn), slices(devices)
     if wanted == 1 and len(found) == 1:
@@ -137,8 +140,9 @@ def _granules(
 
 
 def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The number of slices along each axis, if `count` slices are divided among the slowest axes; `None` if the sizes
-    do not allow it.
+    """The number of slices along each mesh axis, if `count` slices are divided among the slowest axes.
+
+    For 8 slices and `sizes` (4, 6), it is (4, 2). The result is `None` if the sizes do not allow it.
     """
     out = []
     for size in sizes:
@@ -160,8 +164,10 @@ def _one_slice(devices: list[Device], sizes: tuple[int, ...]) -> DeviceOrder:
 
 
 def _torus_mesh(devices: list[Device], sizes: tuple[int, ...], grid: np.ndarray | str) -> DeviceOrder:
-    """The order of the TPUs of one slice, from JAX or else from `torus_order`. `grid` holds the index of the device at
-    each position, or is a text that says why the positions are unknown.
+    """The order of the TPUs of one slice in a mesh of `sizes`, from JAX or else from `torus_order`.
+
+    `grid` holds for each position on the torus the index of its device in `devices`. If the positions are unknown,
+    `grid` is a text that says why, and the fallback is the order of ids.
     """
     try:
         return DeviceOrder(mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", (), None)
@@ -185,7 +191,11 @@ def _torus_mesh(devices: list[Device], sizes: tuple[int, ...], grid: np.ndarray 
 
 
 def _walked(devices: list[Device], grid: np.ndarray, order: DeviceOrder) -> DeviceOrder:
-    """`order`, with the devices of each axis that fills a box reordered, so that neighbours are one hop apart."""
+    """`order` with shorter ways between neighbours on its mesh axes.
+
+    If the devices along an axis fill a box of the torus, they are put in an order in which neighbours are one hop
+    apart. `grid` holds for each position on the torus the index of its device in `devices`.
+    """
     array, reasons, extents = order.devices, order.reasons, grid.shape
     closed = wraps(devices[0].device_kind, extents)
     where = {id(devices[index]): place for place, index in np.ndenumerate(grid)}
@@ -207,7 +217,17 @@ def _walked(devices: list[Device], grid: np.ndarray, order: DeviceOrder) -> Devi
 
 
 def _walk(line: np.ndarray, extents: tuple[int, ...], closed: tuple[bool, ...]) -> np.ndarray | None:
-    """The order that visits the positions in `line` in single hops; `None` if they fill no box and no strided box."""
+    """The order in which to visit the positions in `line` so that each is one hop from the one before.
+
+    The positions must fill a box of the torus; `None` if they do not. The box may be strided, such as the x coordinates
+    0, 2 and 4, and a hop is then such a step.
+
+    **Arguments:**
+
+    - `line`: the coordinates of the devices along one mesh axis.
+    - `extents`: the size of the torus in each dimension.
+    - `closed`: for each dimension, whether links join its ends.
+    """
     columns = [np.unique(line[:, dim], return_inverse=True) for dim in range(line.shape[1])]
     box = tuple(len(values) for values, _ in columns)
     if math.prod(box) != len(line) or len(line) < 2:

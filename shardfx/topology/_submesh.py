@@ -174,7 +174,10 @@ def hybrid_shape(num_partitions: int, local_devices: int, processes: int) -> tup
 
 
 def _listed(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The box in T5X's table, even if it does not fit the hardware; `None` if the table has none."""
+    """The box of `partitions` devices that T5X's table has for devices of this kind; `None` if it has none.
+
+    The box may not fit the hardware, whose extents are `bounds`.
+    """
     table = _TABLES.get(kind, {})
     if len(bounds) != 4 or partitions not in table or (table is _V4 and bounds[3] != 1):
         return None
@@ -183,10 +186,10 @@ def _listed(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, .
 
 
 def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
-    """The dimension, X or Y, that varies faster than Z in T5X's mesh; `None` if neither does.
+    """The dimension, X (0) or Y (1), that varies faster than Z in T5X's mesh; `None` if neither does.
 
-    The result is Y if the box is a whole line along X, and X if it is a whole plane of Z and X. The same holds with X
-    and Y exchanged.
+    The result is Y if the box `submesh` is a whole line of the hardware along X, and X if it is a whole plane of Z and
+    X. The same holds with X and Y exchanged.
     """
     if len(bounds) != 4:
         return None
@@ -207,7 +210,12 @@ def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
 
 
 def _tiles(size: int, model: int, host: int) -> tuple[int, ...]:
-    """The sizes (data over hosts, data in a host, model over hosts, model in a host) into which a dimension splits."""
+    """The four sizes into which a dimension of the hardware with `size` devices splits.
+
+    They are, in this order: data over hosts, data in a host, model over hosts, model in a host. `model` is the size of
+    the box that holds one copy of the model in this dimension, and `host` that of a host's devices. For size 8, model 2
+    and host 4, they are (2, 2, 1, 2).
+    """
     if model % host == 0:
         return (size // model, 1, model // host, host)
     return (size // host, host // model, 1, model)

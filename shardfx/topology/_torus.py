@@ -192,10 +192,10 @@ def feasible_submeshes(num_partitions: int, bounds: Sequence[int]) -> tuple[tupl
 
 
 def preferred(candidates: Sequence[tuple[int, ...]], bounds: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The box that keeps the most traffic on whole rings, by the rule in the docstring of `default_submesh`.
+    """The box in `candidates` that the rule in the docstring of `default_submesh` prefers.
 
-    `stride` is the number of hops between neighbours along each dimension. The strides add an item to the rule, after
-    the first one: the fewest devices along dimensions with strides above 1.
+    `bounds` are the extents of the hardware. `stride` is the number of hops between neighbours along each dimension.
+    The strides add an item to the rule, after the first one: the fewest devices along dimensions with strides above 1.
     """
 
     def rank(box: tuple[int, ...]) -> tuple:
