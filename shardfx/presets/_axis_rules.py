@@ -110,8 +110,8 @@ def eformer(
 
 
 def _generation_rules(rules: dict[str, Axes], generation: dict[str, Axes]) -> list[tuple[str, Axes]]:
-    """Returns the rules of a mode in which the entries of `generation` replace the entries of `rules` for the same
-    tokens.
+    """Returns the rules of a generation mode: `rules`, with the mesh axes in `generation` instead for the tokens
+    (logical names) that `generation` has.
     """
     changed = {token: target for token, target in generation.items() if target != rules[token]}
     order = list(rules)

@@ -19,25 +19,35 @@ _ALSO = {"head": "embedding"}
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of axes in the source and target layouts, and the axes that one of the layouts splits into several."""
+    """The sizes of axes in the source and target layouts. An axis is a named dimension, such as "embed".
+
+    - `source`, `target`: the sizes in each layout, by axis.
+    - `apart`: the axes that one of the layouts splits, each with its parts, such as "dim" with ("two", "half").
+    """
 
     source: Mapping[str, int]
     target: Mapping[str, int]
     apart: Mapping[str, Paths]
 
     def of(self, axis: str, why: str) -> int:
-        """Returns the size of an axis in the target, or else in the source. Raises if both sizes are unknown."""
+        """Returns the size of an axis in the target, or in the source if the target's is unknown. Raises `MapError` if
+        both are unknown. The error's text begins with `why`.
+        """
         found = self.target.get(axis, self.source.get(axis))
         if found is None:
             raise MapError(f"{why} needs the size of the axis `{axis}`; say it: `layout.with_sizes({axis}=...)`.")
         return found
 
     def before(self, axis: str, why: str) -> int:
-        """Returns the size of an axis in the source, or in the target if the source's is unknown."""
+        """Returns the size of an axis in the source, or in the target if the source's is unknown. Raises `MapError` if
+        both are unknown. The error's text begins with `why`.
+        """
         return self.source[axis] if axis in self.source else self.of(axis, why)
 
     def resized(self, axis: str) -> int | None:
-        """Returns the size of an axis in the target if it differs from the known size in the source, else `None`."""
+        """Returns the size of an axis in the target if the source has another size. The result is `None` if the sizes
+        are equal or one is unknown.
+        """
         one, two = self.source.get(axis), self.target.get(axis)
         return two if one is not None and two is not None and one != two else None
 
@@ -45,7 +55,16 @@ class Sizes:
 def between(
     places: Sequence[Weight], target: Sequence[tuple[str, Entry]], sizes: Sizes, drop: Sequence[str]
 ) -> dict[str, From]:
-    """Returns a rule for each array of the target, by path: an expression of arrays of the source."""
+    """Returns the rules of a map: for each path of the target, the expression that makes its array from arrays of the
+    source.
+
+    **Arguments:**
+
+    - `places`: the arrays of the source, each with its kind of weight and its axes.
+    - `target`: pairs of a path of the target and its entry in the layout, such as `"query: embed (heads dim)"`.
+    - `sizes`: the sizes of the axes in both layouts.
+    - `drop`: the kinds of weights of the source that the target lacks.
+    """
     kinds = together(places, lambda place: place.kind)
     rows = {path: weights_of(path, entry) for path, entry in target}
     _check_kinds(kinds, [place.kind for row in rows.values() for place in row], drop)
@@ -78,7 +97,10 @@ def _check_kinds(kinds: Mapping[str, list[Weight]], wanted: Sequence[str], drop:
 
 
 def _made(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> From:
-    """Returns the expression that computes one kind of weight in the target from its arrays in the source."""
+    """Returns the expression that makes one kind of weight (such as "query") in the target.
+
+    `sources` are the arrays of the source with this kind. `want` is the array of the target.
+    """
     if len(sources) == 1 and sources[0].range is None:
         return _converted(sources[0], want, sizes)
     exact = [one for one in sources if one.range is not None and one.range == want.range]
@@ -112,8 +134,17 @@ def _made(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> From:
 
 
 def _concatenated(parts: Sequence[tuple[Range, From]], dim: int, want: Weight) -> From:
-    """Returns the expression that concatenates source arrays along dimension `dim`, or interleaves those whose range
-    has a step.
+    """Returns the expression that joins parts of an axis along dimension `dim`. Parts with a step are interleaved;
+    others are concatenated.
+
+    With the ranges `[:3]` and `[3:]` of the axis, the result is their concatenation. With `[0::2]` and `[1::2]`,
+    entries of the two parts alternate.
+
+    **Arguments:**
+
+    - `parts`: for each array of the source, its range of the axis and the expression that reads it.
+    - `dim`: the dimension of the axis.
+    - `want`: the array of the target, which errors name.
     """
     groups: dict[tuple[int, int | None, int], list[tuple[int, From]]] = {}
     for span, made in sorted(parts, key=lambda part: part[0].start):
@@ -134,7 +165,9 @@ def _concatenated(parts: Sequence[tuple[Range, From]], dim: int, want: Weight) -
 
 
 def _sliced(made: From, span: Range, dim: int) -> From:
-    """Returns the expression for the entries of dimension `dim` that are in a range."""
+    """Returns the expression for those entries of dimension `dim` that are in the range `span` (start, stop and step).
+    `made` is the expression for the whole array.
+    """
     if not span.step:
         return made.at(span.start, dim=dim)
     if span.step == 1:
@@ -145,16 +178,21 @@ def _sliced(made: From, span: Range, dim: int) -> From:
 
 
 def _split_axes(place: Weight, other: Weight, apart: Mapping[str, Paths]) -> Weight:
-    """Returns `place` with axes replaced by their sub-axes in `apart`, if the array of `other` has these sub-axes."""
+    """Returns the array `place` with some of its axes split, such as "dim" into "two" and "half". `apart` has the parts
+    of each axis.
+
+    An axis is split only if the array `other` has all its parts.
+    """
     split = {axis: parts for axis, parts in apart.items() if set(parts) <= {*other.axes}}
     dims = [tuple(one for axis in group for one in split.get(axis, (axis,))) for group in place.dims]
     return place._replace(dims=tuple(dims))
 
 
 def _converted(source: Weight, want: Weight, sizes: Sizes) -> From:
-    """Returns the expression that makes the weight of a target array from the weight in one source array.
+    """Returns the expression that makes the array `want` of the target from the one array `source`.
 
-    Source dimensions are first split into single axes, except groups of axes that are one dimension in both arrays.
+    Each dimension of the source is first split into its axes, such as `(heads dim)` into `heads` and `dim`. An
+    exception is a group of axes that is one dimension in both arrays.
     """
     source, want = _split_axes(source, want, sizes.apart), _split_axes(want, source, sizes.apart)
     made, counts = _read(source, want, sizes)
@@ -198,8 +236,14 @@ def _converted(source: Weight, want: Weight, sizes: Sizes) -> From:
 
 
 def _unshared_axes(source: Weight, want: Weight, here: Paths, single: Range | None) -> tuple[list[str], list[str]]:
-    """Returns the axes that only the target has, along which entries are repeated, and the axes that only the source
-    has.
+    """Returns the axes that only the target has, and the axes that only the source has. Entries are repeated along the
+    former.
+
+    **Arguments:**
+
+    - `source`, `want`: the array of the source, and the array of the target.
+    - `here`: the axes of the source's array, including those in its path.
+    - `single`: the range of an axis of which the target has only one entry; else `None`.
     """
     there = (*want.axes, *want.in_path)
     more = [axis for axis in want.axes if axis not in here]
@@ -216,13 +260,15 @@ def _unshared_axes(source: Weight, want: Weight, here: Paths, single: Range | No
 
 
 def _axes_of(group: Paths, whole: Sequence[Paths]) -> list[Paths]:
-    """Returns the dimensions for a group of axes: one for the group if it is in `whole`, else one for each axis."""
+    """Returns the dimensions for a group of axes such as `(heads dim)`: one dimension if the group is in `whole`, else
+    one for each axis.
+    """
     return [group] if group in whole else [(axis,) for axis in group]
 
 
 def _resized(made: From, axis: str, dim: int, sizes: Sizes) -> From:
-    """Returns the expression with an axis padded with zeros at its end, or truncated, if its size in the target
-    differs.
+    """Returns the expression `made` with dimension `dim` brought to the target's size of `axis`. The dimension is
+    padded with zeros at its end, or truncated. If the sizes do not differ, the result is `made`.
     """
     size = sizes.resized(axis)
     if size is None:
@@ -231,7 +277,9 @@ def _resized(made: From, axis: str, dim: int, sizes: Sizes) -> From:
 
 
 def _repeated(made: From, want: Weight, more: Sequence[str], sizes: Sizes) -> From:
-    """Returns the expression with each entry repeated along the axes that only the target has."""
+    """Returns the expression `made` with its entries repeated along the axes `more`, which only the target's array
+    `want` has.
+    """
     is_number = all(axis in more for axis in want.axes)
     if is_number and want.dims:
         made = made.reshape(*[1] * len(want.dims))
@@ -247,8 +295,10 @@ def _repeated(made: From, want: Weight, more: Sequence[str], sizes: Sizes) -> Fr
 
 
 def _read(source: Weight, want: Weight, sizes: Sizes) -> tuple[From, dict[str, int | None]]:
-    """Returns the expression that reads a weight from its source arrays, and for each axis in their path the number of
-    arrays.
+    """Returns the expression that reads one kind of weight from arrays of the source. The second result is the number
+    of arrays along each axis in their path, such as `layers` in `layers.{layers}.weight`.
+
+    `source` is the source's array with its path and axes, and `want` the target's.
     """
     path, counts = source.path, {axis: sizes.source.get(axis) for axis in source.in_path}
     by = source.entry.by if isinstance(source.entry, Scaled) else ""
@@ -265,8 +315,11 @@ def _read(source: Weight, want: Weight, sizes: Sizes) -> tuple[From, dict[str, i
 
 
 def _path_of(path: str, span: Range) -> str:
-    """Returns the path of the arrays in a range of an axis. The name of the axis in braces then counts the entries of
-    the range. For a range of one entry, its number replaces the braces.
+    """Returns the path of those arrays that a range of an axis selects. The axis is in braces in `path`, and then
+    counts the entries of the range.
+
+    For `layers.{layers}.w` and the range `[3:]`: `layers.{layers+3}.w`. For a range of the one entry 3, its number
+    replaces the braces: `layers.3.w`.
     """
 
     def shifted(braces: re.Match[str]) -> str:
@@ -283,7 +336,12 @@ def _path_of(path: str, span: Range) -> str:
 
 
 def _one_of(made: From, source: Weight, sizes: Sizes) -> From:
-    """Returns the expression that extracts one kind of weight from an array of several kinds, a `Fused` entry."""
+    """Returns the expression that extracts one kind of weight from an array of several kinds, such as "key" from query,
+    key and value in one.
+
+    `made` is the expression for the whole array. `source` describes the part: its kind, its index in the array, and its
+    axes.
+    """
     entry = source.entry
     assert isinstance(entry, Fused)
     parts, dim, shards = weights_of(source.path, entry), entry.dim, entry.shards

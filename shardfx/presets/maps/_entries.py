@@ -17,7 +17,8 @@ class Fused:
 
     **Arguments:**
 
-    - `parts`: the text of each kind with its axes, as in a [`shardfx.presets.maps.TreeLayout`][].
+    - `parts`: for each kind, its name and its axes as text, such as `"query: (heads dim) embed"`; see
+        [`shardfx.presets.maps.TreeLayout`][].
     - `dim`: the dimension along which the kinds are concatenated.
     - `shards`: the number of equal parts into which each kind is split. Parts of all kinds are interleaved: with 2 the
         array is `[q0 k0 v0 q1 k1 v1]`, so that each of 2 devices gets its own query, key and value.
@@ -53,7 +54,8 @@ class Scaled:
 
     **Arguments:**
 
-    - `part`: the text of the weight with its axes, as in a [`shardfx.presets.maps.TreeLayout`][].
+    - `part`: the kind of weight and its axes as text, such as `"up: hidden embed"`; see
+        [`shardfx.presets.maps.TreeLayout`][].
     - `by`: the path of the array of scales.
     - `block`: the size of a block along each dimension.
     - `dtype`: the dtype of the weight after multiplication by its scales.
@@ -86,7 +88,8 @@ class Counted:
 
     **Arguments:**
 
-    - `part`: the text of the weight with its axes, as in a [`shardfx.presets.maps.TreeLayout`][].
+    - `part`: the kind of weight and its axes as text, such as `"norm: embed"`; see
+        [`shardfx.presets.maps.TreeLayout`][].
     - `times`: the factor; not 0.
     - `plus`: the number added after the multiplication.
 
@@ -114,8 +117,9 @@ Entry = str | Fused | Scaled | Counted
 
 
 class Range(NamedTuple):
-    """The entries `start:stop:step` of an axis that an array has. With step 0 the array has only entry `start`, and the
-    axis is no dimension of it.
+    """The entries `start:stop:step` of a named axis, such as `layers[3:]`, that an array has.
+
+    With step 0 the array has only entry `start`, and the axis is no dimension of it.
     """
 
     axis: str
@@ -124,15 +128,16 @@ class Range(NamedTuple):
     step: int = 1
 
     def entries(self, size: int | None) -> int | None:
-        """Returns the number of entries in the range of an axis of size `size`; `None` if that depends on an unknown
-        size.
+        """Returns the number of entries in the range, if the axis has size `size`. The result is `None` if the range
+        has no stop and the size is unknown.
         """
         end = size if self.stop is None else self.stop
         return None if end is None else len(range(self.start, end, self.step or 1))
 
 
 class Weight(NamedTuple):
-    """The array of a tree that holds one kind of weight, and the axes of its dimensions.
+    """The array of a tree that holds one kind of weight. A dimension of the array has one or several named axes, as in
+    `(heads dim)`.
 
     **Arguments:**
 
@@ -141,7 +146,8 @@ class Weight(NamedTuple):
     - `dims`: the axes of each dimension of the array, major to minor.
     - `range`: the entries of an axis that the array has; `None` if it has all.
     - `in_path`: the axes in braces in the path. Each entry of these axes has an array of its own.
-    - `entry`, `number`: the entry in the layout, and the index of this kind in a `Fused` entry.
+    - `entry`, `number`: the description of the array in the layout, and the index of this kind if the array holds
+        several.
     """
 
     kind: str
@@ -154,12 +160,14 @@ class Weight(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of all dimensions of the array, in order."""
+        """The named axes of all dimensions of the array, in order."""
         return tuple(axis for group in self.dims for axis in group)
 
 
 def groups_of(axes: str) -> list[str]:
-    """Returns the axes of each dimension as text, from the axes of an entry: `["embed", "(heads dim)"]`."""
+    """Returns the text of each dimension, from the text of all axes. For `"embed (heads dim)"`: `["embed", "(heads
+    dim)"]`.
+    """
     return re.findall(r"\([^)]*\)|\S+", axes)
 
 
@@ -168,7 +176,10 @@ _DIM = re.compile(r"\s*(?:\(\s*(\w[\w\s]*)\)|([A-Za-z_]\w*)(?:\[(?:(\d*):(\d*)(?
 
 
 def weights_of(path: str, entry: Entry) -> list[Weight]:
-    """Returns a `Weight` for each kind of weight in the array at a path. Only a `Fused` entry has several."""
+    """Returns a `Weight` for each kind of weight in the array at a path. Only a `Fused` array has several.
+
+    `entry` is the array's description in a layout, such as `"query: embed (heads dim)"`.
+    """
     texts = entry.parts if isinstance(entry, Fused) else (entry.part if isinstance(entry, Scaled | Counted) else entry,)
     found = [_place(path, text, entry, number) for number, text in enumerate(texts)]
     if isinstance(entry, Fused) and (len({len(one.dims) for one in found}) != 1 or not found):

@@ -25,7 +25,8 @@ _PARTS: Final = dict(re.findall(r"^\[([^]]+)\]\n(.*?\n)(?:\n|\Z)", _TEXT, re.DOT
 
 
 def rows_of(family: str, form: Form, prefix: str | None = None) -> Rows:
-    """Returns the rows of a family's text model: the entry of each kind of weight, by path.
+    """Returns the rows of a family's text model. A row is the path of a kind of weight and the axes of its array, such
+    as `"query: (heads dim) embed"`.
 
     **Arguments:**
 
@@ -44,19 +45,23 @@ def prefix_of(family: str) -> str:
 
 
 def vision_rows_of(family: str) -> Rows:
-    """Returns the rows of a family's vision encoder and projector; empty for a family without vision."""
+    """Returns the path and the axes of each kind of weight in a family's vision encoder and projector. The result is
+    empty for a family without vision.
+    """
     return _SIGHT[family]() if family in _SIGHT else {}
 
 
 def further_rows_of(family: str) -> Rows:
-    """Returns the rows of arrays that only checkpoints have: masks, rotary frequencies, pretraining heads, multi-token
-    prediction layers.
+    """Returns the path and the axes of arrays that only checkpoints have. These are masks, rotary frequencies,
+    pretraining heads and multi-token prediction layers.
     """
     return _rows("", _PARTS.get(f"{family}.beside", _PARTS["beside"]), leaf="")
 
 
 def with_experts_stacked(rows: Rows) -> Rows:
-    """Returns only the rows of experts, with one array for all experts of a layer instead of one array per expert."""
+    """Returns only the rows (paths with the axes of their arrays) of experts. In the result, all experts of a layer are
+    one array instead of one array per expert.
+    """
     found: Rows = {}
     for path, entry in rows.items():
         if "experts.{experts}." in path:
@@ -71,8 +76,8 @@ def _rows(at: str, text: str, leaf: str = ".weight") -> Rows:
 
 
 def _with_biases(rows: Rows, dim: int = 0) -> Rows:
-    """Returns the rows with the row of a bias after each weight. The bias has the size of the weight's dimension
-    `dim`.
+    """Returns the rows (paths with the axes of their arrays), with the row of a bias after each weight. The bias has
+    the axes of the weight's dimension `dim`.
     """
     return rows | {path.replace(".weight", ".bias"): _bias(entry, dim) for path, entry in rows.items()}
 
@@ -100,8 +105,15 @@ def _routed(at: str) -> Rows:
 
 
 def _causal(at: str, head: str, form: Form, layer: Rows) -> Rows:
-    """Returns the rows of a decoder: embedding, norms, layers, and the output weights unless they are tied to the
-    embedding.
+    """Returns the paths and axes of a decoder's weights: embedding, norms, layers and output weights. Output weights
+    that are tied to the embedding are left out.
+
+    **Arguments:**
+
+    - `at`: the prefix of the paths.
+    - `head`: the path of the output weights, without `.weight`.
+    - `form`: the options of the model, as for `rows_of`.
+    - `layer`: the paths and axes of the weights of one layer.
     """
     norms = _rows(f"{at}layers.{{layers}}.", _PARTS["four_norms"] if form.get("four_norms") else _PARTS["norms"])
     last = _rows(at, "norm  norm: embed")
@@ -132,8 +144,8 @@ def _qwen3_moe(at: str, head: str, form: Form) -> Rows:
 
 
 def _qwen3_next(at: str, head: str, form: Form) -> Rows:
-    """Returns the rows of Qwen3-Next: linear attention in most layers, gated attention in the others, and a multi-token
-    prediction layer.
+    """Returns the paths and axes of Qwen3-Next's weights. Most layers have linear attention, the others gated
+    attention. There is also a multi-token prediction layer.
     """
     # The rows of each head hold its query, then its gate.
     gated = _PARTS["qkv"].replace("query: (heads dim)", "query_and_gate: (heads two_dims)")
@@ -163,8 +175,9 @@ def _deepseek(at: str, head: str, form: Form) -> Rows:
 
 
 def _gpt_oss(at: str, head: str, form: Form) -> Rows:
-    """Returns the rows of GPT-OSS after unpacking from MXFP4. Experts are stacked, `[in, out]`, and the columns of gate
-    and up alternate.
+    """Returns the paths and axes of GPT-OSS's weights after unpacking from MXFP4.
+
+    Experts are stacked, `[in, out]`, and the columns of gate and up alternate.
     """
     layer = f"{at}layers.{{layers}}."
     own = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
@@ -174,8 +187,9 @@ def _gpt_oss(at: str, head: str, form: Form) -> Rows:
 
 
 def _llama4(at: str, head: str, form: Form) -> Rows:
-    """Returns the rows of Llama 4's text model. Experts are stacked, `[in, out]`; gate and up are concatenated, so a
-    shard may hold only one of them.
+    """Returns the paths and axes of the weights of Llama 4's text model.
+
+    Experts are stacked, `[in, out]`. Gate and up are concatenated, so a shard may hold only one of them.
     """
     moe = f"{at}layers.{{routed_layers}}.feed_forward."
     own = _attention(f"{at}layers.{{layers}}.self_attn.", form) | _mlp(f"{at}layers.{{plain_layers}}.feed_forward.")
@@ -191,7 +205,9 @@ def _starcoder2(at: str, head: str, form: Form) -> Rows:
 
 
 def _gpt(at: str, head: str, form: Form) -> Rows:
-    """Returns the rows of GPT-2 and GPT-3: Conv1D weights, `[in, out]`, with query, key and value concatenated."""
+    """Returns the paths and axes of GPT-2's and GPT-3's weights: Conv1D weights, `[in, out]`, with query, key and value
+    concatenated.
+    """
     layer = f"{at}h.{{layers}}."
     thirds = Fused("query: embed (heads dim)", "key: embed (kv_heads dim)", "value: embed (kv_heads dim)", dim=1)
     rows = _rows(at, "wte  embedding: vocab embed\nwpe  positions: positions embed")
@@ -209,7 +225,7 @@ def _bert(at: str, head: str, form: Form) -> Rows:
 
 
 def _t5(at: str, head: str, form: Form) -> Rows:
-    """Returns the rows of T5 v1.1, with gated feed-forward blocks and output weights that are not tied."""
+    """Returns the paths and axes of T5 v1.1's weights. Feed-forward blocks are gated; output weights are not tied."""
     rows = _rows(at, "shared  embedding: vocab embed\nlm_head  head: vocab embed")
     for stack, cross in (("encoder", ()), ("decoder", ("EncDecAttention",))):
         block = f"{at}{stack}.block."
@@ -223,8 +239,8 @@ def _t5(at: str, head: str, form: Form) -> Rows:
 
 
 def _vit(at: str, head: str, form: Form) -> Rows:
-    """Returns the rows of a ViT under big_vision's names: flax kernels, `[in, out]`, with heads and head_dim as
-    separate dimensions.
+    """Returns the paths and axes of a ViT's weights under big_vision's names. They are flax kernels, `[in, out]`, with
+    heads and head_dim as separate dimensions.
     """
     block = _rows(f"{at}Transformer.encoderblock_{{layers}}.", _PARTS["vit.block"], leaf="")
     return _rows(at, _PARTS["vit.ends"], leaf="") | block

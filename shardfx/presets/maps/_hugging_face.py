@@ -91,7 +91,7 @@ _SIZES = {
 
 
 def sizes_of(config: Config) -> dict[str, int]:
-    """Returns the sizes of all axes whose size follows from the config."""
+    """Returns the sizes of all named axes (such as "embed" and "heads") whose size follows from the config."""
     given = {axis: [config[name] for name in names if config.get(name) is not None] for axis, names in _SIZES.items()}
     found = {axis: next(iter(numbers), None) for axis, numbers in given.items()}
     if found["dim"] is None and found["embed"] and found["heads"] and found["latent"] is None:
@@ -116,7 +116,7 @@ def needed(config: Config, name: str) -> int:
 
 
 def _form(config: Config) -> Form:
-    """Returns the options of a config, as `rows_of` takes them."""
+    """Returns the options of a model from its config, such as `tied` and `qkv_bias`; `rows_of` takes them."""
     kind, has_bias = config["model_type"], bool(config.get("attention_bias", False))
     is_gemma = kind.startswith("gemma")
     scores = config.get("topk_method", "greedy" if kind == "deepseek_v2" else "noaux_tc")
@@ -134,7 +134,9 @@ def _form(config: Config) -> Form:
 
 
 def _rest(config: Config, prefix: str) -> tuple[str, ...]:
-    """Returns the paths of arrays that a checkpoint may have besides the weights of its text model."""
+    """Returns the paths of arrays that a checkpoint may have besides the weights of its text model. `prefix` is the
+    prefix of the text model's paths.
+    """
     at, kind = f"{prefix}layers.", config["model_type"]
     if kind == "gpt2":
         # The causal masks, which are not weights.
@@ -153,7 +155,11 @@ def _rest(config: Config, prefix: str) -> tuple[str, ...]:
 
 
 def _with_scales(rows: Rows, quantization: Config) -> Rows:
-    """Returns the rows with a `Scaled` entry for each linear weight, for fp8 checkpoints with a scale per block."""
+    """Returns the rows (paths with the axes of their arrays) of an fp8 checkpoint with a scale per block. Each linear
+    weight becomes a `Scaled` one.
+
+    `quantization` is the part `quantization_config` of the model's config.
+    """
     if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
         method = quantization.get("quant_method")
         raise MapError(f"weights of the `quant_method` {method!r} without blocks; there is a table for fp8 in blocks.")

@@ -105,7 +105,9 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
 
 
 def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
-    """Yields each kind of weight with its stack of layers and with a suffix for the name of MaxText's block."""
+    """Yields each kind of weight with its stack of layers. The second element is a suffix for the name of MaxText's
+    block, such as "_local" for Gemma 2's layers with sliding-window attention.
+    """
     family = config["model_type"]
     for stack in stacks_of(config):
         if not stack.layers or family not in ("gemma2", "gemma3", "gemma3_text"):
@@ -125,7 +127,11 @@ def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
 
 
 def _as_stored(family: str, kind: str, text: str, sizes: Mapping[str, int]) -> Entry:
-    """Returns the entry of a weight: `Counted` if MaxText stores the weight multiplied or with a number added."""
+    """Returns the description of a weight for MaxText's layout: `text`, or a `Counted` if MaxText stores the weight
+    multiplied or with a number added.
+
+    `text` is the kind and the axes, such as `"norm: embed"`. `sizes` has the sizes of the axes.
+    """
     if kind == "query" and family in _DIVIDED:
         return Counted(text, times=_size(sizes, "dim", "head_dim") ** -0.5)
     if kind == "embedding" and family in _GEMMAS:

@@ -12,9 +12,13 @@ from ._layout import TreeLayout
 
 
 class LayerStack(NamedTuple):
-    """One array with a kind of weight of a stack of layers: the kind, the stack's name, and the axis of its layers.
+    """One array with a kind of weight of a stack of layers.
 
-    The name and the axis are empty for a weight outside of layers.
+    The stack and the axis are empty for a weight outside of layers.
+
+    - `kind`: the kind of weight, such as "query".
+    - `layers`: the name of the stack, such as "dense_layers".
+    - `axis`: the named axis of its layers, such as `layers[:3]`.
     """
 
     kind: str
@@ -23,7 +27,11 @@ class LayerStack(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """A kind of weight in a model that scans over its layers: its axes, without the axis of layers, and its names."""
+    """A kind of weight in a model that scans over its layers.
+
+    - `axes`: its named axes, without the axis of layers.
+    - `name`, `maxtext`: its name in a tree of `stacked`, and its name in MaxText.
+    """
 
     axes: str
     name: str
@@ -168,15 +176,17 @@ def _fused(path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[st
 
 
 def _transposed(text: str) -> str:
-    """Returns the entry of a GPT-2 weight with its dimensions in the order `[out, in]` instead of `[in, out]`."""
+    """Returns the text of a GPT-2 weight with its axes in the order `[out, in]` instead of `[in, out]`. For `"up: embed
+    hidden"`: `"up: hidden embed"`.
+    """
     kind, _, axes = text.partition(": ")
     first, *others = re.findall(r"\([^)]*\)|\S+", axes)
     return f"{kind}: {' '.join([*others, first])}"
 
 
 def stacks_of(config: Config) -> Iterator[LayerStack]:
-    """Yields a `LayerStack` for each kind of weight of a model, or two if its dense layers and its layers with experts
-    are separate stacks.
+    """Yields a `LayerStack` for each kind of weight of a model. It yields two if the model's dense layers and its
+    layers with experts are separate stacks.
     """
     theirs = hugging_face(config, ahead="drop")
     places = [place for path, entry in theirs.weights for place in weights_of(path, entry)]
