@@ -20,13 +20,15 @@ Priced = Iterator[tuple[ShardDims, float]]
 
 
 class Neighbours:
-    """Lists the layouts that one step reaches from a layout, or from which one step reaches it.
+    """Lists the layouts that one step reaches from a layout, or from which one step reaches it. A layout, here `dims`,
+    has for each dimension the sub-axes (mesh axes or parts of them) that shard it, major first.
 
     **Arguments:**
 
-    - `max_counts`: for each dimension, the largest shard count. Every shard count of the dimension divides it.
-    - `near`: the source or the target of the move, over whose sub-axes the layouts are.
-    - `far`: the other one of source and target. If it has the same sub-axes, their order in it is tried too.
+    - `max_counts`: for each dimension, the largest number of shards. All numbers of shards along the dimension divide
+        it.
+    - `near`: the layout before or after the move. The listed layouts are over its sub-axes.
+    - `far`: the layout at the other end of the move. If it has the same sub-axes, their order in it is tried too.
     - `shards`: the shards that devices hold under these layouts.
     - `permutations`: the costs of permutations.
     """
@@ -47,21 +49,22 @@ class Neighbours:
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[tuple[int, ...], list[ShardDims]]] = {}
 
     def slices_from(self, dims: ShardDims) -> Priced:
-        """The layouts that a slice reaches: one dimension is sharded over one more sub-axis."""
+        """The layouts that a slice reaches from `dims`. In each, one dimension is sharded over one more sub-axis."""
         for _, after in self._finer(dims, [(sub_axis,) for sub_axis in self._free(dims)]):
             yield after, STEP
 
     def slices_into(self, dims: ShardDims) -> Priced:
-        """The layouts from which a slice reaches `dims`: one dimension lacks its last sub-axis."""
+        """The layouts from which a slice reaches `dims`. In each, one dimension lacks its last sub-axis."""
         for run, before in self._coarser(dims):
             if len(run) == 1:
                 yield before, STEP
 
     def gathers_from(self, dims: ShardDims) -> Priced:
-        """The layouts that an all-gather reaches: one dimension loses its last sub-axes.
+        """The layouts that an all-gather reaches from `dims`. In each, one dimension lacks its last sub-axis or several
+        of them.
 
-        If all sub-axes of the mesh have one weight, any number of sub-axes is tried. Otherwise an all-gather along
-        several sub-axes is tried only if their weights differ.
+        If all sub-axes of the mesh have one weight (the cost of a byte along them), any number of sub-axes is tried.
+        Otherwise an all-gather along several sub-axes is tried only if their weights differ.
         """
         shard_count = self.shards.shard_count(dims)
         for run, after in self._coarser(dims):
@@ -69,18 +72,15 @@ class Neighbours:
                 yield after, self.prices.all_gather(shard_count, run) + STEP
 
     def gathers_into(self, dims: ShardDims) -> Priced:
-        """The layouts from which an all-gather reaches `dims`: one dimension is sharded over more sub-axes."""
+        """The layouts from which an all-gather reaches `dims`. In each, one dimension is sharded over more sub-axes."""
         shard_count = self.shards.shard_count(dims)
         for run, before in self._finer(dims, self._runs(self._free(dims))):
             yield before, self.prices.all_gather(shard_count * self.shards.count(run), run) + STEP
 
     def _finer(self, dims: ShardDims, runs: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ShardDims]]:
-        """Yields each layout in which one dimension is sharded over more sub-axes, with the added sub-axes.
+        """Yields each layout in which one dimension is sharded over more sub-axes than in `dims`.
 
-        **Arguments:**
-
-        - `dims`: the layout.
-        - `runs`: the groups of sub-axes that may be added.
+        Before the layout it yields the added sub-axes. `runs` has the groups of sub-axes that may be added.
         """
         for dim, axes in enumerate(dims):
             left = self.max_counts[dim] // self.shards.count(axes)
@@ -89,7 +89,11 @@ class Neighbours:
                     yield run, (*dims[:dim], (*axes, *run), *dims[dim + 1 :])
 
     def _coarser(self, dims: ShardDims) -> Iterator[tuple[tuple[int, ...], ShardDims]]:
-        """Yields each layout in which one dimension lacks its last sub-axes, with these sub-axes."""
+        """Yields each layout in which one dimension lacks its last sub-axes. Before the layout it yields these
+        sub-axes.
+
+        A layout with fewer shards than both ends of the move is left out.
+        """
         shard_count = self.shards.shard_count(dims)
         for dim, axes in enumerate(dims):
             for kept in range(len(axes)):
@@ -97,9 +101,10 @@ class Neighbours:
                     yield axes[kept:], (*dims[:dim], axes[:kept], *dims[dim + 1 :])
 
     def all_to_alls(self, dims: ShardDims, each: float, limit: float) -> Priced:
-        """Yields the layouts that an all-to-all reaches, each with the cost of the all-to-all.
+        """Yields the layouts that an all-to-all reaches from `dims`, each with a cost.
 
-        `each` is a fixed cost of one step, which is added. Layouts whose cost is not below `limit` are left out.
+        The cost is that of the all-to-all plus `each`, a fixed cost of one step. Layouts whose cost is not below
+        `limit` are left out.
         """
         shard_count = self.shards.shard_count(dims)
         for kept, moving, to_dims in _choices(dims):
@@ -117,10 +122,10 @@ class Neighbours:
                     yield tuple(after), cost
 
     def permutes(self, dims: ShardDims, limit: float) -> Priced:
-        """Yields the layouts in which one sub-axis becomes the minor-most of its dimension, with the cost of that
-        permutation.
+        """Yields the layouts in which one sub-axis becomes the minor-most of its dimension.
 
-        Costs above `limit` are lower bounds.
+        Each comes with the cost of the permutation of shards that leads there from `dims`. Costs above `limit` are
+        lower bounds.
         """
         share = 1 / self.shards.shard_count(dims)
         for dim, axes in enumerate(dims):
@@ -134,9 +139,11 @@ class Neighbours:
         return [sub_axis for sub_axis in self.sub_axes if sub_axis not in used]
 
     def _runs(self, free: list[int]) -> list[tuple[int, ...]]:
-        """The groups of sub-axes along which one all-gather is tried.
+        """The groups of sub-axes along which one all-gather is tried, from `free`, the sub-axes that shard no
+        dimension.
 
-        A group has several sub-axes only if their weights differ.
+        Each sub-axis is a group. A group of several must have sub-axes of different weights (costs of a byte along
+        them).
         """
         runs: list[tuple[int, ...]] = [(sub_axis,) for sub_axis in free]
         if not self.some_are_dearer:
@@ -147,7 +154,10 @@ class Neighbours:
         return runs
 
     def _assignments(self, moving: SubAxes, to_dims: tuple[int, ...]) -> dict[Counts, list[ShardDims]]:
-        """The ways to assign the sub-axes `moving` to the dimensions `to_dims`, grouped by shard counts."""
+        """The ways in which the sub-axes `moving` can be added to the dimensions `to_dims`.
+
+        They are grouped by the numbers of shards into which the added sub-axes split the dimensions.
+        """
         found = self._known.get((moving, to_dims))
         if found is None:
             found = self._known[moving, to_dims] = {}
@@ -156,13 +166,13 @@ class Neighbours:
         return found
 
     def _far_assignment(self, moving: tuple[int, ...], to_dims: tuple[int, ...]) -> list[ShardDims]:
-        """Returns the assignment of sub-axes to dimensions that the other layout of the move has, as a list of one.
+        """Returns the way to add sub-axes to dimensions that is nearest to the layout at the other end of the move.
 
-        The list is empty if there are few sub-axes, because all assignments are tried then.
+        It is the only entry of a list. The list is empty if there are few sub-axes, because all ways are tried then.
 
         **Arguments:**
 
-        - `moving`: the sub-axes to assign.
+        - `moving`: the sub-axes to add.
         - `to_dims`: the dimensions that can gain sub-axes.
         """
         if len(moving) <= _MOST_REORDERED:
@@ -176,15 +186,16 @@ class Neighbours:
 
 
 def _choices(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list[int]]]:
-    """Yields each choice of the sub-axes that an all-to-all moves.
+    """Yields each choice of the sub-axes that an all-to-all moves from some dimensions to others, for the layout
+    `dims`.
 
     A dimension either loses some of its minor sub-axes or gains minor sub-axes. A dimension that did both would
     exchange chunks of unequal sizes.
 
     **Returns:**
 
-    For each choice: for each dimension the sub-axes that stay, the sub-axes that move, and the dimensions that can gain
-    them.
+    For each choice, three values: for each dimension the sub-axes that stay in it; the sub-axes that move; and the
+    dimensions that can gain them.
     """
     for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
         to_dims = [dim for dim, length in enumerate(lengths) if not length]
@@ -196,9 +207,10 @@ def _choices(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list
 
 @ft.lru_cache(maxsize=1024)
 def _all_assignments(moving: tuple[int, ...], to_dims: int) -> tuple[ShardDims, ...]:
-    """The assignments of the sub-axes `moving` to `to_dims` dimensions.
+    """The ways to distribute the sub-axes `moving` over `to_dims` dimensions.
 
-    For at most four sub-axes these are all assignments in all orders; for more, only assignments that keep their order.
+    For at most four sub-axes these are all ways, in all orders. For more, they are only some of the ways that keep the
+    order of the sub-axes.
     """
     if len(moving) > _MOST_REORDERED:
         return _assignments_in_order(moving, to_dims)
@@ -214,7 +226,10 @@ def _all_assignments(moving: tuple[int, ...], to_dims: int) -> tuple[ShardDims, 
 
 
 def _assignments_in_order(moving: tuple[int, ...], to_dims: int) -> tuple[ShardDims, ...]:
-    """The assignments of all sub-axes to one dimension, or of the first few to one and of the rest to another."""
+    """The ways to distribute the sub-axes `moving` over one or two of `to_dims` dimensions, in their order.
+
+    Either one dimension gets all of them, or one gets the first few and another gets the rest.
+    """
     whole = [tuple(moving if dim == only else () for dim in range(to_dims)) for only in range(to_dims)]
     halves = [(moving[:cut], moving[cut:]) for cut in range(len(moving))] if to_dims > 1 else []
     parted = [

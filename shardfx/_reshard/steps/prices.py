@@ -20,7 +20,11 @@ STEP_BEFORE_PERMUTATION = 1.01 * STEP
 
 
 class Prices:
-    """The costs of collectives along sub-axes of one mesh, as fractions of the array's bytes, times weights."""
+    """The costs of collectives along sub-axes of one mesh.
+
+    A cost is the fraction of the array's bytes that a device receives, times the weight (cost of a byte) of the
+    sub-axis over which they arrive.
+    """
 
     def __init__(self, end: FineLayout):
         self.sizes = end.layout.sizes
@@ -53,7 +57,7 @@ class Prices:
 
 
 class PermutationPrices:
-    """The costs of permutations of shards among all devices.
+    """The costs of permutations, in which each device's shard is sent to another device.
 
     The attribute `computed` is the number of permutations for which the links between devices were compared.
     """
@@ -67,7 +71,7 @@ class PermutationPrices:
 
         **Arguments:**
 
-        - `have`, `want`: for each device, the number of its shard before and after.
+        - `have`, `want`: for each device, the number of its shard before and after the permutation.
         - `share`: the size of one shard as a fraction of the array.
         - `limit`: a cost. If the permutation costs more, any lower bound above `limit` may be returned.
         """

@@ -37,7 +37,7 @@ def program(
     - `x`: an array of rank 1 or more if there are steps.
     - `src`, `dst`: shardings on meshes that list the same devices in the same order.
     - `steps`: the steps from `src` to `dst`.
-    - `like`: the layout of `src`. Devices are numbered in its mesh order.
+    - `like`: `src` as a `StepLayout`. Devices are numbered in its mesh order.
     - `chunks`: the chunks in which shards move one after another to limit memory; `None` to move whole shards.
 
     **Returns:**
@@ -82,7 +82,7 @@ def live_program(
     - `shape`: the shape of the arrays.
     - `plan`: the steps from `src` to `dst`, one or more.
     - `src`, `dst`: the shardings before and after, on the same devices in any order.
-    - `donate`: whether the function gives up the buffers of its argument.
+    - `donate`: whether the function gives up the buffers of its argument, so that the result can reuse them.
     - `chunks`: the chunks in which shards move one after another to limit memory; `None` to move whole shards.
 
     **Returns:**
@@ -135,7 +135,16 @@ def run(
     axes: tuple[str, ...],
     chunks: Chunks | None = None,
 ) -> Shaped[Array, "..."]:
-    """Applies all steps to one device's shard. It is traced inside a `shard_map` over all `axes`."""
+    """Applies all steps of a move to one device's shard, inside a `shard_map`.
+
+    **Arguments:**
+
+    - `shard`: the shard.
+    - `steps`: the steps.
+    - `like`: the layout of the source. Devices are numbered in its mesh order.
+    - `axes`: all axes of the mesh of the `shard_map`.
+    - `chunks`: the chunks in which shards move one after another to limit memory; `None` to move whole shards.
+    """
 
     def at_once(shard: Array) -> Array:
         for step in steps:
@@ -178,10 +187,13 @@ def _all_gather(shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str,
 
 
 def _either(shard: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]) -> Array:
-    """Applies `stacked` on CPUs, over integers of the same bits, and `at_once` on other platforms.
+    """Runs a collective on one device's shard in one of two ways, depending on the platform.
 
-    XLA's CPU compiler runs `at_once` in a buffer with transposed dimensions, which it copies element by element. On
-    TPUs `at_once` is fast, and `stacked` would read and write the shards once more.
+    On CPUs it runs `stacked`, over integers of the same bits, in which received shards are stacked and then joined.
+    XLA's CPU compiler runs `at_once` in a buffer with transposed dimensions, which it copies element by element.
+
+    On other platforms it runs `at_once`, a single collective. On TPUs this is fast, and `stacked` would read and write
+    the shards once more.
     """
     return lax.platform_dependent(shard, cpu=on_bits(stacked), default=at_once)
 
@@ -201,7 +213,8 @@ _RUN = {"slice": _slice, "permute": _permute, "all_gather": _all_gather, "all_to
 
 
 def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that runs `move` on small floats as integers of the same bits, and on other dtypes directly.
+    """Returns a function that runs `move` on small floats as integers of the same bits. Other dtypes are moved
+    directly.
 
     XLA's CPU compiler converts bfloat16 and floats of fewer bits to larger floats, moves these, and converts them back.
     This takes twice the traffic and the memory, and a NaN does not keep its bits.
@@ -223,5 +236,8 @@ def is_small_float(dtype: Any) -> bool:
 
 
 def moved(move: Callable[..., object], *arrays: object) -> Any:
-    """Applies `move` to traced arrays. On CPUs `move` gets small floats as integers of the same bits."""
+    """Applies `move`, a function that changes no bits, to traced arrays.
+
+    On CPUs small floats are given to `move` as integers of the same bits.
+    """
     return lax.platform_dependent(*arrays, cpu=on_bits(move), default=move)

@@ -30,7 +30,7 @@ StepKind = Literal["slice", "all_to_all", "permute", "all_gather"]
 
 
 class PathStep(NamedTuple):
-    """One step of a path, and the bytes that a device receives in it.
+    """One step of a path (sequence of steps) between two layouts, and the bytes that a device receives in it.
 
     The bytes are fractions of the bytes of the whole array, as means over devices.
 
@@ -39,7 +39,7 @@ class PathStep(NamedTuple):
     - `kind`: the kind of step, as in `MoveStep`.
     - `source`, `target`: the layouts before and after the step.
     - `wire_share`: the bytes from all other devices.
-    - `dcn_share`: the bytes from devices of other slices.
+    - `dcn_share`: the bytes from devices of other TPU slices.
     """
 
     kind: StepKind
@@ -60,11 +60,11 @@ class MoveStep:
     **Arguments:**
 
     - `kind`: "slice" (local), "all_to_all", "permute" or "all_gather".
-    - `source`, `target`: the layouts before and after the step, over sub-axes of the given meshes. Only a permute or a
-        slice may lead from sub-axes of one mesh to sub-axes of the other mesh.
+    - `source`, `target`: the layouts before and after the step, over sub-axes (parts of mesh axes) of the meshes before
+        and after the move. Only a permute or a slice may lead from sub-axes of one mesh to sub-axes of the other mesh.
     - `wire_bytes`: the bytes that a device receives, as the mean over devices, rounded up.
-    - `dcn_bytes`: the bytes among `wire_bytes` that come from another slice (or node). An upper bound if slices do not
-        line up with mesh axes.
+    - `dcn_bytes`: the bytes among `wire_bytes` that come from another TPU slice (or node). If slices do not line up
+        with mesh axes, it is an upper bound.
     - `peak_bytes`: the bytes of the shards that a device reads and writes in the step.
     """
 
@@ -84,8 +84,8 @@ class Redistribution:
 
     - `steps`: the steps in order; none if every device already holds its target shard.
     - `wire_bytes`: the bytes that a device receives over all steps, as the mean over devices, rounded up.
-    - `dcn_bytes`: the bytes among `wire_bytes` that come from another slice (or node). An upper bound if slices do not
-        line up with mesh axes.
+    - `dcn_bytes`: the bytes among `wire_bytes` that come from another TPU slice (or node). If slices do not line up
+        with mesh axes, it is an upper bound.
     - `peak_bytes`: the most bytes of shards that a device holds at one time.
     - `lower_bound_bytes`: the bytes that a device must receive under any algorithm, as the mean over devices. Elements
         of its target shard that the device already holds do not count.
@@ -100,7 +100,7 @@ class Redistribution:
 
 @ft.lru_cache(maxsize=4096)
 def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, dst: StepLayout) -> Redistribution:
-    """Plans the steps that move one array between two layouts with little traffic and bounded memory.
+    """Plans the steps that move one array between two layouts, with little traffic and bounded memory.
 
     A step reads one shard and writes one. It holds at most twice the larger shard of the two layouts.
 
@@ -126,7 +126,11 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, ds
 
 @ft.lru_cache(maxsize=4096)
 def _planned(max_counts: tuple[int, ...], src: StepLayout, dst: StepLayout) -> tuple[Path, Fraction]:
-    """Returns the path, and the least fraction of the array that a device receives on any path."""
+    """Returns a cheap path from layout `src` to layout `dst`, and a lower bound on the traffic of any path.
+
+    The bound is the fraction of the array that a device receives, as the mean over devices. `max_counts` has the
+    largest number of shards for each dimension. All numbers of shards along it divide this number.
+    """
     source, target = refine(src, dst)
     bound = missing_share(source, target)
     if not bound:  # every device already holds its target shard
@@ -164,15 +168,15 @@ def _bytes(bits: Fraction | int) -> int:
 
 
 def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Path:
-    """Returns the steps of a path through the layouts `before` and then through the layouts `after`.
+    """Returns the steps that lead through the layouts `before` and then through the layouts `after`.
 
     The step from the source's mesh to the target's mesh is a permutation, or a slice if each device already holds its
     next shard.
 
     **Arguments:**
 
-    - `before`: layouts over the source's sub-axes, beginning with the source.
-    - `after`: layouts over the target's sub-axes, ending with the target.
+    - `before`: layouts over sub-axes of the mesh before the move, beginning with the source's layout.
+    - `after`: layouts over sub-axes of the mesh after the move, ending with the target's layout.
 
     **Returns:**
 
@@ -199,7 +203,16 @@ def _kind(source: StepLayout, target: StepLayout) -> StepKind:
 
 
 def _shares(kind: StepKind, source: StepLayout, target: StepLayout, like: StepLayout) -> tuple[Fraction, Fraction]:
-    """Returns the fractions of the array that a device receives in a step: from all devices, and from other slices."""
+    """Returns the bytes that a device receives in a step: from all devices, and from devices of other TPU slices.
+
+    Both are fractions of the bytes of the whole array.
+
+    **Arguments:**
+
+    - `kind`: the kind of step.
+    - `source`, `target`: the layouts before and after it.
+    - `like`: the layout in whose mesh order devices are numbered.
+    """
     if kind == "slice":
         return Fraction(0), Fraction(0)
     if kind == "permute":
@@ -217,18 +230,24 @@ def _shares(kind: StepKind, source: StepLayout, target: StepLayout, like: StepLa
 
 
 def _changed(source: StepLayout, target: StepLayout) -> list[int]:
-    """Returns the sub-axes that do not shard the same dimension in `target` as in `source`."""
+    """Returns the sub-axes that shard different dimensions in `source` and `target`, or one in only one layout."""
     places = [{f: dim for dim, axes in enumerate(end.dims) for f in axes} for end in (source, target)]
     return [f for f in range(len(source.sizes)) if places[0].get(f) != places[1].get(f)]
 
 
 def _are_one(kind: StepKind, earlier: PathStep, source: StepLayout, target: StepLayout) -> bool:
-    """Whether a step from `source` to `target` and the previous step of the same kind are one operation.
+    """Whether two successive steps of the same kind can be done by one operation.
 
-    Two all-to-alls never are; slices and permutations always are. Two all-gathers are one if they concatenate along the
-    same dimension, and along sub-axes of the same mesh. An all-gather along sub-axes of the source's mesh can be
-    followed by one along sub-axes of the target's mesh, if no shard moves between them. In this case `earlier.target`
-    and `source` differ.
+    Two all-to-alls never can. Two slices always can, and so can two permutations. Two all-gathers can if they
+    concatenate along the same dimension, and along sub-axes of the same mesh. An all-gather along sub-axes of the mesh
+    before the move may be followed by one along sub-axes of the mesh after it, with no shard moved in between. These
+    two cannot be one. Then `earlier.target` and `source` differ.
+
+    **Arguments:**
+
+    - `kind`: the kind of both steps.
+    - `earlier`: the first step.
+    - `source`, `target`: the layouts before and after the second step.
     """
     if kind != "all_gather":
         return kind != "all_to_all"
@@ -241,8 +260,13 @@ def _are_one(kind: StepKind, earlier: PathStep, source: StepLayout, target: Step
 def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
     """Returns for each device the device that sends it its new shard in a permute.
 
-    A device that already holds its new shard is its own sender. Another device receives the shard from the nearest
-    device that holds it and does not yet send. Both layouts have equal shard counts along every dimension.
+    A device that already holds its new shard is its own sender. Any other device receives its shard from a device that
+    holds it and does not yet send. Of these, one over the cheapest links is taken.
+
+    **Arguments:**
+
+    - `source`, `target`: the layouts before and after the permute, with equally many shards along each dimension.
+    - `like`: the layout in whose mesh order devices are numbered.
     """
     ends = [FineLayout(end, coordinates(end, like)) for end in (source, target)]
     have, want = (Shards(end).numbers(end.layout.dims) for end in ends)
@@ -256,7 +280,10 @@ def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.
 
 
 def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np.ndarray, held: np.ndarray) -> None:
-    """Chooses senders, in place. The k-th device that needs a shard receives it from the k-th device that holds it.
+    """Chooses for devices that need a shard a device that holds this shard, and writes it into `sender`.
+
+    Of the devices that need one shard, the k-th receives it from the k-th device that holds it. If fewer devices hold
+    it, the others get no sender.
 
     **Arguments:**
 
@@ -274,7 +301,10 @@ def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np
 def _ranked(devices: np.ndarray, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sorts devices by the number of their shard.
 
-    Returns the sorted devices, their shards, and for each device its position among the devices of the same shard.
+    **Returns:**
+
+    The sorted devices, their shards, and the position of each device among the devices of the same shard. For shards 5,
+    3, 5 of devices 0, 1, 2 these are [1, 0, 2], [3, 5, 5] and [0, 0, 1].
     """
     order = np.argsort(shards, kind="stable")
     ascending = shards[order]

@@ -73,15 +73,17 @@ NextLayouts = Callable[[ShardDims, float], Iterator[tuple[ShardDims, float]]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """The input of the search: the layouts before and after a move, over sub-axes.
+    """The input of the search: the layouts before and after a move, over sub-axes (mesh axes or parts of them).
 
     **Arguments:**
 
-    - `max_counts`: for each dimension, the largest shard count. Every shard count of the dimension divides it.
+    - `max_counts`: for each dimension, the largest number of shards. All numbers of shards along the dimension divide
+        it.
     - `source`, `target`: the layouts before and after the move.
     - `takes_detours`: whether the search also tries all-gathers before the permutation between the meshes, slices after
-        it, and permutations of the sub-axes of a dimension. They help if sub-axes of different sizes block each other,
-        if some cost more than others, and if source and target have no sub-axes in common.
+        it, and permutations of the sub-axes of a dimension. These steps help in three cases: sub-axes of different
+        sizes block each other; a byte costs more along some sub-axes than along others; source and target have no
+        sub-axes in common.
     """
 
     max_counts: tuple[int, ...]
@@ -91,16 +93,18 @@ class Problem:
 
 
 def cheapest_route(problem: Problem) -> Route | None:
-    """Returns the layouts along the cheapest path between two layouts, or along the best path found within the budget.
+    """Returns the layouts along the cheapest path from the source to the target of a move.
+
+    If the search ends before it has examined all layouts, the path is the best one found so far.
 
     **Arguments:**
 
-    - `problem`: the move.
+    - `problem`: the layouts before and after the move, and what the search may try.
 
     **Returns:**
 
-    The layouts over the source's sub-axes and those over the target's; `None` if no steps along these sub-axes lead
-    from source to target.
+    The layouts of the path over the source's sub-axes, and those over the target's. `None` if no steps along these
+    sub-axes lead from source to target.
     """
     source, target = problem.source, problem.target
     # The number of layouts to examine takes a fraction of a second: fewer for more devices, and if some axes are slow.
@@ -120,13 +124,13 @@ def cheapest_route(problem: Problem) -> Route | None:
 
 
 def explore(problem: Problem, most: int, limit: float) -> tuple[Route | None, float, int]:
-    """Searches for the cheapest path below the cost `limit`, among about `most` layouts.
+    """Searches for the cheapest path whose cost is below `limit`, among about `most` layouts.
 
-    More layouts are examined only if `limit` is infinite and no path was found by then.
+    More layouts are examined if `limit` is infinite and no path was found among them.
 
     **Returns:**
 
-    The layouts along the best path, or `None`; its cost; and the number of layouts examined.
+    The layouts along the best path, or `None` if no path was found; its cost; and the number of layouts examined.
     """
     permutations = PermutationPrices(problem.source)
     halves = _half(problem, permutations, "target"), _half(problem, permutations, "source")
@@ -145,7 +149,14 @@ def explore(problem: Problem, most: int, limit: float) -> tuple[Route | None, fl
 
 
 def _half(problem: Problem, permutations: PermutationPrices, far_is: Literal["target", "source"]) -> "_Half":
-    """Returns one half of a bidirectional search: from the source if `far_is` is "target", else from the target."""
+    """Returns one half of a bidirectional search: from the source forward, or from the target backward.
+
+    **Arguments:**
+
+    - `problem`: the layouts before and after the move.
+    - `permutations`: the costs of permutations of shards.
+    - `far_is`: the end of the move at which the other half starts. If it is "target", this half starts at the source.
+    """
     ends = (problem.source, problem.target)
     near, far = ends if far_is == "target" else ends[::-1]
     shards = Shards(near)
@@ -167,15 +178,15 @@ def _half(problem: Problem, permutations: PermutationPrices, far_is: Literal["ta
 class _Half:
     """One half of a bidirectional search, from the source forward or from the target backward.
 
-    The half keeps each layout that it has reached, with its cost and the layout before it, and a heap of the layouts to
-    examine next.
+    The half keeps each layout that it has reached, with the cost of the path to it and the layout before it on this
+    path. It also keeps a heap of the layouts to examine next.
 
     **Arguments:**
 
-    - `shards`: the shards that devices hold, for layouts over this half's sub-axes.
+    - `shards`: the shards that devices hold in layouts over this half's sub-axes.
     - `bound`: the lower bound on the cost from a layout to the start of the other half.
     - `next_layouts`: yields the layouts one step away, with the cost of the step.
-    - `far_counts`: the shard counts of the layout at which the other half starts.
+    - `far_counts`: for the layout at which the other half starts, the number of shards along each dimension.
     """
 
     def __init__(self, shards: Shards, bound: LowerBound, next_layouts: NextLayouts, far_counts: Counts):
@@ -192,8 +203,16 @@ class _Half:
     ) -> bool:
         """Adds a layout to the heap if a path through it can cost less than `limit`, and returns whether it was added.
 
-        A layout that was reached before at this cost or less is not added. With `nearest_first`, the layouts whose
-        shard counts are nearest to those of the other half's start come first, at any cost.
+        A layout that was reached before at this cost or less is not added.
+
+        **Arguments:**
+
+        - `dims`: the layout: the sub-axes that shard each dimension.
+        - `cost`: the cost of the path to it.
+        - `parent`: the layout before it on this path; `None` for the layout at which this half starts.
+        - `limit`: the cost of the best path so far.
+        - `nearest_first`: whether the layouts come first in the heap whose numbers of shards are nearest to those at
+            the other half's start. By default those on the cheapest paths come first.
         """
         if cost + _ROUNDING >= min(limit, self.cost.get(dims, math.inf)):
             return False
@@ -218,7 +237,7 @@ class _Half:
         return dims, self.cost[dims] + estimate
 
     def layouts_to(self, dims: ShardDims) -> list[ShardDims]:
-        """Returns the layouts on this half's path from its start to `dims`."""
+        """Returns the layouts on the path from the layout at which this half starts to `dims`."""
         layouts = [dims]
         while (parent := self.parent[layouts[-1]]) is not None:
             layouts.append(parent)
@@ -227,9 +246,10 @@ class _Half:
 
 @dataclasses.dataclass
 class _State:
-    """The state of a bidirectional search: both halves, and the best path so far.
+    """The state of a bidirectional search: both halves, and the best path so far, with its cost.
 
-    The best path permutes shards from the forward half's layout `before` to the backward half's layout `after`.
+    The best path leads to the forward half's layout `before`, by a permutation of shards to the backward half's layout
+    `after`, and from there to the target.
     """
 
     forward: _Half
@@ -248,7 +268,10 @@ class _State:
         return self.examined > most and self.cost < math.inf
 
     def next_half(self) -> _Half | None:
-        """The half whose first layout has the smaller bound on a path's cost; `None` if both heaps are empty."""
+        """The half to continue with; `None` if the heaps of both are empty.
+
+        It is the one whose first layout has the smaller lower bound on the cost of a path through it.
+        """
         halves = [half for half in (self.forward, self.backward) if half.heap]
         return min(halves, key=lambda half: half.heap[0][:2], default=None)
 
@@ -257,10 +280,10 @@ class _State:
 
 
 def _settle(dims: ShardDims, half: _Half, state: _State, most: int) -> None:
-    """Tries a permutation from a layout of one half to each settled layout of the other half with the same shard
-    counts.
+    """Tries to complete paths through the layout `dims`, which was just taken from the heap of `half`.
 
-    A layout is settled when it was taken from its half's heap.
+    It tries a permutation of shards to each layout that was taken from the other half's heap and has the same number of
+    shards along each dimension. `most` is the number of layouts after which the search ends.
     """
     counts, cost = half.shards.counts(dims), half.cost[dims]
     half.settled.setdefault(counts, {})[dims] = None
@@ -271,7 +294,18 @@ def _settle(dims: ShardDims, half: _Half, state: _State, most: int) -> None:
 
 
 def _expand(dims: ShardDims, half: _Half, state: _State, most: int, same_sub_axes: bool) -> None:
-    """Adds the layouts one step away to the half's heap, and updates `state` if one of them completes a path."""
+    """Adds the layouts one step away from `dims` to the heap of `half`.
+
+    If one of them completes a path that is cheaper than the best one so far, `state` is updated.
+
+    **Arguments:**
+
+    - `dims`: the layout: the sub-axes that shard each dimension.
+    - `half`: the half of the search that has reached it.
+    - `state`: the state of the search.
+    - `most`: the number of layouts after which the search ends.
+    - `same_sub_axes`: whether both halves have the same sub-axes, so that they can reach the same layout.
+    """
     cost = half.cost[dims]
     for after, extra in half.next_layouts(dims, state.cost - cost):
         nearest_first = state.cost == math.inf and state.examined > most
@@ -286,8 +320,10 @@ def _expand(dims: ShardDims, half: _Half, state: _State, most: int, same_sub_axe
 
 
 def _cross(dims: ShardDims, match: ShardDims, half: _Half, state: _State) -> None:
-    """Updates `state` with the path that permutes shards between the layout `dims` of one half and `match` of the
-    other.
+    """Considers the path that goes through `dims`, then permutes shards, and goes on through `match`.
+
+    `dims` is a layout of `half`, and `match` is one of the other half. `state` is updated if this path is cheaper than
+    the best one so far.
     """
     before, after = (dims, match) if half is state.forward else (match, dims)
     left = state.cost - state.forward.cost[before] - state.backward.cost[after]
@@ -297,7 +333,11 @@ def _cross(dims: ShardDims, match: ShardDims, half: _Half, state: _State) -> Non
 
 
 def _meet(before: ShardDims, after: ShardDims, crossing: float, state: _State) -> None:
-    """Updates `state` if the path through the layouts `before` and `after` is cheaper than the best one so far."""
+    """Updates `state` if a path is cheaper than the best one so far.
+
+    The path goes through the layout `before` of the forward half and the layout `after` of the backward half. The
+    permutation of shards between the two costs `crossing`.
+    """
     paid = state.forward.cost.get(before, math.inf)
     total = paid + crossing + state.backward.cost.get(after, math.inf)
     if total < state.cost - _ROUNDING:

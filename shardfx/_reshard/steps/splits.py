@@ -49,7 +49,8 @@ def primes(number: int) -> tuple[int, ...]:
 
 
 def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray]) -> list[Split]:
-    """Orders the prime factors of each mesh axis, so that the two meshes of a move have many sub-axes in common.
+    """Orders the prime factors of each mesh axis, so that the meshes before and after a move have many sub-axes in
+    common. A sub-axis is a part of a mesh axis: an axis of size 12 = 2 x 3 x 2 has sub-axes of 2, 3 and 2.
 
     **Arguments:**
 
@@ -58,7 +59,7 @@ def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray])
 
     **Returns:**
 
-    The prime factors of the source's axes, and those of the target's axes.
+    The prime factors of the source's mesh axes in their new order, and those of the target's.
     """
     if all(len(_orders(size)) == 1 for size in (*src.sizes, *dst.sizes)):
         return [[_orders(size)[0] for size in layout.sizes] for layout in (src, dst)]
@@ -74,8 +75,10 @@ def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray])
 
 
 class _Factor(NamedTuple):
-    """A prime factor of a mesh axis. A device at `position` along the axis has the coordinate `position // stride %
-    size`.
+    """A prime factor of a mesh axis, for one order of its prime factors.
+
+    A device at `position` along the axis has the coordinate `position // stride % size` along the factor. For 12 = 2 x
+    3 x 2 the factor 3 has the stride 2.
     """
 
     stride: int
@@ -84,7 +87,7 @@ class _Factor(NamedTuple):
 
 @ft.lru_cache(maxsize=256)
 def _orders(size: int) -> tuple[tuple[int, ...], ...]:
-    """Returns at most 64 of the orders in which the prime factors of `size` can be written."""
+    """Returns the orders in which the prime factors of `size` can be written, at most 64. For 12 these are three."""
 
     def arrange(rest: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if not rest:
@@ -103,7 +106,16 @@ def _factors_in(order: Sequence[int]) -> list[_Factor]:
 
 
 def _factor_keys(row: np.ndarray, size: int) -> dict[_Factor, bytes]:
-    """Maps each prime factor, in any order of an axis's primes, to a key: the coordinates of all devices as bytes."""
+    """Returns a key for each prime factor of one mesh axis: the coordinates of all devices along the factor, as bytes.
+
+    All orders of the prime factors are considered. For 12 = 2 x 2 x 3 = 2 x 3 x 2 = 3 x 2 x 2 there are seven factors,
+    since a factor is given by its stride and its size.
+
+    **Arguments:**
+
+    - `row`: the position of each device along the axis.
+    - `size`: the size of the axis.
+    """
     found = dict.fromkeys(factor for order in _orders(size) for factor in _factors_in(order))
     return {factor: (row // factor.stride % factor.size).astype(np.uint16).tobytes() for factor in found}
 
@@ -111,12 +123,13 @@ def _factor_keys(row: np.ndarray, size: int) -> dict[_Factor, bytes]:
 def _best_orders(
     layout: StepLayout, known: Sequence[dict[_Factor, bytes]], wanted: set[bytes]
 ) -> list[tuple[int, ...]]:
-    """Returns for each axis the order of its prime factors that has the most keys in `wanted`.
+    """Returns for each mesh axis the order of its prime factors that has the most factors in common with the other
+    mesh.
 
     **Arguments:**
 
-    - `layout`: the layout whose axes are ordered.
-    - `known`: for each axis, the key of each prime factor.
+    - `layout`: the layout over whose mesh axes this decides.
+    - `known`: for each axis, the key of each prime factor: the coordinates of all devices along it, as bytes.
     - `wanted`: the keys of prime factors of the other mesh.
     """
     return [
@@ -126,17 +139,18 @@ def _best_orders(
 
 
 def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], splits: Sequence[Split]) -> list[Split]:
-    """Multiplies successive primes of an axis into one sub-axis, except where source or target needs them separate.
+    """Multiplies successive prime factors of a mesh axis into one sub-axis, unless a move needs them separate. For 12 =
+    2 x 2 x 3 this may give sub-axes of 4 and 3.
 
     **Arguments:**
 
-    - `layouts`: the layouts before and after the move, over prime sub-axes.
-    - `keys`: for both layouts, the key of each sub-axis: the coordinates of all devices as bytes.
+    - `layouts`: the layouts before and after the move, over sub-axes of prime sizes.
+    - `keys`: for both layouts, the key of each sub-axis: the coordinates of all devices along it, as bytes.
     - `splits`: for both meshes, the prime factors of each axis.
 
     **Returns:**
 
-    The sizes of each axis's sub-axes, for both meshes.
+    For both meshes, the sizes of the sub-axes of each axis.
     """
     ends = [_Primes(*one) for one in zip(layouts, keys, strict=True)]
     # `kept` holds the last prime of each sub-axis. These primes are not checked again.
@@ -153,10 +167,15 @@ def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], 
 
 
 class _Primes:
-    """The prime sub-axes of one mesh, each with its key.
+    """The sub-axes of one mesh, if each of them has a prime size.
 
-    `shard_counts` holds, for each prime sub-axis that shards a dimension, this dimension, and the number of shards into
-    which the dimension's sub-axes split it, from the first of them to this one.
+    The attribute `shard_counts` has, for each sub-axis that shards a dimension, this dimension and a number of shards.
+    It is the number into which this sub-axis and those before it split the dimension.
+
+    **Arguments:**
+
+    - `layout`: a layout over these sub-axes.
+    - `keys`: the key of each sub-axis: the coordinates of all devices along it, as bytes.
     """
 
     def __init__(self, layout: StepLayout, keys: Sequence[bytes]):
@@ -170,15 +189,15 @@ class _Primes:
     def must_split_after(self, factor: int, other: "_Primes", kept: set[int]) -> bool:
         """Whether a prime sub-axis of this mesh must stay separate from the next one.
 
-        The two sub-axes stay separate if the other mesh has one of them only, or does not have both in one sub-axis,
-        one after the other. They also stay separate if the first of them and some sub-axis of the other mesh split the
-        same dimension into the same number of shards.
+        There are three cases in which it must. The other mesh has only one of the two sub-axes. Or it has both, but not
+        one after the other within one sub-axis. Or this sub-axis and some sub-axis of the other mesh split the same
+        dimension into the same number of shards, together with the sub-axes before them.
 
         **Arguments:**
 
-        - `factor`: the number of the prime.
-        - `other`: the primes of the other mesh.
-        - `kept`: the primes of the other mesh that are the last of their sub-axis.
+        - `factor`: the index of the prime sub-axis.
+        - `other`: the prime sub-axes of the other mesh.
+        - `kept`: the indices of the other mesh's prime sub-axes after which it is already split.
         """
         here, after = (other.factors.get(key) for key in self.keys[factor : factor + 2])
         # The other mesh has both primes, one after the other, or neither.
@@ -204,15 +223,15 @@ _FEW = 6
 
 
 def refine(src: StepLayout, dst: StepLayout, *, prime: bool = False) -> tuple[FineLayout, FineLayout]:
-    """Returns both layouts of a move, over the sub-axes into which the axes of both meshes are split.
+    """Returns the layouts before and after a move, over the sub-axes into which the axes of both meshes are split.
 
     If the source's mesh has all sub-axes of the target's mesh, both layouts are over the sub-axes of the source's mesh.
 
     **Arguments:**
 
-    - `src`, `dst`: layouts over the same devices.
-    - `prime`: whether all sub-axes have prime sizes. By default `join_primes` joins some of them if a mesh has more
-        than six. Prime sub-axes can shard dimensions that a joined sub-axis is too large for.
+    - `src`, `dst`: the layouts, over the same devices.
+    - `prime`: whether all sub-axes have prime sizes. By default `join_primes` multiplies some of them if a mesh has
+        more than six. Prime sub-axes can shard dimensions for which their product is too large.
 
     **Returns:**
 
@@ -233,7 +252,14 @@ def refine(src: StepLayout, dst: StepLayout, *, prime: bool = False) -> tuple[Fi
 
 
 def _fine_layout(layout: StepLayout, split: Split, place: np.ndarray) -> FineLayout:
-    """Returns the `FineLayout` of a layout whose axes are split as in `split`, for devices at the positions `place`."""
+    """Returns a layout over sub-axes of its mesh, with the coordinates of all devices.
+
+    **Arguments:**
+
+    - `layout`: the layout over mesh axes.
+    - `split`: for each mesh axis, the sizes of its sub-axes.
+    - `place`: the position of each device in the mesh.
+    """
     sizes = tuple(size for factors in split for size in factors)
     start = [0]
     for factors in split:
@@ -246,7 +272,10 @@ def _fine_layout(layout: StepLayout, split: Split, place: np.ndarray) -> FineLay
 
 
 def _with_equal_weights(ours: FineLayout, theirs: FineLayout) -> list[FineLayout]:
-    """Gives equal sub-axes of source and target equal weights: the higher of the two."""
+    """Gives each sub-axis the higher of its weights in the meshes before and after a move.
+
+    A weight is the cost of a byte along the sub-axis.
+    """
     ends = [ours, theirs]
     if not ours.layout.weights and not theirs.layout.weights:
         return ends
