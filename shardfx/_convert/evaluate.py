@@ -151,7 +151,9 @@ def _shape_after(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ..
 
 
 def leaf_made(path: str, struct: Struct | Made) -> Made:
-    """A target array that is a copy of one leaf of the source."""
+    """A target array that is a copy of one leaf of the source. `path` is the leaf's path, and `struct` its shape and
+    dtype.
+    """
     return Made(tuple(struct.shape), struct.dtype, whole(Value(path), tuple(struct.shape)))
 
 

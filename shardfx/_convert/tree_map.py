@@ -248,12 +248,17 @@ def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struc
 def bound_before(
     map: TreeMap, source: tuple[tuple[str, Struct], ...], target: tuple[tuple[str, Struct], ...]
 ) -> Mapping[str, Made]:
-    """The result of `bound`, from a cache of the last few calls."""
+    """The result of `bound`, from a cache of the last few calls. `source` and `target` are pairs of a path with a shape
+    and dtype, so that they can be hashed.
+    """
     return bound(map, dict(source), dict(target))
 
 
 def of_steps(steps: Iterable[Rules]) -> TreeMap:
-    """The map that applies steps one after the other."""
+    """The map that applies `steps` one after the other. Each step has the rules that make one tree from another tree.
+
+    The first step reads the map's source.
+    """
     made = object.__new__(TreeMap)
     object.__setattr__(made, "steps", tuple(steps))
     return made

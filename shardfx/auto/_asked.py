@@ -149,7 +149,8 @@ class StepArray(NamedTuple):
 
     - `which`: the number of the argument that contains it.
     - `path`: the name of the argument and the path within, such as `model/layers/mlp/gate`.
-    - `names`: the logical names that the field of an Equinox module declares for it, or `None`.
+    - `names`: the logical names of its dimensions that the field of an Equinox module declares; `None` without such a
+        field.
     - `rank`: the number of its dimensions.
     """
 

@@ -146,7 +146,7 @@ class Candidate:
 
 
 def rank(one: Candidate) -> tuple[bool, float]:
-    """The sort key of a candidate: candidates that fit in memory come first, the fastest first."""
+    """The sort key of the candidate `one`. Candidates that fit in memory come first, the fastest first."""
     return not one.fits, one.seconds
 
 
@@ -168,7 +168,9 @@ def without_twins(found: Iterable[Candidate], known: Iterable[Candidate] = ()) -
 
 
 def _shard_counts(one: Candidate) -> object:
-    """The number of shards of each dimension of each argument, and the number of slices that each mesh axis spans."""
+    """The number of slices that each mesh axis spans, and the number of shards of each dimension of each argument of
+    the step.
+    """
     leaves = (leaf for made in one.plans for leaf in made.leaves)
     return one.mesh.dcn_sizes, tuple(tuple(one.mesh.axis_size(entry_axes(e)) for e in leaf.spec) for leaf in leaves)
 

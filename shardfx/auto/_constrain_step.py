@@ -126,8 +126,9 @@ class _Walker:
         self.count = 0
 
     def run(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        """Evaluates a jaxpr, with `change` applied to the results of each equation, and returns the results of the
-        jaxpr.
+        """Evaluates a jaxpr, with `change` applied to the results of each equation. Returns the results of the jaxpr.
+
+        `consts` are the values of the jaxpr's constants, and `arguments` those of its inputs.
         """
         arrays: dict[object, Any] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*arguments, *consts), strict=True))
 

@@ -38,7 +38,9 @@ _SPATIAL = {1: ("sequence",), 2: ("height", "width"), 3: ("depth", "height", "wi
 
 
 class _Namer:
-    """Names each logical axis by the operations on it, then by the paths of its arrays."""
+    """Names each logical axis (dimensions that must be sharded alike) by the operations on it, then by the paths of its
+    arrays.
+    """
 
     def __init__(self, classes: Classes):
         self.classes = classes
@@ -101,8 +103,8 @@ class _Namer:
                 axis.name = "key_words"
 
     def data(self) -> None:
-        """Names the dimensions of the data: the first is `batch`. Among the others are the channels, the height and the
-        width of images, or a sequence and features.
+        """Names the dimensions of the data. The first is `batch`. The others are those of images (channels, height and
+        width), or a sequence and features.
 
         A dimension that a loop iterates over does not count, such as the layers of a key-value cache.
         """
@@ -128,8 +130,9 @@ class _Namer:
                 axis.name = "features"
 
     def data_dims(self, place: ArgumentDim) -> list[int]:
-        """The numbers of the dimensions of an array, without dimensions that a loop over layers iterates over. `place`
-        is any dimension of the array.
+        """The numbers of the dimensions of an array, without dimensions that a loop over layers iterates over.
+
+        `place` is any dimension of the array.
         """
         named = [{self.classes.of(root).name for root in roots} for roots in self.classes.dims[place.argument]]
         return [dim for dim, names in enumerate(named) if "layers" not in names]
@@ -146,8 +149,10 @@ class _Namer:
         return found
 
     def looked_up(self) -> None:
-        """Names the dimensions of tables from which entries are looked up: `vocab` if tokens of a sequence index them,
-        `classes` if labels do, and `positions` for position embeddings.
+        """Names the dimensions of tables from which entries are looked up.
+
+        The name is `vocab` if tokens of a sequence index them, and `classes` if labels do. For position embeddings it
+        is `positions`.
         """
         found, vocabs = list[LogicalAxis](), set[int]()
         for axis in self.unnamed("looked_up"):

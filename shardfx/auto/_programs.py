@@ -62,14 +62,14 @@ def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, mod
     """The candidate with the traffic of its program, and an estimate of the seconds of one step.
 
     Computation takes the longer of two times: the floating-point operations at the peak rate, and the memory traffic at
-    the memory's bandwidth. A compiled program that reports its cycles takes these instead. Communication takes
+    the memory's bandwidth. If a compiled program reports its cycles, they give the time instead. Communication takes
     [`shardfx.cost.seconds`][], and some microseconds per collective. Collectives of parameters and gradients overlap
     with a part of the computation; collectives of activations do not.
 
     **Arguments:**
 
     - `one`: the candidate.
-    - `sent`, `work`: the traffic and the work of its program.
+    - `sent`, `work`: the traffic of its program, and the operations and memory traffic of one device.
     - `chip`, `model`: the chip of its devices, and the assumptions of the estimate.
     """
     per_device = model.compute / chip.devices_per_chip
@@ -124,14 +124,16 @@ class LoweredStep:
 
     @ft.cached_property
     def donatable(self) -> tuple[int, ...]:
-        """The numbers of the arguments that the step could donate: the arguments that it donates, and the arguments for
-        which it returns an updated value.
+        """The numbers of the arguments that the step could donate. They are the arguments that it donates, and those
+        for which it returns an updated value.
         """
         return tuple(sorted({*self.donated, *(which for which, _ in self.results if which is not None)}))
 
     def states(self, classes: Classes) -> tuple[int, ...]:
-        """The numbers of the arguments that are an optimizer's state. Their arrays have dimensions of the model, and
-        the step returns an updated value for each of them.
+        """The numbers of the arguments that are an optimizer's state.
+
+        The arrays of such an argument have only dimensions of the model, and the step returns an updated value for it.
+        `classes` has the logical axes of the step's arguments.
         """
         members = {classes.traced.arrays[argument].which for argument in classes.model} - {classes.main}
         return tuple(sorted(members & {which for which, _ in self.results if which is not None}))
@@ -217,8 +219,8 @@ def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, 
 
     **Arguments:**
 
-    - `args`: the arguments as structs.
-    - `made`: the results as structs.
+    - `args`: the arguments as trees of `jax.ShapeDtypeStruct`s.
+    - `made`: the results as such trees.
 
     **Returns:**
 

@@ -70,8 +70,14 @@ def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str 
 
 
 def _resolved(asked: Any, array: Any, path: str, mesh: AnyMesh, is_corrected: bool) -> Sharding | None:
-    """The sharding for an array. `asked` is a Sharding, a PartitionSpec, a function that returns one, or `None`, which
-    replicates.
+    """The sharding for an array.
+
+    **Arguments:**
+
+    - `asked`: a Sharding, a PartitionSpec, a function that returns one, or `None`, which replicates.
+    - `array`, `path`: the array and its path.
+    - `mesh`: the mesh for a PartitionSpec and for `None`.
+    - `is_corrected`: whether a PartitionSpec is corrected to the array's shape, as by [`shardfx.correct`][].
     """
     if callable(asked) and not isinstance(asked, PartitionSpec | Sharding):
         asked = asked(array)
@@ -235,7 +241,12 @@ def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
 
 
 class _Node(NamedTuple):
-    """A node of a tree: its type, which is `None` for a leaf, its static data, and its children by key."""
+    """A node of a tree.
+
+    - `kind`: its type; `None` for a leaf.
+    - `data`: its static data.
+    - `children`: its children by key.
+    """
 
     kind: type | None
     data: object

@@ -265,7 +265,9 @@ def _is_box(node: object) -> bool:
 
 
 def _metadata(node: object) -> Mapping[str, Any]:
-    """The metadata of an nnx variable, or of a linen box in the form of nnx."""
+    """The metadata of an nnx variable, or of a linen box (such as `nn.Partitioned`) under the names that nnx gives
+    them. A node of another type has none.
+    """
     if isinstance(node, nnx.Variable):
         return node.get_metadata()
     if isinstance(node, meta.Partitioned):

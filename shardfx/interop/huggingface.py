@@ -31,7 +31,8 @@ _EXPERT_NAMES = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_pro
 
 
 class Plans(NamedTuple):
-    """The parallelism plans of a configuration class: dicts from the names of modules and parameters to styles.
+    """The parallelism plans of a configuration class: dicts from the names of modules and parameters to styles. A style
+    says how to shard, such as "colwise".
 
     **Arguments:**
 
@@ -48,7 +49,7 @@ class Plans(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """The target of a path rule: how a style of a Hugging Face plan shards a parameter of any rank.
+    """The target of a path rule: how a style of a Hugging Face plan (such as "colwise") shards a parameter of any rank.
 
     **Arguments:**
 
@@ -56,8 +57,8 @@ class Style:
     - `style`: the name of the style.
     - `axis`: the mesh axes over which the parameter is sharded.
     - `unit`: the number of elements of the sharded dimension that no shard may split.
-    - `is_one_expert`: whether the parameter belongs to one expert, as in checkpoints, instead of to all experts of a
-        layer.
+    - `is_one_expert`: whether each expert has a parameter of its own, as in checkpoints. Otherwise one parameter holds
+        all experts of a layer.
     """
 
     key: str
@@ -191,7 +192,11 @@ def rules_of(
 
 
 def _dim(style: str, name: str, rank: int) -> int | None:
-    """The dimension of a parameter that a style shards; `None` if the style shards none."""
+    """The dimension of a parameter that a style of a Hugging Face plan (such as "colwise") shards. The result is `None`
+    if the style shards none.
+
+    `name` is the last part of the parameter's name, such as "weight". `rank` is the number of its dimensions.
+    """
     where = STYLES[style]
     if where is None or not rank:
         return None
@@ -204,7 +209,14 @@ def _dim(style: str, name: str, rank: int) -> int | None:
 
 
 def _expert_path(module: str, names: tuple[str, ...], prefix: str) -> str:
-    """A regex for the paths of single experts in checkpoints, also under the names of Mixtral's checkpoints."""
+    """A regex for the paths of single experts in checkpoints. It also matches the names of Mixtral's checkpoints.
+
+    **Arguments:**
+
+    - `module`: the name of the experts' module in the plan, with `*` for numbers.
+    - `names`: the names of the matrices of an expert, such as "gate_proj".
+    - `prefix`: the prefix of the model's parameter names.
+    """
     path = _path(module, prefix).replace("[./]mlp[./]", "[./](?:mlp|block_sparse_moe)[./]")
     return rf"^{path}[./]\d+[./](?:{'|'.join(names)})[./][^./]+$"
 

@@ -91,7 +91,11 @@ def partitioning_of(text: str) -> Partitioning:
 
 
 def _partitioner(bound: dict[str, str]) -> str:
-    """The name of the partitioner's class: the one that is passed to a script, or else the only one with bindings."""
+    """The name of the partitioner class of a gin file: the one that the file passes to a script, or else the only one
+    with bindings.
+
+    `bound` has the text of each value that the file binds, by its name.
+    """
     given = [value for name, value in bound.items() if name.endswith(".partitioner")]
     owners = [name.partition(".")[0] for name in bound if name.partition(".")[0].endswith("Partitioner")]
     named = [found[1] for value in given[-1:] if (found := re.fullmatch(r"@(?:[\w.]+\.)?(\w+)\(\)", value))]
@@ -123,13 +127,18 @@ def _standard(bound: dict[str, str], experts: bool) -> AxisRules:
 
 
 def _value_of(bound: dict[str, str], *names: str) -> Any:
-    """The value of the first of `names` that the gin file binds; `None` if it binds none of them."""
+    """The value of the first of `names` that the gin file binds; `None` if it binds none of them.
+
+    `bound` has the text of each value that the file binds, by its name.
+    """
     values = (_literal(bound, name, None, open_is_none=True) for name in names)
     return next((value for value in values if value is not None), None)
 
 
 def _bindings(text: str) -> dict[str, str]:
-    """The text of each value that a gin file binds, by the last two parts of its name."""
+    """The text of each value that a gin file binds, by the last two parts of its name. For
+    `t5x.PjitPartitioner.num_partitions = 4`: "PjitPartitioner.num_partitions" with "4".
+    """
     text = re.sub(r"(?m)#.*$", "", text)
     blocks = [(found.start(), found["name"]) for found in _BLOCK.finditer(text)]
     found: dict[str, str] = {}
@@ -154,8 +163,11 @@ def _value_text(text: str) -> str:
 
 
 def _literal(bound: dict[str, str], name: str, default: object, *, open_is_none: bool = False) -> Any:
-    """The constant that a name is bound to, directly or through a macro; `default` for a name without a value. With
-    `open_is_none`, a macro without a value is allowed too.
+    """The constant that the gin file binds a name to, directly or through a macro (`%NAME`). A name without a value
+    gets `default`.
+
+    A macro without a value raises an error. With `open_is_none`, the name then gets `default` too. `bound` has the text
+    of each value that the file binds, by its name.
     """
     value = bound.get(name)
     while value is not None and value[:1] == "%" and (value[1:] in bound or open_is_none):
