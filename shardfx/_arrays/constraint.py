@@ -33,7 +33,10 @@ def placed(leaves: list[Any], shardings: list[Any]) -> list[Any]:
 
 
 def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
-    """Places one array on a mesh of several processes. Either it is a global array, or every process has all of it."""
+    """Places one array on a mesh whose devices belong to several processes.
+
+    The array is either a global array, or every process passes the whole array.
+    """
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -85,21 +88,22 @@ def constrain(
     **Arguments:**
 
     - `x`: an array.
-    - `names_or_spec`: a tuple with a logical name for each dimension, which the plan's `axes` resolve. `...` stands for
-        all dimensions that are not sharded. Or a PartitionSpec; dimensions beyond its end are replicated. `None` leaves
-        `x` as it is.
-    - `plan`: a plan, which gives the mesh, the `axes` and the `mode`. The array need not be one of its leaves.
-    - `strict`: whether to raise if the rules, the shape or the mesh do not allow the requested sharding: another name
-        has the mesh axis, or the size does not divide. By default the plan's own `strict` holds.
+    - `names_or_spec`: a tuple with a logical name for each dimension, for which the rules in the plan's `axes` give
+        mesh axes. An `...` in the tuple stands for all dimensions that are not sharded. Or a PartitionSpec, whose
+        missing last entries count as `None`. `None` in place of both leaves `x` as it is.
+    - `plan`: a plan, of which the mesh, the `axes` (rules from names to mesh axes) and the `mode` are used. The array
+        need not be one of its leaves.
+    - `strict`: whether to raise if the requested sharding is not possible: two names have one mesh axis, or the size of
+        a dimension is not divisible. If not, such axes are dropped. By default the plan's own `strict` holds.
     - `unmatched`: "raise": an error for a name without a rule in the plan, and for a mesh axis in a spec that neither
         the mesh nor `AxisRules(..., axes=...)` knows. "replicate": such names and axes are left out.
-    - `explain`: whether to return the decision too.
+    - `explain`: whether to return the [`shardfx.Decision`][] too.
 
     **Returns:**
 
     `x` with this sharding. `PartitionSpec()` replicates `x`. For an UNCONSTRAINED dimension, the compiler chooses.
     Inside `jit`, Explicit axes shard a dimension before Auto axes. With `explain=True`, a pair of the array and the
-    [`shardfx.Decision`][], which has the spec and the reasons for all axes that were dropped.
+    Decision, which has the spec and the reasons for all axes that were dropped.
 
     **Raises:**
 
@@ -163,7 +167,15 @@ def constrain(
 
 
 def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Decision:
-    """The decision with the axes of each dimension in the order of JAX inside `jit`: Explicit axes before Auto axes.
+    """The decision about a spec, with the mesh axes of each dimension in the order that JAX needs inside `jit`.
+
+    There Explicit axes come before Auto axes.
+
+    **Arguments:**
+
+    - `found`: the decision.
+    - `kinds`: the axis type of each mesh axis.
+    - `strict`: whether to raise if this changes the order.
 
     **Raises:**
 
@@ -183,7 +195,7 @@ def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Deci
 
 
 def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
-    """The mesh in the type of `x`, or else the mesh of the plan."""
+    """The mesh in the type of `x`. If the type has none, the mesh of the plan."""
     planned = plan.content.any_mesh
     sharding = sharding_of(x)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
@@ -201,7 +213,10 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
 
 
 def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> PartitionSpec:
-    """The spec with only those of its mesh axes that are in `axes`. All of `axes` have the axis type `kind`."""
+    """The spec without the mesh axes that are not in `axes`.
+
+    All of `axes` have the axis type `kind`.
+    """
     parts = []
     for entry in entries_of(spec):
         if entry is UNCONSTRAINED:
@@ -230,7 +245,10 @@ _meant_for = Primitive("meant_for")
 
 
 def _lowered(ctx: Any, x: object, *, sizes: tuple[tuple[str, int], ...]) -> list[Any]:
-    """Lowers the identity. Raises if the program is for another number of devices than a mesh of these sizes has."""
+    """Lowers a primitive that returns `x` unchanged.
+
+    Raises if the program is for another number of devices than a mesh of `sizes` (names and sizes of mesh axes) has.
+    """
     match ctx.module_context.axis_context:
         # Without devices, as in an export, and inside `shard_map`, there is nothing to compare.
         case object(num_devices=int(count)) if count != math.prod(size for _, size in sizes):

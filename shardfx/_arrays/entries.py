@@ -36,18 +36,25 @@ def _is_entry(node: object) -> bool:
 
 
 def _is_mistaken(node: object) -> bool:
-    """Whether an entry is no sharding, but a value passed by mistake, such as a tuple of logical names."""
+    """Whether `node`, in `in_shardings` or `out_shardings`, is a value passed by mistake, such as a tuple of logical
+    names.
+    """
     if not isinstance(node, tuple | list):
         return isinstance(node, _NO_ENTRIES)
     return {str} <= set(map(type, node)) <= {str, type(None), type(...)}
 
 
 def shardings_in(form: object, what: str) -> list[Any]:
-    """`None`, and then the distinct shardings in `form`, which is the argument `what` of `filter_jit`.
+    """A list of `None` and the distinct shardings in `form`.
+
+    **Arguments:**
+
+    - `form`: the argument `in_shardings` or `out_shardings` of `filter_jit`.
+    - `what`: the name of this argument.
 
     **Raises:**
 
-    `PlanMismatchError` for an entry that is no sharding. A PartitionSpec is none, since it has no mesh.
+    `PlanMismatchError` for a value in `form` that is no sharding. A PartitionSpec is none, since it has no mesh.
     """
     found = {None: None}
     for entry in jax.tree.leaves(form, is_leaf=lambda node: _is_entry(node) or _is_mistaken(node)):
@@ -62,13 +69,13 @@ def shardings_in(form: object, what: str) -> list[Any]:
 
 
 def spread(form: object, tree: object, what: str, *, shapes: bool = True) -> list[Any]:
-    """The sharding of each leaf of a tree; `None` for a leaf without an entry.
+    """The sharding that `form` gives to each leaf of `tree`; `None` for a leaf to which it gives none.
 
     **Arguments:**
 
-    - `form`: a plan, a sharding, or a tree of them that is a prefix of `tree`.
+    - `form`: a plan, a sharding, `None`, or a tree of these that is a prefix of `tree`.
     - `what`: the tree's name in messages.
-    - `shapes`: whether shapes and dtypes are compared with the plans, beside the paths of the arrays.
+    - `shapes`: whether the shapes and dtypes of arrays are compared with those in the plans. Paths always are.
 
     **Raises:**
 
@@ -113,7 +120,11 @@ def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
 
 
 def parameter_keys(signature: inspect.Signature) -> Table:
-    """The key of each parameter, by the parameter's name."""
+    """The key of each parameter, by the parameter's name.
+
+    It is the position of the parameter, or its name if it is keyword-only. It is `int` for `*args` and `str` for
+    `**kwargs`.
+    """
     kinds = {inspect.Parameter.VAR_POSITIONAL: int, inspect.Parameter.VAR_KEYWORD: str}
     return {
         one.name: one.name if one.kind is one.KEYWORD_ONLY else kinds.get(one.kind, at)
@@ -122,7 +133,11 @@ def parameter_keys(signature: inspect.Signature) -> Table:
 
 
 def at_key(table: Table, key: object) -> Any:
-    """The value for one argument in a table by argument; `None` if the table has none."""
+    """The value for one argument in a table by argument; `None` if the table has none.
+
+    `key` is the position or the name of the argument. If the table lacks it, the value for all positions (at the key
+    `int`) or for all names (at the key `str`) is taken.
+    """
     return table.get(key, table.get(type(key)))
 
 
@@ -131,8 +146,15 @@ def _positional(keys: Table) -> list[str]:
 
 
 def arguments(keys: Table, args: Sequence[object], kwargs: dict[str, object]) -> list[tuple[Any, str, Any]]:
-    """The key, the name and the value of each argument of a call. Keyword arguments are in sorted order. The name is
-    the parameter's, or "xs/0" for the first argument of `*xs`.
+    """The key, the name and the value of each argument of a call. Keyword arguments are in sorted order.
+
+    The key is the argument's position, or its name for a keyword argument. The name is the parameter's, or "xs/0" for
+    the first argument of `*xs`.
+
+    **Arguments:**
+
+    - `keys`: the key of each parameter, by its name.
+    - `args`, `kwargs`: the arguments of the call.
     """
     names = _positional(keys)
     variadic = next((name for name, key in keys.items() if key is int), "")
@@ -141,7 +163,13 @@ def arguments(keys: Table, args: Sequence[object], kwargs: dict[str, object]) ->
 
 
 def entries_by_key(in_shardings: object, keys: Table, name: str) -> Table:
-    """The entries of `in_shardings` by argument, for the function `name`, whose parameters have these keys.
+    """What `in_shardings` says about each argument, as a table from the argument's position or name.
+
+    **Arguments:**
+
+    - `in_shardings`: a tuple with an entry for each position, a dict by parameter name, or one entry for all arguments.
+    - `keys`: the key of each parameter, by its name: a position or a name, `int` for `*args`, and `str` for `**kwargs`.
+    - `name`: the name of the function in messages.
 
     **Raises:**
 
@@ -169,7 +197,14 @@ def entries_by_key(in_shardings: object, keys: Table, name: str) -> Table:
 
 
 def donated_by_key(donate: Any, keys: Table) -> Table:
-    """A table by argument that says whether the argument is donated.
+    """Whether each argument is donated, as a table from the argument's position or name.
+
+    Arguments that are not in the table are not donated.
+
+    **Arguments:**
+
+    - `donate`: the argument of `filter_jit`.
+    - `keys`: the key of each parameter, by its name: a position or a name, `int` for `*args`, and `str` for `**kwargs`.
 
     **Raises:**
 

@@ -17,15 +17,15 @@ from ..topology import MeshSpec
 
 
 class Given(NamedTuple):
-    """One array of a jitted function or of its arguments, with its entry in `in_shardings`.
+    """One array that a call passes to a jitted function, or that the function itself holds.
 
     **Arguments:**
 
     - `name`, `path`: the name of the array in messages, and its path, such as "params/layers/0/w".
-    - `array`: an array, a tracer or a struct.
-    - `wanted`: the sharding in `in_shardings`; `None` without one.
+    - `array`: an array, a tracer or a ShapeDtypeStruct.
+    - `wanted`: the sharding that `in_shardings` gives it; `None` if it gives none.
     - `is_donated`: whether the argument that holds the array is donated.
-    - `argument`: the position of the argument that holds the array; `None` for an array of the function.
+    - `argument`: the position of the argument that holds the array; `None` for an array that the function holds.
     """
 
     name: str
@@ -47,13 +47,15 @@ class Given(NamedTuple):
 
 
 def is_placed(kind: type) -> bool:
-    """Whether values of this type are arrays with buffers."""
+    """Whether values of the type `kind` are arrays with buffers, and no tracers."""
     return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
 
 
 def check_given(given: Iterable[Given]) -> None:
-    """Raises for an array that has another sharding than its entry, for a deleted array, and for an array that a call
-    passes twice and donates.
+    """Raises for an array that cannot be passed to a call.
+
+    These are arrays that were deleted, arrays with another sharding than `in_shardings` gives them, and arrays that a
+    call passes twice and donates.
     """
     seen: dict[int, Given] = {}
     for one in given:
@@ -82,10 +84,10 @@ def check_given(given: Iterable[Given]) -> None:
 
 
 def _is_elsewhere(one: Given) -> bool:
-    """Whether an array has another sharding than its entry of `in_shardings`, or devices in another order.
+    """Whether an array has another sharding than `in_shardings` gives it, or devices in another order.
 
-    JAX moves a replicated array to an entry of one device. If two shardings differ in devices only, JAX moves the array
-    at the first call and fails at the next call.
+    A replicated array may be passed where `in_shardings` has one device, since JAX then moves it. If two shardings
+    differ in devices only, JAX moves the array at the first call and fails at the next call.
     """
     own, wanted = one.own, one.wanted
     if own is None or not isinstance(wanted, Sharding):
@@ -97,11 +99,11 @@ def _is_elsewhere(one: Given) -> bool:
 
 
 def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
-    """Raises if two shardings of the function `name` have different devices, or the same devices in another order.
+    """Raises if two shardings of a function have different devices, or the same devices in another order.
 
     **Arguments:**
 
-    - `shardings`: the shardings in each argument of `filter_jit`, by the argument's name.
+    - `shardings`: the shardings in `in_shardings` and those in `out_shardings`, by these names.
     """
     pairs = [(what, one) for what, found in shardings.items() for one in found if _in_order(one)]
     for what, sharding in pairs[1:]:
@@ -115,7 +117,7 @@ def raise_apart(name: str, shardings: dict[str, list[Any]]) -> None:
 
 @ft.lru_cache(maxsize=64)
 def _in_order(sharding: object) -> tuple[Any, ...]:
-    """The devices of a sharding, in the order in which a program numbers them; none for an abstract mesh."""
+    """The devices of a sharding, in the order in which a program numbers them; empty for an abstract mesh."""
     if isinstance(sharding, NamedSharding):
         return tuple(sharding.mesh.devices.flat) if isinstance(sharding.mesh, Mesh) else ()
     return tuple(sorted(sharding.device_set, key=lambda one: one.id)) if isinstance(sharding, Sharding) else ()
@@ -129,14 +131,15 @@ def _listed(sharding: object) -> str:
 
 
 def is_abstract(sharding: object) -> bool:
-    """Whether a sharding is on a mesh without devices."""
+    """Whether a sharding is on an abstract mesh, which has no devices."""
     return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
 
 
 @ft.lru_cache(maxsize=4096)
 def has_same_shards(found: Sharding, wanted: Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether every device holds the same part of the array under both shardings. On a mesh without devices, positions
-    in the mesh stand for devices.
+    """Whether every device holds the same part of an array of `shape` under both shardings.
+
+    On a mesh without devices, positions in the mesh stand for devices.
     """
     if memory_kind(found) != memory_kind(wanted) or _reductions(found) != _reductions(wanted):
         return False
@@ -159,15 +162,19 @@ def _reductions(sharding: Sharding) -> tuple[frozenset[str], ...]:
 
 
 def sharding_of(leaf: object) -> Sharding | None:
-    """The sharding of an array or struct. For a tracer, the sharding in its type; for other leaves `None`."""
+    """The sharding of an array or ShapeDtypeStruct. `None` for other leaves.
+
+    For a tracer it is the sharding in the tracer's type.
+    """
     if isinstance(leaf, Tracer):
         return jax.typeof(leaf).sharding
     return leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
 
 
 def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """The struct of an array with the given sharding. Without one, the struct has the array's sharding if the array is
-    committed.
+    """The ShapeDtypeStruct of an array, with the given sharding.
+
+    If none is given, it has the sharding of the array. It has no sharding if the array is not committed.
     """
     if sharding is None and not isinstance(leaf, Tracer) and getattr(leaf, "committed", True):
         sharding = getattr(leaf, "sharding", None)
@@ -176,7 +183,10 @@ def struct_of(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 
 
 def without_devices(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The struct of an array. If the array is on a mesh, its sharding is on the abstract mesh."""
+    """The ShapeDtypeStruct of an array, with a sharding that names no devices.
+
+    If the array is on a mesh, the sharding is on the abstract mesh of the same axes. Otherwise there is none.
+    """
     found = struct_of(leaf)
     own = found.sharding
     if not isinstance(own, NamedSharding) or own.mesh.empty:

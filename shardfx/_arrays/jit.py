@@ -60,7 +60,7 @@ def filter_jit(
         entries may be left out), a dict by parameter name, or one entry for all parameters. An entry is a
         [`shardfx.ShardPlan`][], a `Sharding`, a tree of these or a prefix of such a tree, or `None`, which leaves the
         sharding to JAX.
-    - `out_shardings`: one such entry for the results of `fn`.
+    - `out_shardings`: such an entry for the results of `fn`.
     - `donate`: the arguments whose buffers the program may reuse: True or "all", False or "none", "all-except-first",
         or the positions or names of parameters. JAX warns if a donated buffer fits no output. Equinox's "warn" and
         "warn-except-first" mean "all" and "all-except-first" here.
@@ -70,24 +70,25 @@ def filter_jit(
     A function with the signature of `fn`. Keyword arguments are bound to positions, so that they are sharded too. Its
     `.trace(...)` and `.lower(...)` take arguments or ShapeDtypeStructs, and return the stages that `jax.jit` returns.
     `.compile()` of a lowered function returns a function with the signature of `fn` again, for the same static
-    arguments. Plans hold no functions: lower a module that holds some with `equinox.combine(plan.structs, model)`.
+    arguments. A plan's `structs` lack functions. To lower for a module that holds some, pass
+    `equinox.combine(plan.structs, model)`.
 
-    Functions under plans without devices can be traced and lowered:
+    Functions whose plans have no devices can be traced and lowered:
     `.trace(plan.structs).lower(lowering_platforms=("tpu",))`. The result of `.trace` lists the arrays that the function
     takes and returns, with their paths and shardings.
 
-    Static arguments are compared by value and by type: 1, 1.0 and True give three programs. A tree may hold `None` in
-    the place of functions that its plan was made with, as after `equinox.partition`.
+    Static arguments are compared by value and by type: 1, 1.0 and True give three programs. Where the tree of a plan
+    had functions, an argument may have `None`, as after `equinox.partition`.
 
     **Raises:**
 
     - `PlanMismatchError` from `filter_jit` itself: for a PartitionSpec, which has no mesh (`jax.set_mesh` is not used),
-        and for shardings on several sets of devices.
+        and for shardings on different sets of devices.
     - `PlanMismatchError` at tracing: if the arguments or results differ from the trees of their plans in paths, shapes
         or dtypes, or if an argument has another sharding than its entry.
-    - `PlanMismatchError` at a call: if a plan has no devices; if an entry of `in_shardings` gets no argument while an
-        argument with arrays has no entry; if an array was deleted (all arrays are checked if the function donates, else
-        the first of each entry); or if a donated array is given twice.
+    - `PlanMismatchError` at a call: if a plan has no devices; if the argument of an entry of `in_shardings` is missing
+        while an argument with arrays has no entry; if an array was deleted (all arrays are checked if the function
+        donates, else the first of each entry); or if a donated array is given twice.
     - `LeafTypeError` for a static argument that cannot be hashed.
 
     !!! Example
@@ -123,20 +124,20 @@ def filter_jit(
 
 @dataclasses.dataclass(eq=False)
 class _Form:
-    """The `jax.jit` for one structure of the function and its arguments, and the positions of the arrays that are
-    checked at each call.
+    """What one structure of arguments needs: its `jax.jit`, and the arrays to check at each call.
 
     **Arguments:**
 
-    - `run`: the jitted function. It takes the static part and then every array.
-    - `is_array`: for each leaf whether it is an array.
+    - `run`: the jitted function. It takes a static argument (all values that are no arrays) and then every array.
+    - `is_array`: for each leaf of the function and its arguments, whether it is an array.
     - `statics`: the positions of the leaves that are no arrays.
-    - `has_data`: whether equal structures may differ in the static data of their nodes.
-    - `watched`: the positions of the first array of each sharding in `in_shardings`. If an array has the layout of an
-        earlier one, JAX does not compare their devices.
-    - `alive`: the positions of the arrays whose buffers may be deleted: all arrays if one is donated, else the watched
-        ones.
-    - `static`, `shardings`: the static part of the last call, and the shardings of its watched arrays.
+    - `has_data`: whether structures that are equal may differ in the static data of their nodes.
+    - `watched`: the positions, among the arrays, of the first array of each sharding in `in_shardings`. If later arrays
+        have the same sharding as an earlier one, JAX does not compare their devices.
+    - `alive`: the positions of the arrays whose buffers may have been deleted. These are all arrays if one is donated,
+        else those of `watched`.
+    - `static`: the static argument of the last call.
+    - `shardings`: the shardings that the arrays of `watched` had at the last call.
     """
 
     run: Any
@@ -231,7 +232,7 @@ class Jitted(Generic[P, R]):
         return out.joined() if type(out) is Parted else out
 
     def _bound(self, args: Any, kwargs: Any) -> tuple[_Form, Static, Sequence[Any]]:
-        """The form of a call, the static part of the arguments, and the arrays."""
+        """The `_Form` for the structure of a call, the static argument (all that is no array), and the arrays."""
         if kwargs or len(args) != self._arity:
             try:
                 found = self._signature.bind(*args, **kwargs)
@@ -245,7 +246,10 @@ class Jitted(Generic[P, R]):
         return form, self._static(form, treedef, leaves), arrays
 
     def _ready(self, args: Any, kwargs: Any) -> tuple[Any, Static, Sequence[Any]]:
-        """The jitted function for a call, the static part of the arguments, and the arrays, which are checked."""
+        """The jitted function for a call, the static argument (all that is no array), and the arrays.
+
+        Raises if an array cannot be passed to the function.
+        """
         form, static, arrays = self._bound(args, kwargs)
         alive = [arrays[at] for at in form.alive]
         shardings = [arrays[at].sharding for at in form.watched]
@@ -270,7 +274,10 @@ class Jitted(Generic[P, R]):
         )
 
     def _jit_of(self, treedef: Any, is_array: tuple[bool, ...]) -> tuple[Any, list[Given]]:
-        """The jitted function for arguments of one structure, and the arrays that it takes."""
+        """The jitted function for arguments of one structure, and a description of each array that it takes.
+
+        `is_array` says of each leaf of the structure whether it is an array.
+        """
         tree = joined(treedef, is_array, (it.repeat(""), it.repeat(_ARRAY)))
         given = self._given(*tree, shapes=False)
         self._check_taken(*tree[1:])
@@ -318,8 +325,10 @@ class Jitted(Generic[P, R]):
         return out if len(lists) == 1 and not statics else Parted(lists, Rest(treedef, order, statics))
 
     def _given(self, fn: Any, args: Any, kwargs: Any, *, shapes: bool = True) -> list[Given]:
-        """The arrays of the function and of its arguments. Raises if their paths differ from those of the plans; with
-        `shapes`, also if their shapes or dtypes differ.
+        """A description of each array that the function or its arguments hold.
+
+        Raises if the paths of arrays differ from those of the plans. With `shapes`, it also raises if shapes or dtypes
+        differ.
         """
         found = []
         trees = [(None, self._name, fn), *arguments(self._keys, args, kwargs)]
@@ -335,14 +344,19 @@ class Jitted(Generic[P, R]):
         return found
 
     def _checked(self, static: Static, arrays: Iterable[Any]) -> list[Given]:
-        """The arrays of a call. Raises if they differ from their plans, or if the program cannot take them."""
+        """A description of each array of a call.
+
+        Raises if arrays differ from their plans, or if the program cannot take them. `static` holds all values of the
+        call that are no arrays, and the structure of the arguments.
+        """
         given = self._given(*static.tree(arrays))
         check_given(given)
         return given
 
     def _check_taken(self, args: Any, kwargs: Any) -> None:
-        """Raises if a parameter with an entry gets no argument and an argument has no entry: the name of the entry is
-        then probably wrong.
+        """Raises if `in_shardings` probably names the wrong parameter.
+
+        That is so if a parameter with an entry gets no argument, and an argument with arrays has no entry.
         """
         given = {key: tree for key, _, tree in arguments(self._keys, args, kwargs)}
         missing = [key for key in self._in if self._in[key] is not None and key not in (int, str, *given)]
@@ -356,7 +370,10 @@ class Jitted(Generic[P, R]):
             )
 
     def _explain(self, error: Exception, static: Static, arrays: Sequence[Any]) -> None:
-        """Raises an error about the arguments if the arguments are the cause of the given error."""
+        """Raises an error about the arguments of a call if they are the cause of `error`, which the program raised.
+
+        `static` holds all values of the call that are no arrays, and `arrays` the others.
+        """
         given = self._checked(static, arrays)
         if "incompatible devices" in str(error):
             text = re.sub(r"arrays\[(\d+)\] of [^ ]*", lambda found: given[int(found[1])].name, f"{error}")
@@ -366,7 +383,10 @@ class Jitted(Generic[P, R]):
             ) from error
 
     def _returned(self, out: Any) -> tuple[TracedArray, ...]:
-        """The path and the struct of each array that the function returns, in the order of the program's results."""
+        """The path and the struct of each array that the function returns, in the order of the program's results.
+
+        `out` is the output of the traced program.
+        """
         if type(out) is not Parted:
             pairs = zip(tree_paths(jax.tree.structure(out)), jax.tree.leaves(out), strict=True)
             return tuple(TracedArray(path, struct_of(leaf)) for path, leaf in pairs)
@@ -382,5 +402,5 @@ def _is_array(leaf: object) -> bool:
 
 
 def _shown(key: int | str) -> str:
-    """The text of an argument's key: the position, or the name in backticks."""
+    """The text of an argument for messages: its position, or its name in backticks."""
     return f"`{key}`" if isinstance(key, str) else f"{key}"

@@ -31,7 +31,7 @@ class MisplacedArray:
     - `path`: the path of the array in the tree.
     - `asked`, `found`: the dtype, shape, spec and memory kind of the planned and of the live array, as texts; "nothing"
         for a missing array.
-    - `excess_bytes`: the bytes of a shard beyond those of the planned shard.
+    - `excess_bytes`: the bytes by which a shard is larger than the planned shard.
     - `fix`: how to correct the array, as a text.
     """
 
@@ -52,7 +52,7 @@ class Misplaced(tuple[MisplacedArray, ...]):
 
     @property
     def excess_bytes(self) -> int:
-        """The bytes that each device holds beyond the plan."""
+        """The bytes that each device holds beyond the planned ones."""
         return sum(row.excess_bytes for row in self)
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Misplaced(tuple[MisplacedArray, ...]):
 def misplaced(tree: object, plan: ShardPlan) -> Misplaced:
     """The arrays of a live tree whose shardings, shapes, dtypes or memory kinds are not those of their plan.
 
-    Two shardings are equal if every device holds the same part of the array; the names of mesh axes and the order of
+    Two shardings are equal if every device holds the same part of the array. The names of mesh axes and the order of
     devices do not matter. In a plan without devices, devices are counted by their position in the mesh. Inside
     `jax.jit`, arrays on Explicit axes are checked by their types.
 
@@ -149,7 +149,18 @@ _Described = tuple[Sharding | None, tuple[int, ...], Any]
 
 @ft.lru_cache(maxsize=4096)
 def _verdict(found: _Described | None, asked: _Described | None) -> tuple[str, str, int, str] | None:
-    """The planned and the found array as texts, the excess bytes, and the fix; `None` if the two agree."""
+    """What is wrong with an array; `None` if it is as planned.
+
+    **Arguments:**
+
+    - `found`: the sharding, shape and dtype of the live array; `None` if it is missing.
+    - `asked`: those of the planned array; `None` if the plan has none.
+
+    **Returns:**
+
+    The planned and the found array as texts, the bytes by which a found shard is larger than a planned one, and how to
+    correct the array.
+    """
     texts = _text(asked), _text(found)
     if found is None or asked is None:
         excess, fix = 0 if found is None else _held(found), _PLAN_AGAIN
@@ -163,7 +174,7 @@ def _verdict(found: _Described | None, asked: _Described | None) -> tuple[str, s
 
 
 def _held(described: _Described) -> int:
-    """The bytes of one shard; 0 for an array without a sharding."""
+    """The bytes of one shard of an array with this sharding, shape and dtype; 0 for an array without a sharding."""
     sharding, shape, dtype = described
     return 0 if sharding is None else array_bytes(sharding.shard_shape(shape), dtype)
 

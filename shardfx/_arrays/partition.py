@@ -17,8 +17,10 @@ def _compared_fields(kind: type) -> tuple[str, ...]:
 
 
 def mark(value: object) -> Hashable:
-    """The properties of a value that `==` ignores: the type and the sign of a zero, also inside containers and
-    dataclasses. The properties of two NaNs are equal, although NaN does not equal itself.
+    """The properties of a value that `==` ignores: its type, and the sign of a zero.
+
+    They include those of the items of containers and the fields of dataclasses. Two NaNs have equal properties,
+    although NaN does not equal itself.
     """
     kind = type(value)
     # A subclass may have a text of its own.
@@ -39,7 +41,10 @@ def mark(value: object) -> Hashable:
 
 
 def node_data(treedef: Any) -> list[Any]:
-    """The static data of the inner nodes of a tree: static fields of modules, and dict keys that are not strings."""
+    """The static data of the inner nodes of a tree with the structure `treedef`.
+
+    These are static fields of modules, and dict keys that are not strings.
+    """
     found: list[Any] = []
     nodes = [treedef]
     for node in nodes:
@@ -53,14 +58,16 @@ def node_data(treedef: Any) -> list[Any]:
 
 
 class Static:
-    """The values of a tree that are not traced, and the structure of the tree.
+    """The values of a tree that are not traced, and the structure of the tree. It is hashable, so it can be a static
+    argument of `jax.jit`.
 
     **Arguments:**
 
-    - `treedef`: the structure of the tree. An equal structure may hold other static data.
-    - `is_array`: whether each leaf is traced.
+    - `treedef`: the structure of the tree. Two structures that are equal may hold different static data, such as 1 and
+        True.
+    - `is_array`: for each leaf, whether it is traced.
     - `values`: the leaves that are not traced.
-    - `parts`: the values, and the static data of the nodes.
+    - `parts`: what is compared by type too: the values, and the static data of the inner nodes.
     """
 
     def __init__(self, treedef: Any, is_array: tuple[bool, ...], values: Sequence[Any], parts: Sequence[Any]):
@@ -77,13 +84,14 @@ class Static:
         return self is other or (isinstance(other, Static) and self._key == other._key)
 
     def tree(self, arrays: Iterable[Any]) -> Any:
-        """The tree, with these arrays as the traced leaves."""
+        """The tree, with `arrays` as its traced leaves."""
         return joined(self.treedef, self.is_array, (self.values, arrays))
 
 
 def joined(treedef: Any, order: Sequence[int], lists: Sequence[Iterable[Any]]) -> Any:
-    """The tree with this structure, whose leaves come from several lists. `order` has the index of the list for each
-    leaf.
+    """The tree with the structure `treedef`, whose leaves come from several lists.
+
+    `order` has, for each leaf, the index of the list that has it. Each list has its leaves in the order of the tree.
     """
     left = [*map(iter, lists)]
     return treedef.unflatten([next(left[at]) for at in order])
@@ -92,8 +100,14 @@ def joined(treedef: Any, order: Sequence[int], lists: Sequence[Iterable[Any]]) -
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rest:
-    """The results of a function that are no arrays, the structure of all results, and for each result the index of the
-    list that holds it.
+    """What a jitted function returns besides arrays.
+
+    **Arguments:**
+
+    - `treedef`: the structure of all results.
+    - `order`: for each result, the index of the list that has it. The list 0 is `statics`, and the others are lists of
+        arrays.
+    - `statics`: the results that are no arrays.
     """
 
     treedef: Any
@@ -102,7 +116,13 @@ class Rest:
 
 
 class Parted(NamedTuple):
-    """The results of a function: one list of arrays for each sharding in `out_shardings`, and the other results."""
+    """The results of a jitted function.
+
+    **Arguments:**
+
+    - `lists`: one list of arrays for each sharding in `out_shardings`.
+    - `rest`: the results that are no arrays, and the structure of all results.
+    """
 
     lists: Any
     rest: Any

@@ -118,7 +118,7 @@ def gather(tree: object) -> PyTree:
 
 
 def _constrained(flat: Flat, plan: ShardPlan) -> list[Any]:
-    """The leaves of a traced tree, each array constrained to its planned sharding."""
+    """The leaves of a traced tree. Each array is constrained to its sharding in the plan."""
     leaves = list(flat.leaves)
     for at, number in enumerate(rows_of(plan.content, flat)):
         if number >= 0:
@@ -178,7 +178,7 @@ def clear_caches() -> None:
 
 
 def specs_of(tree: object) -> Any:
-    """The PartitionSpec of every array of a tree, in canonical form.
+    """The PartitionSpec of every array of a tree, in canonical form (without trailing `None`s and one-element tuples).
 
     **Arguments:**
 
@@ -237,7 +237,10 @@ def shardings_of(tree: object, mesh: Mesh | None = None) -> Any:
 
 
 def known_sharding(path: object, leaf: object) -> Sharding | None:
-    """The sharding of an array or struct. Raises for a traced array whose type has no sharding."""
+    """The sharding of an array or ShapeDtypeStruct.
+
+    Raises for a traced array whose type has no sharding. The error names the leaf's `path`.
+    """
     sharding = sharding_of(leaf)
     if isinstance(leaf, Tracer) and leaf.ndim and isinstance(sharding, NamedSharding):
         mesh = sharding.mesh

@@ -22,13 +22,13 @@ class TracedArray:
 
     **Arguments:**
 
-    - `path`: the name of the argument, and the path of the array within it: "params/layers/0/w". For a result, the path
-        within the results of the function.
+    - `path`: the name of the argument, and the path of the array within it, such as "params/layers/0/w". For a result,
+        the path within the results of the function.
     - `struct`: the shape and dtype, and the sharding if `in_shardings`, `out_shardings` or the argument has one.
     - `is_donated`: whether the program may reuse the buffer of the array.
-    - `argument`: the position of the argument that holds the array; `None` for results, and for arrays of the function
-        itself.
-    - `name`: the name of the array in the program's text; "" for results.
+    - `argument`: the position of the argument that holds the array; `None` for results, and for arrays that the
+        function itself holds.
+    - `name`: the name of the array in the program's text, such as "arrays[0]"; "" for results.
     """
 
     path: str
@@ -47,8 +47,8 @@ class Traced(Generic[P, R]):
     - `arrays`: the arrays that the function takes, one for each input of the jaxpr.
     - `results`: the arrays that the function returns, one for each output of the jaxpr.
     - `traced`: the object that `jax.jit(...).trace` returned.
-    - `mesh`: the mesh of the first plan in `in_shardings` and `out_shardings`, as a MeshSpec with its slices; `None`
-        without plans.
+    - `mesh`: the mesh of the first plan in `in_shardings` and `out_shardings`, as a MeshSpec, which says how it spans
+        TPU slices; `None` without plans.
     """
 
     _call: Any
@@ -73,7 +73,7 @@ class Traced(Generic[P, R]):
     def lower(self, *, lowering_platforms: Sequence[str] | None = None) -> "Lowered[P, R]":
         """Lowers the function for the given platforms, or for the platform of its devices.
 
-        A function under plans without devices needs `lowering_platforms`.
+        If the plans of the function have no devices, `lowering_platforms` is needed.
         """
         named = None if lowering_platforms is None else tuple(lowering_platforms)
         return Lowered(self._call, self.traced.lower(lowering_platforms=named), self.argument_paths)
