@@ -33,7 +33,10 @@ _LINGER_SECONDS = 20.0
 
 
 def holders_of(tree: object) -> tuple[int, ...]:
-    """The numbers of the processes that save a tree: those with devices of its arrays, all if it has no JAX array."""
+    """The numbers of the processes that save a tree: those that own devices of its JAX arrays.
+
+    If it has no JAX array, all processes save it.
+    """
     everyone = tuple(range(jax.process_count()))
     if len(everyone) == 1:
         return everyone
@@ -45,7 +48,7 @@ def holders_of(tree: object) -> tuple[int, ...]:
 class SaveProcesses:
     """The processes of one save, which coordinate it. All of them call the same methods in the same order.
 
-    This is a context at whose end the other processes learn of an error.
+    It is used in a `with` statement. If the block raises an error, the other processes receive it.
 
     **Arguments:**
 
@@ -56,7 +59,8 @@ class SaveProcesses:
 
     **Raises:**
 
-    `CheckpointError` if this process is not one of `members`, or if the service does not run.
+    `CheckpointError` if this process is not one of `members`, or if several processes save and the service does not
+    run.
     """
 
     def __init__(self, what: str, me: int, members: tuple[int, ...], client: Any, wait_seconds: float):
@@ -157,7 +161,7 @@ class SaveProcesses:
                 return sum(note["wrote"] for note in notes)
 
     def run_on_first(self, work: Callable[[], None]) -> None:
-        """Runs `work` on the first process while the others wait."""
+        """Runs `work` on the process with the lowest number while the others wait."""
         with concurrent.futures.ThreadPoolExecutor(1, "shardfx-save") as pool:
             self.wait([pool.submit(work)] if self.is_first else [])
 
@@ -285,5 +289,5 @@ def _described(dtype: DType, shape: tuple[int, ...], sharding: Any) -> str:
 
 
 def digest_of(lines: Iterable[str]) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 digest of lines of text."""
+    """The first 16 hexadecimal digits of the SHA-256 digest of `lines`."""
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]

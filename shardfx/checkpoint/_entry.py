@@ -83,7 +83,8 @@ class ListedArray:
 
     **Arguments:**
 
-    - `path`, `shape`, `dtype`: the name, shape and dtype of the array in the index; `None` if the index has none.
+    - `path`: the name of the array in the index.
+    - `shape`, `dtype`: the shape and dtype of the array in the index; `None` if the index has none.
     - `file`: the real path of the directory.
     - `stored`: the name of the dtype in the index.
     - `group`: the prefix under which the index lists the array.
@@ -131,9 +132,10 @@ def may_change(stored: Any, to: Any) -> bool:
 
 
 def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
-    """Casts `values` to the dtype of `view`, and writes them into `view`. `name` is the name of the array in errors.
+    """Casts `values` to the dtype of `view`, and writes them into `view`.
 
-    Raises `CheckpointError` if a cast from or to an integer dtype changes a value.
+    `name` is the name of the array in errors. Raises `CheckpointError` if a cast from or to an integer dtype changes a
+    value.
     """
     if view.dtype == values.dtype:
         copy(as_bits(view), as_bits(values))

@@ -104,23 +104,24 @@ def load(
     - `memory_limit_bytes`: the limit for bytes that are in host memory on their way to a device. By default it is
         1 GiB or the largest shard, whichever is larger. On a CPU the limit has no effect, since bytes are read
         directly into the memory of the arrays.
-    - `gap_bytes`: a gap of bytes that no device of the process needs is skipped if it has at least this length, and
-        read otherwise; `plan_reads` counts these bytes. A read costs about as much as 4 KiB from the page cache, so for
-        columns of short rows 4096 is faster, and on a network file system, where a read takes long, a larger number.
+    - `gap_bytes`: the least number of consecutive bytes that are skipped if no device of the process needs them.
+        Shorter gaps are read too, and `plan_reads` counts their bytes. A read takes about as long as 4 KiB from the
+        page cache, so 4096 is faster for columns of short rows. On a network file system, where a read takes long, a
+        larger number is faster.
     - `missing_chunks`: the treatment of missing chunks in stores of chunks. `"raise"`: a missing chunk was lost, which
-        is an error. `"fill"`: a missing chunk holds the array's fill value, as zarr defines it; this is right for
-        arrays whose writer leaves such chunks out.
+        is an error. `"fill"`: a missing chunk holds the array's fill value, as zarr defines it. Some writers leave
+        out such chunks.
     - `unread`: the treatment of the checkpoint's arrays from which no leaf is made, such as those of layers that the
         plan lacks. `"raise"`: an error that names the arrays. `"allow"`: the arrays are left out. Arrays that
-        `plan.select` left out of the plan are left out here too, and a map states itself which arrays it drops.
+        `plan.select` left out of the plan are left out here too. A map states itself which arrays it drops.
     - `root`: as in `read_index`.
     - `progress`: whether to show a line on stderr; by default if that is a terminal.
 
     **Returns:**
 
-    A tree of the plan's structure. Leaves that are no arrays, such as activation functions, are those of the given
-    tree; for a ShardPlan, which has no such leaves, they are `None`, and `equinox.combine(loaded, model)` takes them
-    from a model.
+    A tree of the plan's structure. Leaves that are not arrays, such as activation functions, are those of the given
+    tree. A ShardPlan has no such leaves, so they are `None` then, and `equinox.combine(loaded, model)` takes them from
+    a model.
 
     **Raises:**
 

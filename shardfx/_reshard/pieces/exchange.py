@@ -240,7 +240,10 @@ def sharding_of(devices: tuple[object, ...]) -> NamedSharding:
 
 
 def blocks(devices: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, shards: Mapping[Any, jax.Array]) -> jax.Array:
-    """One array that concatenates the shards of all devices along dimension 0. A device without a shard has zeros."""
+    """One array that concatenates the shards of all devices along dimension 0. A device without a shard has zeros.
+
+    `shape` and `dtype` are those of one shard, and `shards` has the shards of this process by device.
+    """
     block = block_shape(shape)
     own = [device for device in devices if device.process_index == jax.process_index()]
     found = [

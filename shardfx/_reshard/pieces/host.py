@@ -298,7 +298,7 @@ def assemble_and_delete(
 ) -> jax.Array:
     """Assembles one array as `start_on_host` does, and deletes each old shard as soon as it has been read.
 
-    The array has one source, which is the only array of `shards`.
+    The array has one source, which is the only array of `shards`. The arguments are those of `start_on_host`.
     """
     itemsize = np.dtype(wanted.dtype).itemsize
     if math.prod(wanted.shape) * itemsize < _PAGE_BYTES or all(one.is_slice for one in copies):

@@ -18,8 +18,9 @@ class JaxChannel:
     """A Channel over the transfer servers of `jax.experimental.transfer`. Each process has a server and connects to the
     other process's server.
 
-    One round is in flight at a time. A server does not report that its peer is dead, so a round that does not arrive
-    within the time-out counts as lost. After an error both processes make a new channel with another `session`.
+    One round (the bytes that are sent together) is on its way at a time. A server does not report that its peer is
+    dead, so a round that does not arrive within the time-out counts as lost. After an error both processes make a new
+    channel with another `session`.
 
     **Arguments:**
 
@@ -60,7 +61,7 @@ class JaxChannel:
         self._count, self._is_taken = self._count + 1, False
 
     def _settle(self) -> None:
-        """Waits until the other process has received the last round."""
+        """Waits until the other process has received the last round (the bytes that were sent together)."""
         if not self._is_taken:
             self._pull(2 * self._count - 1, 1)
             self._is_taken = True

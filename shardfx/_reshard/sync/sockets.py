@@ -171,8 +171,9 @@ class Sender:
         self._serving.start()
 
     def publish(self, arrays: Mapping[str, jax.Array], revision: int) -> None:
-        """Makes `arrays`, by path, the newest revision. They are not copied, so do not donate them before the next
-        revision is published.
+        """Makes `arrays`, by path, the newest revision (version of all weights). `revision` is its number.
+
+        The arrays are not copied, so do not donate them before the next revision is published.
         """
         if self._newest is not None and revision <= self._newest[0]:
             raise SyncError(f"revision {revision} is not above {self._newest[0]}, which is published already.")

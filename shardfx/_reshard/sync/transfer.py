@@ -216,7 +216,7 @@ class TransferPlan:
 
     @ft.cached_property
     def digest(self) -> str:
-        """A hash of the plan. It is equal for the whole plan and for the part of one receiver."""
+        """A hash of the plan. A plan for all receivers and a plan for one of them have the same hash."""
         return hash_of([self.settings, *[leaf.digest for leaf in self.leaves]])
 
     @ft.cached_property
@@ -226,7 +226,7 @@ class TransferPlan:
 
     @property
     def wire_bytes(self) -> int:
-        """The bytes that all processes of the sending job send in total."""
+        """The bytes that all processes of the sending job send in total, after casts."""
         own = [_wire_bytes(kind) for kind in self.kinds]
         return sum(own[leaf.kind] for leaf in self.leaves)
 
