@@ -222,7 +222,8 @@ def is_dense(size: int, factors: Sequence[tuple[int, int]]) -> bool:
 def gathered(x: jax.Array, factors: BoxFactors) -> jax.Array:
     """A strided gather: the elements of `x` that nested loops reach, as an array with one dimension per loop.
 
-    `factors` has, for each dimension of `x`, its size and the loops along it, each with its size and step.
+    `factors` has, for each dimension of `x`, its size and the loops along it. Each loop has a size and a step. A loop
+    of size 3 with step 2 reaches the elements 0, 2 and 4.
     """
     axis = 0
     for size, own in factors:
@@ -249,7 +250,10 @@ def _below(own: Sequence[tuple[int, int]], step: int) -> int:
 
 
 def _rows(x: jax.Array, axis: int, count: int, step: int) -> jax.Array:
-    """The array with dimension `axis` reshaped to `count` rows of `step` elements. Zeros fill the last row."""
+    """The array `x` with dimension `axis` reshaped to `count` rows of `step` elements. Zeros fill the last row.
+
+    For [1, 2, 3, 4, 5] with 2 rows of 3: [[1, 2, 3], [4, 5, 0]].
+    """
     missing = count * step - x.shape[axis]
     padded = jnp.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)])
     return padded.reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :])

@@ -454,8 +454,8 @@ def structs_of(paths: Iterable[str], leaves: Iterable[Any]) -> dict[str, Struct]
 
 
 def tree_structs(tree: object) -> dict[str, Struct]:
-    """A dict from the path of each array of a tree to its shape and dtype. A plan counts as the tree that it was made
-    for.
+    """A dict from the path of each array of a tree to its shape and dtype. The tree may be a plan; then it is the tree
+    that the plan was made for.
     """
     flat = flatten(tree)
     rows = zip(flat.paths, flat.leaves, flat.is_array, strict=True)

@@ -158,7 +158,7 @@ def leaf_made(path: str, struct: Struct | Made) -> Made:
 
 
 def filled_with(value: Any, shape: tuple[int, ...], dtype: DType) -> Made:
-    """A target array that is filled with one number."""
+    """A target array (a shape, a dtype and strided copies that fill it) of which each element is `value`."""
     check_number(value, dtype, f"an array of shape {shape}")
     factors = [Factor(size, NOWHERE, 0, dim, 1) for dim, size in enumerate(shape)]
     return Made(shape, dtype, made_of(Value(None, value, None, (dtype,)), (), (0,) * len(shape), factors))
@@ -309,7 +309,7 @@ def _pad_to(parts: Sequence[Made], size: int, dim: int, value: object) -> Made:
 
 
 def cast(made: Made, to: Any) -> Made:
-    """A target array cast to another dtype."""
+    """A target array (a shape, a dtype and strided copies that fill it) cast to the dtype `to`."""
     if made.dtype == to:
         return made
     if jnp.issubdtype(made.dtype, jax.dtypes.extended) or jnp.issubdtype(to, jax.dtypes.extended):

@@ -169,8 +169,8 @@ class From:
 
     **Arguments:**
 
-    - `path`: the path of the leaf, such as `model.layers.{i}.mlp.up_proj.weight`. The placeholder `{i}` has the value
-        that it has in the target's path, or the values that `stack` gives it. A placeholder may contain a sum:
+    - `path`: the path of the leaf, such as `model.layers.{i}.mlp.up_proj.weight`. `{i}` is a placeholder. It has the
+        value that it has in the target's path, or the values that `stack` gives it. A placeholder may contain a sum:
         `{6*i+2}`.
 
     !!! Example
@@ -197,8 +197,8 @@ class From:
 
     @property
     def path(self) -> str:
-        """The path of the leaf in the source, with its placeholders. Raises `MapError` for an expression with
-        operations.
+        """The path of the leaf in the source, with its placeholders such as `{i}`. Raises `MapError` for an expression
+        with operations.
         """
         if self.op != "leaf":
             raise MapError(f"{self} is made of leaves, and has no path of its own.")
@@ -224,8 +224,9 @@ class From:
 
     @staticmethod
     def stacked(parts: Sequence["From"], *, dim: int = 0) -> "From":
-        """The arrays of several expressions, which have one shape, stacked along a new dimension. `stack` is shorter
-        for leaves whose paths differ only in a number.
+        """The arrays of several expressions, which have one shape, stacked along a new dimension.
+
+        `stack` is shorter for leaves whose paths differ only in a number.
         """
         return _new("stacked", tuple(parts), (dim,))
 
@@ -253,7 +254,8 @@ class From:
         return _new("merge", (self,), (dim, count))
 
     def stack(self, over: str, *, dim: int = 0, count: int | None = None) -> "From":
-        """The arrays for the values 0, 1, 2, ... of the placeholder named `over`, stacked along a new dimension.
+        """The arrays for the values 0, 1, 2, ... of a placeholder, stacked along a new dimension. `over` is the
+        placeholder's name, such as "i" for `{i}` in the path.
 
         The stack has `count` arrays. Without a count, the stack ends before the first value for which the source has no
         leaf.
@@ -263,8 +265,8 @@ class From:
     def at(self, index: int | str, *, dim: int = 0) -> "From":
         """The entry at one index of a dimension, without this dimension.
 
-        The index is a number, or a sum of placeholders. For a target's path with the layer `{i}`, the index `"i"` takes
-        each layer out of a stacked array, and `"6*i+2"` takes every sixth layer.
+        The index is a number, or a sum of placeholders such as `{i}`. For a target's path with the layer `{i}`, the
+        index `"i"` takes each layer out of a stacked array, and `"6*i+2"` takes every sixth layer.
         """
         return _new("at", (self,), (index, dim))
 
@@ -273,8 +275,10 @@ class From:
         return _new("slice", (self,), (start, stop, dim))
 
     def repeat(self, count: int, *, dim: int = 0, unit: int = 1) -> "From":
-        """The array with each block of `unit` entries along a dimension repeated `count` times, such as key heads for
-        more devices than heads.
+        """The array with each block of `unit` entries along a dimension repeated `count` times. With 2: [a, a, b, b]
+        from [a, b].
+
+        Key heads are repeated for more devices than heads.
         """
         return _new("repeat", (self,), (count, dim, unit))
 
@@ -291,10 +295,10 @@ class From:
         return _new("cast", (self,), (dtype,))
 
     def times(self, number: float | int) -> "From":
-        """The array multiplied by a number in float32 and rounded to its dtype. An inverse map divides and rounds
+        """The array multiplied by a number in float32 and rounded to its dtype. An inverse map divides, and rounds
         again.
 
-        Use it for weights that include a scale. A query projection that is divided by the square root of the head width
+        Use it for weights that include a scale. For a query projection divided by the square root of the head width, it
         is `times(width**-0.5)`. Powers of two are exact in both directions.
         """
         return _new("times", (self,), (number,))
@@ -308,8 +312,8 @@ class From:
         return _new("plus", (self,), (number,))
 
     def scale(self, by: "From | str", *, block: Sequence[int]) -> "From":
-        """The array multiplied in float32 by a scale for each block, such as quantised weights with blocks of 128 x
-        128.
+        """The array multiplied in float32 by one scale for each block of its elements. Quantised weights have such
+        scales, for example with blocks of 128 x 128.
 
         **Arguments:**
 
@@ -384,7 +388,7 @@ def _tuples(value: object) -> Any:
 
 
 def leaves_of(made: From) -> list[str]:
-    """The paths of the leaves that an expression reads, in order, with their placeholders."""
+    """The paths of the leaves that an expression reads, in order, with their placeholders such as `{i}`."""
     return [made.args[0]] if made.op == "leaf" else [path for part in made.of for path in leaves_of(part)]
 
 

@@ -96,7 +96,7 @@ class Pattern:
 
     @ft.cached_property
     def names(self) -> tuple[str, ...]:
-        """The names in the placeholders of the pattern, without duplicates."""
+        """The names in the placeholders of the pattern, without duplicates. For `{i}/{i+j}`: ("i", "j")."""
         return tuple(dict.fromkeys(name for one in self.parts if isinstance(one, Sum) for _, name in one.terms))
 
     def filled(self, binding: Binding) -> str | None:

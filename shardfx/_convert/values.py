@@ -51,7 +51,7 @@ def _view(
 
 
 def strided(memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """A view of an array with another shape and other strides in bytes, as NumPy's `as_strided` makes it."""
+    """A view of `memory` with another shape and other strides in bytes, as NumPy's `as_strided` makes it."""
     # `as_strided` makes the dtype again from its text. It does not know "<f1", the text of float8_e5m2.
     return np.lib.stride_tricks.as_strided(as_bits(memory), shape, strides).view(memory.dtype)
 

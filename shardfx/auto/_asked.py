@@ -116,7 +116,7 @@ def require_options(keep: object, closely: object, verify: object) -> None:
 
 
 def require_arrays(args: Sequence[PyTree]) -> None:
-    """Raises `LeafTypeError` if no argument of a step has an array."""
+    """Raises `LeafTypeError` if none of `args`, the arguments of a step, has an array."""
     if any(eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray) for leaf in jax.tree.leaves(args)):
         return
     found = ", ".join(type(arg).__name__ for arg in args) or "nothing"
@@ -127,7 +127,7 @@ def require_arrays(args: Sequence[PyTree]) -> None:
 
 
 def noted(args: Sequence[PyTree]) -> contextlib.ExitStack:
-    """A context manager that adds the shapes of a step's arguments as a note to each error raised inside it."""
+    """A context manager that adds a note to each error raised inside it: the shapes of a step's arguments `args`."""
 
     def note(_kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
@@ -209,7 +209,9 @@ def trace(step: Callable[..., object], *args: PyTree) -> TracedStep:
 
 
 def _count(jaxpr: jex.Jaxpr | jex.ClosedJaxpr, name: str) -> int:
-    """The number of equations of the primitive `name` in a jaxpr, including the jaxprs of its calls and loops."""
+    """The number of equations of the primitive `name` in a jaxpr. Equations in the jaxprs of its calls and loops count
+    too.
+    """
     inner, _ = opened(jaxpr)
     found = sum(equation.primitive.name == name for equation in inner.eqns)
     params = [param for equation in inner.eqns for param in equation.params.values()]

@@ -207,8 +207,8 @@ _RANKS = {"data": 0, "fsdp": 1, "context": 2, "expert": 3, "tensor": 5}
 
 
 def axis_name(order: Sequence[str]) -> str:
-    """The usual name of a mesh axis, such as "fsdp", from the logical names that it shards in its order of
-    preference.
+    """The usual name of a mesh axis, such as "fsdp", from what it shards. `order` has the logical names that it shards,
+    in its order of preference.
     """
     if order[0] == "batch":
         return "data" if len(order) == 1 else "fsdp"

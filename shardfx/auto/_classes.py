@@ -133,8 +133,10 @@ class Classes:
         return tuple(found)
 
     def tie(self, first: int, second: int) -> bool:
-        """Merges two logical axes, given by number, if their sizes are equal and no array has both. Returns whether
-        they are one axis afterwards.
+        """Merges two logical axes (dimensions with one name), given by number. They are merged if their sizes are equal
+        and no array has both.
+
+        Returns whether they are one axis afterwards.
         """
         if first == second:
             return True
@@ -149,8 +151,9 @@ class Classes:
         return True
 
     def tie_names(self) -> None:
-        """Merges logical axes with equal names. If some array has two of them, the second gets a number, as in
-        `mlp_2`.
+        """Merges logical axes (dimensions that must be sharded alike) with equal names.
+
+        Two of them stay apart if their sizes differ or an array has both. Then the second gets a number, as in `mlp_2`.
         """
         known: dict[str, list[int]] = {}
         for number, axis in enumerate(self.axes):
@@ -181,8 +184,8 @@ def _model_arguments(traced: TracedStep) -> tuple[int, set[int]]:
     """The number of the argument that is the model, and the numbers of all arrays of the model and its optimizer.
 
     The first argument with many arrays is the model. Another argument counts as part of the model if most of its arrays
-    have only dimensions of the model. An optimizer's moments have the parameters' dimensions, and a frozen base has its
-    adapters' dimensions. A batch of data has a dimension that the model lacks.
+    have only dimensions of the model. An optimizer's moments have the parameters' dimensions. A frozen base has the
+    dimensions of its adapters (as in LoRA). A batch of data has a dimension that the model lacks.
     """
     counts = [sum(flat.is_array) for flat in traced.flats]
     # An optimizer may hold several arrays for each array of the model.

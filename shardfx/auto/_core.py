@@ -159,7 +159,9 @@ def _added(rows: Sequence[tuple[np.ndarray, int, float]], count: int, columns: i
 
 
 def _temporaries(program: Program) -> list[int]:
-    """The numbers of the temporary values that are live when the unsharded step takes the most memory."""
+    """The numbers of certain values that the unsharded step computes. They are those that are live at the point where
+    it takes the most memory.
+    """
     operations = program.operations
     born: dict[int, int] = {}
     dies = dict.fromkeys(program.results, len(operations))
@@ -238,7 +240,7 @@ _ALL = 2**22
 class CostModel:
     """The assumptions of a time estimate that no data sheet of a chip states.
 
-    - `compute`: the fraction of the peak that matrix products reach.
+    - `compute`: the fraction of the chip's peak operations per second that matrix products reach.
     - `memory`: the fraction of the memory's bandwidth that operations reach.
     - `network`: the fraction of the links' bandwidth that collectives reach.
     - `overlap`: the fraction of the computation with which collectives of parameters and gradients can overlap.
@@ -306,10 +308,11 @@ def costs(
     slices: Int[_Array, "sizes axes"],
 ) -> tuple[Float[_Array, "block sizes"], Float[_Array, "block sizes"]]:
     """The estimated seconds of a step and its bytes per device, for each set of axis assignments with each tuple of
-    mesh axis sizes. Sizes that do not divide a dimension, or break a limit, have infinite seconds.
+    mesh axis sizes.
 
-    With NumPy arrays nothing is compiled, which is faster for few candidates. The arguments are those of
-    `best_of_block`.
+    An assignment is the logical axes that one mesh axis shards, in order of preference. Sizes that do not divide a
+    dimension, or break a limit, have infinite seconds. With NumPy arrays nothing is compiled, which is faster for few
+    candidates. The arguments are those of `best_of_block`.
     """
     xp: Any = jnp if isinstance(sets, jax.Array) else np
     axes = sets.shape[-1]

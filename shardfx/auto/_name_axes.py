@@ -138,8 +138,8 @@ class _Namer:
         return [dim for dim, names in enumerate(named) if "layers" not in names]
 
     def images(self) -> dict[LogicalAxis, str]:
-        """The names of the channels and the spatial dimensions of images, from the dimension numbers of
-        convolutions.
+        """The names of the dimensions of images: channels and spatial dimensions. The dimension numbers of convolutions
+        show them.
         """
         classes = self.classes
         found = {classes.of(root): "channels" for root in classes.marked["channels"] if root in classes.of_root}
@@ -299,7 +299,7 @@ class NamedAxes:
 
     - `names`: one tree of names for each argument of the step, for `plan(args[i], ..., names=found.names[i])`.
     - `axes`: the logical axes.
-    - `notes`: one text for each kind of operation that was not understood.
+    - `notes`: one text for each kind of operation that is not understood, so that it relates no dimensions.
     """
 
     __module__ = "shardfx.auto"
@@ -385,7 +385,9 @@ def notes_of(classes: Classes) -> tuple[str, ...]:
 
 
 def names_trees(classes: Classes) -> tuple[PyTree, ...]:
-    """For each argument of the step, a tree of the same structure with the names of each array's dimensions."""
+    """For each argument of the step, a tree of the same structure. Each array is replaced by the names of its
+    dimensions.
+    """
     found = iter(map(classes.names_of, range(len(classes.dims))))
     return tuple(
         jax.tree.unflatten(flat.treedef, [next(found) if shaped else None for shaped in flat.is_array])

@@ -25,13 +25,15 @@ class UnionFind:
         self._children: dict[int, tuple[int, ...]] = {}
 
     def new(self, size: int) -> int:
-        """Adds a dimension of `size` elements, and returns the number of its node."""
+        """Adds a dimension of `size` elements. Returns the number by which the union-find knows it (its node)."""
         self.sizes.append(size)
         self._parent.append(len(self._parent))
         return len(self._parent) - 1
 
     def find(self, node: int) -> int:
-        """The representative of a node's equivalence class."""
+        """The dimension that represents the equivalence class of the dimension `node`. Both are numbers that `new`
+        returned.
+        """
         while self._parent[node] != node:
             self._parent[node] = self._parent[self._parent[node]]
             node = self._parent[node]
@@ -130,7 +132,7 @@ class Tied:
         self.spatial = {root: place for node, place in self.slid.items() for root in roots(node)[:1]}
 
     def roots_of(self, value: int) -> set[int]:
-        """The equivalence classes of all dimensions of a value."""
+        """The equivalence classes of all dimensions of a value of the program. `value` and the classes are numbers."""
         return {root for roots in self.roots[value] for root in roots}
 
 

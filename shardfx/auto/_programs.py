@@ -95,7 +95,7 @@ def timed(one: Candidate, sent: Traffic, work: DeviceWork, chip: chips.Chip, mod
 
 
 class LoweredStep:
-    """A step that is traced and lowered once, to be partitioned by XLA for many candidates.
+    """A step that is traced and lowered once, to be partitioned by XLA for many candidates (meshes with rules).
 
     **Arguments:**
 

@@ -189,7 +189,7 @@ def candidates_of(space: Space, lowered: LoweredStep, keep: int, tell: Tell) -> 
     refused: dict[Candidate, ProgramError] = {}
 
     def has_room(one: Candidate) -> bool:
-        """Whether the shards of the arguments fit in the memory of a device. If not, XLA need not partition the
+        """Whether the shards of the arguments fit in the memory of a device. If they do not, XLA need not partition the
         step.
         """
         return sum(plan.bytes_per_device for plan in (zero_1(one, states) or one).plans) <= one.limit_bytes
@@ -307,8 +307,8 @@ class Frontier:
     points: tuple[FrontierPoint, ...]
 
     def of(self, devices: int, batch: int) -> tuple[FrontierPoint, ...]:
-        """The points for a number of devices and a batch size: the fastest first, each next one slower with less
-        memory.
+        """The points for `devices` devices and the batch size `batch`. The fastest comes first; each next one is slower
+        and takes less memory.
         """
         return tuple(point for point in self.points if (point.devices, point.batch) == (devices, batch))
 

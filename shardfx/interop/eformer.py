@@ -179,7 +179,7 @@ class Difference:
     **Arguments:**
 
     - `path`: the path, such as `layers/0/weight`; empty at the root.
-    - `left`, `right`: a description of each tree's node at the path; "nothing" if the tree has no such node.
+    - `left`, `right`: a text that describes each tree's node at the path; "nothing" if the tree has no such node.
     """
 
     path: str

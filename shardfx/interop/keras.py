@@ -16,7 +16,8 @@ Axes = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class KerasLayout:
-    """The target of a path rule: the axes that a LayoutMap has for a key. A path may match only one key of the map.
+    """The target of a path rule: the mesh axes that a LayoutMap has for a key. A path may match only one key of the
+    map.
 
     **Arguments:**
 
@@ -84,7 +85,9 @@ def rules_of(layout_map: Mapping[str, object]) -> PathRules:
 
 
 def _grouped(key: str) -> str:
-    """A key as a regex that can be part of another regex. Flags at the start of the key apply only to it."""
+    """A regex `key` as a group that can be part of another regex. Flags at the start of the key, such as `(?i)`, apply
+    only to it.
+    """
     found = re.match(r"\(\?([aiLmsux]+)\)", key)
     if found is None:
         return f"(?:{key})"

@@ -8,7 +8,7 @@ from .._rules import AxisRules, Target
 
 
 class Mappings(NamedTuple):
-    """The two axis mappings of a Levanter trainer.
+    """The two axis mappings of a Levanter trainer. An axis mapping has one or several mesh axes for each logical axis.
 
     **Arguments:**
 

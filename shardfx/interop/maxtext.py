@@ -14,7 +14,8 @@ class MeshAndRules(NamedTuple):
     **Arguments:**
 
     - `mesh_axes`: the names of the mesh axes, in order.
-    - `rules`: the rules. They declare all mesh axes that they name, since MaxText ignores those that the mesh lacks.
+    - `rules`: the rules. MaxText ignores mesh axes that the mesh lacks, so the rules declare all mesh axes that they
+        name.
     """
 
     mesh_axes: tuple[str, ...]

@@ -153,7 +153,9 @@ def _bindings(text: str) -> dict[str, str]:
 
 
 def _value_text(text: str) -> str:
-    """The value at the start of `text`. It ends with the first line after which all brackets are closed."""
+    """The text of the value at the start of `text`. The value ends with the first line after which all brackets are
+    closed.
+    """
     depth, at = 0, 0
     for at, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")

@@ -40,7 +40,7 @@ def rows_of(family: str, form: Form, prefix: str | None = None) -> Rows:
 
 
 def prefix_of(family: str) -> str:
-    """Returns the usual prefix of the paths of a family's text model."""
+    """Returns the usual prefix of the paths of a family's text model, such as "model."."""
     return _PREFIXES.get(family, "model.")
 
 

@@ -73,7 +73,7 @@ def hugging_face(config: Config, *, prefix: str | None = None, ahead: Literal["r
 
 
 def text_config(config: Config) -> Config:
-    """Returns the text model's part of a config, with the `model_type` of the whole model."""
+    """Returns the part of a config that describes the text model, with the `model_type` of the whole model."""
     inner = config.get("text_config")
     return {**config, **inner, "model_type": config["model_type"]} if isinstance(inner, Mapping) else dict(config)
 
@@ -109,7 +109,7 @@ def sizes_of(config: Config) -> dict[str, int]:
 
 
 def needed(config: Config, name: str) -> int:
-    """Returns a number of the config. Raises an error with its name if it is missing."""
+    """Returns the number `name` of the config. Raises `MapError` with this name if the number is missing."""
     if config.get(name) is None:
         raise MapError(f"the configuration of {config['model_type']!r} does not say `{name}`; add it.")
     return config[name]

@@ -74,7 +74,7 @@ class TreeLayout:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of weights in the layout, each once."""
+        """The kinds of weights in the layout, such as "query", each once."""
         return tuple(dict.fromkeys(place.kind for path, entry in self.weights for place in weights_of(path, entry)))
 
     def with_paths(self, paths: Mapping[str, str]) -> "TreeLayout":
@@ -89,7 +89,9 @@ class TreeLayout:
         return dataclasses.replace(self, weights=moved)
 
     def without(self, *kinds: str) -> "TreeLayout":
-        """Returns the layout without some kinds of weights. A tree may still have them, and maps then ignore them."""
+        """Returns the layout without some kinds of weights, such as "pooler". A tree may still have them, and maps then
+        ignore them.
+        """
         unknown = [kind for kind in kinds if kind not in self.kinds]
         if unknown:
             raise MapError(f"the layout has no kind {quoted(unknown[0])}; it has {', '.join(self.kinds)}.")
@@ -111,8 +113,8 @@ class TreeLayout:
         **Arguments:**
 
         - `other`: the layout of the target.
-        - `drop`: kinds of weights of this layout that the target lacks.
-        - `casts`: as for a [`shardfx.TreeMap`][].
+        - `drop`: kinds of weights of this layout, such as "query", that the target lacks.
+        - `casts`: whether leaves are cast to the dtypes of the target, as for a [`shardfx.TreeMap`][].
 
         **Returns:**
 
