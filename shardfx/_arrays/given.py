@@ -124,7 +124,7 @@ def _in_order(sharding: object) -> tuple[Any, ...]:
 
 
 def _listed(sharding: object) -> str:
-    """The devices of a sharding as a text: " on devices [0, 1]"; "" if it has none."""
+    """The devices of a sharding as a text, such as " on devices [0, 1]"; "" if it has none."""
     ids = [device.id for device in _in_order(sharding)]
     listed = f"{ids}" if len(ids) <= 16 else f"{str(ids[:16])[:-1]}, ...]"
     return f" on {'device' if len(ids) == 1 else 'devices'} {listed}" if ids else ""

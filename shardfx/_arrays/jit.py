@@ -153,9 +153,10 @@ class _Form:
 class Jitted(Generic[P, R]):
     """The function that [`shardfx.filter_jit`][] returns, with the signature of `fn`.
 
-    Each `jax.jit` has one static argument, which holds all values that are not traced. It returns the results as one
-    list for each sharding in `out_shardings`, because the structure of the results is not known before tracing. Without
-    `out_shardings`, and if all results are arrays, it returns the tree of results.
+    There is one `jax.jit` for each structure of the arguments. Its static argument holds all values that are not
+    traced. It returns the results as one list for each sharding in `out_shardings`, because the structure of the
+    results is not known before tracing. Without `out_shardings`, and if all results are arrays, it returns the tree of
+    results.
     """
 
     def __init__(self, fn: Callable[P, R], in_shardings: object, out_shardings: object, donate: Donate):
@@ -204,11 +205,11 @@ class Jitted(Generic[P, R]):
         return out.joined() if type(out) is Parted else out
 
     def lower(self, *args: object, **kwargs: object) -> Lowered[P, R]:
-        """Traces and lowers the function for arguments or structs."""
+        """Traces and lowers the function for arguments or ShapeDtypeStructs."""
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: object, **kwargs: object) -> Traced[P, R]:
-        """Traces the function for arguments or structs. The plans need no devices."""
+        """Traces the function for arguments or ShapeDtypeStructs. The plans need no devices."""
         form, static, arrays = self._bound(args, kwargs)
         given = self._checked(static, map(without_devices if self._is_abstract else struct_of, arrays))
         traced = form.run.trace(static, *[one.array for one in given])
@@ -383,7 +384,8 @@ class Jitted(Generic[P, R]):
             ) from error
 
     def _returned(self, out: Any) -> tuple[TracedArray, ...]:
-        """The path and the struct of each array that the function returns, in the order of the program's results.
+        """The path and the ShapeDtypeStruct of each array that the function returns, in the order of the program's
+        results.
 
         `out` is the output of the traced program.
         """

@@ -178,7 +178,9 @@ class _Flight:
             self.finish_copies()
 
     def finish(self) -> None:
-        """Waits for all arrays in flight, and deletes donated sources that no array of the target reads."""
+        """Waits for all arrays that other threads assemble. If sources are donated, it deletes those that nothing reads
+        any more.
+        """
         self.finish_copies()
         if self.donate:
             self.window.drain()
@@ -229,7 +231,10 @@ class Window:
         self.bytes = 0
 
     def add(self, array: jax.Array, nbytes: int, most: int = _IN_FLIGHT_COUNT) -> None:
-        """Adds an array of `nbytes` bytes to the arrays in flight. Waits until at most `most` arrays are in flight."""
+        """Adds an array of `nbytes` bytes, which was dispatched and may not be computed yet.
+
+        Then waits for the oldest arrays until at most `most` are left.
+        """
         self.pending.append((array, nbytes))
         self.bytes += nbytes
         while len(self.pending) > most:
@@ -241,7 +246,7 @@ class Window:
             self._wait()
 
     def drain(self) -> None:
-        """Waits for all arrays in flight."""
+        """Waits until all arrays in flight are computed."""
         while self.pending:
             self._wait()
 

@@ -66,7 +66,9 @@ class MappedMatrices:
         return result if self._state is None else (result, new_states)
 
     def init(self) -> dict[str, Any]:
-        """The initial states of all matrices. Call it inside `jit`, with `states.shardings` as `out_shardings`."""
+        """The initial states of all matrices. Call it inside `jit`, with `states.shardings` of this object as
+        `out_shardings`.
+        """
         if self._state is None:
             raise LeafTypeError("these matrices have no states; pass `map_matrices(..., state=init)`.")
         init, made = self._state, {}

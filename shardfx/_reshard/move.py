@@ -103,7 +103,7 @@ class Move:
 
     @property
     def crosses_cpu(self) -> bool:
-        """Whether CPU devices of several processes take part."""
+        """Whether CPU devices of several processes take part in the move."""
         devices = self.dst.device_set
         return not self.dst.is_fully_addressable and any(device.platform == "cpu" for device in devices)
 
@@ -133,7 +133,10 @@ class Move:
 
     @property
     def least_bytes(self) -> int:
-        """The smallest memory limit under which the array can move, whole or in the smallest chunks."""
+        """The smallest memory limit under which the array can move, whole or in the smallest chunks.
+
+        The limit does not count the shards of source and target.
+        """
         if self.assembly is not None:
             return min(self.extra_bytes, self.assembly.least_bytes + self.copy_bytes)
         finest = self.chunks_of(max(self.shape, default=1))

@@ -106,7 +106,7 @@ class ReshardPlan:
 
     @property
     def steps(self) -> dict[str, tuple[MoveStep, ...]]:
-        """The collectives of each array that moves by "steps", by path."""
+        """For each array that moves by "steps", its collectives in order, by the array's path."""
         return {leaf.path: leaf.steps for leaf in self.leaves if leaf.steps}
 
     @property
@@ -121,7 +121,7 @@ class ReshardPlan:
 
     @property
     def dcn_bytes(self) -> int:
-        """The bytes that a device receives from another slice or node, of the arrays that move by "steps"."""
+        """The bytes that a device receives from other TPU slices (or nodes), of the arrays that move by "steps"."""
         return sum(leaf.dcn_bytes for leaf in self.leaves)
 
     @property

@@ -253,7 +253,7 @@ def labelled(x: jax.Array, dst: jax.sharding.Sharding, shape: tuple[int, ...] | 
 
 
 def flat(mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns the spec that shards the first dimension over all axes of a mesh."""
+    """Returns the PartitionSpec that shards the first dimension of an array over all axes of a mesh."""
     return PartitionSpec(tuple(mesh.axis_names))
 
 

@@ -111,7 +111,7 @@ class OwnerExchange(NamedTuple):
 
     @property
     def arrays(self) -> list[Matrices]:
-        """The arrays of all stacks."""
+        """The arrays that hold the matrices of all stacks."""
         return [one for stack in self.stacks for one in stack.arrays]
 
     @property

@@ -69,7 +69,7 @@ class Chunks:
 
 
 def chunks_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[MoveStep]) -> Chunks | None:
-    """Returns the chunks in which a move runs on TPUs; `None` if the whole shard moves at once.
+    """Returns the chunks in which shards move one after another on TPUs; `None` if whole shards move at once.
 
     **Arguments:**
 

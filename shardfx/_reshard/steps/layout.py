@@ -200,11 +200,11 @@ class Shards:
         return self._count[axes]
 
     def counts(self, dims: ShardDims) -> tuple[int, ...]:
-        """The number of shards along each dimension."""
+        """The number of shards along each dimension in the layout `dims`."""
         return tuple([self.count(axes) for axes in dims])
 
     def shard_count(self, dims: ShardDims) -> int:
-        """The number of distinct shards of the array."""
+        """The number of distinct shards of an array in the layout `dims`."""
         return math.prod([self.count(axes) for axes in dims])
 
     def index(self, axes: tuple[int, ...]) -> np.ndarray:
@@ -231,7 +231,8 @@ class Shards:
 def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
     """Returns the fraction of an array that a device must receive in a move, as the mean over devices.
 
-    A device must receive the elements of its shard in `target` that are not in its shard in `source`.
+    `source` and `target` are the layouts before and after the move. A device must receive the elements of its new shard
+    that are not in its old shard.
     """
     common, unit, here, there = None, 1, Shards(source), Shards(target)
     for have, want in zip(source.layout.dims, target.layout.dims, strict=True):

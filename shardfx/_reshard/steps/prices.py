@@ -31,7 +31,7 @@ class Prices:
         self.weights = end.layout.weights or (1.0,) * len(self.sizes)
 
     def all_to_all(self, shard_count: int, group: tuple[int, ...]) -> float:
-        """The cost of an all-to-all along the sub-axes `group` for an array of `shard_count` shards."""
+        """The cost of an all-to-all along the sub-axes `group`, for an array that has `shard_count` shards."""
         left, cost = 1.0, 0.0
         for sub_axis in self._dearest_first(group):
             # Only the bytes that must cross a slow axis do so, once. The rest moves over faster axes.
@@ -40,7 +40,7 @@ class Prices:
         return cost / shard_count
 
     def all_gather(self, shard_count: int, group: tuple[int, ...]) -> float:
-        """The cost of an all-gather along the sub-axes `group` for an array of `shard_count` shards."""
+        """The cost of an all-gather along the sub-axes `group`. Before it the array has `shard_count` shards."""
         held, cost = 1, 0.0
         for sub_axis in self._dearest_first(group):
             # A shard enters a slice once and is copied inside it.
@@ -49,7 +49,7 @@ class Prices:
         return cost / shard_count
 
     def are_mixed(self, group: tuple[int, ...]) -> bool:
-        """Whether the sub-axes in `group` have different weights."""
+        """Whether the sub-axes in `group` have different weights (costs of a byte along them)."""
         return len({self.weights[sub_axis] for sub_axis in group}) > 1
 
     def _dearest_first(self, group: tuple[int, ...]) -> list[int]:

@@ -231,7 +231,7 @@ def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_small_float(dtype: Any) -> bool:
-    """Whether `dtype` is a float that XLA's CPU compiler converts to a larger type before it moves it."""
+    """Whether `dtype` is a float that XLA's CPU compiler moves by converting it to a larger float."""
     return jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float16 and jnp.finfo(dtype).bits < 32
 
 

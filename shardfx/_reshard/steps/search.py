@@ -232,7 +232,7 @@ class _Half:
         return True
 
     def pop(self) -> tuple[ShardDims, float]:
-        """Removes the first layout from the heap. Returns it with the lower bound on the cost of a path through it."""
+        """Removes the first layout from the heap. Returns it, and a lower bound on the cost of any path through it."""
         _, estimate, _, dims = heapq.heappop(self.heap)
         return dims, self.cost[dims] + estimate
 
@@ -261,7 +261,7 @@ class _State:
 
     @property
     def examined(self) -> int:
-        """The number of layouts and of permutations that were examined."""
+        """The number of layouts whose lower bound was computed, and of permutations whose links were compared."""
         return self.forward.examined + self.backward.examined + self.permutations.computed
 
     def is_enough(self, most: int) -> bool:
