@@ -4,7 +4,7 @@ devices.
 The processes go through rounds. In each round, every process sends its arguments, its progress or its error to the
 others, and waits for theirs, at most 20 seconds, so that a dead process is noticed. All processes read the same
 messages, and so all of them come to the same decision. Once everything is written, the first process alone commits the
-save, and the others wait for its result.
+save (gives the files their final name), and the others wait for its result.
 """
 
 import concurrent.futures

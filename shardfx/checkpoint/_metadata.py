@@ -38,7 +38,7 @@ def implementation(dtype: object) -> str:
 
 
 def key_named(name: object) -> DType:
-    """The dtype of PRNG keys with the given name; `None` if JAX has no such dtype."""
+    """The dtype of PRNG keys with the given name, such as `key<threefry2x32>`; `None` if JAX has no such dtype."""
     if not isinstance(name, str) or not name.startswith(_PREFIX):
         return None
     try:

@@ -288,8 +288,8 @@ def plan_reads(
 
     **Returns:**
 
-    A `ReadPlan`. Excess bytes are gaps, too short to skip, between the columns that a process needs, and in chunked
-    stores the rest of each chunk.
+    A `ReadPlan`. Its excess bytes are read and not needed: gaps between the columns that a process needs, if they are
+    too short to skip. In a store of chunks, they are the rest of each chunk.
 
     **Raises:**
 

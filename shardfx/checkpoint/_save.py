@@ -77,7 +77,8 @@ def save(
         arrays only, every process must call `save`. PRNG keys are saved with the name of their implementation. Python's
         numbers, such as a step counter, are saved in the file's metadata. Functions and strings are not saved.
     - `plan`: the tree's plan. The arrays are written in the shardings that they have, even if the plan has others.
-        Without `plan`, the saved plan states the arrays' own shardings; for arrays on different meshes none is saved.
+        Without `plan`, the saved plan states the arrays' own shardings. No plan is saved for arrays on different
+        meshes.
     - `map`: a [`shardfx.TreeMap`][] that makes the arrays of another layout from the tree's arrays. The results are
         written under the names of that layout, as Hugging Face's libraries read them, and no plan is saved. Each
         process writes the values of its own shards, so that no array is ever assembled in one process.
@@ -95,9 +96,9 @@ def save(
     `MapError` with all problems of a map that does not fit; `PlanMismatchError` if the tree is not the planned one;
     `LeafTypeError` for a dtype that safetensors cannot hold, for leaves that a map scales, or for a dtype whose values
     `load` could not return under this plan (NumPy's int64 where the plan has int32); `CheckpointError` if `path`
-    exists, or if another process, which is named, failed, died, did not come, or has other arguments; `OSError` with
-    the path if the disk is full or cannot be written. After each of these errors, an older file at `path` is
-    unchanged.
+    exists, or if another process failed, died, did not call `save`, or has other arguments (the error names it);
+    `OSError` with the path if the disk is full or cannot be written. After each of these errors, an older file at
+    `path` is unchanged.
 
     !!! Example
 

@@ -137,9 +137,11 @@ def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
-    """Raises `CheckpointError` for unsafe files, and for chunks that are too large. tensorstore does not check them.
+    """Raises `CheckpointError` for unsafe files (such as pipes, or links out of the checkpoint), and for chunks that
+    are too large.
 
-    tensorstore decodes a chunk in memory as a whole, and a chunk that exceeds the memory ends the process.
+    tensorstore does not check them. It decodes a chunk in memory as a whole, and a chunk that exceeds the memory ends
+    the process.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for directory in dict.fromkeys(entry.file for entry in entries):

@@ -143,7 +143,7 @@ class TransferKind:
         return found
 
     def transfer(self, number: int) -> Transfer:
-        """One row of `rows` as a `Transfer`, with the source paths of the first leaf."""
+        """The row of `rows` with the given number as a `Transfer`, with the source paths of the first leaf."""
         process, device, buffer, at, *places = self.rows[number].tolist()
         form = self.forms[at]
         return Transfer(process, device, buffer, form, tuple(places[: form.rank]), tuple(places[self.rank :]))
