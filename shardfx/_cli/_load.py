@@ -27,7 +27,7 @@ Rules = tuple[PathRules | None, AxisRules | None]
 
 
 class LoadedModel(NamedTuple):
-    """A model that a command-line argument names, as a tree with a struct for each array.
+    """A model that a command-line argument names, as a tree with a ShapeDtypeStruct for each array.
 
     `plan` is `None` unless the argument names a stored plan.
     """
@@ -37,7 +37,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(name: str, arguments: Mapping[str, object] | None = None, *, stack_experts: bool = False) -> LoadedModel:
-    """Returns the tree of structs of a named model, checkpoint or plan.
+    """Returns the tree of a named model, checkpoint or plan, with a ShapeDtypeStruct for each array.
 
     **Arguments:**
 
@@ -261,7 +261,7 @@ def attribute(name: str) -> Any:
 
 
 def _evaluated(function: Callable[..., object], arguments: Mapping[str, Any]) -> Any:
-    """Returns the result of `function(**arguments)` as structs, without running it.
+    """Returns the result of `function(**arguments)` as ShapeDtypeStructs, without running it.
 
     If the function has a parameter `key` that `arguments` lacks, a PRNG key is passed.
     """

@@ -23,7 +23,7 @@ MOST_DEVICES = 512
 
 
 class LoadedStep(NamedTuple):
-    """A training step, its arguments as structs with shardings, and the mesh of these shardings."""
+    """A training step, its arguments as ShapeDtypeStructs with shardings, and the mesh of these shardings."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -35,8 +35,8 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
 
     **Arguments:**
 
-    - `name`: `MODULE:FUNCTION`. The function returns the step and a tuple of its arguments: trees of structs with
-        shardings, such as `plan.structs`, or values that are not arrays.
+    - `name`: `MODULE:FUNCTION`. The function returns the step and a tuple of its arguments: trees of
+        ShapeDtypeStructs with shardings, such as `plan.structs`, or values that are not arrays.
     - `kwargs`: keyword arguments of the function as text, which `literals` parses; `None` for no arguments.
     - `mesh`: the argument `mesh` of the function; text is parsed. `None` if the function takes no mesh.
 
@@ -51,7 +51,7 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
 
 
 def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the training step that a user's function makes, and its arguments as structs without shardings.
+    """Returns the training step that a user's function makes, and its arguments as ShapeDtypeStructs without shardings.
 
     The function takes no mesh. `name`, `kwargs` and errors are as in `load_step`.
     """

@@ -84,7 +84,7 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
 
 
 def trimmed(entries: Iterable[object], like: PartitionSpec | None = None) -> PartitionSpec:
-    """The canonical PartitionSpec of `entries`, with the `unreduced` and `reduced` axes of the spec `like`."""
+    """The PartitionSpec of `entries` without trailing `None`s, with the `unreduced` and `reduced` axes of `like`."""
     short = [canonical_entry(entry) for entry in entries]
     while short and short[-1] is None:
         short.pop()
@@ -127,7 +127,7 @@ def shard_counts(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> tu
 
 
 def shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of one device's shard of an array of `shape` under `spec`. The shard counts must divide the shape."""
+    """The shape of one device's shard of an array of `shape` under `spec`, which must divide the shape evenly."""
     return tuple(size // count for size, count in zip(shape, shard_counts(spec, len(shape), sizes), strict=True))
 
 

@@ -119,7 +119,7 @@ def near_paths(path: str, known: Collection[str]) -> str:
 
 @ft.lru_cache(maxsize=1024)
 def is_array_type(kind: type) -> bool:
-    """Whether values of this type are arrays, tracers or structs."""
+    """Whether values of this type are arrays, tracers or ShapeDtypeStructs."""
     return issubclass(kind, _ARRAYS)
 
 

@@ -237,7 +237,7 @@ class Unused(NamedTuple):
     """A path rule that shards no array, because no path matches it or because other rules come first.
 
     `nearest` is the path that is most similar to the regex, if the regex matches no path. Otherwise `arrays` holds the
-    paths of the arrays that it matches, and `deciders` the rules that shard these arrays.
+    paths of the arrays that it matches, and `deciders` the rules that shard these arrays. `number` is the rule's index.
     """
 
     number: int

@@ -43,7 +43,7 @@ from .leaf import Row
 
 
 class Request(NamedTuple):
-    """The sharding that a rule or logical names request for an array, not yet corrected to the mesh and the shape."""
+    """The sharding that a rule or logical names request for an array. It may not fit the mesh and the shape."""
 
     names: tuple[Any, ...] | None
     spec: PartitionSpec
@@ -198,8 +198,8 @@ def units_at(
 
 
 def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, memory_kind: str | None) -> Row:
-    """Returns the plan of one array: its request, corrected to the mesh and the shape and then extended by its
-    strategies.
+    """Returns the plan of one array: the spec of its request, without the mesh axes that do not fit, and with the axes
+    that its strategies, such as `fsdp(...)`, add.
     """
     names, units = request.names, request.units
     units = units if units is None or names is None else units_at(names, shape, units)
@@ -298,7 +298,7 @@ def correct(
 
 
 def corrected(spec: PartitionSpec, leaf: Leaf, axes: Axes) -> Decision:
-    """Returns the decision of [`shardfx.correct`][] for arguments that are already checked."""
+    """Returns the result of [`shardfx.correct`][] for arguments that are already checked."""
     entries, sizes = _fitted(spec, leaf.shape), axes.sizes
     if axes.min_bytes and (asked := tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))):
         if found := _too_small(leaf, asked, axes.min_bytes):

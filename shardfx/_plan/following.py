@@ -156,7 +156,7 @@ def _axes_over(over: Any, plan: ShardPlan) -> Strategy | None:
 
 
 def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object, ...]) -> tuple[Any, str]:
-    """Returns the result of `init(plan, *args)` as structs, and an error of JAX as text.
+    """Returns the result of `init(plan, *args)` as ShapeDtypeStructs, and an error of JAX as text.
 
     Instead of each plan, `init` gets the planned tree. If JAX can propagate shardings through `init`, the structs have
     shardings, and the text is "". Otherwise the text says why JAX cannot.
@@ -184,7 +184,7 @@ def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object,
 
 
 def _shapes(init: Callable[..., object], args: tuple[object, ...], mesh: AbstractMesh | None, other: object) -> PyTree:
-    """Returns the result of `init(*args)` as structs, with shardings on `mesh` unless it is `None`.
+    """Returns the result of `init(*args)` as ShapeDtypeStructs, with shardings on `mesh` unless it is `None`.
 
     Instead of each plan in `args`, `init` gets the planned tree of structs, with `other` at leaves that are not arrays.
     """

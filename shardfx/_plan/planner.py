@@ -66,7 +66,7 @@ def plan(
         that modules declare with [`shardfx.field`][], if `axes` is given. `paths` are not applied to a leaf that has
         names.
     - `axes`: rules that map logical names to mesh axes.
-    - `mode`: the mode of `axes` in which names are resolved; `None` for the base rules.
+    - `mode`: the mode of `axes` in which names are resolved; `None` for the rules without a mode.
     - `min_bytes`: arrays of fewer bytes in total are replicated.
     - `memory_kinds`: pairs of a regex and a memory kind, such as `("opt/.*mu", "pinned_host")`. An array gets the
         memory kind of the first pair whose regex matches its path.

@@ -58,7 +58,7 @@ class ShardPlan(eqx.Module):
 
     @property
     def mode(self) -> str | None:
-        """The mode of `axes` in which names are resolved; `None` for the base rules."""
+        """The mode of `axes` in which names are resolved; `None` for the rules without a mode."""
         return self.content.mode
 
     @property
@@ -396,11 +396,11 @@ def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A tree of arrays to load: a struct with a sharding for each array, and the values of the other leaves.
+    """A tree of arrays to load: a ShapeDtypeStruct with a sharding for each, and the values of the other leaves.
 
     **Arguments:**
 
-    - `arrays`: for each array its path, and a struct or an array that has a sharding.
+    - `arrays`: for each array its path, and a ShapeDtypeStruct or an array that has a sharding.
     - `others`: the position, path and value of each leaf that is not an array. The value is `None` if the tree is that
         of a plan, which holds no values.
     - `treedef`: the tree's structure.
@@ -422,7 +422,7 @@ class Target:
 
 
 def target_of(plan: object, what: str) -> Target:
-    """Returns the tree to load into: the tree of `plan`, or `plan` itself if it is a tree of structs with shardings.
+    """Returns the tree to load into: the tree of `plan`, or `plan` if it is a tree of ShapeDtypeStructs.
 
     `what` is the name of the calling function, for messages.
     """

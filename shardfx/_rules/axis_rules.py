@@ -201,7 +201,7 @@ class AxisRules(eqx.Module):
         **Arguments:**
 
         - `numbers`: positions of rules, counted from 0.
-        - `mode`: the mode in whose rules the positions are; `None` for the base rules.
+        - `mode`: the mode in whose rules the positions are; `None` for the rules without a mode.
 
         **Returns:**
 
@@ -231,7 +231,7 @@ class AxisRules(eqx.Module):
 
         - `number`: the position of the rule, counted from 0.
         - `target`: as in `AxisRules(...)`.
-        - `mode`: the mode in whose rules the position is; `None` for the base rules.
+        - `mode`: the mode in whose rules the position is; `None` for the rules without a mode.
 
         **Returns:**
 
@@ -352,7 +352,7 @@ class AxisRules(eqx.Module):
 
 
 def rules_of_mode(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
-    """The rules of `mode` without the base rules; for `None` the base rules. Raises for an unknown mode."""
+    """The rules of `mode` alone; for `None` the rules without a mode. Raises for an unknown mode."""
     modes = dict(rules.modes)
     if mode is not None and mode not in modes:
         raise RuleError(
@@ -375,7 +375,7 @@ def axes_in(rules: AxisRules) -> tuple[tuple[str, str], ...]:
 
 
 def all_rules(rules: AxisRules) -> tuple[Rule, ...]:
-    """The base rules, and then the rules of every mode."""
+    """The rules without a mode, and then the rules of every mode."""
     return (*rules.rules, *(rule for _, given in rules.modes for rule in given))
 
 

@@ -39,7 +39,7 @@ def resolve(
     - `names`: one entry per dimension: a logical name, `None`, `PartitionSpec.UNCONSTRAINED`, `atomic(name, unit)`, or
         a tuple of names, whose axes are joined on the dimension in their order.
     - `rules`: the rules.
-    - `mode`: one of the modes of `rules`; `None` for the base rules alone.
+    - `mode`: one of the modes of `rules`, whose rules come first; `None` for the rules without a mode alone.
     - `unmatched`: the treatment of a name without any rule. "replicate": the name gets `None`, with a reason. "keep":
         the name is used as a mesh axis, and no rule may use that axis. "unconstrained": the compiler decides. "raise":
         an error.
@@ -184,8 +184,8 @@ class Attempt:
     **Arguments:**
 
     - `name`, `dim`: the logical name, and its dimension.
-    - `mode`, `number`: the position of the rule: its index in the rules of `mode`, or in the base rules if `mode` is
-        `None`.
+    - `mode`, `number`: the position of the rule: its index in the rules of `mode`. If `mode` is `None`, it is the index
+        in the rules without a mode.
     - `rule`: the rule, a pair of a name and its target.
     - `outcome`: "applied"; "blocked", if another name already uses one of the rule's mesh axes; "settled", if an
         earlier rule has given the name a target.
@@ -220,7 +220,7 @@ def _assign(
 
     **Arguments:**
 
-    - `active`: the rules of `mode`, followed by the `base` rules that hold in every mode; `base` is their number.
+    - `active`: the rules of `mode`, followed by the rules without a mode. `base` is the number of the latter.
     - `slots`: the logical names of the array, each with its dimension.
     - `targets`: a dict to which the target of each name is added. Names that are in it already keep their targets.
     - `users`: a dict to which each mesh axis in use is added, with the name and dimension that use it.
@@ -342,7 +342,7 @@ def _units_of(entries: tuple[object, ...], rules: AxisRules) -> tuple[int, ...] 
 
 @ft.lru_cache(maxsize=256)
 def _active(rules: AxisRules, mode: str | None) -> tuple[Rule, ...]:
-    """The rules of a mode, followed by the base rules."""
+    """The rules of a mode, followed by the rules without a mode, in the order in which they are tried."""
     return rules.rules if mode is None else rules_of_mode(rules, mode) + rules.rules
 
 

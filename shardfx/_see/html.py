@@ -250,7 +250,7 @@ def _held(one: Offender) -> dict[str, object]:
 
 
 def _source(rows: Sequence[ArrayRow]) -> list[dict[str, object]]:
-    """For each source file, the lines that make arrays, the lines around them, and the arrays that each line makes."""
+    """For each source file, the lines that make the arrays `rows`, with the lines around them and the arrays."""
     made: dict[str, dict[int, dict[str, None]]] = {}
     for row in rows:
         if row.source is not None:

@@ -78,7 +78,7 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
 
     - `shape`: the shape of the whole array.
     - `spec`: the sharding of the array.
-    - `grid`: the box of the mesh that each process has; see [`shardfx.hosts.grid_of`][].
+    - `grid`: the division of the mesh among the processes; see [`shardfx.hosts.grid_of`][].
     - `process_index`: the number of any process.
 
     **Returns:**
@@ -124,7 +124,7 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
     **Arguments:**
 
     - `axes`: one mesh axis, or several in order, the slowest first.
-    - `grid`: the box of the mesh that each process has.
+    - `grid`: the division of the mesh among the processes.
     - `process_index`: the number of the process.
 
     **Returns:**
@@ -162,7 +162,7 @@ def replica_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) ->
     **Arguments:**
 
     - `axes`: one mesh axis, or several.
-    - `grid`: the box of the mesh that each process has.
+    - `grid`: the division of the mesh among the processes.
     - `process_index`: the number of the process.
 
     **Returns:**
@@ -197,7 +197,7 @@ def data_layout(
 
     - `batch_size`: the number of rows in the global batch; `None` for one row per device along `axes`.
     - `axes`: the mesh axes of the batch dimension, in order; `None` or `()` if every process loads the whole batch.
-    - `grid`: the box of the mesh that each process has.
+    - `grid`: the division of the mesh among the processes.
     - `process_index`: the number of any process.
 
     **Returns:**

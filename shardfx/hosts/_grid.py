@@ -107,7 +107,7 @@ def grid_of(mesh: Mesh) -> HostGrid:
 
     **Returns:**
 
-    The box of the mesh that each process has.
+    The division of the mesh among the processes.
 
     **Raises:**
 

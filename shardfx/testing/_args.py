@@ -23,11 +23,11 @@ _REFUSED = (TypeError, ValueError, AssertionError, IndexError, ZeroDivisionError
 
 
 def made(args: object, *, mild: bool) -> PyTree:
-    """The arguments of a step with each struct replaced by a random array on JAX's devices.
+    """The arguments of a step with each `jax.ShapeDtypeStruct` replaced by a random array on JAX's devices.
 
     **Arguments:**
 
-    - `args`: trees of arrays and structs.
+    - `args`: trees of arrays and `jax.ShapeDtypeStruct`s.
     - `mild`: whether floats are positive and integers are 0 or 1. Some steps fail with other numbers: the second
         moments of an optimizer are not negative, and a token is in the vocabulary.
     """
@@ -72,7 +72,7 @@ def _on_devices(sharding: object) -> Any:
 
 
 def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTree]:
-    """The arguments of `step` with smaller dimensions, as structs. Each sharding divides its array in the same way.
+    """The arguments of `step` with smaller dimensions, as `jax.ShapeDtypeStruct`s with the same shardings.
 
     Dimensions of equal size get one new size. A size is reduced by itself or together with its multiples. If the step
     cannot be traced with the new size, each dimension of that size is reduced separately. This helps, for example, if a

@@ -106,8 +106,9 @@ def check_step(
 
     - `step`: a function, also one that `jax.jit`, `equinox.filter_jit` or [`shardfx.filter_jit`][] returned. With
         `mesh`, a function of a mesh that returns the step.
-    - `args`: arrays with their planned shardings, or structs such as `plan.structs`, for which random arrays are made.
-        No argument is donated. Emulated devices suffice, because XLA partitions for them as for real ones.
+    - `args`: arrays with their planned shardings, or `jax.ShapeDtypeStruct`s such as `plan.structs`, for which random
+        arrays are made. No argument is donated. Emulated devices suffice, because XLA partitions for them as for real
+        ones.
     - `reference`: a function of the same arguments with right results. A step with a `shard_map` over several devices
         cannot run on one device, and needs `reference` or `mesh`.
     - `mesh`: the mesh of the plan. The reference is then the step for a mesh of one device with the same axes.
@@ -149,7 +150,7 @@ def check_step(
 def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None) -> CheckedStep:
     """The comparison of a step under its plan with its reference, as `check_step` returns it.
 
-    `args`, `reference` and `mesh` are as in `check_step`, but all structs in `args` are already replaced by arrays.
+    `args`, `reference` and `mesh` are as in `check_step`, but `args` has arrays for all ShapeDtypeStructs.
     """
     ours = _traced(step, args)
     devices = {device for one in ours.arrays if isinstance(one, jax.Array) for device in one.devices()}

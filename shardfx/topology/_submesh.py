@@ -33,7 +33,7 @@ def default_submesh(device_kind: str, num_partitions: int, bounds: Sequence[int]
     1. the most cores of a chip (the last dimension);
     2. the most devices in dimensions that the box spans wholly, since a link closes a whole ring;
     3. the most such dimensions, since a torus has more links than a ring of the same size;
-    4. the smallest sum of sizes, since compact boxes have closed walks of single hops, and open lines have none;
+    4. the smallest sum of sizes, since the devices of a compact box can form a ring of neighbours, unlike an open line;
     5. the larger size in the earlier dimension.
 
     **Arguments:**
