@@ -166,9 +166,10 @@ class Neighbours:
         return found
 
     def _far_assignment(self, moving: tuple[int, ...], to_dims: tuple[int, ...]) -> list[ShardDims]:
-        """Returns the way to add sub-axes to dimensions that is nearest to the layout at the other end of the move.
+        """Returns the way to add sub-axes to dimensions that puts each where the other end of the move has it.
 
-        It is the only entry of a list. The list is empty if there are few sub-axes, because all ways are tried then.
+        Sub-axes that shard none of these dimensions there are added to the first one. The result is the only entry of a
+        list. The list is empty if there are few sub-axes, because all ways are tried then.
 
         **Arguments:**
 
@@ -195,7 +196,8 @@ def _choices(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list
     **Returns:**
 
     For each choice, three values: for each dimension the sub-axes that stay in it; the sub-axes that move; and the
-    dimensions that can gain them.
+    dimensions that can gain them. For ((0, 1), ()) one choice is ((0,), ()), (1,) and [1]: sub-axis 1 moves to
+    dimension 1.
     """
     for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
         to_dims = [dim for dim, length in enumerate(lengths) if not length]
@@ -209,8 +211,8 @@ def _choices(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list
 def _all_assignments(moving: tuple[int, ...], to_dims: int) -> tuple[ShardDims, ...]:
     """The ways to distribute the sub-axes `moving` over `to_dims` dimensions.
 
-    For at most four sub-axes these are all ways, in all orders. For more, they are only some of the ways that keep the
-    order of the sub-axes.
+    For at most four sub-axes these are all ways, in all orders: ((0, 1),) and ((1, 0),) for sub-axes 0 and 1 and one
+    dimension. For more, they are only some of the ways that keep the order of the sub-axes.
     """
     if len(moving) > _MOST_REORDERED:
         return _assignments_in_order(moving, to_dims)

@@ -211,8 +211,9 @@ class _Half:
         - `cost`: the cost of the path to it.
         - `parent`: the layout before it on this path; `None` for the layout at which this half starts.
         - `limit`: the cost of the best path so far.
-        - `nearest_first`: whether the layouts come first in the heap whose numbers of shards are nearest to those at
-            the other half's start. By default those on the cheapest paths come first.
+        - `nearest_first`: whether the layout's place in the heap depends on how near its numbers of shards are to those
+            at the other half's start. By default it depends on the lower bound on the cost of a path through the
+            layout.
         """
         if cost + _ROUNDING >= min(limit, self.cost.get(dims, math.inf)):
             return False
