@@ -284,8 +284,8 @@ class _Table:
     def rows(self, dims: int) -> np.ndarray:
         """The rows of a `TransferKind`. `dims` is the number of dimensions of the target.
 
-        They are ordered by buffer (a box of the target in a process). So a plan for one receiver has them in the same
-        order.
+        They are ordered by buffer (a box of the target in a process), so that a plan for one receiver has them in the
+        order of the whole plan.
         """
         rows = np.array(self._rows, np.int64).reshape(len(self._counts), PLACE + self._rank + dims)
         rows = np.repeat(rows, self._counts, axis=0)

@@ -125,9 +125,10 @@ def _checksums(pieces: Sequence[np.ndarray]) -> bytes:
 
 
 def _checksum(piece: np.ndarray) -> int:
-    """The checksum of a row of bytes: the CRC of the sums of its columns, as a table of 64-bit words.
+    """The checksum of a row of bytes. They are seen as a table of 64-bit words, and the sums of its columns have a CRC.
 
-    A CRC of all words would take three times as long.
+    The CRC continues over the bytes after the last whole row of the table. A CRC of all words would take three times as
+    long.
     """
     body = len(piece) // _ROW_BYTES * _ROW_BYTES
     words = piece[:body].view(np.uint64).reshape(-1, _ROW_BYTES // 8)
@@ -227,7 +228,7 @@ class Sender:
 
 
 class Receiver:
-    """Receives revisions from a trainer's `Sender`s, for one process of an inference engine.
+    """Receives revisions (versions of all weights) from a trainer's `Sender`s, for one process of an inference engine.
 
     The attributes `arrays` and `revision` have the last revision that arrived as a whole.
 
