@@ -38,8 +38,8 @@ class Index:
     """The arrays of a checkpoint, read from its headers alone. [`shardfx.checkpoint.read_index`][] makes an index.
 
     `print` shows an index as a table, with repeated layers in one row. The paths of the arrays are its keys:
-    `index["norm"]` is an entry, `"norm" in index` tests for a path, `for path in index` iterates over the paths,
-    `len(index)` counts them.
+    `index["norm"]` is an entry (an array's path, shape, dtype and file), `"norm" in index` tests for a path,
+    `for path in index` iterates over the paths, and `len(index)` counts them.
 
     **Arguments:**
 
