@@ -33,10 +33,10 @@ class LeafMove:
     - `path`, `shape`, `dtype`: the path, shape and dtype of the array.
     - `src`, `dst`: the shardings before and after the move. For "pieces", `src` is the sharding of the first source
         array.
-    - `how`: "in place" (nothing changes), "relabel" (only the mesh in the sharding changes, and no byte moves), "memory
-        kind" (each device copies its shard to another of its memories), "steps" (collectives among the same devices),
-        "tiles" (between two sets of devices, each new shard is assembled from the old shards that overlap it), or
-        "pieces" (a `TreeMap` makes the array of parts of other arrays).
+    - `how`: "in place" (nothing changes), "relabel" (every device already holds its shard, and only the mesh or the
+        spec changes), "memory kind" (each device copies its shard to another of its memories), "steps" (collectives
+        among the same devices), "tiles" (between two sets of devices, each new shard is assembled from the old shards
+        that overlap it), or "pieces" (a `TreeMap` makes the array of parts of other arrays).
     - `source_bytes`, `target_bytes`: the bytes of a device's shard before and after the move. If a map makes several
         arrays of one source array, the source's bytes are counted for the last of them only.
     - `peak_bytes`: the most bytes of this array in a device's memory during the move, source and target included. A
