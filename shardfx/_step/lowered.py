@@ -27,9 +27,11 @@ _LOCATION = re.compile(r'^loc\("(.*?)"\)?', re.DOTALL)
 
 
 class ArraySharding(NamedTuple):
-    """The sharding of an array that Shardy propagated: the mesh axes of each dimension, and the origin of each axis.
+    """The sharding of an array that Shardy propagated.
 
-    A sub-axis has Shardy's notation: "fsdp:(1)2" is the major-most sub-axis of size 2.
+    It has the mesh axes of each dimension, and for each axis its origin: Shardy's name of the argument, result or
+    constraint from which the axis comes. A sub-axis has Shardy's notation: "fsdp:(1)2" is the major-most sub-axis of
+    size 2.
     """
 
     dims: tuple[tuple[str, ...], ...]
@@ -71,8 +73,9 @@ def maker(value: ir.Value, name: str) -> Op | None:
 
 
 def parameters(module: Module) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """The arrays that the module takes, and the arrays that it returns. JAX has removed arguments that no operation
-    reads.
+    """The arrays that the module takes, and the arrays that it returns.
+
+    JAX has removed arguments that no operation reads.
     """
     main = _main(module)
     arguments = main.regions[0].blocks[0].arguments
@@ -115,6 +118,13 @@ def resharded(
     module: Module, mesh: Mapping[str, int], arguments: Sequence[Dims | None], results: Sequence[Dims | None]
 ) -> bytes:
     """The bytecode of the module on another mesh, with other shardings of its arguments and results.
+
+    **Arguments:**
+
+    - `module`: the module, which is not changed.
+    - `mesh`: the sizes of the mesh axes.
+    - `arguments`, `results`: the mesh axes of each dimension of each argument and result; `None` if the compiler may
+        choose them.
 
     **Raises:**
 
@@ -159,7 +169,10 @@ def _main(module: Module) -> Op:
 
 
 def _attrs(main: Op, attribute: str) -> list[dict[str, ir.Attribute]]:
-    """The attributes of each argument or result of `main`, as dicts."""
+    """The attributes of each argument or result of the function `main`, as dicts.
+
+    `attribute` is MLIR's name of their list: "arg_attrs" or "res_attrs".
+    """
     if attribute not in main.attributes:
         kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
         return [{} for _ in (kind.inputs if attribute == "arg_attrs" else kind.results)]

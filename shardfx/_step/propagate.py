@@ -60,7 +60,10 @@ def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
 
 
 def _run(hlo: bytes, request: dict[str, object], origins: str, file: Any) -> None:
-    """Writes the propagated module or an error text to `file`, and ends the process."""
+    """Writes the propagated module or an error text to `file`, and ends the process.
+
+    `origins` is "true" if Shardy writes the origin of each mesh axis, and else "false".
+    """
     status = 1
     try:
         sink = io.BytesIO()

@@ -84,7 +84,7 @@ def _is_first_rows(op: Op) -> bool:
 
 
 def _sliced(value: ir.Value) -> Op | None:
-    """The slice of which `value` is the reshaped result; `None` if another operation made the value."""
+    """The slice operation whose reshaped result is `value`; `None` if another operation made the value."""
     reshape = maker(value, "reshape")
     return None if reshape is None else maker(reshape.operands[0], "slice")
 
@@ -176,7 +176,8 @@ def _fft(op: Op) -> list[ir.Value]:
 
 
 def _by_matrix(value: ir.Value, dim: int) -> ir.Value:
-    """The product of dimension `dim` of an array with a square matrix, as complex numbers, at the highest precision.
+    """The matrix product of dimension `dim` of an array with a square matrix, as complex numbers, at the highest
+    precision.
 
     The matrix has arbitrary numbers.
     """

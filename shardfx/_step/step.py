@@ -45,7 +45,7 @@ class JaxJitted(Protocol):
 
 @runtime_checkable
 class EquinoxJitted(Protocol):
-    """The jitted function that `equinox.filter_jit` returns. Its own `lower` takes no structs."""
+    """The jitted function that `equinox.filter_jit` returns. Its own `lower` takes no `jax.ShapeDtypeStruct`."""
 
     __wrapped__: Any
     donate_first: bool
@@ -189,8 +189,10 @@ class Step:
         return partitioned(text, mesh.size, _OPTIONS[platform], finished=platform == "cpu")
 
     def propagated(self, platform: Platform, *, module: Any = None) -> Any:
-        """The step's StableHLO module after Shardy's propagation, with the sharding of each array and the origin of
-        each of its mesh axes.
+        """The step's StableHLO module after Shardy's propagation, with the sharding of each array.
+
+        For each mesh axis of a sharding, it has the argument, result or constraint from which the axis comes. `module`
+        replaces the step's own module.
         """
         module = self.module(platform) if module is None else module
         taken, made = ([one.dims for one in arrays] for arrays in self.parameters)
@@ -206,7 +208,8 @@ def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | Abstra
     - `step`: a function; or the result of `jax.jit`, `equinox.filter_jit` or `filter_jit`, with its shardings and
         donation; or the result of its `.trace`, without `args`.
     - `args`: arrays or structs in any trees. Leaves that are not arrays become constants of the program.
-    - `mesh`: the mesh with its slices, which the shardings of the arguments do not have.
+    - `mesh`: the mesh, with the number of slices along each axis. The shardings of the arguments do not have that
+        number.
 
     **Raises:**
 
@@ -249,7 +252,7 @@ def _sharding_of(leaf: object) -> NamedSharding | None:
 
 
 def _without_devices(leaf: Any) -> object:
-    """The struct of an array on the abstract mesh of its sharding, so that lowering needs no device."""
+    """The `jax.ShapeDtypeStruct` of an array on the abstract mesh of its sharding, so that lowering needs no device."""
     sharding = _sharding_of(leaf)
     if sharding is None or not isinstance(sharding.mesh, Mesh):
         return leaf

@@ -162,7 +162,7 @@ class AverageNetwork(NamedTuple):
 
 
 def extents_of(chip: Chip, devices: int) -> tuple[int, ...]:
-    """The extents in chips of the slice of `devices` devices that is nearest to a cube."""
+    """The chips along each dimension of the slice of `devices` devices that is nearest to a cube."""
     return near_cube(devices // chip.devices_per_chip or 1, chip.torus_dims or 1)
 
 

@@ -350,19 +350,25 @@ class DevicePositions:
 
 
 def is_transfer(instruction: Instruction) -> bool:
-    """Whether an instruction is the `recv` of a transfer between slices. A transfer's bytes count at its `recv`."""
+    """Whether an instruction is the `recv` of a transfer (a `send` and a `recv` between TPU slices).
+
+    A transfer's bytes count at its `recv`.
+    """
     return instruction.opcode == "recv" and "_xla_megascale_target=" in instruction.attributes
 
 
 def slices_of(module: HloModule) -> int:
-    """The number of slices between which a program has transfers; 1 if it has none."""
+    """The number of TPU slices between which a program has `send` and `recv` instructions; 1 if it has none."""
     instructions = (one for computation in module.computations.values() for one in computation.values())
     slices = {id_ // SLICE for one in filter(is_transfer, instructions) for row in _target(one)[0] for id_ in row}
     return max(1, max(slices, default=1) - min(slices, default=1) + 1)
 
 
 def transfer_of(instruction: Instruction, positions: DevicePositions) -> Collective:
-    """The collective that a transfer between slices performs. `instruction` is the `recv` of the transfer."""
+    """The collective that a transfer (a `send` and a `recv` between TPU slices) performs.
+
+    `instruction` is the `recv`, and `positions` has the position of each device in the mesh.
+    """
     target, kind = _target(instruction)
     sent = array_of(instruction)
     numbers = positions.numbers_of(sorted({id_ for row in target for id_ in row}))
@@ -371,8 +377,9 @@ def transfer_of(instruction: Instruction, positions: DevicePositions) -> Collect
 
 
 def _target(instruction: Instruction) -> tuple[list[list[int]], str]:
-    """The groups of device ids that a transfer between slices connects, and the kind of the collective that it
-    performs.
+    """The groups of device ids that a transfer connects, and the kind of the collective that it performs.
+
+    `instruction` is the `recv` of the transfer (a `send` and a `recv` between TPU slices).
     """
     found = _TARGET.search(instruction.attributes)
     if found is None or found[2] not in _KINDS:

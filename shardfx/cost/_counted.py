@@ -62,7 +62,10 @@ class StepOnChip:
 
     @ft.cached_property
     def shardings(self) -> StepShardings:
-        """The sharding of every array of the step, and the origin of each of its mesh axes."""
+        """The sharding of every array of the step, and the origin of each of its mesh axes.
+
+        An origin is the argument, result or constraint from which the axis comes.
+        """
         return shardings_of(self.step, self.platform)
 
     @ft.cached_property
@@ -71,7 +74,7 @@ class StepOnChip:
 
     @ft.cached_property
     def purposes(self) -> tuple[ArgumentPurpose, ...]:
-        """The arrays of the step's arguments, each with its purpose."""
+        """The arrays of the step's arguments, each with its purpose: parameter, optimizer state, batch or cache."""
         return purposes_of(self.step, self._program)
 
     @ft.cached_property
@@ -142,12 +145,12 @@ _NO_ARRAY = ("sdy.sharding_constraint", "stablehlo.while", "func.call", "stableh
 
 
 class Constrained(NamedTuple):
-    """Constraints that shard activations over mesh axes of the batch, and the peak memory of the step with them.
+    """Sharding constraints on activations over mesh axes of the batch, and the peak memory of the step with them.
 
     **Arguments:**
 
     - `peak_bytes`: the peak memory of one device with the constraints.
-    - `constraints`: the constraints.
+    - `constraints`: for each constraint, the array and the mesh axis that it adds to the sharding.
     """
 
     peak_bytes: int

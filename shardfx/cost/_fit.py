@@ -147,9 +147,10 @@ class Fit:
 
     @ft.cached_property
     def moment(self) -> tuple[Offender, ...]:
-        """All arrays in memory at the peak, the largest first, each with its sharding and the reason for its size.
+        """All arrays in memory at the peak, the largest first, each with its sharding.
 
-        The first access runs Shardy's propagation, as [`shardfx.cost.shardings`][] does.
+        The field `why` of each says why the array is not sharded further, if that is known. The first access runs
+        Shardy's propagation, as [`shardfx.cost.shardings`][] does.
         """
         return () if self._known is None else _moment(self._known)
 

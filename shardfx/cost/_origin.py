@@ -137,7 +137,7 @@ class Origins:
         return tuple(found)
 
     def _argument(self, value: int) -> str | None:
-        """JAX's name of the argument that a value is, or is a slice of; `None` for a computed value."""
+        """JAX's name of the argument of which a value is a slice or the whole; `None` for a computed value."""
         for _ in range(_FAR):
             if value in self._names:
                 return self._names[value].op_name or None
@@ -151,10 +151,10 @@ class Origins:
         return None
 
     def is_sum_of_products(self, instruction: Instruction) -> bool:
-        """Whether a permute of a windowed einsum sends a partial sum of products.
+        """Whether a permute of a windowed einsum sends a partial sum of matrix products.
 
-        The receiving device adds its own product to the partial sum. Otherwise the permute sends an operand of the
-        products. A partial sum starts from zeros. In a loop, it is a result of the loop's body.
+        The receiving device adds its own matrix product to the partial sum. Otherwise the permute sends an operand of
+        the matrix products. A partial sum starts from zeros. In a loop, it is a result of the loop's body.
         """
         op = self._ops.get(id(instruction))
         values = itertools.islice(reached(() if op is None else op.reads, self._operands_of), _FAR)
@@ -171,7 +171,7 @@ class Origins:
         return () if made is None or made.opcode in _GATHERS else made.reads
 
     def _is_shard(self, part: int, whole: int) -> bool:
-        """Whether the value `part` has as many elements as the value `whole`, or the shape of a shard of it."""
+        """Whether value number `part` has as many elements as value number `whole`, or the shape of a shard of it."""
         sizes, limits = (self._program.buffers[value].shape for value in (part, whole))
         if not sizes or not limits or math.prod(sizes) == math.prod(limits):
             return bool(sizes and limits)

@@ -49,8 +49,9 @@ class Stop(NamedTuple):
     - `with_axis`: the dimension of the operation that the axis shards.
     - `last`: the dimension of the operation that the axis does not shard.
     - `operation`: the number of the operation.
-    - `near`: the dimension that a sharding constraint could shard: usually `last`. If the array of `last` is only a
-        loop's bookkeeping, it is a dimension of the nearest array that a line of the program computes.
+    - `near`: the dimension that a sharding constraint could shard: usually `last`. If the array of `last` is a
+        loop-carried array, or a stack with one slice per iteration, it is a dimension of the nearest array that a line
+        of the program computes.
     """
 
     dim: int
@@ -184,7 +185,7 @@ class Graph:
         return DimKey(self.next_carried.get(one.value, one.value), one.dim)
 
     def _is_of_loop(self, value: int) -> bool:
-        """Whether an array is only a loop's bookkeeping: a loop-carried array, a stack, or a slice of a stack.
+        """Whether an array is a loop-carried array, a stack, or a slice of a stack.
 
         A stack has one slice for each iteration of a loop.
         """

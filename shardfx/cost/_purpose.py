@@ -85,8 +85,8 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
 def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
     """For the number of each array of the arguments, the number of the result that can be its new value.
 
-    A result can be the new value of an argument's array if both have the same position in subtrees of equal structure,
-    shapes and dtypes.
+    A subtree of the arguments and a subtree of the results correspond if they have equal structure, shapes and dtypes.
+    An array and a result at the same position in the two subtrees can then be the old and the new value.
     """
     info, dtypes = flatten(step.traced.out_info), [buffer.dtype for buffer in program.buffers]
     results = itertools.compress(zip(info.paths, info.leaves, strict=True), info.is_array)

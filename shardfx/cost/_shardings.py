@@ -74,7 +74,7 @@ class Wanted:
 
     @property
     def change(self) -> str:
-        """The sharding constraint that keeps the axis, as code."""
+        """The sharding constraint that shards the array over the mesh axis, as code."""
         return f"constrain(x, jax.P{entries_of(self.spec)!r}, plan)"
 
     @property
@@ -187,7 +187,10 @@ class StepShardings:
         return dataclasses.replace(self, rows=tuple(found))
 
     def wanted(self, row: ArrayRow) -> tuple[Wanted, ...]:
-        """The mesh axes that could shard an array and do not, each with its origin and the constraint that keeps it."""
+        """The mesh axes that could shard the array of a row and do not.
+
+        Each has the argument, result or constraint from which it could come, and the constraint that would add it.
+        """
         return tuple(self._known.wanted(row))
 
     @property
@@ -318,7 +321,7 @@ class _Explainer:
 
     @ft.cached_property
     def array_rows(self) -> list[ArrayRow | None]:
-        """A row for each array that an operation computes; `None` for an array inside a `shard_map`."""
+        """A row for each array that an operation computes, or `None` for an array inside a `shard_map`."""
         made = enumerate(zip(self.graph.operations, self.loops, strict=True))
         return [self._row(at, out, loop) for at, (one, loop) in made if one.name not in _NO_ROW for out in one.outs]
 
@@ -334,7 +337,10 @@ class _Explainer:
         return ArrayRow(self.lines[at], made.name, phase_of(stack), loop, *described)
 
     def _bytes(self, number: int) -> int:
-        """The bytes of one device's shard, with padding if the number of shards does not divide the shape."""
+        """The bytes of one device's shard of array number `number`.
+
+        They include padding if the number of shards does not divide the shape.
+        """
         value = self.graph.values[number]
         cuts = [math.prod(map(self._size, own)) for own in self.graph.shardings[number].dims] or [1] * len(value.shape)
         part = math.prod(-(-size // cut) for size, cut in zip(value.shape, cuts, strict=True))

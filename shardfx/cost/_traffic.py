@@ -146,7 +146,7 @@ class _ModuleReader:
 
     @ft.cached_property
     def origins(self) -> Origins:
-        """The object that finds, for each collective of the module, the argument that it gathers or reduces."""
+        """The object that finds the argument that a collective of the module gathers or reduces."""
         return Origins(self.module)
 
     def collectives(self, runs: Mapping[str, tuple[Runs, ...]]) -> list[_Found]:
@@ -233,7 +233,8 @@ class _ModuleReader:
     def shares(self, instruction: Instruction, collective: Collective, wire_bytes: int) -> dict[str | None, int]:
         """The bytes that a collective sends for each weight that it gathers, or whose gradient it reduces.
 
-        The keys are the weights' paths; `None` is the key of bytes of other arrays.
+        The keys are the weights' paths; `None` is the key of the bytes of other arrays. `wire_bytes` are all bytes that
+        the collective sends in a step.
         """
         find = self.origins.updated if collective.kind in ("all-reduce", "reduce-scatter") else self.origins.gathered
         shares: dict[str | None, int] = {}

@@ -35,8 +35,8 @@ class TrafficRow:
     - `leaf`: the path of the parameter that the collective gathers, or whose gradient it reduces; `None` for other
         arrays. Several paths are separated by ", ".
     - `shares`: pairs of a parameter's path and its bytes. The path is `None` for the bytes of other arrays.
-    - `windowed`: whether the collective is a loop of permutes and products by which XLA replaces an all-gather or a
-        reduce-scatter (a windowed einsum).
+    - `windowed`: whether the collective is a loop of permutes and matrix products by which XLA replaces an all-gather
+        or a reduce-scatter (a windowed einsum).
     - `note`: further notes, or "".
     - `passes`: for an estimate, the names of the compiler passes that changed this collective; else empty.
     - `unsure_bytes`: for an estimate, the bytes by which a compiled program may differ from `wire_bytes`, in either

@@ -36,8 +36,8 @@ class DeviceWork:
     **Arguments:**
 
     - `flops`: the floating-point operations of matrix products and convolutions, for all iterations of loops.
-    - `bytes`: the bytes to and from memory of products, reductions, sorts and gathers, and of the step's results. All
-        other operations count as fused with these.
+    - `bytes`: the bytes to and from memory of matrix products, reductions, sorts and gathers, and of the step's
+        results. All other operations count as fused with these.
     - `cycles`: the cycles of all instructions, as the TPU's compiler estimates them in the text of its programs; 0 for
         other programs.
     - `notes`: a text for each kind of inexact count: loops of unknown trip count, and kernels.

@@ -28,8 +28,8 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 def windowed(known: Rewritten, computation: Computation) -> Computation:
     """A copy of `computation` with windowed einsums (a ring of permutes that overlaps with a matrix product).
 
-    A ring replaces each all-gather of a product's operand and each reduce-scatter of a product's result that takes less
-    time than the product. `known` is the module of the computation.
+    A ring replaces an all-gather of an operand of a matrix product, or a reduce-scatter of the result. It does so only
+    if the collective takes less time than the matrix product. `known` is the module of the computation.
     """
     users = users_of(computation)
     made = dict(computation)

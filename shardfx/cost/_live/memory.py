@@ -89,7 +89,7 @@ class LiveArray:
 
     @property
     def phase(self) -> Phase:
-        """The pass that makes the array, from JAX's name stack."""
+        """The pass that makes the array, from JAX's name stack: "forward", "backward" or "recomputed"; else ""."""
         return phase_of(self.op_name)
 
 
@@ -105,7 +105,8 @@ class Memory:
     - `temporary_bytes`: the bytes of temporaries at the peak.
     - `arrays`: the temporaries that are live at the peak, the largest first. Some of them may use the memory of later
         results.
-    - `timeline`: the live bytes while each operation of the entry computation runs, in the order of operations.
+    - `timeline`: the bytes of all arrays in memory while each operation of the entry computation runs, in the order in
+        which they run.
     """
 
     arguments: tuple[int, ...]
