@@ -434,7 +434,9 @@ def _grid_dims(boxes: Sequence[Box]) -> list[int]:
 
 def _outside(piece: Piece, box: Box) -> Iterator[Piece]:
     """Yields the parts of a piece (a strided copy) outside of a box of the target. A box is a start and a stop for each
-    dimension. The piece must fill a box without gaps.
+    dimension.
+
+    The piece must fill a box without gaps.
     """
     mine = hull(piece)
     if any(stop <= low or high <= start for (start, stop), (low, high) in zip(mine, box, strict=True)):

@@ -296,7 +296,9 @@ def _renumbered(factors: tuple[Factor, ...], order: tuple[int | None, ...]) -> t
 
 
 def merged(piece: Piece, dim: int, inner: int) -> Piece:
-    """The piece (a strided copy) for a target whose dimensions `dim` and `dim + 1`, of size `inner`, become one."""
+    """The piece (a strided copy) for a target whose dimensions `dim` and `dim + 1` become one; the latter has size
+    `inner`.
+    """
     target = (*piece.target[:dim], piece.target[dim] * inner + piece.target[dim + 1], *piece.target[dim + 2 :])
     factors = []
     for factor in piece.factors:
@@ -431,8 +433,8 @@ def dense(piece: Piece) -> Iterator[Piece]:
 
 
 def once(piece: Piece) -> Piece:
-    """The piece (a strided copy) without repetitions. It copies each source element once, to the first of the element's
-    positions in the target.
+    """The piece (a strided copy) without repetitions. It copies each source element once, to the first of its positions
+    in the target.
     """
     kept = tuple([f for f in piece.factors if f.source_dim != NOWHERE])
     return Piece(piece.value, piece.source, piece.target, kept)

@@ -248,8 +248,9 @@ def bound(map: TreeMap, source: Mapping[str, Struct], target: Mapping[str, Struc
 def bound_before(
     map: TreeMap, source: tuple[tuple[str, Struct], ...], target: tuple[tuple[str, Struct], ...]
 ) -> Mapping[str, Made]:
-    """The result of `bound`, from a cache of the last few calls. `source` and `target` are pairs of a path with a shape
-    and dtype, so that they can be hashed.
+    """The result of `bound`, from a cache of the last few calls.
+
+    `source` and `target` have pairs of a path and its shape and dtype. They are tuples, so that they can be hashed.
     """
     return bound(map, dict(source), dict(target))
 

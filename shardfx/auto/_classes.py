@@ -37,8 +37,8 @@ class ArgumentDim:
 class LogicalAxis:
     """The dimensions of a step's arguments that get one name.
 
-    The dimensions form one equivalence class: operations pair them, so that they must be sharded alike. Or they form
-    several classes, since the classes at the same position of equal layers get one name.
+    Dimensions that operations pair form an equivalence class, and must be sharded alike. A logical axis is one class,
+    or the classes at the same position of several equal layers.
 
     - `roots`: the numbers of the equivalence classes; empty after a merge into another logical axis.
     - `size`: the size of each of the dimensions.
@@ -92,7 +92,9 @@ class Classes:
         self.main, self.model = _model_arguments(traced)
 
     def of(self, root: int) -> LogicalAxis:
-        """The logical axis that contains the equivalence class with the number `root`."""
+        """The logical axis (dimensions with one name) that contains the equivalence class `root` (dimensions that
+        operations pair). `root` is a number.
+        """
         return self.axes[self.of_root[root]]
 
     def flat(self, argument: int) -> list[LogicalAxis]:
@@ -168,7 +170,9 @@ class Classes:
 
     @property
     def own(self) -> set[int]:
-        """The numbers of the equivalence classes of all dimensions of the model and its optimizer."""
+        """The numbers of the equivalence classes of all dimensions of the model and its optimizer. The dimensions of
+        one class must be sharded alike.
+        """
         return {root for axis in self.axes if self.in_model(axis) for root in axis.roots}
 
     def in_model(self, axis: LogicalAxis) -> list[ArgumentDim]:
@@ -206,10 +210,11 @@ _FAR = 400
 
 
 def residual(tied: Tied, own: set[int]) -> set[int]:
-    """The equivalence classes of the dimensions of residual streams. A residual stream is an activation `x` in a sum `x
-    + f(x)`, where `f` ends in a matrix product.
+    """The equivalence classes of the dimensions of residual streams. A residual stream is an activation `x` in a sum
+    `x + f(x)`, where `f` ends in a matrix product.
 
-    A sum with only dimensions of the model is an update of parameters, not a residual stream.
+    A sum with only dimensions of the model is an update of parameters, not a residual stream. The dimensions of one
+    class must be sharded alike.
 
     **Arguments:**
 

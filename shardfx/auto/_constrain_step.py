@@ -223,7 +223,7 @@ class _Constrainer:
 
         **Arguments:**
 
-        - `roots`: the equivalence classes of the sub-dimensions.
+        - `roots`: the equivalence classes of the sub-dimensions, which have their sizes.
         - `given`: the mesh axes that shard the sub-dimensions.
         """
         cut = sorted(given, key=lambda one: one[:2])

@@ -356,8 +356,9 @@ def _seconds_per_byte(
     """The seconds per byte of a collective over each mesh axis. In a ring of n devices, (n - 1) / n of each byte is
     sent.
 
-    On a torus, an axis has links in proportion to the logarithm of its size. On islands of switched chips, as many
-    devices of each axis as possible are in one island. Bytes between slices pass through the hosts' network.
+    On a torus, an axis has links in proportion to the logarithm of its size. Switched chips, such as GPUs, form islands
+    of chips with fast links. As many devices of each axis as possible are in one island. Bytes between slices pass
+    through the hosts' network.
 
     **Arguments:**
 
@@ -399,8 +400,10 @@ def rates_of(chip: Chip, devices: int, model: CostModel, limit_bytes: float, ext
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The estimated seconds and memory of a candidate. For each mesh axis it has the number of its axis assignment, its
-    size, and the number of slices that it spans.
+    """The estimated seconds and memory of a candidate (a choice of mesh axes and of what they shard).
+
+    - `assignments`: for each mesh axis, the number of its axis assignment: the logical axes that it shards.
+    - `sizes`, `slices`: for each mesh axis, its size, and the number of slices that it spans.
     """
 
     assignments: tuple[int, ...]
@@ -413,7 +416,8 @@ class Estimate:
 def find(terms: CostTerms, machine: Numbers, devices: int, slices: int = 1, *, keep: int = 256) -> list[Estimate]:
     """The fastest sets of up to four axis assignments, the fastest first, each with its fastest mesh axis sizes.
 
-    All sets are estimated. If there are more than 2**22 candidates, the last assignments are left out.
+    An assignment is the logical axes that one mesh axis shards, in order of preference. All sets are estimated with all
+    sizes. If these are more than 2**22 candidates, the last assignments are left out.
 
     **Arguments:**
 

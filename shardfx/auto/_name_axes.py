@@ -19,7 +19,7 @@ from ._program import batched
 
 
 def named_classes(traced: TracedStep) -> Classes:
-    """The logical axes of a step's arguments, each with a name."""
+    """The logical axes of a step's arguments (dimensions that must be sharded alike), each with a name."""
     classes = Classes(traced)
     _Namer(classes).name_all()
     classes.tie_names()

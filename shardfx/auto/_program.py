@@ -13,10 +13,11 @@ from .._step import Operation, Program
 
 
 class UnionFind:
-    """A union-find over the dimensions of a program. Its sets are equivalence classes of dimensions.
+    """A union-find over the dimensions of a program. Its sets are equivalence classes: dimensions that must be sharded
+    alike.
 
-    A node is a dimension, or a sub-dimension: a factor of a dimension that a reshape splits, such as `heads` of `heads
-    * head_dim`. A sub-dimension is a child of the node that is split.
+    A node is a dimension, or a sub-dimension: a factor of a dimension that a reshape splits, such as `heads` of
+    `heads * head_dim`. A sub-dimension is a child of the node that is split.
     """
 
     def __init__(self):
@@ -54,8 +55,9 @@ class UnionFind:
         """Merges the classes of the dimensions of an array before and after a reshape.
 
         `left` and `right` are the nodes of the dimensions before and after. If two dimensions have different sizes, the
-        larger one is split into two factors. If neither size divides the other, merging stops. For the shapes (12,) and
-        (4, 3): the 12 is split into 4 and 3, and these are merged with the two new dimensions.
+        larger one is split into two factors. If neither size divides the other, merging stops.
+
+        For the shapes (12,) and (4, 3): the 12 is split into 4 and 3, and these are merged with the two new dimensions.
         """
         ours, theirs = list(reversed(left)), list(reversed(right))
         while ours and theirs:
@@ -97,7 +99,7 @@ _MARKS = "scanned looked_up tokens batched contracted sliced chosen channels win
 
 
 class Tied:
-    """A program and the equivalence classes of its dimensions.
+    """A program and the equivalence classes of its dimensions. The dimensions of one class must be sharded alike.
 
     Two dimensions are equivalent if they have the same factor in the Shardy sharding rule of some operation.
 
@@ -132,7 +134,9 @@ class Tied:
         self.spatial = {root: place for node, place in self.slid.items() for root in roots(node)[:1]}
 
     def roots_of(self, value: int) -> set[int]:
-        """The equivalence classes of all dimensions of a value of the program. `value` and the classes are numbers."""
+        """The equivalence classes (dimensions that must be sharded alike) of all dimensions of a value. The value and
+        the classes are given by number.
+        """
         return {root for roots in self.roots[value] for root in roots}
 
 

@@ -279,10 +279,11 @@ def _culprits(space: Space) -> str:
 
 
 def _estimates(space: Space, strategy: tuple[int, ...], sizes: np.ndarray) -> list[Estimate]:
-    """The estimates of a strategy for each tuple of mesh axis sizes that divides its dimensions.
+    """The estimates of a strategy for each tuple of mesh axis sizes that divides its dimensions. `sizes` has the
+    tuples.
 
-    `strategy` has the number of an axis assignment for each mesh axis (the logical names that it shards). The first
-    mesh axis whose size the number of slices divides spans the slices.
+    `strategy` has for each mesh axis the number of its axis assignment: the logical axes that it shards. The mesh axis
+    that spans the slices is the first one whose size the number of slices divides.
     """
     can = sizes % space.slices == 0
     sizes, first = sizes[can.any(axis=1)], can[can.any(axis=1)].argmax(axis=1)

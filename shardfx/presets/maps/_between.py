@@ -144,7 +144,7 @@ def _concatenated(parts: Sequence[tuple[Range, From]], dim: int, want: Weight) -
 
     - `parts`: for each array of the source, its range of the axis and the expression that reads it.
     - `dim`: the dimension of the axis.
-    - `want`: the array of the target, which errors name.
+    - `want`: the array of the target, whose name is in the errors.
     """
     groups: dict[tuple[int, int | None, int], list[tuple[int, From]]] = {}
     for span, made in sorted(parts, key=lambda part: part[0].start):
@@ -236,8 +236,8 @@ def _converted(source: Weight, want: Weight, sizes: Sizes) -> From:
 
 
 def _unshared_axes(source: Weight, want: Weight, here: Paths, single: Range | None) -> tuple[list[str], list[str]]:
-    """Returns the axes that only the target has, and the axes that only the source has. Entries are repeated along the
-    former.
+    """Returns two lists of named axes: those that only the target has, and those that only the source has. Entries are
+    repeated along the axes in the first list.
 
     **Arguments:**
 
