@@ -161,8 +161,8 @@ def skipping(strategies: Iterable[Strategy], dims: Iterable[int]) -> tuple[Strat
 
 
 def padded_units(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
-    """Returns `units` with one entry for each of `rank` dimensions: missing entries are 1. Raises if more than `rank`
-    dimensions have units.
+    """Returns `units` (the numbers of elements that no shard may split) with one entry for each of `rank` dimensions:
+    missing entries are 1. Raises if more than `rank` dimensions have units.
     """
     if units is None:
         return None

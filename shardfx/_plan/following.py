@@ -135,7 +135,9 @@ def follow(
 
 
 def _matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
-    """Returns path rules for `pairs` of a regex and a replacement, which turn a path into that of a base array.
+    """Returns path rules for `pairs` of a regex and a replacement.
+
+    They turn the path of an adapter, or of a scale, into the path of the array that it belongs to.
 
     The target of each rule is a tuple with the replacement.
     """

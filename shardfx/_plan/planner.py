@@ -194,8 +194,8 @@ def drafted(
 class _SharedRequest:
     """A request (the sharding that a rule or names request) for all arrays of one rank with the same rule or names.
 
-    A request is corrected to each shape, because mesh axes may not divide it. They do divide the sizes of most arrays.
-    For these the request is corrected only once: the result holds for every shape whose sizes are multiples of
+    For each shape, the mesh axes that do not divide it must be dropped from the request. But most shapes are divided by
+    all of its axes. For these the spec is computed only once: it holds for every shape whose sizes are multiples of
     `even[1]`. Without this, planning a tree of 10,000 shapes takes 1.7 times as long.
     """
 

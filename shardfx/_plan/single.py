@@ -145,7 +145,10 @@ def require_constrained(requested: object, spec: PartitionSpec) -> None:
 
 
 def check_absent(reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | None) -> None:
-    """Raises if a spec names a mesh axis that neither the mesh has nor the plan's rules declare."""
+    """Raises if a spec names a mesh axis that the mesh lacks. `reasons` say which axes of the spec were dropped.
+
+    Axes that the rules `axes` declare with `axes=` are exempt.
+    """
     declared = () if axes is None else axes.axes
     for axis in (axis for why in reasons if why.code is Code.absent for axis in why.axes):
         if axis not in declared:

@@ -14,7 +14,7 @@ from .._ground.spec import entries_of, entry_axes
 
 @dataclasses.dataclass(frozen=True)
 class Atomic:
-    """A logical name or a spec, with the size of an indivisible unit; made by [`shardfx.atomic`][]."""
+    """A logical name or a spec, with the number of elements that no shard may split; made by [`shardfx.atomic`][]."""
 
     target: Any
     unit: int | tuple[int, ...]

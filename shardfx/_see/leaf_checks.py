@@ -65,8 +65,8 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 def corrected(subject: Subject) -> Iterator[Finding]:
     """Findings for arrays that are sharded less than their rule requests.
 
-    Under `strict`, an array is also found if its spec differs from the request for any other reason, except for being
-    scalar. If one mesh axis does not divide several arrays, these are one finding.
+    Under `strict`, an array is also found if its spec differs from the request for any other reason. Scalars are never
+    found. If one mesh axis does not divide several arrays, these are one finding.
     """
     content = subject.content
     if not any(row.reasons for row in content.rows):

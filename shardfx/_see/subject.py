@@ -140,7 +140,7 @@ class Subject:
         return self.names_fix(group.paths, names) if self.is_named(group) else self.rule_fix(group.paths, target)
 
     def names_fix(self, paths: Sequence[str], names: object) -> str:
-        """Code that gives leaves other logical names."""
+        """Code that gives the leaves at `paths` the logical names `names`."""
         return f"names = auto.renamed(tree, {{{self.regex(paths)!r}: {code_of(names)}}}, names=names)"
 
     def rule_fix(self, paths: Sequence[str], target: object, *, last: bool = False) -> str:

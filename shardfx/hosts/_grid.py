@@ -14,8 +14,8 @@ from ..topology import MeshSpec
 
 
 class HostGrid(eqx.Module):
-    """The division of a mesh among the processes of a job. Every process has a box of the mesh, and all boxes have one
-    shape.
+    """The division of a mesh among the processes of a job. Every process has a box of the mesh (a range of positions
+    along each axis), and all boxes have one shape.
 
     A HostGrid contains no devices, so each process can compute the part of any other process.
 
@@ -48,12 +48,12 @@ class HostGrid(eqx.Module):
 
         - `axis_sizes`: the number of devices along each mesh axis, in the mesh's order.
         - `num_chunks`: the number of processes along each axis; 1 for axes that are not in it.
-        - `chunk_ids`: for each process, by process index, the number of its chunk along each axis, in the order of
-            `axis_sizes`.
+        - `chunk_ids`: for each process, by process index, its position among the processes along each axis, in the
+            order of `axis_sizes`. Positions count from 0.
 
         **Raises:**
 
-        `MeshError` if the processes do not divide the mesh evenly, or if their boxes do not cover the mesh once.
+        `MeshError` if the processes do not divide the mesh evenly, or if their parts do not cover the mesh once.
         """
         unknown = [name for name in num_chunks if name not in axis_sizes]
         if unknown:

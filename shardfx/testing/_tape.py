@@ -89,8 +89,9 @@ class ShardMapBody(NamedTuple):
 class Tape:
     """Evaluates a jaxpr and records the result of each equation.
 
-    `records` gets a `Record` for each result, and `values` holds the result itself. The tape number of an array is the
-    index in `records` of the equation that made it. An array that no equation made has a negative tape number.
+    `records` gets a `Record` for each result, and `values` holds the result itself. The methods pass arrays together
+    with their numbers. The number of an array is the index in `records` of the equation that made it. It is negative if
+    no equation made the array.
 
     **Arguments:**
 
@@ -111,12 +112,15 @@ class Tape:
         self.count = it.count(-2, -1)
 
     def run(self, jaxpr: jex.Jaxpr, consts: _Arrays, args: _Arrays, ids: Sequence[int]) -> _Made:
-        """Evaluates a jaxpr, and returns its results and their tape numbers. `ids` are the tape numbers of `args`."""
+        """Evaluates a jaxpr, and returns its results, each with the index in `records` of the equation that made it.
+
+        `ids` has these indices for `args`. They are negative for arrays that no equation made.
+        """
         values = zip((*map(self.widened, consts), *args), (*self.unknown(consts), *ids), strict=True)
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
 
         def read(atoms: Sequence[Any]) -> tuple[list[Any], list[int]]:
-            """The arrays of variables and literals of the jaxpr, and their tape numbers."""
+            """The arrays of variables and literals of the jaxpr, each with the index of the record that made it."""
             found = [(self.literal(one), -1) if isinstance(one, jex.Literal) else known[one] for one in atoms]
             return [array for array, _ in found], [number for _, number in found]
 
@@ -142,21 +146,21 @@ class Tape:
         return atom.val if is_own else jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
 
     def unknown(self, arrays: Sequence[object]) -> list[int]:
-        """Gives each of `arrays` a negative tape number, because no equation on the tape made it."""
+        """Gives each of `arrays` a negative number instead of an index in `records`, because no equation made it."""
         return [next(self.count) for _ in arrays]
 
     def kept(
         self, name: str, var: Any, out: Any, reads: Sequence[int], axes: frozenset[str] = frozenset(), counted: int = 0
     ) -> int:
-        """Adds a record for an equation's result, and returns its tape number.
+        """Adds a record for an equation's result, and returns the record's index in `records`.
 
-        A PRNG key gets no record. Its tape number is that of the last operand.
+        A PRNG key gets no record. For a key, the index is that of the last operand.
 
         **Arguments:**
 
         - `name`: the name of the equation's primitive.
         - `var`, `out`: the variable of the result in the jaxpr, and its value.
-        - `reads`: the tape numbers of the operands.
+        - `reads`: the indices in `records` of the equations that made the operands; negative for other operands.
         - `axes`, `counted`: as in `Record`.
         """
         if jnp.issubdtype(out.dtype, jax.dtypes.extended):
@@ -238,10 +242,10 @@ class Tape:
         ]
 
     def solved(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """Evaluates a `custom_linear_solve`, and returns its results and their tape numbers.
+        """Evaluates a `custom_linear_solve`. Returns its results, and the indices in `records` of those results.
 
-        The equation also holds jaxprs for its derivatives, which are not evaluated. `reads` are the tape numbers of the
-        operands `ins`.
+        The equation also holds jaxprs for its derivatives, which are not evaluated. `reads` has the indices in
+        `records` of the equations that made the operands `ins`.
         """
         lengths, solve = equation.params["const_lengths"], equation.params["jaxprs"].solve
         first = lengths.matvec + lengths.vecmat
@@ -252,9 +256,9 @@ class Tape:
     def within(self, start: int) -> Iterator[dict[int, Any]]:
         """A context in which the inner jaxpr of a loop or `shard_map` is evaluated.
 
-        Its value is a dict that collects the results of the inner equations by tape number. The loop or `shard_map`
-        must return them, because they are tracers. `start` is the tape number of the first inner equation. JAX may
-        trace the inner jaxpr several times, so entering the context deletes all records from `start` on.
+        Its value is a dict that collects the results of the inner equations by their index in `records`. The loop or
+        `shard_map` must return them, because they are tracers. `start` is the index of the first inner equation. JAX
+        may trace the inner jaxpr several times, so entering the context deletes all records from `start` on.
         """
         del self.records[start:]
         outer, self.values = self.values, {}
@@ -262,10 +266,10 @@ class Tape:
         self.values = outer
 
     def held(self, start: int, values: dict[int, Any], leading: object) -> None:
-        """Stores `values`, the results of the equations inside of a loop or `shard_map`, by tape number.
+        """Stores `values`, the results of the equations inside of a loop or `shard_map` by their index in `records`.
 
-        `start` is the tape number of the first inner equation. The loop or `shard_map` has added a leading dimension to
-        each result, which `leading` describes as in `Record.leading`.
+        `start` is the index of the first inner equation. The loop or `shard_map` has added a leading dimension to each
+        result, which `leading` describes as in `Record.leading`.
         """
         self.values.update(values)
         for at in range(start, len(self.records)):
@@ -304,9 +308,10 @@ class Tape:
         return outs
 
     def loop(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """Evaluates a `while` loop, and returns its results and their tape numbers.
+        """Evaluates a `while` loop, and returns its results and the indices in `records` of those results.
 
-        The equations inside of the loop get no records. `reads` are the tape numbers of the operands `ins`.
+        The equations inside of the loop get no records. `reads` has the indices in `records` of the equations that made
+        the operands `ins`.
         """
         params = equation.params
         one, two = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -318,9 +323,10 @@ class Tape:
         return outs, self.all_kept(equation, outs, reads)
 
     def branch(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """Evaluates a `cond`, and returns its results and their tape numbers.
+        """Evaluates a `cond`, and returns its results and the indices in `records` of those results.
 
-        The equations inside of the branches get no records. `reads` are the tape numbers of the operands `ins`.
+        The equations inside of the branches get no records. `reads` has the indices in `records` of the equations that
+        made the operands `ins`.
         """
         branches = [ft.partial(self.forgotten, one) for one in equation.params["branches"]]
         outs = jax.lax.switch(ins[0], branches, *ins[1:])

@@ -239,10 +239,11 @@ def assert_collectives(
 ) -> None:
     """Raises if a step has collectives that it must not have.
 
-    A pattern is the kind of a collective, or `any`, with optional parts in this order: `backward all-gather over
-    fsdp+tensor of layers/.*/up at model.py:12`. The pass is forward, backward or recomputed. The collective must run
-    over all mesh axes in the pattern, and may run over more. The parameter is a regex that is searched in the
-    parameter's path. The place is a file, a file and a line, or a function.
+    A pattern is the kind of a collective, or `any`. It may also have the pass, the mesh axes, the parameter and the
+    place, in this order: `backward all-gather over fsdp+tensor of layers/.*/up at model.py:12`. The pass is forward,
+    backward or recomputed. The collective must run over all mesh axes in the pattern, and may run over more. The
+    parameter is a regex that is searched in the parameter's path. The place is a file, a file and a line, or a
+    function.
 
     **Arguments:**
 
