@@ -100,7 +100,7 @@ class Program:
 
     **Arguments:**
 
-    - `values`: the arrays of the step. Operations refer to them by their positions here, their numbers.
+    - `values`: the arrays of the step. The number of an array is its position in this list.
     - `operations`: the operations, in the order of the program.
     - `arguments`, `results`: the numbers of the arrays that the step takes and returns.
     - `notes`: a sentence for each kind of operation that is not modelled exactly, with the number of such operations.
@@ -186,7 +186,7 @@ def identity(shape: Shape, arrays: int = 2) -> Factors:
 def opaque(ins: Shapes, outs: Shapes) -> Factors:
     """The sharding rule of an unknown operation, for the shapes of its operands and results.
 
-    Each dimension has a factor of its own, which must be replicated.
+    Each dimension has a factor of its own, which must be replicated. So no two dimensions are sharded alike.
     """
     sizes: list[int] = []
     dims = []

@@ -65,11 +65,10 @@ def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
 
 
 def _calls(module: HloModule, name: str, instruction: Instruction, own: Runs) -> Iterator[tuple[str, Runs, int]]:
-    """Yields, for each computation that an instruction calls: the name of the computation, its enclosing loops and
-    branches, and the number of calls per run of the instruction.
+    """Yields each computation that an instruction calls, with its enclosing loops and branches.
 
-    `name` is the computation that contains the instruction. `own` has the loops and branches that enclose that
-    computation.
+    The third element is the number of calls in one run of the instruction. `name` is the computation that contains the
+    instruction, and `own` has the loops and branches that enclose it.
     """
     around = module.computations[name]
     if instruction.opcode == "while":

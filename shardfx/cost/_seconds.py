@@ -21,7 +21,7 @@ class SecondsRow:
 
     **Arguments:**
 
-    - `traffic`: the collective.
+    - `traffic`: the traffic row of the collective.
     - `seconds`: the seconds of all calls in one step, within slices and between slices.
     - `dcn_seconds`: the part of `seconds` between slices.
     - `bytes_per_second`: the rate at which bytes enter a device over the links that the collective uses.

@@ -197,8 +197,7 @@ class StepShardings:
     def conflicts(self) -> tuple[str, ...]:
         """A sentence for each operation in which a mesh axis shards two dimensions that cannot both be sharded over it.
 
-        One of the two arrays is gathered. The two dimensions belong to different factors of the sharding rule
-        (Shardy's).
+        One of the two arrays is gathered.
         """
         return self._known.conflicts
 
@@ -213,9 +212,9 @@ class StepShardings:
         return dataclasses.replace(traffic, rows=tuple(map(self._known.annotated, traffic.rows)))
 
     def of_held(self, array: LiveArray) -> tuple[ArrayRow | None, str]:
-        """The row of the array `array` in memory, and the reason why it is not sharded further, or "".
+        """The row of an array in memory, and the reason why the array is not sharded further.
 
-        The row is found by source line and size; `None` if no row has them.
+        The row is found by source line and size; `None` if no row has them. The reason is "" if there is none.
         """
         size, own = math.prod(array.buffer.shape), (row for row in self.rows if row.source == array.source)
         alike = (row for row in own if row.bytes_per_device * 8 // bits(row.dtype) == size)

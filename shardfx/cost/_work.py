@@ -40,7 +40,8 @@ class DeviceWork:
         results. All other operations count as fused with these.
     - `cycles`: the cycles of all instructions, as the TPU's compiler estimates them in the text of its programs; 0 for
         other programs.
-    - `notes`: a text for each kind of inexact count: loops of unknown trip count, and kernels.
+    - `notes`: a text for each kind of inexact count: loops of unknown trip count, and custom kernels such as Pallas
+        kernels.
     """
 
     flops: float

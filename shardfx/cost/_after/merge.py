@@ -89,7 +89,7 @@ class Rewritten:
 
 
 def with_groups(instruction: Instruction, groups: Groups) -> Instruction:
-    """A copy of a collective with other replica groups."""
+    """A copy of the collective `instruction` with the replica groups `groups`."""
     return instruction._replace(attributes=_GROUPS.sub(_listed(groups), instruction.attributes, count=1))
 
 
