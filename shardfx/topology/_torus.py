@@ -57,8 +57,8 @@ def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[n
     **Returns:**
 
     The positions in the order of the walk. Successive positions differ by one in one dimension. The last position is a
-    neighbour of the first in two cases: a dimension of even size is a ring; or a dimension has an even size, and
-    another one a size above 1.
+    neighbour of the first at least in two cases: a dimension of even size is a ring; or a dimension has an even size,
+    and another one a size above 1.
 
     !!! Example
 
