@@ -354,11 +354,12 @@ def _scale(parts: Sequence[Made], *block: int) -> Made:
 
 
 def on_shapes(op: str, parts: Sequence[Made], *args: Any) -> Made:
-    """Applies an operation of an expression to target arrays that are given as lists of pieces (strided copies).
+    """Applies an operation of an expression, such as `"transpose"`, to target arrays. The arrays are given as lists of
+    pieces (strided copies).
 
     **Arguments:**
 
-    - `op`: the name of the operation, as `"transpose"`.
+    - `op`: the name of the operation.
     - `parts`: its operands.
     - `args`: its other arguments.
     """

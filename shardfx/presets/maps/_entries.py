@@ -165,8 +165,8 @@ class Weight(NamedTuple):
 
 
 def groups_of(axes: str) -> list[str]:
-    """Returns the text of each dimension, from the text of all axes. For `"embed (heads dim)"`: `["embed", "(heads
-    dim)"]`.
+    """Returns the text of each dimension, from the text of all axes. For `"embed (heads dim)"`:
+    `["embed", "(heads dim)"]`.
     """
     return re.findall(r"\([^)]*\)|\S+", axes)
 

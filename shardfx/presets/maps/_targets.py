@@ -176,8 +176,8 @@ def _fused(path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[st
 
 
 def _transposed(text: str) -> str:
-    """Returns the text of a GPT-2 weight with its axes in the order `[out, in]` instead of `[in, out]`. For `"up: embed
-    hidden"`: `"up: hidden embed"`.
+    """Returns the text of a GPT-2 weight with its axes in the order `[out, in]` instead of `[in, out]`. From
+    `"up: embed hidden"` it makes `"up: hidden embed"`.
     """
     kind, _, axes = text.partition(": ")
     first, *others = re.findall(r"\([^)]*\)|\S+", axes)
