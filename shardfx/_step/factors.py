@@ -186,7 +186,7 @@ def identity(shape: Shape, arrays: int = 2) -> Factors:
 def opaque(ins: Shapes, outs: Shapes) -> Factors:
     """The sharding rule of an unknown operation, for the shapes of its operands and results.
 
-    Each dimension has a factor of its own, which must be replicated. So no two dimensions are sharded alike.
+    Each dimension has a factor of its own, which must be replicated. A sharded operand is thus gathered.
     """
     sizes: list[int] = []
     dims = []
