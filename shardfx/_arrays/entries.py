@@ -120,10 +120,10 @@ def _below(entry: object, part: object, what: str, shapes: bool) -> list[Any]:
 
 
 def parameter_keys(signature: inspect.Signature) -> Table:
-    """The key of each parameter, by the parameter's name.
+    """Maps the name of each parameter to the key of its argument: the position, or the name if it is keyword-only.
 
-    It is the position of the parameter, or its name if it is keyword-only. It is `int` for `*args` and `str` for
-    `**kwargs`.
+    For `*args` the key is the type `int`, which stands for any position. For `**kwargs` it is the type `str`, which
+    stands for any name.
     """
     kinds = {inspect.Parameter.VAR_POSITIONAL: int, inspect.Parameter.VAR_KEYWORD: str}
     return {

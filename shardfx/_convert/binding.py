@@ -179,10 +179,10 @@ def _inferred(
 
 
 def _bindings(text: str, rule: From, source: Mapping[str, TreeLeaf]) -> Iterator[dict[str, Any]]:
-    """Yields the values of the placeholders (`{i}` in `layers/{i}/weight`) in a target's path, once for each leaf that
-    the source allows to make.
+    """Yields the values of the placeholders (`{i}` in `layers/{i}/weight`) in a target's path, one dict for each leaf
+    of the target that can be made from the leaves of the source.
 
-    For the target `w/{i}` made of the leaves `layers/{i}`: {"i": 0} and {"i": 1}, if the source has the leaves
+    For the target `w/{i}` made of the leaves `layers/{i}`, it yields {"i": 0} and {"i": 1} if the source has the leaves
     `layers/0` and `layers/1`.
 
     **Arguments:**

@@ -187,8 +187,8 @@ def constant(piece: Piece) -> Any:
 
 
 def _scales(piece: Piece, box: Box, read: Read) -> np.ndarray:
-    """The scale of each element in a box of a piece's source. A quantised array has one scale for each block of
-    elements.
+    """The scale of each element in `box`, a region of the source array of a piece (a strided copy). A quantised array
+    has one scale for each block of elements.
 
     `box` is a start and a stop for each dimension. `read` returns a box of an array.
     """

@@ -145,7 +145,7 @@ def unknown_units(axes: AxisRules) -> tuple[str, ...]:
 
 
 def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
-    """Returns a dict from an index in `rows`, the plans of arrays, to the logical names in it without a rule."""
+    """Returns the logical names without a rule, by the index in `rows` of the array's plan that has them."""
     by_name = [(i, row) for i, row in enumerate(rows) if row.names is not None and _axes_of(Code.unmatched, row)]
     return {i: found for i, row in by_name if (found := unknown_names(row.names or (), axes))}
 

@@ -125,9 +125,8 @@ class Move:
         return chunks if chunks is None or self.bytes_in(chunks) <= limit_bytes else self.chunks_of(max(self.shape))
 
     def bytes_in(self, chunks: Chunks) -> int:
-        """The bytes that one memory needs besides the shards of source and target, if shards move in `chunks`.
-
-        They include the shards of one chunk before and after the move.
+        """The bytes that the memory of a device (of the host, on CPUs) needs besides the shards of source and target,
+        if shards move in `chunks`. They include one chunk's part of the shards, before and after its move.
         """
         return -(-(self.held_bytes - self.copy_bytes) * chunks.chunk // chunks.block) + self.copy_bytes
 

@@ -121,7 +121,9 @@ class ReshardPlan:
 
     @property
     def dcn_bytes(self) -> int:
-        """The bytes that a device receives from other TPU slices (or nodes), of the arrays that move by "steps"."""
+        """The bytes that a device receives from other TPU slices (or nodes). Only arrays that move by "steps", a
+        sequence of collectives, count.
+        """
         return sum(leaf.dcn_bytes for leaf in self.leaves)
 
     @property

@@ -119,7 +119,7 @@ def move_traced_leaves(
 
 
 def _on_devices(end: NamedSharding, other: NamedSharding) -> NamedSharding:
-    """Returns the sharding `end` with its spec in the short form of `plain_spec`.
+    """Returns the sharding `end` with a normalized spec, for example without `None` at its end.
 
     If `end` is on an abstract mesh and `other` is not, its mesh gets the devices of `other`.
     """
@@ -167,9 +167,9 @@ _move = jex.core.Primitive("shardfx_move")
 
 
 def _evaluate(x: Any, *, src: NamedSharding, dst: NamedSharding) -> Any:
-    """Moves an array outside of programs, as in a gradient without `jit`.
+    """Evaluates the move primitive eagerly, as in a gradient without `jit`.
 
-    The sharding that the array has is taken in place of `src`.
+    The array moves from its own sharding, and the primitive's parameter `src` is not used.
     """
     if not isinstance(dst.mesh, Mesh):
         raise MeshError(

@@ -81,7 +81,8 @@ class LeafDiff:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The collectives that move each array, such as "all-gather".
+        """The names of the collectives that move an array of this group from the first plan's sharding to the second's,
+        such as "all-gather".
 
         If there are none, the only item is `LeafMove.how`, a word for the way in which the array moves.
         """

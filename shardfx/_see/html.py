@@ -172,7 +172,7 @@ def _axes(leaf: Row, spec: Any) -> list[list[str] | None]:
 
 
 def _memory(rows: Sequence[Group], fit: Fit | None) -> list[dict[str, object]]:
-    """The bytes per device of each part of the tree, or of each group of a step's arrays if there is a `fit`.
+    """The bytes per device of each part of the tree. With `fit`, those of each group of a step's buffers instead.
 
     A part of the tree is all arrays whose paths have the same first segment, such as `params`. Bytes in host memory are
     separate entries. `rows` are the planned arrays.

@@ -220,7 +220,8 @@ def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iter
 
 
 def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Findings for logical names without a rule, which arrays have or the argument `units` of AxisRules mentions."""
+    """Findings for logical names that have no rule, although an array has them or the argument `units` of AxisRules
+    mentions them."""
     axes = subject.axes
     if axes is None:
         return

@@ -169,7 +169,8 @@ def _in_one_module(groups: list[Group]) -> bool:
 
 
 def _own_name(subject: Subject, group: Group, name: str, size: int) -> str:
-    """Code that gives the dimensions `name` of the arrays in `group` another logical name with the same rules.
+    """Returns Python code, for a message, that gives the dimensions `name` of the arrays in `group` another logical
+    name with the same rules.
 
     The new name ends in `size`, such as `mlp_768` for `mlp`. If a finished plan is checked, which has no names to
     change, the code sets the spec of the arrays instead.

@@ -88,8 +88,8 @@ class Step:
 
     @ft.cached_property
     def jax_mesh(self) -> MeshSpec | Mesh | AbstractMesh:
-        """The mesh in the form in which the caller passed it. A Mesh of devices also shows which devices are in one
-        slice.
+        """The mesh as the caller passed it: a `jax.sharding.Mesh` or an AbstractMesh. Only a Mesh, which has devices,
+        shows which devices are in one slice.
         """
         if self.given_mesh is not None:
             return self.given_mesh

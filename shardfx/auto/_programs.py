@@ -224,8 +224,8 @@ def results_of(args: Sequence[PyTree], made: PyTree) -> tuple[tuple[int | None, 
 
     **Returns:**
 
-    For each element of a tuple of results, or for the only result, the number of its argument and the number of its
-    arrays. The number of the argument is `None` if none has its structure. Several results of one structure get
+    For each element of a tuple of results, or for the only result, the index of its argument and the count of its
+    arrays. The index of the argument is `None` if no argument has its structure. Several results of one structure get
     different arguments.
     """
 
@@ -394,8 +394,8 @@ def _timed(args: Sequence[PyTree], devices: Sequence[object], one: Candidate, pr
 
 
 def _arrays_for(arg: PyTree, plan: ShardPlan) -> PyTree:
-    """The argument `arg` with new arrays in the place of its `jax.ShapeDtypeStruct`s, each sharded by the plan. The
-    values of the arrays are constants.
+    """The argument `arg` with new arrays in the place of its `jax.ShapeDtypeStruct`s, each sharded by the plan. Each
+    array is filled with a constant.
     """
     structs, rest = eqx.partition(arg, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
     make = filter_jit(lambda: jax.tree.map(_value, structs), out_shardings=plan)

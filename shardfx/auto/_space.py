@@ -114,7 +114,7 @@ class Space:
             return found
 
         def numbered(strategies: Iterable[Iterable[Assignment]]) -> list[tuple[int, ...]]:
-            """The distinct strategies, each as the sorted numbers of its axis assignments. Assignments that shard
+            """The distinct strategies, each as the sorted indices of its axis assignments. Assignments that shard
             nothing are left out.
 
             A strategy is left out if it has no assignment, more than four, or the same one twice.

@@ -45,7 +45,7 @@ class StepOnChip:
 
     @ft.cached_property
     def module(self) -> HloModule:
-        """The partitioned program of one device, after the known passes of the platform's compiler."""
+        """The partitioned program of one device, after simulated passes of the platform's compiler."""
         return self.partitioned()
 
     def partitioned(self, **changed: Any) -> HloModule:

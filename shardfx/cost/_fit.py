@@ -324,7 +324,7 @@ def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[Offender, ...]]:
 
 
 def _temporaries(found: Sequence[Offender], known: StepOnChip) -> list[FitRow]:
-    """A row for each group of the temporaries `found`.
+    """A row of the memory table for each group of the temporary buffers `found`.
 
     Temporaries can reuse the memory of the results. The bytes that they reuse are subtracted from the largest groups.
     """

@@ -90,8 +90,8 @@ def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
 def _checked(leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int | float | None) -> np.ndarray:
     """`array`, which this process loaded, cast to the dtype of its plan `leaf`.
 
-    Raises unless each dimension has the size in `part`, the shape on this process's devices, or the size of the global
-    batch. With `pad`, the value for missing rows, the array may have fewer rows.
+    `part` is the shape of the batch's part on this process's devices. Raises unless each dimension has its size in
+    `part`, or its size in the global batch. With `pad`, the value for missing rows, the array may have fewer rows.
     """
     shape, dtype = leaf.shape, leaf.dtype
     if array.dtype != dtype and canonical_dtype(array.dtype) != dtype:

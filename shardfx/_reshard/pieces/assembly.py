@@ -240,7 +240,8 @@ def _known_assembly(
 ) -> Assembly:
     """The plan for assembling the array `leaf` from `sources` by the strided copies in `made`.
 
-    Arrays that differ only in paths share a plan, which `known` caches. `copies` is that of `target_arrays`.
+    Arrays that differ only in paths share a plan, which `known` caches. If `copies`, CPU devices of one process may
+    copy shards in the memory that they share.
     """
     shape, dtype = data_of(leaf.shape, leaf.dtype)
     more = shape[len(leaf.shape) :]

@@ -124,7 +124,8 @@ def host_copies(
 
 
 class LocalShards:
-    """The shards of this process as NumPy arrays, by path and number. A NumPy array has one shard, with the number -1.
+    """The shards of this process as NumPy arrays, by path and number. An array that was a NumPy array already counts as
+    one shard with the number -1.
 
     **Arguments:**
 

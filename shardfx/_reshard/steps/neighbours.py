@@ -20,15 +20,16 @@ Priced = Iterator[tuple[ShardDims, float]]
 
 
 class Neighbours:
-    """Lists the layouts that one step reaches from a layout, or from which one step reaches it. A layout, here `dims`,
-    has for each dimension the sub-axes (mesh axes or parts of them) that shard it, major first.
+    """Lists the layouts that are one step away from a layout, forward or backward. A layout, here `dims`, has for each
+    dimension the sub-axes (mesh axes or parts of them) that shard it, major first.
 
     **Arguments:**
 
     - `max_counts`: for each dimension, the largest number of shards. All numbers of shards along the dimension divide
         it.
     - `near`: the layout before or after the move. The listed layouts are over its sub-axes.
-    - `far`: the layout at the other end of the move. If it has the same sub-axes, their order in it is tried too.
+    - `far`: the layout at the other end of the move. If it has the same sub-axes as `near`, layouts with them in the
+        order of `far` are listed too.
     - `shards`: the shards that devices hold under these layouts.
     - `permutations`: the costs of permutations.
     """
@@ -63,8 +64,8 @@ class Neighbours:
         """The layouts that an all-gather reaches from `dims`. In each, one dimension lacks its last sub-axis or several
         of them.
 
-        If all sub-axes of the mesh have one weight (the cost of a byte along them), any number of sub-axes is tried.
-        Otherwise an all-gather along several sub-axes is tried only if their weights differ.
+        If a byte costs the same along all sub-axes of the mesh, all-gathers along any number of sub-axes are listed.
+        If costs differ, sub-axes of equal cost are gathered one at a time, and only those of different costs together.
         """
         shard_count = self.shards.shard_count(dims)
         for run, after in self._coarser(dims):

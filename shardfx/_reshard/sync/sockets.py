@@ -125,7 +125,7 @@ def _checksums(pieces: Sequence[np.ndarray]) -> bytes:
 
 
 def _checksum(piece: np.ndarray) -> int:
-    """The checksum of a row of bytes. They are seen as a table of 64-bit words, and the sums of its columns have a CRC.
+    """The checksum of a row of bytes: a CRC of the column sums of the bytes, taken as a table of 64-bit words.
 
     The CRC continues over the bytes after the last whole row of the table. A CRC of all words would take three times as
     long.

@@ -105,8 +105,8 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
 
 
 def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
-    """Yields each kind of weight with its stack of layers. The second element is a suffix for the name of MaxText's
-    block, such as "_local" for Gemma 2's layers with sliding-window attention.
+    """Yields each kind of weight with the stack of layers that one scan of MaxText runs. The second element is the
+    suffix of the scanned block's name, such as "_local" for Gemma 2's layers with sliding-window attention.
     """
     family = config["model_type"]
     for stack in stacks_of(config):
