@@ -11,16 +11,17 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from .spec import entries_of, entry_axes
 
 
+# A half-open index range of an array: `(start, stop)` for each dimension. `((0, 4), (8, 16))` is `array[0:4, 8:16]`.
 Box = tuple[tuple[int, int], ...]
 
 
 def as_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """Converts `index`, a tuple of slices of an array of `shape`, to a box: a start and a stop for each dimension."""
+    """The box that `index` selects from an array of `shape`."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def shard_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """Maps each device to the box (the index range) of its shard of an array of `shape`.
+    """The box of each device's shard of an array of `shape`.
 
     For an `AbstractMesh` the keys are positions in the mesh, in row-major order.
     """
@@ -30,50 +31,40 @@ def shard_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """Maps each device of this process to the box (the index range) of its shard of an array of `shape`."""
+    """The same as `shard_boxes`, for the devices of this process only."""
     found = sharding.addressable_devices_indices_map(shape)
     return {device: as_box(index or (), shape) for device, index in found.items()}
 
 
 def volume(box: Box) -> int:
-    """The number of elements in a box (a start and a stop for each dimension)."""
+    """The number of elements in a box."""
     return math.prod(stop - start for start, stop in box)
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """The intersection of two boxes (a start and a stop for each dimension); `None` if it is empty."""
+    """The intersection of two boxes, or `None` if it is empty."""
     found = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)])
     return found if all([start < stop for start, stop in found]) else None
 
 
 def slices(part: Box, box: Box) -> tuple[Any, ...]:
-    """The NumPy index that selects the box `part` from an array that holds the elements of `box`. It ends with an
-    ellipsis, so that the result is a view at rank 0 too.
+    """The NumPy index of the box `part` in an array that holds the elements of `box`.
+
+    The index ends with an ellipsis, so that it selects a view at rank 0 too.
     """
     found = [slice(start - low, stop - low) for (start, stop), (low, _) in zip(part, box, strict=True)]
     return (*found, ...)
 
 
 def first_with(box: Box, shards: Sequence[Box]) -> int | None:
-    """The index of the first box in `shards` that contains all of `box`; `None` if there is no such box.
-
-    A box is an index range of an array: a start and a stop for each dimension.
-    """
+    """The position of the first box in `shards` that contains all of `box`, or `None`."""
     return next((number for number, own in enumerate(shards) if common(box, own) == box), None)
 
 
 def read_box(box: Box, shards: Sequence[Box], data: Callable[[int], np.ndarray]) -> np.ndarray | None:
     """The elements of a box: a view of one shard if a shard contains the box, else a copy from several shards.
 
-    **Arguments:**
-
-    - `box`: an index range of the array: a start and a stop for each dimension.
-    - `shards`: the index range of each shard.
-    - `data`: a function that takes the index of a shard and returns the elements of the shard.
-
-    **Returns:**
-
-    The elements; `None` if the shards do not cover the box.
+    `data(i)` returns the elements of `shards[i]`. The result is `None` if the shards do not cover the box.
     """
     number = first_with(box, shards)
     if number is not None:
@@ -92,8 +83,8 @@ def array_of(
 ) -> jax.Array:
     """A `jax.Array` of this shape, dtype and sharding, made from NumPy arrays.
 
-    `boxes` has each distinct index range that this process's devices hold, and `memory` the elements of each. On CPUs
-    the result uses the memory of these arrays.
+    `boxes` are the distinct boxes of this process's shards, and `memory` has the elements of each. On CPUs the result
+    uses the memory of these arrays.
     """
     if not memory:  # this process has no device of the sharding; JAX would still call back for a replicated array
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
