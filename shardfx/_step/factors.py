@@ -1,8 +1,8 @@
 """The operations of a lowered step over numbered values, each with the factors of its dimensions.
 
-A factor is a dimension of an operation's sharding rule, as Shardy defines it. The rules are those of
-`op_sharding_rule_registry.cc` of openxla/shardy, as the pass `sdy-populate-op-sharding-rules` of the installed jaxlib
-writes them. This file has the factors of operations without a rule.
+A factor is a dimension of an operation's sharding rule. For a matrix product, the factors are the rows, the columns and
+the contracted dimension. Shardy's rules are in `op_sharding_rule_registry.cc` of openxla/shardy; the pass
+`sdy-populate-op-sharding-rules` of the installed jaxlib writes them. This file has those of further operations.
 """
 
 import dataclasses
@@ -25,13 +25,12 @@ FactorDims = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class Factors(NamedTuple):
-    """An operation's sharding rule, as Shardy defines it: the factors of each dimension of its operands and results.
+    """An operation's sharding rule, as Shardy defines it. Dimensions with a common factor have the same sharding.
 
-    Dimensions with a common factor have the same sharding. A dimension with several factors is a reshape of them. A
-    dimension that is shorter than its factors is a slice.
+    A dimension with several factors is a reshape of them. A dimension that is shorter than its factors is a slice.
 
     - `sizes`: the size of each factor.
-    - `ins`, `outs`: the factors of each dimension of each operand and each result, the major-most first.
+    - `ins`, `outs`: the factors of the operands and of the results.
     - `reduction`: the factors that the operation sums over or looks up in. If one of them is sharded, the result is
         unreduced.
     - `replicated`: the factors that must be replicated, or whose shards must be permuted.
@@ -46,10 +45,8 @@ class Factors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepValue:
-    """One array of the step.
-
-    `free` is true if the array depends on constants only. Every device can then compute any shard of it. `sharding` is
-    the sharding that Shardy propagated to it; `None` if Shardy has not run.
+    """One array of the step. `free` is true if it depends on constants only: every device can compute any shard of it.
+    `sharding` is the sharding that Shardy propagated to the array; `None` if Shardy has not run.
     """
 
     shape: tuple[int, ...]
@@ -69,16 +66,14 @@ class Operation:
 
     **Arguments:**
 
-    - `name`: StableHLO's name of the operation, or one of four other names. "carry" passes an array into a loop or out
-        of a branch. "return" passes the result of one iteration to the next; its operands are that result, and the
-        value that the iteration received. "use" marks the arrays that a loop reads until it ends. "opaque" is an
-        unknown operation.
+    - `name`: StableHLO's name, or one of four others. "carry" passes an array into a loop or out of a branch. "return"
+        passes the result of one iteration to the next; its operands are that result, and the value that the iteration
+        received. "use" marks the arrays that a loop reads until it ends. "opaque" is an unknown operation.
     - `ins`, `outs`: the numbers of its operands and of its results.
     - `factors`: the operation's sharding rule.
     - `times`: how often it runs in one step.
     - `flops`: for matrix products and convolutions, the floating-point operations of one run.
-    - `location`: the source line of the operation, and those of the calls around it, the innermost first, as MLIR
-        locations.
+    - `location`: the source lines of the operation and of the calls around it, the innermost first.
     - `counted`: the dimensions of the first operand that a loop counter indexes, each with the number of the counter.
     - `windows`: for a convolution, the window and channel dimensions of its operands.
     """
@@ -103,7 +98,7 @@ class Program:
     - `values`: the arrays of the step. The number of an array is its position in this list.
     - `operations`: the operations, in the order of the program.
     - `arguments`, `results`: the numbers of the arrays that the step takes and returns.
-    - `notes`: a sentence for each kind of operation that is not modelled exactly, with the number of such operations.
+    - `notes`: a sentence for each kind of operation that is not modelled exactly, and how often it occurs.
     """
 
     values: list[StepValue]
@@ -131,13 +126,14 @@ def dtype_of(name: str) -> DType:
 
 
 Shape = tuple[int, ...]
+# The shapes of an operation's operands, or of its results.
 Shapes = Sequence[Shape]
 RULE = "sdy.sharding_rule"
 
 
 @ft.lru_cache(maxsize=4096)
 def of_rule(rule: ir.Attribute) -> Factors:
-    """The sharding rule of an operation, from the MLIR attribute `rule` in which Shardy writes it."""
+    """The sharding rule of an operation, from the MLIR attribute in which Shardy writes it."""
     read = sdy.OpShardingRuleAttr(rule)
     return Factors(
         tuple(read.factor_sizes),
@@ -148,16 +144,14 @@ def of_rule(rule: ir.Attribute) -> Factors:
     )
 
 
-def _mapped(mappings: Iterable[ir.Attribute]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def _mapped(mappings: Iterable[ir.Attribute]) -> FactorDims:
     read = map(sdy.TensorMappingAttr, mappings)
     return tuple(tuple(tuple(sdy.DimMappingAttr(dim).factor_indices) for dim in tensor.dim_mappings) for tensor in read)
 
 
 def elementwise(ins: Shapes, outs: Shapes) -> Factors:
-    """The sharding rule of an elementwise operation, for the shapes of its operands and results.
-
-    Each dimension of the result shares a factor with all operands of the same shape. The dimensions of other operands
-    must be replicated.
+    """The sharding rule of an elementwise operation. Each dimension of the result shares a factor with all operands of
+    the same shape. The dimensions of other operands must be replicated.
     """
     shape = outs[0]
     same = tuple((dim,) for dim in range(len(shape)))
@@ -175,18 +169,14 @@ def elementwise(ins: Shapes, outs: Shapes) -> Factors:
 
 
 def identity(shape: Shape, arrays: int = 2) -> Factors:
-    """The sharding rule of an operation that returns its operands unchanged.
-
-    All operands and results, `arrays` in number, have the shape `shape` and the same factor on each dimension.
-    """
+    """The sharding rule of an operation that returns its operands unchanged. It has `arrays` operands and results."""
     dims = tuple((dim,) for dim in range(len(shape)))
     return Factors(shape, (dims,) * (arrays - 1), (dims,))
 
 
 def opaque(ins: Shapes, outs: Shapes) -> Factors:
-    """The sharding rule of an unknown operation, for the shapes of its operands and results.
-
-    Each dimension has a factor of its own, which must be replicated. A sharded operand is thus gathered.
+    """The sharding rule of an unknown operation. Each dimension has its own factor, which must be replicated, so a
+    sharded operand is gathered.
     """
     sizes: list[int] = []
     dims = []
@@ -198,19 +188,14 @@ def opaque(ins: Shapes, outs: Shapes) -> Factors:
 
 
 def _top_k(ins: Shapes, outs: Shapes) -> Factors:
-    """The sharding rule of a top-k, for the shapes of its operand and results.
-
-    The last dimension must be replicated, and is shorter in the results.
-    """
+    """The sharding rule of a top-k. The last dimension must be replicated, and is shorter in the results."""
     dims = tuple((dim,) for dim in range(len(ins[0])))
     return Factors(ins[0], (dims,), (dims,) * len(outs), replicated=frozenset({len(dims) - 1}))
 
 
 def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
-    """The sharding rule of a `ragged_dot`, which multiplies each group of rows by the matrix of the group.
-
-    If the groups are sharded, the result is unreduced: a device makes the rows of its own groups, and zeros for all
-    others. `ins` and `outs` are the shapes of the operands and results.
+    """The sharding rule of a `ragged_dot`, which multiplies each group of rows by the matrix of the group. If the
+    groups are sharded, the result is unreduced: a device computes the rows of its own groups, and zeros for all others.
     """
     text = str(operation.attributes["ragged_dot_dimension_numbers"])
     asked = {
@@ -242,23 +227,17 @@ def _ragged_dot(operation: Op, ins: Shapes, outs: Shapes) -> Factors:
 
 
 def without_rule(operation: Op, name: str, ins: Shapes, outs: Shapes) -> Factors | None:
-    """The sharding rule of an operation for which Shardy has none; `None` for an unknown operation.
-
-    `name` is StableHLO's name of the operation. `ins` and `outs` are the shapes of its operands and results.
-    """
+    """The sharding rule of an operation for which Shardy has none, such as a top-k; `None` if it is not known."""
     if name == "chlo.top_k":
         return _top_k(ins, outs)
     if name == "chlo.ragged_dot":
         return _ragged_dot(operation, ins, outs)
-    # `chlo` is StableHLO's client dialect: in addition to the operations above, it has elementwise functions.
+    # The other operations of `chlo`, StableHLO's client dialect, are elementwise.
     return elementwise(ins, outs) if name.startswith("chlo.") and ins else None
 
 
 def flops_of(name: str, operation: Op, factors: Factors, ins: Shapes, outs: Shapes) -> float:
-    """The floating-point operations of a matrix product or convolution; 0 for other operations.
-
-    `name` is StableHLO's name of the operation. `ins` and `outs` are the shapes of its operands and results.
-    """
+    """The floating-point operations of a matrix product ("dot_general") or convolution; 0 for other operations."""
     if name == "convolution":
         numbers = stablehlo.ConvDimensionNumbers(operation.attributes["dimension_numbers"])
         return 2.0 * math.prod(outs[0]) * math.prod(ins[1]) / max(1, ins[1][numbers.kernel_output_feature_dimension])

@@ -31,17 +31,12 @@ from .lowered import ArraySharding, Module, Op, argument_shardings, maker, resul
 
 PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 _CALLS = {"call": "callee", "composite": "decomposition"}
-# The numbers of the MLIR values of one call of a function.
+# The number of each MLIR value in one call of a function.
 _Known = dict[ir.Value, int]
 
 
 def program_of(module: Module) -> Program:
-    """The operations of a module's function `main`, each with its Shardy sharding rule. The module is not changed.
-
-    **Arguments:**
-
-    - `module`: an `ir.Module` of StableHLO, as `lowered.compiler_ir("stablehlo")` is.
-    """
+    """The operations of a module's function `main`, each with its Shardy sharding rule. The module is not changed."""
     with module.context:
         whole = module.operation.clone()
         passmanager.PassManager.parse(PASS).run(whole)
@@ -61,7 +56,7 @@ def _value(kind: ir.Type) -> StepValue:
 
 
 def _returned(block: ir.Block) -> list[ir.Value]:
-    """The values that a block returns, which are the operands of its terminator."""
+    """The values that a block returns: the operands of its terminator."""
     *_, last = block.operations
     return list(last.operands)
 
@@ -75,7 +70,7 @@ def _integer(constant: Op) -> int | None:
 
 
 class _Walk:
-    """Walks through the functions of a module from `main`, and lists their operations with Shardy's sharding rules.
+    """Lists the operations of a module, from `main` on, with their sharding rules.
 
     In its methods, an array is a number. `ins` and `outs` are the operands and results of an operation `op`, `times` is
     the number of times that it runs in one step, and `known` has the numbers of MLIR values.
@@ -117,9 +112,8 @@ class _Walk:
         self.notes[words] = self.notes.get(words, 0) + 1
 
     def inline(self, block: ir.Block, arguments: Sequence[int], outer: _Known, times: float) -> list[int]:
-        """Adds the operations of an MLIR block, and returns the numbers of the block's results.
-
-        `arguments` are the numbers of the block's arguments. `outer` has the numbers of the values around the block.
+        """Adds the operations of an MLIR block, and returns the numbers of the block's results. `arguments` are the
+        numbers of the block's arguments. `outer` has the numbers of the values around the block.
         """
         known = outer | dict(zip(block.arguments, arguments, strict=True))
         *body, last = (inner.operation for inner in block.operations)
@@ -159,10 +153,7 @@ class _Walk:
         return outs
 
     def plain(self, op: Op, name: str, ins: Sequence[int], outs: Sequence[int], times: float) -> None:
-        """Adds an operation that has no calls or blocks to inline.
-
-        If such an operation has regions, they only combine two elements, as in a reduction.
-        """
+        """Adds an operation that calls no function or block. A block of a reduction only combines two elements."""
         taken, made = ([self.values[number] for number in numbers] for numbers in (ins, outs))
         shapes = [value.shape for value in taken], [value.shape for value in made]
         factors = of_rule(op.attributes[RULE]) if RULE in op.attributes else without_rule(op, op.name, *shapes)
@@ -187,9 +178,8 @@ class _Walk:
         )
 
     def count(self, ins: Sequence[int], outs: Sequence[int]) -> None:
-        """Records an integer scalar as a loop counter if it is computed only from a loop counter and literals.
-
-        The scalar is the only result of an operation: `outs` has its number, and `ins` those of the operands.
+        """Records the result of an operation as a loop counter if it is an integer computed from counters and
+        literals.
         """
         scalar = len(outs) == 1 and not self.values[outs[0]].shape and self.values[outs[0]].dtype.kind in "iu"
         numbers = [value for value in ins if self.values[value].dtype.kind in "iu"]
@@ -199,10 +189,8 @@ class _Walk:
             self.counters[outs[0]] = loops[0]
 
     def identity(self, name: str, ins: tuple[int, ...], times: float, op: Op, out: int | None = None) -> int:
-        """Adds an operation that returns an array unchanged, and returns the number of the new array.
-
-        `name` says what it does: pass an array into a loop, to the next iteration, or out of a branch. If `out` is
-        given, it is the number of an array that exists already.
+        """Adds an operation `name` ("carry" or "return") that returns an array unchanged. Returns the number of its
+        result, which is `out` if that is given.
         """
         if out is None:
             out = self.add(dataclasses.replace(self.values[ins[0]], free=False))
@@ -237,10 +225,9 @@ class _Walk:
     def trips(
         self, test: ir.Block, body: ir.Block, ins: Sequence[int], known: _Known
     ) -> tuple[float | None, int | None]:
-        """The number of iterations of a loop, and the index of its counter among the loop-carried values.
-
-        Each is `None` if it is unknown. The loop must count up to a known number. `test` and `body` are the blocks of
-        its condition and its body, and `ins` are the initial values.
+        """The number of iterations of a loop that counts up to a known number, and the index of its counter among the
+        loop-carried values. Each is `None` if it is unknown. `test` and `body` are the blocks of the loop's condition
+        and body, and `ins` are the initial values.
         """
         given, ended = dict(zip(test.arguments, ins, strict=True)), _returned(body)
 
@@ -279,9 +266,8 @@ class _Walk:
         self.shard_boundary(self.inline(block, inner, known, times * shards), outs, times, op)
 
     def shard_boundary(self, ins: Sequence[int], outs: Sequence[int], times: float, op: Op) -> None:
-        """Adds operations between whole arrays and their shards in a `shard_map`.
-
-        If an array and its shard have different shapes, they have no factor of the sharding rule in common.
+        """Adds operations between whole arrays and their shards in a `shard_map`. A shard of another shape than its
+        array has no factor in common with it.
         """
         for value, out in zip(ins, outs, strict=True):
             shapes = [self.values[value].shape], [self.values[out].shape]
@@ -290,10 +276,7 @@ class _Walk:
 
 
 def _is_free(name: str, ins: Sequence[StepValue], factors: Factors | None) -> bool:
-    """Whether an operation depends on constants only, so that every device can compute any shard of its result.
-
-    `ins` are the operands, and `factors` is the sharding rule; `None` if it is not known.
-    """
+    """Whether an operation depends on constants only, so that every device can compute any shard of its result."""
     if name == "broadcast_in_dim" and not ins[0].shape:
         return True
     is_plain = factors is not None and not factors.reduction and not factors.replicated

@@ -19,6 +19,7 @@ from .._ground.text import printable
 Dims = tuple[tuple[str, ...], ...]
 # MLIR returns an operation as an object of its dialect's class, or of a general class.
 Op: TypeAlias = ir.Operation | ir.OpView
+# A StableHLO module, as `lowered.compiler_ir("stablehlo")` returns it, or its operation.
 Module: TypeAlias = ir.Module | Op
 _OF_LOOPS = "sdy.result_sharding_origins"
 _MANUAL = "sdy.manual_computation"
@@ -27,14 +28,13 @@ _LOCATION = re.compile(r'^loc\("(.*?)"\)?', re.DOTALL)
 
 
 class ArraySharding(NamedTuple):
-    """The sharding of an array that Shardy propagated.
+    """The sharding of an array that Shardy propagated, and the origin of each of its mesh axes.
 
-    It has the mesh axes of each dimension, and for each axis its origin: Shardy's name of the argument, result or
-    constraint from which the axis comes. A sub-axis has Shardy's notation: "fsdp:(1)2" is the major-most sub-axis of
-    size 2.
+    An origin is Shardy's name of the argument, result or constraint from which the axis comes. A sub-axis has Shardy's
+    notation: "fsdp:(1)2" is the major-most sub-axis of size 2.
     """
 
-    dims: tuple[tuple[str, ...], ...]
+    dims: Dims
     origins: Mapping[str, str]
 
 
@@ -73,10 +73,7 @@ def maker(value: ir.Value, name: str) -> Op | None:
 
 
 def parameters(module: Module) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """The arrays that the module takes, and the arrays that it returns.
-
-    JAX has removed arguments that no operation reads.
-    """
+    """The arrays that the module takes, and those that it returns. JAX has removed arguments that nothing reads."""
     main = _main(module)
     arguments = main.regions[0].blocks[0].arguments
     told = _attrs(main, "arg_attrs")
@@ -117,18 +114,10 @@ def bytecode(module: Module) -> bytes:
 def resharded(
     module: Module, mesh: Mapping[str, int], arguments: Sequence[Dims | None], results: Sequence[Dims | None]
 ) -> bytes:
-    """The bytecode of the module on another mesh, with other shardings of its arguments and results.
+    """The bytecode of the module on another mesh, with other shardings of its arguments and results. `mesh` has the
+    sizes of the mesh axes. The compiler may choose a sharding that is `None`.
 
-    **Arguments:**
-
-    - `module`: the module, which is not changed.
-    - `mesh`: the sizes of the mesh axes.
-    - `arguments`, `results`: the mesh axes of each dimension of each argument and result; `None` if the compiler may
-        choose them.
-
-    **Raises:**
-
-    `ProgramError` if operations inside the step constrain arrays over a mesh that is not `mesh`.
+    Raises `ProgramError` if operations inside the step constrain arrays over a mesh that is not `mesh`.
     """
     # Typed keys have an empty mesh, which counts as none.
     known = {name: sizes for name, sizes in meshes(module).items() if sizes}
@@ -169,10 +158,7 @@ def _main(module: Module) -> Op:
 
 
 def _attrs(main: Op, attribute: str) -> list[dict[str, ir.Attribute]]:
-    """The attributes of each argument or result of the function `main`, as dicts.
-
-    `attribute` is MLIR's name of their list: "arg_attrs" or "res_attrs".
-    """
+    """The attributes of each argument ("arg_attrs") or result ("res_attrs") of the function `main`, as dicts."""
     if attribute not in main.attributes:
         kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
         return [{} for _ in (kind.inputs if attribute == "arg_attrs" else kind.results)]
@@ -243,10 +229,8 @@ def _name(location: ir.Location) -> str:
 
 
 def _with_sharding(attrs: Mapping[str, ir.Attribute], mesh: str, dims: Dims | None) -> dict[str, ir.Attribute]:
-    """The attributes of an argument with the mesh axes `dims` of each dimension.
-
-    `mesh` is the name of the mesh. If `dims` is `None`, the compiler may choose the sharding. Input-output aliasing
-    becomes plain donation, since aliasing depends on the old sharding.
+    """The attributes of an argument, with the sharding `dims` over the mesh named `mesh`. Input-output aliasing becomes
+    plain donation, since aliasing depends on the old sharding.
     """
     kept = {name: one for name, one in attrs.items() if name not in ("sdy.sharding", "tf.aliasing_output")}
     if "tf.aliasing_output" in attrs:
@@ -325,9 +309,8 @@ def opened(given: object) -> tuple[Any, Sequence[Any]]:
 
 
 def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation of a jaxpr for the operands `ins`, and returns its results.
-
-    The operations get the equation's own name stack and source line.
+    """Evaluates one equation of a jaxpr for the operands `ins`, and returns its results. The operations get the
+    equation's own name stack and source line.
     """
     known = {atom: array for atom, array in zip(equation.invars, ins, strict=True) if not isinstance(atom, jex.Literal)}
     alone = jaxpr.replace(
@@ -342,11 +325,9 @@ def applied(jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Sequence[Any]) -> lis
 
 
 def carry_of(scan: Any) -> tuple[int, int]:
-    """The index of the carry's first array among the operands of a scan, and the number of arrays in the carry.
-
-    The names of the scan's parameters differ between versions of JAX, so shapes are compared: arrays that are scanned
-    over have one more dimension outside of the body.
-    """
+    """The index of the carry's first array among the operands of a scan, and the number of arrays in the carry."""
+    # The names of a scan's parameters differ between versions of JAX. Arrays that are scanned over have one more
+    # dimension outside of the body.
     inner = opened(scan.params["jaxpr"])[0]
     taken = sum(a.aval.shape == b.aval.shape for a, b in zip(scan.invars, inner.invars, strict=True))
     carried = sum(a.aval.shape == b.aval.shape for a, b in zip(scan.outvars, inner.outvars, strict=True))

@@ -1,12 +1,12 @@
 """Shardy's sharding of each array of a step, and the origin of each of its mesh axes; `worker.py` runs this file.
 
-Shardy can decide differently between equally good shardings on StableHLO that was converted from HLO than on the module
-that JAX lowers. XLA runs it on the former. So this module gets XLA's HLO right before XLA's own Shardy pass
-(`xla/service/spmd/shardy/shardy_xla_pass.cc`), and runs the same propagation on it with `debug-sharding-origins`. That
-option writes, beside each sharding, the argument, result or constraint from which each mesh axis comes. The option can
-abort a process, so a forked child runs it. After an abort, the shardings have no origins.
+XLA runs Shardy on StableHLO that was converted from HLO. There, Shardy can choose between equally good shardings
+differently than on the module that JAX lowers. So this file converts XLA's HLO as it is right before XLA's own Shardy
+pass (`xla/service/spmd/shardy/shardy_xla_pass.cc`), and runs the same propagation on it. The option
+`debug-sharding-origins` writes, beside each sharding, the argument, result or constraint from which each mesh axis
+comes. The option can abort a process, so a forked child runs it. After an abort, the shardings have no origins.
 
-This file imports jaxlib and not JAX. It never imports shardfx.
+This file imports jaxlib, but neither JAX nor shardfx.
 """
 
 import io
@@ -39,9 +39,8 @@ _READER = getattr(_CLIENT, "hlo", None) or _CLIENT._xla  # the form in JAX 0.9
 def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
     """The bytecode of the StableHLO module with a sharding on each operation, and an error text. One of them is empty.
 
-    `hlo` is the program's text right before XLA's Shardy pass. `request` has the sizes of the mesh axes, and the mesh
-    axes of each dimension of the program's arguments and results. An argument or result has `None` if Shardy may choose
-    its sharding.
+    `hlo` is the text of the program. `request` has the sizes of the mesh axes, and the mesh axes of each dimension of
+    the arguments and results; `None` if Shardy may choose a sharding.
     """
     error = ""
     for origins in ("true", "false"):
@@ -60,9 +59,8 @@ def propagated(hlo: bytes, request: dict[str, Any]) -> tuple[bytes, str]:
 
 
 def _run(hlo: bytes, request: dict[str, object], origins: str, file: Any) -> None:
-    """Writes the propagated module or an error text to `file`, and ends the process.
-
-    `origins` is "true" if Shardy writes the origin of each mesh axis, and else "false".
+    """Writes the propagated module or an error text to `file`, and ends the process. `origins` is Shardy's option as
+    text: "true" or "false".
     """
     status = 1
     try:
@@ -110,10 +108,7 @@ def _module(hlo: bytes, request: dict[str, Any], origins: str) -> Any:
 
 
 def _sharded(dims: Any) -> dict[str, Any]:
-    """The attributes of an argument or result that is sharded over the mesh axes `dims`.
-
-    There are none if Shardy may choose its sharding.
-    """
+    """The attributes of an argument or result with mesh axes for each dimension; none if Shardy may choose them."""
     if dims is None:
         return {}
     cut = [sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in axes], True) for axes in dims]
@@ -133,9 +128,7 @@ def _custom_calls(module: Any) -> list[Any]:
 
 
 def _without_tuple(call: Any) -> Any:
-    """Replaces a custom call that returns a tuple by a custom call with several results, since Shardy takes no
-    tuples.
-    """
+    """Replaces a custom call that returns a tuple by one with several results, since Shardy takes no tuples."""
     kinds = [result.type for result in call.results]
     if len(kinds) != 1 or not isinstance(kinds[0], ir.TupleType):
         return call
@@ -184,9 +177,7 @@ def _constraint(value: Any, dims: str, at: Any, location: Any) -> Any:
 
 
 def _shardings_in(call: Any) -> list[str]:
-    """The shardings among the attributes of a custom call, as texts with the mesh axes of each dimension in Shardy's
-    notation.
-    """
+    """The shardings in the attributes of a custom call. Each is a text with the mesh axes of each dimension."""
     texts = []
     if "mhlo.frontend_attributes" in call.attributes:
         told = ir.DictAttr(call.attributes["mhlo.frontend_attributes"])

@@ -2,9 +2,9 @@
 
 XLA's partitioner on a host makes none of them. libtpu rewrites a top-k into a sort or a custom call
 (`topk_decomposer.cc`, `topk_rewriter.cc`), a Fourier transform into products, a complex product into three real
-products, and a roll of one array of a stack into the maximum of two padded slices. It also merges equal operations.
-These rewrites were read off the programs after each pass of libtpu 0.0.42 for v5e, as `XLA_FLAGS="--xla_dump_to=DIR
---xla_dump_hlo_pass_re=.*"` writes them.
+products, and a roll of one array of a stack into the maximum of two padded slices. A stack is an array of arrays along
+dimension 0, such as the weights of all layers. libtpu also merges equal operations. These rewrites were read off the
+programs after each pass of libtpu 0.0.42 for v5e (`XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_pass_re=.*"`).
 """
 
 import itertools
@@ -69,10 +69,7 @@ def _called(call: Op) -> str:
 
 
 def _is_first_rows(op: Op) -> bool:
-    """Whether an operation slices the first rows of one array of a stack.
-
-    A stack is an array of arrays along dimension 0, such as the weights of all layers.
-    """
+    """Whether an operation slices the first rows of one array of a stack."""
     outer = _sliced(op.operands[0])
     if outer is None:
         return False
@@ -90,10 +87,7 @@ def _sliced(value: ir.Value) -> Op | None:
 
 
 def _first_rows(op: Op) -> list[ir.Value]:
-    """A slice and a reshape of a whole stack of arrays, in place of two slices.
-
-    The two slices take one array from the stack, and then its first rows.
-    """
+    """One slice of a stack, and a reshape. It replaces a slice of one array, and a slice of the array's first rows."""
     outer = _sliced(op.operands[0])
     assert outer is not None
     names = ("start_indices", "limit_indices", "strides")
@@ -103,17 +97,13 @@ def _first_rows(op: Op) -> list[ir.Value]:
 
 
 def _is_row_concatenation(op: Op) -> bool:
-    """Whether a concatenation has two operands, at least one of them an array that was sliced from a stack of arrays.
-
-    XLA's partitioner would partition it as a roll.
-    """
+    """Whether a concatenation has two operands, one or both sliced from a stack. XLA would partition it as a roll."""
     return len(op.operands) == 2 and any(_sliced(one) is not None for one in op.operands)
 
 
 def _row_concatenation(op: Op) -> list[ir.Value]:
-    """The operands of a concatenation, each padded to the whole shape, and their elementwise maximum.
-
-    The padding is the least number of the dtype.
+    """The elementwise maximum of a concatenation's operands, each padded to the whole shape with the dtype's
+    minimum.
     """
     made = ir.RankedTensorType(op.results[0].type)
     dim = ir.IntegerAttr(op.attributes["dimension"]).value
@@ -160,8 +150,8 @@ def _top_k(op: Op) -> list[ir.Value]:
 
 
 def _fft(op: Op) -> list[ir.Value]:
-    """The result of a Fourier transform as one matrix product per dimension. Only the shapes of the matrices are right,
-    since their values do not change the partitioning.
+    """A Fourier transform as one matrix product per dimension. The matrices have arbitrary values, since only their
+    shapes change the partitioning.
     """
     value, made = op.operands[0], ir.RankedTensorType(op.results[0].type)
     kind = str(op.attributes["fft_type"])
@@ -176,11 +166,7 @@ def _fft(op: Op) -> list[ir.Value]:
 
 
 def _by_matrix(value: ir.Value, dim: int) -> ir.Value:
-    """The matrix product of dimension `dim` of an array with a square matrix, as complex numbers, at the highest
-    precision.
-
-    The matrix has arbitrary numbers.
-    """
+    """The complex product of an array with a square matrix along dimension `dim`, at the highest precision."""
     kind = ir.RankedTensorType(value.type)
     size, rank = kind.shape[dim], kind.rank
     shape = [*(one for at, one in enumerate(kind.shape) if at != dim), size]
@@ -204,7 +190,7 @@ def _by_matrix(value: ir.Value, dim: int) -> ir.Value:
 
 
 def _complex_dot(op: Op) -> list[ir.Value]:
-    """The result of a matrix product of complex arrays as three real matrix products."""
+    """A matrix product of complex arrays as three real matrix products."""
     left, right = op.operands
     made = ir.RankedTensorType(op.results[0].type)
     parts = iter([_added(right), stablehlo.RealOp(right).result, stablehlo.ImagOp(right).result])
@@ -221,9 +207,8 @@ def _complex_dot(op: Op) -> list[ir.Value]:
 
 
 def _three_products(value: ir.Value, by: Callable[[ir.Value], ir.Value]) -> ir.Value:
-    """A complex matrix product from three real ones: of the sums of real and imaginary parts, and of each of the parts.
-
-    `value` is one operand. `by` multiplies a real array by the corresponding part of the other operand.
+    """A complex matrix product from three real ones: of sums of both parts, of real parts and of imaginary parts. `by`
+    multiplies a part of `value` by the same part of the other operand.
     """
     whole = by(_added(value))
     real, imaginary = by(stablehlo.RealOp(value).result), by(stablehlo.ImagOp(value).result)
@@ -261,10 +246,7 @@ def _is_iota_column(op: Op) -> bool:
 
 
 def _iota_column(op: Op) -> list[ir.Value]:
-    """A constant with the numbers of a reshaped iota.
-
-    XLA's partitioner does not follow an iota through a reshape.
-    """
+    """A constant with the numbers of a reshaped iota. XLA's partitioner does not follow an iota through a reshape."""
     kind = ir.RankedTensorType(op.results[0].type)
     numbers: Any = np.arange(max(kind.shape), dtype=np.int32).reshape(kind.shape)
     return [stablehlo.ConstantOp(ir.DenseElementsAttr.get(numbers)).result]

@@ -54,10 +54,7 @@ class EquinoxJitted(Protocol):
 
 @runtime_checkable
 class _NamedTrace(Protocol):
-    """The traced step that the `trace` method of a function from `shardfx.filter_jit` returns.
-
-    It has the path of each array, by the array's name in the program's text.
-    """
+    """The traced step that `trace` of a function from `shardfx.filter_jit` returns, with the paths of its arrays."""
 
     traced: Any
     arrays: tuple[Any, ...]
@@ -83,14 +80,12 @@ class Step:
 
     @ft.cached_property
     def mesh(self) -> MeshSpec:
-        """The mesh of the arguments' shardings."""
+        """The mesh of the step as a MeshSpec."""
         return MeshSpec.of(self.jax_mesh)
 
     @ft.cached_property
     def jax_mesh(self) -> MeshSpec | Mesh | AbstractMesh:
-        """The mesh as the caller passed it: a `jax.sharding.Mesh` or an AbstractMesh. Only a Mesh, which has devices,
-        shows which devices are in one slice.
-        """
+        """The mesh that the caller passed, or that of the arguments. Only a Mesh of devices shows their slices."""
         if self.given_mesh is not None:
             return self.given_mesh
         for leaf in jax.tree.leaves(self.args):
@@ -106,7 +101,7 @@ class Step:
         return MeshSpec(meshes(module)[name])
 
     def lowered(self, platform: Platform) -> Any:
-        """The step as JAX lowers it for a platform. The result is cached for each platform."""
+        """The step as JAX lowers it for a platform; cached."""
         if platform not in self._lowered:
             self._lowered[platform] = self.traced.lower(lowering_platforms=(_PLATFORMS[platform],))
         return self._lowered[platform]
@@ -117,9 +112,8 @@ class Step:
 
     @ft.cached_property
     def arguments(self) -> tuple[Parameter, ...]:
-        """The arrays that the program takes, in the order of its parameters.
-
-        If the user jitted the function, JAX drops the arguments that no operation reads.
+        """The arrays that the program takes, in the order of its parameters. If the user jitted the function, JAX drops
+        the arguments that no operation reads.
         """
         return tuple(one._replace(path=self.path(one.name)) for one in self.parameters[0])
 
@@ -145,8 +139,8 @@ class Step:
 
     @ft.cached_property
     def leaves(self) -> dict[str, str]:
-        """The path of each array within its argument, by its name in the program. If an argument is one array, the path
-        is the argument's name.
+        """The path of each array within its argument, by its name in the program; if it is a whole argument, its
+        name.
         """
         paths = {one.name: self.path(one.name) for one in self.parameters[0]}
         return {name: path.partition("/")[2] or path for name, path in paths.items()}
@@ -160,14 +154,14 @@ class Step:
         results: Sequence[Dims | None] | None = None,
         module: Module | None = None,
     ) -> str:
-        """The HLO text of one device's program, as XLA's partitioner leaves it; for CPUs, as all passes of the compiler
-        leave it.
+        """The HLO text of one device's program, as XLA's partitioner leaves it; for CPUs, as the whole compiler leaves
+        it.
 
         **Arguments:**
 
         - `platform`: the platform for which the step is lowered.
-        - `mesh`, `arguments`, `results`: another mesh, and other shardings of the arrays in `Step.arguments` and of the
-            results. The step is not traced or lowered again.
+        - `mesh`, `arguments`, `results`: another mesh, and other shardings of `Step.arguments` and of the results. The
+            step is not traced or lowered again.
         - `module`: a StableHLO module for this platform, to use instead of the step's own.
 
         **Raises:**
@@ -189,10 +183,8 @@ class Step:
         return partitioned(text, mesh.size, _OPTIONS[platform], finished=platform == "cpu")
 
     def propagated(self, platform: Platform, *, module: Any = None) -> Any:
-        """The step's StableHLO module after Shardy's propagation, with the sharding of each array.
-
-        For each mesh axis of a sharding, it has the argument, result or constraint from which the axis comes. `module`
-        replaces the step's own module.
+        """The step's StableHLO module after Shardy's propagation, with the sharding of each array and the origins of
+        its mesh axes. `module` replaces the step's own module.
         """
         module = self.module(platform) if module is None else module
         taken, made = ([one.dims for one in arrays] for arrays in self.parameters)
@@ -208,8 +200,7 @@ def step_of(step: object, args: Sequence[object], mesh: MeshSpec | Mesh | Abstra
     - `step`: a function; or the result of `jax.jit`, `equinox.filter_jit` or `filter_jit`, with its shardings and
         donation; or the result of its `.trace`, without `args`.
     - `args`: arrays or structs in any trees. Leaves that are not arrays become constants of the program.
-    - `mesh`: the mesh, with the number of slices along each axis. The shardings of the arguments do not have that
-        number.
+    - `mesh`: the mesh, with the number of slices along each axis, which the arguments' shardings do not have.
 
     **Raises:**
 
@@ -270,10 +261,8 @@ def _named(traced: Any, args: tuple[object, ...], mesh: Any) -> Step:
 def _traced(
     fn: Callable[..., object], args: Sequence[object], mesh: Any, donated: tuple[bool, bool] = (False, False)
 ) -> Step:
-    """Traces the function `fn` for the arguments `args` on the mesh `mesh`.
-
-    Leaves that are not arrays become constants of the program, as in `equinox.filter_jit`. `donated` says whether the
-    first argument is donated, and whether the others are.
+    """Traces `fn`. Leaves that are not arrays become constants of the program, as in `equinox.filter_jit`. `donated`
+    says whether the first argument is donated, and whether the others are.
     """
     flats = [flatten(arg) for arg in args]
     words = argument_names(fn, len(args))

@@ -2,10 +2,10 @@
 
 It reads requests from standard input and writes answers to standard output. Each is a line of JSON followed by bytes.
 For each request, a forked child makes a CPU client with the mesh's number of devices and compiles the module. XLA dumps
-the module at the requested pass: after its partitioner, or before Shardy. Then the child is killed, since the rest of
-XLA's work is not needed. A child that aborts affects neither this process nor the user's.
+the module after its partitioner, or before Shardy. Then the child is killed, since the rest of XLA's work is not
+needed. A child that aborts affects neither this process nor the user's.
 
-This file imports jaxlib and not JAX, so it starts in 0.2 s. It never imports shardfx.
+This file imports jaxlib, but neither JAX nor shardfx, so it starts in 0.2 s.
 """
 
 import functools as ft
@@ -64,9 +64,9 @@ def _shardy() -> types.ModuleType:
 
 
 def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: float, dumped: str) -> tuple[bytes, str]:
-    """The text of the program at one stage of XLA's pipeline, and an error text. One of them is empty.
+    """The text of the program at the stage `dumped` of XLA's pipeline, and an error text. One of them is empty.
 
-    `dumped` names the stage. `options` are XLA's debug options, and `seconds` is the longest time that XLA may take.
+    `options` are XLA's debug options, and `seconds` is the longest time that XLA may take.
     """
     with tempfile.TemporaryDirectory(prefix="shardfx-") as folder:
         reading, writing = os.pipe()
@@ -86,10 +86,7 @@ def partitioned(module: bytes, devices: int, options: dict[str, str], seconds: f
 
 
 def _compile(module: bytes, devices: int, debug_options: dict[str, str | int], writing: int) -> None:
-    """Compiles the module in the child process, and writes an error, if there is one, to the pipe `writing`.
-
-    It never returns.
-    """
+    """Compiles the module in the child process, and ends the process. Writes an error, if any, to a pipe."""
     # XLA writes its warnings to standard error, and nothing may reach the standard output of the parent.
     silence = os.open(os.path.join(str(debug_options["xla_dump_to"]), "stderr"), os.O_WRONLY | os.O_CREAT)
     for stream in (0, 1, 2):
@@ -115,9 +112,8 @@ def _compile(module: bytes, devices: int, debug_options: dict[str, str | int], w
 
 
 def _text_from(folder: str, dumped: str, reading: int, deadline: float) -> tuple[bytes, str]:
-    """The text that XLA dumps to `folder` at the stage `dumped`, and an error text from the pipe `reading`.
-
-    The function returns when the dump is complete, when the child process ends, or at the deadline.
+    """The text that XLA dumps to `folder` at the stage `dumped`, and an error text from the pipe `reading`. Returns
+    when the dump is complete, when the child process ends, or at the deadline.
     """
     said = None
     while True:
@@ -137,10 +133,7 @@ def _text_from(folder: str, dumped: str, reading: int, deadline: float) -> tuple
 
 
 def _whole(path: str) -> bytes:
-    """The text of a module that XLA dumps to `path`; "" until XLA has written all of it.
-
-    The text is complete if it has an entry computation, which is last, and ends with a brace on a line.
-    """
+    """The text that XLA dumps to `path`; "" until it has an entry computation and ends with a brace on a line."""
     with open(path, "rb") as file:
         # A large file is checked many times while it is written.
         file.seek(max(0, file.seek(0, os.SEEK_END) - 8))

@@ -1,9 +1,8 @@
 """The memory, arithmetic and network of one accelerator, and the network links of each mesh axis in a slice.
 
-Two functions describe the network of a slice. `axes_on` assigns each mesh axis to dimensions of the slice, which
-determines the links of each collective. `average_network` returns averages over the whole slice. The search uses these
-averages to estimate thousands of meshes at once: it gives each mesh axis links in proportion to the logarithm of its
-size.
+The extents of a slice are its numbers of chips along each dimension. `axes_on` assigns each mesh axis to dimensions of
+the slice, which determines the links of each collective. The search, which estimates thousands of meshes at once, uses
+the averages of `average_network`.
 """
 
 import dataclasses
@@ -115,9 +114,7 @@ class Chip:
         return known[name]
 
     def source(self, field: str) -> str:
-        """The source of a field's value; "" if no source is known. The entry "*" of `sources` is for all fields that
-        have no entry.
-        """
+        """The source of a field's value, or else that of the entry "*" of `sources`; "" if no source is known."""
         sources = dict(self.sources)
         return sources.get(field, sources.get("*", ""))
 
@@ -132,9 +129,8 @@ def near_cube(count: int, dims: int) -> tuple[int, ...]:
 
 
 class Ring(NamedTuple):
-    """The chips along one dimension of a slice that a mesh axis spans.
-
-    `size` is their number. `closed` is true if links connect the last chip to the first.
+    """The `size` chips along one dimension of a slice that a mesh axis spans. In a closed ring, links connect the
+    ends.
     """
 
     size: int
@@ -149,8 +145,6 @@ class Ring(NamedTuple):
 class AverageNetwork(NamedTuple):
     """Averages over the network of a slice, for mesh axes whose dimensions of the slice are not known.
 
-    **Arguments:**
-
     - `bytes_per_second`: the bandwidth of one chip along one dimension of the torus, or through the switch.
     - `dims`: the number of dimensions of the torus; 0 if a switch connects the chips.
     - `island_devices`: the number of devices that one switch connects; infinite for a torus.
@@ -162,23 +156,17 @@ class AverageNetwork(NamedTuple):
 
 
 def extents_of(chip: Chip, devices: int) -> tuple[int, ...]:
-    """The chips along each dimension of the slice of `devices` devices that is nearest to a cube."""
+    """The extents of the slice of `devices` devices that is nearest to a cube."""
     return near_cube(devices // chip.devices_per_chip or 1, chip.torus_dims or 1)
 
 
 def closed(chip: Chip, extents: Sequence[int]) -> tuple[bool, ...]:
-    """Whether links connect the two ends of each dimension of a slice.
-
-    `extents` has the chips along each dimension.
-    """
+    """Whether links connect the two ends of each dimension of a slice with these extents."""
     return wraps(chip.kinds[0] if chip.kinds else "", extents)
 
 
 def average_network(chip: Chip, extents: Sequence[int]) -> AverageNetwork:
-    """Averages over the network of a slice with `extents` chips along its dimensions.
-
-    A closed ring has twice the bandwidth: it sends in both directions.
-    """
+    """Averages over the network of a slice. A closed ring has twice the bandwidth: it sends in both directions."""
     link = float(chip.link_bytes_per_second)
     if not chip.torus_dims:
         return AverageNetwork(link, 0.0, float(chip.island_chips * chip.devices_per_chip))
@@ -187,10 +175,9 @@ def average_network(chip: Chip, extents: Sequence[int]) -> AverageNetwork:
 
 
 def axes_on(chip: Chip, extents: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[Ring, ...]]:
-    """The dimensions of a slice that each mesh axis spans, one `Ring` per dimension.
+    """The dimensions of a slice that each mesh axis spans, one `Ring` per dimension. `sizes` has the size of each axis.
 
-    `extents` has the chips along each dimension of the slice, and `sizes` the size of each mesh axis. Dimensions are
-    assigned to the last mesh axis first. An axis gets whole dimensions of the slice before parts.
+    Dimensions are assigned to the last mesh axis first. An axis gets whole dimensions of the slice before parts.
     """
     ends, left, cores, found = closed(chip, extents), list(extents), chip.devices_per_chip, {}
     for name in reversed(tuple(sizes)):

@@ -27,8 +27,7 @@ _ALIASES = {
 }
 
 
-# The name of a slice of these chips has the number of cores, two per chip. Names of other slices have the number of
-# chips.
+# Names of slices of these chips have the number of cores, two per chip; other names have the number of chips.
 _NAMED_BY_CORES = ("v2", "v3", "v4", "v5p")
 _FORM = re.compile(r"((?:\w+:)?[\w ]+):([1-9]\d{0,8}(?:x[1-9]\d{0,8})*)")
 _CLOUD = re.compile(r"(?:tpu:)?(v\d\w*)-([1-9]\d{0,8})")

@@ -6,7 +6,7 @@ from ._chip import Chip
 
 
 def _peaks(**teraflops: int) -> tuple[tuple[str, float], ...]:
-    """Pairs of a dtype's name and its peak rate in operations per second, from rates in units of 10^12."""
+    """Pairs of a dtype's name and its peak rate in operations per second."""
     return tuple((name, 1e12 * count) for name, count in teraflops.items())
 
 
@@ -28,14 +28,10 @@ _TPU_SOURCES = {
 
 
 def _tpu(*row: Any, devices: int = 1, **sources: str) -> Chip:
-    """The `Chip` of a TPU.
+    """The `Chip` of a TPU. `sources` has the source of each named field's value.
 
-    **Arguments:**
-
-    - `row`: the name; the values of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory,
-        of a link and of the data-center network; the number of torus dimensions; the chips of a pod; the peak rates.
-    - `devices`: the number of JAX devices of one chip.
-    - `sources`: for a field's name, the source of the field's value.
+    `row` has the name; the values of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory,
+    of a link and of the data-center network; the number of torus dimensions; the chips of a pod; and the peak rates.
     """
     name, kinds, hbm, usable, (memory, link, dcn), dims, pod, flops = row
     pairs = tuple((_TPU_SOURCES | sources).items())
@@ -105,16 +101,12 @@ _GPU_SOURCES = {
 
 
 def _gpu(*row: Any, island: int = 8, dcn: float = 50e9, sheet: str = _NVIDIA, **sources: str) -> Chip:
-    """The `Chip` of a GPU.
+    """The `Chip` of a GPU. `island` is the number of GPUs that one switch connects, and `dcn` the bandwidth of the
+    data-center network per GPU. `sources` has the source of each named field's value, and `sheet` is the source of the
+    others.
 
-    **Arguments:**
-
-    - `row`: the name; the value of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory and
-        of all links together; the peak rates.
-    - `island`: the number of GPUs that one switch connects.
-    - `dcn`: the bandwidth of the data-center network per GPU.
-    - `sheet`: the source of the fields that are not in `sources`.
-    - `sources`: for a field's name, the source of the field's value.
+    `row` has the name; the value of `device.device_kind`; nominal and usable memory in GiB; the bandwidths of memory
+    and of all links together; and the peak rates.
     """
     name, kind, hbm, usable, memory, link, flops = row
     pairs = tuple((_GPU_SOURCES | sources | {"*": sheet}).items())
