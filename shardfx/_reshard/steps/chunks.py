@@ -1,20 +1,11 @@
 """Moves shards chunk by chunk where the temporaries of a whole move would be large on TPUs.
 
-TPUs keep arrays in tiles of 8 x 128 elements. Shards that do not fill tiles are padded, and the chunks that an
-all-to-all sends are padded more. If a (129, 4160) shard is split for 64 devices, every (129, 65) chunk takes as much
-memory as (136, 128). The compiler holds several such copies, up to eight times the shard in total.
+TPUs keep arrays in tiles of 8 x 128 elements, and pad them to whole tiles. If an all-to-all splits a (129, 4160) shard
+for 64 devices, each (129, 65) chunk takes as much memory as (136, 128). The compiler holds several such copies.
 
-All steps of a move keep the order of elements within a *block*. The number of blocks along a dimension is the least
-common multiple of its shard counts in all layouts of the path. So the first eighth of every block can move first, then
-the second, and so on. Temporaries are then an eighth as large, and each chunk is written into the result.
-
-Shards that fill tiles move in two halves if an all-to-all reorders chunks and a final all-gather doubles the shards.
-The compiler reorders chunks by copies, cannot reuse their memory for the doubled shard, and takes two and a half times
-the larger shard.
-
-Shards of three or more dimensions move in four chunks if the path has a permutation and ends in an all-to-all. The
-compiler holds up to 4.7 times the larger shard without chunks. 17 of 25 such pairs of float32 [192, 768, 640] on
-v5p:4x4x4 took one to 4.7 times the larger shard; in four chunks they took 0.5 to 1.6 times.
+All steps of a move keep the order of elements within a *block*, a range of a dimension. The number of blocks along a
+dimension is the least common multiple of its shard counts in all layouts of the path. So the first eighth of every
+block can move first, then the second, and so on. Temporaries are then an eighth as large.
 """
 
 import dataclasses
@@ -45,14 +36,13 @@ _STRIPS_AT_ONCE = 8
 class Chunks:
     """The chunks in which the shards of an array move, one after another.
 
-    A block is a range of a dimension in which all steps of the move keep the order of elements. A chunk is the same
-    part of every block along one dimension. For blocks of 8 elements and chunks of 4, the first chunk of a shard of 16
-    elements has the elements 0 to 3 and 8 to 11.
+    A chunk is the same part of every block along one dimension. For blocks of 8 elements and chunks of 4, the first
+    chunk of a shard of 16 elements has the elements 0 to 3 and 8 to 11.
 
     **Arguments:**
 
     - `dim`: the dimension that is divided.
-    - `block`: the size of a block along the dimension.
+    - `block`: the size of a block along the dimension. All steps keep the order of elements inside a block.
     - `chunk`: the size along the dimension of a chunk's part of one block; the last chunk may be smaller.
     - `target_shape`: the shape of the shard after the move.
     """
@@ -69,14 +59,7 @@ class Chunks:
 
 
 def chunks_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[MoveStep]) -> Chunks | None:
-    """Returns the chunks in which shards move one after another on TPUs; `None` if whole shards move at once.
-
-    **Arguments:**
-
-    - `shape`: the shape of the shard before the move.
-    - `itemsize_bits`: bits per element.
-    - `steps`: the steps of the move.
-    """
+    """Returns the chunks in which shards of `shape` move by `steps` on TPUs; `None` if whole shards move at once."""
     whole, blocks, target_shape = _blocks(shape, steps)
     shard_bytes = max(math.prod(shape), math.prod(target_shape)) * itemsize_bits // 8
     count = _chunk_count(whole, blocks, steps)
@@ -96,16 +79,9 @@ def chunks_on_tpus(shape: tuple[int, ...], itemsize_bits: int, steps: Sequence[M
 
 
 def split_into(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) -> Chunks | None:
-    """Divides shards into at least `count` chunks, which move one after another.
+    """Divides shards of `shape` into at least `count` chunks, which move by `steps` one after another.
 
-    There are fewer chunks if no block (a range of elements whose order all steps keep) is long enough. `None` if all
-    blocks have one element, so that shards cannot be divided.
-
-    **Arguments:**
-
-    - `count`: the requested number of chunks.
-    - `shape`: the shape of the shard before the move.
-    - `steps`: the steps of the move.
+    There are fewer chunks if no block is long enough. `None` if all blocks have one element.
     """
     _, blocks, target_shape = _blocks(shape, steps)
     dim = next((dim for dim, block in enumerate(blocks) if block >= count), blocks.index(max(blocks)))
@@ -113,15 +89,8 @@ def split_into(count: int, shape: tuple[int, ...], steps: Sequence[MoveStep]) ->
 
 
 def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> tuple[tuple[int, ...], list[int], tuple[int, ...]]:
-    """Returns the shape of the whole array, the sizes of its blocks, and the shape of a shard after the move.
-
-    A block is a range of a dimension in which all steps keep the order of elements. There is one size for each
-    dimension.
-
-    **Arguments:**
-
-    - `shape`: the shape of a shard before the move.
-    - `steps`: the steps of the move.
+    """Returns the shape of the whole array, the size of its blocks along each dimension, and the shape of a shard after
+    the move. `shape` is the shape of a shard before it.
     """
     whole = tuple(size * count for size, count in zip(shape, steps[0].source.counts, strict=True))
     layouts = [steps[0].source, *(step.target for step in steps)]
@@ -130,6 +99,12 @@ def _blocks(shape: Sequence[int], steps: Sequence[MoveStep]) -> tuple[tuple[int,
 
 
 def _chunk_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[MoveStep]) -> int:
+    """The number of chunks in which shards move, from the shape of the whole array and its blocks; 1 for whole shards.
+
+    Two kinds of moves need chunks even if blocks fill tiles. One is that of `_doubles_after_copies`. The other has a
+    permutation, ends in an all-to-all, and moves shards of three or more dimensions. The compiler holds up to 4.7 times
+    the larger shard for it, and in four chunks 1.6 times.
+    """
     kinds = [step.kind for step in steps]
     tile = _TILE[-len(blocks) :]
     if any(size % full for size, full in zip(blocks[-len(tile) :], tile, strict=True)):
@@ -140,18 +115,12 @@ def _chunk_count(whole: tuple[int, ...], blocks: Sequence[int], steps: Sequence[
 
 
 def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kinds: Sequence[str]) -> bool:
-    """Whether the TPU compiler needs much memory because a last all-gather doubles the shard.
+    """Whether the TPU compiler needs much memory because a last all-gather doubles the shard, and cannot reuse the
+    memory of the copies around the last all-to-all.
 
-    It then cannot reuse the memory of the copies around the last all-to-all for the doubled shard. This happens only if
-    the doubled shard is at least as large as the source's shard. The other conditions were found by compiling for a v5p
-    of 4 x 4 x 4 chips. Of 388 moves with a doubling all-gather, 58 took more than twice the larger shard. The
-    conditions find all 58, and 2 others. If shards move in halves, the worst of them takes 1.36 times the larger shard.
-
-    **Arguments:**
-
-    - `whole`: the shape of the whole array.
-    - `steps`: the steps of the move.
-    - `kinds`: the kind of each step.
+    This happens only if the doubled shard is at least as large as the source's shard. The other conditions were found
+    by compiling 388 moves with a doubling all-gather for a v5p of 4 x 4 x 4 chips. 58 took more than twice the larger
+    shard. The conditions find all 58, and 2 others. `whole` is the shape of the whole array.
     """
     before, after, first = (end.shard_count for end in (steps[-1].source, steps[-1].target, steps[0].source))
     if kinds[-1] != "all_gather" or before != 2 * after or after > first or "all_to_all" not in kinds:
@@ -171,17 +140,8 @@ def _doubles_after_copies(whole: tuple[int, ...], steps: Sequence[MoveStep], kin
 def in_chunks(shard: Any, move: Callable[[Any], Any], chunks: Chunks, *, as_on_tpus: bool = True) -> Any:
     """Returns `move(shard)`, computed for one chunk of the shard after another.
 
-    **Arguments:**
-
-    - `shard`: a device's shard.
-    - `move`: a function that moves a shard, or a chunk of one, by all steps.
-    - `chunks`: how shards are divided.
-    - `as_on_tpus`: whether shards are stored in the order of dimensions that needs the least memory on TPUs, which pad
-        arrays to tiles.
-
-    **Returns:**
-
-    The device's shard after the move.
+    With `as_on_tpus`, shards are stored in the order of dimensions that needs the least memory on TPUs, which pad
+    arrays to tiles.
     """
     source, target = (_Stored.of(shape, chunks, as_on_tpus) for shape in (shard.shape, chunks.target_shape))
 
@@ -204,8 +164,7 @@ class _Stored:
 
     - `order`: the order of its dimensions, with the minor-most dimension last.
     - `dim`: the position in `order` of the dimension that is divided into chunks.
-    - `strips`: the number of blocks along this dimension. A block is a range in which all steps keep the order of
-        elements.
+    - `strips`: the number of blocks along this dimension.
     - `block`: the size of a block.
     """
 
@@ -216,10 +175,8 @@ class _Stored:
 
     @staticmethod
     def of(shape: tuple[int, ...], chunks: Chunks, as_on_tpus: bool) -> "_Stored":
-        """Returns how a shard of `shape` is stored if it moves in `chunks`.
-
-        With `as_on_tpus`, dimensions are in the order that needs the least memory on TPUs. Without, they are in the
-        array's own order.
+        """Returns how a shard of `shape` is stored if it moves in `chunks`. With `as_on_tpus`, dimensions are in the
+        order that needs the least memory on TPUs; without, in the array's own order.
         """
         order = _best_order(shape)[1] if as_on_tpus else tuple(range(len(shape)))
         return _Stored(order, order.index(chunks.dim), shape[chunks.dim] // chunks.block, chunks.block)
@@ -245,9 +202,8 @@ class _Stored:
         return self._for_each_strip(copy, lax.empty(tuple(shape), stored.dtype))
 
     def with_chunk(self, stored: object, chunk: Any, start: object, size: int) -> Any:
-        """Returns a copy of the stored shard in which `chunk` takes the place of the same elements of each block.
-
-        These are the elements `start` to `start + size` of the block.
+        """Returns a copy of the stored shard with `chunk` in place of the elements `start` to `start + size` of each
+        block.
         """
         copy = lambda index, stored: lax.dynamic_update_slice_in_dim(
             stored,
@@ -273,9 +229,8 @@ def _best_order(shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
 
 
 def _padded(shape: Sequence[int]) -> int:
-    """Returns the number of elements that an array of `shape` takes on a TPU, which pads it to tiles.
-
-    The last dimension is the minor-most one in memory. A shape of (129, 65) takes 136 x 128 elements.
+    """Returns the number of elements that an array of `shape` takes on a TPU, which pads it to tiles. The last
+    dimension is the minor-most one in memory. A shape of (129, 65) takes 136 x 128 elements.
     """
     *outer, minor = shape
     found = math.prod(outer[:-1]) * -(-minor // _TILE[1]) * _TILE[1]
@@ -287,8 +242,7 @@ def _padded(shape: Sequence[int]) -> int:
 
 
 def _in_order_of_dims(x: Any) -> Any:
-    """Constrains `x` to be stored in the order of its dimensions, the last one minor-most.
-
-    Otherwise the compiler stores whole shards in the order that suits the collectives on chunks, and pads them.
+    """Constrains `x` to be stored in the order of its dimensions, the last one minor-most. Otherwise the compiler
+    stores whole shards in the order that suits the collectives on chunks, and pads them.
     """
     return with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))

@@ -1,7 +1,7 @@
 """The replica groups of the steps of a move, and the split of a shard into the chunks that an all-to-all sends.
 
-All functions number devices by their position in the mesh of the move's source. `split` and `join` take NumPy arrays
-and traced arrays.
+All functions number devices by their position in the mesh order of the move's source, the layout `like`. `split` and
+`join` take NumPy arrays and traced arrays. A *sub-axis* is a mesh axis or a part of one.
 """
 
 import dataclasses
@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from .layout import StepLayout, coordinates, shard_index
+from .layout import StepLayout, SubAxes, coordinates, shard_index
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AllToAll:
     """An all-to-all within replica groups, from one layout of an array to another.
 
-    Some sub-axes (mesh axes or parts of them) shard another dimension after it than before. These are the moving
-    sub-axes.
+    The *moving* sub-axes are those that shard another dimension after it than before.
 
     **Arguments:**
 
@@ -32,20 +31,14 @@ class AllToAll:
 
     groups: np.ndarray
     sizes: tuple[int, ...]
-    splits: tuple[tuple[int, ...], ...]
-    joins: tuple[tuple[int, ...], ...]
+    splits: tuple[SubAxes, ...]
+    joins: tuple[SubAxes, ...]
 
 
-def groups_of(layout: StepLayout, sub_axes: tuple[int, ...], like: StepLayout) -> np.ndarray:
-    """Returns the replica groups along `sub_axes`, as an integer array with one row for each group.
+def groups_of(layout: StepLayout, sub_axes: SubAxes, like: StepLayout) -> np.ndarray:
+    """Returns the replica groups along `sub_axes` of a layout, as an integer array with one row for each group.
 
     A row lists devices that differ only in their coordinates along these sub-axes, in the order of these coordinates.
-
-    **Arguments:**
-
-    - `layout`: the layout over whose mesh the sub-axes are.
-    - `sub_axes`: the indices of the sub-axes.
-    - `like`: the layout in whose mesh order devices are numbered.
     """
     where = coordinates(layout, like)
     others = tuple(axis for axis in range(len(layout.sizes)) if axis not in sub_axes)
@@ -56,10 +49,7 @@ def groups_of(layout: StepLayout, sub_axes: tuple[int, ...], like: StepLayout) -
 
 
 def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllToAll:
-    """Returns the all-to-all from layout `source` to layout `target`.
-
-    Both layouts are over one mesh and have equally many shards. Devices are numbered in the mesh order of `like`.
-    """
+    """Returns the all-to-all from layout `source` to layout `target`, which have one mesh and equally many shards."""
     before = {sub_axis: dim for dim, axes in enumerate(source.dims) for sub_axis in axes}
     after = {sub_axis: dim for dim, axes in enumerate(target.dims) for sub_axis in axes}
     moving = tuple(sub_axis for axes in source.dims for sub_axis in axes if before[sub_axis] != after[sub_axis])
@@ -73,14 +63,8 @@ def all_to_all(source: StepLayout, target: StepLayout, like: StepLayout) -> AllT
 
 
 def split(shard: Any, exchange: AllToAll) -> Any:
-    """Splits a shard into the chunks that an all-to-all sends, one for each member of the replica group.
-
-    They are stacked along a new first dimension.
-
-    **Arguments:**
-
-    - `shard`: a device's shard before the all-to-all.
-    - `exchange`: the all-to-all.
+    """Splits a device's shard into the chunks that an all-to-all sends, one for each member of the replica group. They
+    are stacked along a new first dimension.
     """
     shape, front = [], []
     for size, sub_axes in zip(shard.shape, exchange.splits, strict=True):
@@ -99,12 +83,8 @@ def split(shard: Any, exchange: AllToAll) -> Any:
 
 
 def join(parts: Any, exchange: AllToAll) -> Any:
-    """Joins the chunks that a device received in an all-to-all into one shard. It is the inverse of `split`.
-
-    **Arguments:**
-
-    - `parts`: the chunks, stacked along a first dimension.
-    - `exchange`: the all-to-all.
+    """Joins the chunks that a device received in an all-to-all, stacked along a first dimension, into one shard. It is
+    the inverse of `split`.
     """
     sizes = parts.shape[1:]
     parts = parts.reshape((*exchange.sizes, *sizes))
@@ -116,14 +96,9 @@ def join(parts: Any, exchange: AllToAll) -> Any:
 
 
 def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns which part of its shard each device keeps when a slice step divides shards into parts.
+    """Returns the part of its shard that each device keeps in a slice step from layout `source` to layout `target`.
 
-    The result is an integer array of shape `(devices, rank)`. It has the index of the part along each dimension.
-
-    **Arguments:**
-
-    - `source`, `target`: the layouts before and after the step.
-    - `like`: the layout in whose mesh order devices are numbered.
+    The result is an integer array of shape `(devices, rank)`, with the index of the part along each dimension.
     """
     where = coordinates(target, like)
     parts = [
@@ -134,14 +109,10 @@ def starts(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarr
 
 
 def gathered(source: StepLayout, target: StepLayout, like: StepLayout) -> list[tuple[int, np.ndarray]]:
-    """Returns each dimension along which an all-gather concatenates shards, with its replica groups.
+    """Returns each dimension along which an all-gather from `source` to `target` concatenates shards, with the replica
+    groups.
 
     Each group is a row of an integer array, and lists devices in the order of their shards.
-
-    **Arguments:**
-
-    - `source`, `target`: the layouts before and after the all-gather.
-    - `like`: the layout in whose mesh order devices are numbered.
     """
     return [
         (dim, groups_of(source, have[len(axes) :], like))

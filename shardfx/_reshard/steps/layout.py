@@ -1,4 +1,9 @@
-"""`StepLayout`, which describes an array's sharding by integers, and the shards that devices hold under it."""
+"""`StepLayout`, which describes an array's sharding by integers, and the shards that devices hold under it.
+
+A *sub-axis* is a mesh axis or a part of one: an axis of 8 devices may be split into sub-axes of 2 and 4. A *weight* is
+the cost of a byte along an axis or a sub-axis: 1 inside a TPU slice (or node), and more between slices. The *mesh
+order* of a layout is the row-major order of the devices in its mesh.
+"""
 
 import dataclasses
 import math
@@ -7,6 +12,14 @@ from fractions import Fraction
 import numpy as np
 
 from ..._ground.errors import MeshError
+
+
+# Indices of sub-axes (mesh axes or parts of them), major first.
+SubAxes = tuple[int, ...]
+# A layout over sub-axes: for each dimension of the array, the sub-axes that shard it.
+ShardDims = tuple[SubAxes, ...]
+# The number of shards along each dimension of an array.
+Counts = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +54,7 @@ class StepLayout:
         return math.prod(self.sizes)
 
     @property
-    def counts(self) -> tuple[int, ...]:
+    def counts(self) -> Counts:
         """The number of shards along each dimension."""
         return tuple(math.prod(self.sizes[axis] for axis in axes) for axes in self.dims)
 
@@ -56,20 +69,11 @@ class StepLayout:
 
 
 def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns the position of each device in the mesh order of `layout`. The devices are listed in the mesh order of
-    `like`. For device ids 0, 1, 2 in `like` and 2, 0, 1 in `layout` it is [1, 2, 0].
+    """Returns the position in the mesh order of `layout` of each device, with devices in the mesh order of `like`. For
+    device ids 0, 1, 2 in `like` and 2, 0, 1 in `layout` it is [1, 2, 0].
 
-    **Arguments:**
-
-    - `layout`, `like`: layouts over the same devices; a layout whose `order` is `None` has the order of the other.
-
-    **Returns:**
-
-    An integer array with one entry per device.
-
-    **Raises:**
-
-    `MeshError` if the two meshes have different devices.
+    If the `order` of one layout is `None`, both have one order. Raises `MeshError` if the two meshes have different
+    devices.
     """
     if layout.order is None or like.order is None or layout.order == like.order:
         places = np.arange(layout.size)
@@ -86,35 +90,24 @@ def positions(layout: StepLayout, like: StepLayout) -> np.ndarray:
 
 
 def mesh_coordinates(sizes: tuple[int, ...], position: np.ndarray) -> np.ndarray:
-    """Returns the coordinates of devices in a mesh, with one row for each mesh axis.
-
-    **Arguments:**
-
-    - `sizes`: the sizes of the mesh axes.
-    - `position`: the position of each device in row-major order of the mesh.
-    """
+    """Returns the coordinates of the devices at the given positions in mesh order, with one row for each mesh axis."""
     if not sizes:
         return np.zeros((0, len(position)), np.int64)
     return np.stack(np.unravel_index(position, sizes))
 
 
 def slice_numbers(layout: StepLayout) -> np.ndarray:
-    """Returns the number of each device's TPU slice (or node), with devices in mesh order.
-
-    Mesh axes with a weight above 1 (the cost of a byte along the axis) run between slices.
+    """Returns the number of each device's TPU slice (or node), in mesh order. Axes with a weight above 1 run between
+    slices.
     """
     slow = tuple(axis for axis, weight in enumerate(layout.weights) if weight > 1)
     return shard_index(layout.sizes, mesh_coordinates(layout.sizes, np.arange(layout.size)), slow)
 
 
-def shard_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+def shard_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: SubAxes) -> np.ndarray:
     """Returns the index of each device's shard along a dimension that is sharded over `axes`.
 
-    **Arguments:**
-
-    - `sizes`: the sizes of the mesh axes.
-    - `coordinates`: the devices' mesh coordinates, with one row for each mesh axis.
-    - `axes`: the mesh axes that shard the dimension, major first.
+    `sizes` has the sizes of the mesh axes, and `coordinates` a row of device coordinates for each of them.
     """
     index = np.zeros(coordinates.shape[1], np.int64)
     for axis in axes:
@@ -124,13 +117,13 @@ def shard_index(sizes: tuple[int, ...], coordinates: np.ndarray, axes: tuple[int
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FineLayout:
-    """A `StepLayout` over sub-axes (mesh axes or parts of them), with the coordinates of every device.
+    """A `StepLayout` over sub-axes, with the coordinates of every device.
 
     **Arguments:**
 
     - `layout`: the layout.
     - `coordinates`: the devices' coordinates, with one row for each sub-axis and one column for each device. Devices
-        are numbered by their position in the mesh before the move.
+        are in the mesh order before the move.
     """
 
     layout: StepLayout
@@ -146,21 +139,17 @@ class FineLayout:
 
 
 def coordinates(layout: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns each device's coordinates in the mesh of `layout`, with one row for each mesh axis.
-
-    The devices are listed in the mesh order of `like`.
+    """Returns the coordinates in the mesh of `layout` of each device, with one row for each mesh axis. Devices are in
+    the mesh order of `like`.
     """
     return mesh_coordinates(layout.sizes, positions(layout, like))
 
 
 def link_groups(end: FineLayout) -> list[tuple[float, np.ndarray]]:
-    """Groups devices such that inside a group a byte costs at most a given weight.
+    """Groups devices such that a byte between two devices of a group costs at most a given weight.
 
-    A weight is the cost of a byte along a sub-axis of `end`. There is one grouping for each distinct weight.
-
-    **Returns:**
-
-    For each weight, in ascending order: the weight, and the number of each device's group.
+    Returns pairs of a weight and the number of each device's group. There is a pair for each distinct weight of the
+    layout, in ascending order.
     """
     weights = end.layout.weights or (1.0,) * len(end.layout.sizes)
     found = []
@@ -170,44 +159,32 @@ def link_groups(end: FineLayout) -> list[tuple[float, np.ndarray]]:
     return found
 
 
-# Indices of sub-axes, major first.
-SubAxes = tuple[int, ...]
-# For each dimension of the array, the sub-axes that shard it, and the number of shards along it.
-ShardDims = tuple[SubAxes, ...]
-Counts = tuple[int, ...]
-
-
 class Shards:
-    """The shard that each device holds, for any layout over the sub-axes (parts of mesh axes) of one mesh.
-
-    Methods take `axes`, the sub-axes that shard one dimension, or `dims`, those that shard each dimension. A cache
-    keeps their results.
-    """
+    """The shard that each device holds, for any layout over the sub-axes of one mesh. Results are cached."""
 
     def __init__(self, end: FineLayout):
         self.sizes = end.layout.sizes
         # Half the bytes, half the time: on thousands of devices the search is bound by these arrays.
         self.coordinates = end.coordinates.astype(np.int32)
         self.devices = end.coordinates.shape[1]
-        self._count: dict[tuple[int, ...], int] = {}
-        self._index: dict[tuple[int, ...], np.ndarray] = {(): np.zeros(self.devices, np.int32)}
+        self._count: dict[SubAxes, int] = {}
+        self._index: dict[SubAxes, np.ndarray] = {(): np.zeros(self.devices, np.int32)}
         self._numbers: dict[ShardDims, np.ndarray] = {}
 
-    def count(self, axes: tuple[int, ...]) -> int:
+    def count(self, axes: SubAxes) -> int:
         """The number of shards along a dimension that is sharded over `axes`."""
         if axes not in self._count:
             self._count[axes] = math.prod([self.sizes[axis] for axis in axes])
         return self._count[axes]
 
-    def counts(self, dims: ShardDims) -> tuple[int, ...]:
-        """The number of shards along each dimension in the layout `dims`."""
+    def counts(self, dims: ShardDims) -> Counts:
         return tuple([self.count(axes) for axes in dims])
 
     def shard_count(self, dims: ShardDims) -> int:
         """The number of distinct shards of an array in the layout `dims`."""
         return math.prod([self.count(axes) for axes in dims])
 
-    def index(self, axes: tuple[int, ...]) -> np.ndarray:
+    def index(self, axes: SubAxes) -> np.ndarray:
         """The index of each device's shard along a dimension that is sharded over `axes`."""
         if axes not in self._index:
             *outer, last = axes
@@ -229,10 +206,8 @@ class Shards:
 
 
 def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
-    """Returns the fraction of an array that a device must receive in a move, as the mean over devices.
-
-    `source` and `target` are the layouts before and after the move. A device must receive the elements of its new shard
-    that are not in its old shard.
+    """Returns the fraction of an array that a device must receive in a move, as the mean over devices. A device must
+    receive the elements of its new shard that are not in its old shard.
     """
     common, unit, here, there = None, 1, Shards(source), Shards(target)
     for have, want in zip(source.layout.dims, target.layout.dims, strict=True):
@@ -247,19 +222,12 @@ def missing_share(source: FineLayout, target: FineLayout) -> Fraction:
 
 
 def overlap(index: np.ndarray, count: int, other_index: np.ndarray, other_count: int) -> tuple[np.ndarray, int]:
-    """Returns for each device the number of elements that its shards have in common in two shardings of one dimension.
+    """Returns how many elements each device's shards have in common in two shardings of one dimension, and the size of
+    the dimension.
 
-    The size of the dimension is taken to be the least common multiple of the two numbers of shards. With 2 and 3
-    shards, the size is 6, and the first shards [0, 3) and [0, 2) have 2 elements in common.
-
-    **Arguments:**
-
-    - `index`, `count`: the index of each device's shard in the first sharding, and the number of shards.
-    - `other_index`, `other_count`: the index of each device's shard in the second sharding, and the number of shards.
-
-    **Returns:**
-
-    The number of common elements per device, and the size of the dimension.
+    Each sharding is given by the index of each device's shard and the number of shards. The size of the dimension is
+    taken to be the least common multiple of the two numbers. With 2 and 3 shards the size is 6, and the first shards
+    [0, 3) and [0, 2) have 2 elements in common.
     """
     parts = math.lcm(count, other_count)
     mine, theirs = np.int32(parts // count), np.int32(parts // other_count)

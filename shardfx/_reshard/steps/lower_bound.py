@@ -6,12 +6,11 @@ from typing import Literal
 
 import numpy as np
 
-from .layout import FineLayout, ShardDims, Shards, link_groups, overlap
+from .layout import FineLayout, ShardDims, Shards, SubAxes, link_groups, overlap
 
 
 class LowerBound:
-    """A lower bound on the cost of every path (sequence of steps) between any layout and one end of a move. An end is
-    the layout before or after the move.
+    """A lower bound on the cost of every path (sequence of steps) between any layout and one end of a move.
 
     The bound adds two costs. A device has to receive the elements of its new shard that are not in its old shard; each
     of these bytes costs at least as much as a byte over the cheapest axis. A group of devices that only expensive axes
@@ -21,8 +20,8 @@ class LowerBound:
     **Arguments:**
 
     - `shards`: the shards that devices hold in layouts over the sub-axes of `near`.
-    - `near`: the end over whose sub-axes the layouts are. The weights of its axes are the costs of a byte.
-    - `far`: the other end. Paths are between a layout and this end.
+    - `near`: the layout at one end of the move. The weights of its sub-axes are the costs of a byte.
+    - `far`: the layout at the other end, to which the paths lead.
     - `far_is`: whether `far` is the "target" or the "source" of the move. It says in which direction bytes are sent.
     """
 
@@ -36,13 +35,10 @@ class LowerBound:
             _GroupBound(shards, self.far, group, weight - less)
             for (less, group), (weight, _) in zip(cheaper, cheaper[1:], strict=False)
         ]
-        self._common_shares: dict[tuple[int, tuple[int, ...]], np.ndarray | None] = {}
+        self._common_shares: dict[tuple[int, SubAxes], np.ndarray | None] = {}
 
     def __call__(self, dims: ShardDims) -> float:
-        """A lower bound on the cost of every path between the layout `dims` and `far`, an end of the move.
-
-        `dims` has the sub-axes that shard each dimension.
-        """
+        """A lower bound on the cost of every path between the layout `dims` and the layout `far`."""
         shares = [share for share in map(self._common_share, range(len(dims)), dims) if share is not None]
         if not shares:
             return 0.0
@@ -52,11 +48,9 @@ class LowerBound:
         bound = max(0.0, 1.0 / wanted - float(common) / len(last)) * self.cheapest
         return bound + sum([group.bound(dims, self.needs_far) for group in self.dearer])
 
-    def _common_share(self, dim: int, axes: tuple[int, ...]) -> np.ndarray | None:
-        """For each device, the fraction of the dimension `dim` that it holds both in a layout and in `far`, an end of
-        the move.
-
-        In the layout the sub-axes `axes` shard the dimension. `None` if neither the layout nor `far` shards it.
+    def _common_share(self, dim: int, axes: SubAxes) -> np.ndarray | None:
+        """For each device, the fraction of the dimension `dim` that it holds both in a layout and in the layout `far`.
+        In the first layout the sub-axes `axes` shard the dimension. `None` if neither layout shards it.
         """
         key = (dim, axes)
         if key not in self._common_shares:
@@ -86,14 +80,14 @@ class _GroupBound:
         self.far = [_GroupShards(group, self.groups, *own) for own in far]
         # The fraction of a dimension that each group holds under a layout, and the fraction of it that the group also
         # holds under the far layout.
-        self._shares: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
+        self._shares: dict[tuple[int, SubAxes], tuple[np.ndarray, np.ndarray]] = {}
 
     def bound(self, dims: ShardDims, needs_far: bool) -> float:
         """The additional cost of the bytes that groups of devices must receive from other groups, as the mean over
         devices.
 
-        The bytes are sent between the layout `dims` and the far end of the move. With `needs_far`, `dims` is the layout
-        before they are sent. Otherwise it is the layout after.
+        With `needs_far`, the bytes are sent from the layout `dims` to the far end of the move. Otherwise they are sent
+        from the far end to `dims`.
         """
         need, common = 1.0, 1.0
         for dim, axes in enumerate(dims):
@@ -110,14 +104,8 @@ class _GroupBound:
 class _GroupShards:
     """The shards of one dimension that the devices of each group hold.
 
-    Only pairs of a group and a shard in it are listed, so there are at most as many pairs as devices.
-
-    **Arguments:**
-
-    - `group`: the number of each device's group.
-    - `groups`: the number of groups.
-    - `index`: the index of each device's shard along the dimension.
-    - `count`: the number of shards along the dimension.
+    Only pairs of a group and a shard in it are listed, so there are at most as many pairs as devices. `group` has the
+    number of each device's group, and `index` the index of its shard, one of `count`.
     """
 
     def __init__(self, group: np.ndarray, groups: int, index: np.ndarray, count: int):
@@ -128,7 +116,7 @@ class _GroupShards:
         self.share = np.bincount(self.group, minlength=groups) * (1.0 / count)
 
     def common_share(self, other: "_GroupShards") -> np.ndarray:
-        """For each group, the fraction of the dimension that its devices hold in both of two shardings, `self` and
+        """For each group, the fraction of the dimension that its devices hold both in `self` and in the sharding
         `other`.
         """
         fine, coarse = (self, other) if self.count >= other.count else (other, self)

@@ -1,8 +1,8 @@
 """The layouts one step before or after a layout, each with the cost of the step.
 
 A method whose name ends in `_from` yields the layouts that a step from the given layout reaches. A method whose name
-ends in `_into` yields the layouts from which a step reaches the given layout. The other methods serve both directions,
-since an all-to-all or a permutation leads both ways at the same cost.
+ends in `_into` yields the layouts from which a step reaches it. The other methods serve both directions. A *sub-axis*
+is a mesh axis or a part of one; its *weight* is the cost of a byte along it.
 """
 
 import functools as ft
@@ -16,22 +16,16 @@ from .prices import STEP, PermutationPrices, Prices
 # An all-to-all of more sub-axes keeps their order, because 5 sub-axes already have 120 orders.
 _MOST_REORDERED = 4
 
+# Layouts, each with the cost of the step.
 Priced = Iterator[tuple[ShardDims, float]]
 
 
 class Neighbours:
-    """Lists the layouts that are one step away from a layout, forward or backward. A layout, here `dims`, has for each
-    dimension the sub-axes (mesh axes or parts of them) that shard it, major first.
+    """Lists the layouts that are one step away from a layout, forward or backward.
 
-    **Arguments:**
-
-    - `max_counts`: for each dimension, the largest number of shards. All numbers of shards along the dimension divide
-        it.
-    - `near`: the layout before or after the move. The listed layouts are over its sub-axes.
-    - `far`: the layout at the other end of the move. If it has the same sub-axes as `near`, layouts with them in the
-        order of `far` are listed too.
-    - `shards`: the shards that devices hold under these layouts.
-    - `permutations`: the costs of permutations.
+    The layouts are over the sub-axes of `near`, the layout at one end of the move. If the layout `far` at the other end
+    has the same sub-axes, layouts with them in the order of `far` are listed too. All shard counts of a dimension
+    divide its number in `max_counts`.
     """
 
     def __init__(
@@ -47,7 +41,7 @@ class Neighbours:
         self.far_places = {
             sub_axis: (dim, place) for dim, axes in enumerate(self.far_dims) for place, sub_axis in enumerate(axes)
         }
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[tuple[int, ...], list[ShardDims]]] = {}
+        self._known: dict[tuple[SubAxes, tuple[int, ...]], dict[Counts, list[ShardDims]]] = {}
 
     def slices_from(self, dims: ShardDims) -> Priced:
         """The layouts that a slice reaches from `dims`. In each, one dimension is sharded over one more sub-axis."""
@@ -61,11 +55,8 @@ class Neighbours:
                 yield before, STEP
 
     def gathers_from(self, dims: ShardDims) -> Priced:
-        """The layouts that an all-gather reaches from `dims`. In each, one dimension lacks its last sub-axis or several
-        of them.
-
-        If a byte costs the same along all sub-axes of the mesh, all-gathers along any number of sub-axes are listed.
-        If costs differ, sub-axes of equal cost are gathered one at a time, and only those of different costs together.
+        """The layouts that an all-gather reaches from `dims`. In each, one dimension lacks one or more last sub-axes.
+        If the mesh has several weights, sub-axes of equal weight are gathered one at a time.
         """
         shard_count = self.shards.shard_count(dims)
         for run, after in self._coarser(dims):
@@ -78,22 +69,17 @@ class Neighbours:
         for run, before in self._finer(dims, self._runs(self._free(dims))):
             yield before, self.prices.all_gather(shard_count * self.shards.count(run), run) + STEP
 
-    def _finer(self, dims: ShardDims, runs: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ShardDims]]:
-        """Yields each layout in which one dimension is sharded over more sub-axes than in `dims`.
-
-        Before the layout it yields the added sub-axes. `runs` has the groups of sub-axes that may be added.
-        """
+    def _finer(self, dims: ShardDims, runs: list[SubAxes]) -> Iterator[tuple[SubAxes, ShardDims]]:
+        """Yields each group of `runs` that can shard a dimension of `dims` too, with the layout in which it does."""
         for dim, axes in enumerate(dims):
             left = self.max_counts[dim] // self.shards.count(axes)
             for run in runs:
                 if left % self.shards.count(run) == 0:
                     yield run, (*dims[:dim], (*axes, *run), *dims[dim + 1 :])
 
-    def _coarser(self, dims: ShardDims) -> Iterator[tuple[tuple[int, ...], ShardDims]]:
-        """Yields each layout in which one dimension lacks its last sub-axes. Before the layout it yields these
-        sub-axes.
-
-        A layout with fewer shards than both ends of the move is left out.
+    def _coarser(self, dims: ShardDims) -> Iterator[tuple[SubAxes, ShardDims]]:
+        """Yields the last sub-axes of a dimension of `dims`, one or more, and the layout without them. Layouts with
+        fewer shards than both ends of the move are left out.
         """
         shard_count = self.shards.shard_count(dims)
         for dim, axes in enumerate(dims):
@@ -102,11 +88,7 @@ class Neighbours:
                     yield axes[kept:], (*dims[:dim], axes[:kept], *dims[dim + 1 :])
 
     def all_to_alls(self, dims: ShardDims, each: float, limit: float) -> Priced:
-        """Yields the layouts that an all-to-all reaches from `dims`, each with a cost.
-
-        The cost is that of the all-to-all plus `each`, a fixed cost of one step. Layouts whose cost is not below
-        `limit` are left out.
-        """
+        """Yields the layouts that an all-to-all reaches from `dims` for less than `limit`, with a fixed cost `each`."""
         shard_count = self.shards.shard_count(dims)
         for kept, moving, to_dims in _choices(dims):
             cost = self.prices.all_to_all(shard_count, moving) + each
@@ -123,10 +105,8 @@ class Neighbours:
                     yield tuple(after), cost
 
     def permutes(self, dims: ShardDims, limit: float) -> Priced:
-        """Yields the layouts in which one sub-axis becomes the minor-most of its dimension.
-
-        Each comes with the cost of the permutation of shards that leads there from `dims`. Costs above `limit` are
-        lower bounds.
+        """Yields the layouts in which one sub-axis of `dims` becomes the minor-most of its dimension, by a permutation
+        of shards. Costs above `limit` are lower bounds.
         """
         share = 1 / self.shards.shard_count(dims)
         for dim, axes in enumerate(dims):
@@ -135,18 +115,12 @@ class Neighbours:
                 yield after, self.permutations.cost(self.shards.numbers(dims), self.shards.numbers(after), share, limit)
 
     def _free(self, dims: ShardDims) -> list[int]:
-        """The sub-axes that shard no dimension in `dims`."""
         used = {axis for axes in dims for axis in axes}
         return [sub_axis for sub_axis in self.sub_axes if sub_axis not in used]
 
-    def _runs(self, free: list[int]) -> list[tuple[int, ...]]:
-        """The groups of sub-axes along which one all-gather is tried, from `free`, the sub-axes that shard no
-        dimension.
-
-        Each sub-axis is a group. A group of several must have sub-axes of different weights (costs of a byte along
-        them).
-        """
-        runs: list[tuple[int, ...]] = [(sub_axis,) for sub_axis in free]
+    def _runs(self, free: list[int]) -> list[SubAxes]:
+        """The groups of sub-axes for one all-gather: each of `free`, and several of different weights together."""
+        runs: list[SubAxes] = [(sub_axis,) for sub_axis in free]
         if not self.some_are_dearer:
             return runs
         most = len(free) if len(free) <= _MOST_REORDERED else 2
@@ -155,9 +129,8 @@ class Neighbours:
         return runs
 
     def _assignments(self, moving: SubAxes, to_dims: tuple[int, ...]) -> dict[Counts, list[ShardDims]]:
-        """The ways in which the sub-axes `moving` can be added to the dimensions `to_dims`.
-
-        They are grouped by the numbers of shards into which the added sub-axes split the dimensions.
+        """The ways to add the sub-axes `moving` to the dimensions `to_dims`, grouped by the shard counts of these
+        sub-axes.
         """
         found = self._known.get((moving, to_dims))
         if found is None:
@@ -166,21 +139,15 @@ class Neighbours:
                 found.setdefault(self.shards.counts(added), []).append(added)
         return found
 
-    def _far_assignment(self, moving: tuple[int, ...], to_dims: tuple[int, ...]) -> list[ShardDims]:
-        """Returns the way to add sub-axes to dimensions that puts each where the other end of the move has it.
-
-        Sub-axes that shard none of these dimensions there are added to the first one. The result is the only entry of a
-        list. The list is empty if there are few sub-axes, because all ways are tried then.
-
-        **Arguments:**
-
-        - `moving`: the sub-axes to add.
-        - `to_dims`: the dimensions that can gain sub-axes.
+    def _far_assignment(self, moving: SubAxes, to_dims: tuple[int, ...]) -> list[ShardDims]:
+        """Returns a list with one way to add the sub-axes `moving` to the dimensions `to_dims`: each where the layout
+        `far` has it, or else to the first dimension. If there are few sub-axes, the list is empty, because all ways are
+        tried then.
         """
         if len(moving) <= _MOST_REORDERED:
             return []
         last = (len(self.far_places), 0)
-        added: dict[int, tuple[int, ...]] = dict.fromkeys(to_dims, ())
+        added: dict[int, SubAxes] = dict.fromkeys(to_dims, ())
         for sub_axis in sorted(moving, key=lambda sub_axis: self.far_places.get(sub_axis, last)):
             dim = self.far_places[sub_axis][0] if sub_axis in self.far_places else to_dims[0]
             added[dim if dim in to_dims else to_dims[0]] += (sub_axis,)
@@ -188,17 +155,11 @@ class Neighbours:
 
 
 def _choices(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list[int]]]:
-    """Yields each choice of the sub-axes that an all-to-all moves from some dimensions to others, for the layout
-    `dims`.
+    """Yields each choice of sub-axes that an all-to-all can move between dimensions of the layout `dims`.
 
-    A dimension either loses some of its minor sub-axes or gains minor sub-axes. A dimension that did both would
-    exchange chunks of unequal sizes.
-
-    **Returns:**
-
-    For each choice, three values: for each dimension the sub-axes that stay in it; the sub-axes that move; and the
-    dimensions that can gain them. For ((0, 1), ()) one choice is ((0,), ()), (1,) and [1]: sub-axis 1 moves to
-    dimension 1.
+    A choice has three values: the sub-axes that stay in each dimension; the sub-axes that move; and the dimensions that
+    can gain them. For ((0, 1), ()) one choice is ((0,), ()), (1,) and [1]: sub-axis 1 moves to dimension 1. A dimension
+    either loses or gains minor sub-axes, since one that did both would exchange chunks of unequal sizes.
     """
     for lengths in it.product(*[range(len(axes) + 1) for axes in dims]):
         to_dims = [dim for dim, length in enumerate(lengths) if not length]
@@ -209,11 +170,10 @@ def _choices(dims: ShardDims) -> Iterator[tuple[ShardDims, tuple[int, ...], list
 
 
 @ft.lru_cache(maxsize=1024)
-def _all_assignments(moving: tuple[int, ...], to_dims: int) -> tuple[ShardDims, ...]:
-    """The ways to distribute the sub-axes `moving` over `to_dims` dimensions.
-
-    For at most four sub-axes these are all ways, in all orders: ((0, 1),) and ((1, 0),) for sub-axes 0 and 1 and one
-    dimension. For more, they are only some of the ways that keep the order of the sub-axes.
+def _all_assignments(moving: SubAxes, to_dims: int) -> tuple[ShardDims, ...]:
+    """The ways to distribute the sub-axes `moving` over `to_dims` dimensions. For sub-axes 0 and 1 and one dimension
+    they are ((0, 1),) and ((1, 0),). For more than four sub-axes, they are some of the ways that keep the order of the
+    sub-axes.
     """
     if len(moving) > _MOST_REORDERED:
         return _assignments_in_order(moving, to_dims)
@@ -228,11 +188,8 @@ def _all_assignments(moving: tuple[int, ...], to_dims: int) -> tuple[ShardDims, 
     return tuple(found)
 
 
-def _assignments_in_order(moving: tuple[int, ...], to_dims: int) -> tuple[ShardDims, ...]:
-    """The ways to distribute the sub-axes `moving` over one or two of `to_dims` dimensions, in their order.
-
-    Either one dimension gets all of them, or one gets the first few and another gets the rest.
-    """
+def _assignments_in_order(moving: SubAxes, to_dims: int) -> tuple[ShardDims, ...]:
+    """The ways to add all sub-axes to one dimension, or the first few to one and the rest to another."""
     whole = [tuple(moving if dim == only else () for dim in range(to_dims)) for only in range(to_dims)]
     halves = [(moving[:cut], moving[cut:]) for cut in range(len(moving))] if to_dims > 1 else []
     parted = [

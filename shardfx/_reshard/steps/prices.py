@@ -9,7 +9,7 @@ import itertools as it
 
 import numpy as np
 
-from .layout import FineLayout, link_groups
+from .layout import FineLayout, SubAxes, link_groups
 
 
 # A small cost per step makes the search prefer the path with fewer steps among paths of equal traffic.
@@ -20,17 +20,13 @@ STEP_BEFORE_PERMUTATION = 1.01 * STEP
 
 
 class Prices:
-    """The costs of collectives along sub-axes of one mesh.
-
-    A cost is the fraction of the array's bytes that a device receives, times the weight (cost of a byte) of the
-    sub-axis over which they arrive.
-    """
+    """The costs of collectives along sub-axes (mesh axes or parts of them) of one mesh."""
 
     def __init__(self, end: FineLayout):
         self.sizes = end.layout.sizes
         self.weights = end.layout.weights or (1.0,) * len(self.sizes)
 
-    def all_to_all(self, shard_count: int, group: tuple[int, ...]) -> float:
+    def all_to_all(self, shard_count: int, group: SubAxes) -> float:
         """The cost of an all-to-all along the sub-axes `group`, for an array that has `shard_count` shards."""
         left, cost = 1.0, 0.0
         for sub_axis in self._dearest_first(group):
@@ -39,7 +35,7 @@ class Prices:
             left /= self.sizes[sub_axis]
         return cost / shard_count
 
-    def all_gather(self, shard_count: int, group: tuple[int, ...]) -> float:
+    def all_gather(self, shard_count: int, group: SubAxes) -> float:
         """The cost of an all-gather along the sub-axes `group`. Before it the array has `shard_count` shards."""
         held, cost = 1, 0.0
         for sub_axis in self._dearest_first(group):
@@ -48,18 +44,18 @@ class Prices:
             held *= self.sizes[sub_axis]
         return cost / shard_count
 
-    def are_mixed(self, group: tuple[int, ...]) -> bool:
-        """Whether the sub-axes in `group` have different weights (costs of a byte along them)."""
+    def are_mixed(self, group: SubAxes) -> bool:
+        """Whether the sub-axes in `group` have different weights."""
         return len({self.weights[sub_axis] for sub_axis in group}) > 1
 
-    def _dearest_first(self, group: tuple[int, ...]) -> list[int]:
+    def _dearest_first(self, group: SubAxes) -> list[int]:
         return sorted(group, key=lambda sub_axis: -self.weights[sub_axis])
 
 
 class PermutationPrices:
     """The costs of permutations, in which each device's shard is sent to another device.
 
-    The attribute `computed` is the number of permutations for which the links between devices were compared.
+    `computed` counts the permutations for which the links between devices were compared.
     """
 
     def __init__(self, source: FineLayout):
@@ -67,13 +63,11 @@ class PermutationPrices:
         self.computed = 0
 
     def cost(self, have: np.ndarray, want: np.ndarray, share: float, limit: float) -> float:
-        """Returns the cost of the permutation after which devices hold the shards `want` instead of the shards `have`.
+        """Returns the cost of a permutation. Before it the devices hold the shards with the numbers `have`, after it
+        those with the numbers `want`.
 
-        **Arguments:**
-
-        - `have`, `want`: for each device, the number of its shard before and after the permutation.
-        - `share`: the size of one shard as a fraction of the array.
-        - `limit`: a cost. If the permutation costs more, any lower bound above `limit` may be returned.
+        `share` is the size of one shard as a fraction of the array. If the permutation costs more than `limit`, the
+        result may be any lower bound above `limit`.
         """
         moves = have != want
         moving = int(moves.sum())

@@ -1,7 +1,8 @@
 """Runs the steps of a `Redistribution` on traced or live arrays, as one `shard_map` over the source's mesh.
 
-Each collective lists the devices of its replica groups. No mesh of sub-axes is needed, and steps along sub-axes of the
-target's mesh run in the same `shard_map`.
+Each collective lists the devices of its replica groups, in the mesh order of the source's layout `like`. No mesh of
+sub-axes is needed, and steps along sub-axes of the target's mesh run in the same `shard_map`. With `chunks`, shards
+move chunk by chunk to limit memory.
 """
 
 import functools as ft
@@ -30,20 +31,7 @@ def program(
     like: StepLayout,
     chunks: Chunks | None = None,
 ) -> Shaped[Array, "..."]:
-    """Moves a traced array from sharding `src` to sharding `dst`.
-
-    **Arguments:**
-
-    - `x`: an array of rank 1 or more if there are steps.
-    - `src`, `dst`: shardings on meshes that list the same devices in the same order.
-    - `steps`: the steps from `src` to `dst`.
-    - `like`: `src` as a `StepLayout`. Devices are numbered in its mesh order.
-    - `chunks`: the chunks in which shards move one after another to limit memory; `None` to move whole shards.
-
-    **Returns:**
-
-    The array in `dst`.
-    """
+    """Moves a traced array by `steps` from sharding `src` to sharding `dst`, on meshes of one device order."""
     if not steps:
         return placed(x, dst)
     mapped = ft.partial(_moving, src=src, steps=steps, like=like, chunks=chunks)
@@ -75,19 +63,8 @@ def live_program(
     donate: bool,
     chunks: Chunks | None = None,
 ) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that moves live arrays of one shape and sharding. It compiles on its first call.
-
-    **Arguments:**
-
-    - `shape`: the shape of the arrays.
-    - `plan`: the steps from `src` to `dst`, one or more.
-    - `src`, `dst`: the shardings before and after, on the same devices in any order.
-    - `donate`: whether the function gives up the buffers of its argument, so that the result can reuse them.
-    - `chunks`: the chunks in which shards move one after another to limit memory; `None` to move whole shards.
-
-    **Returns:**
-
-    A function of one array.
+    """Returns a function that moves live arrays of one shape from sharding `src` to sharding `dst`, on the same devices
+    in any order. It compiles on its first call. With `donate`, its result can reuse the buffers of its argument.
     """
     here, there = untyped(src), untyped(dst)
     planned = {"src": here, "steps": plan.steps, "like": layouts(len(shape), here, there)[0], "chunks": chunks}
@@ -104,8 +81,7 @@ def live_program(
         given = x
         if x.sharding.memory_kind != here.memory_kind:
             x = jax.device_put(x, NamedSharding(src.mesh, src.spec))
-        # Whatever mesh the caller has set, this program is about its own two meshes; and it is one program under
-        # `disable_jit` too.
+        # The caller may have set another mesh or `disable_jit`.
         with jax.sharding.use_abstract_mesh(NO_MESH), jax.disable_jit(False):
             y = step(x)
         y = labelled(y, NamedSharding(dst.mesh, dst.spec), shape)
@@ -135,16 +111,7 @@ def run(
     axes: tuple[str, ...],
     chunks: Chunks | None = None,
 ) -> Shaped[Array, "..."]:
-    """Applies all steps of a move to one device's shard, inside a `shard_map`.
-
-    **Arguments:**
-
-    - `shard`: the shard.
-    - `steps`: the steps.
-    - `like`: the layout of the source. Devices are numbered in its mesh order.
-    - `axes`: all axes of the mesh of the `shard_map`.
-    - `chunks`: the chunks in which shards move one after another to limit memory; `None` to move whole shards.
-    """
+    """Applies all steps of a move to one device's shard, inside a `shard_map` over a mesh with all of `axes`."""
 
     def at_once(shard: Array) -> Array:
         for step in steps:
@@ -187,13 +154,8 @@ def _all_gather(shard: Array, step: MoveStep, like: StepLayout, axes: tuple[str,
 
 
 def _either(shard: Array, at_once: Callable[[Array], Array], stacked: Callable[[Array], Array]) -> Array:
-    """Runs a collective on one device's shard in one of two ways, depending on the platform.
-
-    On CPUs it runs `stacked`, over integers of the same bits, in which received shards are stacked and then joined.
-    XLA's CPU compiler runs `at_once` in a buffer with transposed dimensions, which it copies element by element.
-
-    On other platforms it runs `at_once`, a single collective. On TPUs this is fast, and `stacked` would read and write
-    the shards once more.
+    """Runs a collective on one device's shard: `at_once`, or on CPUs `stacked`, which stacks the received shards and
+    joins them. XLA's CPU compiler runs `at_once` in a transposed buffer, which it copies element by element.
     """
     return lax.platform_dependent(shard, cpu=on_bits(stacked), default=at_once)
 
@@ -213,11 +175,8 @@ _RUN = {"slice": _slice, "permute": _permute, "all_gather": _all_gather, "all_to
 
 
 def on_bits(move: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that runs `move` on small floats as integers of the same bits. Other dtypes are moved
-    directly.
-
-    XLA's CPU compiler converts bfloat16 and floats of fewer bits to larger floats, moves these, and converts them back.
-    This takes twice the traffic and the memory, and a NaN does not keep its bits.
+    """Returns `move` with small floats moved as integers of the same bits. XLA's CPU compiler moves bfloat16 and floats
+    of fewer bits as larger floats: the traffic and the memory double, and a NaN does not keep its bits.
     """
 
     def run(x: Any, *others: Any) -> Any:
@@ -236,8 +195,5 @@ def is_small_float(dtype: Any) -> bool:
 
 
 def moved(move: Callable[..., object], *arrays: object) -> Any:
-    """Applies `move`, a function that changes no bits, to traced arrays.
-
-    On CPUs small floats are given to `move` as integers of the same bits.
-    """
+    """Applies `move`, a function that changes no bits, to traced arrays; on CPUs through `on_bits`."""
     return lax.platform_dependent(*arrays, cpu=on_bits(move), default=move)

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from .layout import (
+    Counts,
     FineLayout,
     Shards,
     StepLayout,
@@ -30,16 +31,8 @@ StepKind = Literal["slice", "all_to_all", "permute", "all_gather"]
 
 
 class PathStep(NamedTuple):
-    """One step of a path (sequence of steps) between two layouts, and the bytes that a device receives in it.
-
-    The bytes are fractions of the bytes of the whole array, as means over devices.
-
-    **Arguments:**
-
-    - `kind`: the kind of step, as in `MoveStep`.
-    - `source`, `target`: the layouts before and after the step.
-    - `wire_share`: the bytes from all other devices.
-    - `dcn_share`: the bytes from devices of other TPU slices.
+    """One step of a path between two layouts. `wire_share` is the bytes that a device receives from other devices, and
+    `dcn_share` those among them from other TPU slices. Both are fractions of the array's bytes, as means over devices.
     """
 
     kind: StepKind
@@ -83,9 +76,7 @@ class Redistribution:
     **Arguments:**
 
     - `steps`: the steps in order; none if every device already holds its target shard.
-    - `wire_bytes`: the bytes that a device receives over all steps, as the mean over devices, rounded up.
-    - `dcn_bytes`: the bytes among `wire_bytes` that come from another TPU slice (or node). If slices do not line up
-        with mesh axes, it is an upper bound.
+    - `wire_bytes`, `dcn_bytes`: as in `MoveStep`, over all steps.
     - `peak_bytes`: the most bytes of shards that a device holds at one time.
     - `lower_bound_bytes`: the bytes that a device must receive under any algorithm, as the mean over devices. Elements
         of its target shard that the device already holds do not count.
@@ -100,23 +91,11 @@ class Redistribution:
 
 @ft.lru_cache(maxsize=4096)
 def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, dst: StepLayout) -> Redistribution:
-    """Plans the steps that move one array between two layouts, with little traffic and bounded memory.
+    """Plans the steps that move one array between two layouts over the same devices. The result is cached.
 
-    A step reads one shard and writes one. It holds at most twice the larger shard of the two layouts.
-
-    **Arguments:**
-
-    - `shape`: the shape of the whole array. Every dimension must divide into the shards of both layouts.
-    - `itemsize_bits`: bits per element.
-    - `src`, `dst`: layouts over the same devices, made by `layout`.
-
-    **Returns:**
-
-    The `Redistribution`. A bounded cache keeps earlier results.
-
-    **Raises:**
-
-    `MeshError` if the two layouts are not over the same devices.
+    A step reads one shard and writes one. It holds at most twice the larger shard of `src` and `dst`. Every dimension
+    of `shape`, the shape of the whole array, must divide into the shards of both. Raises `MeshError` if the two layouts
+    are not over the same devices.
     """
     # The search depends only on which shard counts divide the shape, so leaves of different shapes share cached paths.
     max_counts = tuple(math.gcd(size, src.size) for size in shape)
@@ -125,11 +104,11 @@ def redistribute(shape: tuple[int, ...], itemsize_bits: int, src: StepLayout, ds
 
 
 @ft.lru_cache(maxsize=4096)
-def _planned(max_counts: tuple[int, ...], src: StepLayout, dst: StepLayout) -> tuple[Path, Fraction]:
+def _planned(max_counts: Counts, src: StepLayout, dst: StepLayout) -> tuple[Path, Fraction]:
     """Returns a cheap path from layout `src` to layout `dst`, and a lower bound on the traffic of any path.
 
-    The bound is the fraction of the array that a device receives, as the mean over devices. `max_counts` has the
-    largest number of shards for each dimension. All numbers of shards along it divide this number.
+    The bound is the fraction of the array that a device receives, as the mean over devices. All shard counts of a
+    dimension divide its number in `max_counts`.
     """
     source, target = refine(src, dst)
     bound = missing_share(source, target)
@@ -168,19 +147,11 @@ def _bytes(bits: Fraction | int) -> int:
 
 
 def path_along(before: Sequence[StepLayout], after: Sequence[StepLayout]) -> Path:
-    """Returns the steps that lead through the layouts `before` and then through the layouts `after`.
+    """Returns the steps that lead through the layouts `before`, over sub-axes of the source's mesh, and then through
+    the layouts `after`, over sub-axes of the target's mesh.
 
-    The step from the source's mesh to the target's mesh is a permutation, or a slice if each device already holds its
-    next shard.
-
-    **Arguments:**
-
-    - `before`: layouts over sub-axes of the mesh before the move, beginning with the source's layout.
-    - `after`: layouts over sub-axes of the mesh after the move, ending with the target's layout.
-
-    **Returns:**
-
-    The steps. Successive steps of one kind are merged if one operation can do both.
+    The step from one mesh to the other is a permutation, or a slice if each device already holds its next shard.
+    Successive steps of one kind are merged if one operation can do both.
     """
     pairs = [*it.pairwise(before), (before[-1], after[0]), *it.pairwise(after)]
     steps: list[PathStep] = []
@@ -203,15 +174,8 @@ def _kind(source: StepLayout, target: StepLayout) -> StepKind:
 
 
 def _shares(kind: StepKind, source: StepLayout, target: StepLayout, like: StepLayout) -> tuple[Fraction, Fraction]:
-    """Returns the bytes that a device receives in a step: from all devices, and from devices of other TPU slices.
-
-    Both are fractions of the bytes of the whole array.
-
-    **Arguments:**
-
-    - `kind`: the kind of step.
-    - `source`, `target`: the layouts before and after it.
-    - `like`: the layout in whose mesh order devices are numbered.
+    """Returns the `wire_share` and the `dcn_share` of a step (see `PathStep`). Devices are numbered in the mesh order
+    of `like`.
     """
     if kind == "slice":
         return Fraction(0), Fraction(0)
@@ -236,18 +200,12 @@ def _changed(source: StepLayout, target: StepLayout) -> list[int]:
 
 
 def _are_one(kind: StepKind, earlier: PathStep, source: StepLayout, target: StepLayout) -> bool:
-    """Whether two successive steps of the same kind can be done by one operation.
+    """Whether the step `earlier` and a second step of the same kind, from `source` to `target`, can be done by one
+    operation.
 
     Two all-to-alls never can. Two slices always can, and so can two permutations. Two all-gathers can if they
-    concatenate along the same dimension, and along sub-axes of the same mesh. An all-gather along sub-axes of the mesh
-    before the move may be followed by one along sub-axes of the mesh after it, with no shard moved in between. These
-    two cannot be one. Then `earlier.target` and `source` differ.
-
-    **Arguments:**
-
-    - `kind`: the kind of both steps.
-    - `earlier`: the first step.
-    - `source`, `target`: the layouts before and after the second step.
+    concatenate along the same dimension and follow each other on one mesh. If the second is on the target's mesh and
+    the first on the source's, `earlier.target` and `source` differ.
     """
     if kind != "all_gather":
         return kind != "all_to_all"
@@ -258,15 +216,11 @@ def _are_one(kind: StepKind, earlier: PathStep, source: StepLayout, target: Step
 
 
 def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.ndarray:
-    """Returns for each device the device that sends it its new shard in a permute.
+    """Returns for each device the device that sends it its new shard in a permute from `source` to `target`.
 
     A device that already holds its new shard is its own sender. Any other device receives its shard from a device that
-    holds it and does not yet send. Of these, one over the cheapest links is taken.
-
-    **Arguments:**
-
-    - `source`, `target`: the layouts before and after the permute, with equally many shards along each dimension.
-    - `like`: the layout in whose mesh order devices are numbered.
+    holds it and does not yet send. Of these, one over the cheapest links is taken. Devices are numbered in the mesh
+    order of `like`.
     """
     ends = [FineLayout(end, coordinates(end, like)) for end in (source, target)]
     have, want = (Shards(end).numbers(end.layout.dims) for end in ends)
@@ -280,16 +234,11 @@ def permutation(source: StepLayout, target: StepLayout, like: StepLayout) -> np.
 
 
 def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np.ndarray, held: np.ndarray) -> None:
-    """Chooses for devices that need a shard a device that holds this shard, and writes it into `sender`.
+    """Chooses senders for the devices `without`, which need the shards with the numbers `wanted`, and writes them into
+    `sender`. The devices `free`, which do not send yet, hold the shards `held`.
 
     Of the devices that need one shard, the k-th receives it from the k-th device that holds it. If fewer devices hold
     it, the others get no sender.
-
-    **Arguments:**
-
-    - `sender`: the sender of each device.
-    - `without`, `wanted`: the devices that still need a shard, and the number of this shard.
-    - `free`, `held`: the devices that do not send yet, and the number of the shard that each holds.
     """
     (without, wanted, first), (free, held, second) = (_ranked(without, wanted), _ranked(free, held))
     pair = len(sender) + 1
@@ -299,12 +248,9 @@ def _match(sender: np.ndarray, without: np.ndarray, wanted: np.ndarray, free: np
 
 
 def _ranked(devices: np.ndarray, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sorts devices by the number of their shard.
-
-    **Returns:**
-
-    The sorted devices, their shards, and the position of each device among the devices of the same shard. For shards 5,
-    3, 5 of devices 0, 1, 2 these are [1, 0, 2], [3, 5, 5] and [0, 0, 1].
+    """Sorts devices by the number of their shard. Returns the sorted devices, their shards, and the position of each
+    device among the devices of the same shard. For shards 5, 3, 5 of devices 0, 1, 2 these are [1, 0, 2], [3, 5, 5] and
+    [0, 0, 1].
     """
     order = np.argsort(shards, kind="stable")
     ascending = shards[order]

@@ -1,50 +1,28 @@
 """The search for the cheapest path between two layouts: a bidirectional A* over slices, all-to-alls, one permutation
 and all-gathers.
 
-**The problem.** An array has one sharding and needs another over the same devices. The search looks for a short
-sequence of steps with the least traffic. No step may need more memory than about one shard to read and one shard to
-write, so gathering the whole array and slicing it is no solution. Rink et al. 2021 (arXiv 2112.01075) show that four
-kinds of steps suffice:
+No step may need more memory than about one shard to read and one to write, so gathering the whole array is no solution.
+Rink et al. 2021 (arXiv 2112.01075) show that four kinds of steps suffice:
 
 - a *slice* keeps a chunk of each shard; it costs nothing;
-- an *all-to-all* within replica groups moves sub-axes from one dimension to another;
+- an *all-to-all* within replica groups moves sub-axes (mesh axes or parts of them) from one dimension to another;
 - a *permutation* sends every device's shard to another device;
 - an *all-gather* concatenates the shards of a replica group on each of its devices.
 
-**The words.**
+A path begins with slices and all-to-alls on the source's sub-axes, since traffic is least while shards are small. Then
+it has one permutation, the *crossing*, and ends with all-to-alls and all-gathers on the target's sub-axes. `Problem`
+allows exceptions. `prices` defines the cost of a path.
 
-- *Sub-axis*: a mesh axis or a part of one. An axis of 8 devices may be split into sub-axes of 2 and 4, each of which
-    can shard another dimension. `splits` chooses the sub-axes.
-- *Layout*, here `dims`: for each dimension, the sub-axes that shard it, major first. `((0, 2), ())` shards the rows of
-    a matrix over sub-axes 0 and 2, and leaves the columns unsharded.
-- *Counts*: the number of shards along each dimension. A permutation keeps them; every other step changes them.
-- *Free sub-axis*: a sub-axis that shards no dimension. Devices that differ only in it hold the same shard.
-- *Weight*: the cost of a byte along a sub-axis. Sub-axes between TPU slices (or nodes) have a high weight.
-- *Cost*: the fraction of the array's bytes that a device receives, as the mean over devices, times the weights.
-- *Largest counts*, `max_counts`: for each dimension, the largest shard count. All its shard counts divide this number.
-- *Source*, *target*: the layouts before and after the move. If both use the sub-axes of one mesh, `dims` means the same
-    for both. Otherwise only counts and the numbers of shards can be compared.
-- *Forward half*: the search from the source on. It knows the cost from the source to a layout.
-- *Backward half*: the search from the target back. It knows the cost from a layout to the target.
-- *Crossing*: the permutation from a layout of the forward half to a layout of the backward half with the same counts.
-    It costs nothing if every device already holds the right shard.
+The search has two halves. The *forward half* starts at the source, and the *backward half* at the target. Each half has
+a heap of layouts, ordered by a lower bound on the cost of a path through the layout: the known cost to it, plus the
+`LowerBound` of the rest. The search takes the layout with the smallest lower bound, and *settles* it: it tries a
+crossing to every settled layout of the other half with the same shard counts, and adds the neighbours to the heap.
+Layouts that cannot be on a cheaper path than the best one so far are dropped.
 
-**The order of the steps.** A path begins with slices and all-to-alls on the source's sub-axes, then has one crossing,
-and ends with all-to-alls and all-gathers on the target's sub-axes. Slices come first and all-gathers last, since
-traffic is least while shards are small. One crossing is enough as a rule: two successive permutations are one.
-`Problem` allows two exceptions.
-
-**The search.** Each half has a heap of layouts, ordered by a lower bound on the cost of a path through the layout: the
-known cost to it, plus the `LowerBound` of the rest. The search compares the first layouts of the two heaps, and takes
-the one with the smaller lower bound. It *settles* this layout: it tries a crossing to every settled layout of the other
-half with the same counts, and adds the neighbours to the heap. Layouts that cannot be on a cheaper path than the best
-one so far are dropped. When both heaps are empty, the best path is the cheapest one.
-
-**The budget.** Some moves have too many layouts. The search ends after a number of them, with the best path so far. It
-runs twice. The first run splits no dimension into more shards than the least common multiple of its counts in source
-and target, so it has few layouts and finds some path. The second run is not limited in this way, and drops all layouts
-that cannot beat the first path. If no path was found within the budget, the layouts whose counts are nearest to those
-of the other half's start come first, at any cost.
+Some moves have too many layouts, so the search ends after a number of them, with the best path so far. It runs twice.
+The first run splits no dimension into more shards than the least common multiple of its counts in source and target, so
+it has few layouts. The second run drops all layouts that cannot beat the first path. If no path was found within the
+budget, the layouts whose counts are nearest to those of the other half's start come first, at any cost.
 """
 
 import dataclasses
@@ -60,7 +38,7 @@ from .prices import STEP, STEP_BEFORE_PERMUTATION, PermutationPrices
 from .splits import primes
 
 
-# Costs that differ by less are equal; the difference comes from the order of additions.
+# Costs that differ by less are equal: the difference comes from the order of additions.
 _ROUNDING = 1e-12
 _FEW_LAYOUTS = 900
 _MOST_LAYOUTS = 3000
@@ -73,38 +51,26 @@ NextLayouts = Callable[[ShardDims, float], Iterator[tuple[ShardDims, float]]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """The input of the search: the layouts before and after a move, over sub-axes (mesh axes or parts of them).
+    """The input of the search: the layouts before and after a move, over sub-axes.
 
     **Arguments:**
 
-    - `max_counts`: for each dimension, the largest number of shards. All numbers of shards along the dimension divide
-        it.
+    - `max_counts`: for each dimension, a number that all its shard counts divide.
     - `source`, `target`: the layouts before and after the move.
-    - `takes_detours`: whether the search also tries all-gathers before the permutation between the meshes, slices after
-        it, and permutations of the sub-axes of a dimension. These steps help in three cases: sub-axes of different
-        sizes block each other; a byte costs more along some sub-axes than along others; source and target have no
-        sub-axes in common.
+    - `takes_detours`: whether the search also tries all-gathers before the crossing, slices after it, and permutations
+        of the sub-axes of a dimension. These steps help in three cases: sub-axes of different sizes block each other; a
+        byte costs more along some sub-axes than along others; source and target have no sub-axes in common.
     """
 
-    max_counts: tuple[int, ...]
+    max_counts: Counts
     source: FineLayout
     target: FineLayout
     takes_detours: bool = False
 
 
 def cheapest_route(problem: Problem) -> Route | None:
-    """Returns the layouts along the cheapest path from the source to the target of a move.
-
-    If the search ends before it has examined all layouts, the path is the best one found so far.
-
-    **Arguments:**
-
-    - `problem`: the layouts before and after the move, and what the search may try.
-
-    **Returns:**
-
-    The layouts of the path over the source's sub-axes, and those over the target's. `None` if no steps along these
-    sub-axes lead from source to target.
+    """Returns the layouts along the cheapest path from the source to the target of a move. If the budget ends first,
+    they are those of the best path found so far. `None` if no steps along these sub-axes lead from source to target.
     """
     source, target = problem.source, problem.target
     # The number of layouts to examine takes a fraction of a second: fewer for more devices, and if some axes are slow.
@@ -124,13 +90,10 @@ def cheapest_route(problem: Problem) -> Route | None:
 
 
 def explore(problem: Problem, most: int, limit: float) -> tuple[Route | None, float, int]:
-    """Searches for the cheapest path whose cost is below `limit`, among about `most` layouts.
+    """Searches for the cheapest path whose cost is below `limit`, among about `most` layouts. If `limit` is infinite,
+    it goes on until it has found some path.
 
-    More layouts are examined if `limit` is infinite and no path was found among them.
-
-    **Returns:**
-
-    The layouts along the best path, or `None` if no path was found; its cost; and the number of layouts examined.
+    Returns the layouts along the best path, its cost, and the number of layouts examined.
     """
     permutations = PermutationPrices(problem.source)
     halves = _half(problem, permutations, "target"), _half(problem, permutations, "source")
@@ -149,13 +112,8 @@ def explore(problem: Problem, most: int, limit: float) -> tuple[Route | None, fl
 
 
 def _half(problem: Problem, permutations: PermutationPrices, far_is: Literal["target", "source"]) -> "_Half":
-    """Returns one half of a bidirectional search: from the source forward, or from the target backward.
-
-    **Arguments:**
-
-    - `problem`: the layouts before and after the move.
-    - `permutations`: the costs of permutations of shards.
-    - `far_is`: the end of the move at which the other half starts. If it is "target", this half starts at the source.
+    """Returns the half of the search that starts at the source if `far_is` is "target", and at the target if it is
+    "source".
     """
     ends = (problem.source, problem.target)
     near, far = ends if far_is == "target" else ends[::-1]
@@ -176,17 +134,15 @@ def _half(problem: Problem, permutations: PermutationPrices, far_is: Literal["ta
 
 
 class _Half:
-    """One half of a bidirectional search, from the source forward or from the target backward.
-
-    The half keeps each layout that it has reached, with the cost of the path to it and the layout before it on this
-    path. It also keeps a heap of the layouts to examine next.
+    """One half of the search. It keeps each layout that it has reached, with the cost of the path to it and the layout
+    before it on this path. It also keeps the heap of layouts to examine next.
 
     **Arguments:**
 
     - `shards`: the shards that devices hold in layouts over this half's sub-axes.
     - `bound`: the lower bound on the cost from a layout to the start of the other half.
     - `next_layouts`: yields the layouts one step away, with the cost of the step.
-    - `far_counts`: for the layout at which the other half starts, the number of shards along each dimension.
+    - `far_counts`: the shard counts of the layout at which the other half starts.
     """
 
     def __init__(self, shards: Shards, bound: LowerBound, next_layouts: NextLayouts, far_counts: Counts):
@@ -201,19 +157,16 @@ class _Half:
     def reach(
         self, dims: ShardDims, cost: float, parent: ShardDims | None, limit: float, nearest_first: bool = False
     ) -> bool:
-        """Adds a layout to the heap if a path through it can cost less than `limit`, and returns whether it was added.
-
-        A layout that was reached before at this cost or less is not added.
+        """Adds the layout `dims` to the heap if a path through it can cost less than `limit`, and returns whether it
+        was added. A layout that was reached before at this cost or less is not added.
 
         **Arguments:**
 
-        - `dims`: the layout: the sub-axes that shard each dimension.
-        - `cost`: the cost of the path to it.
+        - `cost`: the cost of the path to the layout.
         - `parent`: the layout before it on this path; `None` for the layout at which this half starts.
         - `limit`: the cost of the best path so far.
-        - `nearest_first`: whether the layout's place in the heap depends on how near its numbers of shards are to those
-            at the other half's start. By default it depends on the lower bound on the cost of a path through the
-            layout.
+        - `nearest_first`: whether the heap is ordered by how near shard counts are to `far_counts`, instead of by the
+            lower bound.
         """
         if cost + _ROUNDING >= min(limit, self.cost.get(dims, math.inf)):
             return False
@@ -247,10 +200,8 @@ class _Half:
 
 @dataclasses.dataclass
 class _State:
-    """The state of a bidirectional search: both halves, and the best path so far, with its cost.
-
-    The best path leads to the forward half's layout `before`, by a permutation of shards to the backward half's layout
-    `after`, and from there to the target.
+    """The state of the search: both halves, and the best path so far, with its cost. Its crossing leads from the layout
+    `before` of the forward half to the layout `after` of the backward half.
     """
 
     forward: _Half
@@ -269,10 +220,7 @@ class _State:
         return self.examined > most and self.cost < math.inf
 
     def next_half(self) -> _Half | None:
-        """The half to continue with; `None` if the heaps of both are empty.
-
-        It is the one whose first layout has the smaller lower bound on the cost of a path through it.
-        """
+        """The half whose first layout has the smaller lower bound; `None` if the heaps of both are empty."""
         halves = [half for half in (self.forward, self.backward) if half.heap]
         return min(halves, key=lambda half: half.heap[0][:2], default=None)
 
@@ -281,10 +229,8 @@ class _State:
 
 
 def _settle(dims: ShardDims, half: _Half, state: _State, most: int) -> None:
-    """Tries to complete paths through the layout `dims`, which was just taken from the heap of `half`.
-
-    It tries a permutation of shards to each layout that was taken from the other half's heap and has the same number of
-    shards along each dimension. `most` is the number of layouts after which the search ends.
+    """Tries a crossing from the layout `dims`, just taken from the heap of `half`, to each settled layout of the other
+    half with the same shard counts. `most` is the number of layouts after which the search ends.
     """
     counts, cost = half.shards.counts(dims), half.cost[dims]
     half.settled.setdefault(counts, {})[dims] = None
@@ -295,17 +241,10 @@ def _settle(dims: ShardDims, half: _Half, state: _State, most: int) -> None:
 
 
 def _expand(dims: ShardDims, half: _Half, state: _State, most: int, same_sub_axes: bool) -> None:
-    """Adds the layouts one step away from `dims` to the heap of `half`.
+    """Adds the layouts one step away from `dims`, a layout of `half`, to the heap, and completes paths through them.
 
-    If one of them completes a path that is cheaper than the best one so far, `state` is updated.
-
-    **Arguments:**
-
-    - `dims`: the layout: the sub-axes that shard each dimension.
-    - `half`: the half of the search that has reached it.
-    - `state`: the state of the search.
-    - `most`: the number of layouts after which the search ends.
-    - `same_sub_axes`: whether both halves have the same sub-axes, so that they can reach the same layout.
+    `most` is the number of layouts after which the search ends. With `same_sub_axes`, both halves have the same
+    sub-axes, so they can reach the same layout.
     """
     cost = half.cost[dims]
     for after, extra in half.next_layouts(dims, state.cost - cost):
@@ -321,10 +260,8 @@ def _expand(dims: ShardDims, half: _Half, state: _State, most: int, same_sub_axe
 
 
 def _cross(dims: ShardDims, match: ShardDims, half: _Half, state: _State) -> None:
-    """Considers the path that goes through `dims`, then permutes shards, and goes on through `match`.
-
-    `dims` is a layout of `half`, and `match` is one of the other half. `state` is updated if this path is cheaper than
-    the best one so far.
+    """Updates `state` if the path with a crossing between `dims` and `match` is cheaper than the best one so far.
+    `dims` is a layout of `half`, and `match` is one of the other half.
     """
     before, after = (dims, match) if half is state.forward else (match, dims)
     left = state.cost - state.forward.cost[before] - state.backward.cost[after]
@@ -334,10 +271,8 @@ def _cross(dims: ShardDims, match: ShardDims, half: _Half, state: _State) -> Non
 
 
 def _meet(before: ShardDims, after: ShardDims, crossing: float, state: _State) -> None:
-    """Updates `state` if a path is cheaper than the best one so far.
-
-    The path goes through the layout `before` of the forward half and the layout `after` of the backward half. The
-    permutation of shards between the two costs `crossing`.
+    """Updates `state` if the path through `before` and `after` is cheaper than the best one so far. The crossing
+    between these layouts of the forward and the backward half costs `crossing`.
     """
     paid = state.forward.cost.get(before, math.inf)
     total = paid + crossing + state.backward.cost.get(after, math.inf)

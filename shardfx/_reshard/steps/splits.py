@@ -1,19 +1,12 @@
 """Splits mesh axes into sub-axes, so that the layouts before and after a move can share sub-axes.
 
-An axis of 12 devices can be written as 2 x 2 x 3, as 2 x 3 x 2 or as 3 x 2 x 2. Two choices are made:
+An axis of 12 devices can be split into sub-axes of 2, 2 and 3, of 2, 3 and 2, or of 3, 2 and 2. Two choices are made:
 
 1. *The order of the primes.* `order_primes` takes for each axis the order of its prime factors that has the most
     sub-axes in common with the other mesh. A common sub-axis gives each device the same coordinate in both meshes.
-2. *The primes to join.* Each further sub-axis makes the search larger. `join_primes` multiplies successive primes of an
-    axis into one sub-axis. It keeps two primes separate if the other mesh has only one of them, or has them in another
-    order. It also keeps them separate if the sub-axes up to the first prime split a dimension into as many shards as
-    some sub-axes of the other mesh do.
-
-A split in one mesh can require a split in the other mesh. `join_primes` therefore repeats its checks of both meshes
-until neither needs a further split.
-
-Joining primes only saves planning time. On random moves, planning with prime sub-axes only takes 4 times as long in the
-mean on 192 devices. On 192 devices in four slices it takes up to 22 seconds instead of 0.2.
+2. *The primes to join.* `join_primes` multiplies successive primes of an axis into one sub-axis where no move needs
+    them separate. This only saves planning time: with prime sub-axes, moves on 192 devices take 4 times as long to plan
+    in the mean, and up to 22 seconds instead of 0.2.
 
 `refine` returns both layouts of a move over these sub-axes.
 """
@@ -38,7 +31,7 @@ _MOST_ORDERS = 64
 
 
 def primes(number: int) -> tuple[int, ...]:
-    """Returns the prime factors of `number` in ascending order, with multiplicity: `primes(12)` is `(2, 2, 3)`."""
+    """Returns the prime factors of `number` in ascending order: `primes(12)` is `(2, 2, 3)`."""
     found, factor = [], 2
     while factor * factor <= number:
         while number % factor == 0:
@@ -50,16 +43,10 @@ def primes(number: int) -> tuple[int, ...]:
 
 def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray]) -> list[Split]:
     """Orders the prime factors of each mesh axis, so that the meshes before and after a move have many sub-axes in
-    common. A sub-axis is a part of a mesh axis: an axis of size 12 = 2 x 3 x 2 has sub-axes of 2, 3 and 2.
+    common.
 
-    **Arguments:**
-
-    - `src`, `dst`: the layouts before and after the move.
-    - `places`: for each of the two meshes, the position of every device in it.
-
-    **Returns:**
-
-    The prime factors of the source's mesh axes in their new order, and those of the target's.
+    `places` has, for each of the two meshes, the position of every device in it. Returns the ordered prime factors of
+    the source's mesh axes, and those of the target's.
     """
     if all(len(_orders(size)) == 1 for size in (*src.sizes, *dst.sizes)):
         return [[_orders(size)[0] for size in layout.sizes] for layout in (src, dst)]
@@ -75,7 +62,7 @@ def order_primes(src: StepLayout, dst: StepLayout, places: Sequence[np.ndarray])
 
 
 class _Factor(NamedTuple):
-    """A prime factor of a mesh axis, for one order of its prime factors.
+    """A prime factor of a mesh axis, for one order of the axis's prime factors.
 
     A device at `position` along the axis has the coordinate `position // stride % size` along the factor. For 12 = 2 x
     3 x 2 the factor 3 has the stride 2.
@@ -106,15 +93,11 @@ def _factors_in(order: Sequence[int]) -> list[_Factor]:
 
 
 def _factor_keys(row: np.ndarray, size: int) -> dict[_Factor, bytes]:
-    """Returns a key for each prime factor of one mesh axis: the coordinates of all devices along the factor, as bytes.
+    """Returns a key for each prime factor of one mesh axis, in any order of its factors. A key is the coordinates of
+    all devices along the factor, as bytes.
 
-    All orders of the prime factors are considered. For 12 = 2 x 2 x 3 = 2 x 3 x 2 = 3 x 2 x 2 there are seven factors,
-    since a factor is given by its stride and its size.
-
-    **Arguments:**
-
-    - `row`: the position of each device along the axis.
-    - `size`: the size of the axis.
+    `row` has the position of each device along the axis. An axis of 12 has seven factors: 2 with the strides 1, 2, 3
+    and 6, and 3 with the strides 1, 2 and 4.
     """
     found = dict.fromkeys(factor for order in _orders(size) for factor in _factors_in(order))
     return {factor: (row // factor.stride % factor.size).astype(np.uint16).tobytes() for factor in found}
@@ -123,14 +106,10 @@ def _factor_keys(row: np.ndarray, size: int) -> dict[_Factor, bytes]:
 def _best_orders(
     layout: StepLayout, known: Sequence[dict[_Factor, bytes]], wanted: set[bytes]
 ) -> list[tuple[int, ...]]:
-    """Returns for each mesh axis the order of its prime factors that has the most factors in common with the other
-    mesh.
+    """Returns for each mesh axis the order of its prime factors with the most factors in common with the other mesh.
 
-    **Arguments:**
-
-    - `layout`: the layout over whose mesh axes this decides.
-    - `known`: for each axis, the key of each prime factor: the coordinates of all devices along it, as bytes.
-    - `wanted`: the keys of prime factors of the other mesh.
+    `known` has for each axis the key of each prime factor, as `_factor_keys` returns it. `wanted` has the keys of the
+    other mesh's prime factors.
     """
     return [
         max(_orders(size), key=lambda order, keys=keys: sum(keys[factor] in wanted for factor in _factors_in(order)))
@@ -142,15 +121,9 @@ def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], 
     """Multiplies successive prime factors of a mesh axis into one sub-axis, unless a move needs them separate. For 12 =
     2 x 2 x 3 this may give sub-axes of 4 and 3.
 
-    **Arguments:**
-
-    - `layouts`: the layouts before and after the move, over sub-axes of prime sizes.
-    - `keys`: for both layouts, the key of each sub-axis: the coordinates of all devices along it, as bytes.
-    - `splits`: for both meshes, the prime factors of each axis.
-
-    **Returns:**
-
-    For both meshes, the sizes of the sub-axes of each axis.
+    The arguments have an entry for each end of the move: the layout over sub-axes of prime sizes, the keys of these
+    sub-axes (`FineLayout.keys`), and the prime factors of each mesh axis. A split in one mesh can require a split in
+    the other, so both are checked until neither needs a further split.
     """
     ends = [_Primes(*one) for one in zip(layouts, keys, strict=True)]
     # `kept` holds the last prime of each sub-axis. These primes are not checked again.
@@ -167,15 +140,10 @@ def join_primes(layouts: Sequence[StepLayout], keys: Sequence[Sequence[bytes]], 
 
 
 class _Primes:
-    """The sub-axes of one mesh, if each of them has a prime size.
+    """The sub-axes of one mesh, all of prime sizes, with their keys (`FineLayout.keys`).
 
-    The attribute `shard_counts` has, for each sub-axis that shards a dimension, this dimension and a number of shards.
-    It is the number into which this sub-axis and those before it split the dimension.
-
-    **Arguments:**
-
-    - `layout`: a layout over these sub-axes.
-    - `keys`: the key of each sub-axis: the coordinates of all devices along it, as bytes.
+    `shard_counts` has, for each sub-axis that shards a dimension, this dimension and a number. The sub-axes of the
+    dimension up to this one split it into so many shards.
     """
 
     def __init__(self, layout: StepLayout, keys: Sequence[bytes]):
@@ -187,17 +155,13 @@ class _Primes:
             self.shard_counts |= {factor: (dim, count) for factor, count in zip(axes, counts, strict=True)}
 
     def must_split_after(self, factor: int, other: "_Primes", kept: set[int]) -> bool:
-        """Whether a prime sub-axis of this mesh must stay separate from the next one.
+        """Whether the sub-axis number `factor` must stay separate from the next one. There are three cases:
 
-        There are three cases in which it must. The other mesh has only one of the two sub-axes. Or it has both, but not
-        one after the other within one sub-axis. Or this sub-axis and some sub-axis of the other mesh split the same
-        dimension into the same number of shards, together with the sub-axes before them.
-
-        **Arguments:**
-
-        - `factor`: the index of the prime sub-axis.
-        - `other`: the prime sub-axes of the other mesh.
-        - `kept`: the indices of the other mesh's prime sub-axes after which it is already split.
+        - The other mesh has only one of the two sub-axes.
+        - The other mesh has both, but not one after the other within one sub-axis. `kept` has its sub-axes after which
+            it is already split.
+        - The sub-axes up to this one split a dimension into as many shards as the other mesh's sub-axes up to one in
+            `kept`.
         """
         here, after = (other.factors.get(key) for key in self.keys[factor : factor + 2])
         # The other mesh has both primes, one after the other, or neither.
@@ -225,17 +189,9 @@ _FEW = 6
 def refine(src: StepLayout, dst: StepLayout, *, prime: bool = False) -> tuple[FineLayout, FineLayout]:
     """Returns the layouts before and after a move, over the sub-axes into which the axes of both meshes are split.
 
-    If the source's mesh has all sub-axes of the target's mesh, both layouts are over the sub-axes of the source's mesh.
-
-    **Arguments:**
-
-    - `src`, `dst`: the layouts, over the same devices.
-    - `prime`: whether all sub-axes have prime sizes. By default `join_primes` multiplies some of them if a mesh has
-        more than six. Prime sub-axes can shard dimensions for which their product is too large.
-
-    **Returns:**
-
-    The source's `FineLayout` and the target's `FineLayout`.
+    If the source's mesh has all sub-axes of the target's mesh, both layouts are over the source's sub-axes. With
+    `prime`, all sub-axes have prime sizes. By default `join_primes` multiplies some of them if a mesh has more than
+    six. Prime sub-axes can shard dimensions for which their product is too large.
     """
     places = (np.arange(src.size), positions(dst, src))
     splits = order_primes(src, dst, places)
@@ -252,14 +208,7 @@ def refine(src: StepLayout, dst: StepLayout, *, prime: bool = False) -> tuple[Fi
 
 
 def _fine_layout(layout: StepLayout, split: Split, place: np.ndarray) -> FineLayout:
-    """Returns a layout over sub-axes of its mesh, with the coordinates of all devices.
-
-    **Arguments:**
-
-    - `layout`: the layout over mesh axes.
-    - `split`: for each mesh axis, the sizes of its sub-axes.
-    - `place`: the position of each device in the mesh.
-    """
+    """Returns `layout` over the sub-axes in `split`. `place` has the position of each device in the mesh."""
     sizes = tuple(size for factors in split for size in factors)
     start = [0]
     for factors in split:
@@ -272,10 +221,7 @@ def _fine_layout(layout: StepLayout, split: Split, place: np.ndarray) -> FineLay
 
 
 def _with_equal_weights(ours: FineLayout, theirs: FineLayout) -> list[FineLayout]:
-    """Gives each sub-axis the higher of its weights in the meshes before and after a move.
-
-    A weight is the cost of a byte along the sub-axis.
-    """
+    """Gives each sub-axis the higher of its weights in the meshes before and after a move."""
     ends = [ours, theirs]
     if not ours.layout.weights and not theirs.layout.weights:
         return ends
