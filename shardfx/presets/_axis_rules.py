@@ -110,8 +110,8 @@ def eformer(
 
 
 def _generation_rules(rules: dict[str, Axes], generation: dict[str, Axes]) -> list[tuple[str, Axes]]:
-    """Returns the rules of a generation mode: `rules`, with the mesh axes in `generation` instead for the tokens
-    (logical names) that `generation` has.
+    """Returns the rules of a generation mode: `rules`, in which the tokens in `generation` have the mesh axes that it
+    gives them.
     """
     changed = {token: target for token, target in generation.items() if target != rules[token]}
     order = list(rules)

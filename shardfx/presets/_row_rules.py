@@ -14,7 +14,7 @@ from .maps._entries import Weight, weights_of
 from .maps._families import Form, Rows, further_rows_of, rows_of, vision_rows_of
 
 
-# One mesh axis, several, for example `("data", "fsdp")`, or none: `()`.
+# One mesh axis, several, or none: `()`.
 Axes = str | tuple[str, ...]
 Target = Atomic | Strategy | Replicate | P
 Rules = list[tuple[str, Target]]
@@ -36,11 +36,7 @@ _ALONE = ("heads", "kv_heads", "vision_heads", "vision_hidden")
 
 
 def rows_for_rules(family: str, form: Form) -> Rows:
-    """Returns the rows of all arrays that models of a family may have, and of arrays that only checkpoints have.
-
-    A row is a path and the axes of its array, such as `"query: (heads dim) embed"`. `form` has the options of the
-    model, as for `rows_of`.
-    """
+    """Returns the rows of all arrays that models of a family may have, and of arrays that only checkpoints have."""
     every = {**form, "qk_norm": True, "four_norms": True, "tied": False, "dense_layers": 1, "score_bias": True}
     rows = {path: entry for lora in (0, 1) for path, entry in rows_of(family, {**every, "q_lora": lora}).items()}
     rows |= vision_rows_of(family) | further_rows_of(family)
@@ -55,9 +51,6 @@ def rules_of(
 ) -> Rules:
     """Returns path rules for the rows of a family, with one rule for all rows that are sharded alike.
 
-    **Arguments:**
-
-    - `rows`: a mapping from a path to the axes of its array, such as `"query: (heads dim) embed"`.
     - `sizes`: the sizes of the inner axes of a dimension such as `(heads dim)`. No shard may split the inner axes.
     - `fsdp`, `tensor`, `expert`: the mesh axes. Stacked experts are sharded over `expert` along their first dimension.
     - `others`: paths that no rule may match.
@@ -88,12 +81,11 @@ def _target(place: Weight, over: Mapping[str, Axes | None], sizes: Sizes, fsdp: 
 
 
 def _suffix(path: str, others: Sequence[str]) -> str:
-    """Returns a regex for the shortest suffix of a path that no path in `others` has. If possible, the regex matches
-    any layer number.
+    """Returns a regex for the shortest suffix of a path that no path in `others` has. If possible, it matches any layer
+    number.
 
-    For the path `model.layers.{layers}.mlp.up_proj.weight`: `up_proj.weight`. The regex has "." between names, so that
-    it matches the names of a checkpoint ("model.layers.0.mlp.up_proj.weight") and the paths of a nested tree
-    ("model/layers/0/mlp/up_proj/weight").
+    For `model.layers.{layers}.mlp.up_proj.weight`: `up_proj.weight`. The "." also matches the "/" in the paths of a
+    nested tree.
     """
     for count in range(2, path.count(".") + 2):
         for number in (r"\{[^}]*\}|\d+", r"\{[^}]*\}"):

@@ -299,8 +299,7 @@ def t5(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> P
 
 
 def _preset(family: str, sizes: Mapping[str, int], fsdp: Axes, tensor: Axes) -> PathRules:
-    """Returns path rules for a family of models. Each rule is optional: the model need not have the rule's arrays, and
-    the mesh need not have the rule's axes.
+    """Returns path rules for a family of models. Each rule is optional, since a model need not have the rule's arrays.
 
     `sizes` has the sizes of axes that no shard may split, such as `dim` for the width of a head.
     """

@@ -1,4 +1,7 @@
-"""Makes the rules of a map from one layout to another by comparing the names of their axes."""
+"""Makes the rules of a map from one layout to another by comparing the names of their axes.
+
+The rule for an array of the target is an expression (`From`) of arrays of the source.
+"""
 
 import dataclasses
 import math
@@ -12,26 +15,27 @@ from ..._rules import near
 from ._entries import Counted, Entry, Fused, Range, Scaled, Weight, weights_of
 
 
-Paths = tuple[str, ...]
-# A kind that replaces one that the source lacks: with tied weights, the output weights are the embedding.
+# Named axes, such as `("heads", "dim")`.
+Axes = tuple[str, ...]
+# Where the source lacks the kind: with tied weights, the output weights are the embedding.
 _ALSO = {"head": "embedding"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of axes in the source and target layouts. An axis is a named dimension, such as "embed".
+    """The sizes of axes in the source and target layouts, by axis.
 
-    - `source`, `target`: the sizes in each layout, by axis.
-    - `apart`: the axes that one of the layouts splits, each with its parts, such as "dim" with ("two", "half").
+    `apart` has the parts of each axis that one of the layouts splits, such as `{"dim": ("two", "half")}`.
     """
 
     source: Mapping[str, int]
     target: Mapping[str, int]
-    apart: Mapping[str, Paths]
+    apart: Mapping[str, Axes]
 
     def of(self, axis: str, why: str) -> int:
-        """Returns the size of an axis in the target, or in the source if the target's is unknown. Raises `MapError` if
-        both are unknown. The error's text begins with `why`.
+        """Returns the size of an axis in the target, or in the source if the target's is unknown.
+
+        Raises `MapError` if both are unknown. The error's text begins with `why`.
         """
         found = self.target.get(axis, self.source.get(axis))
         if found is None:
@@ -39,15 +43,11 @@ class Sizes:
         return found
 
     def before(self, axis: str, why: str) -> int:
-        """Returns the size of an axis in the source, or in the target if the source's is unknown. Raises `MapError` if
-        both are unknown. The error's text begins with `why`.
-        """
+        """Returns the size of an axis in the source, or the result of `of` if the source's is unknown."""
         return self.source[axis] if axis in self.source else self.of(axis, why)
 
     def resized(self, axis: str) -> int | None:
-        """Returns the size of an axis in the target if the source has another size. The result is `None` if the sizes
-        are equal or one is unknown.
-        """
+        """Returns the size of an axis in the target if the source has another one. It is `None` if one is unknown."""
         one, two = self.source.get(axis), self.target.get(axis)
         return two if one is not None and two is not None and one != two else None
 
@@ -55,15 +55,10 @@ class Sizes:
 def between(
     places: Sequence[Weight], target: Sequence[tuple[str, Entry]], sizes: Sizes, drop: Sequence[str]
 ) -> dict[str, From]:
-    """Returns the rules of a map: for each path of the target, the expression that makes its array from arrays of the
-    source.
+    """Returns the rules of a map, by the paths of the target.
 
-    **Arguments:**
-
-    - `places`: the arrays of the source, each with its kind of weight and its axes.
-    - `target`: pairs of a path of the target and its entry in the layout, such as `"query: embed (heads dim)"`.
-    - `sizes`: the sizes of the axes in both layouts.
-    - `drop`: the kinds of weights of the source that the target lacks.
+    `places` are the arrays of the source, and `target` has the paths and entries of the target. `drop` has the kinds of
+    weights of the source that the target lacks.
     """
     kinds = together(places, lambda place: place.kind)
     rows = {path: weights_of(path, entry) for path, entry in target}
@@ -97,10 +92,7 @@ def _check_kinds(kinds: Mapping[str, list[Weight]], wanted: Sequence[str], drop:
 
 
 def _made(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> From:
-    """Returns the expression that makes one kind of weight (such as "query") in the target.
-
-    `sources` are the arrays of the source with this kind. `want` is the array of the target.
-    """
+    """Returns the expression for the array `want` of the target. `sources` are the arrays of the source with its kind."""
     if len(sources) == 1 and sources[0].range is None:
         return _converted(sources[0], want, sizes)
     exact = [one for one in sources if one.range is not None and one.range == want.range]
@@ -134,17 +126,11 @@ def _made(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> From:
 
 
 def _concatenated(parts: Sequence[tuple[Range, From]], dim: int, want: Weight) -> From:
-    """Returns the expression that joins parts of an axis along dimension `dim`. Parts with a step are interleaved;
-    others are concatenated.
+    """Returns the expression that joins parts of an axis along dimension `dim`. The ranges `[:3]` and `[3:]` are
+    concatenated; `[0::2]` and `[1::2]` are interleaved.
 
-    With the ranges `[:3]` and `[3:]` of the axis, the result is their concatenation. With `[0::2]` and `[1::2]`,
-    entries of the two parts alternate.
-
-    **Arguments:**
-
-    - `parts`: for each array of the source, its range of the axis and the expression that reads it.
-    - `dim`: the dimension of the axis.
-    - `want`: the array of the target, whose name is in the errors.
+    `parts` has for each array of the source its range of the axis and its expression. `want` is the array of the
+    target, whose name is in the errors.
     """
     groups: dict[tuple[int, int | None, int], list[tuple[int, From]]] = {}
     for span, made in sorted(parts, key=lambda part: part[0].start):
@@ -165,9 +151,7 @@ def _concatenated(parts: Sequence[tuple[Range, From]], dim: int, want: Weight) -
 
 
 def _sliced(made: From, span: Range, dim: int) -> From:
-    """Returns the expression for those entries of dimension `dim` that are in the range `span` (start, stop and step).
-    `made` is the expression for the whole array.
-    """
+    """Returns the expression for the entries `span` of dimension `dim`. `made` is the expression for the whole array."""
     if not span.step:
         return made.at(span.start, dim=dim)
     if span.step == 1:
@@ -177,9 +161,8 @@ def _sliced(made: From, span: Range, dim: int) -> From:
     return whole.split(dim, -1, span.step).at(span.start - first, dim=dim + 1)
 
 
-def _split_axes(place: Weight, other: Weight, apart: Mapping[str, Paths]) -> Weight:
-    """Returns the array `place` with some of its axes split, such as "dim" into "two" and "half". `apart` has the parts
-    of each axis.
+def _split_axes(place: Weight, other: Weight, apart: Mapping[str, Axes]) -> Weight:
+    """Returns the array `place` with its axes split as in `apart`, such as "dim" into "two" and "half".
 
     An axis is split only if the array `other` has all its parts.
     """
@@ -189,10 +172,10 @@ def _split_axes(place: Weight, other: Weight, apart: Mapping[str, Paths]) -> Wei
 
 
 def _converted(source: Weight, want: Weight, sizes: Sizes) -> From:
-    """Returns the expression that makes the array `want` of the target from the one array `source`.
+    """Returns the expression for the array `want` of the target from the one array `source`.
 
-    Each dimension of the source is first split into its axes, such as `(heads dim)` into `heads` and `dim`. An
-    exception is a group of axes that is one dimension in both arrays.
+    Each dimension of the source is first split into its axes, such as `(heads dim)` into `heads` and `dim`. A group of
+    axes that is one dimension in both arrays is not split.
     """
     source, want = _split_axes(source, want, sizes.apart), _split_axes(want, source, sizes.apart)
     made, counts = _read(source, want, sizes)
@@ -200,9 +183,9 @@ def _converted(source: Weight, want: Weight, sizes: Sizes) -> From:
     in_path = [axis for axis in source.in_path if single is None or axis != single.axis]
     more, less = _unshared_axes(source, want, (*source.axes, *in_path), single)
     groups = [tuple(axis for axis in group if axis not in more) for group in want.dims]
-    # A group that is one dimension in both arrays is not split, unless an axis in it changes its size.
+    # A group is split nevertheless if an axis in it changes its size.
     whole = [group for group in groups if group in source.dims and not any(map(sizes.resized, group))]
-    order, dims = [one for group in groups for one in _axes_of(group, whole)], list[Paths]()
+    order, dims = [one for group in groups for one in _axes_of(group, whole)], list[Axes]()
     for group in source.dims:
         if len(group) > 1 and group not in whole:
             rest = [sizes.before(axis, f"`{made}`") for axis in group[1:]]
@@ -235,15 +218,12 @@ def _converted(source: Weight, want: Weight, sizes: Sizes) -> From:
     return made
 
 
-def _unshared_axes(source: Weight, want: Weight, here: Paths, single: Range | None) -> tuple[list[str], list[str]]:
-    """Returns two lists of named axes: those that only the target has, and those that only the source has. Entries are
-    repeated along the axes in the first list.
+def _unshared_axes(source: Weight, want: Weight, here: Axes, single: Range | None) -> tuple[list[str], list[str]]:
+    """Returns the axes that only the target has, along which entries are repeated, and the axes that only the source
+    has.
 
-    **Arguments:**
-
-    - `source`, `want`: the array of the source, and the array of the target.
-    - `here`: the axes of the source's array, including those in its path.
-    - `single`: the range of an axis of which the target has only one entry; else `None`.
+    `here` are the axes of the source's array, including those in its path. `single` is the range of an axis of which
+    the target has only one entry; else `None`.
     """
     there = (*want.axes, *want.in_path)
     more = [axis for axis in want.axes if axis not in here]
@@ -259,17 +239,13 @@ def _unshared_axes(source: Weight, want: Weight, here: Paths, single: Range | No
     return more, less
 
 
-def _axes_of(group: Paths, whole: Sequence[Paths]) -> list[Paths]:
-    """Returns the dimensions for a group of axes such as `(heads dim)`: one dimension if the group is in `whole`, else
-    one for each axis.
-    """
+def _axes_of(group: Axes, whole: Sequence[Axes]) -> list[Axes]:
+    """Returns a group of axes as one dimension if it is in `whole`, else as one dimension for each axis."""
     return [group] if group in whole else [(axis,) for axis in group]
 
 
 def _resized(made: From, axis: str, dim: int, sizes: Sizes) -> From:
-    """Returns the expression `made` with dimension `dim` brought to the target's size of `axis`. The dimension is
-    padded with zeros at its end, or truncated. If the sizes do not differ, the result is `made`.
-    """
+    """Returns `made` with dimension `dim` padded with zeros at its end, or truncated, to the target's size of `axis`."""
     size = sizes.resized(axis)
     if size is None:
         return made
@@ -277,9 +253,7 @@ def _resized(made: From, axis: str, dim: int, sizes: Sizes) -> From:
 
 
 def _repeated(made: From, want: Weight, more: Sequence[str], sizes: Sizes) -> From:
-    """Returns the expression `made` with its entries repeated along the axes `more`, which only the target's array
-    `want` has.
-    """
+    """Returns `made` with its entries repeated along the axes `more`, which only the array `want` has."""
     is_number = all(axis in more for axis in want.axes)
     if is_number and want.dims:
         made = made.reshape(*[1] * len(want.dims))
@@ -295,10 +269,10 @@ def _repeated(made: From, want: Weight, more: Sequence[str], sizes: Sizes) -> Fr
 
 
 def _read(source: Weight, want: Weight, sizes: Sizes) -> tuple[From, dict[str, int | None]]:
-    """Returns the expression that reads one kind of weight from arrays of the source. The second result is the number
-    of arrays along each axis in their path, such as `layers` in `layers.{layers}.weight`.
+    """Returns the expression that reads the array `source`, and the number of arrays along each axis in its path, such
+    as `layers` in `layers.{layers}.weight`.
 
-    `source` is the source's array with its path and axes, and `want` the target's.
+    If the array `want` of the target has a range of such an axis, only the arrays of that range are read.
     """
     path, counts = source.path, {axis: sizes.source.get(axis) for axis in source.in_path}
     by = source.entry.by if isinstance(source.entry, Scaled) else ""
@@ -315,11 +289,9 @@ def _read(source: Weight, want: Weight, sizes: Sizes) -> tuple[From, dict[str, i
 
 
 def _path_of(path: str, span: Range) -> str:
-    """Returns the path of those arrays that a range of an axis selects. The axis is in braces in `path`, and then
-    counts the entries of the range.
+    """Returns the path of the arrays that a range of an axis selects. The axis is in braces in `path`.
 
-    For `layers.{layers}.w` and the range `[3:]`: `layers.{layers+3}.w`. For a range of the one entry 3, its number
-    replaces the braces: `layers.3.w`.
+    For `layers.{layers}.w` and `[3:]`: `layers.{layers+3}.w`. For the range of the one entry 3: `layers.3.w`.
     """
 
     def shifted(braces: re.Match[str]) -> str:
@@ -336,11 +308,10 @@ def _path_of(path: str, span: Range) -> str:
 
 
 def _one_of(made: From, source: Weight, sizes: Sizes) -> From:
-    """Returns the expression that extracts one kind of weight from an array of several kinds, such as "key" from query,
-    key and value in one.
+    """Returns the expression that extracts one kind of weight from an array of several, such as "key" from query, key
+    and value in one.
 
-    `made` is the expression for the whole array. `source` describes the part: its kind, its index in the array, and its
-    axes.
+    `made` is the expression for the whole array. `source` is the kind to extract.
     """
     entry = source.entry
     assert isinstance(entry, Fused)

@@ -1,5 +1,7 @@
 """Parses the entries of a layout: `"query: layers[:3] embed (heads dim)"` names the kind of weight and the axes of an
 array.
+
+An axis is a named dimension. Axes in parentheses form one dimension of the array, major to minor.
 """
 
 import dataclasses
@@ -17,11 +19,11 @@ class Fused:
 
     **Arguments:**
 
-    - `parts`: for each kind, its name and its axes as text, such as `"query: (heads dim) embed"`; see
+    - `parts`: the kinds and their axes, such as `"query: (heads dim) embed"`; see
         [`shardfx.presets.maps.TreeLayout`][].
     - `dim`: the dimension along which the kinds are concatenated.
-    - `shards`: the number of equal parts into which each kind is split. Parts of all kinds are interleaved: with 2 the
-        array is `[q0 k0 v0 q1 k1 v1]`, so that each of 2 devices gets its own query, key and value.
+    - `shards`: the number of equal parts of each kind. The parts are interleaved: with 2 the array is
+        `[q0 k0 v0 q1 k1 v1]`, so that each of 2 devices gets its own query, key and value.
 
     !!! Example
 
@@ -54,8 +56,7 @@ class Scaled:
 
     **Arguments:**
 
-    - `part`: the kind of weight and its axes as text, such as `"up: hidden embed"`; see
-        [`shardfx.presets.maps.TreeLayout`][].
+    - `part`: the kind and its axes, such as `"up: hidden embed"`; see [`shardfx.presets.maps.TreeLayout`][].
     - `by`: the path of the array of scales.
     - `block`: the size of a block along each dimension.
     - `dtype`: the dtype of the weight after multiplication by its scales.
@@ -88,8 +89,7 @@ class Counted:
 
     **Arguments:**
 
-    - `part`: the kind of weight and its axes as text, such as `"norm: embed"`; see
-        [`shardfx.presets.maps.TreeLayout`][].
+    - `part`: the kind and its axes, such as `"norm: embed"`; see [`shardfx.presets.maps.TreeLayout`][].
     - `times`: the factor; not 0.
     - `plus`: the number added after the multiplication.
 
@@ -113,11 +113,12 @@ class Counted:
         return f"{self.part}{times}{f', plus {self.plus:g}' if self.plus else ''}"
 
 
+# The description of one array in a layout, such as `"query: embed (heads dim)"`.
 Entry = str | Fused | Scaled | Counted
 
 
 class Range(NamedTuple):
-    """The entries `start:stop:step` of a named axis, such as `layers[3:]`, that an array has.
+    """The entries `start:stop:step` of an axis that an array has, such as `layers[3:]`.
 
     With step 0 the array has only entry `start`, and the axis is no dimension of it.
     """
@@ -128,26 +129,21 @@ class Range(NamedTuple):
     step: int = 1
 
     def entries(self, size: int | None) -> int | None:
-        """Returns the number of entries in the range, if the axis has size `size`. The result is `None` if the range
-        has no stop and the size is unknown.
+        """Returns the number of entries if the axis has `size` entries; `None` if that is unknown and the range has no
+        stop.
         """
         end = size if self.stop is None else self.stop
         return None if end is None else len(range(self.start, end, self.step or 1))
 
 
 class Weight(NamedTuple):
-    """The array of a tree that holds one kind of weight. A dimension of the array has one or several named axes, as in
-    `(heads dim)`.
+    """The array of a tree that holds one kind of weight, such as "query".
 
-    **Arguments:**
-
-    - `kind`: the kind of weight, such as "query".
     - `path`: the path of the array.
-    - `dims`: the axes of each dimension of the array, major to minor.
+    - `dims`: the axes of each dimension.
     - `range`: the entries of an axis that the array has; `None` if it has all.
     - `in_path`: the axes in braces in the path. Each entry of these axes has an array of its own.
-    - `entry`, `number`: the description of the array in the layout, and the index of this kind if the array holds
-        several.
+    - `entry`, `number`: the entry of the array in the layout, and the index of this kind if the array holds several.
     """
 
     kind: str
@@ -165,9 +161,7 @@ class Weight(NamedTuple):
 
 
 def groups_of(axes: str) -> list[str]:
-    """Returns the text of each dimension, from the text of all axes. For `"embed (heads dim)"`:
-    `["embed", "(heads dim)"]`.
-    """
+    """Returns the text of each dimension. For `"embed (heads dim)"`: `["embed", "(heads dim)"]`."""
     return re.findall(r"\([^)]*\)|\S+", axes)
 
 
@@ -176,10 +170,7 @@ _DIM = re.compile(r"\s*(?:\(\s*(\w[\w\s]*)\)|([A-Za-z_]\w*)(?:\[(?:(\d*):(\d*)(?
 
 
 def weights_of(path: str, entry: Entry) -> list[Weight]:
-    """Returns a `Weight` for each kind of weight in the array at a path. Only a `Fused` array has several.
-
-    `entry` is the array's description in a layout, such as `"query: embed (heads dim)"`.
-    """
+    """Returns a `Weight` for each kind of weight in the array at `path`. Only a `Fused` array has several."""
     texts = entry.parts if isinstance(entry, Fused) else (entry.part if isinstance(entry, Scaled | Counted) else entry,)
     found = [_place(path, text, entry, number) for number, text in enumerate(texts)]
     if isinstance(entry, Fused) and (len({len(one.dims) for one in found}) != 1 or not found):

@@ -1,9 +1,8 @@
 """The rows of each family of models: the path of each kind of weight in a checkpoint, and the axes of its array.
 
-`families.txt` in this folder has the rows. The functions here combine them and add the paths of the layers. Shapes,
-rules and maps are all made from these rows. A row maps a path to an entry such as `"query: (heads dim) embed"`, as in a
-`TreeLayout`. In a path, names in braces stand for the numbers of layers and experts. Weights have torch's dimensions,
-`[out, in]`.
+`families.txt` in this folder has the rows, with torch's dimensions, `[out, in]`. The functions here combine them and
+add the paths of the layers. Shapes, rules and maps are all made from these rows. In a path, names in braces stand for
+the numbers of layers and experts.
 """
 
 import importlib.resources
@@ -15,25 +14,22 @@ from typing import Final
 from ._entries import Entry, Fused, groups_of
 
 
+# From the path of an array to its entry, such as `"query: (heads dim) embed"`.
 Rows = dict[str, Entry]
-# The options of a family, by their names in the table of models.
+# The options of a model, as in the table of models: `tied`, `qkv_bias`, `out_bias`, `mlp_bias`, `qk_norm`,
+# `four_norms`; for DeepSeek also `q_lora`, `dense_layers`, `score_bias`. A missing option is off.
 Form = Mapping[str, int]
 
 _TEXT = importlib.resources.files("shardfx.presets.maps").joinpath("families.txt").read_text(encoding="utf-8")
-# From the name of a section, which stands in brackets in the file, to its rows, one per line.
+# From the name of a section of the file, such as `[qkv]`, to its rows, one per line.
 _PARTS: Final = dict(re.findall(r"^\[([^]]+)\]\n(.*?\n)(?:\n|\Z)", _TEXT, re.DOTALL | re.MULTILINE))
 
 
 def rows_of(family: str, form: Form, prefix: str | None = None) -> Rows:
-    """Returns the rows of a family's text model. A row is the path of a kind of weight and the axes of its array, such
-    as `"query: (heads dim) embed"`.
+    """Returns the rows of a family's text model.
 
-    **Arguments:**
-
-    - `family`: a family in the table of models, or a `model_type` of Hugging Face.
-    - `form`: the options `tied`, `qkv_bias`, `out_bias`, `mlp_bias`, `qk_norm`, `four_norms`; for DeepSeek also
-        `q_lora`, `dense_layers`, `score_bias`. A missing option is off.
-    - `prefix`: the prefix of every path except that of the output weights; `None` for the family's usual prefix.
+    `family` is a family in the table of models, or a `model_type` of Hugging Face. Every path begins with `prefix`, or
+    the family's usual prefix, except that of the output weights.
     """
     usual = prefix_of(family)
     return _FAMILIES[family](usual if prefix is None else prefix, f"{usual.removesuffix('model.')}lm_head", form)
@@ -45,23 +41,19 @@ def prefix_of(family: str) -> str:
 
 
 def vision_rows_of(family: str) -> Rows:
-    """Returns the path and the axes of each kind of weight in a family's vision encoder and projector. The result is
-    empty for a family without vision.
-    """
+    """Returns the rows of a family's vision encoder and projector; none for a family without vision."""
     return _SIGHT[family]() if family in _SIGHT else {}
 
 
 def further_rows_of(family: str) -> Rows:
-    """Returns the path and the axes of arrays that only checkpoints have. These are masks, rotary frequencies,
-    pretraining heads and multi-token prediction layers.
+    """Returns the rows of arrays that only checkpoints have: masks, rotary frequencies, pretraining heads and
+    multi-token prediction layers.
     """
     return _rows("", _PARTS.get(f"{family}.beside", _PARTS["beside"]), leaf="")
 
 
 def with_experts_stacked(rows: Rows) -> Rows:
-    """Returns only the rows (paths with the axes of their arrays) of experts. In the result, all experts of a layer are
-    one array instead of one array per expert.
-    """
+    """Returns only the rows of experts, with all experts of a layer in one array instead of one array per expert."""
     found: Rows = {}
     for path, entry in rows.items():
         if "experts.{experts}." in path:
@@ -76,9 +68,7 @@ def _rows(at: str, text: str, leaf: str = ".weight") -> Rows:
 
 
 def _with_biases(rows: Rows, dim: int = 0) -> Rows:
-    """Returns the rows (paths with the axes of their arrays), with the row of a bias after each weight. The bias has
-    the axes of the weight's dimension `dim`.
-    """
+    """Returns the rows, and a row for the bias of each weight, which has the axes of the weight's dimension `dim`."""
     return rows | {path.replace(".weight", ".bias"): _bias(entry, dim) for path, entry in rows.items()}
 
 
@@ -105,15 +95,10 @@ def _routed(at: str) -> Rows:
 
 
 def _causal(at: str, head: str, form: Form, layer: Rows) -> Rows:
-    """Returns the paths and axes of a decoder's weights: embedding, norms, layers and output weights. Output weights
-    that are tied to the embedding are left out.
+    """Returns the rows of a decoder: embedding, norms, the rows `layer` of its layers, and the output weights unless
+    they are tied to the embedding.
 
-    **Arguments:**
-
-    - `at`: the prefix of the paths.
-    - `head`: the path of the output weights, without `.weight`.
-    - `form`: the options of the model, as for `rows_of`.
-    - `layer`: the paths and axes of the weights of one layer.
+    `at` is the prefix of the paths, and `head` the path of the output weights without `.weight`.
     """
     norms = _rows(f"{at}layers.{{layers}}.", _PARTS["four_norms"] if form.get("four_norms") else _PARTS["norms"])
     last = _rows(at, "norm  norm: embed")
@@ -144,12 +129,11 @@ def _qwen3_moe(at: str, head: str, form: Form) -> Rows:
 
 
 def _qwen3_next(at: str, head: str, form: Form) -> Rows:
-    """Returns the paths and axes of Qwen3-Next's weights. Most layers have linear attention, the others gated
-    attention. There is also a multi-token prediction layer.
+    """Returns the rows of Qwen3-Next. Most layers have linear attention, the others gated attention. There is also a
+    multi-token prediction layer.
     """
     # The rows of each head hold its query, then its gate.
     gated = _PARTS["qkv"].replace("query: (heads dim)", "query_and_gate: (heads two_dims)")
-    # In linear attention, the rows are grouped by key head: its query, its key, and its values and gates.
 
     def mlp(layer: str) -> Rows:
         shared = _mlp(f"{layer}shared_expert.", "shared_", "shared_hidden")
@@ -157,6 +141,7 @@ def _qwen3_next(at: str, head: str, form: Form) -> Rows:
 
     form = {**form, "qk_norm": True}
     layer = _attention(f"{at}layers.{{full_layers}}.self_attn.", form, gated) | mlp(f"{at}layers.{{layers}}.mlp.")
+    # In linear attention, the rows are grouped by key head: its query, its key, and its values and gates.
     layer |= _rows(f"{at}layers.{{linear_layers}}.linear_attn.", _PARTS["qwen3_next.linear"], leaf="")
     last = _attention("mtp.layers.0.self_attn.", form, gated) | mlp("mtp.layers.0.mlp.")
     last |= _rows("mtp.", _PARTS["qwen3_next.ahead"]) | _rows("mtp.layers.0.", _PARTS["norms"])
@@ -175,9 +160,8 @@ def _deepseek(at: str, head: str, form: Form) -> Rows:
 
 
 def _gpt_oss(at: str, head: str, form: Form) -> Rows:
-    """Returns the paths and axes of GPT-OSS's weights after unpacking from MXFP4.
-
-    Experts are stacked, `[in, out]`, and the columns of gate and up alternate.
+    """Returns the rows of GPT-OSS after unpacking from MXFP4. Experts are stacked, `[in, out]`, and the columns of gate
+    and up alternate.
     """
     layer = f"{at}layers.{{layers}}."
     own = _attention(f"{layer}self_attn.", {"qkv_bias": True, "out_bias": True})
@@ -187,9 +171,8 @@ def _gpt_oss(at: str, head: str, form: Form) -> Rows:
 
 
 def _llama4(at: str, head: str, form: Form) -> Rows:
-    """Returns the paths and axes of the weights of Llama 4's text model.
-
-    Experts are stacked, `[in, out]`. Gate and up are concatenated, so a shard may hold only one of them.
+    """Returns the rows of Llama 4's text model. Experts are stacked, `[in, out]`. Gate and up are concatenated, so a
+    shard may hold only one of them.
     """
     moe = f"{at}layers.{{routed_layers}}.feed_forward."
     own = _attention(f"{at}layers.{{layers}}.self_attn.", form) | _mlp(f"{at}layers.{{plain_layers}}.feed_forward.")
@@ -205,9 +188,7 @@ def _starcoder2(at: str, head: str, form: Form) -> Rows:
 
 
 def _gpt(at: str, head: str, form: Form) -> Rows:
-    """Returns the paths and axes of GPT-2's and GPT-3's weights: Conv1D weights, `[in, out]`, with query, key and value
-    concatenated.
-    """
+    """Returns the rows of GPT-2 and GPT-3: Conv1D weights, `[in, out]`, with query, key and value concatenated."""
     layer = f"{at}h.{{layers}}."
     thirds = Fused("query: embed (heads dim)", "key: embed (kv_heads dim)", "value: embed (kv_heads dim)", dim=1)
     rows = _rows(at, "wte  embedding: vocab embed\nwpe  positions: positions embed")
@@ -225,7 +206,7 @@ def _bert(at: str, head: str, form: Form) -> Rows:
 
 
 def _t5(at: str, head: str, form: Form) -> Rows:
-    """Returns the paths and axes of T5 v1.1's weights. Feed-forward blocks are gated; output weights are not tied."""
+    """Returns the rows of T5 v1.1. Feed-forward blocks are gated; output weights are not tied."""
     rows = _rows(at, "shared  embedding: vocab embed\nlm_head  head: vocab embed")
     for stack, cross in (("encoder", ()), ("decoder", ("EncDecAttention",))):
         block = f"{at}{stack}.block."
@@ -239,8 +220,8 @@ def _t5(at: str, head: str, form: Form) -> Rows:
 
 
 def _vit(at: str, head: str, form: Form) -> Rows:
-    """Returns the paths and axes of a ViT's weights under big_vision's names. They are flax kernels, `[in, out]`, with
-    heads and head_dim as separate dimensions.
+    """Returns the rows of a ViT under big_vision's names: flax kernels, `[in, out]`, with heads and head_dim as
+    separate dimensions.
     """
     block = _rows(f"{at}Transformer.encoderblock_{{layers}}.", _PARTS["vit.block"], leaf="")
     return _rows(at, _PARTS["vit.ends"], leaf="") | block

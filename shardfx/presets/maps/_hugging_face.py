@@ -91,7 +91,7 @@ _SIZES = {
 
 
 def sizes_of(config: Config) -> dict[str, int]:
-    """Returns the sizes of all named axes (such as "embed" and "heads") whose size follows from the config."""
+    """Returns the sizes of all axes, such as "embed" and "heads", whose size follows from the config."""
     given = {axis: [config[name] for name in names if config.get(name) is not None] for axis, names in _SIZES.items()}
     found = {axis: next(iter(numbers), None) for axis, numbers in given.items()}
     if found["dim"] is None and found["embed"] and found["heads"] and found["latent"] is None:
@@ -116,7 +116,7 @@ def needed(config: Config, name: str) -> int:
 
 
 def _form(config: Config) -> Form:
-    """Returns the options of a model from its config, such as `tied` and `qkv_bias`; `rows_of` takes them."""
+    """Returns the options of a model from its config."""
     kind, has_bias = config["model_type"], bool(config.get("attention_bias", False))
     is_gemma = kind.startswith("gemma")
     scores = config.get("topk_method", "greedy" if kind == "deepseek_v2" else "noaux_tc")
@@ -134,8 +134,8 @@ def _form(config: Config) -> Form:
 
 
 def _rest(config: Config, prefix: str) -> tuple[str, ...]:
-    """Returns the paths of arrays that a checkpoint may have besides the weights of its text model. `prefix` is the
-    prefix of the text model's paths.
+    """Returns the paths of arrays that a checkpoint may have besides the weights of its text model, whose paths begin
+    with `prefix`.
     """
     at, kind = f"{prefix}layers.", config["model_type"]
     if kind == "gpt2":
@@ -155,10 +155,8 @@ def _rest(config: Config, prefix: str) -> tuple[str, ...]:
 
 
 def _with_scales(rows: Rows, quantization: Config) -> Rows:
-    """Returns the rows (paths with the axes of their arrays) of an fp8 checkpoint with a scale per block. Each linear
-    weight becomes a `Scaled` one.
-
-    `quantization` is the part `quantization_config` of the model's config.
+    """Returns the rows of an fp8 checkpoint, in which each linear weight is a `Scaled` one. `quantization` is the part
+    `quantization_config` of the config.
     """
     if quantization.get("quant_method") != "fp8" or not quantization.get("weight_block_size"):
         method = quantization.get("quant_method")

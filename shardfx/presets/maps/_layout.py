@@ -78,9 +78,7 @@ class TreeLayout:
         return tuple(dict.fromkeys(place.kind for path, entry in self.weights for place in weights_of(path, entry)))
 
     def with_paths(self, paths: Mapping[str, str]) -> "TreeLayout":
-        """Returns the layout with some paths replaced: `{"layers/query": "blocks/wq"}`. Other arrays keep their
-        paths.
-        """
+        """Returns the layout with some paths replaced: `{"layers/query": "blocks/wq"}`. Other arrays keep theirs."""
         known = dict(self.weights)
         for path in paths:
             if path not in known:

@@ -105,8 +105,8 @@ def maxtext(config: Config, *, prefix: str = "params/", interleaved_rope: bool |
 
 
 def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
-    """Yields each kind of weight with the stack of layers that one scan of MaxText runs. The second element is the
-    suffix of the scanned block's name, such as "_local" for Gemma 2's layers with sliding-window attention.
+    """Yields each kind of weight with the stack of layers that one scan of MaxText runs, and the suffix of the scanned
+    block's name. For Gemma 2's layers with sliding-window attention, the suffix is "_local".
     """
     family = config["model_type"]
     for stack in stacks_of(config):
@@ -127,10 +127,8 @@ def _scanned(config: Config) -> Iterator[tuple[LayerStack, str]]:
 
 
 def _as_stored(family: str, kind: str, text: str, sizes: Mapping[str, int]) -> Entry:
-    """Returns the description of a weight for MaxText's layout: `text`, or a `Counted` if MaxText stores the weight
-    multiplied or with a number added.
-
-    `text` is the kind and the axes, such as `"norm: embed"`. `sizes` has the sizes of the axes.
+    """Returns the entry of a weight in MaxText's layout: `text`, such as `"norm: embed"`, or a `Counted` if MaxText
+    stores the weight multiplied or with a number added.
     """
     if kind == "query" and family in _DIVIDED:
         return Counted(text, times=_size(sizes, "dim", "head_dim") ** -0.5)

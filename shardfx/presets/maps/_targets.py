@@ -12,13 +12,10 @@ from ._layout import TreeLayout
 
 
 class LayerStack(NamedTuple):
-    """One array with a kind of weight of a stack of layers.
+    """The array with one kind of weight, such as "query", of a stack of layers.
 
-    The stack and the axis are empty for a weight outside of layers.
-
-    - `kind`: the kind of weight, such as "query".
-    - `layers`: the name of the stack, such as "dense_layers".
-    - `axis`: the named axis of its layers, such as `layers[:3]`.
+    - `layers`: the name of the stack, such as "dense_layers"; empty for a weight outside of layers.
+    - `axis`: the axis of the layers, such as `layers[:3]`; empty for a weight outside of layers.
     """
 
     kind: str
@@ -29,8 +26,8 @@ class LayerStack(NamedTuple):
 class Scanned(NamedTuple):
     """A kind of weight in a model that scans over its layers.
 
-    - `axes`: its named axes, without the axis of layers.
-    - `name`, `maxtext`: its name in a tree of `stacked`, and its name in MaxText.
+    - `axes`: its axes, without the axis of layers.
+    - `name`, `maxtext`: its name in a tree of `stacked`, and its name in MaxText, which is "-" if MaxText lacks it.
     """
 
     axes: str
@@ -38,8 +35,6 @@ class Scanned(NamedTuple):
     maxtext: str
 
 
-# For each kind its axes, its name in a tree of `stacked`, and its name in MaxText ("-" if it has none), where heads and
-# head_dim are separate dimensions.
 _SCANNED = importlib.resources.files("shardfx.presets.maps").joinpath("scanned.txt").read_text(encoding="utf-8")
 SCANNED = {kind: Scanned(*row) for kind, *row in (re.split("  +", line) for line in _SCANNED.splitlines())}
 
@@ -176,9 +171,7 @@ def _fused(path: str, entry: Entry, shards: int, copies: int, kinds: Sequence[st
 
 
 def _transposed(text: str) -> str:
-    """Returns the text of a GPT-2 weight with its axes in the order `[out, in]` instead of `[in, out]`. From
-    `"up: embed hidden"` it makes `"up: hidden embed"`.
-    """
+    """Returns the text of a GPT-2 weight with its axes transposed: `"up: hidden embed"` for `"up: embed hidden"`."""
     kind, _, axes = text.partition(": ")
     first, *others = re.findall(r"\([^)]*\)|\S+", axes)
     return f"{kind}: {' '.join([*others, first])}"

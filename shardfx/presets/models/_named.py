@@ -165,9 +165,7 @@ def tree(name: str, *, dtype: DTypeLike = jnp.bfloat16, stack_experts: bool = Fa
 
 
 def row_of(name: str) -> ModelRow:
-    """Returns the family and the numbers of the model `name`. Raises `RuleError` with the nearest names for an unknown
-    model.
-    """
+    """Returns the row of the model `name`. Raises `RuleError` with the nearest names for an unknown model."""
     if name not in TABLE:
         hint = near(name.lower(), names()) or f"; there are {', '.join(TABLE)}"
         raise RuleError(f"`presets.models` has no {quoted(name)}{hint}.")
@@ -187,8 +185,8 @@ def _check_changes(name: str, row: ModelRow, changes: Mapping[str, int]) -> None
 
 
 def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
-    """Returns the sizes of all named axes (such as "embed" and "heads") of a model's weights. They are the numbers of
-    the config, and sizes that follow from them.
+    """Returns the sizes of all axes of a model's weights, such as "embed": the numbers of its config, and sizes that
+    follow from them.
     """
     n = collections.defaultdict[str, int](int, config)
     layers, linear = n["layers"], n["linear_head_dim"]
@@ -225,15 +223,9 @@ def sizes_of(config: Mapping[str, int]) -> dict[str, int | Sequence[int]]:
 
 
 def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
-    """Returns nested dicts with a ShapeDtypeStruct for each array of a model.
+    """Returns nested dicts with a ShapeDtypeStruct for each array of the rows.
 
     Arrays have dtype `dtype`, except those that checkpoints keep in float32.
-
-    **Arguments:**
-
-    - `rows`: a mapping from a path to the named axes of its array, such as `"query: (heads dim) embed"`.
-    - `sizes`: the sizes of the axes. For an axis in a path it may be a list of numbers, such as those of dense layers.
-    - `dtype`: the dtype.
     """
     tree: Tree = {}
     for path, entry in rows.items():
@@ -251,10 +243,7 @@ def tree_of(rows: Rows, sizes: Sizes, dtype: DTypeLike) -> Tree:
 
 
 def _shape(places: Sequence[Weight], dim: int, sizes: Sizes) -> tuple[int, ...]:
-    """Returns the shape of an array that holds one kind of weight, or several kinds concatenated along dimension `dim`.
-
-    `places` has the named axes of each kind. `sizes` has the sizes of the axes.
-    """
+    """Returns the shape of an array that holds one kind of weight, or several kinds concatenated along dimension `dim`."""
     shapes = [[math.prod(_size(axis, place, sizes) for axis in group) for group in place.dims] for place in places]
     whole = [sum(shape[dim] for shape in shapes) if at == dim else size for at, size in enumerate(shapes[0])]
     return tuple(whole)
