@@ -59,9 +59,7 @@ def plan_lines(a: ShardPlan, b: ShardPlan) -> tuple[str, ...]:
 
 
 class Pair(NamedTuple):
-    """An array in two plans: its LeafPlan in each plan, and the names of the fields that differ. A LeafPlan is `None`
-    if its plan has no array with this path.
-    """
+    """An array in two plans: its LeafPlan in each, `None` if the plan lacks the array, and the fields that differ."""
 
     path: str
     before: LeafPlan | None
@@ -81,8 +79,7 @@ def pairs(a: ShardPlan, b: ShardPlan) -> Iterator[Pair]:
 
 
 def report(plan: ShardPlan, *, width: int | None = None) -> str:
-    """Returns the plan as a table: for each array its shape, its spec, its bytes per device, and the reasons for the
-    spec.
+    """Returns the plan as a table: for each array its shape, spec, bytes per device, and the reasons for the spec.
 
     **Arguments:**
 
@@ -92,9 +89,8 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
 
     **Returns:**
 
-    The text. The table has one line for each array, or for all equal arrays of repeated layers. Below it are each
-    reason once, the totals, and the largest arrays that every device holds whole. The text is a `str`, which a notebook
-    shows as `print` would.
+    A `str` that a notebook shows as `print` would. The table has one line for each array, or for all equal arrays of
+    repeated layers. Below it are each reason once, the totals, and the largest arrays that every device holds whole.
 
     !!! Example
 
@@ -121,16 +117,16 @@ def report(plan: ShardPlan, *, width: int | None = None) -> str:
     return Shown("\n\n".join(["\n".join(_table(rows, width)), *[wrapped(text, width) for text in paragraphs]]))
 
 
-# Regexes of the parts that the last column, "why", shows, for less and less width: everything; the marks of reasons,
-# the number of the rule and the memory kind; the marks and the memory kind.
+# Regexes of the parts of the last column, "why", that a narrower and narrower table shows: all; the marks of reasons,
+# the rule's number and the memory kind; the marks and the memory kind.
 _SHOWN = (r".+", r"^(?:\[\d+\])*|paths\[\d+\]|in \w+$", r"^(?:\[\d+\])*|in \w+$")
 
 
 def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
     """Returns the lines of the table of a plan, whose header is `rows[0]`, in at most `width` characters if possible.
 
-    While they are wider, the last column (the rule and the reasons) is shortened and then dropped. After that, the
-    column with the number of arrays is dropped.
+    If they are wider, the last column (the rule and the reasons) is shortened and then dropped. After that, the column
+    with the number of arrays is dropped.
     """
     shown = rows
     for kept in _SHOWN:

@@ -30,17 +30,13 @@ from .leaf import Row
 
 
 class Draft(NamedTuple):
-    """The plans of all arrays of a tree before mistakes are reported. `plan` raises errors for the mistakes, and `lint`
-    lists them.
-
-    **Arguments:**
+    """The plans of all arrays of a tree. `plan` then raises errors for mistakes in them, and `lint` lists the mistakes.
 
     - `flat`: the leaves of the tree, their paths and their logical names.
-    - `paths`, `kinds`: the path rules, and the pairs of a regex and a memory kind, both with a record of those that
-        matched.
+    - `paths`, `kinds`: the path rules, and the memory kinds by path.
     - `declared`: the mesh axes that the rules declare with `axes=`, so that the mesh may lack them.
-    - `numbers`: for each leaf the index of its plan in `rows`. It is -1 if the leaf is not an array, and `-2 - n` if
-        planning it failed with the error `errors[n]`.
+    - `numbers`: for each leaf the index of its plan in `rows`; -1 if the leaf is not an array; `-2 - n` if planning it
+        failed with the error `errors[n]`.
     - `rows`: the plans, one for all arrays that are planned alike.
     - `errors`: pairs of a leaf's path and its error.
     """
@@ -60,16 +56,11 @@ class Draft(NamedTuple):
         return ((path, i, self.rows[i]) for i, path in zip(self.numbers, self.flat.paths, strict=True) if i in chosen)
 
 
-# The number of mistakes that an error lists, at most.
 _SHOWN = 40
 
 
 def _refuse(error: type[Exception], head: str, lines: Sequence[str], cause: Exception | None = None) -> None:
-    """Raises `error` if `lines`, the mistakes, is not empty.
-
-    The message has `head`, the first 40 lines, and the number of further lines. `cause` is the exception from which
-    `error` is raised.
-    """
+    """Raises `error` from `cause` if there are `lines`, the mistakes. The message has `head` and the first 40 lines."""
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         raise error("\n".join([head, *lines[:_SHOWN], *more])) from cause
@@ -145,13 +136,13 @@ def unknown_units(axes: AxisRules) -> tuple[str, ...]:
 
 
 def unknown_of_rows(rows: Sequence[Row], axes: AxisRules) -> dict[int, tuple[str, ...]]:
-    """Returns the logical names without a rule, by the index in `rows` of the array's plan that has them."""
+    """Returns the logical names without a rule that each plan in `rows` has, by the index of the plan."""
     by_name = [(i, row) for i, row in enumerate(rows) if row.names is not None and _axes_of(Code.unmatched, row)]
     return {i: found for i, row in by_name if (found := unknown_names(row.names or (), axes))}
 
 
 def raise_unknown(draft: Draft) -> None:
-    """Raises if an array has a logical name without a rule in any mode, or if `units` of the rules has such a name."""
+    """Raises if an array, or `units` of the rules, has a logical name without a rule in any mode."""
     axes = draft.axes
     if axes is None:
         return
@@ -173,7 +164,7 @@ def raise_unknown(draft: Draft) -> None:
 def absent_axes(draft: Draft) -> dict[str, str]:
     """Returns the mesh axes that rules name and the mesh lacks, each with the first rule or leaf that uses the axis.
 
-    Axes that the rules declare with `axes=`, which a mesh may lack, are left out.
+    Axes that the rules declare with `axes=` are left out.
     """
     pairs = () if draft.axes is None else axes_in(draft.axes)
     wrong = {axis: f"the rule of {name!r}" for name, axis in reversed(pairs) if axis not in draft.mesh.axis_names}
@@ -186,7 +177,7 @@ def absent_axes(draft: Draft) -> dict[str, str]:
 
 
 def raise_absent(draft: Draft) -> None:
-    """Raises if rules name a mesh axis that the mesh lacks. Axes that the rules declare with `axes=` are exempt."""
+    """Raises if rules name a mesh axis that the mesh lacks and that they do not declare with `axes=`."""
     wrong, mesh = absent_axes(draft), draft.mesh
     lines = [f"  {user} uses the mesh axis {axis!r}{near(axis, mesh.axis_names)}" for axis, user in wrong.items()]
     head = (
@@ -198,9 +189,9 @@ def raise_absent(draft: Draft) -> None:
 
 
 def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None) -> dict[str, None]:
-    """Returns the mesh axes that the path rules `rules`, the axis rules `axes`, or the requests of `rows` name.
+    """Returns the mesh axes that the path rules `rules`, the axis rules `axes`, or the requests in `rows` name.
 
-    `rows` are the plans of arrays. Their requests show the results of rules that are callables.
+    The requests show the results of rules that are callables.
     """
     targets = [*(target for _, target in rules), *(row.requested for row in rows)]
     used = [axis for target in targets for axis in axes_of_target(target)]
@@ -210,8 +201,8 @@ def axes_used(rows: Sequence[Row], rules: Sequence[Any], axes: AxisRules | None)
 def misspelled_axes(mesh: MeshSpec, declared: Iterable[str], used: Iterable[str]) -> dict[str, str]:
     """Returns the mesh axes that are probably misspelled, each with the similar name that the rules use.
 
-    Such an axis is not in `declared` or `used`, the names that the rules declare or use. One of these names is similar
-    to it, and no axis of the mesh has this name. For example, a mesh has `tensr`, and the rules use `tensor`.
+    For example, a mesh has `tensr`, and the rules use `tensor`: neither `declared` nor `used`, the axes that the rules
+    declare and use, has `tensr`, and the mesh lacks `tensor`.
     """
     known = {*declared, *used}
     lacking = sorted(known.difference(mesh.axis_names))
@@ -236,8 +227,8 @@ def raise_misspelled(draft: Draft) -> None:
 class Unused(NamedTuple):
     """A path rule that shards no array, because no path matches it or because other rules come first.
 
-    `nearest` is the path that is most similar to the regex, if the regex matches no path. Otherwise `arrays` holds the
-    paths of the arrays that it matches, and `deciders` the rules that shard these arrays. `number` is the rule's index.
+    `number` is the rule's index. If the regex matches no path, `nearest` is the most similar path. Otherwise `arrays`
+    are the paths that it matches, and `deciders` the rules that shard these arrays.
     """
 
     number: int
@@ -266,18 +257,13 @@ def unused_rules(
     decided: Sequence[Any] | None = None,
     by: str = "",
 ) -> Iterator[Unused]:
-    """Yields the path rules that shard no array.
+    """Yields the path rules that shard no array; `used` holds the indices of the others.
 
-    Two kinds of rules are no mistake and are left out: a last rule that matches all paths, since other rules may cover
-    all arrays, and a rule that matches only leaves that are not arrays. If the tree has no leaves, as the state of
-    plain SGD, all rules are left out.
+    Two kinds of rules are no mistake and are left out: a last rule that matches all paths, and a rule that matches only
+    leaves that are not arrays. If the tree has no leaves, as the state of plain SGD, all rules are left out.
 
-    **Arguments:**
-
-    - `used`: the indices of the rules that shard an array.
-    - `decided`: an entry for each leaf. Path rules are not applied to a leaf whose entry is not `None`, because
-        something else decides its sharding, such as its logical names.
-    - `by`: a phrase for messages that names what decides the sharding of these leaves.
+    Path rules are not applied to a leaf whose entry in `decided` is not `None`, because its logical names, for example,
+    decide its sharding. `by` is the phrase for these names in messages.
     """
     unused = [n for n, (_, target) in enumerate(rules) if n not in used and not isinstance(target, Optional)]
     patterns = tuple(re.compile(regex) for regex, _ in rules) if unused and flat.leaves else ()
@@ -300,9 +286,9 @@ def unused_rules(
 
 
 def raise_unused(what: str, rules: Matcher, flat: Flat, decided: Sequence[Any] | None = None, by: str = "") -> None:
-    """Raises if a path rule in `rules` shards no array.
+    """Raises if a path rule in `rules` shards no array. `what` is the word for such a rule in the message.
 
-    `what` is the word for such a rule in the message. `decided` and `by` are as in `unused_rules`.
+    `decided` and `by` are as in `unused_rules`.
     """
     found = unused_rules(rules.rules, rules.used, flat, decided, by)
     head = (
@@ -319,9 +305,9 @@ def _axes_of(code: Code, row: Row) -> list[str]:
 
 
 def raise_strict(arrays: Iterable[tuple[str, Row]], advice: str = "") -> None:
-    """Raises if an array is not sharded as its rule requests.
+    """Raises if one of `arrays`, pairs of a path and a plan, is not sharded as its rule requests.
 
-    `arrays` holds pairs of a path and a plan. `advice` is added to the first line of the message.
+    `advice` is added to the first line of the message.
     """
     lines = [
         f"  leaf `{path}`, shape {row.shape}: {why}"

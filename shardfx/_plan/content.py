@@ -20,17 +20,14 @@ from .._ground.tree import Flat, flatten
 from .._rules import AxisRules
 from ..topology import MeshSpec
 from . import plan_json
-from .leaf import LeafPlan, PathTree, Row, canonical_dtype, named_sharding
+from .leaf import LeafPlan, PathTree, Row, RowIndices, canonical_dtype, named_sharding
 
 
 class Group(NamedTuple):
     """Arrays that are planned alike and whose paths differ only in numbers, such as those of repeated layers.
 
-    **Arguments:**
-
-    - `paths`: the paths of the arrays.
-    - `number`, `row`: their common plan, and its index in `Content.rows`.
-    - `bytes`, `bytes_per_device`: the bytes of all these arrays together, in total and on each device.
+    `row`, the plan of each of them, has the index `number` in `Content.rows`. The bytes are those of all the arrays
+    together: of the whole arrays, and of the shards on each device.
     """
 
     paths: tuple[str, ...]
@@ -47,11 +44,9 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Content:
-    """The data of a plan. Plans with equal digests are equal and have one hash, so JAX does not recompile a function
-    for an equal plan.
+    """The data of a plan. Plans with equal digests are equal, so JAX does not recompile a function for an equal plan.
 
-    `rows` holds one plan for all arrays that are planned alike. `index` holds for each leaf of the tree its index in
-    `rows`, or -1 if the leaf is not an array. All properties are computed on first use.
+    `rows` holds one plan for all arrays that are planned alike. All properties are computed on first use.
     """
 
     mesh: MeshSpec
@@ -59,7 +54,7 @@ class Content:
     axes: AxisRules | None
     mode: str | None
     rows: Sequence[Row]
-    index: Sequence[int]
+    index: RowIndices
     path_tree: PathTree
     strict: bool = False
 
@@ -89,7 +84,7 @@ class Content:
 
     @property
     def numbered(self) -> Iterable[tuple[str, int]]:
-        """For each leaf of the tree its path and the index of its plan in `rows`, or -1 if the leaf is not an array."""
+        """For each leaf of the tree, its path and its entry of `index`."""
         return zip(self.path_tree.paths, self.index, strict=True)
 
     @ft.cached_property
@@ -101,7 +96,7 @@ class Content:
 
     def _payload(self) -> dict[str, Any]:
         """Returns the plan as a JSON value, without its digest."""
-        # Left out where a plan is not strict, so that the text and digest of older plans stay the same.
+        # `strict` is left out unless true, so that the text and digest of older plans stay the same.
         return ({"strict": True} if self.strict else {}) | {
             **plan_json.HEADER,
             "mesh": plan_json.encode_mesh(self.mesh),
@@ -165,9 +160,7 @@ class Content:
         return self.tree([row.spec for row in self.rows])
 
     def tree(self, values: Sequence[object], other: object = None) -> PyTree:
-        """Returns the planned tree with `values[i]` at each array whose plan is `rows[i]`, and `other` at leaves that
-        are not arrays.
-        """
+        """Returns the planned tree with `values[i]` at arrays with the plan `rows[i]`, and `other` at other leaves."""
         table = [*values, other]
         return self.path_tree.filled([table[i] for i in self.index])
 
@@ -175,11 +168,8 @@ class Content:
         return dataclasses.replace(self, **changes)
 
 
-def _in_order_of_use(rows: Sequence[Row], index: Sequence[int]) -> tuple[tuple[Row, ...], tuple[int, ...]]:
-    """Returns `rows` without duplicates, in the order in which leaves first use them, and the new `index`.
-
-    `index` holds for each leaf of a tree the index of its plan in `rows`, or -1 if the leaf is not an array.
-    """
+def _in_order_of_use(rows: Sequence[Row], index: RowIndices) -> tuple[tuple[Row, ...], RowIndices]:
+    """Returns `rows` without duplicates, in the order in which leaves first use them, and the new `index`."""
     merged: dict[Row, int] = {}
     renumbered = {-1: -1}
     for i in dict.fromkeys(index):
@@ -237,16 +227,12 @@ def shaped_like(content: Content, like: object) -> Content:
     return content.replaced(path_tree=PathTree(flat.paths, flat.treedef), index=index)
 
 
-def rows_of(content: Content, flat: Flat) -> Sequence[int]:
-    """Returns, for each leaf of a tree, the index of its plan in `content.rows`, or -1 if the leaf is not an array.
+def rows_of(content: Content, flat: Flat) -> RowIndices:
+    """Returns the index of the plan of each leaf of a tree; raises for the first array that differs from its plan.
 
-    Only arrays are compared with the plan. Leaves that are not arrays, such as the functions of a module, may be
-    missing in the tree or in the plan: `equinox.partition(model, equinox.is_array)[0]` fits the plan of `model`, and
-    `model` fits the plan of the partition.
-
-    **Raises:**
-
-    `PlanMismatchError` that names the first array that differs.
+    Leaves that are not arrays, such as the functions of a module, may be missing in the tree or in the plan:
+    `equinox.partition(model, equinox.is_array)[0]` fits the plan of `model`, and `model` fits the plan of the
+    partition.
     """
     index = aligned(content, flat)
     for path, leaf, shaped, i in zip(flat.paths, flat.leaves, flat.is_array, index, strict=True):
@@ -263,15 +249,12 @@ def rows_of(content: Content, flat: Flat) -> Sequence[int]:
     return index
 
 
-def aligned(content: Content, flat: Flat) -> Sequence[int]:
-    """Returns, for each leaf of a tree, the index of its plan in `content.rows`, or -1 if the leaf is not an array.
-
-    Only the paths of the arrays are compared with the plan. Unlike `rows_of`, it ignores their shapes and dtypes.
-    """
+def aligned(content: Content, flat: Flat) -> RowIndices:
+    """Like `rows_of`, but only the paths of the arrays are compared with the plan, not their shapes and dtypes."""
     if flat.paths == content.path_tree.paths:
         return content.index
     known, pairs = dict(content.numbered), zip(flat.paths, flat.is_array, strict=True)
-    # An array whose path has the index -1 in the plan was left out by `select`.
+    # `select` gives an array that it leaves out the index -1.
     given = [known.get(path, 0 if shaped else -1) >= 0 for path, shaped in pairs]
     wanted = [pair for pair in content.numbered if pair[1] >= 0]
     if [path for path, kept in zip(flat.paths, given, strict=True) if kept] != [path for path, _ in wanted]:
@@ -309,10 +292,7 @@ def joined_contents(contents: dict[str, Content]) -> Content:
 
 
 def _common(what: str, contents: dict[str, Content]) -> Any:
-    """Returns the value that the field named `what` has in all of `contents`; raises if it differs.
-
-    A plan without `axes` agrees with the `axes` of every other plan.
-    """
+    """Returns the field `what` of all `contents`; raises if it differs. Plans without `axes` fit all others."""
     values = {name: vars(content)[what] for name, content in contents.items()}
     (first, expected), *rest = [pair for pair in values.items() if what != "axes" or pair[1] is not None] or [
         ("", None)

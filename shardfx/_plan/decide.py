@@ -30,6 +30,7 @@ from .._rules import (
     Pipeline,
     Replicate,
     Strategy,
+    Units,
     bare,
     check_once,
     is_callable,
@@ -48,7 +49,7 @@ class Request(NamedTuple):
     names: tuple[Any, ...] | None
     spec: PartitionSpec
     rule: str | None
-    units: tuple[int, ...] | None
+    units: Units | None
     strategies: tuple[Strategy, ...]
     reasons: tuple[Reason, ...]
 
@@ -70,16 +71,14 @@ def axes_of(mesh: MeshSpec, min_bytes: int = 0) -> Axes:
 
 
 class Leaf(NamedTuple):
-    """The shape, dtype and units of an array. `units` holds, for each dimension, the number of elements that no shard
-    may split, such as the width of an attention head. It is 1 if a shard may end at any element.
-    """
+    """The shape, dtype and units of an array."""
 
     shape: tuple[int, ...]
     dtype: DType
-    units: tuple[int, ...]
+    units: Units
 
 
-def leaf_of(shape: tuple[int, ...], dtype: DType, units: tuple[int, ...] | None) -> Leaf:
+def leaf_of(shape: tuple[int, ...], dtype: DType, units: Units | None) -> Leaf:
     return Leaf(shape, dtype, (1,) * len(shape) if units is None else units)
 
 
@@ -88,8 +87,8 @@ def request_of_target(
 ) -> Request:
     """Returns the request that `target`, the target of a path rule, makes for the array `leaf` at `path`.
 
-    `rule` is the rule's name in a plan. `axes` and `mode` resolve logical names in the target. The first `stacked`
-    dimensions of the array index stacked layers, and no strategy, such as `fsdp(...)`, may shard them.
+    `rule` is the rule's name in a plan. `axes` and `mode` resolve logical names in the target. No strategy may shard
+    the first `stacked` dimensions, which index stacked layers.
     """
     target = bare(target)
     first, *steps = target.steps if isinstance(target, Pipeline) else (target,)
@@ -131,11 +130,13 @@ def request_of_names(
     rule: str,
     axes: AxisRules | None,
     mode: str | None,
-    units: tuple[int, ...] | None = None,
+    units: Units | None = None,
     strategies: tuple[Strategy, ...] = (),
 ) -> Request:
-    """Returns the request that the logical names `names` make for an array, as `axes` resolve them. `rule` names the
-    source of the request in a plan. `units` come from the path rule; with `None`, the units of `axes` count.
+    """Returns the request that the logical names `names` make for an array, as `axes` resolve them.
+
+    `rule` is the source of the request in a plan. `units` come from the path rule; with `None`, the units of `axes`
+    count.
     """
     named = one_per_dim(names, shape)
     if axes is None and all(name is None for name in named):
@@ -160,10 +161,8 @@ def skipping(strategies: Iterable[Strategy], dims: Iterable[int]) -> tuple[Strat
     return tuple(dataclasses.replace(step, skip=tuple(sorted({*step.skip, *dims}))) for step in strategies)
 
 
-def padded_units(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | None:
-    """Returns `units` (the numbers of elements that no shard may split) with one entry for each of `rank` dimensions:
-    missing entries are 1. Raises if more than `rank` dimensions have units.
-    """
+def padded_units(units: Units | None, rank: int) -> Units | None:
+    """Returns `units` with one entry for each of `rank` dimensions: missing entries are 1. Raises for further units."""
     if units is None:
         return None
     if any(unit > 1 for unit in units[rank:]):
@@ -174,15 +173,14 @@ def padded_units(units: tuple[int, ...] | None, rank: int) -> tuple[int, ...] | 
 def units_at(
     names: tuple[object, ...],
     shape: tuple[int, ...],
-    units: tuple[int, ...],
+    units: Units,
     sizes_of: Callable[[str], Collection[int]] = lambda name: (),
-) -> tuple[int, ...]:
+) -> Units:
     """Returns `units` with 1 for each dimension whose size counts units, such as 8 heads.
 
-    `units` holds for each dimension the number of elements that no shard may split. For a unit of 128, a size of 1024
-    is a number of elements, so the unit stays; a size of 8 counts units, so each of them may be on another device. If a
-    size could be either, the sizes of dimensions with the same logical name in other arrays decide. `sizes_of` returns
-    these sizes.
+    For a unit of 128, a size of 1024 is a number of elements, so the unit stays; a size of 8 counts units, so each of
+    them may be on another device. If a size could be either, `sizes_of` decides: it returns the sizes of dimensions
+    with the same logical name in other arrays.
     """
 
     def counts(name: Any, size: int, unit: int) -> bool:
@@ -198,8 +196,8 @@ def units_at(
 
 
 def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, memory_kind: str | None) -> Row:
-    """Returns the plan of one array: the spec of its request, without the mesh axes that do not fit, and with the axes
-    that its strategies, such as `fsdp(...)`, add.
+    """Returns the plan of an array: its requested spec without axes that do not fit, plus the axes of its
+    strategies.
     """
     names, units = request.names, request.units
     units = units if units is None or names is None else units_at(names, shape, units)
@@ -216,9 +214,7 @@ def row_of(request: Request, shape: tuple[int, ...], dtype: object, mesh: Axes, 
 
 
 def _with_advice(why: Reason, leaf: Leaf) -> Reason:
-    """Returns the reason `why`. If a unit keeps a dimension from being sharded, but the size of the dimension may count
-    units, advice is added to its message.
-    """
+    """Returns `why`. If a unit keeps a dimension unsharded and its size may count units, the message gets advice."""
     if why.code is not Code.unit or why.dim is None:
         return why
     size, unit = leaf.shape[why.dim], leaf.units[why.dim]
@@ -241,14 +237,13 @@ def correct(
 ) -> Decision:
     """Makes a PartitionSpec valid for an array on a mesh, and drops as few mesh axes as possible.
 
-    For each dimension in order, it drops the axes that the mesh lacks and the axes that an earlier dimension uses.
-    Axes of size 1 stay. Of the other axes it keeps the subset with the largest product that divides the dimension; of
+    For each dimension in order, it drops the axes that the mesh lacks and the axes that an earlier dimension uses. Axes
+    of size 1 stay. Of the other axes it keeps the subset with the largest product that divides the dimension; of
     several such subsets, the one whose axes come first. The function is idempotent.
 
     **Arguments:**
 
-    - `spec`: the requested PartitionSpec. With fewer entries than dimensions, the other dimensions are not sharded.
-        More entries are an error, unless the extra ones are `None`.
+    - `spec`: the requested PartitionSpec. Dimensions beyond its end are not sharded. Extra entries must be `None`.
     - `shape`: the shape of the array.
     - `mesh`: any mesh; only its axis names, sizes and types are read.
     - `units`: one int per dimension: a dimension of `n * unit` elements is sharded only between units, such as the
@@ -350,8 +345,9 @@ def _too_small(leaf: Leaf, axes: tuple[str, ...], min_bytes: int) -> tuple[Reaso
 def _free(
     axes: tuple[str, ...], dim: int | None, sizes: Mapping[str, int], used: Container[str]
 ) -> tuple[tuple[str, ...], list[Reason]]:
-    """Returns the axes in `axes` that can shard the dimension `dim`, and the reasons for dropping the others: axes that
-    the mesh (with the axis sizes `sizes`) lacks, axes in `used`, and duplicates.
+    """Returns those of `axes` that can shard the dimension `dim`, and the reasons why the others are dropped.
+
+    Axes are dropped that the mesh, with the axis sizes `sizes`, lacks, that are in `used`, or that occur twice.
     """
     absent, taken = tuple(axis for axis in axes if axis not in sizes), [axis for axis in axes if axis in sizes]
     free = tuple(dict.fromkeys(axis for axis in taken if axis not in used))
@@ -364,8 +360,9 @@ def _free(
 
 
 def _divisors(axes: tuple[str, ...], size: int, unit: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the subset of `axes` that shards a dimension: the one with the largest product that divides
-    `size / unit`. Axes of size 1 stay. For size 12, unit 1 and axes of sizes 8, 2 and 3 it is those of sizes 2 and 3.
+    """Returns the subset of `axes` with the largest product that divides `size / unit`. Axes of size 1 stay.
+
+    For size 12, unit 1 and axes of sizes 8, 2 and 3 it is the axes of sizes 2 and 3.
     """
     whole = 1 if size % unit else size // unit
     # All sizes are above 1, so a subset's product exceeds that of each of its prefixes. Of two subsets with equal
@@ -402,20 +399,17 @@ def _indivisible(
 
 
 def _advice_to_pad(size: int, product: int) -> str:
-    """Returns advice to pad a dimension of `size` elements to a multiple of `product`, as "pad it to 128, or ". The
-    result is "" if the padding would be more than 1/64 of the size.
-    """
+    """Returns "pad it to N, or ", where N is the next multiple of `product`; "" if `size` would grow by over 1/64."""
     padded = -(-size // product) * product
-    # At most 1/64 of the size: a vocabulary can be padded, a width of 64 cannot.
+    # A vocabulary can be padded, a width of 64 cannot.
     return f"pad it to {padded}, or " if (padded - size) * 64 <= size else ""
 
 
 def apply_strategy(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strategy) -> Decision:
-    """Returns `spec` with mesh axes of `strategy` added to one unsharded dimension of the array `leaf`.
+    """Returns `spec` with axes of `strategy` added to the unsharded dimension that they divide into the most shards.
 
-    It is the dimension that the axes divide into the most shards. If several dimensions tie, the strategy's preference
-    decides. Axes that `spec` uses, and axes that the mesh lacks, are dropped with a reason. `spec` must already be
-    valid for the array and the mesh.
+    If several dimensions tie, the strategy's preference decides. Axes that `spec` uses and axes that the mesh lacks are
+    dropped with a reason. `spec` must be valid for the array and the mesh.
     """
     if found := _too_small(leaf, strategy.axes, strategy.min_bytes):
         return Decision(spec, found)
@@ -441,9 +435,9 @@ def apply_strategy(spec: PartitionSpec, leaf: Leaf, mesh: Axes, strategy: Strate
 def shard_over(request: Request, shape: tuple[int, ...], dtype: object, mesh: MeshSpec, over: Strategy) -> Request:
     """Returns `request` with the unused axes of the strategy `over` added, as ZeRO shards an optimizer's state.
 
-    Axes are added to the dimension that they divide into the most shards. Axes that do not divide this dimension are
-    added to other dimensions in the same manner. A dimension that is sharded already is sharded further: each device
-    then holds a part of its earlier shard. Axes that divide no dimension are dropped with a reason.
+    The axes are added to the dimension that they divide into the most shards. Axes that do not divide this dimension
+    are added to other dimensions in the same manner. A dimension that is already sharded is split further. Axes that
+    divide no dimension are dropped with a reason.
     """
     leaf, axes, sizes = leaf_of(shape, dtype, request.units), axes_of(mesh), mesh.shape
     if not math.prod(shape):
@@ -481,9 +475,9 @@ def _best_dim(
 ) -> tuple[int | None, tuple[str, ...]]:
     """Returns the dimension in `dims` that `axes` divide into the most shards, and the axes that divide it.
 
-    If no axis divides any of these dimensions, it returns `None` and no axes. If several dimensions tie, an unsharded
-    one is preferred, then the one that the strategy prefers, then the first. `entries` are the entries of the array's
-    spec: in a dimension that they shard already, the axes must divide the shards.
+    If no axis divides any of `dims`, it returns `None` and no axes. If several tie, an unsharded dimension is
+    preferred, then the one that the strategy prefers, then the first. `entries` are the entries of the array's spec: if
+    they shard a dimension already, the axes must divide its shards.
     """
     choices: list[tuple[Any, ...]] = [(0, None, ())]
     for dim in dims:

@@ -17,10 +17,10 @@ NUMBERS = ("arrays", "bytes/device")
 
 
 def facts_of(content: Content) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Returns the report of a plan: the rows of a table, beginning with its header, and paragraphs. The paragraphs have
-    each reason once, the totals, and the largest replicated arrays.
+    """Returns the report of a plan: the rows of a table, the header first, and paragraphs.
 
-    No text contains control characters, which a terminal would interpret.
+    The paragraphs have each reason once, the totals, and the largest replicated arrays. No text contains control
+    characters, which a terminal would interpret.
     """
     groups = content.groups
     notes: dict[str, int] = {}
@@ -59,7 +59,7 @@ _LIMIT = re.compile(r"fewer than the (\d+) asked for")
 
 
 def _note(why: Reason, is_of_several_dims: bool) -> str:
-    """Returns the text of `why`, a reason why an array is not sharded as requested, for below the table.
+    """Returns the text below the table for `why`, the reason why an array is not sharded as requested.
 
     Arrays with the same cause get the same text. It names the dimension, unless `is_of_several_dims`: then the same
     reason applies to other dimensions too.

@@ -51,7 +51,7 @@ def follow(
     **Arguments:**
 
     - `init`: a function of a tree with the plan's arrays, and of `args`. It is traced, never run. Leaves of the tree
-        that are not arrays are opaque objects; if `init` fails with them, as optimizers do, they are `None`.
+        that are not arrays are opaque objects, or `None` if `init` fails with these, as optimizers do.
     - `plan`: the plan of that tree.
     - `args`: the other arguments of `init`. For a [`shardfx.ShardPlan`][] among them, `init` gets the tree of the plan.
     - `over`: mesh axes that shard every array further than the array that it follows, on dimensions that they divide,
@@ -59,20 +59,18 @@ def follow(
     - `paths`: rules for arrays that follow no planned array. To change the sharding of an array that follows one, use
         [`shardfx.ShardPlan.replace`][].
     - `axes`: rules for the logical names in `paths`; `None` for the rules of the plan.
-    - `memory_kinds`: as in [`shardfx.plan`][]: pairs of a regex and the memory kind of the arrays it matches.
+    - `memory_kinds`: as in [`shardfx.plan`][].
     - `adapters`: pairs of a regex and its replacement, as in `re.sub`, that turn the path of an adapter into the path
         of its base array: `("lora_[ab]$", "weight")`. Each dimension that the adapter shares with its base is sharded
         as in the base. The dimension of the rank is not sharded.
     - `scales`: pairs like those of `adapters`, for the scales of quantised arrays. A dimension of a scale has one
-        element for each block of the base's elements. The dimension is sharded as in the base if each device holds
-        whole blocks.
+        element for each block of the base's elements. It is sharded as in the base if each device holds whole blocks.
     - `unused`: as in [`shardfx.plan`][], for `paths`, `memory_kinds`, `adapters` and `scales`.
 
     **Returns:**
 
-    The plan of the tree that `init` returns. As in [`shardfx.plan`][], leaves that are not arrays are skipped. The
-    `rule` of each leaf names the array that it follows. An array that follows none and has no rule is replicated, with
-    a reason.
+    The plan of the tree that `init` returns. The `rule` of each leaf names the array that it follows. An array that
+    follows none and has no rule is replicated, with a reason.
 
     **Raises:**
 
@@ -135,11 +133,9 @@ def follow(
 
 
 def _matcher_of_bases(pairs: Iterable[tuple[str, str]]) -> Matcher:
-    """Returns path rules for `pairs` of a regex and a replacement.
+    """Returns path rules from `pairs` of a regex and a replacement. A rule's target is `(replacement,)`.
 
-    They turn the path of an adapter, or of a scale, into the path of the array that it belongs to.
-
-    The target of each rule is a tuple with the replacement.
+    The replacement turns the path of an adapter or a scale into the path of the array that it belongs to.
     """
     return Matcher(PathRules(pair if isinstance(pair, str) else (pair[0], tuple(pair[1:])) for pair in pairs))
 
@@ -166,9 +162,8 @@ def _evaluated(init: Callable[..., object], plan: ShardPlan, args: tuple[object,
     mesh = plan.mesh.abstract()
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
     given = (plan, *args)
-    # A state that holds the planned tree also holds its leaves that are not arrays, such as activation functions. But
-    # an optimizer's `init` accepts only arrays. So `init` is tried with placeholders for these leaves, then with
-    # `None`.
+    # A state that holds the planned tree needs its leaves that are not arrays, such as activation functions. But an
+    # optimizer's `init` accepts only arrays. So `init` is tried with placeholders for these leaves, then with `None`.
     has_others = any(isinstance(arg, ShardPlan) and -1 in arg.content.index for arg in given)
     others = (object(), None) if has_others else (None,)
     # JAX cannot give shardings to every `init` on an Explicit mesh (an ambiguous contraction, a foreign callback). Then
@@ -215,14 +210,12 @@ def _shapes(init: Callable[..., object], args: tuple[object, ...], mesh: Abstrac
 class _Follower:
     """The arguments of one call of `follow`, and the errors of the arrays that it has planned.
 
-    **Arguments:**
-
     - `bases`: for "adapters" and "scales", the regexes and replacements that make the path of the base array.
     - `refused`: why JAX cannot propagate shardings through `init`; "" if it can.
     - `open`: the paths of arrays that follow no planned array.
     - `errors`: pairs of an array's path and the error for it.
-    - `strict`: the path and the plan of each array that a strict plan checks. The plans lack the axes of `over`, which
-        may be dropped even then.
+    - `strict`: the path and the plan of each array that a strict plan checks. These plans lack the axes of `over`,
+        which may be dropped even then.
     """
 
     plan: ShardPlan
@@ -273,12 +266,16 @@ class _Follower:
         return NOTHING._replace(reasons=(reason_for(Code.unmatched, None, what=what),))
 
 
+# For each dimension of an array, the corresponding dimension of the planned array that it follows; `None` for none.
+Dims = tuple[int | None, ...]
+
+
 def _request_from_base(entry: str, path: str, shape: tuple[int, ...], plan: ShardPlan, in_blocks: bool) -> Request:
     """Returns the request of an adapter or a scale with the shape `shape`. The planned array at `path` is its base.
 
-    Each of its dimensions is sharded as the dimension of the base with the same index, counted from the front or from
-    the back, if their sizes are equal. With `in_blocks`, the size of the base's dimension may also be a multiple: each
-    element of a scale belongs to a block of the base. `entry` names the item of `adapters` or `scales` in messages.
+    A dimension is sharded as the dimension of the base with the same index, counted from the front or from the back, if
+    their sizes are equal. With `in_blocks`, the size of the base's dimension may also be a multiple: each element of a
+    scale belongs to a block of the base. `entry` names the item of `adapters` or `scales` in messages.
     """
     planned = plan.content.by_path
     base = planned.get(path)
@@ -297,10 +294,10 @@ def _request_from_base(entry: str, path: str, shape: tuple[int, ...], plan: Shar
 
 
 def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | None:
-    """Returns the request of `leaf`, the struct at `path` in the result of `init`.
+    """Returns the request of `leaf`, the struct at `path` in the result of `init`: the sharding that JAX propagated.
 
-    It is the sharding that JAX propagated to the struct. If there is none, it is the sharding of the planned array that
-    the struct follows by its path. If there is no such array either, the result is `None`.
+    Without such a sharding, it is the sharding of the planned array that the struct follows by its path; `None` if
+    there is no such array.
     """
     names = units = namesake = None
     source, dims = _source(path, tuple(leaf.shape), plan)
@@ -316,15 +313,11 @@ def _request_from_source(path: str, leaf: Any, plan: ShardPlan) -> Request | Non
     return Request(names, namesake, f"path and shape of `{_starred(source.path)}`", units, (), ())
 
 
-def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, tuple[int | None, ...]]:
-    """Returns the planned array that an array with this path and shape follows, and the corresponding dimensions.
+def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPlan | None, Dims]:
+    """Returns the planned array that an array with this path and shape follows; `None` if there is none.
 
-    It is the array whose path is the longest suffix of `path`. If there is none, it is an array whose path is inside
-    of `path`: the one that ends last, and of several such ones the longest. Its shape must correspond to `shape`. If
-    there is no such array, the result is `None` and no dimensions.
-
-    The second value holds for each dimension of `shape` the corresponding dimension of the planned array. It is `None`
-    for a leading dimension that the planned array lacks, such as the length of a history.
+    It is the array whose path is the longest suffix of `path`. If there is none, it is an array whose path is inside of
+    `path`: the one that ends last, and of several such ones the longest. Its shape must correspond to `shape`.
     """
     planned = plan.content.by_path
     parts = path.split("/")
@@ -338,12 +331,12 @@ def _source(path: str, shape: tuple[int, ...], plan: ShardPlan) -> tuple[LeafPla
     return None, ()
 
 
-def corresponding(planned: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
-    """Returns for each dimension of `shape` the corresponding dimension of an array of the shape `planned`.
+def corresponding(planned: tuple[int, ...], shape: tuple[int, ...]) -> Dims | None:
+    """Returns how the dimensions of `shape` correspond to those of an array of the shape `planned`.
 
     `shape` may lack dimensions of `planned`: for `planned` (8, 4), (4,) gives (1,). It may also have more leading
-    dimensions, which correspond to `None`: (3, 8, 4) gives (None, 0, 1). If the shapes do not match, or match in
-    several ways, the result is `None`.
+    dimensions, such as a history: (3, 8, 4) gives (None, 0, 1). If the shapes do not match, or match in several ways,
+    the result is `None`.
     """
     more = len(shape) - len(planned)
     if more > 0:
@@ -353,18 +346,15 @@ def corresponding(planned: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int
     return kept[0] if len(kept) == 1 else None
 
 
-def _at_dims(values: tuple[object, ...] | None, dims: tuple[int | None, ...], other: object = None) -> Any:
+def _at_dims(values: tuple[object, ...] | None, dims: Dims, other: object = None) -> Any:
     """Returns `values[dim]` for each of `dims`, or `other` if `dim` is `None` or beyond the end of `values`."""
     if values is None:
         return None
     return tuple(other if dim is None or dim >= len(values) else values[dim] for dim in dims)
 
 
-def _spec_at(leaf: LeafPlan, dims: tuple[int | None, ...]) -> PartitionSpec:
-    """Returns the spec of an array that is sharded like the planned array `leaf`.
-
-    `dims` holds for each of its dimensions the corresponding dimension of `leaf`, or `None` if it is not sharded.
-    """
+def _spec_at(leaf: LeafPlan, dims: Dims) -> PartitionSpec:
+    """Returns the spec of an array with the dimensions `dims` that is sharded like the planned array `leaf`."""
     return trimmed(_at_dims(entries_of(constrained(leaf.spec)), dims))
 
 

@@ -15,11 +15,13 @@ from .._ground.errors import RuleError
 from .._ground.reason import Reason
 from .._ground.spec import DType, array_bytes, constrained, shard_shape
 from .._ground.text import array_text, printable
-from .._rules import Matcher, PathRules
+from .._rules import Matcher, PathRules, Units
 
 
 # The memory kinds of XLA. Only the device itself knows which of them it has.
 MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
+# For each leaf of a tree, the index of its plan in a list of Rows; -1 for a leaf that is no array.
+RowIndices = Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +31,13 @@ class LeafPlan:
     **Arguments:**
 
     - `path`: the array's path in the tree, such as `layers/0/attn/q_proj/weight`.
-    - `shape`, `dtype`: the shape and dtype of the whole array, not of a shard.
+    - `shape`, `dtype`: those of the whole array, not of a shard.
     - `names`: its logical names if they request the sharding, else `None`.
-    - `requested`: the spec that the rule requests.
-    - `spec`: the spec that the array gets, in canonical form.
-    - `rule`: the source of the request: a path rule by index and regex, `names`, or the array that it follows; `None`
-        if no rule covers the array.
+    - `requested`, `spec`: the spec that the rule requests, and the spec that the array gets, in canonical form.
+    - `rule`: the path rule by index and regex, `names`, or the array that it follows; `None` if no rule covers it.
     - `reasons`: why `spec` differs from `requested`; see [`shardfx.Reason`][].
     - `memory_kind`: the memory that holds the shards; `None` for the device's default memory.
-    - `units`: per dimension, the size of an indivisible unit in elements, such as the width of an attention head.
-        `None` if every dimension may be sharded between any two elements.
+    - `units`: per dimension, the number of elements that no shard may split (a head's width); `None` if all are 1.
     - `strategies`: the strategies, such as `fsdp(...)`, that added mesh axes after the rule's spec.
     - `bytes`, `bytes_per_device`: the bytes of the whole array, and of one shard.
     """
@@ -77,7 +76,7 @@ class Row(NamedTuple):
     rule: str | None
     reasons: tuple[Reason, ...]
     memory_kind: str | None
-    units: tuple[int, ...] | None
+    units: Units | None
     strategies: tuple[Any, ...]
 
     def byte_counts(self, sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -87,10 +86,7 @@ class Row(NamedTuple):
 
 
 def kinds_matcher(memory_kinds: Iterable[tuple[str, str]] | None) -> Matcher:
-    """Returns path rules for pairs of a regex and a memory kind. Raises for a memory kind that XLA lacks.
-
-    The target of each rule is a tuple with the memory kind.
-    """
+    """Returns path rules from pairs of a regex and a memory kind. A rule's target is a tuple with the memory kind."""
     pairs = tuple(memory_kinds or ())
     for regex, kind in pairs:
         if kind not in MEMORY_KINDS:
@@ -102,16 +98,12 @@ def kinds_matcher(memory_kinds: Iterable[tuple[str, str]] | None) -> Matcher:
 
 @ft.lru_cache(maxsize=4096)
 def named_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None) -> NamedSharding:
-    """Returns the NamedSharding of a planned array. It is cached, because building it takes longer than planning the
-    array.
-    """
+    """Returns the NamedSharding of a planned array. It is cached: building it takes longer than planning the array."""
     return NamedSharding(mesh, constrained(spec), memory_kind=memory_kind)
 
 
 def canonical_dtype(dtype: DType) -> DType:
-    """Returns the dtype that JAX gives to a NumPy array of `dtype`: float32 for float64, for example, unless x64 is
-    enabled.
-    """
+    """Returns the dtype of a NumPy array of `dtype` on a device, such as float32 for float64 unless x64 is enabled."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
@@ -121,14 +113,8 @@ def canonical_dtype(dtype: DType) -> DType:
 class PathTree:
     """The structure of a planned tree with the path of each leaf, without the arrays.
 
-    **Arguments:**
-
-    - `paths`: the paths of the leaves, in the order in which the plan lists them.
-    - `treedef`: the tree's structure.
-    - `order`: for each leaf of `treedef` its index in `paths`; `None` if `paths` has the order of `treedef`. A plan
-        that was read from JSON lists leaves in the planned order, while JAX sorts the keys of the dicts that it
-        rebuilds.
-    - `structure`: the tree's structure as in a plan's JSON; `None` if `encoded` makes it from `treedef`.
+    `order` has for each leaf of `treedef` its index in `paths`; `None` stands for equal orders. In a plan from JSON
+    they may differ, because JAX sorts dict keys. `structure` is the tree's structure in that JSON, else `None`.
     """
 
     paths: tuple[str, ...]
@@ -138,7 +124,7 @@ class PathTree:
 
     @ft.cached_property
     def encoded(self) -> object:
-        """The tree's structure as a JSON value, as a plan's JSON stores it."""
+        """The tree's structure as a JSON value."""
         return _encode_structure(self.treedef, {}) if self.structure is None else self.structure
 
     @property
@@ -151,15 +137,12 @@ class PathTree:
         return values if self.order is None else [values[i] for i in self.order]
 
     def filled(self, values: Sequence[object]) -> PyTree:
-        """Returns the tree with `values` at its leaves. The order of `values` is that of `paths`."""
+        """Returns the tree with `values` at its leaves. `values` has the order of `paths`."""
         return jax.tree.unflatten(self.treedef, self.in_order(values))
 
 
 def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
-    """Encodes a treedef as a JSON value: dicts, lists and tuples as such, other nodes by the name of their class.
-
-    `seen` holds the values of subtrees that are already encoded, because equal layers have equal subtrees.
-    """
+    """Encodes a treedef as a JSON value: dicts, lists and tuples as such, other nodes by the name of their class."""
     data = treedef.node_data()
     if data is None:
         return "leaf" if treedef.num_leaves else None
@@ -179,10 +162,8 @@ def _encode_structure(treedef: Any, seen: dict[object, object]) -> object:
 
 
 def decode_structure(data: object, paths: list[str]) -> PyTree:
-    """Rebuilds the tree that `data`, the result of `_encode_structure`, describes.
-
-    Each leaf is its index in `paths`. Nodes of other types than dict, list and tuple, such as modules, become dicts.
-    Their keys are taken from `paths`, the paths of the leaves.
+    """Rebuilds the tree from `data`, its JSON value, with the index in `paths` at each leaf. Nodes of other types than
+    dict, list and tuple, such as modules, become dicts, with keys from `paths`, the paths of the leaves.
     """
     index = 0
 
@@ -205,8 +186,7 @@ def decode_structure(data: object, paths: list[str]) -> PyTree:
             else:  # the attribute under which the node holds its next leaf, from the leaf's path
                 key = path.removeprefix(prefix).split("/")[0] if path.startswith(prefix) else str(position)
             child = decoded(part, f"{prefix}{key}/")
-            # No path contains the name of an attribute without leaves, so it is left out.
-            if kind == "dict" or index > start:
+            if kind == "dict" or index > start:  # no path contains the name of an attribute without leaves
                 named[key] = child
         return named
 

@@ -25,10 +25,7 @@ else:
 
 
 def _is_names(node: Any) -> bool:
-    """Whether `node`, a part of the argument `names` of `plan`, holds the logical names of one array.
-
-    Otherwise it is a container, such as a dict, of the names of several arrays.
-    """
+    """Whether `node`, a part of the argument `names`, holds the names of one array, not a container of such names."""
     if node is None or isinstance(node, PartitionSpec):
         return True
     return type(node) in (tuple, list) and all(map(_is_name, node))
@@ -56,31 +53,27 @@ def names_of_leaves(names: object, tree: object, flat: Flat, axes: AxisRules | N
     given = [_hashable(node) if shaped else None for node, shaped in zip(column, flat.is_array, strict=True)]
     if axes is None:
         return given
-    # `None` for one array means the same as `None` for the whole tree: use the names that the module declares.
     return [own if node is None else node for node, own in zip(given, flat.names, strict=True)]
 
 
 def renamed(tree: object, changes: Mapping[str, object], *, names: object = None) -> PyTree:
-    """Returns the logical names of a tree's arrays, with some of them replaced, for `plan(..., names=...)`.
-
-    Use `renamed` to correct the names that modules of another library declare, without changing their source.
+    """Replaces some logical names of a tree's arrays, such as the names that another library's modules declare.
 
     **Arguments:**
 
     - `tree`: the tree of arrays.
-    - `changes`: a dict from the path of an array, or a regex that is searched in each path, to its new names. These are
-        a tuple as in [`shardfx.plan`][], or `None`, so that path rules shard the array. `None` is an error if a module
-        declares names.
+    - `changes`: a dict from the path of an array, or a regex that is searched in each path, to new names: a tuple as in
+        [`shardfx.plan`][], or `None` so that path rules shard the array.
     - `names`: the names as [`shardfx.plan`][] takes them; `None` for the names that modules declare.
 
     **Returns:**
 
-    A tree of the same structure with the names of each array, `None` for an array without names.
+    A tree of the names of each array, for `plan(..., names=...)`; `None` for an array without names.
 
     **Raises:**
 
-    `UnknownPathError` for a key that is the path of no array and matches none; `RuleError` for a regex that does not
-    compile, for names that are no prefix of the tree, and for `None` if a module declares names.
+    `UnknownPathError` for a key that matches no array; `RuleError` for a regex that does not compile, for names that
+    are no prefix of the tree, and for `None` if a module declares names.
 
     !!! Example
 
@@ -90,10 +83,8 @@ def renamed(tree: object, changes: Mapping[str, object], *, names: object = None
 
         tree = {"wi": jnp.ones((8, 32)), "wo": jnp.ones((32, 8))}
         names = {"wi": ("embed", "mlp"), "wo": ("embed", "mlp")}
-        assert renamed(tree, {"wo": ("mlp", "embed")}, names=names) == {
-            "wi": ("embed", "mlp"),
-            "wo": ("mlp", "embed"),
-        }
+        found = renamed(tree, {"wo": ("mlp", "embed")}, names=names)
+        assert found == {"wi": ("embed", "mlp"), "wo": ("mlp", "embed")}
         ```
     """
     flat = flatten(tree)
@@ -114,8 +105,8 @@ def renamed(tree: object, changes: Mapping[str, object], *, names: object = None
 def _broadcast(names: Any, node: Any, keys: tuple[Any, ...]) -> list[Any]:
     """Returns for each leaf below `node`, a subtree of the planned tree, its part of `names`.
 
-    `names` is the part of the argument `names` of `plan` for this subtree. It may be a prefix of the subtree: names at
-    an inner node apply to all leaves below it. `keys` is the path of `node`, for messages.
+    `names` may be a prefix of `node`: names at an inner node apply to all leaves below it. `keys` is the path of
+    `node`.
     """
     parts = jtu.default_registry.flatten_one_level_with_keys(node)
     below = None if parts is None else list(parts[0])
@@ -158,15 +149,12 @@ def _text(node: object) -> str:
 
 def _hashable(node: Any) -> Any:
     if isinstance(node, PartitionSpec):
-        # In JAX, a spec may have fewer entries than the array has dimensions.
-        return (*entries_of(node), ...)
+        return (*entries_of(node), ...)  # in JAX, a spec may have fewer entries than the array has dimensions
     return tuple(tuple(e) if isinstance(e, list) else e for e in node) if type(node) in (tuple, list) else node
 
 
 def raise_tied(tree: object, flat: Flat) -> None:
-    """Raises if an nnx module holds one variable under two paths. As leaves of a tree they are two arrays, and training
-    would make them differ.
-    """
+    """Raises if an nnx module holds one variable under two paths: as two leaves, training would make them differ."""
     first: dict[int, str] = {}
     for path, kind, box in _boxes(tree, flat):
         if kind == "Variable" and any(leaf.shape for leaf in jax.tree.leaves(box)):
@@ -196,9 +184,7 @@ def raise_unread(tree: object, flat: Flat) -> None:
 
 
 def _boxes(tree: object, flat: Flat) -> list[tuple[str, str, Any]]:
-    """Returns the path, the class and the value of each Flax box in a tree. Flax wraps an array in a box to add
-    metadata.
-    """
+    """Returns the path, the class and the value of each Flax box. Flax wraps an array in a box to add metadata."""
     # A Flax box (`Partitioned`, `Variable`) holds its array in the field `value`. Most trees have no such path.
     if not any(path.endswith("value") for path in flat.paths):
         return []
@@ -209,8 +195,6 @@ def _boxes(tree: object, flat: Flat) -> list[tuple[str, str, Any]]:
 
 @ft.lru_cache(maxsize=1024)
 def _box_class(cls: type) -> str | None:
-    """Returns the Flax box ("Variable", "Partitioned", "NNXMeta") that a class is or derives from; `None` if there is
-    none.
-    """
+    """Returns which Flax box ("Variable", "Partitioned", "NNXMeta") a class is or derives from; `None` if none."""
     names = [base.__name__ for base in cls.__mro__ if base.__module__.startswith("flax.")]
     return next((name for name in names if name in ("Variable", "Partitioned", "NNXMeta")), None)

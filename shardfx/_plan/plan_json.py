@@ -33,7 +33,7 @@ def written(payload: dict[str, object]) -> str:
 def _fits(value: Any, valid: Any) -> bool:
     """Whether a JSON value is one of the valid values.
 
-    `valid` is a Python type, where `int` excludes negative numbers, or `None`. `[type]` is a list of values of this
+    `valid` is `None` or a Python type, where `int` excludes negative numbers. `[type]` is a list of values of this
     type, and a tuple has alternatives: `([int], None)` is a list of integers from 0, or null.
     """
     if isinstance(valid, tuple):
@@ -152,7 +152,7 @@ def encode_rules(rules: AxisRules | None) -> object:
         "units": [list(pair) for pair in rules.units],
         "aliases": [list(pair) for pair in rules.aliases],
     }
-    # Left out where no axes are declared, so that the text and digest of older plans stay the same.
+    # `axes` is left out if empty, so that the text and digest of older plans stay the same.
     return written | ({"axes": list(rules.axes)} if rules.axes else {})
 
 
@@ -252,9 +252,9 @@ def encode_row(row: Row) -> dict[str, Any]:
 
 
 def decode_row(number: int, data: Any, mesh: MeshSpec) -> Row:
-    """Decodes the plan of an array from `data`, a JSON object, and checks that every field has a valid value.
+    """Decodes and checks the plan of an array from `data`, a JSON object. Its spec must be valid on `mesh`.
 
-    `number` is the plan's index in the JSON, for messages. The spec must be valid on `mesh`.
+    `number` is the plan's index in the JSON, for messages.
     """
     _require(f"row {number}", data, dict, "an object")
     if missing := [name for name in _ROW if name not in data]:

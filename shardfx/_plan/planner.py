@@ -59,12 +59,11 @@ def plan(
     - `tree`: any tree of arrays or `jax.ShapeDtypeStruct`s. Other leaves, such as the functions in an Equinox module,
         are skipped.
     - `mesh`: a MeshSpec, a jax Mesh, or an AbstractMesh. A plan for a jax Mesh also holds its devices.
-    - `paths`: rules that map a leaf's path to its sharding.
+    - `paths`: rules that map a leaf's path to its sharding. They are not applied to a leaf that has logical names.
     - `names`: a tree, or prefix of one, of logical names. Each leaf is a tuple with one entry per dimension as in
-        [`shardfx.resolve`][], or `None`. One entry may be `...`, for all dimensions that have no name. These are not
-        sharded. Under `()` no dimension is sharded. Where `names`, or a leaf of it, is `None`, the plan reads the names
-        that modules declare with [`shardfx.field`][], if `axes` is given. `paths` are not applied to a leaf that has
-        names.
+        [`shardfx.resolve`][], or `None`. `...` stands for all dimensions that have no name; these are not sharded.
+        Where `names`, or a leaf of it, is `None`, the plan reads the names that modules declare with
+        [`shardfx.field`][], if `axes` is given.
     - `axes`: rules that map logical names to mesh axes.
     - `mode`: the mode of `axes` in which names are resolved; `None` for the rules without a mode.
     - `min_bytes`: arrays of fewer bytes in total are replicated.
@@ -73,18 +72,16 @@ def plan(
     - `unmatched`: "raise" makes three things an error: an array that neither names nor a path rule covers, a logical
         name without a rule in `axes`, and a mesh axis of a rule that the mesh lacks, unless `AxisRules(..., axes=...)`
         or `PathRules(..., axes=...)` declares it. "replicate" replicates such dimensions, with a reason.
-    - `unused`: "raise" makes a rule of `paths` or a pair of `memory_kinds` that applies to no array an error: either no
-        path matches it, or earlier rules match all of its paths first. Two kinds of rules are exempt: a last rule that
-        matches every path, and a rule whose target is [`shardfx.optional`][]. A tree without arrays is an error, too.
-        "allow" accepts all of these.
+    - `unused`: "raise" makes a tree without arrays an error, and each rule of `paths` or pair of `memory_kinds` that
+        applies to no array: no path matches it, or earlier rules match all of its paths. A last rule that matches every
+        path is exempt, and a rule whose target is [`shardfx.optional`][]. "allow" accepts all of these.
     - `strict`: raise if an axis of a rule's sharding would be dropped because it does not fit. [`shardfx.constrain`][]
         with this plan does the same. With `refine`, an array that uses only some sub-axes of a mesh axis still counts
         as one that does not fit.
     - `refine`: split a mesh axis into sub-axes if a dimension can use only some of its size. For example, 8 kv heads on
         `tensor=16` become sharded 8 ways over `tensor_0=8` and replicated over `tensor_1=2`. The plan's mesh and rules
-        then name the sub-axes. The order of the devices and the layout of all other arrays stay the same. A
-        PartitionSpec that [`shardfx.constrain`][] gets with the plan must name the sub-axes, too: write `("tensor_0",
-        "tensor_1")` for `"tensor"`.
+        then name the sub-axes, and so must a PartitionSpec for [`shardfx.constrain`][]: `("tensor_0", "tensor_1")`
+        instead of `"tensor"`. The order of the devices and the layout of all other arrays stay the same.
 
     **Returns:**
 
@@ -169,7 +166,7 @@ def drafted(
     """Plans each array of a tree, and collects the errors of the leaves that cannot be planned instead of raising them.
 
     `leaf_names` holds the logical names of each leaf, and `kinds` maps paths to memory kinds. The other arguments are
-    those of `plan`. Arrays that are planned alike share one entry of the result's `rows`.
+    those of `plan`.
     """
     mesh_spec = mesh.filled() if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
     by_path = Matcher(PathRules(()) if paths is None else paths)
@@ -192,11 +189,10 @@ def drafted(
 
 
 class _SharedRequest:
-    """A request (the sharding that a rule or names request) for all arrays of one rank with the same rule or names.
+    """A request for all arrays of one rank with the same rule or names.
 
-    For each shape, the mesh axes that do not divide it must be dropped from the request. But most shapes are divided by
-    all of its axes. For these the spec is computed only once: it holds for every shape whose sizes are multiples of
-    `even[1]`. Without this, planning a tree of 10,000 shapes takes 1.7 times as long.
+    The mesh axes that do not divide a shape must be dropped from the request. But its axes divide most shapes, and for
+    these the spec is computed only once. Without this, planning a tree of 10,000 shapes takes 1.7 times as long.
     """
 
     def __init__(self, request: Request, rank: int, mesh: Axes):
@@ -205,9 +201,9 @@ class _SharedRequest:
 
     @ft.cached_property
     def even(self) -> tuple[Decision, tuple[int, ...]]:
-        """The spec, with its reasons, for arrays whose shape the mesh axes divide; and the sizes that they divide.
+        """The spec, with its reasons, of arrays whose sizes the mesh axes divide; and the divisors of these sizes.
 
-        The second value has for each dimension the number that must divide its size: 8 for a mesh axis of size 8.
+        The divisor of a dimension is 8 for a mesh axis of size 8.
         """
         # Every number divides a size of 0, so correction drops no axis as indivisible.
         leaf = leaf_of((0,) * self.rank, None, self.request.units)
@@ -240,8 +236,8 @@ class _Planner:
     def number(self, path: str, leaf: Any, names: object, stacked: int) -> int:
         """Returns the index in `rows` of the plan of the array `leaf` at `path`.
 
-        The array is planned if no earlier array has the same rule or names, shape, dtype and memory kind. `names` are
-        its logical names, and `stacked` is the number of its leading dimensions that index stacked layers.
+        The array is planned unless an earlier array has the same rule or names, shape, dtype and memory kind. Its first
+        `stacked` dimensions index stacked layers.
         """
         kind = self.kinds.first(path)
         rule = self.paths.first(path) if names is None else None
@@ -275,8 +271,8 @@ class _Planner:
 def _keys(paths: Sequence[str], flat: Flat, leaf_names: Sequence[object]) -> Iterable[Any]:
     """Returns for each leaf a key with everything that its plan depends on; `None` for a leaf that is no array.
 
-    Leaves with equal keys are planned once. `paths` has the path of each leaf, or the path with every digit replaced by
-    0 if no rule can distinguish the digits.
+    Leaves with equal keys are planned once. `paths` has the paths of the leaves, with every digit replaced by 0 if no
+    rule can distinguish digits.
     """
     if all(flat.is_array):
         shapes, dtypes = [leaf.shape for leaf in flat.leaves], [leaf.dtype for leaf in flat.leaves]

@@ -69,7 +69,7 @@ def _is_small(row: Row) -> bool:
 def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
     """Returns the plan of an array on other mesh axes, `axes`, from `row`, its plan in `content`.
 
-    The sharding that its rule requests stays the same, except for the fields of `Request` in `changes`.
+    The request of its rule stays the same, except for the fields of `Request` in `changes`.
     """
     # The reasons that the rule gave stay; the reasons from the correction to the old mesh are dropped.
     reasons = tuple(why for why in row.reasons if why.code in (Code.scalar, Code.unmatched))
@@ -80,11 +80,10 @@ def row_on(row: Row, content: Content, axes: Axes, **changes: object) -> Row:
 
 
 def refined(content: Content, min_bytes: int) -> Content:
-    """Returns the plan on a mesh in which a mesh axis is split if it helps to shard an array further.
+    """Returns the plan on a mesh with some axes split into sub-axes, so that arrays can be sharded further.
 
-    This is so if the size of an array's dimension is divisible by the size of a sub-axis, but not by the whole axis.
-
-    Arrays of fewer than `min_bytes` bytes stay replicated.
+    A sub-axis helps if its size divides a dimension and the size of the whole axis does not. Arrays of fewer than
+    `min_bytes` bytes stay replicated.
     """
     counts = collections.Counter(content.index)
     sub_axes = [{} if _is_small(row) else _useful_sub_axes(row, content.mesh.shape) for row in content.rows]
@@ -110,7 +109,7 @@ def refined(content: Content, min_bytes: int) -> Content:
 
 
 def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns a dict from mesh axes that an array requests and does not get to the size of a sub-axis that it can use.
+    """Returns, for each mesh axis that an array requests and does not get, the size of a sub-axis that it can use.
 
     For example, a dimension of size 8 cannot be sharded over an axis of size 16, but over a sub-axis of size 8. Axes
     without such a sub-axis are left out. `sizes` has the sizes of the mesh axes.
@@ -140,12 +139,12 @@ def _useful_sub_axes(row: Row, sizes: Mapping[str, int]) -> dict[str, int]:
 def _refined_mesh(
     mesh: MeshSpec, saved: Mapping[str, Mapping[int, int]]
 ) -> tuple[MeshSpec, dict[str, tuple[str, ...]]]:
-    """Returns the mesh with some axes split into sub-axes, and for each of these axes the names of its sub-axes.
+    """Returns the mesh with some axes split into sub-axes, and the names of the sub-axes of each split axis.
 
-    `saved` holds, for each axis and size of a sub-axis, the bytes that the sub-axis saves on each device. If two sizes
-    cannot both be had, the one that saves more bytes is used. For an axis `tensor` of size 16 and the sub-axis size 8,
-    the sub-axes are `tensor_0` of size 8 and `tensor_1` of size 2, the slowest first. The order of the devices does not
-    change.
+    `saved` holds, for each axis and size of a sub-axis, the bytes that the sub-axis saves on each device. Of two sizes
+    that exclude each other, the one that saves more bytes is used. For example, an axis `tensor` of size 16 with a
+    sub-axis of size 8 becomes `tensor_0` of size 8 and `tensor_1` of size 2, the slowest first. The order of the
+    devices does not change.
     """
     parts: dict[str, tuple[str, ...]] = {}
     for axis, size, slices in zip(mesh.axis_names, mesh.axis_sizes, mesh.dcn_sizes, strict=True):
@@ -176,7 +175,7 @@ def _renamed_rules(axes: AxisRules, parts: dict[str, tuple[str, ...]]) -> AxisRu
 
 
 def _renamed(spec: PartitionSpec, parts: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
-    """Returns `spec` for the mesh with split axes: the same layout. `parts` maps each split axis to its sub-axes."""
+    """Returns `spec` on the mesh with split axes, in the same layout. `parts` maps a split axis to its sub-axes."""
     entries = [_renamed_entry(entry, parts) for entry in entries_of(spec)]
     unreduced, reduced = (_renamed_axes(sorted(axes), parts) for axes in (spec.unreduced, spec.reduced))
     return trimmed(entries, with_reductions((), unreduced, reduced, unreduced_kind(spec)))

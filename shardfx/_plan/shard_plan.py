@@ -27,9 +27,8 @@ class ShardPlan(eqx.Module):
     Made by [`shardfx.plan`][].
 
     A plan is a value: it can be printed, stored, compared, hashed, and closed over. It can be an argument of a jitted
-    function; an equal plan, such as one read back from JSON, does not cause a recompilation. It can be pickled. If it
-    has devices, unpickling finds them by their ids, and raises if this process lacks one
-    ([`shardfx.ShardPlan.off`][]).
+    function; an equal plan, such as one read back from JSON, does not cause a recompilation. It can be pickled; if it
+    has devices, the unpickling process must have devices with the same ids ([`shardfx.ShardPlan.off`][]).
 
     A plan is indexed by path: `plan["layers/0/w"]` is a [`shardfx.LeafPlan`][], `"layers/0/w" in plan` says whether
     there is such an array, `for path in plan` iterates over the paths, and `len(plan)` counts the arrays.
@@ -51,9 +50,7 @@ class ShardPlan(eqx.Module):
 
     @property
     def axes(self) -> AxisRules | None:
-        """The rules by which [`shardfx.constrain`][] resolves logical names; `None` if the plan was made without
-        `axes`.
-        """
+        """The rules that resolve logical names in [`shardfx.constrain`][]; `None` if the plan was made without them."""
         return self.content.axes
 
     @property
@@ -78,9 +75,7 @@ class ShardPlan(eqx.Module):
 
     @property
     def shardings(self) -> PyTree:
-        """The tree with a NamedSharding at each array: on the plan's jax Mesh if it has one, else on an
-        AbstractMesh.
-        """
+        """The tree with a NamedSharding at each array: on the plan's jax Mesh, or on an AbstractMesh if it has none."""
         return self.content.shardings
 
     @property
@@ -230,8 +225,7 @@ class ShardPlan(eqx.Module):
         unmatched: Literal["raise", "replicate"] = "raise",
         explain: bool = False,
     ) -> NamedSharding | tuple[NamedSharding, Decision]:
-        """Returns the sharding of a batch or an activation, for `jax.device_put`, `jax.jit` and
-        [`shardfx.filter_jit`][].
+        """Returns the sharding of a batch or activation, for `jax.device_put`, `jax.jit` and [`shardfx.filter_jit`][].
 
         [`shardfx.constrain`][] gives the same sharding to an array of this shape.
 
@@ -240,9 +234,9 @@ class ShardPlan(eqx.Module):
         - `names_or_spec`: logical names that the plan's `axes` resolve, one per dimension or with `...`; or a
             PartitionSpec.
         - `shape`: the shape of the array, to which the sharding is corrected. With `None` the sharding is for arrays of
-            any shape whose sizes it divides, and dimensions beyond the end of the names are not sharded. The mesh
-            axes of a name with units, such as attention heads, must then divide the number of units in the plan's
-            arrays with this name.
+            any shape whose sizes it divides, and dimensions beyond the end of the names are not sharded. The mesh axes
+            of a name with units, such as attention heads, must then divide the number of units in the plan's arrays
+            with this name.
         - `strict`, `unmatched`: as in [`shardfx.constrain`][].
         - `explain`: return the decision as well.
 
@@ -278,8 +272,7 @@ class ShardPlan(eqx.Module):
         return (made, found) if explain else made
 
     def replace(self, where: str, target: object) -> "ShardPlan":
-        """Returns the plan with another sharding for some of its arrays, checked and corrected to their shapes as in
-        `plan`.
+        """Returns the plan with another sharding for some arrays, checked and corrected as in [`shardfx.plan`][].
 
         **Arguments:**
 
@@ -334,9 +327,7 @@ class ShardPlan(eqx.Module):
         return ShardPlan(self.content.replaced(index=index))
 
     def to_json(self) -> str:
-        """Returns the plan as JSON text, with a format version and its digest. The devices of a jax Mesh are
-        left out.
-        """
+        """Returns the plan as JSON text with a format version and its digest, without the devices of a jax Mesh."""
         return self.content.to_json()
 
     @staticmethod
@@ -381,9 +372,7 @@ def check_plan(what: str, value: object) -> None:
 def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
     """Returns the sharding of each leaf of a planned tree on the plan's devices; `None` for leaves that are not arrays.
 
-    **Raises:**
-
-    `PlanMismatchError` if the arrays are not the planned ones, or the plan has no devices.
+    Raises `PlanMismatchError` if the arrays are not the planned ones, or the plan has no devices.
     """
     index = rows_of(plan.content, flat)
     if plan.jax_mesh is None:
@@ -398,12 +387,8 @@ def shardings_of_leaves(plan: ShardPlan, flat: Flat) -> list[Any]:
 class Target:
     """A tree of arrays to load: a ShapeDtypeStruct with a sharding for each, and the values of the other leaves.
 
-    **Arguments:**
-
-    - `arrays`: for each array its path, and a ShapeDtypeStruct or an array that has a sharding.
-    - `others`: the position, path and value of each leaf that is not an array. The value is `None` if the tree is that
-        of a plan, which holds no values.
-    - `treedef`: the tree's structure.
+    `arrays` has, for each array, its path, and a ShapeDtypeStruct or an array with a sharding. `others` has the
+    position, path and value of each other leaf; the value is `None` in the tree of a plan, which holds no values.
     """
 
     arrays: list[tuple[str, Any]]
@@ -411,10 +396,7 @@ class Target:
     treedef: Any
 
     def filled(self, values: Sequence[object], kept: Mapping[int, object]) -> PyTree:
-        """Returns the tree with `values` at its arrays, in order.
-
-        `kept` has values for other leaves by their position. A leaf that is not in it gets its value from `others`.
-        """
+        """Returns the tree with `values` at its arrays, in order. `kept` replaces some of `others`, by position."""
         left = iter(values)
         others = {**{at: value for at, _, value in self.others}, **kept}
         leaves = [others[at] if at in others else next(left) for at in range(self.treedef.num_leaves)]

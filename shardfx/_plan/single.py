@@ -14,7 +14,7 @@ from .._ground.reason import Code, Decision, Reason
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._ground.text import plural
 from .._ground.tree import leaves_at
-from .._rules import AxisRules, PathRules, check_known, near, one_per_dim, resolve, units_of
+from .._rules import AxisRules, PathRules, Units, check_known, near, one_per_dim, resolve, units_of
 from ..topology import MeshSpec
 from .complaints import raise_errors
 from .content import Content
@@ -30,15 +30,9 @@ def decision_for(
 ) -> Decision:
     """Returns the spec of a batch or an activation under a plan, with a reason for each difference from the request.
 
-    **Arguments:**
-
-    - `names_or_spec`: logical names that the plan's rules resolve, or a PartitionSpec.
-    - `shape`: the shape of the array; `None` for arrays of any shape whose sizes the sharding divides.
-    - `plan`: the data of the plan.
-    - `mesh`: the axes of the plan's mesh that may be used. The plan's other axes are dropped without a reason.
-    - `strict`: raise if there is any reason.
-    - `unmatched`: "raise" raises for names without a rule, and for axes in a spec that neither the mesh has nor the
-        rules declare.
+    `shape` is `None` for arrays of any shape whose sizes the sharding divides. Axes of the plan's mesh that `mesh`
+    lacks are dropped without a reason. `strict` raises if there is any reason. `unmatched="raise"` raises for names
+    without a rule, and for axes in a spec that neither the mesh has nor the rules declare.
     """
     if unmatched not in ("raise", "replicate"):
         raise RuleError(f'`unmatched={unmatched!r}` is no policy for an array; use "raise" or "replicate".')
@@ -78,17 +72,11 @@ def decision_for(
 
 
 def _require_whole_units(
-    names: tuple[object, ...], spec: PartitionSpec, units: tuple[int, ...], plan: Content, mesh: MeshSpec
+    names: tuple[object, ...], spec: PartitionSpec, units: Units, plan: Content, mesh: MeshSpec
 ) -> None:
-    """Raises if a shard could split a unit in an array of unknown shape.
+    """Raises if a shard could split a unit of an array that has these `names`, this `spec` and an unknown shape.
 
-    A unit is a number of elements that no shard may split. The plan's arrays with the same logical name must show that
-    the mesh axes divide the number of units.
-
-    **Arguments:**
-
-    - `names`, `units`: for each dimension, its logical name and its unit.
-    - `spec`: the sharding of the array.
+    No shard splits a unit if the mesh axes divide the number of units of every array of the plan with the same name.
     """
     for name, entry, unit in zip(names, entries_of(spec), units, strict=False):
         axes = () if entry is UNCONSTRAINED else [axis for axis in entry_axes(entry) if axis in mesh.axis_names]
@@ -108,17 +96,11 @@ def _sizes_of(name: object, plan: Content) -> list[int]:
 
 
 def _refuse_ambiguous_unit(
-    names: tuple[object, ...], shape: tuple[int, ...], units: tuple[int, ...], reasons: Iterable[Reason], plan: Content
+    names: tuple[object, ...], shape: tuple[int, ...], units: Units, reasons: Iterable[Reason], plan: Content
 ) -> None:
-    """Raises if a unit (a number of elements that no shard may split) keeps a dimension unsharded by mistake.
+    """Raises if a unit keeps a dimension unsharded, and the size of the dimension may count units instead of elements.
 
-    This is possible if the size of the dimension may count units instead of elements. It is not assumed if an array of
-    the plan has the same logical name and size.
-
-    **Arguments:**
-
-    - `names`, `units`: for each dimension, its logical name and its unit.
-    - `reasons`: why dimensions are not sharded as requested.
+    `reasons` say why dimensions are not sharded. A size that an array of the plan has under the same name is no error.
     """
     for dim in [why.dim for why in reasons if why.code is Code.unit and why.dim is not None]:
         name, size, unit = names[dim], shape[dim], units[dim]
@@ -145,10 +127,7 @@ def require_constrained(requested: object, spec: PartitionSpec) -> None:
 
 
 def check_absent(reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | None) -> None:
-    """Raises if a spec names a mesh axis that the mesh lacks. `reasons` say which axes of the spec were dropped.
-
-    Axes that the rules `axes` declare with `axes=` are exempt.
-    """
+    """Raises if `reasons` say that a spec lost a mesh axis that neither the mesh has nor the rules `axes` declare."""
     declared = () if axes is None else axes.axes
     for axis in (axis for why in reasons if why.code is Code.absent for axis in why.axes):
         if axis not in declared:
@@ -160,11 +139,8 @@ def check_absent(reasons: Iterable[Reason], mesh: MeshSpec, axes: AxisRules | No
 
 def _resolved(
     names: Any, shape: tuple[int, ...] | None, plan: Content, unmatched: Policy
-) -> tuple[tuple[Any, ...], Decision, tuple[int, ...] | None]:
-    """Returns the names of an array with one entry per dimension, the spec that they resolve to, and the units.
-
-    The units are the numbers of elements that no shard may split, one for each dimension; `None` if all are 1.
-    """
+) -> tuple[tuple[Any, ...], Decision, Units | None]:
+    """Returns the names of an array with one entry per dimension, the spec that they resolve to, and its units."""
     if isinstance(names, Sharding):
         raise SpecError(f"a plan has its own mesh; pass `sharding.spec`, or use `reshard(x, sharding)`, for {names}.")
     if plan.axes is None:

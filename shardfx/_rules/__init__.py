@@ -34,6 +34,7 @@ from .strategies import (
     Pipeline,
     Replicate,
     Strategy,
+    Units,
     atomic,
     axes_of_target,
     bare,

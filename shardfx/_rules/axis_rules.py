@@ -11,8 +11,9 @@ from .._ground.errors import RuleError, check_type
 from .._ground.spec import UNCONSTRAINED, canonical_entry, entry_axes
 
 
-# `None`, a mesh axis, several mesh axes, or UNCONSTRAINED.
+# The target of a rule: `None`, a mesh axis, a tuple of mesh axes, or UNCONSTRAINED.
 Target: TypeAlias = Any
+# A logical name and its target.
 Rule: TypeAlias = tuple[str, Target]
 RulesLike: TypeAlias = Mapping[str, Target] | Iterable[Any]
 
@@ -163,12 +164,12 @@ class AxisRules(eqx.Module):
 
         **Arguments:**
 
-        - `names`: logical names or aliases. Aliases of a removed name are not removed, and have the rules that the name
-            gets later.
+        - `names`: logical names or aliases. Aliases of a removed name stay, and have the rules that the name gets
+            later.
 
         **Returns:**
 
-        New AxisRules in which nothing refers to `names`, except for their aliases.
+        New AxisRules.
 
         **Raises:**
 
@@ -264,8 +265,7 @@ class AxisRules(eqx.Module):
         **Arguments:**
 
         - `name`: the new name. Only a mode may have rules for it, and these come before the rules of `of`.
-        - `of`: a logical name or another alias. It may get rules later, because it is looked up when names are
-            resolved.
+        - `of`: a logical name or another alias. Its rules may be added later.
 
         **Returns:**
 
@@ -324,8 +324,7 @@ class AxisRules(eqx.Module):
 
     @classmethod
     def last_wins(cls, rules: RulesLike) -> "AxisRules":
-        """AxisRules from pairs that are read like the items of a dictionary: a later pair replaces earlier pairs of the
-        same name.
+        """AxisRules in which the last of several pairs with one name counts, as in a dictionary.
 
         **Arguments:**
 
@@ -394,7 +393,9 @@ def check_axis_rules(what: str, value: object) -> None:
 
 
 def alias_chain(name: str, rules: AxisRules) -> tuple[str, ...]:
-    """The tuple of `name`, the name that it is an alias of, the name that this one is an alias of, and so on."""
+    """`name`, the name that it is an alias of, and so on, up to a name that is no alias; raises for a circle of
+    them.
+    """
     aliases = dict(rules.aliases)
     chain = (name,)
     while chain[-1] in aliases:

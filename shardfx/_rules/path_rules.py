@@ -33,8 +33,7 @@ from .strategies import (
 
 
 class PathRules(eqx.Module):
-    """Ordered rules that map the paths of leaves to shardings. For each leaf the first rule that matches its path is
-    used.
+    """Ordered rules that map the paths of leaves to shardings. The first rule that matches a leaf's path is used.
 
     A path joins dict keys, attribute names and indices by "/", as in `layers/0/attn/q_proj/weight`. A rule matches if
     `re.search` finds its regex in the path.
@@ -195,7 +194,7 @@ class PathRules(eqx.Module):
 
         **Returns:**
 
-        The rules.
+        PathRules.
 
         **Raises:**
 
@@ -281,22 +280,21 @@ _ALL_DIGITS = re.compile(r"(?<!\\)\[0-9\]")
 def is_digit_blind(regex: str) -> bool:
     """Whether a regex cannot distinguish digits: of paths that differ only in digits, it matches all or none.
 
-    The paths of repeated layers are then matched once. The result may be `False` for a regex that has this property but
-    is hard to analyse.
+    The paths of repeated layers are then matched once. The result may be `False` for a regex that is hard to analyse.
     """
     return not _TELLS_DIGITS.search(_ALL_DIGITS.sub("", regex))
 
 
 class Matcher:
-    """Compiled path rules. A Matcher records in `used` the indices of the rules that have matched a path.
+    """Compiled path rules, with `used`, the indices of the rules that have matched a path.
 
-    `needs_paths` is whether a rule may distinguish paths that differ only in digits.
+    `needs_paths` is false if no rule distinguishes paths that differ only in digits. Such paths may share a plan.
     """
 
     def __init__(self, rules: PathRules):
         self.rules, self.declared, self.patterns = rules.rules, rules.axes, compiled(rules)
         self.called = [is_callable(target) for _, target in rules.rules]
-        # Paths that differ only in digits may share a plan if no regex can tell the digits apart.
+
         self.needs_paths = any(self.called) or not all(is_digit_blind(regex) for regex, _ in rules.rules)
         self.used: dict[int, None] = {}
 
@@ -313,7 +311,7 @@ class Matcher:
 
 
 def is_callable(target: object) -> bool:
-    """Whether the target of a rule is a callable, which is called for each path."""
+    """Whether the target of a rule is a callable `(path, leaf) -> PartitionSpec`."""
     target = bare(target)
     first = target.steps[0] if isinstance(target, Pipeline) else target
     return callable(first) and not isinstance(first, PartitionSpec)

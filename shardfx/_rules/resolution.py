@@ -14,7 +14,7 @@ from .._ground.reason import Code, Decision, Reason, reason_for
 from .._ground.spec import UNCONSTRAINED, entries_of, entry_axes, trimmed
 from .._ground.text import plural
 from .axis_rules import AxisRules, Rule, Target, alias_chain, all_rules, check_axis_rules, near, repeated, rules_of_mode
-from .strategies import Atomic
+from .strategies import Atomic, Units
 
 
 _PLAIN = frozenset([str, type(None)])
@@ -70,18 +70,11 @@ def resolve(
     return _resolve(_entries(names), rules, mode, unmatched)
 
 
-def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> tuple[int, ...] | None:
-    """The number of elements in an indivisible unit of each dimension, from `atomic` entries and from the `units` of
-    the rules.
+def units_of(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> Units | None:
+    """The units of an array's dimensions, from `atomic` entries and from the `units` of `rules`; `None` if all are 1.
 
-    **Arguments:**
-
-    - `names`: as in [`shardfx.resolve`][].
-    - `rules`: the rules. Their `units` apply to the names that they mention and to the aliases of these names.
-
-    **Returns:**
-
-    One int per dimension, the least common multiple if a dimension has several names; `None` if all are 1.
+    The unit of a name is also the unit of its aliases. A dimension with several names has the least common multiple of
+    their units.
     """
     return None if _is_plain(names) and not rules.units else _units_of(_entries(names), rules)
 
@@ -90,11 +83,7 @@ def one_per_dim(names: Sequence[object], shape: tuple[int, ...]) -> tuple[Any, .
     """The names of an array with one entry for each dimension of `shape`.
 
     `...` in `names` stands for all dimensions without a name, and `()` means that no dimension has a name. Dimensions
-    without a name are replicated.
-
-    **Raises:**
-
-    `SpecError` for names of another length: padding them would shift them unnoticed.
+    without a name are replicated. Names of another length are an error: padding them would shift them unnoticed.
     """
     entries, rank = tuple(names), len(shape)
     if not entries:
@@ -143,8 +132,7 @@ def _unruled(names: Sequence[object] | PartitionSpec, rules: AxisRules) -> "list
 class _Slot:
     """One logical name of an array, and the dimension that has it.
 
-    `chain` is the name itself, followed by the name that it is an alias of, and so on. Rules for all of these names
-    apply.
+    `chain` is the name, then the name that it is an alias of, and so on. Rules for each of these names apply.
     """
 
     name: str
@@ -184,9 +172,9 @@ class Attempt:
     **Arguments:**
 
     - `name`, `dim`: the logical name, and its dimension.
-    - `mode`, `number`: the position of the rule: its index in the rules of `mode`. If `mode` is `None`, it is the index
-        in the rules without a mode.
-    - `rule`: the rule, a pair of a name and its target.
+    - `mode`, `number`: the rule's mode, and its index in the rules of that mode. `None` stands for the rules without a
+        mode.
+    - `rule`: the rule.
     - `outcome`: "applied"; "blocked", if another name already uses one of the rule's mesh axes; "settled", if an
         earlier rule has given the name a target.
     - `taken`: the mesh axes of the rule that are already in use, each with the name and the dimension that use it.
@@ -215,15 +203,11 @@ def _assign(
     targets: dict[str, Target],
     users: dict[str, _Slot],
 ) -> list[Attempt]:
-    """Gives each logical name the target of the first rule whose mesh axes are not in use, and returns the outcome of
-    every rule.
+    """Gives each logical name the target of the first rule whose mesh axes are free. Returns the outcome of each rule.
 
-    **Arguments:**
-
-    - `active`: the rules of `mode`, followed by the rules without a mode. `base` is the number of the latter.
-    - `slots`: the logical names of the array, each with its dimension.
-    - `targets`: a dict to which the target of each name is added. Names that are in it already keep their targets.
-    - `users`: a dict to which each mesh axis in use is added, with the name and dimension that use it.
+    `active` are the rules of `mode` followed by the `base` rules without a mode. The function adds the target of each
+    name to `targets`; names that are already in `targets` keep theirs. It adds each mesh axis in use to `users`, with
+    the name that uses the axis.
     """
     found, own = [], len(active) - base
     for number, (name, target) in enumerate(active):
@@ -241,10 +225,9 @@ def _assign(
 
 
 def _reasons(slot: _Slot, active: tuple[Rule, ...], users: dict[str, _Slot]) -> list[Reason]:
-    """The reason, in a list, why the logical name of `slot` got no mesh axis; an empty list if none is requested.
+    """The reason why the logical name of `slot` got no mesh axis, as a list; empty if no rule requests an axis for it.
 
-    Either no rule in `active` has the name, or other names use the mesh axes that its rules request. `users` has the
-    name that uses each mesh axis.
+    Either no rule in `active` has the name, or the names in `users` use the mesh axes that its rules request.
     """
     targets = [target for name, target in active if name in slot.chain]
     if not targets:
@@ -267,10 +250,10 @@ def _entry(entry: object, assigned: Mapping[str, Target]) -> Any:
 
 
 def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
-    """The logical names in `entries`, each with its dimension and its aliases, in the order in which rules serve them.
+    """The logical names in `entries`, in the order in which rules give them mesh axes.
 
-    Names that are no aliases come first, in the order of their dimensions. Aliases come in the order in which the rules
-    add them.
+    Names that are no aliases come first, in the order of their dimensions. Aliases follow in the order in which the
+    rules add them.
     """
     placed = [(name, dim) for dim, entry in enumerate(entries) for name in _members(entry)]
     slots = [_Slot(name, dim, alias_chain(name, rules)) for name, dim in placed]
@@ -284,9 +267,7 @@ def _slots(entries: tuple[object, ...], rules: AxisRules) -> tuple[_Slot, ...]:
 
 
 def _entries(names: Any) -> tuple[Any, ...]:
-    """The names of an array as a hashable tuple. Raises unless `names` is a sequence with a name, a tuple of names or
-    `None` for each dimension.
-    """
+    """The names of an array as a hashable tuple; raises unless they are a sequence of names, tuples and `None`."""
     if _is_plain(names):
         return names
     if isinstance(names, PartitionSpec):
@@ -329,7 +310,7 @@ def _members(entry: Any) -> tuple[str, ...]:
 
 
 @ft.lru_cache(maxsize=4096)
-def _units_of(entries: tuple[object, ...], rules: AxisRules) -> tuple[int, ...] | None:
+def _units_of(entries: tuple[object, ...], rules: AxisRules) -> Units | None:
     units = dict(rules.units)
     found = []
     for entry in entries:

@@ -4,12 +4,17 @@ targets.
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from jax.sharding import PartitionSpec
 
 from .._ground.errors import RuleError, SpecError
 from .._ground.spec import entries_of, entry_axes
+
+
+# For each dimension of an array, the number of elements that no shard may split, such as the width of an attention
+# head; 1 if a shard may end at any element.
+Units: TypeAlias = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +25,7 @@ class Atomic:
     unit: int | tuple[int, ...]
 
     @property
-    def units(self) -> tuple[int, ...]:
+    def units(self) -> Units:
         return self.unit if isinstance(self.unit, tuple) else (self.unit,)
 
 
@@ -81,14 +86,11 @@ def _piped(right: object, left: object) -> "Pipeline":
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A strategy that shards an array by its shape, after the other targets of its rule. In text, JSON and code it has
-    the name of its class, in lower case.
+    """A strategy that shards an array by its shape, after the other targets of its rule.
 
-    **Arguments:**
-
-    - `axes`: the mesh axes to shard over.
-    - `min_bytes`: arrays of fewer bytes are not changed.
-    - `skip`: the dimensions that are never sharded, in order.
+    `axes` are the mesh axes to shard over. Arrays of fewer than `min_bytes` bytes are not changed. The dimensions
+    `skip`, in ascending order, are never sharded. In text, JSON and code a strategy has the name of its class, in lower
+    case.
     """
 
     axes: tuple[str, ...]
@@ -102,10 +104,9 @@ class Strategy:
         return [dim for dim in range(len(shape)) if dim not in self.skip]
 
     def preference(self, size: int) -> int:
-        """How much the strategy prefers a dimension that has `size` elements on a device before the strategy shards it.
+        """Ranks dimensions that the strategy's axes divide into equally many shards: the highest preference is sharded.
 
-        Of the dimensions that the strategy's axes divide into equally many shards, the one with the highest preference
-        is sharded.
+        `size` is the number of elements of the dimension that a device holds before the strategy shards it.
         """
         return size
 
