@@ -31,7 +31,7 @@ def shard_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """The same as `shard_boxes`, for the devices of this process only."""
+    """The box of the shard of each device of this process, in an array of `shape`."""
     found = sharding.addressable_devices_indices_map(shape)
     return {device: as_box(index or (), shape) for device, index in found.items()}
 

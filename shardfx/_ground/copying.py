@@ -25,10 +25,7 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
-    """Copies `source` into `target` in blocks along the dimension `dim`, or in one step if `dim` is `None`.
-
-    `block_dim` chooses the dimension.
-    """
+    """Copies `source` into `target` in blocks along the dimension `dim`, or in one step if `dim` is `None`."""
     if dim is None:
         np.copyto(target, source, casting="unsafe")
         return
@@ -39,18 +36,12 @@ def copy_along(target: np.ndarray, source: np.ndarray, dim: int | None) -> None:
 
 
 def block_dim(shape: Sequence[int], target_strides: Sequence[int], source_strides: Sequence[int]) -> int | None:
-    """The dimension along which a copy in blocks is faster than one step; `None` if there is no such dimension.
+    """The dimension along which a copy in blocks is faster than one step, or `None`. Strides are in bytes.
 
-    NumPy fills the target row by row. If the source is transposed, each element of a target row lies in another cache
-    line of the source. The next target row needs the same cache lines again. They have left the cache if the first row
-    used more lines than the cache holds. Lines whose addresses differ by a multiple of 64 KiB share a few places in the
-    cache. So lines that are 2048 bytes apart use only a part of the cache, and leave it early. A block has so few
-    elements in a row that its lines stay in the cache. A copy of 16-bit numbers is then 5 times as fast.
-
-    **Arguments:**
-
-    - `shape`: the shape of the target and of the source.
-    - `target_strides`, `source_strides`: the strides of the two arrays in bytes.
+    NumPy fills the target row by row. If the source is transposed, each element of a row lies in another cache line of
+    the source, and the next row needs the same lines again. A long row needs more lines than the cache holds, so the
+    lines have left the cache by then. The rows of a block are so short that their lines stay. A copy of 16-bit numbers
+    is then 5 times as fast.
     """
     count = math.prod(shape)
     if len(shape) < 2 or count < 8 * _LEAST_PER_BLOCK:
@@ -58,6 +49,7 @@ def block_dim(shape: Sequence[int], target_strides: Sequence[int], source_stride
     row, column = _contiguous_dim(shape, target_strides), _contiguous_dim(shape, source_strides)
     if row is None or column is None or row == column or shape[row] < 2 * _BLOCK:
         return None
+    # Lines that are 2048 bytes apart use only every 32nd set of the cache.
     apart = max(_LINE_BYTES, math.gcd(source_strides[row], _SETS_BYTES))
     if shape[row] * apart <= _PLACES * _SETS_BYTES:
         return None
@@ -66,7 +58,7 @@ def block_dim(shape: Sequence[int], target_strides: Sequence[int], source_stride
 
 
 def _contiguous_dim(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The dimension with the smallest stride, of those with a size above 1 and a stride above 0; `None` without one."""
+    """The dimension with the smallest positive stride, of those with more than one element; `None` if there is none."""
     long = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim] > 0]
     return min(long, key=lambda dim: strides[dim], default=None)
 
@@ -81,8 +73,7 @@ def of_numpy(nbytes: int) -> np.ndarray:
 def buffers(
     pairs: Sequence[tuple[tuple[int, ...], Any]], allocate: Callable[[int], np.ndarray] = of_numpy
 ) -> list[np.ndarray]:
-    """An uninitialised NumPy array for each pair of a shape and a dtype. All arrays lie in one allocation, which is
-    freed when no array uses it.
+    """An uninitialised NumPy array for each pair of a shape and a dtype, all in one allocation.
 
     `allocate` takes a number of bytes and returns an array of that many bytes, which need not be aligned.
     """

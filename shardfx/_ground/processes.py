@@ -18,19 +18,15 @@ def coordination() -> Any:
 
 
 def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[int] | None = None) -> str:
-    """Waits at a barrier until all processes arrive or the time is over, and returns the processes that did not arrive.
+    """Waits at a barrier, and returns the processes that do not arrive in time as text like "processes 1, 3", or "".
 
     **Arguments:**
 
     - `client`: the client that `coordination` returns.
-    - `name`: the name of the barrier; a name may be used several times.
-    - `seconds`: how long the first process to arrive waits for the others.
+    - `name`: the name of the barrier, which may be used several times.
+    - `seconds`: the longest time that a process waits for the others.
     - `me`: the number of this process.
     - `processes`: the numbers of the processes to wait for; by default all processes of the job.
-
-    **Returns:**
-
-    Text with the processes that did not arrive, "process 3" or "processes 1, 3"; an empty string if all arrived.
 
     **Raises:**
 
@@ -55,22 +51,10 @@ def absent(client: Any, name: str, seconds: float, me: int, processes: Sequence[
 def exchanged(
     client: Any, name: str, text: str, seconds: float, me: int, processes: Sequence[int]
 ) -> tuple[dict[int, str], str]:
-    """Sends the text of this process to other processes, and returns the texts of all of them.
+    """Sends `text` to the other processes, and returns the texts of all processes, in the order of their numbers.
 
-    **Arguments:**
-
-    - `client`, `seconds`, `me`, `processes`: as in `absent`.
-    - `name`: a name for the exchange; a name may be used several times.
-    - `text`: the text of this process.
-
-    **Returns:**
-
-    The texts by process, in the order of the processes' numbers; and the processes that did not arrive in time, as text
-    like that of `absent`. The texts of these processes may be missing.
-
-    **Raises:**
-
-    `JaxRuntimeError` if the coordination service fails.
+    The second result is the processes that do not arrive in time, as `absent` returns it. Their texts may be missing.
+    The other arguments and the error are those of `absent`.
     """
     if len(processes) == 1:
         return {me: text}, ""

@@ -8,15 +8,15 @@ import enum
 from jax.sharding import PartitionSpec
 
 
-# Advice that the reasons of a refined plan leave out: see `refined_reasons`.
+# Advice that the reasons of a refined plan leave out.
 _REFINE = ", or split the mesh axis (`refine=True`)"
 
 
 class Code(enum.Enum):
     """The possible causes for a dimension that is not sharded as requested.
 
-    The value of a code is a template for the message of a [`shardfx.Reason`][]. The template ends with advice to the
-    user, and values replace its `{...}`.
+    The value of a code is the template of a [`shardfx.Reason`][]'s message: values replace its `{...}`, and it ends
+    with advice to the user.
     """
 
     __module__ = "shardfx"
@@ -81,10 +81,10 @@ class Decision:
 
 
 def reason_for(code: Code, dim: int | None, axes: tuple[str, ...] = (), **values: object) -> Reason:
-    """A [`shardfx.Reason`][] whose message is `code.value`, a template, with `values` in place of its `{...}`."""
+    """The reason whose message is the template of `code` with `values` in place of its `{...}`."""
     return Reason(code, dim, axes, code.value.format(**values))
 
 
 def refined_reasons(reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:
-    """The reasons with the advice to split a mesh axis (`refine=True`) removed from their messages."""
+    """The reasons, without the advice to split a mesh axis in their messages."""
     return tuple(dataclasses.replace(why, message=why.message.removesuffix(_REFINE)) for why in reasons)

@@ -30,9 +30,7 @@ def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
 
 
 def entries_at(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
-    """The entries of a PartitionSpec for an array of rank `rank`, with `None` for each dimension that the spec leaves
-    out.
-    """
+    """The entries of a PartitionSpec for an array of rank `rank`. Dimensions that the spec leaves out have `None`."""
     entries = entries_of(spec)[:rank]
     return (*entries, *[None] * (rank - len(entries)))
 
@@ -62,15 +60,6 @@ def canonical_entry(entry: object) -> Any:
 def canonical(spec: PartitionSpec) -> PartitionSpec:
     """`spec` without trailing `None`s and one-element tuples, so that equal shardings compare equal.
 
-    **Arguments:**
-
-    - `spec`: any PartitionSpec.
-
-    **Returns:**
-
-    A PartitionSpec that shards every array as `spec` does, with the same `unreduced` and `reduced` axes and the same
-    `unreduced_kind`.
-
     !!! Example
 
         ```python
@@ -94,7 +83,7 @@ def trimmed(entries: Iterable[object], like: PartitionSpec | None = None) -> Par
 
 
 def unreduced_kind(spec: PartitionSpec) -> str:
-    """The reduction that a program must still make over the unreduced axes of a spec: "sum", "max" or "min"."""
+    """The reduction that the values along the unreduced axes of a spec still need: "sum", "max" or "min"."""
     kind = spec.unreduced_kind if _HAS_KINDS else None  # pyright: ignore[reportAttributeAccessIssue]
     return "sum" if kind is None else kind.name
 
@@ -102,9 +91,7 @@ def unreduced_kind(spec: PartitionSpec) -> str:
 def with_reductions(
     entries: Iterable[object], unreduced: Iterable[str], reduced: Iterable[str], kind: str
 ) -> PartitionSpec:
-    """The PartitionSpec of `entries` with these unreduced and reduced axes. `kind` is the reduction over the unreduced
-    axes: "sum", "max" or "min".
-    """
+    """The PartitionSpec of `entries` with these unreduced and reduced axes. `kind` is "sum", "max" or "min"."""
     given: dict[str, Any] = {"unreduced": frozenset(unreduced), "reduced": frozenset(reduced)}
     if given["unreduced"] and kind != "sum":
         if not _HAS_KINDS:

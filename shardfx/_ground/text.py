@@ -21,9 +21,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with an escape sequence for every character that a terminal does not display: control
-    characters, direction marks, lone surrogates.
-    """
+    """`text` on one line, with escape sequences for control characters, direction marks and lone surrogates."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
@@ -35,7 +33,7 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 
 
 def quoted(name: str, limit: int = 160) -> str:
-    """`name` as `repr` shows it. Of a text of more than `limit` characters the middle is left out."""
+    """`repr(name)`, without its middle if it is longer than `limit` characters."""
     text = repr(name)
     return text if len(text) <= limit else f"{text[: limit // 3]}...{text[-(limit - limit // 3) :]}"
 
@@ -68,9 +66,8 @@ def joined(paths: Sequence[str]) -> str:
 def joined_exactly(paths: Sequence[str]) -> list[tuple[str, int]]:
     """Texts for paths that differ only in numbers, each with the number of paths that it stands for.
 
-    Ranges replace the numbers: `layers/{0..3}/experts/{0..7}/w` stands for 32 paths. Unlike with `joined`, the paths
-    can be recovered from the texts. A text stands for every combination of the numbers in its ranges, and no numbers of
-    a range are left out.
+    A text stands for every combination of the numbers in its ranges: `layers/{0..3}/experts/{0..7}/w` for 32 paths.
+    Unlike the text of `joined`, these texts name all paths and no others.
     """
     if len(paths) == 1:
         return [(paths[0], 1)]
@@ -91,8 +88,7 @@ def _with_ranges(path: str, rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _products(rows: Sequence[tuple[str, ...]], at: int) -> Iterator[Sequence[tuple[str, ...]]]:
-    """Divides `rows` of numbers into groups, each of which has every combination of its numbers in the columns from
-    `at` on.
+    """Divides `rows` of numbers into groups that have every combination of their numbers in the columns from `at` on.
 
     For example, (0, 5), (0, 6), (1, 5), (1, 6) are one group, and (0, 5), (1, 6) are two.
     """
@@ -134,9 +130,9 @@ def table(
 ) -> list[str]:
     """The lines of a table under the header `rows[0]`. The columns named in `right` are right-aligned.
 
-    While a line is longer than `width`, the columns named in `spare` are dropped, one after the other. If a line is
-    still longer, the paths in the first column are divided: the path of the layer becomes a heading above the rest. No
-    path is shortened. Cells may hold any text, because it is made printable.
+    If a line is longer than `width`, the columns named in `spare` are dropped, one after the other. If it is still too
+    long, the paths of the first column are divided: the path of the layer becomes a heading above the rest. No path is
+    shortened. Cells may hold any text, because it is made printable.
     """
     rows = [tuple(map(printable, row)) for row in rows]
     if width is None:
@@ -180,10 +176,9 @@ _LAYER = re.compile(r"(.*?\{[0-9][^}]*\}[/.])(.+)")
 
 
 def _parted(path: str) -> tuple[str, str]:
-    """Divides a path into a heading and the rest, which is indented.
+    """Divides a path into a heading, which is the path of the layer, and the indented rest.
 
-    The heading is the path of the layer: `layers/{0..31}/` of `layers/{0..31}/attn/w`. It is "" for a path without a
-    layer.
+    `layers/{0..31}/attn/w` has the heading `layers/{0..31}/`. A path without a layer has the heading "".
     """
     found = _LAYER.fullmatch(path)
     return ("", path) if found is None else (found[1], _GAP * " " + found[2])
@@ -224,8 +219,9 @@ def first_lines(self: object) -> str:
 
 
 def spec_text(partitions: Sequence[object]) -> str:
-    """The entries of a PartitionSpec, or of an array's logical names, as text: "," separates dimensions, and "+" joins
-    the axes of one dimension.
+    """The entries of a PartitionSpec, or of an array's logical names, as text such as `data+model,-`.
+
+    "," separates dimensions, and "+" joins the axes of one dimension.
     """
     return ",".join(map(entry_text, partitions)) or "-"
 

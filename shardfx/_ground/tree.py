@@ -1,8 +1,8 @@
 """Flattens a tree into columns: for each leaf its path, and the logical names that modules declare for it.
 
 The columns depend only on the tree's structure. They are built once per distinct subtree, because real models repeat
-the same layer or expert hundreds of times: building key paths leaf by leaf takes longer than all of planning. The
-columns of the last few structures are cached, because a model is planned, placed, saved and loaded with one structure.
+the same layer or expert hundreds of times. The columns of the last few structures are cached, because a model is
+planned, placed, saved and loaded with one structure.
 """
 
 import collections
@@ -37,8 +37,8 @@ TreeDef: TypeAlias = Any
 class Flat(NamedTuple):
     """A flattened tree: columns with one entry per leaf, in JAX's order.
 
-    `templates` holds the paths with every digit replaced by 0. `names` holds the logical names that a module declares
-    for a leaf, or `None`. `stacked` holds the number of leading dimensions that a module declares as stacked layers.
+    `templates` has the paths with every digit replaced by 0. `names` has the logical names that a module declares for a
+    leaf, or `None`. `stacked` has the number of leading dimensions that a module declares as stacked layers.
     """
 
     leaves: list[Any]
@@ -51,7 +51,7 @@ class Flat(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """For each leaf of a subtree: its path from the root of the subtree, and the other columns as in `Flat`."""
+    """The columns of a subtree, as in `Flat`. The paths are relative to the subtree."""
 
     paths: list[str]
     templates: list[str]
@@ -60,13 +60,7 @@ class _Columns(NamedTuple):
 
 
 def flatten(tree: PyTree, *, takes_specs: bool = False) -> Flat:
-    """Flattens a tree into its leaves, their paths, their paths with every digit replaced by 0, and their declared
-    names.
-
-    **Raises:**
-
-    `LeafTypeError` if a leaf is a PartitionSpec or a sharding, unless `takes_specs`.
-    """
+    """Flattens a tree. Raises `LeafTypeError` if a leaf is a PartitionSpec or a sharding, unless `takes_specs`."""
     leaves, treedef = jax.tree.flatten(tree)
     columns = _columns_of(treedef)
     kinds = {kind: is_array_type(kind) for kind in set(map(type, leaves))}
@@ -84,15 +78,10 @@ def tree_paths(treedef: TreeDef) -> tuple[str, ...]:
 
 
 def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], head: str) -> list[int]:
-    """The indices of the arrays with the path `where`. If no array has this path, `where` is a regex, and the result is
-    the indices of all arrays whose paths it matches.
+    """The index of the array with the path `where`, or the indices of all arrays whose paths match `where` as a regex.
 
-    `paths` and `is_array` have an entry for each leaf of the tree.
-
-    **Raises:**
-
-    `UnknownPathError` if there is no such array, with a message that begins with `head`; `RuleError` if the regex does
-    not compile.
+    `paths` and `is_array` have an entry for each leaf of the tree. Raises `UnknownPathError` if there is no such array,
+    with a message that begins with `head`, and `RuleError` if the regex does not compile.
     """
     arrays = [at for at, shaped in enumerate(is_array) if shaped]
     found = [at for at in arrays if paths[at] == where]
@@ -110,9 +99,7 @@ def leaves_at(where: str, paths: Sequence[str], is_array: Sequence[bool], head: 
 
 
 def near_paths(path: str, known: Collection[str]) -> str:
-    """The end of an error message: "; did you mean `a/w`?" with the paths in `known` that are similar to `path`, or "."
-    if there are none.
-    """
+    """The end of an error message: "; did you mean `a/w`?" if a path in `known` is similar to `path`, else "."."""
     near = difflib.get_close_matches(path, known, n=3, cutoff=0.5) or [one for one in known if path in one][:3]
     return f"; did you mean {' or '.join(f'`{one}`' for one in near)}?" if near else "."
 
@@ -133,9 +120,7 @@ def _refuse_specs(leaves: list[Any], paths: tuple[str, ...]) -> None:
 
 
 def _columns_of(treedef: TreeDef) -> tuple[Any, Any, Any, Any]:
-    """For each leaf of a tree of this structure: its path, its path with every digit replaced by 0, its declared names,
-    and the number of its stacked dimensions.
-    """
+    """The paths, templates, names and stacked dimensions of the leaves of a tree, as in `Flat`."""
     try:
         return _remembered(treedef)
     except ValueError:
@@ -154,11 +139,7 @@ _remembered = ft.lru_cache(maxsize=8)(_walked)
 
 
 def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
-    """The columns of a subtree (for each leaf its path, declared names and so on), from `seen` if it is there.
-
-    The paths begin with "/", so that the path of the subtree can be prepended to them. `seen` gets the columns of each
-    distinct subtree.
-    """
+    """The columns of a subtree, from `seen` if they are there. Each path begins with "/"."""
     found = seen.get(treedef)
     if found is None:
         found = seen[treedef] = _Columns([], [], [], [])
@@ -169,10 +150,10 @@ def _columns(treedef: TreeDef, seen: dict[TreeDef, _Columns]) -> _Columns:
 def _append(
     treedef: TreeDef, prefix: str, template: str, out: _Columns, seen: dict[TreeDef, _Columns], slash: str
 ) -> None:
-    """Appends to `out`, for each leaf below `treedef`, its path, its declared names and its other columns.
+    """Appends the columns of the leaves below `treedef` to `out`.
 
-    `prefix` is the path of `treedef` itself, and `template` is this path with every digit replaced by 0. `slash`
-    follows both: "/", or "" at the root of a tree. `seen` has the columns of subtrees that occur several times.
+    `prefix` is the path of `treedef`, and `template` is this path with every digit replaced by 0. `slash` follows both:
+    it is "/", or "" at the root of a tree. `seen` has the columns of the subtrees that occurred before.
     """
     data = treedef.node_data()
     if data is None:
@@ -222,10 +203,7 @@ def _declared_names(declared: tuple[Any, tuple[Any, ...]], below: list[Any]) -> 
 
 @ft.lru_cache(maxsize=1024)
 def _declared(cls: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """For each attribute for which `cls` declares logical names: these names, and the names of stacked dimensions.
-
-    The dict is empty unless the class is a dataclass, such as an Equinox module.
-    """
+    """The logical names that a dataclass declares for each attribute, and the names of its stacked dimensions."""
     if not dataclasses.is_dataclass(cls):
         return {}
     return {field.name: field.metadata[METADATA] for field in dataclasses.fields(cls) if METADATA in field.metadata}
@@ -246,11 +224,11 @@ def _keys(treedef: TreeDef, data: tuple[type, Any], count: int) -> list[str]:
 
 
 def _state_key(marker: object, index: int) -> str:
-    """The key of one entry of an `eqx.nn.State`: the path of the entry in the model, as "norms.0.batch_counter".
+    """The key of one entry of an `eqx.nn.State`: the path of the entry in the model, such as "norms.0.batch_counter".
 
-    `marker` is what the State stores with the entry. `eqx.nn.make_with_state` stores the model's class and JAX's text
-    of the path, "Model.norms[0].batch_counter". A State is flat, so the key is one segment of a path and contains no
-    "/". If the marker is no text, as in a State that was made by hand, the key is `index`, the entry's number.
+    `marker` is the class and path that `eqx.nn.make_with_state` stores with the entry, "Model.norms[0].batch_counter".
+    The key is one segment of a path, so it contains no "/". In a State made by hand the marker may be no text; the key
+    is then `index`.
     """
     if not isinstance(marker, str):
         return str(index)

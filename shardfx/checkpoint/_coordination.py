@@ -28,7 +28,7 @@ from .._ground.spec import DType
 
 _ROUND_SECONDS = 1.0
 _SILENT_SECONDS = 20.0
-# How long a failed process waits for the others, to send them its error.
+# The longest time in which a failed process tries to send its error to the others.
 _LINGER_SECONDS = 20.0
 
 
@@ -46,7 +46,7 @@ def holders_of(tree: object) -> tuple[int, ...]:
 
 
 class SaveProcesses:
-    """The processes of one save, which coordinate it. All of them call the same methods in the same order.
+    """The processes of one save. All of them call the same methods in the same order.
 
     It is used in a `with` statement. If the block raises an error, the other processes receive it.
 
@@ -55,12 +55,11 @@ class SaveProcesses:
     - `what`: the target of the save, for messages.
     - `me`, `members`: the number of this process, and the numbers of all processes that save.
     - `client`: JAX's client of its coordination service; `None` if the service does not run.
-    - `wait_seconds`: seconds that this process waits until the other processes call `save`.
+    - `wait_seconds`: seconds that this process waits for the others to call `save`.
 
     **Raises:**
 
-    `CheckpointError` if this process is not one of `members`, or if several processes save and the service does not
-    run.
+    `CheckpointError` if this process is not one of `members`, or if several processes save without the service.
     """
 
     def __init__(self, what: str, me: int, members: tuple[int, ...], client: Any, wait_seconds: float):
@@ -99,19 +98,10 @@ class SaveProcesses:
         self._thread.shutdown(wait=False)
 
     def compare(self, facts: Mapping[str, str], lines: Sequence[str]) -> str:
-        """Waits for all processes and compares their arguments.
+        """Compares the arguments of all processes, and returns a random text that no other save has.
 
-        Returns a random text, the same on all processes, that no other save has.
-
-        **Arguments:**
-
-        - `facts`: the arguments of this process, as text, by name.
-        - `lines`: a description of each array. If the processes have different leaves, the error shows a line that
-            differs.
-
-        **Raises:**
-
-        `CheckpointError` with the first argument that differs, and its values on all processes.
+        `facts` has the arguments of this process, as text, by name; `lines` describes each array. Raises
+        `CheckpointError` with the first argument that differs, or with the first array if the leaves differ.
         """
         notes = self._run(self._first_round, {"facts": dict(facts), "token": secrets.token_hex(8)})
         for name in dict.fromkeys(it.chain.from_iterable(note["facts"] for note in notes.values())):
@@ -138,16 +128,10 @@ class SaveProcesses:
     def wait(
         self, futures: Iterable[concurrent.futures.Future[Any]], advance: Callable[[int], None] = lambda _: None
     ) -> int:
-        """Waits until all processes have finished their work.
+        """Waits until all processes have finished their work, and returns the number of bytes that they wrote together.
 
-        **Arguments:**
-
-        - `futures`: the work of this process. The result of each future is a number of bytes written, or `None`.
-        - `advance`: a function that is called with each number of bytes, for a progress line.
-
-        **Returns:**
-
-        The number of bytes that all processes wrote.
+        `futures` is the work of this process: each future returns a number of bytes written, or `None`. `advance` is
+        called with each number, for a progress line.
         """
         left, wrote = set(futures), 0
         while True:
@@ -174,11 +158,8 @@ class SaveProcesses:
     ) -> None:
         """Waits until all processes have written their bytes. Then the first process alone calls `commit`.
 
-        **Arguments:**
-
-        - `futures`, `advance`: as in `wait`.
-        - `total_bytes`: the number of bytes that all processes must have written.
-        - `commit`: the function that gives the written files their final name.
+        `futures` and `advance` are as in `wait`. Raises `CheckpointError` if fewer than `total_bytes` bytes were
+        written.
         """
         wrote_bytes = self.wait(futures, advance)
         if wrote_bytes < total_bytes:
@@ -206,7 +187,7 @@ class SaveProcesses:
                 self._result("" if error is None else self._failed(self.me, _text(error)))
 
     def _result(self, failed: str = "") -> str:
-        """The text of an error in the commit (the last step of a save); "" if the commit succeeded.
+        """The text of an error in the commit; "" if the commit succeeded.
 
         The first process passes the text as `failed`, and the other processes receive it.
         """
@@ -263,9 +244,8 @@ def _text(error: BaseException) -> str:
 
 
 def lines_of(leaves: Sequence[tuple[str, Any]]) -> list[str]:
-    """A line of text for each of `leaves`, with its path, dtype, shape and sharding.
-
-    Processes that save the same arrays have equal lines.
+    """A line of text for each array, with its path, dtype, shape and sharding. Processes with the same arrays have
+    equal lines.
     """
     lines = []
     for path, value in leaves:

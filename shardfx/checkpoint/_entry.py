@@ -105,6 +105,7 @@ class ListedArray:
         return None if self.shape is None else _nbytes(self.shape, self.dtype)
 
 
+# One array of a checkpoint, as an index lists it.
 ArrayEntry = FileArray | StoreArray | ListedArray
 
 
@@ -119,9 +120,8 @@ def _nbytes(shape: tuple[int, ...], dtype: object) -> int | None:
 
 @ft.lru_cache(maxsize=256)
 def may_change(stored: Any, to: Any) -> bool:
-    """Whether a cast from dtype `stored` to dtype `to` may change a value.
-
-    Rounding to a smaller floating-point dtype does not count as a change.
+    """Whether a cast from dtype `stored` to dtype `to` may change a value, apart from rounding between floating-point
+    dtypes.
     """
     if jnp.issubdtype(stored, jnp.integer):
         least, most = int(jnp.iinfo(stored).min), int(jnp.iinfo(stored).max)
@@ -134,8 +134,7 @@ def may_change(stored: Any, to: Any) -> bool:
 def fill(view: np.ndarray, values: np.ndarray, name: str) -> None:
     """Casts `values` to the dtype of `view`, and writes them into `view`.
 
-    `name` is the name of the array in errors. Raises `CheckpointError` if a cast from or to an integer dtype changes a
-    value.
+    Raises `CheckpointError`, with the array's name `name`, if a cast from or to an integer dtype changes a value.
     """
     if view.dtype == values.dtype:
         copy(as_bits(view), as_bits(values))
@@ -170,7 +169,7 @@ def _require_range(dtype: object, values: np.ndarray, name: str) -> None:
 def _changed(view: np.ndarray, values: np.ndarray) -> np.ndarray | None:
     """A mask of the elements of `values` that a cast to `view` changed.
 
-    `None` for casts between integers, for which the range of the values is checked instead.
+    It is `None` for casts between integers, for which the range of the values is checked instead.
     """
     if jnp.issubdtype(values.dtype, jnp.floating):
         return np.asarray(values.astype(np.float64) != view.astype(np.float64))

@@ -37,7 +37,7 @@ class FilePlace:
     seen: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def root_of(self, real: str) -> str | None:
-        """The directory of `roots` that contains the path `real`; `None` if no directory contains it."""
+        """The directory of `roots` that contains the path `real`, or `None`."""
         return next((root for root in self.roots if os.path.commonpath([root, real]) == root), None)
 
     def require_same(self, real: str, found: os.stat_result) -> None:
@@ -57,20 +57,10 @@ def place(directory: str, root: str | os.PathLike[str] | None) -> FilePlace:
 
 
 def inside(where: FilePlace, name: str) -> str:
-    """The real path of `name`, a file or directory that a checkpoint mentions.
+    """The real path of `name`, a relative path that a checkpoint mentions, without symbolic links.
 
-    **Arguments:**
-
-    - `where`: the checkpoint's directory, and the directories that its links may lead to.
-    - `name`: the file's name in the checkpoint; a relative path.
-
-    **Returns:**
-
-    An absolute path below one of the roots of `where`, without symbolic links.
-
-    **Raises:**
-
-    `CheckpointError` for an absolute path, one with `..` or a NUL byte, and a symbolic link that leaves the roots.
+    Raises `CheckpointError` for an absolute path, one with `..` or a NUL byte, and a link that leaves the roots of
+    `where`.
     """
     if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
         raise CheckpointError(
@@ -95,8 +85,8 @@ def _resolved(where: FilePlace, path: str, name: str) -> str:
 def opened(where: FilePlace, real: str) -> Iterator[int]:
     """A context with a descriptor for reading the regular file `real`, opened without following any link.
 
-    The path is opened one directory after the other, so that a link that replaces a directory is refused too. At both
-    ends of the context, `ChangedError` is raised if the file has changed since it was first opened.
+    The path is opened one directory after the other, so that a link that replaces a directory is refused too. Both ends
+    of the context raise `ChangedError` if the file has changed since it was first opened.
     """
     descriptor = _open(where.root_of(real) or where.directory, real)
     try:

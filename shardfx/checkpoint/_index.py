@@ -37,9 +37,8 @@ _MOST_PARTS = 100
 class Index:
     """The arrays of a checkpoint, read from its headers alone. [`shardfx.checkpoint.read_index`][] makes an index.
 
-    `print` shows an index as a table, with repeated layers in one row. The paths of the arrays are its keys:
-    `index["norm"]` is an entry (an array's path, shape, dtype and file), `"norm" in index` tests for a path,
-    `for path in index` iterates over the paths, and `len(index)` counts them.
+    `print` shows an index as a table, with repeated layers in one row. An index is a mapping from the paths of the
+    arrays to their entries: `index["norm"]` has the array's shape, dtype and file.
 
     **Arguments:**
 
@@ -174,7 +173,7 @@ def read_index(path: str | os.PathLike[str], *, root: str | os.PathLike[str] | N
 
 
 def require_local(path: str) -> str:
-    """The given path. A URL, such as `gs://bucket/step-1`, raises `CheckpointError`."""
+    """`path`, unless it is a URL such as `gs://bucket/step-1`, which raises `CheckpointError`."""
     if "://" in path:
         raise CheckpointError(
             f"{path!r} is an address, and checkpoints are read from and saved to file systems of this machine alone; "
@@ -337,9 +336,9 @@ def _below(index: Index, prefix: str | None) -> list[tuple[str, ArrayEntry]]:
 
 
 def _nested(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
-    """The nested dicts for pairs of a path and a value: `{"a": {"b": x}}` for `("a/b", x)`. No value may be a dict.
+    """Nested dicts from pairs of a path and a value: `{"a": {"b": x}}` for `("a/b", x)`. No value may be a dict.
 
-    A path that is both a leaf and a branch raises an error, and so does a path that is too deep for a tree.
+    Raises for a path that is both a leaf and a branch, or that is too deep for a tree.
     """
     tree: dict[str, Any] = {}
     for path, value in pairs:
@@ -372,7 +371,7 @@ def _collision(path: str, paths: Sequence[str]) -> CheckpointError:
 
 
 def some(paths: Iterable[str]) -> str:
-    """A text with the first five of the paths, and the number of the other paths."""
+    """The first five of the paths as text, and the number of the others."""
     names = list(paths)
     shown = ", ".join(map(quoted, names[:5]))
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "no arrays"

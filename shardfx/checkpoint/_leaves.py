@@ -1,5 +1,8 @@
-"""The arrays that `save` writes: a tree's arrays, or arrays that a map makes of them. PRNG keys are written
-as key data.
+"""The arrays that `save` writes: a tree's arrays, or arrays that a map makes of them. PRNG keys are written as key
+data.
+
+`is_first` tells a process whether it is the first of those that save. The first process alone writes NumPy arrays and
+constants, which all processes have.
 """
 
 import dataclasses
@@ -42,13 +45,17 @@ from ._entry import may_change
 from ._metadata import is_number
 
 
+# A box of an array, and the values of its elements.
+BoxValues = tuple[Box, np.ndarray]
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaves:
     """The arrays and Python numbers that a save writes.
 
     **Arguments:**
 
-    - `arrays`: the path and the value of each array; for an array of PRNG keys, the value is its key data.
+    - `arrays`: the path and the value of each array; the value of an array of PRNG keys is its key data.
     - `kinds`: by path, the names of the dtypes that safetensors cannot name.
     - `numbers`: the Python numbers by path.
     """
@@ -59,7 +66,7 @@ class Leaves:
 
 
 def plan_of_arrays(tree: object) -> ShardPlan | None:
-    """The plan with the shardings of a tree's arrays; `None` if the arrays are on no mesh, or on several meshes."""
+    """The plan with the shardings of a tree's arrays; `None` unless the arrays are on one mesh."""
     flat = flatten(tree)
     known = {
         path: leaf.sharding
@@ -77,10 +84,7 @@ def plan_of_arrays(tree: object) -> ShardPlan | None:
 
 
 def leaves_to_save(tree: object, own: ShardPlan | None) -> Leaves:
-    """The arrays and Python numbers of a tree. `own` is the tree's plan, if it has one.
-
-    Raises for a leaf that `load` could not read.
-    """
+    """The arrays and Python numbers of a tree with the plan `own`. Raises for a leaf that `load` could not read."""
     if own is None:  # a plan says which leaves are arrays
         own = plan(tree, MeshSpec({"device": 1}), paths=PathRules([(".*", PartitionSpec())]), unused="allow")
     flat = flatten(tree)
@@ -128,30 +132,19 @@ def _check_leaf(path: str, leaf: object, planned: object) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Output:
-    """An array of which this process holds or computes only the boxes (parts) that it writes.
+    """An array of which this process holds or computes only the boxes that it writes.
 
-    **Arguments:**
-
-    - `shape`, `dtype`: the shape and dtype of the array.
-    - `pieces`: a function that yields the boxes (a start and a stop along each dimension) that this process writes,
-        each with its values. The values are cast to `dtype` afterwards. The function's argument is whether this process
-        is the first one.
+    `pieces` is a function of `is_first` that yields these boxes. Their values are cast to `dtype` afterwards.
     """
 
     shape: tuple[int, ...]
     dtype: DType
-    pieces: Callable[[bool], Iterator[tuple[Box, np.ndarray]]]
+    pieces: Callable[[bool], Iterator[BoxValues]]
 
 
-def _pieces_of(made: Made, sources: Mapping[str, object], is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
-    """Yields the boxes (a start and a stop along each dimension) of a mapped array that this process writes, each with
-    its values.
-
-    **Arguments:**
-
-    - `made`: the array, as strided copies from other arrays.
-    - `sources`: these arrays by path.
-    - `is_first`: whether this process is the first one, which writes constants.
+def _pieces_of(made: Made, sources: Mapping[str, object], is_first: bool) -> Iterator[BoxValues]:
+    """Yields the boxes of a mapped array that this process writes. `sources` has the arrays that it is made of, by
+    path.
     """
     for piece in made.pieces:
         if piece.value.path is None:
@@ -163,7 +156,7 @@ def _pieces_of(made: Made, sources: Mapping[str, object], is_first: bool) -> Ite
                 yield from _written(part, box, memory)
 
 
-def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, np.ndarray]]:
+def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[BoxValues]:
     for landing in strided_boxes(part, box):
         values = box_view(memory, landing)
         casts = part.value.casts
@@ -175,19 +168,15 @@ def _written(part: Piece, box: Box, memory: np.ndarray) -> Iterator[tuple[Box, n
 
 
 def host_copy(value: Any) -> Output:
-    """A copy in host memory of the parts of an array that this process writes. The array may then be deleted."""
+    """A copy in host memory of the boxes of an array that this process writes. The array may then be deleted."""
     parts = [(box, np.array(memory)) for box, memory in shards_of(value, True)]
     everywhere = not isinstance(value, jax.Array)
     pieces = lambda is_first: iter(parts if is_first or not everywhere else ())
     return Output(tuple(value.shape), np.dtype(value.dtype), pieces)
 
 
-def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
-    """The boxes (a start and a stop along each dimension) of an array or `Output` that this process writes, each with
-    its values.
-
-    `is_first` is whether this process is the first one, which writes NumPy arrays.
-    """
+def shards_of(value: Any, is_first: bool) -> Iterator[BoxValues]:
+    """The boxes of an array or `Output` that this process writes."""
     if isinstance(value, Output):
         yield from value.pieces(is_first)
         return
@@ -205,9 +194,7 @@ def shards_of(value: Any, is_first: bool) -> Iterator[tuple[Box, np.ndarray]]:
 # A model has many arrays of few kinds, and `Shard.replica_id` is computed anew at each access.
 @ft.lru_cache(maxsize=256)
 def _first_replicas(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """By device, the box (a start and a stop along each dimension) of its shard. Only the first device of each box is
-    included.
-    """
+    """By device, the box of its shard. Of the devices that hold one box, only the first is included."""
     devices: dict[Box, Any] = {}
     for device, box in shard_boxes(sharding, shape).items():
         devices.setdefault(box, device)

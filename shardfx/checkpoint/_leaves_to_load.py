@@ -22,6 +22,7 @@ from ._metadata import from_metadata, is_number
 
 
 _SHOWN = 20
+# The treatment of stored arrays from which no leaf is made: an error, or they are left out.
 Unread = Literal["raise", "allow"]
 
 
@@ -31,9 +32,9 @@ class LeafToLoad:
 
     **Arguments:**
 
-    - `path`, `shape`, `dtype`, `sharding`: the path, shape, dtype and sharding of the array that is read.
-    - `entries`: the stored arrays from which the leaf is made.
-    - `pieces`: the strided copies from the stored arrays that fill the leaf; `None` if the leaf is one stored array.
+    - `path`, `shape`, `dtype`, `sharding`: those of the array that is read.
+    - `entries`: the stored arrays.
+    - `pieces`: the copies from the stored arrays that fill the leaf; `None` if the leaf is one stored array.
     - `keys`: for key data, the dtype of the PRNG keys; `None` for all other arrays.
     - `is_cast_by_map`: whether a map states every cast. Then no value is refused because a cast changes it.
     """
@@ -51,14 +52,10 @@ class LeafToLoad:
 def leaves_to_load(
     index: Index, plan: object, dtype: object, map: TreeMap | None = None, unread: Unread = "raise"
 ) -> tuple[list[LeafToLoad], Callable[[Sequence[Any]], Any]]:
-    """The leaves to load for a plan; and a function that makes the tree from their loaded arrays.
+    """The leaves to load for a plan, and a function that makes the tree from their loaded arrays.
 
-    Raises one error with every leaf that cannot be read, or with every stored array that no leaf uses.
-
-    **Arguments:**
-
-    - `index`: the arrays of the checkpoint.
-    - `plan`, `dtype`, `map`, `unread`: as in `load`.
+    Raises one error with every leaf that cannot be read, or with every stored array that no leaf uses. The arguments
+    `plan`, `dtype`, `map` and `unread` are those of `load`.
     """
     target = target_of(plan, "load")
     if map is not None:
@@ -99,7 +96,7 @@ def leaves_to_load(
 
 def _require_all_read(index: Index, target: Target) -> None:
     """Raises for stored arrays that no leaf uses, such as those of a fourth layer if the plan has three."""
-    # A plan knows the paths of the arrays that `plan.select` left out.
+    # `target.others` has the paths of the arrays that `plan.select` left out.
     read = {path for path, _ in target.arrays} | {path for _, path, _ in target.others}
     left = [path for path in index.by_path if path not in read]
     if left:
@@ -111,9 +108,8 @@ def _require_all_read(index: Index, target: Target) -> None:
 
 
 def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[LeafToLoad]:
-    """The leaves of `target` to load through a map, each with the stored arrays from which the map makes the leaf.
-
-    `dtype` is the argument of `load`.
+    """The leaves of `target`, each with the stored arrays from which the map makes it. `dtype` is the argument of
+    `load`.
     """
     source = {entry.path: Struct(entry.shape or (), entry.dtype) for entry in index.entries}
     # The dtype of a leaf is decided below, by the rules of all loading.
@@ -130,7 +126,7 @@ def _by_map(index: Index, target: Target, map: TreeMap, dtype: object) -> list[L
 def _numbers(index: Index, target: Target, problems: list[tuple[str, CheckpointError | None]]) -> dict[int, Any]:
     """The Python numbers that a checkpoint has for the tree of `target`, by position among the leaves.
 
-    Each number that the checkpoint lacks is added to `problems`, as its path and an error.
+    Each missing number is added to `problems`, as its path and an error.
     """
     saved = from_metadata(index.metadata, index.directory)
     kept: dict[int, Any] = {}
@@ -175,17 +171,10 @@ def _leaf(
     what: str,
     made: Made | None = None,
 ) -> LeafToLoad:
-    """A leaf to load. Raises if the planned dtype needs a cast that is not allowed.
+    """A leaf to load. Raises if its `planned` dtype needs a cast that `dtype`, the argument of `load`, does not allow.
 
-    **Arguments:**
-
-    - `path`: the path of the leaf.
-    - `planned`: the leaf's dtype and sharding in the plan.
-    - `shape`, `stored`: the shape and dtype before a cast.
-    - `entries`: the stored arrays from which the leaf is made.
-    - `dtype`: the argument of `load`, which says what casts are allowed.
-    - `what`: the name of the leaf in errors.
-    - `made`: the strided copies by which a map makes the leaf. Without a map, the leaf is the only array in `entries`.
+    `shape` and `stored` are the shape and the dtype before the cast, and `what` is the name of the leaf in errors.
+    `made` is the leaf as a map makes it; without a map, the leaf is the only array in `entries`.
     """
     if not _is_keys(planned.dtype, stored, what):
         to = _dtype(planned.dtype, stored, dtype, what)
@@ -216,10 +205,9 @@ def _loadable(index: Index, name: str) -> FileArray | StoreArray:
 
 
 def _is_keys(planned: object, stored: object, what: str) -> bool:
-    """Whether a leaf, called `what` in errors, holds PRNG keys.
+    """Whether a leaf holds PRNG keys, from its dtypes in the plan and in the checkpoint. `what` names it in errors.
 
-    `planned` and `stored` are its dtypes in the plan and in the checkpoint. Raises if only one of them is a dtype of
-    keys, which are never cast.
+    Raises if only one of them is a dtype of keys, or if the keys differ: keys are never cast.
     """
     kinds = [prng.is_key(planned), prng.is_key(stored)]
     if stored == planned or not any(kinds):
@@ -239,10 +227,9 @@ def _is_keys(planned: object, stored: object, what: str) -> bool:
 
 
 def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
-    """The dtype in which a leaf, called `what` in errors, is read.
+    """The dtype in which a leaf is read, from its dtypes in the plan and in the checkpoint. `what` names it in errors.
 
-    `planned` and `stored` are its dtypes in the plan and in the checkpoint. `asked` is the argument `dtype` of `load`.
-    Raises if the dtype needs a cast that `asked` does not allow.
+    Raises if the dtype needs a cast that `asked`, the argument `dtype` of `load`, does not allow.
     """
     both = jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(planned, jnp.floating)
     to = jnp.dtype(asked) if asked != "plan" and asked is not None and both else planned
@@ -262,5 +249,5 @@ def _dtype(planned: Any, stored: Any, asked: Any, what: str) -> DType:
 
 
 def box_bytes(box: Box, dtype: object) -> int:
-    """The number of bytes in memory of a box (a start and a stop along each dimension)."""
+    """The number of bytes of a box in host memory."""
     return volume(box) * itemsize(dtype)

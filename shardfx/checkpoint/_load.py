@@ -97,40 +97,35 @@ def load(
     - `plan`: a [`shardfx.ShardPlan`][] on devices, or a tree of `jax.ShapeDtypeStruct`s with shardings, or of arrays
         whose shardings the loaded arrays get.
     - `map`: a [`shardfx.TreeMap`][] that makes the plan's leaves from the checkpoint's arrays, if these have other
-        names, shapes or values. Each process reads only the parts that its shards need. For weights that are
-        scaled, cast twice, or scattered element by element, at most 4 MiB per thread are in use beside the result.
+        names, shapes or values. Weights that are scaled, cast twice, or scattered element by element take up to 4 MiB
+        per thread beside the result.
     - `dtype`: `None`: the checkpoint must have the plan's dtypes. `"plan"`: cast to the plan's dtypes on the way. A
         dtype: cast all floating-point arrays to it.
     - `memory_limit_bytes`: the limit for bytes that are in host memory on their way to a device. By default it is
         1 GiB or the largest shard, whichever is larger. On a CPU the limit has no effect, since bytes are read
         directly into the memory of the arrays.
     - `gap_bytes`: the least number of consecutive bytes that are skipped if no device of the process needs them.
-        Shorter gaps are read too, and `plan_reads` counts their bytes. A read takes about as long as 4 KiB from the
-        page cache, so 4096 is faster for columns of short rows. On a network file system, where a read takes long, a
-        larger number is faster.
-    - `missing_chunks`: the treatment of missing chunks in stores of chunks. `"raise"`: a missing chunk was lost, which
-        is an error. `"fill"`: a missing chunk holds the array's fill value, as zarr defines it. Some writers leave
-        out such chunks.
+        Shorter gaps are read too. A read takes about as long as 4 KiB from the page cache, so 4096 is faster for
+        columns of short rows. On a network file system, where a read takes long, a larger number is faster.
+    - `missing_chunks`: the treatment of missing chunks in stores of chunks. `"raise"`: an error, since the chunk was
+        lost. `"fill"`: the array's fill value, as zarr defines it, for checkpoints whose writer leaves out such chunks.
     - `unread`: the treatment of the checkpoint's arrays from which no leaf is made, such as those of layers that the
-        plan lacks. `"raise"`: an error that names the arrays. `"allow"`: the arrays are left out. Arrays that
-        `plan.select` left out of the plan are left out here too. A map states itself which arrays it drops.
+        plan lacks. `"raise"`: an error that names the arrays. `"allow"`: they are left out, as are those that
+        `plan.select` left out of the plan. A map states itself which arrays it drops.
     - `root`: as in `read_index`.
     - `progress`: whether to show a line on stderr; by default if that is a terminal.
 
     **Returns:**
 
     A tree of the plan's structure. Leaves that are not arrays, such as activation functions, are those of the given
-    tree. A ShardPlan has no such leaves, so they are `None` then, and `equinox.combine(loaded, model)` takes them from
-    a model.
+    tree. For a ShardPlan they are `None`, and `equinox.combine(loaded, model)` takes them from a model.
 
     **Raises:**
 
-    Before an array is read: `MapError` with all problems of a map that does not fit; `CheckpointError` with every leaf
-    that the checkpoint lacks or has with another shape or dtype, or with the arrays from which no leaf is made, or for
-    a limit below the largest shard.
-
-    Later: `CheckpointError` for a file that is truncated, missing, or changed since its header was read, and for an
-    integer that the dtype of its cast lacks. No array is returned then.
+    `MapError` with all problems of a map that does not fit, before an array is read. `CheckpointError`, also before,
+    with every leaf that the checkpoint lacks or has with another shape or dtype, with the arrays from which no leaf is
+    made, or for a limit below the largest shard. `CheckpointError`, later, for a file that is truncated, missing, or
+    changed since its header was read, and for an integer that the dtype of its cast lacks.
 
     !!! Example
 
@@ -174,20 +169,17 @@ def is_on_cpu(sharding: Sharding) -> bool:
 
 
 def moved(filled: np.ndarray, devices: Sequence[object], sharding: Sharding) -> list[Any]:
-    """Copies one shard from host memory (`filled`) to each of `devices`, and returns the single-device arrays.
-
-    The memory kind is that of `sharding`.
-    """
+    """Copies one shard from host memory to each of `devices`, and returns the single-device arrays."""
     kind = sharding.memory_kind
     return [jax.device_put(filled, SingleDeviceSharding(device, memory_kind=kind)) for device in devices]
 
 
 class Kind(NamedTuple):
-    """The parts of a leaf that this process loads. Leaves with equal shape, dtype and sharding share one `Kind`.
+    """The shards of a leaf that this process loads. Leaves with equal shape, dtype and sharding share one `Kind`.
 
     **Arguments:**
 
-    - `boxes`: the boxes of this process's shards. A box is a start and a stop along each dimension.
+    - `boxes`: the boxes of this process's shards.
     - `devices`: for each box, the devices that hold it.
     - `shapes`, `sizes`: for each box, its shape and its bytes.
     - `is_on_cpu`: whether the bytes are read directly into the memory of the array, without a copy to a device.
@@ -201,9 +193,7 @@ class Kind(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """The boxes (a start and a stop along each dimension) of one leaf that are loaded together.
-
-    They are all boxes that this process loads. For a leaf that exceeds the memory limit, a unit has one box.
+    """The boxes of one leaf that are loaded together. For a leaf that exceeds the memory limit, a unit has one box.
 
     **Arguments:**
 
@@ -224,11 +214,7 @@ class Unit(NamedTuple):
 
 
 def units_of(leaves: Sequence[LeafToLoad], asked_limit: int | None) -> tuple[list[Unit], int]:
-    """Divides leaves into units (boxes of one leaf that are loaded together), in the order of their positions in the
-    files.
-
-    Also returns the memory limit in bytes: `asked_limit`, or the default if that is `None`.
-    """
+    """Divides leaves into units, in the order of their positions in the files, and finds the memory limit in bytes."""
     known: dict[object, Kind] = {}
     whole = [_unit(number, leaf, known) for number, leaf in enumerate(leaves)]
     staged = [(max(unit.kind.sizes, default=0), unit.leaf.path) for unit in whole if not unit.kind.is_on_cpu]
@@ -271,6 +257,7 @@ def _unit(number: int, leaf: LeafToLoad, known: dict[object, Kind]) -> Unit:
     return Unit(number, leaf, kind, sum(kind.sizes))
 
 
+# Reads some bytes, and returns their number.
 Task = Callable[[], int]
 # Units that are read at once, and the memory of the boxes of each.
 Group = list[tuple[Unit, list[np.ndarray]]]
@@ -279,8 +266,8 @@ Group = list[tuple[Unit, list[np.ndarray]]]
 class Flight:
     """The reads of a load that are in progress. A limit bounds the bytes in host memory that are not yet on devices.
 
-    A leaf is known by its position in the plan. For a leaf on CPUs, `filled` has its boxes (a start and a stop along
-    each dimension) and their memory. For any other leaf, `placed` has its arrays on single devices.
+    For each leaf on CPUs, by its position in the plan, `filled` has its boxes and their memory. For any other leaf,
+    `placed` has its arrays on single devices.
 
     **Arguments:**
 
@@ -297,9 +284,8 @@ class Flight:
         self.placed: dict[int, list[jax.Array]] = {}
 
     def admit(self, units: Sequence[Unit], tasks_of: Callable[[Group], Sequence[Task]]) -> None:
-        """Waits until `units` (boxes to load) fit into the memory limit, and starts to read them.
-
-        `tasks_of` returns the functions that read the units, given the memory for each.
+        """Waits until `units` fit into the memory limit, and starts to read them. `tasks_of` makes the reads of a
+        group.
         """
         coming = sum(unit.staging_bytes for unit in units)
         while self._open and self._staging_bytes + coming > self._limit:
@@ -374,7 +360,7 @@ def _read(
 
 
 def _tasks(files: Files, gap_bytes: int, missing_chunks: MissingChunks, group: Group) -> list[Task]:
-    """The functions that read the units (boxes to load) of a group, for a pool of threads.
+    """The functions that read the units of a group, for a pool of threads.
 
     A group of several units is small, and is read by one function.
     """
@@ -402,8 +388,9 @@ def _tasks(files: Files, gap_bytes: int, missing_chunks: MissingChunks, group: G
 
 
 def _assembled(landed: Flight, number: int, leaf: LeafToLoad) -> jax.Array:
-    """The array of `leaf`, whose position in the plan is `number`, from the finished reads `landed`. Key data becomes
-    an array of PRNG keys.
+    """The array of `leaf`, whose position in the plan is `number`, from the finished reads `landed`.
+
+    Key data becomes an array of PRNG keys.
     """
     if number in landed.placed:
         array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, landed.placed[number])

@@ -91,9 +91,7 @@ class Manager:
         return max(self.steps(), default=None)
 
     def save(self, step: int, tree: object, plan: ShardPlan | None = None) -> None:
-        """Copies a tree to this process's memory, and starts to write it in a thread.
-
-        The call first waits until the previous save is finished.
+        """Waits for the previous save, copies a tree to this process's memory, and starts to write it in a thread.
 
         **Arguments:**
 
@@ -102,8 +100,8 @@ class Manager:
 
         **Raises:**
 
-        The errors of the previous save, and errors about this tree. The next call of `save`, `wait` or `close` raises
-        the errors of writing.
+        The errors of the previous save, and those of [`shardfx.checkpoint.save`][] about this tree. The next call of
+        `save`, `wait` or `close` raises the errors of writing.
         """
         self.wait()
         holders = holders_of(tree)

@@ -48,9 +48,9 @@ def key_named(name: object) -> DType:
 
 
 def of_bits(entry: FileArray, dtype: object) -> FileArray:
-    """The entry (description in an index) for an array of PRNG keys, from the entry of its key data in a file.
+    """The entry of an array of PRNG keys of dtype `dtype`, from the entry of its key data.
 
-    An entry whose shape is not that of key data is returned unchanged. `dtype` is that of the keys.
+    An entry whose shape is not that of key data is returned unchanged.
     """
     one, rank = bits_of(dtype), len(entry.shape) - len(bits_of(dtype).shape)
     if rank < 0 or entry.shape[rank:] != one.shape or entry.dtype != one.dtype:
@@ -59,9 +59,7 @@ def of_bits(entry: FileArray, dtype: object) -> FileArray:
 
 
 def as_bits(entry: object) -> Any:
-    """The entry (description in an index) of key data in a file, from the entry for an array of PRNG keys. Other
-    entries are returned unchanged.
-    """
+    """The entry of the key data of an array of PRNG keys, from the array's entry. Other entries stay as they are."""
     if not isinstance(entry, FileArray) or not is_key(entry.dtype):
         return entry
     one = bits_of(entry.dtype)
@@ -80,7 +78,7 @@ def is_number(leaf: object) -> bool:
 
 
 def to_text(numbers: Mapping[str, object]) -> str:
-    """The text for Python numbers (by path) in a file's metadata."""
+    """The text that stores Python numbers, by path, in a file's metadata."""
     rows: dict[str, list[str]] = {}
     for path, value in numbers.items():
         text = hex(value) if type(value) is int and abs(value) >= _WIDE else repr(value)

@@ -22,8 +22,7 @@ from ._files import FilePlace, opened
 from ._spans import Part, Span, spans
 
 
-# A process should read only the bytes of its own shards. Small gaps are read too if skipping them takes ten times as
-# long.
+# Shorter gaps between the bytes that a process needs are read too, since skipping them takes ten times as long.
 GAP_BYTES = 64
 # The largest span that must be copied, and the largest that is read into its place, which is the length of a good task.
 COPY_BYTES = 4 * 1024 * 1024
@@ -37,21 +36,16 @@ _uninitialised = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_s
 
 
 def memory_to_fill(nbytes: int) -> np.ndarray:
-    """Uninitialised memory of `nbytes` bytes, which a load fills."""
-    # NumPy asks for huge pages. Touching them the first time costs three times as much on virtual machines whose host
-    # takes back large free blocks of the guest. This memory is from `malloc`, and a process that loads again gets
-    # memory that it has touched.
+    # NumPy asks for huge pages. The first access to one costs three times as much on virtual machines whose host takes
+    # back large free blocks. From `malloc`, a process that loads again gets memory that it has used before.
     return np.frombuffer(_uninitialised(None, nbytes), np.uint8)
 
 
 class Bytes(NamedTuple):
-    """A contiguous range of a file, and the memory that it is read into or written from.
+    """A contiguous range of an open file, and the memory that it is read into or written from.
 
-    **Arguments:**
-
-    - `descriptor`, `offset`, `nbytes`: the open file, and the position and size of the range.
-    - `memory`: arrays of bytes that together have the size of the range, in its order.
-    - `entry`: for a read, the array that the range belongs to.
+    `memory` has arrays of bytes that together have the size of the range, in its order. `entry` is the array that is
+    read, for errors.
     """
 
     descriptor: int
@@ -62,10 +56,7 @@ class Bytes(NamedTuple):
 
 
 class Read(NamedTuple):
-    """One read from a file: the array `entry`, the bytes of it that are read together, and the memory of all boxes.
-
-    A box is a part of the array, with a start and a stop along each dimension. `targets` has the memory of each.
-    """
+    """The read of one span of the array `entry`. `targets` has the memory of each box of the array."""
 
     entry: FileArray
     span: Span
@@ -92,7 +83,7 @@ class Files:
     def _in_place(self, reads: Sequence[Read], scratch: np.ndarray) -> Iterator[Bytes]:
         """Yields the byte ranges that one system call can read into the memory of `reads`, and reads all others itself.
 
-        A range whose bytes have another order or dtype in memory is read into `scratch` first, and copied.
+        A range whose elements have another order or dtype in memory is read into `scratch` first, and copied.
         """
         for entry, span, targets in reads:
             views = [targets[part.number][part.index] for part in span.parts]
@@ -124,25 +115,17 @@ def open_files(where: FilePlace, names: Iterable[str], threads: int) -> Iterator
 def spans_of(
     shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], in_place: bool, gap_bytes: int = GAP_BYTES
 ) -> tuple[Span, ...]:
-    """The byte ranges to read or write for `boxes` of an array, as spans (ranges that are read together) of bounded
-    size.
+    """The spans of bounded size to read or write for `boxes` of an array.
 
-    **Arguments:**
-
-    - `shape`, `itemsize`: the shape of the array, and the bytes of one element.
-    - `boxes`: parts of the array, each as a start and a stop along each dimension.
-    - `in_place`: whether the boxes have the dtype and the order of the file, so that no bytes are copied.
-    - `gap_bytes`: the least number of unneeded bytes that are skipped.
+    `in_place` is whether the boxes have the dtype and the order of the file, so that no bytes are copied. Gaps of fewer
+    than `gap_bytes` bytes are read too.
     """
     limits = {"run_bytes": RUN_BYTES if in_place else COPY_BYTES, "copy_bytes": COPY_BYTES}
     return tuple(spans(shape, itemsize, boxes, gap_bytes=gap_bytes, **limits))
 
 
 def part_in(memory: np.ndarray, dtype: DType, part: Part, strides: tuple[int, ...]) -> np.ndarray:
-    """A view of the elements of one part, in the memory that holds a span (the bytes that were read together).
-
-    `dtype` is that of the elements, and `strides` are the span's.
-    """
+    """A view of the elements of one part, in the memory of a span that has these strides."""
     return np.ndarray(part.shape, dtype, memory.data, part.offset, strides)
 
 
@@ -169,7 +152,7 @@ def runs_of(pieces: Iterable[Bytes]) -> Iterator[list[Bytes]]:
 
 
 def transfer(call: Callable[..., int], run: Sequence[Bytes]) -> int:
-    """Reads or writes the adjacent byte ranges of `run`. `call` is `os.preadv` or `os.pwritev`.
+    """Reads or writes adjacent byte ranges by `call`, which is `os.preadv` or `os.pwritev`.
 
     Returns the number of bytes, which is smaller at the end of the file.
     """
@@ -196,15 +179,7 @@ def _read(run: Sequence[Bytes]) -> None:
 
 
 def _read_runs(descriptor: int, offset: int, memory: np.ndarray, span: Span, entry: FileArray) -> None:
-    """Reads the runs (ranges of bytes at equal distances) of a span into memory, with one system call for each.
-
-    **Arguments:**
-
-    - `descriptor`, `offset`: the open file, and the position of the first run.
-    - `memory`: the memory for all runs, one after another.
-    - `span`: the length, the number and the distance of the runs.
-    - `entry`: the array, for errors.
-    """
+    """Reads the runs of `span` into `memory`, with one system call for each. The first run begins at `offset`."""
     for number in range(span.runs):
         row: Any = memory[number * span.run_bytes : (number + 1) * span.run_bytes]
         # The general case takes longer than a short read.
@@ -230,7 +205,6 @@ class Progress:
             self._write(now)
 
     def end(self) -> None:
-        """Writes the final line."""
         if self._show:
             self._write(time.monotonic())
             sys.stderr.write("\n")

@@ -1,5 +1,7 @@
 """The reads that fill the leaves of a plan: the boxes of stored arrays, their positions in a leaf's memory, and counts
 of their bytes from headers alone.
+
+A part of a leaf that a map scales, casts twice or fills with a constant is read as a piece, through temporary memory.
 """
 
 import dataclasses
@@ -41,67 +43,58 @@ from ._stores import MissingChunks
 
 # A piece that consists of more boxes than this is read as a whole and divided in memory.
 _MOST_BOXES = 512
+# The number of a box of a leaf, and the part of that box's memory that is read into.
+Destination = tuple[int, StridedBox]
+# The number of a box of a leaf, and a piece inside of it that `read_piece` reads.
+NumberedPiece = tuple[int, Piece]
 
 
 class Fetch(NamedTuple):
     """Boxes to read from one stored array, and their positions in the memory of a leaf.
 
-    A box is a start and a stop along each dimension of an array.
-
     **Arguments:**
 
     - `entry`: the stored array.
     - `boxes`: the boxes of the stored array.
-    - `places`: for each box, the number of a box of the leaf, and where in that box's memory the elements go. `None` if
-        the leaf is the stored array.
+    - `places`: the destination of each box; `None` if the leaf is the stored array.
     """
 
     entry: FileArray | StoreArray
     boxes: Sequence[Box]
-    places: Sequence[tuple[int, StridedBox]] | None
+    places: Sequence[Destination] | None
 
     def targets(self, memory: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """Views of a leaf's memory, one for each box (part) of the stored array that is read, with that box's shape.
-
-        `memory` has an array for each part of the leaf that this process holds.
+        """Views of a leaf's memory, one for each box of the stored array. `memory` has an array for each box of the
+        leaf.
         """
         return memory if self.places is None else [box_view(memory[number], place) for number, place in self.places]
 
 
 def spans_into(entry: FileArray, fetch: Fetch, dtype: object, gap_bytes: int) -> tuple[Span, ...]:
-    """The spans (byte ranges) of a file that must be read to fill the memory that `fetch` names.
+    """The spans of a file that fill the memory of `fetch`, whose dtype is `dtype`.
 
-    **Arguments:**
-
-    - `entry`: the stored array.
-    - `fetch`: the parts of the stored array, and their positions in memory.
-    - `dtype`: the dtype of the memory.
-    - `gap_bytes`: ranges with fewer bytes between them are read as one.
+    Gaps of fewer than `gap_bytes` bytes between them are read too.
     """
     in_place = dtype == entry.dtype and (fetch.places is None or all(map(_is_in_place, fetch.places)))
     return spans_of(entry.shape, entry.dtype.itemsize, tuple(fetch.boxes), in_place, gap_bytes)
 
 
-def _is_in_place(place: tuple[int, StridedBox]) -> bool:
-    """Whether the elements of a part of an array have the same order in memory as in the file.
-
-    `place` is the number of a memory, and the part's position and strides in it.
-    """
+def _is_in_place(place: Destination) -> bool:
+    """Whether the elements of a box have the same order in memory as in the file."""
     sizes = [stop - start for start, stop in place[1].source]
     pairs = zip(sizes, place[1].strides, strides_of(sizes), strict=True)
     return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
 
 
-def fetches(leaf: LeafToLoad, boxes: Sequence[Box]) -> tuple[list[Fetch], list[tuple[int, Piece]]]:
-    """The reads that fill `boxes` (a start and a stop along each dimension) of a leaf.
+def fetches(leaf: LeafToLoad, boxes: Sequence[Box]) -> tuple[list[Fetch], list[NumberedPiece]]:
+    """The reads that fill `boxes` of a leaf, and the pieces that `read_piece` must read instead.
 
-    Also returns the pieces (strided copies from a stored array) that need more than a copy, each with its box's number.
-    These are scaled, cast twice or constant, or their runs of bytes in the file are very short.
+    Such a piece needs more than a copy: it is scaled, cast twice or constant, or consists of very many small boxes.
     """
     if leaf.pieces is None:
         return [Fetch(leaf.entries[0], boxes, None)], []
     entries = {entry.path: entry for entry in leaf.entries}
-    places: dict[str, list[tuple[int, StridedBox]]] = {}
+    places: dict[str, list[Destination]] = {}
     gathered = []
     known: dict[object, list[tuple[StridedBox, ...] | Piece]] = {}
     strides = [strides_of([stop - start for start, stop in box]) for box in boxes]
@@ -129,10 +122,10 @@ def fetches(leaf: LeafToLoad, boxes: Sequence[Box]) -> tuple[list[Fetch], list[t
 
 
 def _parts_in(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[StridedBox, ...] | Piece]:
-    """Yields the parts of a piece (a strided copy from a stored array) that are inside a box of the leaf.
+    """Yields the parts of a piece that are inside a box of the leaf.
 
-    If `is_plain`, elements are only copied, and a part is a tuple of boxes with their positions in memory. Otherwise it
-    is a piece. It is also a piece if it has too many boxes.
+    If `is_plain`, elements are only copied, and a part is a tuple of boxes of the stored array with their positions in
+    memory. Otherwise, or if there are too many boxes, a part is a piece.
     """
     for part in within(piece, box):
         few = tuple(it.islice(strided_boxes(part, box), _MOST_BOXES + 1)) if is_plain else ()
@@ -140,11 +133,7 @@ def _parts_in(piece: Piece, box: Box, is_plain: bool) -> Iterator[tuple[StridedB
 
 
 def _is_plain(piece: Piece, leaf: LeafToLoad, entries: Mapping[str, FileArray | StoreArray]) -> bool:
-    """Whether a piece (a strided copy from a stored array) writes values of the file, at most cast once to the leaf's
-    dtype.
-
-    `entries` are the stored arrays by path.
-    """
+    """Whether a piece writes values of the file unchanged, or cast once to the leaf's dtype."""
     value = piece.value
     if value.path is None or value.scale is not None or not is_only(value.casts, leaf.dtype):
         return False
@@ -160,18 +149,10 @@ def read_piece(
     gap_bytes: int,
     missing_chunks: MissingChunks,
 ) -> int:
-    """Reads a piece (a strided copy from a stored array) into temporary memory, and writes it into the memory of `box`.
+    """Reads a piece into temporary memory, and writes it into `memory`, which holds `box` of the leaf.
 
-    The piece's scales and casts are applied in between. Returns the number of bytes read.
-
-    **Arguments:**
-
-    - `files`: the open files.
-    - `leaf`: the leaf, with its stored arrays.
-    - `piece`: the piece.
-    - `box`: a part of the leaf, as a start and a stop along each dimension.
-    - `memory`: the memory of the box.
-    - `gap_bytes`, `missing_chunks`: as in `load`.
+    The piece's scales and casts are applied in between. Returns the number of bytes read. `gap_bytes` and
+    `missing_chunks` are those of `load`.
     """
     entries = {entry.path: entry for entry in leaf.entries}
     read_bytes = 0
@@ -198,10 +179,8 @@ def _chunks(piece: Piece, entries: Mapping[str, FileArray | StoreArray]) -> Sequ
     return list(chunks(piece, max(1, COPY_BYTES // entries[piece.value.path].dtype.itemsize)))
 
 
-def _gathered_fetches(leaf: LeafToLoad, gathered: Sequence[tuple[int, Piece]]) -> Iterator[Fetch]:
-    """Yields the reads that `read_piece` makes for the pieces (strided copies) in `gathered`, so that their bytes can
-    be counted.
-    """
+def _gathered_fetches(leaf: LeafToLoad, gathered: Sequence[NumberedPiece]) -> Iterator[Fetch]:
+    """Yields the reads that `read_piece` makes for the pieces in `gathered`, to count their bytes."""
     entries = {entry.path: entry for entry in leaf.entries}
     for _, whole in gathered:
         for piece in _chunks(whole, entries) if whole.value.path is not None else ():
@@ -330,14 +309,7 @@ def plan_reads(
 
 
 def _reads_of(leaf: LeafToLoad, processes: int | None, gap_bytes: int) -> Mapping[int, tuple[int, int, int]]:
-    """By process, the bytes of a leaf that it needs, the bytes that it reads, and the number of its reads.
-
-    **Arguments:**
-
-    - `leaf`: the leaf.
-    - `processes`: the number of processes for a plan without devices.
-    - `gap_bytes`: the least number of unneeded bytes that are skipped.
-    """
+    """By process, the bytes of a leaf that it needs, the bytes that it reads, and the number of its reads."""
     found = {}
     for process, boxes in _boxes_of(leaf.shape, leaf.sharding, processes).items():
         needed = read = count = 0
@@ -355,7 +327,7 @@ def _reads_of(leaf: LeafToLoad, processes: int | None, gap_bytes: int) -> Mappin
 
 
 def _boxes_of(shape: tuple[int, ...], sharding: Sharding, processes: int | None) -> dict[int, tuple[Box, ...]]:
-    """By process, the different boxes (a start and a stop along each dimension) of an array that its devices hold.
+    """By process, the different boxes of an array that its devices hold.
 
     `processes` is the number of processes for a sharding without devices.
     """

@@ -1,4 +1,7 @@
-"""The safetensors format: a length, a JSON header and a buffer. A header is checked before it is used."""
+"""The safetensors format: a length, a JSON header and a buffer. A header is checked before it is used.
+
+The buffer has the bytes of all tensors, one after the other.
+"""
 
 import dataclasses
 import functools as ft
@@ -54,7 +57,7 @@ def stored_name(dtype: DType) -> str | None:
 
 
 class Header(NamedTuple):
-    """The arrays and metadata of a file, in the order of the buffer (the bytes after the header)."""
+    """The arrays and metadata of a file. The arrays are in the order of the buffer."""
 
     arrays: tuple[FileArray, ...]
     metadata: dict[str, str]
@@ -74,22 +77,10 @@ def read_header(where: FilePlace, real: str) -> Header:
 
 
 def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
-    """The arrays that a header describes, in the order of the buffer (the bytes after the header).
+    """The header of `file` from its JSON text `data`. `buffer_bytes` is the number of bytes after the header.
 
-    **Arguments:**
-
-    - `data`: the JSON text, without its length.
-    - `buffer_bytes`: the number of bytes of the file after the header.
-    - `file`: the file's path.
-
-    **Returns:**
-
-    A Header.
-
-    **Raises:**
-
-    `CheckpointError` for anything that the format forbids: duplicate names, unknown dtypes, shapes and offsets that are
-    invalid or inconsistent, and tensors that overlap, lie outside of the buffer or leave gaps in it.
+    Raises `CheckpointError` for anything that the format forbids: duplicate names, unknown dtypes, invalid or
+    inconsistent shapes and offsets, and tensors that overlap, lie outside of the buffer or leave gaps in it.
     """
     content = parsed_json(data, f"the header of {file!r}")
     if not isinstance(content, dict):
@@ -121,9 +112,9 @@ def parse_header(data: bytes, buffer_bytes: int, file: str) -> Header:
 
 
 def _array(name: str, entry: object, base: int, file: str) -> FileArray:
-    """The array that an entry of a header describes. Unknown fields are ignored, as in the safetensors library.
+    """The array of one entry of a header. `base` is the position of the buffer in the file.
 
-    `base` is the position of the buffer (the bytes after the header) in the file.
+    Unknown fields are ignored, as in the safetensors library.
     """
     if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
         raise CheckpointError(f"tensor {quoted(name)} in {file!r} must have `dtype`, `shape` and `data_offsets`.")
@@ -163,8 +154,7 @@ def _depth(value: object) -> int:
 
 
 def _count(shape: list[int]) -> int:
-    """The number of elements of a shape. If a partial product overflows 64 bits, the result is the largest partial
-    product.
+    """The number of elements of a shape, or the largest product of its first sizes if one exceeds 64 bits.
 
     For 2**62 * 4 * 0 it is 2**64, so that the check of the array's size fails.
     """
@@ -173,10 +163,7 @@ def _count(shape: list[int]) -> int:
 
 
 def _renamed(arrays: list[FileArray], metadata: dict[str, str]) -> tuple[FileArray, ...]:
-    """The arrays with the dtypes that the metadata gives under `DTYPES_KEY`, since safetensors has no names for some.
-
-    A dtype that does not fit the stored array is ignored.
-    """
+    """The arrays with the dtypes that the metadata gives under `DTYPES_KEY`. A dtype that does not fit is ignored."""
     if DTYPES_KEY not in metadata:
         return tuple(arrays)
     named = parsed_json(metadata[DTYPES_KEY].encode(), f"`{DTYPES_KEY}` in a header")
@@ -197,17 +184,7 @@ def _short(value: object) -> str:
 
 
 def write_header(tensors: Sequence[tuple[str, Any]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
-    """The first bytes of a file, padded to a multiple of 64, and the offset of each tensor in the file.
-
-    **Arguments:**
-
-    - `tensors`: the names and arrays, in the order of the file.
-    - `metadata`: strings by name.
-
-    **Returns:**
-
-    The bytes, and for each tensor its offset from the start of the file.
-    """
+    """The first bytes of a file, padded to a multiple of 64, and the offset of each tensor from the file's start."""
     content: dict[str, Any] = {METADATA: metadata} if metadata else {}
     reached, starts = 0, []
     for name, value in tensors:

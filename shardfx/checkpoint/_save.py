@@ -1,5 +1,7 @@
 """Saving: shards are written in parallel under a temporary name, which is renamed to the target when all of them are
 complete.
+
+`is_first` tells a process whether it is the first of those that save; it alone writes NumPy arrays and constants.
 """
 
 import concurrent.futures
@@ -42,7 +44,7 @@ _WAIT_SECONDS = 25.0
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """One array to write: its name and value, the file, and the position of its first byte in the file."""
+    """One array to write: its name, its value, its file, and the offset of its first byte in the file."""
 
     name: str
     value: Any
@@ -64,8 +66,8 @@ def save(
 ) -> None:
     """Writes the arrays of a tree as safetensors, with their plan.
 
-    All files are written under a temporary name beside `path`, flushed to the disk, and renamed at the end. If a
-    process is killed before the end, an older file at `path` stays unchanged. Of two writers, one gets an error.
+    All files are written under a temporary name beside `path`, flushed to the disk, and renamed at the end. Until then
+    an older file at `path` stays unchanged, also after an error. Of two writers, one gets an error.
 
     Every process that owns a device of the arrays must call `save` with the same arguments, and `path` must be on a
     shared file system. Each process writes its replica-0 shards. An error in one process is raised in all of them.
@@ -77,15 +79,14 @@ def save(
         arrays only, every process must call `save`. PRNG keys are saved with the name of their implementation. Python's
         numbers, such as a step counter, are saved in the file's metadata. Functions and strings are not saved.
     - `plan`: the tree's plan. The arrays are written in the shardings that they have, even if the plan has others.
-        Without `plan`, the saved plan states the arrays' own shardings. No plan is saved for arrays on different
-        meshes.
-    - `map`: a [`shardfx.TreeMap`][] that makes the arrays of another layout from the tree's arrays. The results are
-        written under the names of that layout, as Hugging Face's libraries read them, and no plan is saved. Each
-        process writes the values of its own shards, so that no array is ever assembled in one process.
-    - `like`: for a map that goes backwards, as `map.inverse()` does: a tree of structs of the arrays to write, such as
-        `checkpoint.structs(index)` of the checkpoint that was read.
-    - `overwrite`: whether to replace an existing file, at once and as a whole. A directory cannot be replaced: save to
-        a new name, then remove the old directory.
+        Without `plan`, the arrays' own shardings are saved as a plan, if they are on one mesh.
+    - `map`: a [`shardfx.TreeMap`][] that makes the arrays of another layout, such as that of Hugging Face's libraries,
+        from the tree's arrays. The results are written under the names of that layout, without a plan. Each process
+        writes the values of its own shards.
+    - `like`: for an inverse map: a tree of structs of the arrays to write, such as `checkpoint.structs(index)` of the
+        checkpoint that was read.
+    - `overwrite`: whether to replace an existing file. A directory cannot be replaced: save to a new name, then remove
+        the old directory.
     - `file_bytes`: the size above which the arrays of a directory are divided into several files.
     - `progress`: whether to show a line on stderr; by default if that is a terminal.
     - `wait_seconds`: seconds that the processes wait for a process that has not called `save` yet. A process that
@@ -97,8 +98,7 @@ def save(
     `LeafTypeError` for a dtype that safetensors cannot hold, for leaves that a map scales, or for a dtype whose values
     `load` could not return under this plan (NumPy's int64 where the plan has int32); `CheckpointError` if `path`
     exists, or if another process failed, died, did not call `save`, or has other arguments (the error names it);
-    `OSError` with the path if the disk is full or cannot be written. After each of these errors, an older file at
-    `path` is unchanged.
+    `OSError` with the path if the disk is full or cannot be written.
 
     !!! Example
 
@@ -124,7 +124,7 @@ def save(
 
 @dataclasses.dataclass(frozen=True)
 class SavedContent:
-    """The input of a save: the arrays, the plan and the metadata.
+    """The input of a save.
 
     **Arguments:**
 
@@ -143,7 +143,7 @@ class SavedContent:
 
 
 def content_of(tree: object, plan: ShardPlan | None, map: TreeMap | None, like: object) -> SavedContent:
-    """The arrays, plan and metadata that `save` writes for a tree. The arguments are those of `save`."""
+    """The content of a save. The arguments are those of `save`."""
     if plan is not None:
         check_type(
             "plan", plan, ShardPlan, LeafTypeError, "give what `shardfx.plan(tree, mesh, ...)` makes, or no plan"
@@ -173,7 +173,7 @@ def write(
     overwrite: bool = False,
     file_bytes: int = _FILE_BYTES,
 ) -> bool:
-    """Writes what `content()` returns to `path`, together with the other processes in `holders`.
+    """Writes the result of `content` to `path`, together with the other processes in `holders`.
 
     Returns whether this process is the first of them. The other arguments are those of `save`.
     """
@@ -235,17 +235,10 @@ def saved_plan(path: str | os.PathLike[str], like: object = None) -> ShardPlan:
 def _layout(
     leaves: Leaves, staging: str, extra: dict[str, str], file_bytes: int | None
 ) -> tuple[Headers, list[_Tensor]]:
-    """How the arrays are divided into files: the header, size and tensor names of each file, and the position of each
-    tensor.
+    """The header, size and tensor names of each file, and the tensors to write. All processes compute the same result.
 
-    All processes compute the same result.
-
-    **Arguments:**
-
-    - `leaves`: the arrays to write.
-    - `staging`: the temporary name of the file or directory.
-    - `extra`: the metadata for all headers.
-    - `file_bytes`: the size above which the arrays are divided into several files; `None` for a single file.
+    Files of about `file_bytes` bytes lie in the directory `staging`; if `file_bytes` is `None`, `staging` is the only
+    file. `extra` is the metadata for all headers.
     """
     most = float("inf") if file_bytes is None else file_bytes
     groups = list(grouped(leaves.arrays, lambda row: _nbytes(row[1]), most)) or [[]]
@@ -271,8 +264,7 @@ def _writes(
     """Starts to write this process's shards in threads, and returns futures with the number of bytes written.
 
     The last futures flush the files. Closing `afterwards` waits for the writes that are running, and closes the files.
-    After an error, the caller first sends the error to the other processes. `is_first` is whether this process is the
-    first one.
+    After an error, the caller first sends the error to the other processes.
     """
     files: dict[str, int] = {}
     for file in dict.fromkeys(tensor.file for tensor in tensors):
@@ -299,7 +291,7 @@ def _flush(descriptor: int, writes: Sequence[concurrent.futures.Future[int]]) ->
 def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: threading.Event) -> int:
     """Writes this process's shards of tensors to the file `descriptor`, and returns the number of bytes.
 
-    After `stop` is set, nothing more is written. `is_first` is whether this process is the first one.
+    After `stop` is set, nothing more is written.
     """
     written = 0
     for run in runs_of(piece for tensor in tensors for piece in _pieces(descriptor, tensor, is_first)):
@@ -311,8 +303,6 @@ def _write(descriptor: int, tensors: Sequence[_Tensor], is_first: bool, stop: th
 def _pieces(descriptor: int, tensor: _Tensor, is_first: bool) -> Iterator[Bytes]:
     """Yields the byte ranges of the file `descriptor` that hold this process's shards of a tensor, with the bytes to
     write.
-
-    `is_first` is whether this process is the first one.
     """
     dtype, parts = tensor.value.dtype, list(shards_of(tensor.value, is_first))
     boxes, values = tuple([box for box, _ in parts]), [value for _, value in parts]

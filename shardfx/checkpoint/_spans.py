@@ -1,4 +1,8 @@
-"""The byte ranges of a row-major array that contain given boxes of it, as reads of bounded size. Integers only."""
+"""The byte ranges of a row-major array that contain given boxes of it, as reads of bounded size. Integers only.
+
+A span is the bytes of one read. Bytes between the boxes that no box needs are read too if there are fewer than
+`gap_bytes`; otherwise they are skipped. `strides` and `itemsize` are those of the array, in bytes.
+"""
 
 import dataclasses
 import itertools
@@ -14,11 +18,13 @@ T = TypeVar("T")
 # The number of short reads that make one task, however few their bytes.
 _MOST_RUNS = 4096
 
+# A box, with its number among the boxes that are read.
+NumberedBox = tuple[int, Box]
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The elements of one box (a start and a stop along each dimension) that a span (bytes that are read together)
-    contains.
+    """The elements of one box that a span contains.
 
     **Arguments:**
 
@@ -43,7 +49,7 @@ class Span:
     - `offset`: the position of the first run, in bytes from the array's first byte.
     - `run_bytes`, `runs`, `step`: the length of a run, how many there are, and the bytes from one start to the next.
     - `strides`: the strides in bytes of the array, as its runs are stored in memory one after another.
-    - `parts`: for each box (a start and a stop along each dimension) that is read, its elements in the span.
+    - `parts`: the elements of each box in the span.
     - `is_direct`: whether the parts follow each other without gaps, so that they can be read without a copy.
     """
 
@@ -64,19 +70,10 @@ class Span:
 def spans(
     shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], *, gap_bytes: int, run_bytes: int, copy_bytes: int
 ) -> Iterator[Span]:
-    """Yields the spans (bytes that are read together) for `boxes` of an array. Each byte is read once if the boxes
-    share rows.
+    """Yields the spans for `boxes`, which are all different. Each byte is read once if the boxes share rows.
 
-    Adjacent boxes in the same rows, such as the shards of a matrix that is sharded in columns, are read together. Bytes
-    between them that no box needs are read too if there are fewer than `gap_bytes`. Otherwise they are skipped.
-
-    **Arguments:**
-
-    - `shape`, `itemsize`: the shape of the array, and the bytes of one element.
-    - `boxes`: the boxes (a start and a stop along each dimension) of the array, all different.
-    - `gap_bytes`: the least number of consecutive bytes that are skipped if no box needs them; 1 skips all of them.
-    - `run_bytes`: the largest size of a span that is read without a copy. A longer row is divided at this size.
-    - `copy_bytes`: the same for a span that is copied.
+    Adjacent boxes in the same rows, such as the shards of a matrix that is sharded in columns, are read together. A
+    span has at most `run_bytes` bytes if it is read without a copy, else `copy_bytes`. A longer row is divided.
     """
     strides = strides_of(shape, itemsize)
     wanted = [(number, box) for number, box in enumerate(boxes) if volume(box)]
@@ -89,23 +86,16 @@ def spans(
 
 
 def _groups(
-    wanted: list[tuple[int, Box]], cut: int, strides: tuple[int, ...], gap_bytes: int
-) -> Iterator[tuple[Box, list[tuple[int, Box]]]]:
+    wanted: list[NumberedBox], cut: int, strides: tuple[int, ...], gap_bytes: int
+) -> Iterator[tuple[Box, list[NumberedBox]]]:
     """Yields groups of boxes that are read together, each with its bounding box.
 
-    The boxes of a group have equal intervals in the dimensions before `cut`. Along `cut` the gaps between them are
-    shorter than `gap_bytes`.
-
-    **Arguments:**
-
-    - `wanted`: the boxes (a start and a stop along each dimension), each with its number.
-    - `cut`: the last dimension that some box does not cover whole.
-    - `strides`: the strides of the array in bytes.
-    - `gap_bytes`: the least number of unneeded bytes that are skipped.
+    The boxes of a group have equal intervals in the dimensions before `cut`, the last dimension that some box does not
+    cover whole. Along `cut` the gaps between them are shorter than `gap_bytes`.
     """
     ordered = sorted(wanted, key=lambda numbered: numbered[1])
     for outer, rows in itertools.groupby(ordered, key=lambda numbered: numbered[1][:cut]):
-        members: list[tuple[int, Box]] = []
+        members: list[NumberedBox] = []
         start = reached = 0
         inner: Box = ()
         for number, box in rows:
@@ -123,17 +113,9 @@ def _groups(
 def _pieces(
     box: Box, dim: int, strides: tuple[int, ...], itemsize: int, gap_bytes: int, limit: int
 ) -> Iterator[tuple[Box, int | None]]:
-    """Divides a box into parts that are read together.
+    """Divides a box into parts of at most `limit` bytes, along dimension `dim` and those after it.
 
     Each part comes with the dimension along which it is read in separate runs of bytes; `None` if it is one run.
-
-    **Arguments:**
-
-    - `box`: a start and a stop along each dimension of the array.
-    - `dim`: the first dimension to divide.
-    - `strides`, `itemsize`: the strides of the array and the size of an element, in bytes.
-    - `gap_bytes`: the least number of unneeded bytes that are skipped.
-    - `limit`: the largest size of a part in bytes.
     """
     while dim < len(box) and box[dim][1] - box[dim][0] == 1:
         dim += 1
@@ -155,19 +137,14 @@ def _pieces(
 
 
 def _reach(box: Box, dim: int, strides: tuple[int, ...], itemsize: int) -> int:
-    """The number of bytes from the first to the last element of a box (a start and a stop along each dimension).
-
-    Only dimensions from `dim` on are counted, as if the box had one index in those before.
-    """
+    """The number of bytes from the first to the last element of a box, counting only dimensions from `dim` on."""
     return (
         sum((stop - start - 1) * stride for (start, stop), stride in zip(box[dim:], strides[dim:], strict=True))
         + itemsize
     )
 
 
-def _span(
-    piece: Box, rows: int | None, members: list[tuple[int, Box]], strides: tuple[int, ...], itemsize: int
-) -> Span:
+def _span(piece: Box, rows: int | None, members: list[NumberedBox], strides: tuple[int, ...], itemsize: int) -> Span:
     offset, runs, step = _first(piece, strides), 1, 0
     run_bytes = _reach(piece, 0, strides, itemsize)
     if rows is not None:
@@ -197,9 +174,7 @@ def _first(box: Box, strides: tuple[int, ...]) -> int:
 
 
 def grouped(items: Iterable[T], size_of: Callable[[T], int], most: int | float) -> Iterator[list[T]]:
-    """Yields groups of consecutive items whose sizes (by `size_of`) sum to at most `most`. A larger item is a group of
-    its own.
-    """
+    """Yields groups of consecutive items whose sizes sum to at most `most`. A larger item is a group of its own."""
     group: list[T] = []
     total = 0
     for item in items:

@@ -22,18 +22,11 @@ Headers = Mapping[str, tuple[bytes, int, list[str]]]
 
 
 def begin(path: str, staging: str, headers: Headers, is_file: bool, overwrite: bool, plan: str | None) -> None:
-    """Creates the files of a save to `path` at their full size, with all headers and without the arrays' bytes.
+    """Creates the files of a save to `path` under the name `staging`, at their full size, without the arrays' bytes.
 
-    Raises if `path` exists or if the disk has too little space; nothing is written then.
-
-    **Arguments:**
-
-    - `path`: the path that the save gets at the end.
-    - `staging`: the temporary name.
-    - `headers`: by file, its header, its size and the names of its tensors.
-    - `is_file`: whether `path` is one file, not a directory.
-    - `overwrite`: whether an existing file may be replaced.
-    - `plan`: the text of the plan, which a directory gets as a file.
+    Raises if the disk has too little space, or if `path` exists and is no file that `overwrite` allows to replace;
+    nothing is written then. If `is_file`, the save is one file. Otherwise it is a directory, which also gets the text
+    `plan`.
     """
     if os.path.lexists(path) and not (is_file and overwrite and not os.path.isdir(path)):
         hint = "pass `overwrite=True` to replace it" if is_file and os.path.isfile(path) else "save to a new name"
@@ -134,7 +127,7 @@ def left_over(
 
     **Returns:**
 
-    The files and directories, in the order of their names.
+    A [`shardfx.checkpoint.LeftOver`][] for each, in the order of their names.
 
     !!! Example
 

@@ -1,10 +1,8 @@
 """Arrays in chunks: zarr directories, OCDBT databases, and the lists of such arrays that eformer and Orbax write.
 
-This module reads their JSON metadata. tensorstore reads their values.
-
-tensorstore unpacks gzip, zlib, bz2 and zstd only up to the length of a chunk. But it reads a file as a whole, and it
-unpacks blosc to the length that the file claims, also in the chunks of a shard. So this module checks the sizes of all
-files before tensorstore reads them.
+This module reads their JSON metadata, and tensorstore reads their values. tensorstore unpacks gzip, zlib, bz2 and zstd
+only up to the length of a chunk. But it reads a file as a whole, and it unpacks blosc to the length that the file
+claims. So this module checks the sizes of all files before tensorstore reads them.
 """
 
 import dataclasses
@@ -25,6 +23,7 @@ from ._entry import ListedArray, StoreArray, fill, itemsize, may_change
 from ._files import FilePlace, inside, is_sizes, member, opened, parsed_json, read_json, require_plain_tree
 
 
+# The treatment of a missing chunk: an error, or the array's fill value.
 MissingChunks = Literal["raise", "fill"]
 
 OCDBT_MANIFEST = "manifest.ocdbt"
@@ -76,10 +75,7 @@ def zarr_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def _entry_in(where: FilePlace, path: str, directory: str) -> StoreArray | None:
-    """The zarr array in `directory`, with the name `path`; `None` if the directory has no array's metadata.
-
-    `where` is the checkpoint's directory.
-    """
+    """The zarr array in `directory`, with the name `path`; `None` if the directory has no array's metadata."""
     for name, driver in METADATA.items():
         file = os.path.join(directory, name)
         if os.path.isfile(file):
@@ -91,16 +87,10 @@ def _entry_in(where: FilePlace, path: str, directory: str) -> StoreArray | None:
 
 
 def _described(path: str, file: str, key: str | None, content: Any, driver: str, where: str) -> StoreArray | None:
-    """The zarr array that the metadata `content` describes; `None` for the metadata of a group.
+    """The zarr array that the JSON metadata `content` describes; `None` for the metadata of a group.
 
-    **Arguments:**
-
-    - `path`: the name of the array in the checkpoint.
-    - `file`: the directory of the array or of the database.
-    - `key`: the array's key in the database; `None` for a directory.
-    - `content`: the JSON metadata.
-    - `driver`: the name of the tensorstore driver.
-    - `where`: the name of the metadata in errors.
+    The arguments `path`, `file`, `key` and `driver` are as in `StoreArray`. `where` is the name of the metadata in
+    errors.
     """
     if driver == "zarr3" and member(content, "node_type") == "group":
         return None
@@ -137,8 +127,8 @@ def ocdbt_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def require_possible(entries: Iterable[StoreArray], where: FilePlace) -> None:
-    """Raises `CheckpointError` for unsafe files (such as pipes, or links out of the checkpoint), and for chunks that
-    are too large.
+    """Raises `CheckpointError` for unsafe files, such as pipes or links out of the checkpoint, and for chunks that are
+    too large.
 
     tensorstore does not check them. It decodes a chunk in memory as a whole, and a chunk that exceeds the memory ends
     the process.
@@ -172,9 +162,9 @@ def unreadable(what: str, error: Exception) -> CheckpointError:
 def read_into(
     entry: StoreArray, boxes: Sequence[Box], targets: Sequence[np.ndarray], *, missing_chunks: MissingChunks = "raise"
 ) -> int:
-    """Reads `boxes` (a start and a stop along each dimension) of an array into `targets`, one array for each box.
+    """Reads `boxes` of an array into `targets`, one array for each box, and casts the values to the dtype of each.
 
-    The values are cast to the dtype of each target. Returns the number of bytes of the targets.
+    Returns the number of bytes of the targets.
     """
     import tensorstore as ts
 
@@ -206,12 +196,7 @@ def read_into(
 def _require_bounded(ts: Any, array: Any, entry: StoreArray, boxes: Sequence[Box]) -> None:
     """Raises if decompressing a chunk that `boxes` need would take more memory than the chunk's shape allows.
 
-    **Arguments:**
-
-    - `ts`: the tensorstore module.
-    - `array`: the opened array.
-    - `entry`: the array's description in the index.
-    - `boxes`: the parts to read, each as a start and a stop along each dimension.
+    `ts` is the tensorstore module, and `array` the array that it opened.
     """
     # tensorstore must read what was checked here, so it is told how to interpret the metadata.
     metadata = array.spec().to_json()["metadata"]
@@ -244,9 +229,9 @@ def _require_bounded(ts: Any, array: Any, entry: StoreArray, boxes: Sequence[Box
 
 
 def _look_at(store: Any, directory: str, name: str) -> tuple[int, Callable[[int, int], bytes]]:
-    """The size in bytes of a stored chunk, and a function that reads a byte range of it.
+    """The size in bytes of the stored chunk `name`, and a function that reads a byte range of it.
 
-    The chunk `name` is in the tensorstore key-value store `store`; if that is `None`, it is a file in `directory`.
+    The chunk is in the tensorstore key-value store `store`, or a file in `directory` if `store` is `None`.
     """
     if store is not None:
         value = store.read(name).result().value
@@ -263,11 +248,7 @@ def _look_at(store: Any, directory: str, name: str) -> tuple[int, Callable[[int,
 def _names(metadata: Mapping[str, Any], chunk: Sequence[int], boxes: Sequence[Box]) -> Iterator[str]:
     """The names of the files of the chunks that `boxes` overlap: `c/1/2`, or `1.2` in zarr 2.
 
-    **Arguments:**
-
-    - `metadata`: the array's zarr metadata.
-    - `chunk`: the shape of a chunk.
-    - `boxes`: parts of the array, each as a start and a stop along each dimension.
+    `metadata` is the array's zarr metadata, and `chunk` the shape of a chunk.
     """
     prefix, separator = [], metadata.get("dimension_separator")
     if "chunk_key_encoding" in metadata:
@@ -288,15 +269,10 @@ def _codecs(listed: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
 def _begins(
     what: str, size: int, read: Callable[[int, int], bytes], shards: Mapping[str, Any], chunk: Sequence[int]
 ) -> list[int]:
-    """The offsets of blosc's buffers in a zarr3 shard (a file of many chunks with a table of their offsets).
+    """The offsets of blosc's buffers in a zarr3 shard, a file of many chunks with a table of their offsets.
 
-    **Arguments:**
-
-    - `what`: the name of the file in errors.
-    - `size`: the size of the file.
-    - `read`: a function that reads a byte range of the file.
-    - `shards`: the configuration of zarr3's sharding codec.
-    - `chunk`: the shape of the shard.
+    `size` is the size of the file in bytes, and `read` reads a byte range of it. `shards` is the configuration of
+    zarr3's sharding codec, and `chunk` the shape of the shard. `what` is the name of the file in errors.
     """
     packed, table = _codecs(shards["codecs"]), _codecs(shards["index_codecs"])
     if "'blosc'" not in repr(shards["codecs"]):
@@ -327,7 +303,7 @@ def _spec_of(entry: StoreArray) -> dict[str, Any]:
 
 
 def _begin_read(ts: Any, array: Any, box: Box, target: np.ndarray) -> tuple[Any, np.ndarray | None]:
-    """Starts to read a box (a start and a stop along each dimension) of `array` into `target`, and returns the future.
+    """Starts to read a box of `array` into `target`, and returns the future.
 
     If a cast to the dtype of `target` may change values, they are read into another buffer, and must be checked. This
     buffer is returned too; otherwise `None`. `ts` is the tensorstore module.
@@ -350,10 +326,7 @@ def _is_aligned(entry: StoreArray, box: Box) -> bool:
 
 
 def chunk_bytes(entry: StoreArray, box: Box) -> int:
-    """The uncompressed bytes of the chunks that a box (a start and a stop along each dimension) overlaps.
-
-    The parts of chunks beyond the end of the array are not counted.
-    """
+    """The uncompressed bytes of the chunks that a box overlaps, without the parts beyond the end of the array."""
     count = 1
     for (start, stop), chunk, size in zip(box, entry.chunks, entry.shape, strict=True):
         count *= min(-(-stop // chunk) * chunk, size) - start // chunk * chunk if stop > start else 0
@@ -366,8 +339,8 @@ EFORMER_INDEX = "tensorstore_index.json"
 def eformer_entries(where: FilePlace) -> tuple[StoreArray | ListedArray, ...]:
     """The arrays that an eformer index lists, of all its prefixes, in the index's order.
 
-    Version 1 has one list, `arrays`; version 2 has one list per prefix, and may have `arrays` too. The versions are
-    told apart by these names, since eformer writes the version of its package as `version`.
+    Version 1 has one list, `arrays`; version 2 has one list per prefix, and may have `arrays` too. The index's own
+    field `version` does not tell them apart, since it is the version of eformer's package.
     """
     real = inside(where, EFORMER_INDEX)
     content = read_json(where, real)
@@ -409,16 +382,14 @@ def _listed(where: FilePlace, real: str, group: str | None, row: object) -> Stor
 ORBAX_METADATA = "_METADATA"
 # The files that Orbax writes beside the arrays.
 _TRACES = ("_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "ocdbt.process_0")
-# The names by which Orbax marks a value that it stores as an array. Other values, such as strings and empty containers,
-# are no arrays.
+# The types that Orbax gives to values that it stores as arrays. Strings and empty containers have others.
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 def raise_if_no_tree(where: FilePlace, names: list[str]) -> None:
-    """Raises for a directory that Orbax wrote, but that is not a tree of arrays.
+    """Raises for a directory, with the files `names`, that Orbax wrote and that is not a tree of arrays.
 
-    It may be a training step, which contains trees, or an incomplete checkpoint. `names` are the files in the
-    directory.
+    It may be a training step, which contains trees, or an incomplete checkpoint.
     """
     items = [name for name in names if os.path.isfile(os.path.join(where.directory, name, ORBAX_METADATA))]
     if items:
@@ -438,8 +409,7 @@ def raise_if_no_tree(where: FilePlace, names: list[str]) -> None:
 def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
     """The arrays of an Orbax PyTree checkpoint. Their paths are Orbax's keys joined by "/".
 
-    Orbax's own reader opens the files that the metadata names before it checks the names, so this function reads the
-    metadata itself.
+    Orbax's own reader opens the files that the metadata names before it checks the names, so it is not used.
     """
     real = inside(where, ORBAX_METADATA)
     content = read_json(where, real)
@@ -468,13 +438,9 @@ def orbax_entries(where: FilePlace) -> tuple[StoreArray, ...]:
 
 
 def _keys(real: str, name: str, row: object) -> tuple[list[str], bool]:
-    """The path of a value in Orbax's `tree_metadata`, as keys from the root, and whether the value must be an array.
+    """The keys from the root to a value in Orbax's `tree_metadata`, and whether the value must be an array.
 
-    **Arguments:**
-
-    - `real`: the path of the metadata file, for errors.
-    - `name`: the value's name in the metadata.
-    - `row`: the metadata of the value.
+    `real` is the path of the metadata file, for errors. `name` and `row` are the value's name and metadata.
     """
     keys, value = member(row, "key_metadata"), member(row, "value_metadata")
     names = [key.get("key") for key in keys if isinstance(key, dict)] if isinstance(keys, list) else []

@@ -19,8 +19,8 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
     """The global arrays of a batch, from the part that each process loaded.
 
     Every process calls `global_batch` with its rows, which [`shardfx.hosts.data_layout`][] or
-    [`shardfx.hosts.local_chunk`][] computes. If a process passes a dimension as a whole, `global_batch` takes the part
-    of this process. No data is sent over the network.
+    [`shardfx.hosts.local_chunk`][] computes. A process may also pass a dimension as a whole, of which its part is used.
+    No data is sent over the network.
 
     **Arguments:**
 
@@ -36,8 +36,8 @@ def global_batch(local: PyTree, plan: ShardPlan, *, pad: int | float | None = No
 
     **Raises:**
 
-    `PlanMismatchError` that names the leaf, if the shape or dtype is not that of this process's part of the plan, or if
-    the dtype cannot represent `pad`.
+    `PlanMismatchError` that names the leaf, if its shape or dtype is not as planned for this process, or if the dtype
+    cannot represent `pad`.
 
     !!! Example
 
@@ -90,8 +90,8 @@ def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
 def _checked(leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int | float | None) -> np.ndarray:
     """`array`, which this process loaded, cast to the dtype of its plan `leaf`.
 
-    `part` is the shape of the batch's part on this process's devices. Raises unless each dimension has its size in
-    `part`, or its size in the global batch. With `pad`, the value for missing rows, the array may have fewer rows.
+    Raises unless each dimension has its size in `part`, the shape of this process's part, or its size in the global
+    batch. With `pad`, rows may be missing.
     """
     shape, dtype = leaf.shape, leaf.dtype
     if array.dtype != dtype and canonical_dtype(array.dtype) != dtype:
@@ -118,10 +118,7 @@ def _checked(leaf: LeafPlan, array: np.ndarray, part: tuple[int, ...], pad: int 
 
 
 def _require_same_rows(leaves: list[LeafPlan], arrays: list[np.ndarray]) -> None:
-    """Raises unless all leaves have the same rows of the batch on this process.
-
-    Only then is one mask over the rows right for all leaves. `arrays` are the arrays that this process loaded.
-    """
+    """Raises unless all leaves have the same rows on this process: only then is one mask right for all leaves."""
     found: dict[object, str] = {}
     for leaf, array in zip(leaves, arrays, strict=True):
         told = f"leaf `{leaf.path}` has shape {array.shape} here, of {leaf.shape} sharded as {leaf.spec}"

@@ -20,7 +20,7 @@ class LocalChunk:
     **Arguments:**
 
     - `slices`: a `slice(start, stop)` for each dimension.
-    - `replica_id`: the number of this process among the processes that own these elements. The chunks with `replica_id`
+    - `replica_id`: the number of the process among the processes that own these elements. The chunks with `replica_id`
         0 hold every element once.
 
     !!! Example
@@ -81,10 +81,6 @@ def local_chunk(shape: Sequence[int], spec: PartitionSpec, grid: HostGrid, proce
     - `grid`: the division of the mesh among the processes; see [`shardfx.hosts.grid_of`][].
     - `process_index`: the number of any process.
 
-    **Returns:**
-
-    The part, and the number of the replica.
-
     **Raises:**
 
     `SpecError` if the spec does not fit the shape or the mesh, or if its mesh axes do not divide a dimension.
@@ -129,8 +125,7 @@ def shard_id(axes: str | Iterable[str], grid: HostGrid, process_index: int) -> i
 
     **Returns:**
 
-    A number from 0, below the number of processes along the axes. All elements that a process's devices hold count as
-    one shard.
+    A number from 0, below the number of processes along the axes: all devices of a process hold one shard together.
 
     **Raises:**
 
@@ -278,7 +273,7 @@ def owned(shape: Sequence[int], sharding: Sharding, process_index: int) -> tuple
 
 
 def _rows(dim: int, size: int, axes: tuple[str, ...], grid: HostGrid, process_index: int) -> slice:
-    """The range of the dimension `dim`, of `size` elements sharded over `axes`, that a process's devices hold."""
+    """The range of the dimension `dim`, with `size` elements sharded over `axes`, that a process's devices hold."""
     devices = math.prod(grid.axis_sizes[axis] for axis in axes)
     if size % devices:
         raise SpecError(
@@ -300,7 +295,7 @@ def _rows(dim: int, size: int, axes: tuple[str, ...], grid: HostGrid, process_in
 
 
 def _axes(axes: str | Iterable[str], grid: HostGrid) -> tuple[str, ...]:
-    """The names of the mesh axes in `axes`; raises if the grid lacks one."""
+    """The mesh axes in `axes` as a tuple; raises if the grid lacks one."""
     if isinstance(axes, set | frozenset):
         raise MeshError(f"mesh axes {sorted(axes)} came in a set, which has no order; pass a tuple.")
     names = (axes,) if isinstance(axes, str) else tuple(axes)

@@ -14,10 +14,10 @@ from ..topology import MeshSpec
 
 
 class HostGrid(eqx.Module):
-    """The division of a mesh among the processes of a job. Every process has a box of the mesh (a range of positions
-    along each axis), and all boxes have one shape.
+    """The division of a mesh among the processes of a job: a box of the mesh for each process, all of one shape.
 
-    A HostGrid contains no devices, so each process can compute the part of any other process.
+    A box is a range of positions along each mesh axis. A HostGrid contains no devices, so each process can compute the
+    part of any other process.
 
     !!! Example
 
@@ -48,8 +48,7 @@ class HostGrid(eqx.Module):
 
         - `axis_sizes`: the number of devices along each mesh axis, in the mesh's order.
         - `num_chunks`: the number of processes along each axis; 1 for axes that are not in it.
-        - `chunk_ids`: for each process, by process index, its position among the processes along each axis, in the
-            order of `axis_sizes`. Positions count from 0.
+        - `chunk_ids`: the position of each process among the processes along each axis, counted from 0.
 
         **Raises:**
 

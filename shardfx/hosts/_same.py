@@ -18,19 +18,18 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
     """Raises on every process unless all processes have the same plan on the same order of devices, or the same map.
 
     Every process calls `assert_same_plan` once, before it runs a program under the plan. Processes with different plans
-    compile different programs, whose collectives wait for each other for ever. The call exchanges 32 bytes. If they
-    differ, it exchanges the plans and names the difference.
+    compile different programs, whose collectives wait for each other for ever. The processes exchange hashes of 32
+    bytes, and the plans only if their hashes differ.
 
     **Arguments:**
 
     - `plan`: the plan of this process, or its [`shardfx.TreeMap`][].
-    - `wait_seconds`: the seconds that a process waits for others that have not called `assert_same_plan`. The exchange
-        afterwards is a collective, which needs all processes.
+    - `wait_seconds`: the seconds that a process waits for the others to call `assert_same_plan`.
 
     **Raises:**
 
-    `PlanMismatchError` that names the first leaf or rule that differs, the difference, and the processes; or the
-    processes that did not call `assert_same_plan`.
+    `PlanMismatchError` that names two processes and the first leaf or rule in which their plans differ, or that names
+    the processes that did not call `assert_same_plan`.
 
     !!! Example
 
@@ -64,9 +63,9 @@ def assert_same_plan(plan: ShardPlan | TreeMap, *, wait_seconds: float = 120.0) 
 
 
 def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
-    """A text for each leaf or rule in which `plan` differs from the plan or map of another process.
+    """A text for each leaf or rule in which `plan` differs from the plan or map with the JSON `theirs`.
 
-    `theirs` is the JSON of the other one. The result is empty if only the devices of two plans differ.
+    It is empty if only the devices of two plans differ.
     """
     try:
         if isinstance(plan, ShardPlan):
@@ -80,7 +79,9 @@ def _differences(plan: ShardPlan | TreeMap, theirs: str) -> Sequence[str]:
 
 
 def _meet(wait_seconds: float) -> None:
-    """Waits until every process has called `_meet`. Raises after `wait_seconds`; a collective would wait for ever."""
+    """Waits until every process has called `_meet`. After `wait_seconds` it raises, where a collective would wait for
+    ever.
+    """
     client = coordination()
     if client is None:
         return  # the runtime connects its processes without a coordinator
