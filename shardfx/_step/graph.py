@@ -178,8 +178,8 @@ class _Walk:
         )
 
     def count(self, ins: Sequence[int], outs: Sequence[int]) -> None:
-        """Records the result of an operation as a loop counter if it is an integer computed from counters and
-        literals.
+        """Records an operation's result as a loop counter if it is an integer that follows from a counter and
+        constants.
         """
         scalar = len(outs) == 1 and not self.values[outs[0]].shape and self.values[outs[0]].dtype.kind in "iu"
         numbers = [value for value in ins if self.values[value].dtype.kind in "iu"]

@@ -139,9 +139,7 @@ class Step:
 
     @ft.cached_property
     def leaves(self) -> dict[str, str]:
-        """The path of each array within its argument, by its name in the program; if it is a whole argument, its
-        name.
-        """
+        """The path of each array within its argument, by its name in the program; if it is an argument, its name."""
         paths = {one.name: self.path(one.name) for one in self.parameters[0]}
         return {name: path.partition("/")[2] or path for name, path in paths.items()}
 

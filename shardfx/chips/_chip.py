@@ -129,9 +129,7 @@ def near_cube(count: int, dims: int) -> tuple[int, ...]:
 
 
 class Ring(NamedTuple):
-    """The `size` chips along one dimension of a slice that a mesh axis spans. In a closed ring, links connect the
-    ends.
-    """
+    """The `size` chips along one dimension of a slice that a mesh axis spans. Links join the ends of a closed ring."""
 
     size: int
     closed: bool

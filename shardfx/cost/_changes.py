@@ -51,7 +51,7 @@ class Change:
 
 
 class _Trial(NamedTuple):
-    """A change to a step, and the estimated peak memory of one device after it. The fields are those of `Change`."""
+    """The fields of a `Change` that are known before it is compared with the unchanged step."""
 
     what: str
     peak_bytes: int
@@ -61,12 +61,8 @@ class _Trial(NamedTuple):
 
 
 def changes_of(known: StepOnChip, peak_bytes: int) -> tuple[Change, ...]:
-    """The changes to a step that save memory, the largest saving first.
-
-    **Arguments:**
-
-    - `known`: the step, and the chip that it must fit.
-    - `peak_bytes`: the peak memory of the unchanged step, estimated or counted by a compiler.
+    """The changes to a step that save memory, the largest saving first. `peak_bytes` is the peak memory of the
+    unchanged step, estimated or counted by a compiler.
     """
     found: list[Change] = []
     for one in _changed(known):
@@ -116,9 +112,8 @@ def _changed(known: StepOnChip) -> Iterator[_Trial]:
 
 
 def _sharded_over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...]) -> list[Dims | None]:
-    """The mesh axes of each dimension of each array in the arguments, after some arrays are also sharded over `axes`.
-
-    `chosen` has the numbers of these arrays. The largest dimension of each of them is sharded over `axes`.
+    """The mesh axes of each array in the arguments, after the largest dimension of each array whose number is in
+    `chosen` is also sharded over `axes`.
     """
     found = [one.dims for one in known.step.arguments]
     for at in chosen:
@@ -132,7 +127,7 @@ def _sharded_over(known: StepOnChip, chosen: Sequence[int], axes: tuple[str, ...
 
 
 def _moment_changes(known: StepOnChip) -> Iterator[_Trial]:
-    """Yields two changes: the optimizer's state in bfloat16, and the optimizer's state in host memory."""
+    """Yields two changes: the optimizer's state in bfloat16, and in host memory."""
     memory, found = known.memory, known.purposes
     moments = [at for at in known.in_group("optimizer") if found[at].argument.shape and not found[at].argument.on_host]
 
@@ -157,22 +152,17 @@ def _moment_changes(known: StepOnChip) -> Iterator[_Trial]:
 
 
 def batch_of(known: StepOnChip) -> int | None:
-    """The number of examples in the step's batch: the first dimension of its arrays; `None` if they differ in it."""
+    """The number of examples in the batch: the first dimension of its arrays; `None` if they differ in it."""
     sizes = {known.step.arguments[at].shape[0] for at in known.in_group("batch")}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
-    """The largest batch size with which the step fits the chip; `None` if it cannot be found.
+    """The largest batch size with which the step fits the chip; `None` if it cannot be found. `peak_bytes` is the peak
+    memory of the unchanged step, estimated or counted by a compiler.
 
     It is a multiple of the number of shards of the batch. The peak memory is a piecewise linear function of the batch
-    size, so the search alternates between linear interpolation and bisection of two sizes: the largest that fits, and
-    the smallest that does not. The step is traced for each size that is tried.
-
-    **Arguments:**
-
-    - `known`: the step, and the chip that it must fit.
-    - `peak_bytes`: the peak memory of the unchanged step, estimated or counted by a compiler.
+    size, so the search alternates between linear interpolation and bisection. The step is traced for each size.
     """
     batch = batch_of(known)
     if not batch:
@@ -198,14 +188,11 @@ def largest_batch(known: StepOnChip, peak_bytes: int) -> int | None:
 
 
 def _next_batch(needs: dict[int, int], usable: int, fits: int, over: int | None, unit: int, *, halves: bool) -> int:
-    """The next batch size to try, a multiple of `unit`.
+    """The next batch size to try, a multiple of `unit`. `needs` has the peak memory of each size that was tried.
 
-    - `needs`: the peak memory of each batch size that was tried.
-    - `usable`: the memory that the step may use.
-    - `fits`: the largest size that fits; 0 if none does.
-    - `over`: the smallest size that does not fit. The next size is between `fits` and `over`. If `over` is `None`, it
-        is larger than `fits`.
-    - `halves`: whether to bisect. If not, the peak memory is interpolated linearly.
+    It is between `fits`, the largest size that fits (or 0), and `over`, the smallest that does not fit. Without `over`,
+    it is larger than `fits`. If `halves`, it is in the middle. Otherwise the peak memory is interpolated up to
+    `usable`.
     """
     if over is None:
         before = max((count for count in needs if count < fits), default=None)

@@ -70,7 +70,8 @@ _ENDS = ("-done", "-update")
 # The compiler for GPUs may write a permute as a `send` and a `recv` with this attribute.
 _HAS_PAIRS = "source_target_pairs="
 _SLICED = re.compile(r"\bslice_sizes=\{((?:\{[\d,]*\},?)*)\}")
-# Arrays of device numbers with shape (groups, members), one array per group size.
+# Replica groups: arrays of device numbers of shape (groups, members), one array for each group size. For a permute, one
+# array of shape (pairs, 2) with senders and receivers, without pairs of equal devices.
 Groups = tuple[np.ndarray, ...]
 
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
@@ -97,8 +98,7 @@ class Collective(NamedTuple):
     - `kind`: XLA's name of the kind, a key of `KINDS`.
     - `arrays`: the arrays of the collective's result on one device.
     - `parts`: the bytes of each of these arrays. For a reduce-scatter, these are the bytes of one shard.
-    - `groups`: the replica groups: arrays of device numbers of shape (groups, members), one array for each group size.
-        For a permute, one array of shape (pairs, 2) with senders and receivers, without pairs of equal devices.
+    - `groups`: the replica groups.
     """
 
     kind: str
@@ -124,10 +124,8 @@ class Collective(NamedTuple):
     def wire_bytes(self, labels: np.ndarray) -> Fraction:
         """The bytes that enter a device, as the mean over all devices.
 
-        **Arguments:**
-
-        - `labels`: a number for each device. Bytes between two devices count if their labels differ. Labels that are
-            device numbers count all bytes, and labels that are slice numbers count the bytes between slices.
+        `labels` has a number for each device. Bytes between two devices count if their labels differ: slice numbers as
+        labels count the bytes between slices.
         """
         received = KINDS[self.kind].received
         return sum((received(self.bytes, labels[own]) for own in self.groups), Fraction(0)) / len(labels)
@@ -136,9 +134,7 @@ class Collective(NamedTuple):
 def collective_of(instruction: Instruction, devices: int) -> Collective | None:
     """The collective that an instruction starts, in a program for `devices` devices; `None` if it starts none.
 
-    **Raises:**
-
-    `ProgramError` for a collective of an unknown kind.
+    Raises `ProgramError` for a collective of an unknown kind.
     """
     kind = instruction.opcode.removesuffix("-start")
     if kind == "recv" and _HAS_PAIRS in instruction.attributes:
@@ -192,14 +188,7 @@ def _require_local(instruction: Instruction) -> None:
 def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
     """The replica groups of a collective in a program for `devices` devices.
 
-    **Returns:**
-
-    Arrays of device numbers of shape (groups, members), one array for each group size. For a permute, one array of
-    shape (pairs, 2) with senders and receivers, without pairs of equal devices.
-
-    **Raises:**
-
-    `ProgramError` for groups that cannot be read, that have a device twice, or that have a device that does not exist.
+    Raises `ProgramError` for groups that cannot be read, that have a device twice, or that have an unknown device.
     """
     is_permute = kind == "collective-permute"
     rows = (_pairs(instruction),) if is_permute else _rows(instruction)
@@ -221,7 +210,7 @@ def groups_of(instruction: Instruction, kind: str, devices: int) -> Groups:
 
 
 def groups_by_size(rows: Sequence[Sequence[int]]) -> Groups:
-    """The replica groups `rows` as arrays of shape (groups, members), one array for each group size."""
+    """The replica groups whose device numbers are `rows`."""
     return tuple(np.array(own) for own in together(rows, len).values())
 
 
@@ -288,15 +277,15 @@ _PRODUCT = re.compile(r"^\{([\d,:]+)\}x\{([\d,:]+)\}$")
 class DevicePositions:
     """The position in the mesh, and the slice, of each device that runs a program.
 
-    A device's number is its position in the mesh. A program over several TPU slices is written for one slice: its
-    device numbers are positions in that slice.
+    A program over several TPU slices is written for one slice: its device numbers are positions in that slice. In any
+    other program, and here, a device's number is its position in the mesh.
 
     **Arguments:**
 
     - `mesh`: the mesh; `None` if it is not known.
     - `own`: the number of devices in the program's first line; 1 if the line does not have it.
     - `slices`: the number of slices in the program's text.
-    - `ids`: the ids of the mesh's devices in the order of the mesh; empty if they are not known.
+    - `ids`: the ids of the devices in the order of the mesh; empty if they are not known.
     """
 
     def __init__(self, mesh: MeshSpec | Mesh | AbstractMesh | None, own: int, slices: int = 1, ids: Sequence[int] = ()):
@@ -325,16 +314,14 @@ class DevicePositions:
         self.ids = {id_: at for at, id_ in enumerate(ids)}
 
     def in_mesh(self, groups: Groups, number: int | None) -> Groups:
-        """The replica groups `groups` of a program for one slice, with each device's position in the mesh.
-
-        In `groups`, a device's number is its position in the slice. The result has the groups of slice `number`, or of
-        every slice if `number` is `None`.
+        """The replica groups of a program for one slice, with positions in the mesh. They are the groups of slice
+        `number`, or of every slice if it is `None`.
         """
         programs = self.programs if number is None else self.programs[number : number + 1]
         return tuple(np.concatenate([program[own] for program in programs]) for own in groups)
 
     def numbers_of(self, ids: Sequence[int]) -> dict[int, int]:
-        """The position in the mesh of each device, by the ids `ids` that devices have in transfers between slices."""
+        """The position in the mesh of each device, by the id that it has in transfers."""
         if all(id_ in self.ids for id_ in ids):
             return {id_: self.ids[id_] for id_ in ids}
         first = min(id_ // SLICE for id_ in ids)
@@ -350,25 +337,19 @@ class DevicePositions:
 
 
 def is_transfer(instruction: Instruction) -> bool:
-    """Whether an instruction is the `recv` of a transfer (a `send` and a `recv` between TPU slices).
-
-    A transfer's bytes count at its `recv`.
-    """
+    """Whether an instruction is the `recv` of a transfer. A transfer's bytes count there."""
     return instruction.opcode == "recv" and "_xla_megascale_target=" in instruction.attributes
 
 
 def slices_of(module: HloModule) -> int:
-    """The number of TPU slices between which a program has `send` and `recv` instructions; 1 if it has none."""
+    """The number of TPU slices between which a program has transfers; 1 if it has none."""
     instructions = (one for computation in module.computations.values() for one in computation.values())
     slices = {id_ // SLICE for one in filter(is_transfer, instructions) for row in _target(one)[0] for id_ in row}
     return max(1, max(slices, default=1) - min(slices, default=1) + 1)
 
 
 def transfer_of(instruction: Instruction, positions: DevicePositions) -> Collective:
-    """The collective that a transfer (a `send` and a `recv` between TPU slices) performs.
-
-    `instruction` is the `recv`, and `positions` has the position of each device in the mesh.
-    """
+    """The collective that a transfer performs. `instruction` is its `recv`."""
     target, kind = _target(instruction)
     sent = array_of(instruction)
     numbers = positions.numbers_of(sorted({id_ for row in target for id_ in row}))
@@ -377,10 +358,7 @@ def transfer_of(instruction: Instruction, positions: DevicePositions) -> Collect
 
 
 def _target(instruction: Instruction) -> tuple[list[list[int]], str]:
-    """The groups of device ids that a transfer connects, and the kind of the collective that it performs.
-
-    `instruction` is the `recv` of the transfer (a `send` and a `recv` between TPU slices).
-    """
+    """The groups of device ids that a transfer connects, and the kind of its collective, from its `recv`."""
     found = _TARGET.search(instruction.attributes)
     if found is None or found[2] not in _KINDS:
         raise ProgramError(f"a transfer between slices does not say what goes whither: {instruction.text:.300}")

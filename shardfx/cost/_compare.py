@@ -20,10 +20,9 @@ class Surplus:
     **Arguments:**
 
     - `extra_bytes`: the bytes per device and step of the compiled step, minus the bytes of the estimate.
-    - `source`: the source line; `None` in a row that sums all other lines.
-    - `axes`: the mesh axes of the collectives; empty in a row that sums all other lines.
-    - `leaf`: the paths of the parameters that the collectives gather, or whose gradients they reduce; `None` if there
-        are none.
+    - `source`, `axes`: the source line and the mesh axes; `None` and empty in a row that sums all other lines.
+    - `leaf`: the paths of the parameters that the collectives gather, or whose gradients they reduce; `None` for no
+        paths.
     - `expected`, `found`: pairs of a kind of collective and its bytes, in the estimate and in the compiled step.
     - `passes`: the compiler passes that the estimate simulates at this line. The compiler did not apply at least one.
     - `why`: a sentence that explains the difference.
@@ -49,11 +48,9 @@ class Comparison:
 
     **Arguments:**
 
-    - `rows`: a [`shardfx.cost.Surplus`][] for each source line and tuple of mesh axes where the compiled step sends
-        more than the estimate, the largest first. The last row sums all other lines.
+    - `rows`, `less`: a [`shardfx.cost.Surplus`][] for each source line and tuple of mesh axes where the compiled step
+        sends more (or less) than the estimate, the largest first. The last row sums all other lines.
     - `estimated`, `compiled`: the traffic of the estimate, and of the compiled step.
-    - `less`: a [`shardfx.cost.Surplus`][] for each source line and tuple of mesh axes where the compiled step sends
-        less than the estimate.
     """
 
     __module__ = "shardfx.cost"
@@ -70,9 +67,7 @@ class Comparison:
 
     @property
     def explained(self) -> float:
-        """The fraction of `different_bytes` that is in rows with at least one compiler pass; 1 if there are no
-        differences.
-        """
+        """The fraction of `different_bytes` in rows with at least one compiler pass; 1 if there are no differences."""
         by_pass = sum(abs(row.extra_bytes) for row in (*self.rows, *self.less) if row.passes)
         return by_pass / self.different_bytes if self.different_bytes else 1.0
 
@@ -104,9 +99,6 @@ class Comparison:
 def compare(estimated: Traffic, compiled: object) -> Comparison:
     """The bytes that a compiled step sends beyond its estimate, for each source line, and the compiler passes that
     explain them.
-
-    An estimate reads the program of XLA's partitioner and simulates the known passes of the platform's compiler. Each
-    row of the estimate has the names of the passes that changed it.
 
     **Arguments:**
 
@@ -168,13 +160,8 @@ def compare(estimated: Traffic, compiled: object) -> Comparison:
 
 @dataclasses.dataclass(eq=False)
 class _LineTraffic:
-    """The estimated and the compiled traffic rows of one source line and tuple of mesh axes, and their difference.
-
-    **Arguments:**
-
-    - `source`, `axes`: the source line and the mesh axes.
-    - `rows`: the rows of the estimate, and the rows of the compiled step.
-    - `extra`: the bytes of the compiled rows minus the bytes of the estimated rows.
+    """The estimated and the compiled traffic rows of one source line and tuple of mesh axes. `extra` is the bytes of
+    the compiled rows minus those of the estimated ones.
     """
 
     source: Frame | None
@@ -184,10 +171,8 @@ class _LineTraffic:
 
 
 def _rows_by_line(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tuple[Frame | None, TrafficRow]]:
-    """Yields the rows of a step's traffic, each with its source line.
-
-    A collective that sends several leaves (parameters or their gradients) has one row for each leaf. `lines` has, for a
-    leaf's path, the source line at which the leaf's gradient is reduced. That line replaces the row's own line.
+    """Yields the rows of a step's traffic, one for each parameter, each with its source line. The line in `lines` at
+    which a parameter's gradient is reduced replaces the row's own line.
     """
     for row in made.rows:
         shares = row.shares or ((row.leaf, row.wire_bytes),)
@@ -199,11 +184,7 @@ def _rows_by_line(made: Traffic, lines: dict[str, Frame | None]) -> Iterator[tup
 
 
 def _surplus(places: Sequence[_LineTraffic], source: Frame | None = None, axes: tuple[str, ...] = ()) -> Surplus:
-    """The `Surplus` of one source line and tuple of mesh axes.
-
-    `places` has the estimated and the compiled traffic rows of that line. Without `source`, it has those of several
-    lines, and the result is their sum.
-    """
+    """The `Surplus` of one source line and tuple of mesh axes; without `source`, the sum over several lines."""
     ours, theirs = ([row for one in places for row in one.rows[side] if row.wire_bytes] for side in (0, 1))
     passes = tuple(dict.fromkeys(one for row in ours for one in row.passes))
     notes = dict.fromkeys(row.note for row in ours if row.note)

@@ -31,8 +31,8 @@ class MemoryAnalysis:
     """The compiler's count of a program's memory on one device. The fields have the names of JAX's memory analysis.
 
     `peak_memory_in_bytes` is the largest number of bytes in use at one time; 0 if the compiler does not report it. On a
-    TPU, `temp_size_in_bytes` includes temporaries that reuse the memory of arguments and results. The sum of all sizes
-    is therefore larger than the peak.
+    TPU, `temp_size_in_bytes` includes temporaries that reuse the memory of arguments and results, so the sum of all
+    sizes is larger than the peak.
     """
 
     __module__ = "shardfx.cost"
@@ -74,18 +74,16 @@ def memory_of(compiled: Any) -> MemoryAnalysis:
 class CompiledFor:
     """A step compiled for devices that are not present; returned by [`shardfx.cost.compile_for`][].
 
-    [`shardfx.cost.traffic`][] and [`shardfx.cost.fit`][] accept it like a step that JAX compiled. It cannot run. It is
-    plain data, so `pickle` can store it in a file.
+    It is plain data, so `pickle` can store it in a file. It cannot run.
 
     **Arguments:**
 
     - `text`: the text of the optimized HLO module.
     - `memory`: the compiler's count of memory on one device.
     - `mesh`: the mesh of the step, with its slices.
-    - `argument_paths`: for the name of each argument in the text, its path, which starts with the name of the step's
+    - `argument_paths`: the path of each argument, by its name in the text. It starts with the name of the step's
         argument.
-    - `target`: the name of the target, such as "tpu:v5e:4x4".
-    - `chip`: the chip of the target; `None` if it is not known.
+    - `target`, `chip`: the name of the target, such as "tpu:v5e:4x4", and its chip; `None` if that is not known.
     - `seconds`: the time that compilation took.
     - `device_ids`: the ids of the target's devices in the order of the mesh.
     """
@@ -103,7 +101,7 @@ class CompiledFor:
 
     @property
     def input_shardings(self) -> tuple[NamedSharding]:
-        """A replicated sharding on the step's mesh, for code that reads the mesh from a compiled step's shardings."""
+        """A replicated sharding on the step's mesh, for code that reads the mesh of a compiled step."""
         return (NamedSharding(self.mesh.abstract(), jax.P()),)
 
     def as_text(self) -> str:

@@ -29,8 +29,7 @@ class StepOnChip:
 
     **Arguments:**
 
-    - `step`: the traced step.
-    - `chip`: the chip, which determines the compiler and the tiles of memory.
+    - `step`, `chip`: the traced step, and the chip, which determines the compiler and the tiles of memory.
     - `function`: the function that was traced; `None` if it is not known.
     """
 
@@ -40,19 +39,15 @@ class StepOnChip:
 
     @property
     def platform(self) -> Platform:
-        """The platform for which the step is lowered and partitioned."""
         return "tpu" if self.chip.torus_dims > 0 else "gpu"
 
     @ft.cached_property
     def module(self) -> HloModule:
-        """The partitioned program of one device, after simulated passes of the platform's compiler."""
+        """The partitioned program of one device, after the simulated passes of the platform's compiler."""
         return self.partitioned()
 
     def partitioned(self, **changed: Any) -> HloModule:
-        """The partitioned program of one device for a changed step, after the known passes of the platform's compiler.
-
-        `changed` are keyword arguments of `Step.partitioned`, such as other shardings or another module.
-        """
+        """The `module` for other keyword arguments of `Step.partitioned`, such as other shardings."""
         return as_compiled(parse_hlo(self.step.partitioned(self.platform, **changed)), self.platform)
 
     @ft.cached_property
@@ -62,10 +57,6 @@ class StepOnChip:
 
     @ft.cached_property
     def shardings(self) -> StepShardings:
-        """The sharding of every array of the step, and the origin of each of its mesh axes.
-
-        An origin is the argument, result or constraint from which the axis comes.
-        """
         return shardings_of(self.step, self.platform)
 
     @ft.cached_property
@@ -74,7 +65,6 @@ class StepOnChip:
 
     @ft.cached_property
     def purposes(self) -> tuple[ArgumentPurpose, ...]:
-        """The arrays of the step's arguments, each with its purpose: parameter, optimizer state, batch or cache."""
         return purposes_of(self.step, self._program)
 
     @ft.cached_property
@@ -83,27 +73,18 @@ class StepOnChip:
         return tuple(self._program.buffers[value].shape for value in self._program.entry.carried)
 
     def host_bytes(self, at: int) -> int:
-        """The bytes of one shard of array number `at` of the arguments, with the padding of tiles.
-
-        They are counted as host memory if the array is there.
-        """
+        """The bytes of one shard of array number `at` of the arguments, as counted if the array is in host memory."""
         return bytes_of(Array(self.purposes[at].dtype, self.shards[at]), self.chip.tile)
 
     def in_group(self, kind: str) -> tuple[int, ...]:
-        """The numbers of the arrays of the arguments that have the purpose `kind`, such as "parameters".
-
-        For "optimizer", these are the arrays of all groups "optimizer: ...".
-        """
+        """The numbers of the arguments' arrays with a purpose, such as "parameters" or "optimizer" (all moments)."""
         return tuple(at for at, one in enumerate(self.purposes) if one.group.partition(":")[0] == kind)
 
     def memory_of(self, module: HloModule, *, donated: Sequence[bool] | None = None, remat: bool = False) -> Memory:
-        """The memory of one device while it runs `module`, a program for one device.
+        """The memory of one device while it runs the program `module`.
 
-        **Arguments:**
-
-        - `module`: the program.
-        - `donated`: whether each array of the arguments is donated; by default as the step says.
-        - `remat`: whether to count each layer as rematerialized in the backward pass.
+        `donated` says which arrays of the arguments are donated; by default as the step says. `remat` counts each layer
+        as rematerialized in the backward pass.
         """
         taken, returned = self.step.parameters
         return device_memory(
@@ -117,16 +98,12 @@ class StepOnChip:
         )
 
     def memory_with(self, module: Module) -> Memory:
-        """The memory of one device if `module` replaces the step's StableHLO module. Its arguments and results are the
-        same.
-        """
+        """The memory of one device if `module` replaces the step's StableHLO module, for the same arguments."""
         return self.memory_of(self.partitioned(module=module))
 
     def under(self, arguments: Sequence[Dims | None]) -> Memory:
-        """The memory of one device if the arguments had other shardings.
-
-        `arguments` has, for each array of the arguments, the mesh axes that shard each dimension. If the step returns
-        the new value of an array, that result gets the same sharding.
+        """The memory of one device for other shardings of the arguments. A result that is the new value of an
+        argument's array gets the same sharding.
         """
         results = [one.dims for one in self.step.parameters[1]]
         for one, dims in zip(self.purposes, arguments, strict=True):
@@ -135,7 +112,7 @@ class StepOnChip:
         return self.memory_of(self.partitioned(arguments=arguments, results=results))
 
 
-# The number of the largest arrays for which constraints are searched, and the number of searches. A constraint can make
+# The number of the largest arrays for which constraints are searched, and the number of searches: a constraint can make
 # other arrays the largest.
 _LARGEST, _ROUNDS = 8, 3
 # A constraint is left out if the others save at least this fraction of the bytes.
@@ -145,12 +122,8 @@ _NO_ARRAY = ("sdy.sharding_constraint", "stablehlo.while", "func.call", "stableh
 
 
 class Constrained(NamedTuple):
-    """Sharding constraints on activations over mesh axes of the batch, and the peak memory of the step with them.
-
-    **Arguments:**
-
-    - `peak_bytes`: the peak memory of one device with the constraints.
-    - `constraints`: for each constraint, the array and the mesh axis that it adds to the sharding.
+    """The peak memory of a step with sharding constraints on activations. Each constraint has the array, and the mesh
+    axis of the batch that it adds to the array's sharding.
     """
 
     peak_bytes: int
@@ -160,8 +133,7 @@ class Constrained(NamedTuple):
 def saving_constraints(known: StepOnChip) -> Constrained | None:
     """Sharding constraints on activations that lower the step's peak memory; `None` if no constraint does.
 
-    Each constraint adds a mesh axis of the batch to the sharding of an array that is in memory at the peak. A
-    constraint is left out if the others together save almost as much without it.
+    The activations are in memory at the peak. A constraint is left out if the others together save almost as much.
     """
     before = known.memory.peak_bytes
     constraints: tuple[Wanted, ...] = ()
@@ -189,9 +161,8 @@ def _memory_with(known: StepOnChip, constraints: Sequence[Wanted]) -> Memory | N
 
 
 def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wanted]:
-    """Yields constraints that shard the largest arrays in memory at the peak over mesh axes of the batch.
-
-    The arrays are those of the step with the sharding constraints `constraints`.
+    """Yields constraints that shard the largest arrays in memory at the peak over mesh axes of the batch, in the step
+    with the constraints that were already found.
     """
     batch = {known.step.arguments[at].path or known.step.arguments[at].name for at in known.in_group("batch")}
     memory, found = known.memory, known.shardings
@@ -207,9 +178,8 @@ def _candidates(known: StepOnChip, constraints: Sequence[Wanted]) -> Iterator[Wa
 
 
 def with_constraints(step: Step, constraints: Sequence[Wanted], platform: Platform) -> Module:
-    """A copy of the step's StableHLO module with the sharding constraints `constraints` added.
-
-    A constraint is added to each value that its source line computes, if the value has the constraint's shape.
+    """A copy of the step's StableHLO module with sharding constraints. Each is added to the values that its source line
+    computes in its shape.
     """
     module = step.module(platform)
     sizes = dict(step.mesh.shape)

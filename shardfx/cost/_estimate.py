@@ -21,10 +21,8 @@ _LEAST_SIZE = 4
 
 
 def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
-    """A smaller mesh with the same axes: the longest axes are halved until it has at most `most // 2` devices.
-
-    `most` is the largest number of devices for which a step is partitioned. One axis of the result can thus be doubled.
-    The function raises `ProgramError` if the sizes of the axes cannot be halved so far.
+    """A smaller mesh with the same axes: the longest axes are halved until it has at most `most // 2` devices, so that
+    one axis can be doubled again. Raises `ProgramError` if the sizes cannot be halved so far.
     """
     sizes = dict(mesh.shape)
     while math.prod(sizes.values()) > most // 2:
@@ -41,17 +39,9 @@ def shrunk(mesh: MeshSpec, most: int) -> MeshSpec:
 def extrapolated(mesh: MeshSpec, most: int, rows_on: Callable[[MeshSpec], Sequence[TrafficRow]]) -> Traffic:
     """The traffic of a step on a large mesh, extrapolated from its traffic on smaller meshes.
 
-    The step is partitioned for a smaller mesh, and again with each of the halved axes doubled once.
-
-    **Arguments:**
-
-    - `mesh`: the large mesh.
-    - `most`: the largest number of devices for which the step is partitioned.
-    - `rows_on`: a function from a mesh to the traffic rows of the step on it, in the order of the program.
-
-    **Raises:**
-
-    `ProgramError` if the programs on the smaller meshes differ in more than sizes.
+    The step is partitioned for a smaller mesh, and again with each of the halved axes doubled once. `most` is the
+    largest number of devices for which it is partitioned. `rows_on` returns the traffic rows of the step on a mesh, in
+    the order of the program. Raises `ProgramError` if the programs differ in more than sizes.
     """
     small = shrunk(mesh, most)
     first = rows_on(small)
@@ -85,12 +75,8 @@ def _size_free_fields(row: TrafficRow) -> object:
 def _larger_row(row: TrafficRow, doubled: Sequence[tuple[TrafficRow, int]], note: str) -> TrafficRow:
     """A traffic row of a small mesh, extrapolated to a large mesh.
 
-    **Arguments:**
-
-    - `row`: the row on the small mesh.
-    - `doubled`: for each axis that is longer on the large mesh, the row on the small mesh with this axis doubled, and
-        the number of doublings between the two meshes.
-    - `note`: a note for the extrapolated row.
+    For each axis that is longer on the large mesh, `doubled` has the row on the small mesh with this axis doubled, and
+    the number of doublings between the two meshes.
     """
     group, bytes_each, calls = row.group_size, _payload_bytes(row), row.calls
     for other, times in doubled:
@@ -124,10 +110,10 @@ def _group_factor(kind: str, group: int) -> float:
 
 
 def _growth(other: float | int, one: float | int, times: int) -> float:
-    """The factor by which a number grows if a mesh axis doubles `times` times.
+    """The factor by which a number grows if a mesh axis doubles `times` times, from the number before and after one
+    doubling.
 
-    `one` is the number before one doubling, and `other` the number after it. Their ratio is rounded to a power of two.
-    For 100 and 210, it is 2, so the factor is 8 if `times` is 3.
+    Their ratio is rounded to a power of two. For 100 and 210, it is 2, so the factor is 8 if `times` is 3.
     """
     return (2.0 ** round(math.log2(other / one))) ** times if one and other else 1.0
 
@@ -135,7 +121,7 @@ def _growth(other: float | int, one: float | int, times: int) -> float:
 # The largest mesh for which a step is partitioned directly, and the largest one from which an estimate is extrapolated.
 # XLA takes 3 s for 8,192 devices, and 0.1 s for a few hundred.
 DIRECT, LARGEST = 2048, 512
-# A pass that is left out of an extrapolation: it depends on the size of shards, and the bytes do not change.
+# A pass that an extrapolation leaves out: it depends on the size of shards, and the bytes do not change.
 SIZED = ("windowed einsum",)
 # A pass that makes a reduce-scatter of an all-reduce whose shards are whole tiles. An extrapolation leaves it out if
 # the smaller meshes differ in this.
@@ -213,9 +199,6 @@ def estimated(step: Step, compiler: Platform) -> Traffic:
 
 
 def _read(step: Step, compiler: Platform, mesh: MeshSpec | Mesh | AbstractMesh, without: Sequence[str] = ()) -> Traffic:
-    """The estimated traffic of a step on `mesh`, in the order of the program.
-
-    `without` has the names of compiler passes that are not simulated.
-    """
+    """The estimated traffic of a step on `mesh`, in the order of the program, without the compiler passes `without`."""
     module = parse_hlo(step.partitioned(compiler, mesh=MeshSpec.of(mesh)))
     return read(as_compiled(module, compiler, without=without), mesh, step.leaves)

@@ -70,8 +70,8 @@ class Offender:
     - `group`: the group of arrays, as in [`shardfx.cost.FitRow`][].
     - `source`: the line of your program that computes the array; `None` for an argument.
     - `phase`: the pass that computes the array: "forward", "backward" or "recomputed"; "" if it is not known.
-    - `spec`, `origins`: the spec of the array, and the origin of each of its mesh axes. Only `Fit.moment` has them.
-    - `why`: a sentence that says why the array is not sharded further, or "". Only `Fit.moment` has it.
+    - `spec`, `origins`, `why`: the spec of the array, the origin of each of its mesh axes, and a sentence that says why
+        it is not sharded further. Only `Fit.moment` has them.
     """
 
     __module__ = "shardfx.cost"
@@ -133,7 +133,7 @@ class Fit:
     def is_close(self) -> bool:
         """Whether `peak_bytes` is an estimate that differs from `usable_bytes` by less than 18 % of the peak.
 
-        Such a step can run out of memory although `fits` is true. Only a compiler's count decides.
+        Only a compiler's count decides whether such a step fits.
         """
         return self.how == "estimated" and abs(self.headroom_bytes) < _CLOSE * self.peak_bytes
 
@@ -147,10 +147,9 @@ class Fit:
 
     @ft.cached_property
     def moment(self) -> tuple[Offender, ...]:
-        """All arrays in memory at the peak, the largest first, each with its sharding.
-
-        The field `why` of each says why the array is not sharded further, if that is known. The first access runs
-        Shardy's propagation, as [`shardfx.cost.shardings`][] does.
+        """All arrays in memory at the peak, the largest first, each with its sharding, and the reason why it is not
+        sharded further, if that is known. The first access runs Shardy's propagation, as [`shardfx.cost.shardings`][]
+        does.
         """
         return () if self._known is None else _moment(self._known)
 
@@ -217,12 +216,10 @@ def fit(
     """The memory that a step needs on one device of a chip, by group of arrays, and whether the step fits.
 
     The step is traced and lowered for the chip's platform, and XLA's own partitioner makes the program of one device.
-    Nothing is compiled, and nothing runs. The operations of the program are put in the order of XLA's list scheduler.
-    The live range of an array is from the operation that computes it to the last operation that reads it. An array that
-    a fusion computes where it is read takes no memory. The bytes of arguments and results are exact and include the
-    padding of the chip's tiles.
-
-    The group of an argument ("parameters", "batch") follows from its use in the step, not from its name.
+    Nothing is compiled, and nothing runs. Operations are in the order of XLA's list scheduler, and the live range of an
+    array ends with the last operation that reads it. An array that a fusion computes where it is read takes no memory.
+    The bytes of arguments and results are exact and include the padding of the chip's tiles. The group of an argument
+    ("parameters", "batch") follows from its use in the step, not from its name.
 
     **Arguments:**
 
@@ -239,9 +236,8 @@ def fit(
 
     **Raises:**
 
-    - `ChipError` for an unknown chip.
-    - `LeafTypeError` for a step that is no function, no compiled step and no plan.
-    - The errors of [`shardfx.cost.estimate`][].
+    `ChipError` for an unknown chip; `LeafTypeError` for a step that is no function, no compiled step and no plan; the
+    errors of [`shardfx.cost.estimate`][].
 
     !!! Example
 
@@ -293,7 +289,7 @@ def fit(
 
 
 def _of_plan(plan: ShardPlan, chip: chips.Chip) -> Fit:
-    """The memory of the arrays of a plan. A joined plan (of several plans) has a row for each of them."""
+    """The memory of the arrays of a plan, with a row for each of the joined plans."""
     rows: dict[str, list[int]] = {}
     largest: list[Offender] = []
     for leaf in plan.leaves:
@@ -324,9 +320,8 @@ def _arguments(known: StepOnChip) -> tuple[list[FitRow], tuple[Offender, ...]]:
 
 
 def _temporaries(found: Sequence[Offender], known: StepOnChip) -> list[FitRow]:
-    """A row of the memory table for each group of the temporary buffers `found`.
-
-    Temporaries can reuse the memory of the results. The bytes that they reuse are subtracted from the largest groups.
+    """A row for each group of the temporary buffers `found`. Temporaries can reuse the memory of the results: the bytes
+    that they reuse are subtracted from the largest groups.
     """
     sums: dict[str, int] = {}
     for one in found:
@@ -360,7 +355,7 @@ def _sorted(rows: Sequence[FitRow]) -> tuple[FitRow, ...]:
 
 
 def _alike(found: Sequence[Offender]) -> list[Offender]:
-    """The arrays `found`, the largest first. Arrays of equal size whose paths differ only in numbers are one entry."""
+    """The arrays, the largest first, with one entry for arrays of equal size whose paths differ only in numbers."""
     groups: dict[tuple[object, ...], list[Offender]] = {}
     for one in found:
         groups.setdefault((between_numbers(one.what), one.bytes, one.group), []).append(one)
@@ -375,9 +370,8 @@ _COPIES = MOVING | {"convert"}
 
 
 def _gradient_shapes(known: StepOnChip) -> set[tuple[int, ...]]:
-    """The shapes that a gradient can have: those of all parameters, and of the parameters' shards.
-
-    Dimensions are sorted, since a gradient can be transposed.
+    """The shapes that a gradient can have: those of all parameters and of their shards. Their dimensions are sorted,
+    since a gradient can be transposed.
     """
     found: set[tuple[int, ...]] = set()
     for at in known.in_group("parameters"):
@@ -411,10 +405,7 @@ _Rows: TypeAlias = list[tuple[str, ...]]
 
 
 def _tables(found: Fit) -> list[tuple[_Rows, list[str]]]:
-    """Two tables as pairs of their rows, and the lines of text below them.
-
-    The first table has the groups of arrays. The second has the largest arrays.
-    """
+    """The rows of two tables, the groups of arrays and the largest arrays, each with the lines of text below it."""
     groups: _Rows = [("group", "bytes/device", "share", "how")]
     for row in found.rows:
         share = f"{row.bytes / max(1, found.peak_bytes):.0%}"

@@ -88,7 +88,7 @@ class Instruction(NamedTuple):
 
     @property
     def structure(self) -> str:
-        """The text of the attributes without quoted texts, since users' names in quotes can look like attributes."""
+        """The attributes without quoted texts, since users' names in quotes can look like attributes."""
         return _QUOTED.sub('""', self.attributes)
 
     @property
@@ -149,19 +149,9 @@ class HloModule:
 
 
 def parse_hlo(text: str) -> HloModule:
-    """Parses the text of an HLO module.
+    """Parses the text of an HLO module, as `compiled.as_text()` returns it.
 
-    **Arguments:**
-
-    - `text`: the text, as `compiled.as_text()` returns it.
-
-    **Returns:**
-
-    The module.
-
-    **Raises:**
-
-    `ProgramError` for text that is no HLO module or has an instruction that cannot be read. The message has the line.
+    Raises `ProgramError`, with the line, for text that is no HLO module or has an instruction that cannot be read.
     """
     computations: dict[str, dict[str, Instruction]] = {}
     tables: dict[str, list[str]] = {}
@@ -220,10 +210,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _add_tuple_element(own: dict[str, Instruction], operand: str) -> None:
-    """Adds a `get-tuple-element` instruction to the computation `own` if the text writes `operand` as `param#0`.
-
-    That notation is element 0 of the tuple `param`.
-    """
+    """Adds a `get-tuple-element` to the computation `own` for an operand `param#0`: element 0 of the tuple `param`."""
     whole, mark, index = operand.rpartition("#")
     if not mark or operand in own:
         return
@@ -233,7 +220,7 @@ def _add_tuple_element(own: dict[str, Instruction], operand: str) -> None:
 
 
 def parts_of(result: str) -> list[str]:
-    """The texts of the elements of the tuple type `result`; for an array type, a list of this one type."""
+    """The texts of the elements of the tuple type `result`; for an array type, its own text."""
     inside = result[1:-1] if result.startswith("(") else result
     depth, start, parts = 0, 0, []
     for found in _BRACKET.finditer(inside):
@@ -294,12 +281,7 @@ class Array(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """The bits of one element.
-
-        **Raises:**
-
-        `ProgramError` for a dtype of unknown size.
-        """
+        """The bits of one element. Raises `ProgramError` for a dtype of unknown size."""
         if self.dtype in _NO_MEMORY:
             return 0
         found = _BITS.fullmatch("s8" if self.dtype == "pred" else self.dtype)
@@ -315,12 +297,7 @@ class Array(NamedTuple):
 
 @ft.lru_cache(maxsize=65536)
 def arrays_in(result: str) -> tuple[Array, ...]:
-    """The arrays of a result type, in order; for a tuple type, the arrays of all its elements.
-
-    **Raises:**
-
-    `ProgramError` for dimensions that cannot be read.
-    """
+    """The arrays of a result type, with those inside tuples. Raises `ProgramError` for dimensions it cannot read."""
     found = _ARRAY.findall(result)
     for dtype, sizes in found:
         if not _SIZES.match(sizes):
@@ -329,7 +306,7 @@ def arrays_in(result: str) -> tuple[Array, ...]:
 
 
 def array_of(instruction: Instruction) -> Array:
-    """The array that an instruction returns; for an instruction that returns a tuple, the first array of the tuple."""
+    """The array that an instruction returns; the first array of a tuple."""
     return next(iter(arrays_in(instruction.result)), Array("", ()))
 
 
@@ -344,31 +321,30 @@ def root_of(computation: Mapping[str, Instruction]) -> Instruction:
     return next(instruction for instruction in computation.values() if instruction.is_root)
 
 
+# The rows and columns of a tile of memory; `None` if the chip does not pad arrays to whole tiles.
+Tile: TypeAlias = tuple[int, int] | None
 # The result type of an instruction: an array, or a tuple of result types.
 Result: TypeAlias = "Array | tuple[Result, ...]"
 
 
 def result_of(text: str) -> Result:
-    """The parsed text of a result type: an `Array`, or a nested tuple of them."""
+    """The parsed text of a result type."""
     if text.startswith("("):
         return tuple(result_of(part) for part in parts_of(text) if part)
     return next(iter(arrays_in(text)), Array("token", ()))
 
 
 @ft.lru_cache(maxsize=65536)
-def bytes_of(buffer: Array, tile: tuple[int, int] | None) -> int:
-    """The bytes of an array in memory, with its shape padded to whole tiles.
-
-    `tile` has the rows and columns of a tile; `None` if the chip does not pad. Elements smaller than a byte are packed.
-    """
+def bytes_of(buffer: Array, tile: Tile) -> int:
+    """The bytes of an array in memory, padded to whole tiles. Elements smaller than a byte are packed."""
     return -(-math.prod(padded(buffer.shape, tile)) * buffer.bits // 8)
 
 
-def padded(shape: tuple[int, ...], tile: tuple[int, int] | None) -> tuple[int, ...]:
-    """A shape padded to whole tiles of `tile` = (rows, columns); the shape itself if `tile` is `None`.
+def padded(shape: tuple[int, ...], tile: Tile) -> tuple[int, ...]:
+    """A shape padded to whole tiles, as the TPU's compiler pads it, in the layout with the least padding.
 
-    The layout is the one with the least padding: any two dimensions can be the rows and columns of the tiles. A
-    dimension shorter than a tile's rows is padded to a power of two. The TPU's compiler pads arrays in the same way.
+    Any two dimensions can be the rows and columns of the tiles. A dimension shorter than a tile's rows is padded to a
+    power of two.
     """
     if tile is None or not shape or 0 in shape:
         return shape

@@ -66,8 +66,8 @@ class Origins:
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
         """The call stack of the operation that causes a collective's instruction, innermost frame first.
 
-        A collective that reshards a value has no source line. Its call stack is the one of the operation that computes
-        the value, or else of an operation that reads the resharded value.
+        A collective that reshards a value has no source line. It gets the call stack of the operation that computes the
+        value, or else of one that reads the result.
         """
         op = self._ops.get(id(instruction))
         if op is None:
@@ -91,7 +91,7 @@ class Origins:
             op = self._carried[value][0] if value in self._carried else self._uses.maker.get(value)
 
     def gathered(self, instruction: Instruction, element: int) -> str | None:
-        """JAX's name of the argument that a collective sends; `None` if the collective sends a computed value.
+        """JAX's name of the argument that a collective sends; `None` if it sends a computed value.
 
         The argument, or a slice of it, is operand number `element` of the collective.
         """
@@ -100,10 +100,9 @@ class Origins:
         return self._argument(moved[0]) if moved else None
 
     def updated(self, instruction: Instruction, element: int) -> str | None:
-        """JAX's name of the argument whose gradient a collective reduces; `None` if there is no such argument.
+        """JAX's name of the argument whose gradient a collective reduces; `None` if there is none.
 
-        The gradient is result number `element` of the collective. The program adds it, or a value computed from it, to
-        the argument.
+        The gradient is result number `element`. The program adds it, or a value computed from it, to the argument.
         """
         op = self._ops.get(id(instruction))
         for gradient in () if op is None else _results_of(op, element):
@@ -117,18 +116,12 @@ class Origins:
         return None
 
     def _same_gradient(self, gradient: int) -> Iterator[int]:
-        """Yields value number `gradient`, and the values computed from it that may be the same gradient or a shard of
-        it.
-
-        The nearest values come first.
-        """
+        """Yields a value, and those computed from it that may be the same gradient or its shard, the nearest first."""
         return itertools.islice(reached([gradient], self._onward), _MANY)
 
     def _next(self, value: int) -> tuple[int, ...]:
-        """The results of the operations that read a value, if they may hold the same gradient.
-
-        A result may hold it if it has the shape of the value or of its shard, or if the operation writes the value into
-        a larger array.
+        """The results of the operations that read a value, if they may hold the same gradient. Their shape is that of
+        the value or of its shard, or the operation writes the value into a larger array.
         """
         found = [*self._becomes.get(value, ())]
         for op, at, _ in self._uses.users.get(value, ()):
@@ -151,10 +144,10 @@ class Origins:
         return None
 
     def is_sum_of_products(self, instruction: Instruction) -> bool:
-        """Whether a permute of a windowed einsum sends a partial sum of matrix products.
+        """Whether a permute sends a partial sum of matrix products, and not an operand of them.
 
-        The receiving device adds its own matrix product to the partial sum. Otherwise the permute sends an operand of
-        the matrix products. A partial sum starts from zeros. In a loop, it is a result of the loop's body.
+        Rings of permutes replace reduce-scatters of products, and all-gathers of operands. A partial sum starts from
+        zeros. In a loop, it is a result of the loop's body.
         """
         op = self._ops.get(id(instruction))
         values = itertools.islice(reached(() if op is None else op.reads, self._operands_of), _FAR)
@@ -171,7 +164,7 @@ class Origins:
         return () if made is None or made.opcode in _GATHERS else made.reads
 
     def _is_shard(self, part: int, whole: int) -> bool:
-        """Whether value number `part` has as many elements as value number `whole`, or the shape of a shard of it."""
+        """Whether value `part` has as many elements as value `whole`, or the shape of a shard of it."""
         sizes, limits = (self._program.buffers[value].shape for value in (part, whole))
         if not sizes or not limits or math.prod(sizes) == math.prod(limits):
             return bool(sizes and limits)
@@ -181,9 +174,8 @@ class Origins:
 
 
 def _results_of(op: FlatOp, at: int) -> tuple[int, ...]:
-    """The results of an operation that correspond to its operand number `at`.
-
-    They can be several, since the `-start` of an asynchronous collective also returns its operands.
+    """The results of an operation that correspond to its operand number `at`. There can be several, since the `-start`
+    of an asynchronous collective also returns its operands.
     """
     count = max(1, min(len(op.reads), len(op.makes)))
     return op.makes[at % count :: count]

@@ -1,7 +1,8 @@
 """A step after Shardy's propagation as a graph of arrays and operations.
 
 The graph has the operations over which a mesh axis reached an array, and the operations where the shardings of two
-arrays conflict. A stack, here, is an array with one slice for each iteration of a loop, as `jax.lax.scan` has them.
+arrays conflict. A factor is a dimension of an operation's sharding rule (see `Factors`). A stack is an array with one
+slice for each iteration of a loop, as `jax.lax.scan` has them.
 """
 
 import functools as ft
@@ -38,20 +39,16 @@ class DimKey(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """The operation where a mesh axis stopped propagating to an array.
-
-    One dimension of the operation is sharded over the axis. Another belongs to the same factor of the operation's
-    sharding rule (Shardy's), so the axis could shard it too, but does not.
+    """The operation where a mesh axis stopped propagating to an array. The axis shards one dimension of the operation,
+    and could shard another dimension with the same factor, but does not.
 
     **Arguments:**
 
     - `dim`: the dimension of the array that the axis could shard.
-    - `with_axis`: the dimension of the operation that the axis shards.
-    - `last`: the dimension of the operation that the axis does not shard.
+    - `with_axis`, `last`: the dimension of the operation that the axis shards, and the one that it does not shard.
     - `operation`: the number of the operation.
     - `near`: the dimension that a sharding constraint could shard: usually `last`. If the array of `last` is a
-        loop-carried array, or a stack with one slice per iteration, it is a dimension of the nearest array that a line
-        of the program computes.
+        loop-carried array or a stack, it is a dimension of the nearest array that a line of the program computes.
     """
 
     dim: int
@@ -62,15 +59,13 @@ class Stop(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """An operation in which a mesh axis shards two dimensions that cannot both be sharded over it.
-
-    The two dimensions, of two arrays, belong to different factors of the operation's sharding rule (Shardy's).
+    """An operation in which a mesh axis shards dimensions of two different factors, which cannot both be sharded over
+    it.
 
     **Arguments:**
 
     - `operation`, `axis`: the number of the operation, and the mesh axis.
-    - `kept`: the dimension of the array that stays sharded over the axis.
-    - `moved`: the dimension of the array that is gathered.
+    - `kept`, `moved`: the dimension of the array that stays sharded over the axis, and of the array that is gathered.
     """
 
     operation: int
@@ -99,10 +94,8 @@ class Graph:
 
     @ft.cached_property
     def factors(self) -> list[list[tuple[DimKey, int]]]:
-        """For each operation, the dimensions of its arrays, each with a factor of the operation's sharding rule
-        (Shardy's).
-
-        It is the major-most factor of the dimension: a mesh axis that shards the dimension shards this factor.
+        """For each operation, the dimensions of its arrays, each with its major-most factor: a mesh axis that shards
+        the dimension shards this factor.
         """
         found = []
         for made in self.operations:
@@ -124,11 +117,7 @@ class Graph:
         return chain[::-1]
 
     def _paths(self, axis: str, origin: str) -> Steps[int]:
-        """The shortest paths on which a mesh axis propagated from one origin (an argument, a result or a constraint).
-
-        For each array that has the axis from this origin, the result has the operation before it on the path, and the
-        array before that operation. It has `None` for the arrays at the origin.
-        """
+        """The shortest paths on which a mesh axis propagated from one origin: an argument, a result or a constraint."""
         kind, _, number = origin.partition(": ")
         sources = self.constraints.get(origin, ())
         if kind in ("input", "output"):
@@ -147,10 +136,7 @@ class Graph:
 
     @ft.cached_property
     def constraints(self) -> dict[str, list[int]]:
-        """For each sharding constraint, the arrays that it returns.
-
-        A key is the name that Shardy gives the constraint as the origin of a mesh axis.
-        """
+        """The arrays that each sharding constraint returns, by the constraint's name as the origin of a mesh axis."""
         found: dict[str, list[int]] = {}
         for made in self.operations:
             if made.name == "sharding_constraint":
@@ -159,9 +145,8 @@ class Graph:
         return found
 
     def stop_of(self, value: int, axis: str) -> Stop | None:
-        """The nearest operation where a mesh axis stopped propagating to the array number `value`.
-
-        It is `None` if the mesh axis shards no array from which it could have propagated.
+        """The nearest operation where a mesh axis stopped propagating to the array number `value`; `None` if the axis
+        shards no array from which it could have propagated.
         """
         shape = self.values[value].shape
         starts = [DimKey(value, dim) for dim in range(len(shape)) if axis not in self.axes_of(DimKey(value, dim))]
@@ -178,27 +163,19 @@ class Graph:
         return Stop(back[-1].dim, with_axis, last, operation, next(named, self._stacked(last)))
 
     def _as_carried(self, one: DimKey) -> DimKey:
-        """The dimension `one`, if its array is not carried by a loop.
-
-        For a loop-carried array, the same dimension of the array that the loop's body returns as its next value.
-        """
+        """The dimension `one`; for a loop-carried array, the same dimension of the array's next value in the loop."""
         return DimKey(self.next_carried.get(one.value, one.value), one.dim)
 
     def _is_of_loop(self, value: int) -> bool:
-        """Whether an array is a loop-carried array, a stack, or a slice of a stack.
-
-        A stack has one slice for each iteration of a loop.
-        """
+        """Whether an array is a loop-carried array, a stack, or a slice of a stack."""
         made = self.operations[self.makers[value]] if value in self.makers else None
         if made is None or made.name in _RESHAPED:
             return made is not None and all(map(self._is_of_loop, made.ins))
         return made.name in _LOOP_OPERATIONS
 
     def _stacked(self, stack: DimKey) -> DimKey:
-        """The dimension of the value that a loop's body writes into a stack, from the dimension `stack` of the stack.
-
-        A stack has one slice for each iteration of a loop, and the value is one slice. If the value is not found, the
-        result is the dimension of the stack.
+        """The dimension of the slice that a loop's body writes into a stack, from the dimension `stack` of the stack.
+        If the slice is not found, the result is the dimension of the stack.
         """
         here = stack
         for _ in range(_DEEP):
@@ -214,10 +191,7 @@ class Graph:
         return self._as_carried(stack)
 
     def _neighbours(self, here: DimKey) -> Iterator[tuple[int, DimKey]]:
-        """Yields the dimensions that an operation shards like the dimension `here`, each with the operation's number.
-
-        In the operation's sharding rule (Shardy's), they have a factor in common.
-        """
+        """Yields the dimensions that share a factor with `here` in an operation, each with the operation's number."""
         for at in self.operations_of[here.value]:
             factors = {factor for one, factor in self.factors[at] if one == here}
             for one, factor in self.factors[at]:
@@ -226,9 +200,7 @@ class Graph:
 
     @ft.cached_property
     def conflicts(self) -> list[Conflict]:
-        """The operations in which a mesh axis shards dimensions of two different factors of the sharding rule
-        (Shardy's).
-        """
+        """The operations in which a mesh axis shards dimensions of two different factors."""
         found: list[Conflict] = []
         for at, made in enumerate(self.operations):
             dims_of: dict[str, list[tuple[DimKey, int]]] = {}
@@ -243,10 +215,9 @@ class Graph:
 
 
 def _search(before: dict[_T, tuple[int, _T] | None], edges: Callable[[_T], Iterable[tuple[int, _T]]]) -> Iterator[_T]:
-    """Yields the items that a breadth-first search from the keys of `before` reaches, without the keys.
-
-    `edges` returns the neighbours of an item, each with the number of the operation between the two. The search adds
-    each new item to `before`, with that operation and the item from which it was reached.
+    """Yields the items that a breadth-first search from the keys of `before` reaches, without the keys. `edges` returns
+    the neighbours of an item, each with the number of the operation between the two. Each new item is added to
+    `before`.
     """
     queue = deque(before)
     while queue:

@@ -41,16 +41,10 @@ class ArgumentPurpose(NamedTuple):
 def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]:
     """The arrays of a step's arguments, each with its purpose, in the order of the program's parameters.
 
-    The step can return a subtree that is computed from a subtree of its arguments and has the same structure, shapes
-    and dtypes. The arrays of that subtree then have a new value. In a step with gradients, an array with a new value is
-    a parameter if the forward pass reads it. Otherwise it is optimizer state. In a step without gradients, it is a
-    cache. The other arrays are the batch or constant weights. Such an array is part of the batch if its first dimension
-    has the size of the batch.
-
-    **Arguments:**
-
-    - `step`: the step.
-    - `program`: the step's program on one device.
+    An array has a new value if the step returns a subtree that is computed from its subtree and has the same structure,
+    shapes and dtypes. In a step with gradients, an array with a new value is a parameter if the forward pass reads it,
+    and else optimizer state. In a step without gradients, it is a cache. The other arrays are the batch, if their first
+    dimension has the size of the batch, or constant weights. `program` is the step's program on one device.
     """
     ours = step.arguments
     dtypes = [program.buffers[value].dtype for value in program.entry.carried]
@@ -83,10 +77,10 @@ def purposes_of(step: Step, program: FlatProgram) -> tuple[ArgumentPurpose, ...]
 
 
 def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
-    """For the number of each array of the arguments, the number of the result that can be its new value.
+    """The number of the result that can be the new value of each array of the arguments, by the array's number.
 
-    A subtree of the arguments and a subtree of the results correspond if they have equal structure, shapes and dtypes.
-    An array and a result at the same position in the two subtrees can then be the old and the new value.
+    A subtree of the arguments and one of the results correspond if they have equal structure, shapes and dtypes. Their
+    arrays at one position can then be the old and the new value.
     """
     info, dtypes = flatten(step.traced.out_info), [buffer.dtype for buffer in program.buffers]
     results = itertools.compress(zip(info.paths, info.leaves, strict=True), info.is_array)
@@ -106,9 +100,8 @@ def _replacing_results(step: Step, program: FlatProgram) -> dict[int, int]:
 
 
 def _subtrees(arrays: Sequence[tuple[str, object]]) -> Iterator[tuple[object, list[int]]]:
-    """Yields the structure of each subtree of a tree, and the numbers of its arrays. Larger subtrees come first.
-
-    `arrays` has, for each array of the tree, its path and its shape and dtype.
+    """Yields the structure of each subtree of a tree, and the numbers of its arrays, the larger subtrees first.
+    `arrays` has the path of each array of the tree, and its shape and dtype.
     """
     parts = [path.split("/") for path, _ in arrays]
     for depth in range(max(map(len, parts), default=0) + 1):
@@ -121,9 +114,8 @@ def _subtrees(arrays: Sequence[tuple[str, object]]) -> Iterator[tuple[object, li
 
 
 def _comes_from(result: int, given: int, uses: Uses) -> bool:
-    """Whether only elementwise operations, in-place updates and resharding lead from an argument to a result.
-
-    `result` and `given` are the numbers of the two values. `uses` has the operations that make each value.
+    """Whether only elementwise operations, in-place updates and resharding lead from an argument to a result. `result`
+    and `given` are the numbers of the two values.
     """
 
     def before(value: int) -> Sequence[int]:
@@ -141,10 +133,7 @@ def _comes_from(result: int, given: int, uses: Uses) -> bool:
 
 
 def _is_read_forward(value: int, uses: Uses) -> bool:
-    """Whether the forward pass, or any operation that is not elementwise, reads value number `value`.
-
-    `uses` has the operations that read each value.
-    """
+    """Whether the forward pass, or any operation that is not elementwise, reads value number `value`."""
 
     def forms(value: int) -> Iterator[int]:
         for op, _, _ in uses.users.get(value, ()):
@@ -155,10 +144,8 @@ def _is_read_forward(value: int, uses: Uses) -> bool:
 
 
 def _batch_size(ours: Sequence[Parameter], dtypes: Sequence[str], groups: Sequence[str]) -> int | None:
-    """The size of the batch; `None` if every array already has a group in `groups`.
-
-    It is the first dimension of the largest integer array without a group. If there is none, it is the first dimension
-    of the last array without a group. `ours` and `dtypes` are the arrays of the arguments and their dtypes.
+    """The first dimension of the largest integer array without a group, or else of the last array without a group;
+    `None` if all arrays have a group.
     """
     left = [(one, dtype) for one, dtype, group in zip(ours, dtypes, groups, strict=True) if not group and one.shape]
     # A PRNG key has at most four words.
@@ -173,10 +160,8 @@ def _is_whole_number(dtype: str) -> bool:
 
 
 def _moment_group(path: str, parameters: Set[str]) -> str:
-    """The group of the optimizer's array with this path, such as "optimizer: mu".
-
-    It is "optimizer: " and the part of the path before a parameter's path: for "state/mu/layers/up", "mu". `parameters`
-    has the paths of the parameters within their argument, and all suffixes of these paths.
+    """The group of the optimizer's array with this path: "optimizer: mu" for "state/mu/layers/up", if a parameter has a
+    path that ends in "layers/up". `parameters` has all suffixes of the parameters' paths.
     """
     parts = path.split("/")
     for at in range(1, len(parts)):

@@ -39,10 +39,10 @@ class Runs:
 
 
 def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
-    """The number of times that each computation of an HLO module runs, by the name of the computation.
+    """The number of times that each computation of a module runs, by its name. Computations that do not run are left
+    out.
 
-    Computations that do not run are left out. A computation has several entries if it is called from different branches
-    of a conditional, or from different loops of unknown trip count.
+    A computation has several entries if it is called from several branches, or from loops of unknown trip count.
     """
     found = {module.entry: collections.Counter({Runs(0): 1})}
     # Callees come before callers in the text. In reverse order, each count is complete when it is reached.
@@ -65,10 +65,8 @@ def runs_of(module: HloModule) -> dict[str, tuple[Runs, ...]]:
 
 
 def _calls(module: HloModule, name: str, instruction: Instruction, own: Runs) -> Iterator[tuple[str, Runs, int]]:
-    """Yields each computation that an instruction calls, with its enclosing loops and branches.
-
-    The third element is the number of calls in one run of the instruction. `name` is the computation that contains the
-    instruction, and `own` has the loops and branches that enclose it.
+    """Yields each computation that an instruction calls, with the loops and branches around it, and the number of calls
+    in one run of the instruction. `own` has the loops and branches around the computation `name`, which contains it.
     """
     around = module.computations[name]
     if instruction.opcode == "while":
@@ -90,17 +88,10 @@ def _calls(module: HloModule, name: str, instruction: Instruction, own: Runs) ->
 
 
 def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instruction) -> int | None:
-    """The trip count of a loop; `None` if it is not a constant.
+    """The trip count of a loop; `None` if it is not a constant. `around` has the instructions beside the loop, by name.
 
-    The trip count is the one that XLA wrote into the loop's `backend_config`. Otherwise it follows from the loop's
-    condition and the increment of its counter: a smaller form of `ComputeWhileLoopTripCount` in
-    xla/service/while_loop_analysis.cc.
-
-    **Arguments:**
-
-    - `module`: the program.
-    - `around`: the instructions of the computation that contains the loop.
-    - `loop`: the `while` instruction.
+    XLA writes it into the loop's `backend_config`. Otherwise it follows from the loop's condition and the increment of
+    its counter: a smaller form of `ComputeWhileLoopTripCount` in xla/service/while_loop_analysis.cc.
     """
     if known := _KNOWN.search(loop.attributes):
         return int(known[1])
@@ -120,10 +111,9 @@ def trip_count(module: HloModule, around: Mapping[str, Instruction], loop: Instr
 
 
 def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | None:
-    """The trip count of a loop over an integer counter; `None` if the loop never ends.
+    """The trip count of a loop over an integer from `start` in increments of `step`; `None` if the loop never ends.
 
-    The counter goes from `start` in increments of `step`, as long as its comparison with `stop` is true. `direction` is
-    HLO's name of the comparison: for 0, 2, 5 and "LT" (less than), the trip count is 3.
+    It runs while the counter's comparison with `stop` is true. For 0, 2, 5 and "LT" (less than), the trip count is 3.
     """
     if not _COMPARISONS[direction](start, stop):
         return 0
@@ -135,10 +125,10 @@ def _trip_count_of(start: int, step: int, stop: int, direction: str) -> int | No
 def _fusion_root(
     module: HloModule, scope: Mapping[str, Instruction], one: Instruction
 ) -> tuple[Instruction, Mapping[str, Instruction]]:
-    """The instruction that computes the result of `one`, and the instructions that it can have as operands, by name.
+    """The instruction that computes the result of `one`, and the instructions that its operands name.
 
-    For a fusion, the first is the root of the fusion's computation. For any other instruction, it is `one` itself, and
-    the second is `scope`, the instructions around it.
+    For a fusion, that is the root of the fusion's computation. Otherwise it is `one` itself, whose operands are in
+    `scope`.
     """
     if one.opcode != "fusion":
         return one, scope
@@ -148,10 +138,11 @@ def _fusion_root(
 
 
 def _scalar(module: HloModule, scope: Mapping[str, Instruction], name: str) -> tuple[int | None, int] | None:
-    """The integer value `name` as a loop-carried integer plus a constant; `None` for any other value.
+    """The integer value `name` as the index of a loop-carried integer and a constant to add; `None` for any other
+    value.
 
-    The result is the index of the loop-carried integer in the loop's tuple, and the constant: (2, 1) for element 2 plus
-    1. The index is `None` if the value is a constant. `scope` has the instructions by name.
+    For "element 2 of the loop's tuple, plus 1" it is (2, 1). The index is `None` for a constant. `scope` has the
+    instructions by name.
     """
     if name not in scope:
         return None

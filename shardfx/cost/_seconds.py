@@ -22,10 +22,8 @@ class SecondsRow:
     **Arguments:**
 
     - `traffic`: the traffic row of the collective.
-    - `seconds`: the seconds of all calls in one step, within slices and between slices.
-    - `dcn_seconds`: the part of `seconds` between slices.
-    - `bytes_per_second`: the rate at which bytes enter a device over the links that the collective uses.
-    - `why`: a description of these links.
+    - `seconds`, `dcn_seconds`: the seconds of all calls in one step, and the part of them between slices.
+    - `bytes_per_second`, `why`: the rate at which bytes enter a device, and a description of the links that limit it.
     """
 
     __module__ = "shardfx.cost"
@@ -144,9 +142,8 @@ def seconds(
 
 
 def _extents(given: str, usual: tuple[int, ...], chip: chips.Chip) -> tuple[int, ...]:
-    """The extents of a slice from their text `given`: (4, 8) for "4x8".
-
-    Raises `MeshError` if they have not as many dimensions and chips as `usual`, the extents nearest to a cube.
+    """The extents of a slice from their text: (4, 8) for "4x8". Raises `MeshError` if they have not as many dimensions
+    and chips as `usual`.
     """
     parts = given.lower().split("x")
     found = tuple(int(part) for part in parts if part.isdigit())
@@ -171,8 +168,7 @@ def _row(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip
 
 def _rate(row: TrafficRow, axes: Mapping[str, tuple[Ring, ...]], chip: chips.Chip) -> tuple[float, str]:
     """The bytes per second that enter a device during a collective, and a description of the links that limit them.
-
-    `axes` has, for each mesh axis, the dimensions of the slice that it spans.
+    `axes` has the dimensions of the slice that each mesh axis spans.
     """
     link = chip.link_bytes_per_second
     if not chip.torus_dims:

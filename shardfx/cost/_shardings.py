@@ -100,8 +100,7 @@ class ArrayRow:
     - `operation`: StableHLO's name of the operation that computes the array, such as "dot_general".
     - `phase`: "forward", "backward" or "recomputed"; "" if JAX does not name the pass.
     - `loop`: the line of the innermost loop that computes the array in each iteration; `None` outside of loops.
-    - `shape`, `dtype`: the shape and the dtype of the whole array.
-    - `spec`: the PartitionSpec of the array.
+    - `shape`, `dtype`, `spec`: the shape of the whole array, its dtype, and its PartitionSpec.
     - `bytes_per_device`: the bytes of one device's shard.
     - `origins`: the origin of each mesh axis in `spec`.
     - `number`: the number of the array in the step.
@@ -187,34 +186,29 @@ class StepShardings:
         return dataclasses.replace(self, rows=tuple(found))
 
     def wanted(self, row: ArrayRow) -> tuple[Wanted, ...]:
-        """The mesh axes that could shard the array of a row and do not.
-
-        Each has the argument, result or constraint from which it could come, and the constraint that would add it.
-        """
+        """The mesh axes that could shard the array of a row and do not, each with the constraint that would add it."""
         return tuple(self._known.wanted(row))
 
     @property
     def conflicts(self) -> tuple[str, ...]:
         """A sentence for each operation in which a mesh axis shards two dimensions that cannot both be sharded over it.
-
         One of the two arrays is gathered.
         """
         return self._known.conflicts
 
     def annotate(self, traffic: Traffic) -> Traffic:
-        """A copy of the traffic in which each row's note gives the reason for the collective.
+        """A copy of the traffic in which each row's note gives the reason for the collective, found by source line and
+        mesh axes.
 
         **Arguments:**
 
-        - `traffic`: the traffic of the same step, from [`shardfx.cost.estimate`][] or [`shardfx.cost.traffic`][]. The
-            reason for a row is found by its source line and mesh axes.
+        - `traffic`: the traffic of the same step, from [`shardfx.cost.estimate`][] or [`shardfx.cost.traffic`][].
         """
         return dataclasses.replace(traffic, rows=tuple(map(self._known.annotated, traffic.rows)))
 
     def of_held(self, array: LiveArray) -> tuple[ArrayRow | None, str]:
-        """The row of an array in memory, and the reason why the array is not sharded further.
-
-        The row is found by source line and size; `None` if no row has them. The reason is "" if there is none.
+        """The row of an array in memory, by source line and size, and the reason why the array is not sharded further.
+        `None` and "" if they are not found.
         """
         size, own = math.prod(array.buffer.shape), (row for row in self.rows if row.source == array.source)
         alike = (row for row in own if row.bytes_per_device * 8 // bits(row.dtype) == size)
@@ -285,9 +279,8 @@ def shardings(
 
 
 def explained(step: object, line: str, args: Sequence[object], compiler: Platform | str = "tpu") -> StepShardings:
-    """The shardings of the arrays that the source line `line` of a step computes.
-
-    The notes have a sentence for each collective of this line, with the reason for the collective.
+    """The shardings of the arrays that the source line `line` of a step computes. The notes have the reason for each
+    collective of this line.
     """
     known, platform = step_of(step, args), platform_of(compiler)
     found = shardings_of(known, platform)
@@ -336,10 +329,7 @@ class _Explainer:
         return ArrayRow(self.lines[at], made.name, phase_of(stack), loop, *described)
 
     def _bytes(self, number: int) -> int:
-        """The bytes of one device's shard of array number `number`.
-
-        They include padding if the number of shards does not divide the shape.
-        """
+        """The bytes of one device's shard of an array, with padding if the shards do not divide the shape evenly."""
         value = self.graph.values[number]
         cuts = [math.prod(map(self._size, own)) for own in self.graph.shardings[number].dims] or [1] * len(value.shape)
         part = math.prod(-(-size // cut) for size, cut in zip(value.shape, cuts, strict=True))
@@ -365,9 +355,7 @@ class _Explainer:
         return tuple(line for line, _ in itertools.groupby(lines) if line is not None)
 
     def name(self, origin: str) -> str:
-        """The name of a mesh axis's origin, from Shardy's text: "params/w", "result 0/w" or "the constraint at
-        train.py:41".
-        """
+        """The name of a mesh axis's origin from Shardy's text: "params/w", "result 0/w", "the constraint at a.py:4"."""
         kind, _, number = origin.partition(": ")
         if kind == "input":
             one = self.step.arguments[int(number)]
@@ -383,7 +371,6 @@ class _Explainer:
 
     @ft.cached_property
     def results(self) -> tuple[str, ...]:
-        """The path of each result of the step."""
         return tuple(flatten(self.step.traced.out_info).paths)
 
     def origin_of(self, value: int, axis: str) -> str:
@@ -420,10 +407,7 @@ class _Explainer:
         return tuple(dict.fromkeys(f"{place_text(self.lines[one.operation])}: {self.sentence(one)}" for one in largest))
 
     def sentence(self, one: Conflict) -> str:
-        """A sentence about a conflict, in which two arrays are sharded over one mesh axis.
-
-        It names the two arrays. One keeps the axis, and the other is gathered.
-        """
+        """A sentence about a conflict, with the two arrays that are sharded over one mesh axis."""
         made = self.graph.operations[one.operation]
         both = " and ".join(self._text(dim, one.axis) for dim in (one.kept, one.moved))
         return f"gathered over {one.axis}: {both} are sharded over it, and the {made.name} keeps the first"
@@ -434,10 +418,7 @@ class _Explainer:
         return f"dimension {dim.dim} of {array_text(value.dtype, value.shape)}{f' (from {by})' if by else ''}"
 
     def gathered(self, source: Frame | None, axes: Sequence[str] | None = None) -> str:
-        """A sentence about the largest conflict at a source line, over one of `axes`; "" if the line has none.
-
-        In a conflict, two arrays are sharded over one mesh axis, and one of them is gathered.
-        """
+        """A sentence about the largest conflict at a source line, over one of `axes`; "" if the line has none."""
         own = [one for one in self.graph.conflicts if self.lines[one.operation] == source]
         own = [one for one in own if axes is None or one.axis in axes]
         return self.sentence(max(own, key=lambda one: self._bytes(one.moved.value))) if own else ""
@@ -448,9 +429,8 @@ class _Explainer:
         return dataclasses.replace(row, note="; ".join(filter(None, (row.note, why))))
 
     def _summed(self, source: Frame | None, axes: Sequence[str]) -> str:
-        """A sentence about an all-reduce at a source line over one of `axes`; "" if the line has none.
-
-        The sentence names the contracted dimension that is sharded over the axis.
+        """A sentence about an all-reduce at a source line, with the contracted dimension that is sharded over one of
+        `axes`; "" if the line has none.
         """
         for at, made in enumerate(self.graph.operations):
             if made.factors.reduction and self.lines[at] == source:
@@ -480,7 +460,6 @@ def _cells(row: ArrayRow) -> tuple[str, ...]:
 
 
 def _json_row(row: ArrayRow) -> dict[str, Any]:
-    """The fields of a row as values that JSON can represent."""
     return {
         "line": row.source.place if row.source else None,
         "operation": row.operation,

@@ -105,8 +105,7 @@ def read(
 
     **Arguments:**
 
-    - `module`: the module.
-    - `mesh`: the mesh whose axes the rows name; `None` if it is not known.
+    - `module`, `mesh`: the module, and the mesh whose axes the rows name; `None` if it is not known.
     - `paths`: the path of each argument of the module, by the argument's name in the text.
     - `ids`: the ids of the devices in the order of the mesh; empty if they are not known.
     """
@@ -118,11 +117,8 @@ def read(
 
 
 class _Found(NamedTuple):
-    """The traffic row of one instruction, and how often the instruction's computation runs.
-
-    A TPU's program can have several instructions for one collective.
-
-    **Arguments:**
+    """The traffic row of one instruction of a collective. A TPU's program can have several instructions for one
+    collective.
 
     - `row`: the traffic row.
     - `runs`: how often the instruction's computation runs.
@@ -146,14 +142,13 @@ class _ModuleReader:
 
     @ft.cached_property
     def origins(self) -> Origins:
-        """The object that finds the argument that a collective of the module gathers or reduces."""
+        """Finds the argument that a collective of the module gathers or reduces."""
         return Origins(self.module)
 
     def collectives(self, runs: Mapping[str, tuple[Runs, ...]]) -> list[_Found]:
-        """The rows of the module's collectives.
+        """The rows of the module's collectives. A collective in several branches or loops has a row for each.
 
-        A collective that runs in several branches or loops has a row for each. For the name of each computation, `runs`
-        has how often it runs, from `runs_of`.
+        `runs` has how often each computation runs, by its name, from `runs_of`.
         """
         instructions = [(name, one) for name in runs for one in self.module.computations[name].values()]
         fusions = {target: one.name for _, one in instructions if one.opcode == "fusion" for _, target in one.called}
@@ -179,9 +174,8 @@ class _ModuleReader:
         return kept
 
     def row(self, name: str, instruction: Instruction, runs: Runs) -> TrafficRow | None:
-        """The traffic row of an instruction; `None` if the instruction is no collective.
-
-        `name` is the computation that contains the instruction, and `runs` is how often that computation runs.
+        """The traffic row of an instruction; `None` if it is no collective. `name` is the computation that contains it,
+        and `runs` is how often that computation runs.
         """
         if is_transfer(instruction):
             collective = transfer_of(instruction, self.positions)
@@ -231,10 +225,8 @@ class _ModuleReader:
         return "reduce-scatter" if self.origins.is_sum_of_products(instruction) else "all-gather"
 
     def shares(self, instruction: Instruction, collective: Collective, wire_bytes: int) -> dict[str | None, int]:
-        """The bytes that a collective sends for each weight that it gathers, or whose gradient it reduces.
-
-        The keys are the weights' paths; `None` is the key of the bytes of other arrays. `wire_bytes` are all bytes that
-        the collective sends in a step.
+        """The bytes of a collective for each parameter that it gathers, or whose gradient it reduces, by the
+        parameter's path. The key `None` has the bytes of other arrays.
         """
         find = self.origins.updated if collective.kind in ("all-reduce", "reduce-scatter") else self.origins.gathered
         shares: dict[str | None, int] = {}
@@ -247,9 +239,8 @@ class _ModuleReader:
 
 
 def _costliest_branches(found: list[_Found]) -> list[_Found]:
-    """The rows, with zero bytes in each branch of a conditional that sends less than another branch of it.
-
-    Only one branch runs, and the program does not say which.
+    """The rows, with zero bytes in each branch of a conditional that sends less than another. Only one branch runs, and
+    the program does not say which.
     """
     # Inner conditionals come first, since the bytes of an outer branch depend on them.
     for depth in reversed(range(max((len(one.runs.branch) for one in found), default=0))):

@@ -20,8 +20,7 @@ class TrafficRow:
 
     **Arguments:**
 
-    - `kind`: XLA's name of the kind, such as "all-gather". If `windowed` is true, the kind of the collective that the
-        permutes replace.
+    - `kind`: XLA's name of the kind, such as "all-gather". If `windowed` is true, the kind that the permutes replace.
     - `wire_bytes`: the bytes that enter a device in one step, as the mean over devices: `calls` times the bytes of one
         call. In a loop of unknown trip count, the bytes of one iteration.
     - `dcn_bytes`: the part of `wire_bytes` that comes from another slice.
@@ -35,12 +34,11 @@ class TrafficRow:
     - `leaf`: the path of the parameter that the collective gathers, or whose gradient it reduces; `None` for other
         arrays. Several paths are separated by ", ".
     - `shares`: pairs of a parameter's path and its bytes. The path is `None` for the bytes of other arrays.
-    - `windowed`: whether the collective is a loop of permutes and matrix products by which XLA replaces an all-gather
-        or a reduce-scatter (a windowed einsum).
+    - `windowed`: whether the collective is a loop of permutes and matrix products (a windowed einsum), by which XLA
+        replaces an all-gather or a reduce-scatter.
     - `note`: further notes, or "".
-    - `passes`: for an estimate, the names of the compiler passes that changed this collective; else empty.
-    - `unsure_bytes`: for an estimate, the bytes by which a compiled program may differ from `wire_bytes`, in either
-        direction; else 0.
+    - `passes`, `unsure_bytes`: for an estimate, the compiler passes that changed this collective, and the bytes by
+        which a compiled program may differ from `wire_bytes`, in either direction.
     - `arrays`: the arrays of the collective's result on one device, as `f32[8,128]`.
     - `phase`: "forward", "backward" or "recomputed"; "" if JAX does not name the pass.
     """
@@ -75,8 +73,7 @@ class Traffic:
     **Arguments:**
 
     - `rows`: the collectives, the largest first.
-    - `devices`: the number of devices that run the step.
-    - `axes`: the axes of its mesh; empty if no mesh is known.
+    - `devices`, `axes`: the number of devices that run the step, and the axes of its mesh; empty if no mesh is known.
     """
 
     __module__ = "shardfx.cost"
@@ -101,15 +98,11 @@ class Traffic:
         return sum(row.unsure_bytes for row in self.rows)
 
     def by(self, key: Key) -> dict[Any, int]:
-        """The bytes of one step for each value of a field of the rows.
+        """The bytes of one step for each value of a field of the rows, the largest first.
 
         **Arguments:**
 
         - `key`: the name of the field: "axes", "kind", "source", "leaf" or "dtype".
-
-        **Returns:**
-
-        A dict from the field's values to bytes, the largest first.
         """
         sums: Counter[object] = Counter()
         for row in self.rows:
@@ -137,10 +130,8 @@ class Traffic:
 
 
 def text_of(made: Traffic, most: int | None = None, width: int | None = None) -> list[str]:
-    """The lines of a text table of the first `most` rows, followed by the total and the notes.
-
-    Rows of one source line are adjacent, and the source line that sends most comes first. If the table is wider than
-    `width`, the least informative columns are left out.
+    """The lines of a text table of the first `most` rows, the total and the notes. The source line that sends most
+    comes first. If the table is wider than `width`, the least informative columns are left out.
     """
     if not made.rows:
         return [f"no traffic: a step on {plural(made.devices, 'device')} sends nothing."]
@@ -164,7 +155,7 @@ def largest_first(made: Traffic) -> Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class TrafficDifference:
-    """The difference between the traffic of two steps: one [`shardfx.cost.Traffic`][] minus another.
+    """The traffic of one step minus the traffic of another.
 
     **Arguments:**
 
@@ -203,12 +194,10 @@ _HEADER = ("bytes/step", "kind", "axes", "group", "calls", "array", "pass", "lea
 
 
 def axes_text(axes: tuple[str, ...]) -> str:
-    """The text of mesh axes in a table: "data x model", or "-" for none."""
     return " x ".join(axes) or "-"
 
 
 def place_cells(axes: tuple[str, ...], leaf: str | None, source: Frame | None) -> tuple[str, str, str]:
-    """The cells of a table's row for mesh axes, a parameter's path and a source line."""
     return axes_text(axes), leaf or "-", place_text(source)
 
 

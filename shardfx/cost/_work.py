@@ -1,5 +1,5 @@
-"""The work of one device in a partitioned or compiled program: floating-point operations, bytes to and from memory,
-and the compiler's count of cycles.
+"""The work of one device in a partitioned or compiled program: floating-point operations, bytes to and from memory, and
+the compiler's count of cycles.
 """
 
 import dataclasses
@@ -38,10 +38,8 @@ class DeviceWork:
     - `flops`: the floating-point operations of matrix products and convolutions, for all iterations of loops.
     - `bytes`: the bytes to and from memory of matrix products, reductions, sorts and gathers, and of the step's
         results. All other operations count as fused with these.
-    - `cycles`: the cycles of all instructions, as the TPU's compiler estimates them in the text of its programs; 0 for
-        other programs.
-    - `notes`: a text for each kind of inexact count: loops of unknown trip count, and custom kernels such as Pallas
-        kernels.
+    - `cycles`: the cycles that the TPU's compiler estimates in the text of its programs; 0 for other programs.
+    - `notes`: a text for each kind of inexact count: loops of unknown trip count, and custom kernels.
     """
 
     flops: float
@@ -53,11 +51,8 @@ class DeviceWork:
 def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
     """The work of one device in a partitioned or compiled program.
 
-    **Arguments:**
-
-    - `module`: the program.
-    - `tpu`: whether a TPU runs the program. On a TPU, matrix products read float32 operands as bfloat16. Small
-        loop-carried arrays, such as the weights of a recurrent cell, stay in on-chip memory.
+    If a TPU runs it (`tpu`), matrix products read float32 operands as bfloat16, and small loop-carried arrays, such as
+    the weights of a recurrent cell, stay in on-chip memory.
     """
     runs = runs_of(module)
     flops, moved, cycles = 0.0, _written(module), 0
@@ -79,9 +74,8 @@ def work_of(module: HloModule, *, tpu: bool = False) -> DeviceWork:
 
 
 def _moved(computation: Mapping[str, Instruction], instruction: Instruction, tpu: bool, in_loop: bool) -> float:
-    """The bytes that one run of an instruction reads from memory (HBM) and writes to it.
-
-    `computation` has the instructions around it. `tpu` is true for programs of TPUs, and `in_loop` for a loop's body.
+    """The bytes that one run of an instruction reads from memory and writes to it. `computation` has the instructions
+    around it, and `in_loop` says whether that is a loop's body.
     """
     if instruction.opcode in _IN_PLACE:
         part = _IN_PLACE[instruction.opcode]
@@ -98,7 +92,7 @@ def _moved(computation: Mapping[str, Instruction], instruction: Instruction, tpu
 
 
 def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> bool:
-    """Whether `one`, an operand in a loop's body, is a loop-carried array small enough to stay in on-chip memory."""
+    """Whether an operand in a loop's body is a loop-carried array small enough to stay in on-chip memory."""
     size = _bytes(one)
     while one.opcode in _PASSED:
         one = computation[one.operands[0]]
@@ -107,10 +101,7 @@ def _is_on_chip(computation: Mapping[str, Instruction], one: Instruction) -> boo
 
 
 def _written(module: HloModule) -> float:
-    """The bytes to and from memory (HBM) for the results of the program that elementwise operations compute.
-
-    Each result counts as one read and one write of its size.
-    """
+    """The bytes to and from memory for the program's results of elementwise operations, each read and written once."""
     entry = module.computations[module.entry]
     root = root_of(entry)
     made = [entry[name] for name in root.operands] if root.opcode == "tuple" else [root]

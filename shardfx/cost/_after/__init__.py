@@ -6,14 +6,10 @@ bytes.
 The table compares estimates with programs that JAX 0.10.2 compiled. It has the relative error of the bytes that enter a
 device in one step, without and with the passes in `PASSES`:
 
-| programs | without passes: median, 90th percentile, worst | with passes |
-|---|---|---|
-| 30 steps on v5e:4x4 by another author | 17, 113, 310 % | 0.0, 8.8, 9.4 % |
-| 30 more of that author | 0.1, 43, 94 % | 0.0, 6.7, 17 % |
+| programs | without passes: median, 90th percentile, worst | with passes | |---|---|---| | 30 steps on v5e:4x4 by
+another author | 17, 113, 310 % | 0.0, 8.8, 9.4 % | | 30 more of that author | 0.1, 43, 94 % | 0.0, 6.7, 17 % |
 
-Three kinds of passes change none of these figures and are not imitated: those that inline calls, that remove dead
-instructions, and that merge equal instructions. CPUs have no passes here, since XLA itself finishes programs for CPUs.
-On TPUs, the remaining error comes from programs that libtpu simplifies before it partitions them. `_step/rewrites.py`
+On TPUs, the remaining error comes from programs that libtpu simplifies before it partitions them; `_step/rewrites.py`
 imitates each simplification that more than one compiled program shows. The collectives of sorts, of rolls and of sums
 that are added to a scatter's result are marked as unsure.
 """

@@ -13,6 +13,7 @@ from .._live.narrow import narrow_values
 from .._live.program import Uses, program_of
 
 
+# The instructions of a computation, by name.
 Computation = dict[str, Instruction]
 
 # Two instructions that differ only in metadata or channel are equal.
@@ -26,7 +27,7 @@ _GROUPS = re.compile(
 
 
 def users_of(computation: Computation) -> dict[str, list[Instruction]]:
-    """The instructions of `computation` that read the result of each instruction, in the order of the text."""
+    """The instructions of a computation that read the result of each instruction, in the order of the text."""
     users: dict[str, list[Instruction]] = {name: [] for name in computation}
     for instruction in computation.values():
         for operand in dict.fromkeys(instruction.operands):
@@ -40,14 +41,14 @@ def with_operands(instruction: Instruction, operands: Sequence[str]) -> Instruct
 
 
 def renamed(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
-    """The instruction, with each operand that is a key of `names` replaced by the name in `names`."""
+    """A copy of `instruction` with each operand that is a key of `names` replaced by the name in `names`."""
     if names.keys().isdisjoint(instruction.operands):
         return instruction
     return with_operands(instruction, [names.get(operand, operand) for operand in instruction.operands])
 
 
 class Rewritten:
-    """An HLO module while a pass rewrites its computations one by one, callees first.
+    """An HLO module whose computations a pass rewrites one by one, callees first.
 
     It caches the replica groups of the module's collectives.
     """
@@ -57,17 +58,14 @@ class Rewritten:
         self.known: dict[str, Groups] = {}
 
     def details(self, instruction: Instruction) -> str:
-        """The attributes of a collective that decide whether XLA may merge it with another, with replica groups as
-        lists of devices.
-
-        Two collectives may be merged if these attributes, their opcodes and their operands are equal.
+        """The attributes of a collective, with replica groups as lists of devices. XLA may merge two collectives if
+        these attributes, their opcodes and their operands are equal.
         """
         details = _OWN.sub("", instruction.attributes)
         found = _GROUPS.search(details)
         return details if found is None else details.replace(found[0], _listed(self.groups(instruction)))
 
     def groups(self, instruction: Instruction) -> Groups:
-        """The replica groups of a collective."""
         found = _GROUPS.search(instruction.attributes)
         key = found[0] if found else instruction.name
         if key not in self.known:
@@ -77,9 +75,7 @@ class Rewritten:
     @ft.cached_property
     def narrow(self) -> set[int]:
         """The `id` of each collective instruction whose float32 result only matrix products at the default precision
-        read.
-
-        If several instructions call the computation of a collective, this must hold in each of these calls.
+        read, in each call of its computation.
         """
         program = program_of(self.module)
         values = narrow_values(program)
@@ -89,7 +85,6 @@ class Rewritten:
 
 
 def with_groups(instruction: Instruction, groups: Groups) -> Instruction:
-    """A copy of the collective `instruction` with the replica groups `groups`."""
     return instruction._replace(attributes=_GROUPS.sub(_listed(groups), instruction.attributes, count=1))
 
 
@@ -107,7 +102,7 @@ def gathered_once(known: Rewritten, computation: Computation) -> Computation:
     """A copy of `computation` in which equal all-gathers are merged into the first of them, as XLA merges them.
 
     Two all-gathers are merged only if the instructions that read their results are close to each other. Equal permutes
-    are always merged. `known` is the module of the computation.
+    are always merged.
     """
     computation = _gather_for_each_user(computation)
     users = users_of(computation)
@@ -134,9 +129,8 @@ def gathered_once(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _gather_for_each_user(computation: Computation) -> Computation:
-    """A copy of `computation` in which each instruction that reads an all-gather's result has its own all-gather.
-
-    The TPU's partitioner makes all-gathers in this way.
+    """A copy of `computation` in which each reader of an all-gather has an all-gather of its own. The TPU's partitioner
+    makes all-gathers in this way.
     """
     users = users_of(computation)
     made: Computation = {}

@@ -26,10 +26,8 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 
 def windowed(known: Rewritten, computation: Computation) -> Computation:
-    """A copy of `computation` with windowed einsums (a ring of permutes that overlaps with a matrix product).
-
-    A ring replaces an all-gather of an operand of a matrix product, or a reduce-scatter of the result. It does so only
-    if the collective takes less time than the matrix product. `known` is the module of the computation.
+    """A copy of `computation` with windowed einsums. In one, a ring of permutes that overlaps with a matrix product
+    replaces an all-gather of an operand or a reduce-scatter of the result, if that takes less time than the product.
     """
     users = users_of(computation)
     made = dict(computation)
@@ -66,10 +64,11 @@ def _is_hidden(known: Rewritten, computation: Computation, product: Instruction,
 
 
 def _permutes(known: Rewritten, sent: Instruction, shard: str) -> Instruction:
-    """The permutes of a ring that replaces the collective `sent`, as one `collective-permute` that returns a tuple.
+    """The ring that replaces the collective `sent`, as one `collective-permute` that returns a tuple of results of type
+    `shard`.
 
-    `shard` is the type of one permute's result. For a replica group of n devices, two rings of opposite directions have
-    n + 1 permutes together. An all-gather over 4 devices has one ring, of 3 permutes.
+    For a replica group of n devices, two rings of opposite directions have n + 1 permutes together. An all-gather over
+    4 devices has one ring, of 3 permutes.
     """
     rows = known.groups(sent)[0].tolist()
     size = len(rows[0])
@@ -81,10 +80,8 @@ def _permutes(known: Rewritten, sent: Instruction, shard: str) -> Instruction:
 
 
 def narrowed(known: Rewritten, computation: Computation) -> Computation:
-    """A copy of `computation` in which some collectives send bfloat16 in place of float32.
-
-    These are the collectives whose results only matrix products at the default precision read. `known` is the module of
-    the computation.
+    """A copy of `computation` in which collectives send bfloat16 instead of float32, if only matrix products at the
+    default precision read the results.
     """
     narrow = {name: own for name, own in computation.items() if id(own) in known.narrow}
     return computation | {
@@ -98,11 +95,10 @@ class Pass(NamedTuple):
     **Arguments:**
 
     - `name`: XLA's name for the pass.
-    - `apply`: a function that takes a module and one of its computations, and returns the computation as the pass
-        leaves it.
+    - `apply`: takes a module and one of its computations, and returns the computation as the pass leaves it.
     - `link`: the file of XLA that `apply` imitates.
-    - `unsure`: the fraction of a changed collective's bytes that the compiler may send by another collective. It is 0
-        if no compiled program was found to differ.
+    - `unsure`: the fraction of a changed collective's bytes that the compiler may send by another collective; 0 if no
+        compiled program was found to differ.
     """
 
     name: str
@@ -144,20 +140,11 @@ _UNSURE = {
 
 
 def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str] = ()) -> HloModule:
-    """A partitioned program with the collectives that a platform's compiler would give it.
+    """The module of one device after the passes of the platform's compiler, except those named in `without`.
 
-    **Arguments:**
-
-    - `module`: the module of one device, as XLA's partitioner leaves it. For TPUs, the module must not have gone
-        through the common subexpression elimination after the partitioner (`xla_disable_hlo_passes="cse"`), since the
-        TPU's compiler merges fewer all-gathers than that.
-    - `platform`: the platform of the compiler.
-    - `without`: the names of passes that are not applied.
-
-    **Returns:**
-
-    The module after all passes of the platform. Each collective lists the passes that changed it, and the fraction of
-    its bytes that the compiler may send in another way.
+    Each collective lists the passes that changed it, and the fraction of its bytes that the compiler may send in
+    another way. For TPUs, the module must not have gone through the common subexpression elimination after the
+    partitioner (`xla_disable_hlo_passes="cse"`), since the TPU's compiler merges fewer all-gathers than that.
     """
     for one in PASSES[platform]:
         if one.name not in without:
@@ -170,10 +157,7 @@ def as_compiled(module: HloModule, platform: Platform, *, without: Sequence[str]
 
 
 def _map_collectives(module: HloModule, mark: Callable[[str, Instruction], Instruction]) -> HloModule:
-    """A copy of the module with `mark(name, collective)` in place of each collective.
-
-    `name` is the name of the computation that contains the collective.
-    """
+    """A copy of the module with `mark(name, collective)` in place of each collective of each computation `name`."""
     marked = {
         name: own | {key: mark(name, made) for key, made in own.items() if made.opcode in KINDS}
         for name, own in module.computations.items()
@@ -182,9 +166,8 @@ def _map_collectives(module: HloModule, mark: Callable[[str, Instruction], Instr
 
 
 def _marked(before: HloModule, one: Pass, name: str, own: Instruction) -> Instruction:
-    """The collective `own` after the pass `one`, with the name of the pass if the pass made or changed the collective.
-
-    `before` is the module before the pass, and `name` is the computation that contains the collective.
+    """The collective `own` of the computation `name` after the pass `one`, with the pass's name if that changed it.
+    `before` is the module before the pass.
     """
     old = before.computations.get(name, {}).get(own.name)
     if old is not None and old[1:3] == own[1:3] and old.attributes == own.attributes:
@@ -193,9 +176,8 @@ def _marked(before: HloModule, one: Pass, name: str, own: Instruction) -> Instru
 
 
 def _unsure(name: str, own: Instruction) -> Instruction:
-    """The collective `own`, marked if the TPU's compiler may send all of its bytes in another way.
-
-    That is so if the JAX operation that caused the collective is in `_UNSURE`. The name of the computation is not used.
+    """The collective `own`, marked if `_UNSURE` has its JAX operation: the TPU's compiler may send other
+    collectives.
     """
     why = next((why for operations, why in _UNSURE.items() if operations.search(own.op_name)), None)
     return own if why is None else own._replace(unsure=1.0, note=why)

@@ -19,9 +19,8 @@ from .merge import Computation, Rewritten, renamed, users_of, with_groups, with_
 
 
 def folded(known: Rewritten, computation: Computation) -> Computation:
-    """A copy of `computation` in which an all-reduce of another all-reduce's result becomes one all-reduce.
-
-    Its replica groups are the combined groups of the two. `known` is the module of the computation.
+    """A copy of `computation` in which an all-reduce of an all-reduce's result becomes one, over the combined
+    groups.
     """
     users = users_of(computation)
     made = dict(computation)
@@ -38,10 +37,8 @@ def folded(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _combined(inner: Groups, outer: Groups) -> Groups | None:
-    """The replica groups of one all-reduce that equals an all-reduce over `inner`, followed by one over `outer`.
-
-    They are `None` if the groups of the two do not form a grid. For `inner` {0,1},{2,3} and `outer` {0,2},{1,3}, the
-    result is {0,1,2,3}.
+    """The replica groups of one all-reduce that equals one over `inner` followed by one over `outer`; `None` if they
+    form no grid. For `inner` {0,1},{2,3} and `outer` {0,2},{1,3}, the result is {0,1,2,3}.
     """
     if len(inner) != 1 or len(outer) != 1:
         return None
@@ -60,18 +57,15 @@ _RESHAPES = ("bitcast", "copy", "reshape", "reverse", "transpose")
 
 
 def added_once(known: Rewritten, computation: Computation) -> Computation:
-    """A copy of `computation` in which a sum of all-reduces over the same devices becomes one all-reduce of the sum.
-
-    `known` is the module of the computation.
-    """
+    """A copy of `computation` in which a sum of all-reduces over the same devices becomes one all-reduce of the sum."""
     return _Reassociation(computation, known).made
 
 
 class _Pending(NamedTuple):
     """An all-reduce that is not yet in the rewritten computation.
 
-    `reduction` is the all-reduce, and `value` is the name of the array that it will reduce. `rest` is the name of an
-    array to add to the reduced one; `None` if there is none.
+    `value` is the name of the array that it will reduce. `rest` is the name of an array to add to the result, or
+    `None`.
     """
 
     reduction: Instruction
@@ -108,9 +102,8 @@ class _Reassociation:
             self.reduce(own.name)
 
     def pending_of(self, own: Instruction) -> _Pending | None:
-        """The all-reduce that can still be moved after the instruction `own`; `None` if there is no such all-reduce.
-
-        If it is `None`, the instruction must read reduced operands.
+        """The all-reduce that can move after the instruction `own`; `None` if `own` must read operands that are
+        reduced.
         """
         found = [self.pending.get(operand) for operand in own.operands]
         if own.opcode == "all-reduce" and len(found) == 1 and found[0] is None and len(self.users[own.name]) == 1:
@@ -140,26 +133,23 @@ class _Reassociation:
         return self.computation[pending.reduction.operands[0]].opcode == "scatter"
 
     def is_added_to_reduction(self, own: Instruction) -> bool:
-        """Whether only one instruction reads the sum `own`, and it adds the sum to the result of an all-reduce."""
+        """Whether only one instruction reads the sum `own`, and adds it to the result of an all-reduce."""
         users = self.users[own.name]
         if len(users) != 1 or users[0].opcode != "add":
             return False
         return any(self.computation[operand].opcode == "all-reduce" for operand in users[0].operands)
 
     def add(self, own: Instruction, operands: tuple[str, ...]) -> str:
-        """Adds a copy of the instruction `own` to the rewritten computation, and returns the copy's name.
-
-        The copy reads `operands`, the names of arrays that are not reduced yet.
+        """Adds a copy of the instruction `own` that reads the unreduced arrays `operands`. Returns the name of the
+        copy.
         """
         name = f"{own.name}.parts"
         self.made[name] = with_operands(own, operands)._replace(name=name)
         return name
 
     def reduce(self, name: str) -> None:
-        """Adds the pending all-reduce of the array `name`, if it has one, to the rewritten computation.
-
-        The reduced array gets the name of the array. If another array must be added to it, the sum gets the name
-        instead.
+        """Adds the pending all-reduce of the array `name`, if it has one, to the rewritten computation. The array
+        `name` is then the reduced one, with the pending `rest` added.
         """
         if (pending := self.pending.pop(name, None)) is None:
             return
@@ -175,10 +165,8 @@ _RESHAPES_IN_LOOPS = ("bitcast", "convert", "reshape", "transpose", "copy")
 
 
 def summed_after(known: Rewritten, computation: Computation) -> Computation:
-    """A copy of `computation` in which an all-reduce moves from the body of a loop to after the loop.
-
-    It moves only if the loop does nothing with the reduced value but add it to a loop-carried array. `known` is the
-    module, in which the loop's body changes too.
+    """A copy of `computation` in which an all-reduce moves from the body of a loop to after the loop, if the loop only
+    adds the reduced value to a loop-carried array. The loop's body in `known.module` changes too.
     """
     computations = known.module.computations
     for loop in [own for own in computation.values() if own.opcode == "while"]:
@@ -195,9 +183,8 @@ def summed_after(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _reduced_after(computation: Computation, loop: Instruction, sums: Mapping[int, Instruction]) -> Computation:
-    """A copy of `computation` with an all-reduce of some of the results of `loop` after the loop.
-
-    For the index of each of these results, `sums` has the all-reduce that was in the loop's body.
+    """A copy of `computation` in which results of `loop` are reduced after the loop. `sums` has the all-reduce of each
+    result, by the result's index.
     """
     made: Computation = {}
     names: dict[str, str] = {}
@@ -214,9 +201,8 @@ def _reduced_after(computation: Computation, loop: Instruction, sums: Mapping[in
 
 
 def _accumulators(body: Computation, reduction: Instruction) -> tuple[int, ...]:
-    """The indices of the loop-carried arrays to which the loop `body` adds the result of the all-reduce `reduction`.
-
-    There are none if another instruction reads that result or one of these arrays.
+    """The indices of the loop-carried arrays to which the loop `body` adds the result of an all-reduce. There are none
+    if another instruction reads that result or one of these arrays.
     """
     users, last = users_of(body), root_of(body)
 
@@ -257,8 +243,8 @@ _ROWS, _LANES = 8, 128
 def scattered(known: Rewritten, computation: Computation, *, is_tpu: bool) -> Computation:
     """A copy of `computation` in which a reduce-scatter replaces an all-reduce followed by a slice.
 
-    The slice must take a different shard of the all-reduce's result on each device. On TPUs (`is_tpu`), the shard must
-    also fill whole tiles of the memory layout. `known` is the module of the computation.
+    The slice must take a different shard of the all-reduce's result on each device. On TPUs, the shard must also fill
+    whole tiles of the memory layout.
     """
     users = users_of(computation)
     slices: dict[str, Instruction] = {}
@@ -276,10 +262,8 @@ def scattered(known: Rewritten, computation: Computation, *, is_tpu: bool) -> Co
 
 
 def summed_parts(known: Rewritten, computation: Computation) -> Computation:
-    """A copy of `computation` in which an all-reduce of zero-padded shards replaces some all-gathers.
-
-    These are the all-gathers of one-dimensional shards whose size is no multiple of 128, the lanes of a TPU. `known` is
-    the module of the computation.
+    """A copy of `computation` in which an all-reduce of zero-padded shards replaces all-gathers of one-dimensional
+    shards whose size is no multiple of 128, the lanes of a TPU.
     """
     made = dict(computation)
     for name, own in computation.items():
@@ -290,10 +274,8 @@ def summed_parts(known: Rewritten, computation: Computation) -> Computation:
 
 
 def _order(users: Mapping[str, list[Instruction]], shard: Instruction) -> tuple[int, ...]:
-    """The dimensions of the slice `shard` in the order of its memory layout.
-
-    If all readers of the slice are transposes to the same order of dimensions, it is this order. Otherwise it is
-    ascending. `users` has the readers of each instruction, by its name.
+    """The dimensions of the slice `shard` in the order of its memory layout: the order to which all its readers
+    transpose it, or else ascending. `users` has the readers of each instruction.
     """
     orders = {own.attributes.partition("}")[0] if own.opcode == "transpose" else "" for own in users[shard.name]}
     dims = tuple(map(int, _NUMBER.findall(orders.pop()))) if len(orders) == 1 else ()
@@ -301,13 +283,9 @@ def _order(users: Mapping[str, list[Instruction]], shard: Instruction) -> tuple[
 
 
 def _is_own_slice(known: Rewritten, reduction: Instruction, shard: Instruction, order: tuple[int, ...] | None) -> bool:
-    """Whether the slice `shard` of an all-reduce's result is different on each device of a replica group.
-
-    The compiler then makes a reduce-scatter. On a TPU, the slice must also fill whole tiles of memory.
-
-    - `known`: the module.
-    - `reduction`: the all-reduce.
-    - `order`: the dimensions in the order of the TPU's memory layout; `None` for other platforms.
+    """Whether the slice `shard` of an all-reduce's result is different on each device of a replica group, so that a
+    reduce-scatter can replace both. On a TPU, where `order` has the dimensions in the order of the memory layout, the
+    slice must also fill whole tiles.
     """
     groups = known.groups(reduction)
     size = groups[0].shape[1]

@@ -15,13 +15,12 @@ _FUSED = VIEWS | PIECES | ELEMENTWISE
 
 
 def sources_of(program: FlatProgram, uses: Uses, *, tpu: bool) -> dict[int, frozenset[int]]:
-    """For each value (array) of a program, the values in memory from which it is computed.
+    """The values in memory from which each value of a program is computed. A value that occupies memory has only
+    itself.
 
-    A value that occupies memory has only itself. XLA fuses elementwise operations, slices, and views such as transposes
-    with the operations that read their results, so these results occupy no memory. A loop reads only arrays in memory.
-    So do matrix products on GPUs and CPUs, since libraries compute them; `tpu` is true for programs of TPUs.
-
-    Values are numbers, and `uses` has the operations that make and read them.
+    XLA fuses elementwise operations, slices, and views such as transposes with the operations that read their results,
+    so these results occupy no memory. A loop reads only arrays in memory. So do matrix products on GPUs and CPUs, since
+    libraries compute them.
     """
     found = {value: frozenset([value]) for value in range(len(program.buffers))}
     for op in uses.ops:
@@ -38,19 +37,13 @@ def sources_of(program: FlatProgram, uses: Uses, *, tpu: bool) -> dict[int, froz
 def list_schedule(
     reads: Sequence[frozenset[int]], makes: Sequence[Collection[int]], bytes_of: Callable[[int], int]
 ) -> list[int]:
-    """The order of XLA's list scheduler, as positions of operations.
+    """The order of XLA's list scheduler, as positions of operations: `ListMemoryScheduler` in
+    `xla/hlo/transforms/hlo_memory_scheduler.cc`, November 2026.
 
-    The scheduler picks, among the operations whose operands are computed, the one that frees the most bytes. This is
-    the order of `ListMemoryScheduler` in `xla/hlo/transforms/hlo_memory_scheduler.cc`, November 2026. The priority of
-    an operation is the bytes that it frees minus the bytes that it makes, then the number of its readers. An operation
-    that reads no result of the scheduled operations, such as the all-gather of a weight, runs right before its first
-    reader.
-
-    **Arguments:**
-
-    - `reads`: the arrays that each operation reads.
-    - `makes`: the arrays that each operation makes. Each array is made once.
-    - `bytes_of`: a function that returns the bytes of an array.
+    The scheduler picks, among the operations whose operands are computed, the one that frees the most bytes. The
+    priority of an operation is the bytes that it frees minus the bytes that it makes, then the number of its readers.
+    An operation that reads no result of the scheduled operations, such as the all-gather of a weight, runs right before
+    its first reader. `reads` and `makes` have the arrays of each operation. Each array is made once.
     """
     maker = {value: at for at, values in enumerate(makes) for value in values}
     users: dict[int, list[int]] = {}

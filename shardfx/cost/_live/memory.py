@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..._step import Frame, own_line
-from .._hlo_text import IN_PLACE, PRODUCTS, Array, HloModule, Phase, bytes_of, phase_of
+from .._hlo_text import IN_PLACE, PRODUCTS, Array, HloModule, Phase, Tile, bytes_of, phase_of
 from .arrays import list_schedule, sources_of
 from .narrow import narrowed
 from .program import Body, FlatOp, FlatProgram, Uses, program_of
@@ -18,7 +18,7 @@ class Rematerialized(NamedTuple):
     **Arguments:**
 
     - `values`: the numbers of the arrays that are no longer stored between the forward and the backward pass.
-    - `kept_bytes`: the bytes of the arrays that are stored instead: the loop-carried values of each layer.
+    - `kept_bytes`: the bytes of the loop-carried values of each layer, which are stored instead.
     """
 
     values: frozenset[int] = frozenset()
@@ -29,8 +29,7 @@ def rematerialized(program: FlatProgram, uses: Uses, bytes_of: Callable[[int], i
     """The change of memory if each layer were rematerialized; empty if that would save almost nothing.
 
     A loop of the forward pass can stack an array for another loop: each iteration writes one slice of it. These arrays
-    are no longer stored. The values that the forward loop carries from layer to layer are stored instead. `uses` has
-    the operations that make and read each array, and `bytes_of` returns the bytes of an array.
+    are no longer stored. The values that the forward loop carries from layer to layer are stored instead.
     """
     loops = {id(body) for op in uses.ops if op.opcode == "while" for body in op.bodies}
     dropped: set[int] = set()
@@ -51,10 +50,7 @@ def rematerialized(program: FlatProgram, uses: Uses, bytes_of: Callable[[int], i
 
 
 def _is_stack(loop: FlatOp, at: int, uses: Uses) -> bool:
-    """Whether a loop only writes slices of its loop-carried array number `at`, one per iteration, and never reads it.
-
-    `uses` has the operations that make and read each array.
-    """
+    """Whether a loop only writes slices of its loop-carried array number `at`, one per iteration. It never reads it."""
     body = loop.bodies[0]
     op = uses.maker.get(body.results[at])
     readers = [one for one, _, _ in uses.users.get(body.carried[at], ())]
@@ -74,10 +70,8 @@ class LiveArray:
 
     **Arguments:**
 
-    - `buffer`: the dtype and the shape of the array on one device.
-    - `bytes`: its bytes, with tile padding.
-    - `opcode`: the opcode of the HLO operation that makes it.
-    - `op_name`: JAX's name stack of that operation.
+    - `buffer`, `bytes`: the array on one device, and its bytes, with tile padding.
+    - `opcode`, `op_name`: the opcode of the HLO operation that makes it, and JAX's name stack of that operation.
     - `source`: the line of your program that makes it.
     """
 
@@ -89,7 +83,7 @@ class LiveArray:
 
     @property
     def phase(self) -> Phase:
-        """The pass that makes the array, from JAX's name stack: "forward", "backward" or "recomputed"; else ""."""
+        """The pass that makes the array: "forward", "backward" or "recomputed"; "" if JAX does not name it."""
         return phase_of(self.op_name)
 
 
@@ -100,13 +94,11 @@ class Memory:
     **Arguments:**
 
     - `arguments`: the bytes of each parameter of the entry computation, in order; 0 for a parameter in host memory.
-    - `results`: the bytes of each result; 0 for a result that reuses the memory of a donated argument or is in host
+    - `results`: the bytes of each result; 0 for one in host memory, and for one that reuses a donated argument's
         memory.
     - `temporary_bytes`: the bytes of temporaries at the peak.
-    - `arrays`: the temporaries that are live at the peak, the largest first. Some of them may use the memory of later
-        results.
-    - `timeline`: the bytes of all arrays in memory while each operation of the entry computation runs, in the order in
-        which they run.
+    - `arrays`: the temporaries that are live at the peak, the largest first. Some may use the memory of later results.
+    - `timeline`: the bytes of all arrays in memory while each operation of the entry computation runs, in order.
     """
 
     arguments: tuple[int, ...]
@@ -127,18 +119,16 @@ def device_memory(
     donated: Sequence[bool] = (),
     on_host: Sequence[bool] = (),
     results_on_host: Sequence[bool] = (),
-    tile: tuple[int, int] | None = None,
+    tile: Tile = None,
     tpu: bool = False,
     remat: bool = False,
 ) -> Memory:
-    """The memory of one device while it runs a program.
+    """The memory of one device while it runs a program, as XLA's partitioner leaves it.
 
     **Arguments:**
 
-    - `module`: the program of one device, as XLA's partitioner leaves it.
     - `donated`: for each parameter of the entry computation, whether a result may reuse its memory.
     - `on_host`, `results_on_host`: for each parameter and each result, whether it is in host memory.
-    - `tile`: the rows and columns to whose multiples the chip pads the last two dimensions of an array.
     - `tpu`: whether the TPU's compiler assigns the memory.
     - `remat`: whether to count as if the backward pass rematerialized each layer of a loop.
     """
@@ -174,26 +164,20 @@ class _Peak(NamedTuple):
 
 
 class _Counter:
-    def __init__(self, module: HloModule, program: FlatProgram, tile: tuple[int, int] | None, tpu: bool):
+    def __init__(self, module: HloModule, program: FlatProgram, tile: Tile, tpu: bool):
         self.module, self.program, self.tile, self.tpu = module, program, tile, tpu
         self.uses = Uses(program)
         self.sources = sources_of(program, self.uses, tpu=tpu)
         self.remat = Rematerialized()
 
     def bytes_of(self, value: int) -> int:
-        """The bytes of array number `value` in the device's memory, with tile padding.
-
-        They are 0 if the array is rematerialized and thus not stored.
-        """
+        """The bytes of an array, with tile padding; 0 if the array is rematerialized and thus not stored."""
         if value in self.remat.values:
             return 0
         return bytes_of(self.program.buffers[value], self.tile)
 
     def live_array(self, value: int) -> LiveArray:
-        """The temporary number `value`, with the operation that made it.
-
-        For the result of a loop, it is the operation in the loop's body that makes the value.
-        """
+        """A temporary, with the operation that made it. For a loop's result, that operation is in the loop's body."""
         op = made = self.uses.maker.get(value)
         while made is not None and made.opcode == "while":
             op, value = made, made.bodies[0].results[made.makes.index(value)]
@@ -205,16 +189,11 @@ class _Counter:
         return LiveArray(buffer, size, op.opcode, op.instruction.op_name, line)
 
     def peak(self, body: Body, timeline: list[int], result_bytes: Mapping[int, int]) -> _Peak:
-        """The peak of the temporaries of a loop's body, branch or entry computation.
+        """The peak of the temporaries of a loop's body, branch or entry computation. Its parameters and results do not
+        count, since they are in the memory of its caller.
 
-        Its parameters and results do not count, since they are in the memory of its caller.
-
-        **Arguments:**
-
-        - `body`: the loop's body, branch or entry computation.
-        - `timeline`: a list to which the live bytes at each operation are appended.
-        - `result_bytes`: the bytes of each result that has its own memory. Temporaries use this memory until the result
-            is made.
+        The live bytes at each operation are appended to `timeline`. `result_bytes` has the bytes of each result with
+        its own memory, which temporaries use until the result is made.
         """
         ops = [op for op in body.ops if op.bodies or any(map(self.is_array, op.makes))]
         makes = [tuple(filter(self.is_array, op.makes)) for op in ops]
@@ -248,24 +227,21 @@ class _Counter:
         return worst
 
     def is_array(self, value: int) -> bool:
-        """Whether value number `value` occupies memory as an array. It does not if XLA fuses it into its readers."""
+        """Whether a value occupies memory as an array. It does not if XLA fuses it into its readers."""
         return value in self.sources[value]
 
     def reads(self, op: FlatOp) -> set[int]:
-        """The arrays in memory that an operation reads. For a loop or conditional, with those that its bodies read."""
+        """The arrays in memory that an operation reads, also inside its bodies."""
         read = [*op.reads, *(value for body in op.bodies for value in body.results)]
         found = set().union(*(self.sources[value] for value in read))
         return found.union(*(self.reads(inner) for body in op.bodies for inner in body.ops))
 
 
 def _async_starts(ops: Sequence[FlatOp], reads: Sequence[frozenset[int]], born: Mapping[int, int]) -> dict[int, int]:
-    """For each result of an asynchronous collective, the position in the schedule from which it occupies memory.
+    """The position in the schedule `ops` from which each result of an asynchronous collective occupies memory.
 
-    It is the position of the matrix product with which the collective overlaps.
-
-    - `ops`: the operations in the order of the schedule.
-    - `reads`: the arrays that each of them reads.
-    - `born`: for each array, the position of the operation that makes it.
+    It is the position of the matrix product with which the collective overlaps. `reads` has the arrays that each
+    operation reads, and `born` the position of the operation that makes each array.
     """
     found: dict[int, int] = {}
     for at, op in enumerate(ops):

@@ -2,9 +2,8 @@
 
 A TPU multiplies float32 in bfloat16 unless a precision is requested. So the compiler stores an array that only products
 read as bfloat16. Examples are gathered arrays, and arrays that a loop stacks for the backward pass. If a loop reads an
-array only in bfloat16, such as its weights, the compiler converts the array once before the loop. The bfloat16 copy
-exists beside the weights until the last such loop ends. These rules were read off programs that libtpu 0.0.42 compiles
-for v5e.
+array only in bfloat16, such as its weights, the compiler converts the array once before the loop, and keeps both until
+the last such loop ends. These rules were read off programs that libtpu 0.0.42 compiles for v5e.
 """
 
 import math
@@ -24,20 +23,16 @@ _MOVES |= MOVING | VIEWS | PIECES
 
 
 def narrowed(program: FlatProgram) -> FlatProgram:
-    """Changes the program in place, and returns it.
-
-    Each value gets the dtype in which the TPU's compiler stores it. An operation that converts to bfloat16 is added
-    before each loop that reads an array only as bfloat16.
+    """Changes the program in place, and returns it. Each value gets the dtype in which the TPU's compiler stores it,
+    and each loop that reads an array only as bfloat16 gets a conversion before it.
     """
     _Narrowing(program).run()
     return program
 
 
 def narrow_values(program: FlatProgram) -> set[int]:
-    """The numbers of the float32 values that only matrix products at the default precision read.
-
-    XLA's BFloat16Propagation finds the same values: `xla/service/bfloat16_propagation.cc`, in the libtpu that jaxlib
-    0.10.2 pins.
+    """The numbers of the float32 values that only matrix products at the default precision read, as XLA's
+    BFloat16Propagation finds them: `xla/service/bfloat16_propagation.cc`, in the libtpu that jaxlib 0.10.2 pins.
     """
     return _Narrowing(program).values()
 
@@ -68,10 +63,7 @@ class _Narrowing:
             buffers[value] = buffers[value]._replace(dtype="bf16")
 
     def is_narrow(self, value: int) -> bool | None:
-        """Whether value number `value` is stored as bfloat16.
-
-        It is `None` while the answer depends on itself, through a loop-carried value.
-        """
+        """Whether a value is stored as bfloat16; `None` while that depends on itself, through a loop-carried value."""
         if value not in self.known:
             self.known[value] = None
             self.known[value] = self._is_narrow(value)
@@ -89,10 +81,7 @@ class _Narrowing:
         return False not in reads and True in reads
 
     def reads_narrow(self, op: FlatOp, at: int) -> bool | None:
-        """Whether an operation reads operand number `at` as bfloat16.
-
-        It is `None` while the answer depends on itself, through a loop-carried value.
-        """
+        """Whether an operation reads operand number `at` as bfloat16; `None` while that depends on itself."""
         if op.opcode in ("dot", "convolution"):
             return not _PRECISE.search(op.instruction.attributes) and not self.is_by_vector(op)
         if op.opcode == "convert":
@@ -104,9 +93,8 @@ class _Narrowing:
         return False
 
     def is_by_vector(self, product: FlatOp) -> bool:
-        """Whether one operand of a matrix product has only contracted and batch dimensions: it is a vector.
-
-        The TPU computes such products in float32.
+        """Whether one operand of a matrix product is a vector, with only contracted and batch dimensions. The TPU
+        computes such products in float32.
         """
         # A product that is fused with the operations of its operands reads more than two arrays.
         if product.opcode != "dot" or len(product.reads) != 2:

@@ -35,9 +35,8 @@ class FlatOp:
     **Arguments:**
 
     - `instruction`: the HLO instruction.
-    - `reads`: the numbers of the values that it reads. A loop reads the initial values of the loop-carried values that
-        it changes.
-    - `makes`: the numbers of the values that it makes.
+    - `reads`, `makes`: the numbers of the values that it reads and makes. A loop reads the initial values of the
+        loop-carried values that it changes.
     - `bodies`: the body of a loop, or the branches of a conditional.
     - `calls`: the calls and fusions around the operation, innermost first.
     """
@@ -50,7 +49,6 @@ class FlatOp:
 
     @property
     def opcode(self) -> str:
-        """The HLO opcode."""
         return self.instruction.opcode
 
 
@@ -78,8 +76,7 @@ class FlatProgram:
     **Arguments:**
 
     - `buffers`: the dtype and shape of each value, by the value's number.
-    - `entry`: the body of the entry computation. Its `carried` are the parameters in order, one value for each array of
-        a tuple.
+    - `entry`: the entry computation. Its `carried` are the parameters in order, one value for each array of a tuple.
     - `parameters`: the `parameter` instruction of each value in `entry.carried`.
     """
 
@@ -107,7 +104,6 @@ class Uses:
         self.read(program.entry)
 
     def read(self, body: Body) -> None:
-        """Records the operations of a body and of its nested bodies."""
         self.results.update(body.results)
         self.home.update(dict.fromkeys(body.carried, body))
         for op in body.ops:
@@ -124,9 +120,7 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 def reached(starts: Iterable[_T], next_of: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
-    """Yields the items that a breadth-first search from `starts` reaches, each once, the nearest first. `next_of`
-    returns the successors of an item.
-    """
+    """Yields the items that a breadth-first search from `starts` reaches, each once, the nearest first."""
     queue = collections.deque(dict.fromkeys(starts))
     seen = set(queue)
     while queue:
@@ -138,11 +132,15 @@ def reached(starts: Iterable[_T], next_of: Callable[[_T], Iterable[_T]]) -> Iter
 
 
 def program_of(module: HloModule) -> FlatProgram:
-    """Flattens an HLO module: expands its tuples, copies, calls and fusions, and numbers its values."""
+    """Flattens an HLO module."""
     return _Flattener(module).flattened()
 
 
 class _Flattener:
+    """Adds operations to a list `ops`. `bound` has the values of a computation's parameters, and `known` those of
+    earlier instructions.
+    """
+
     def __init__(self, module: HloModule):
         self.module = module
         self.buffers: list[Array] = []
@@ -171,10 +169,7 @@ class _Flattener:
         return self.results[text]
 
     def read(self, name: str, bound: Sequence[Values], ops: list[FlatOp]) -> Values:
-        """Adds the operations of the computation `name` to `ops`, and returns the values of its root.
-
-        `bound` are the values of its parameters.
-        """
+        """Adds the operations of the computation `name`, and returns the values of its root."""
         known: dict[str, Values] = {}
         root: Values = ()
         for instruction in self.module.computations[name].values():
@@ -184,10 +179,7 @@ class _Flattener:
         return root
 
     def add(self, one: Instruction, bound: Sequence[Values], known: dict[str, Values], ops: list[FlatOp]) -> Values:
-        """Adds the operations of the instruction `one` to `ops`, and returns the values of its result.
-
-        `bound` are the values of the computation's parameters, and `known` has the values of earlier instructions.
-        """
+        """Adds the operations of the instruction `one`, and returns the values of its result."""
         operands = [known[name] for name in one.operands if name in known]
         if one.opcode == "parameter":
             return bound[_number(one)]
@@ -218,20 +210,15 @@ class _Flattener:
         return makes
 
     def inlined(self, call: Instruction, name: str, bound: Sequence[Values], ops: list[FlatOp]) -> Values:
-        """Adds the operations of the computation `name`, which the instruction `call` calls, to `ops`.
-
-        Returns the values of the call. `bound` are the values of the computation's parameters.
-        """
+        """Adds the operations of the computation `name`, which `call` calls, and returns the values of its root."""
         self.calls, before = (call, *self.calls), self.calls
         made = self.read(name, bound, ops)
         self.calls = before
         return made
 
     def loop(self, one: Instruction, initial: Values, ops: list[FlatOp]) -> Values:
-        """Adds the loop `one` to `ops`, and returns the values of its result.
-
-        `initial` are the initial loop-carried values. A value that the loop never changes has one number before, in and
-        after the loop.
+        """Adds the loop `one` with these initial values, and returns the values of its result. A value that the loop
+        never changes has one number before, in and after the loop.
         """
         body = dict(one.called)["body"]
         changes = self.changes(body)
@@ -256,10 +243,7 @@ class _Flattener:
         return outside
 
     def changes(self, name: str) -> tuple[int, ...]:
-        """The indices of the elements of the loop-carried tuple that a loop changes.
-
-        `name` is the computation of the loop's body.
-        """
+        """The indices of the loop-carried values that a loop changes. `name` is the computation of the loop's body."""
         body = self.module.computations[name]
         root = next(one for one in body.values() if one.is_root)
         if root.opcode != "tuple":
@@ -268,9 +252,8 @@ class _Flattener:
         return tuple(at for at, operand in enumerate(root.operands) if not self.returns_unchanged(body, operand, at))
 
     def returns_unchanged(self, body: dict[str, Instruction], made: str, at: int) -> bool:
-        """Whether the instruction `made` of a loop's `body` is element `at` of the body's parameter, unchanged.
-
-        It can be the element itself or a copy, or come unchanged through nested loops.
+        """Whether the instruction `made` of a loop's `body` is element `at` of the body's parameter, unchanged. It can
+        be a copy, or come unchanged through nested loops.
         """
         one = body[made]
         while one.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
