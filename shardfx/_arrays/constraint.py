@@ -33,9 +33,8 @@ def placed(leaves: list[Any], shardings: list[Any]) -> list[Any]:
 
 
 def _placed_across(leaf: Any, sharding: NamedSharding) -> Any:
-    """Places one array on a mesh whose devices belong to several processes.
-
-    The array is either a global array, or every process passes the whole array.
+    """Places one array on a mesh whose devices belong to several processes. It is a global array, or every process
+    passes the whole array.
     """
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
@@ -167,19 +166,10 @@ def constrain(
 
 
 def _in_order(found: Decision, kinds: dict[str, AxisType], strict: bool) -> Decision:
-    """The decision about a spec, with the mesh axes of each dimension in the order that JAX needs inside `jit`.
+    """The decision `found`, with the mesh axes of each dimension in JAX's order inside `jit`: Explicit axes before Auto
+    axes.
 
-    There Explicit axes come before Auto axes.
-
-    **Arguments:**
-
-    - `found`: the decision.
-    - `kinds`: the axis type of each mesh axis.
-    - `strict`: whether to raise if this changes the order.
-
-    **Raises:**
-
-    `SpecError` under `strict` if an Auto axis would shard a dimension before an Explicit one.
+    `kinds` has the axis types. Raises `SpecError` under `strict` if the order changes.
     """
     entries = []
     for dim, entry in enumerate(entries_of(found.spec)):
@@ -213,10 +203,7 @@ def _mesh_of(x: object, plan: ShardPlan) -> Mesh | AbstractMesh:
 
 
 def _only(spec: PartitionSpec, axes: Sequence[str], kind: AxisType) -> PartitionSpec:
-    """The spec without the mesh axes that are not in `axes`.
-
-    All of `axes` have the axis type `kind`.
-    """
+    """The spec with only the mesh axes in `axes`, which all have the axis type `kind`."""
     parts = []
     for entry in entries_of(spec):
         if entry is UNCONSTRAINED:
@@ -240,14 +227,13 @@ def _constrained_outside(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh)
     return placed([x], [sharding])[0]
 
 
-# The identity, which has a name in the program and each axis of the mesh as a parameter.
+# The identity, with the names and sizes of the mesh axes as a parameter.
 _meant_for = Primitive("meant_for")
 
 
 def _lowered(ctx: Any, x: object, *, sizes: tuple[tuple[str, int], ...]) -> list[Any]:
-    """Lowers a primitive that returns `x` unchanged.
-
-    Raises if the program is for another number of devices than a mesh of `sizes` (names and sizes of mesh axes) has.
+    """Lowers the identity of `x`. Raises if the program has another number of devices than a mesh with the axes
+    `sizes`.
     """
     match ctx.module_context.axis_context:
         # Without devices, as in an export, and inside `shard_map`, there is nothing to compare.

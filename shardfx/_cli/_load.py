@@ -23,11 +23,12 @@ from .._ground.text import printable
 from ._usage import UsageError, calling, one_line
 
 
+# The arguments `paths` and `axes` of `shardfx.plan`.
 Rules = tuple[PathRules | None, AxisRules | None]
 
 
 class LoadedModel(NamedTuple):
-    """A model that a command-line argument names, as a tree with a ShapeDtypeStruct for each array.
+    """A model, checkpoint or plan that a command-line argument names. All arrays of its tree are ShapeDtypeStructs.
 
     `plan` is `None` unless the argument names a stored plan.
     """
@@ -37,22 +38,12 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(name: str, arguments: Mapping[str, object] | None = None, *, stack_experts: bool = False) -> LoadedModel:
-    """Returns the tree of a named model, checkpoint or plan, with a ShapeDtypeStruct for each array.
-
-    **Arguments:**
+    """Returns the tree of a named model, checkpoint or plan. Raises `UsageError` if there is none or loading fails.
 
     - `name`: a path of a checkpoint or a plan's JSON; `MODULE:CALLABLE`, which is traced with
         `equinox.filter_eval_shape`; or the name of a published model. An existing path has priority.
     - `arguments`: keyword arguments for the callable, or changed numbers for the published model.
     - `stack_experts`: whether the experts of a layer of a published model are one array.
-
-    **Returns:**
-
-    A LoadedModel, in whose tree all arrays are ShapeDtypeStructs.
-
-    **Raises:**
-
-    `UsageError` if there is no object with this name, or loading fails.
     """
     if not os.path.exists(name) and name in presets.models.names():
         named = {"stack_experts": stack_experts, **(arguments or {})}
@@ -111,30 +102,19 @@ def _plan(path: str) -> ShardPlan | None:
 def _near_models(name: str) -> str:
     """Returns a text such as "; did you mean 'llama3-8b'?" with the published models whose names are similar to `name`.
 
-    The part of `name` before the last "/" is ignored, because names from Hugging Face have an owner there:
-    `meta-llama/Llama-3.1-8B`.
+    Names from Hugging Face have an owner before the last "/", which is ignored: `meta-llama/Llama-3.1-8B`.
     """
     short = name.rstrip("/").rpartition("/")[2].lower()
     return near(short, presets.models.names(), cutoff=0.75)
 
 
 def load_rules(name: str, model: str) -> Rules:
-    """Returns the path rules and the axis rules that `name` describes; either may be `None`.
-
-    **Arguments:**
+    """Returns the rules that `name` describes. Raises `UsageError` if there are none or loading fails.
 
     - `name`: path rules as text, recognised by "->"; a strategy for a published model, such as "fsdp_tp"; one of
         `rule_set_names()`; or `MODULE:NAME` of PathRules, AxisRules, both in a tuple, or a function without arguments
         that makes them. Strategies and rule sets take arguments: "fsdp_tp:tensor=model", "llama:head_dim=64".
     - `model`: the model's name.
-
-    **Returns:**
-
-    The arguments `paths` and `axes` of `shardfx.plan`.
-
-    **Raises:**
-
-    `UsageError` if there is no object with this name, if the object is no rules, or if loading fails.
     """
     if "->" in name:
         return calling("reading --rules", lambda: PathRules.parse(name)), None
@@ -159,20 +139,10 @@ def load_rules(name: str, model: str) -> Rules:
 
 
 def load_optimizer(name: str) -> Callable[..., Any]:
-    """Returns the `init` function of an optimizer.
+    """Returns the `init` function of the optimizer `name`, for `shardfx.follow`. Raises `UsageError` if there is none.
 
-    **Arguments:**
-
-    - `name`: `MODULE:NAME` of an optimizer with the interface of optax, or of a function that makes one. The function
-        needs no arguments or only `learning_rate`, which does not change the shapes of the state.
-
-    **Returns:**
-
-    The optimizer's `init`, for `shardfx.follow`.
-
-    **Raises:**
-
-    `UsageError` if there is no object with this name, if it is no optimizer, or if the function fails.
+    The name is `MODULE:NAME` of an optimizer with the interface of optax, or of a function that makes one. The function
+    needs no arguments or only `learning_rate`, which does not change the shapes of the state.
     """
     found = attribute(name)
     if "init" not in dir(found) and callable(found):
@@ -201,9 +171,8 @@ def _strategy(text: str, how: str, arguments: str, model: str) -> PathRules:
 
 
 def _arguments(text: str, arguments: str) -> dict[str, Any]:
-    """Parses `arguments`, those of a rule set, such as "head_dim=64,fsdp=data".
-
-    `text` is the whole value of the flag --rules, for messages.
+    """Parses the arguments of a rule set, such as "head_dim=64,fsdp=data". `text` is the value of --rules, for
+    messages.
     """
     found = {key: value for key, _, value in (part.partition("=") for part in arguments.split(",") if part)}
     if not all(found.values()):
@@ -221,12 +190,9 @@ def _sorted(found: object, what: str) -> Rules:
 
 
 def made_of(name: str, cls: type, what: str) -> Any:
-    """Returns the object with the name `name`, `MODULE:NAME`, if it is an instance of `cls`. Otherwise calls it, and
-    returns the result.
+    """Returns the object `MODULE:NAME` if it is an instance of `cls`; otherwise calls it and returns the result.
 
-    **Raises:**
-
-    `UsageError` if neither is an instance of `cls`. In the message, `what` is a phrase for such an instance.
+    Raises `UsageError` if neither is an instance of `cls`. In the message, `what` is a phrase for such an instance.
     """
     found = attribute(name)
     found = calling(f"`{name}()`", found) if callable(found) and not isinstance(found, cls) else found
@@ -263,7 +229,7 @@ def attribute(name: str) -> Any:
 def _evaluated(function: Callable[..., object], arguments: Mapping[str, Any]) -> Any:
     """Returns the result of `function(**arguments)` as ShapeDtypeStructs, without running it.
 
-    If the function has a parameter `key` that `arguments` lacks, a PRNG key is passed.
+    A parameter `key` that `arguments` lacks gets a PRNG key.
     """
     if "key" in inspect.signature(function).parameters and "key" not in arguments:
         arguments = {**arguments, "key": jax.eval_shape(lambda: jax.random.key(0))}
@@ -273,18 +239,7 @@ def _evaluated(function: Callable[..., object], arguments: Mapping[str, Any]) ->
 def literals(text: str | None, flag: str) -> dict[str, Any]:
     """Parses keyword arguments whose values are Python literals: `depth=4, name="x"`.
 
-    **Arguments:**
-
-    - `text`: the text, as between the brackets of a call; `None` for no arguments.
-    - `flag`: the flag with this text, for messages.
-
-    **Returns:**
-
-    The values by name.
-
-    **Raises:**
-
-    `UsageError` with the text, if it cannot be parsed.
+    Raises `UsageError` with the text if it cannot be parsed. `flag` is the flag with this text, for messages.
     """
     try:
         call = ast.parse(f"call({text or ''}\n)", mode="eval").body
@@ -316,12 +271,7 @@ def rule_set_names() -> tuple[str, ...]:
 
 
 def parse_slice(text: str) -> chips.Slice:
-    """Returns the TPU slice with a name such as "tpu:v5p:8x8x8", as [`shardfx.chips.parse_slice`][] parses it.
-
-    **Raises:**
-
-    `UsageError` for a text that names no TPU slice.
-    """
+    """Returns the TPU slice with a name such as "tpu:v5p:8x8x8". Raises `UsageError` for a text that names none."""
     try:
         made = chips.parse_slice(text)
     except (MeshError, ChipError) as error:
@@ -332,9 +282,8 @@ def parse_slice(text: str) -> chips.Slice:
 
 
 def order_text(target: chips.Slice, mesh: MeshSpec) -> str:
-    """Returns a text about the order in which `mesh` arranges the devices of the TPU slice `target`.
-
-    It has the mean number of links between neighbours on each mesh axis.
+    """Returns a text about the order in which `mesh` arranges the devices of the TPU slice `target`, with the mean
+    number of links between neighbours on each mesh axis.
     """
     places = itertools.product(*map(range, reversed(target.extents)), range(target.chip.devices_per_chip))
     # Stand-ins with the attributes of JAX's devices, whose coordinates have three dimensions.

@@ -31,18 +31,13 @@ class LoadedStep(NamedTuple):
 
 
 def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> LoadedStep:
-    """Calls the function that a user names, and returns the training step and the arguments that it makes.
+    """Calls the function `MODULE:FUNCTION` that a user names, and returns the training step and the arguments that it
+    makes.
 
-    **Arguments:**
-
-    - `name`: `MODULE:FUNCTION`. The function returns the step and a tuple of its arguments: trees of
-        ShapeDtypeStructs with shardings, such as `plan.structs`, or values that are not arrays.
-    - `kwargs`: keyword arguments of the function as text, which `literals` parses; `None` for no arguments.
-    - `mesh`: the argument `mesh` of the function; text is parsed. `None` if the function takes no mesh.
-
-    **Raises:**
-
-    `UsageError` if there is no such function, if it fails, or if it returns something else.
+    The function returns the step and a tuple of its arguments: trees of ShapeDtypeStructs with shardings, such as
+    `plan.structs`, or values that are not arrays. `kwargs` are its keyword arguments as text. `mesh` is its argument
+    `mesh`; `None` if it takes no mesh. Raises `UsageError` if there is no such function, if it fails, or if it returns
+    something else.
     """
     if isinstance(mesh, str):
         mesh = calling("reading --mesh", ft.partial(MeshSpec.parse, mesh))
@@ -51,9 +46,8 @@ def load_step(name: str, kwargs: str | None, mesh: MeshSpec | str | None) -> Loa
 
 
 def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the training step that a user's function makes, and its arguments as ShapeDtypeStructs without shardings.
-
-    The function takes no mesh. `name`, `kwargs` and errors are as in `load_step`.
+    """Returns the step and the arguments as `load_step` does, with ShapeDtypeStructs without shardings. The function
+    takes no mesh.
     """
     function, args = _made(name, kwargs, None)
     bare = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
@@ -61,9 +55,8 @@ def load_bare_step(name: str, kwargs: str | None) -> tuple[Callable[..., Any], t
 
 
 def _made(name: str, kwargs: str | None, mesh: MeshSpec | None) -> tuple[Any, tuple[Any, ...]]:
-    """Calls the user's function `name` and returns the step and the arguments that it makes.
-
-    Raises if it returns anything else. The arguments are as in `load_step`.
+    """Calls the user's function `name`, and returns the step and the arguments that it makes. Raises if it returns
+    anything else.
     """
     found = attribute(name)
     if not callable(found):
@@ -90,7 +83,7 @@ def traffic_of(step: LoadedStep, how: str, target: str | None = None) -> Any:
     """Returns the traffic of a step: its collectives and the bytes that they send.
 
     With the `how` "estimate" the traffic is estimated, with "compile" it is that of the compiled step, and with
-    "compare" the result is a comparison of both. `target` is the TPU slice to compile for, as in `compiled`.
+    "compare" the result compares both. `target` is as in `compiled`.
     """
     given = {"compiler": "cpu" if how == "compare" and target is None else "tpu", "mesh": step.mesh}
     guess = ft.partial(cost.estimate, step.function, *step.args, **given)
@@ -101,31 +94,17 @@ def traffic_of(step: LoadedStep, how: str, target: str | None = None) -> Any:
 
 
 def fit_of(step: LoadedStep, chip: chips.Chip, program: object = None) -> cost.Fit:
-    """Returns the memory of a step on a chip, as `program`, the compiled step, uses it.
-
-    If `program` is `None`, the memory is estimated.
-    """
+    """Returns the memory of a step on a chip, as `program`, the compiled step, uses it; estimated if that is `None`."""
     with working("counting memory"):
         given = {"compiled": program, "chip": chip, "mesh": step.mesh}
         return calling("counting memory", lambda: cost.fit(step.function, *step.args, **given))
 
 
 def compiled(step: LoadedStep, target: str | None = None) -> Any:
-    """Compiles a step for a TPU slice, which need not exist here, or for as many emulated CPU devices as the mesh has.
+    """Compiles a step for the TPU slice `target`, such as "tpu:v5e:4x4", or else for emulated CPU devices.
 
-    **Arguments:**
-
-    - `step`: the step.
-    - `target`: a TPU slice, such as "tpu:v5e:4x4"; `None` for CPU devices.
-
-    **Returns:**
-
-    The compiled step.
-
-    **Raises:**
-
-    `UsageError` if JAX has started with fewer devices, the step does not compile, or no compiler for the target is
-    installed.
+    A TPU slice need not exist here. Raises `UsageError` if JAX has started with fewer devices, the step does not
+    compile, or no compiler for the target is installed.
     """
     if target is None:
         emulate(step.mesh.size, f"the mesh {step.mesh} has")
@@ -136,9 +115,7 @@ def compiled(step: LoadedStep, target: str | None = None) -> Any:
 def emulate(count: int, what: str = "the target has") -> None:
     """Makes JAX start with `count` emulated CPU devices. `what` begins the error message: "the target has".
 
-    **Raises:**
-
-    `UsageError` if `count` exceeds `MOST_DEVICES`, or JAX has started with fewer devices.
+    Raises `UsageError` if `count` exceeds `MOST_DEVICES`, or JAX has started with fewer devices.
     """
     if count > MOST_DEVICES:
         hint = f"at most {MOST_DEVICES} can be emulated; `shardfx traffic --how estimate` needs none"
@@ -167,7 +144,7 @@ def _mesh_of(name: str, structs: object) -> MeshSpec:
 class PlanOptions:
     """The command-line arguments that name a model, a mesh and rules, before they are parsed.
 
-    `how` holds the keyword arguments of `shardfx.plan` that need no parsing.
+    `how` has the keyword arguments of `shardfx.plan` that need no parsing.
     """
 
     model: str | None
@@ -185,8 +162,7 @@ class PlanOptions:
 class Inputs:
     """The parsed command-line arguments that name a model, a mesh and rules.
 
-    `rules` holds the arguments of `shardfx.plan` other than the tree and the mesh. `target` is the TPU slice that the
-    flag --target names, or `None`.
+    `rules` has the arguments of `shardfx.plan` other than the tree and the mesh. `target` is the TPU slice of --target.
     """
 
     model: LoadedModel
@@ -226,9 +202,8 @@ MODEL_HELP = """MODEL is a published one by name (see `shardfx models`), as llam
 
 
 def takes_plan_options(*, model_is_needed: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator for verbs (commands). It adds the command-line arguments that name a model, a mesh and rules.
-
-    It passes them to the verb as one `PlanOptions`. With `model_is_needed`, the argument MODEL may not be left out.
+    """Returns a decorator that adds the command-line arguments of `PlanOptions` to a verb (a command), which gets them
+    as one value. With `model_is_needed`, the argument MODEL may not be left out.
     """
     names = [field.name for field in dataclasses.fields(PlanOptions)][:-1]
     shown = "MODEL" if model_is_needed else "[MODEL]"
@@ -251,13 +226,9 @@ def takes_plan_options(*, model_is_needed: bool = True) -> Callable[[Callable[..
 
 
 def inputs_of(options: PlanOptions) -> Inputs:
-    """Parses the options and loads the model and the rules.
+    """Parses the options and loads the model and the rules. Raises `UsageError` for a missing or invalid argument.
 
-    If the options have no mesh and no rules, the argument MODEL must name a stored plan, which has both.
-
-    **Raises:**
-
-    `UsageError` if an argument is missing or invalid.
+    If the options have no mesh and no rules, MODEL must name a stored plan, which has both.
     """
     if options.model is None:
         raise UsageError("Missing argument 'MODEL'; name one, as in llama3-8b or my_model:make")
@@ -282,14 +253,11 @@ def inputs_of(options: PlanOptions) -> Inputs:
 
 
 def plan_of(options: PlanOptions, inputs: Inputs | None = None) -> ShardPlan:
-    """Returns a plan of the model by the rules, also of its optimizer's state if the options name an optimizer.
+    """Returns a plan of the model by the rules, and of its optimizer's state if the options name an optimizer.
 
-    If the argument MODEL names a stored plan, and the options have no mesh and no rules, it returns the stored plan.
-    `inputs` are the parsed options; they are parsed here if `inputs` is `None`.
-
-    **Raises:**
-
-    `UsageError` if an argument is missing or invalid, or planning fails.
+    If MODEL names a stored plan, and the options have no mesh and no rules, it is the stored plan. `inputs` are the
+    parsed options, if they were parsed before. Raises `UsageError` if an argument is missing or invalid, or planning
+    fails.
     """
     inputs = inputs or inputs_of(options)
     if inputs.model.plan is not None and options.rules is None:

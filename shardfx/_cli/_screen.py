@@ -47,11 +47,8 @@ def terminal_width() -> int | None:
 
 
 def show(text: str) -> None:
-    """Prints a text of several lines, with the names of the library's arguments replaced by flags.
-
-    **Arguments:**
-
-    - `text`: a text without control characters except line breaks, such as a table or report of the library.
+    """Prints a text of several lines, such as a table of the library, with the names of the library's arguments
+    replaced by flags.
     """
     text = encodable(in_flags(text), sys.stdout.encoding)
     if sys.stdout.isatty():
@@ -71,10 +68,9 @@ def coloured(text: str) -> Text:
 
 
 def answer(json_file: str | None, text: Callable[[], str], data: Callable[[], Any]) -> None:
-    """Prints a result as text, or writes it as JSON, or both.
+    """Prints a result as text, or writes it as JSON, or both. `text` and `data` make the two forms of the result.
 
-    `json_file` is the value of the flag --json: a file, "-" to print JSON only, or `None` for no JSON. `text` and
-    `data` make the two forms of the result.
+    `json_file` is the value of the flag --json: a file, "-" to print JSON only, or `None` for no JSON.
     """
     if json_file != "-":
         show(text())
@@ -91,12 +87,7 @@ def write(text: str, file: str) -> None:
 
 
 def require_writable(*files: str | None) -> None:
-    """Raises before the work begins if an output file cannot be written, or two results would go to stdout.
-
-    **Raises:**
-
-    `UsageError` for a file that cannot be opened, or if more than one file is "-".
-    """
+    """Raises `UsageError` before the work begins if an output file cannot be written, or if more than one is "-"."""
     if files.count("-") > 1:
         raise UsageError('two results would be printed as one; give a file for all but one "-"')
     for file in files:
@@ -111,7 +102,7 @@ def require_writable(*files: str | None) -> None:
 def working(what: str) -> Iterator[Callable[[str], None]]:
     """A context manager that shows the message `what` in the terminal if its block takes longer than a second.
 
-    The value of the context manager is a function that replaces the message.
+    Its value is a function that replaces the message.
     """
     # `Text` keeps rich from reading names of files and modules as markup.
     status = Console(stderr=True).status(Text(what))
@@ -184,14 +175,8 @@ class Verb(click.Command):
 def verb(*, examples: Sequence[str], exits: str = "0") -> Callable[[Callable[..., Any]], click.Command]:
     """Returns a decorator that makes a function a verb (a command) of the same name.
 
-    **Arguments:**
-
-    - `examples`: command lines that the help shows and that a test runs.
-    - `exits`: the text of the help about exit codes, before "2 for bad input".
-
-    **Returns:**
-
-    A decorator.
+    `examples` are command lines that the help shows and that a test runs. `exits` is the text of the help about exit
+    codes, before "2 for bad input".
     """
     lines = "\n".join(f"  {example}" for example in examples)
     epilog = f"\b\nexamples:\n{lines}\n\nExit code: {exits}; 2 for bad input, after one line on stderr."

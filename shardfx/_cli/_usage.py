@@ -36,10 +36,10 @@ def one_line(error: BaseException) -> str:
 
 
 def shown(text: str, encoding: str | None) -> str:
-    """Returns `text` with escape sequences for characters that a terminal does not display or that `encoding` lacks.
-    The middle of a very long text is left out.
+    """Returns `text` as a terminal can display it: user input may have control characters or very long names.
 
-    User input and the contents of files may have control characters or very long names.
+    Characters that cannot be displayed, or that `encoding` lacks, become escape sequences. The middle of a very long
+    text is left out.
     """
     text = printable(text)
     if len(text) > _SHOWN_CHARACTERS:
@@ -65,21 +65,10 @@ def in_flags(text: str) -> str:
 
 
 def calling(what: str, function: Callable[[], _Result]) -> _Result:
-    """Calls a function that may run user code, and turns its errors into a UsageError.
+    """Calls a function that may run user code, and turns its errors into a `UsageError` with the same message.
 
-    **Arguments:**
-
-    - `what`: a phrase for the message, such as "importing `my_model`".
-    - `function`: the function to call.
-
-    **Returns:**
-
-    The result of the function.
-
-    **Raises:**
-
-    `UsageError` with the message of the error that the function raised. For an error of another library or of user
-    code, the message also has its type and the line of user code that raised it.
+    For an error of another library or of user code, the message also has its type and the line of user code that raised
+    it. It begins with `what`, a phrase such as "importing `my_model`".
     """
     try:
         return function()

@@ -125,10 +125,7 @@ class Transformer(eqx.Module):
     ) -> Float[Array, "batch sequence vocab"]:
         """Returns, for every position, the logits of the byte that follows it.
 
-        **Arguments:**
-
-        - `tokens`: byte values.
-        - `plan`: the plan whose mesh and rules shard the activations; with `None` they are not constrained.
+        The mesh and rules of `plan` shard the activations; with `None` they are not constrained.
         """
         # With 256 byte values, a product with one-hot rows is as cheap as a lookup, and shards like any matrix product.
         rows = _constrain(jax.nn.one_hot(tokens, VOCAB), ("batch", "sequence", None), plan)
@@ -150,7 +147,7 @@ def _project(x: Array, weight: Array, name: str | None, plan: ShardPlan | None, 
     """Returns `x @ weight`, whose last dimension has the logical name `name`.
 
     The weight is first gathered over the mesh axis fsdp. `over` is the logical name of the dimension that the product
-    sums over, if that dimension is sharded. `plan` shards the weight and the result.
+    sums over, if it is sharded.
     """
     weight, names = _constrain(weight, (over, name), plan), ("batch", "sequence", name)
     if plan is None or AxisType.Explicit not in plan.mesh.axis_types:
@@ -201,13 +198,7 @@ def _rotate(x: Float[Array, "b s heads d"]) -> Float[Array, "b s heads d"]:
 def stdlib_text(max_bytes: int = 8 << 20) -> UInt8[np.ndarray, " bytes"]:
     """Returns the source files of Python's standard library, in order of their paths, as one array of bytes.
 
-    **Arguments:**
-
-    - `max_bytes`: the maximum number of bytes.
-
-    **Returns:**
-
-    The bytes. Every run of one Python installation returns the same bytes.
+    Every run of one Python installation returns the same bytes.
     """
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     others = ("test", "tests", "site-packages", "dist-packages")
@@ -277,9 +268,7 @@ def make_plans(mesh: Any, run: Run) -> DemoPlans:
 
 
 def make_step(optimizer: optax.GradientTransformation, model_plan: ShardPlan | None) -> Callable:
-    """Returns the function of one training step. `model_plan` constrains the activations; with `None` they are not
-    constrained.
-    """
+    """Returns the function of one training step. `model_plan` constrains the activations; `None` leaves them free."""
 
     def train_step(model: Transformer, state: optax.OptState, text: Int[Array, "batch length"]) -> tuple:
         value, gradients = eqx.filter_value_and_grad(loss)(model, text, model_plan)
@@ -320,17 +309,9 @@ def train(
 ) -> list[float]:
     """Runs the training steps and returns their losses.
 
-    **Arguments:**
-
     - `started`: the result of `start_sharded` or `start_unsharded`; its arrays are donated.
-    - `text`: the bytes to train on, from `stdlib_text`.
-    - `run`: the settings.
     - `place`: puts a batch onto the devices of the step.
     - `show`: a name. With it, a line is printed for the first step and after each tenth of the steps.
-
-    **Returns:**
-
-    The loss of each step.
     """
     step, model, state = started
     losses, begin = [], time.perf_counter()
@@ -357,16 +338,8 @@ def _tenths(steps: int) -> list[int]:
 def show(mesh: MeshSpec, devices: Sequence[Any], run: Run, *, width: int | None = None) -> bool:
     """Trains twice, with and without a plan, and prints the plan, the progress and both loss curves.
 
-    **Arguments:**
-
-    - `mesh`: the mesh to shard over.
-    - `devices`: the devices of the mesh, as many as it has.
-    - `run`: the settings of both runs.
-    - `width`: the maximum width of the plan's table in characters; `None` for no limit.
-
-    **Returns:**
-
-    Whether both runs have the same losses, within `TOLERANCE`, and `check_step` finds no difference.
+    Returns whether both runs have the same losses, within `TOLERANCE`, and `check_step` finds no difference. `width` is
+    the maximum width of the plan's table in characters.
     """
     begin, text = time.perf_counter(), stdlib_text()
     plans = make_plans(mesh.build(devices), run)

@@ -10,16 +10,10 @@ _INSTALL = "install it with: pip install 'shardfx[cli]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command line with `arguments`, by default those of `sys.argv`.
 
-    **Arguments:**
-
-    - `arguments`: the arguments after the program's name; `None` for those of `sys.argv`.
-
-    **Returns:**
-
-    The exit code: 0 for success; 1 if a check failed (findings, a plan that does not fit, losses that differ); 2 for
-    bad input, after one line on stderr; 130 after Ctrl-C.
+    Returns the exit code: 0 for success; 1 if a check failed (findings, a plan that does not fit, losses that differ);
+    2 for bad input, after one line on stderr; 130 after Ctrl-C.
     """
     try:
         from .group import run

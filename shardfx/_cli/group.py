@@ -72,16 +72,7 @@ def shardfx_() -> None:
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Runs a command line and returns its exit code.
-
-    **Arguments:**
-
-    - `arguments`: the arguments after the program's name; `None` for those of `sys.argv`.
-
-    **Returns:**
-
-    The exit code of the verb; 2 if the command line cannot be parsed.
-    """
+    """Runs a command line and returns the exit code of the verb; 2 if the command line cannot be parsed."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if sys.stdout is None:  # a shell's `>&-` closes it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")

@@ -84,7 +84,7 @@ class LeafDiff:
         """The names of the collectives that move an array of this group from the first plan's sharding to the second's,
         such as "all-gather".
 
-        If there are none, the only item is `LeafMove.how`, a word for the way in which the array moves.
+        If there are none, the only item is `LeafMove.how`.
         """
         if self.move is None:
             return ()
@@ -144,10 +144,9 @@ def diff(a: ShardPlan, b: ShardPlan) -> Diff:
 
         ```python
         import jax
-        import jax.numpy as jnp
         from shardfx import MeshSpec, PathRules, diff, plan
 
-        tree = {"layers": [{"w": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)}] * 32}
+        tree = {"layers": [{"w": jax.ShapeDtypeStruct((4096, 4096), "bfloat16")}] * 32}
         mesh = MeshSpec({"fsdp": 4, "tensor": 2})
         before = plan(tree, mesh, paths=PathRules.parse("w->fsdp.tensor"))
         after = plan(tree, mesh, paths=PathRules.parse("w->tensor.fsdp"))
@@ -192,9 +191,9 @@ def _axis_moves(before: LeafPlan, after: LeafPlan) -> tuple[AxisMove, ...]:
 
 
 def _moves(a: ShardPlan, b: ShardPlan) -> dict[str, LeafMove]:
-    """A dict from the path of an array to its move from plan `a` to plan `b`, as `plan_reshard` finds it.
+    """The moves of arrays from plan `a` to plan `b`, by path, as `plan_reshard` finds them.
 
-    It has the arrays that are in both plans and that may have different shardings in them.
+    Only arrays that are in both plans, and may have different shardings in them, are included.
     """
     there = b.content.by_path
     common = [

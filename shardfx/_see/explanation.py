@@ -141,10 +141,9 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
 
         ```python
         import jax
-        import jax.numpy as jnp
         from shardfx import AxisRules, MeshSpec, explain, plan
 
-        tree = {"head": jax.ShapeDtypeStruct((768, 50257), jnp.bfloat16)}
+        tree = {"head": jax.ShapeDtypeStruct((768, 50257), "bfloat16")}
         axes = AxisRules([("vocab", "tensor"), ("embed", "tensor"), ("embed", "fsdp")])
         mesh = MeshSpec({"fsdp": 4, "tensor": 8})
         made = plan(tree, mesh, names={"head": ("embed", "vocab")}, axes=axes)
@@ -193,7 +192,7 @@ def explain(plan: Any, path: str, *args: object) -> Explanation | StepShardings:
 
 
 def _found(plan: ShardPlan, where: str) -> LeafPlan:
-    """The LeafPlan at the path `where`, or the first LeafPlan whose path the regex `where` matches.
+    """The LeafPlan at the path `where`, or the first one whose path the regex `where` matches.
 
     Raises if the regex matches paths that differ in more than numbers.
     """
@@ -216,13 +215,10 @@ _OF_SIZE = (Code.indivisible, Code.unit)
 
 
 def _changes(why: Reason, plan: ShardPlan, tried: tuple[Attempt, ...], left: int, sizes: tuple[int, ...]) -> list[str]:
-    """Changes that would remove `why`, the reason why a dimension is not sharded as requested; a sentence each.
+    """Changes that would remove the reason `why` of an array, a sentence each.
 
-    **Arguments:**
-
-    - `tried`: the outcome of each axis rule for the logical names of the array.
-    - `left`: the size of the dimension on one device, in elements or units.
-    - `sizes`: the nearest sizes, below and above, that all requested mesh axes divide.
+    `tried` has the outcome of each axis rule. `left` is the size of the dimension on one device, in elements or units.
+    `sizes` are the nearest sizes that all requested mesh axes divide.
     """
     mesh = plan.mesh
     if why.code in _OF_SIZE and why.dim is not None:
@@ -281,10 +277,8 @@ def _cells(dim: DimExplanation) -> tuple[str, ...]:
 
 
 def _notes(found: Explanation) -> list[tuple[str, list[str]]]:
-    """Pairs of a title and lines: the notes on each dimension, and then those on the whole array.
-
-    A note is the outcome of a rule, a reason, or a change that would remove a reason. Dimensions without notes are left
-    out.
+    """The notes on each dimension and then on the whole array, each with a title: the outcomes of rules, the reasons,
+    and the changes that would remove them. Dimensions without notes are left out.
     """
     parts = []
     for title, one in [*((f"dim {dim.dim}", dim) for dim in found.dims), ("the array", found)]:

@@ -122,9 +122,8 @@ _WIDTH, _SHOWN = 80, 100
 
 
 def findings_of(found: Iterable[Finding]) -> Findings:
-    """Sorts findings by the bytes that the mistake costs, the most first.
-
-    Findings with equal bytes are sorted by severity, the worst first, and then by the order in which they were found.
+    """Sorts findings by the bytes that the mistake costs, the most first, and then by severity, the worst first.
+    Otherwise they keep their order.
     """
     return Findings(sorted(dict.fromkeys(found), key=lambda one: (-one.bytes, SEVERITIES.index(one.severity))))
 

@@ -23,7 +23,7 @@ _USUAL, _NARROW = 128, 1024
 
 
 class _Width(NamedTuple):
-    """The number of elements of an attention head, and the source of this number."""
+    """The number of elements of an attention head, and the reason for this number."""
 
     unit: int
     severity: Severity
@@ -33,10 +33,9 @@ class _Width(NamedTuple):
 def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
     """Findings for dimensions that are sharded within an attention head.
 
-    The width of a head (its number of elements) is `head_dim`. If this is `None`, the width is the unit that a rule
-    declares for an array of the same layer: the number of elements that no shard may split. Without a unit it is the
-    size of a norm of the queries. If there is no norm either, and the keys are narrower than the queries, the usual
-    width 128 is assumed. The findings are then of severity "info".
+    The width of a head is `head_dim`; else the unit that a rule declares for an array of the same layer; else the size
+    of a norm of the queries or keys. If none is known, and the keys are narrower than the queries, the usual width 128
+    is assumed. The findings are then of severity "info".
     """
     layers: dict[tuple[str, ...], dict[str, list[tuple[str, Group]]]] = {}
     norms: dict[tuple[str, ...], Group] = {}
@@ -77,11 +76,11 @@ def cut_heads(subject: Subject, head_dim: int | None) -> Iterator[Finding]:
 
 
 def _cut_elements(subject: Subject, found: Sequence[tuple[str, Group]]) -> Iterator[Finding]:
-    """A finding for each array that shards the dimension of a head's elements instead of the dimension of heads.
+    """A finding for each array that shards the elements of a head, although it could shard the dimension of heads
+    instead.
 
-    An array whose dimension of heads could not be sharded as often is left out. `found` has pairs of a role ("q", "k",
-    "v" or "o") and the arrays with this role, in one layer. In these arrays the heads and the elements of a head are
-    separate dimensions.
+    `found` has the arrays of one layer, each with its role ("q", "k", "v" or "o"). In these arrays the heads and the
+    elements of a head are separate dimensions.
     """
     dims = [len(group.row.shape) - (2 if role == "o" else 1) for role, group in found]
     pairs = [(group, dim) for (_, group), dim in zip(found, dims, strict=True)]
@@ -104,9 +103,9 @@ def _cut_elements(subject: Subject, found: Sequence[tuple[str, Group]]) -> Itera
 def _head_dimension(suffix: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
     """The dimension that contains the heads in the projections of queries, keys and values; `None` if it is not known.
 
-    `shapes` are the shapes of the projections. The dimension is the one in which they differ. If they are equal, it is
-    the last dimension for a bias or for leaves whose path ends in "kernel" or "bias", and the last but one for
-    "weight". `suffix` is the end of the leaves' paths, after the name of the projection.
+    It is the one in which the `shapes` of the projections differ. If they are equal, it is the last one for a bias or a
+    path that ends in "kernel" or "bias", and the last but one for "weight". `suffix` is the end of the path, after the
+    name of the projection.
     """
     if len(shapes) < 2 or len({len(shape) for shape in shapes}) != 1 or not shapes[0]:
         return None

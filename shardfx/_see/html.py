@@ -108,9 +108,9 @@ _DOUBTFUL, _BAD = 1.5, 4.0
 def _verdict(
     totals: dict[str, Any], findings: Sequence[Finding], fit: Fit | None, chip: dict[str, Any] | None
 ) -> dict[str, str]:
-    """The quality of a plan: a dict with a `text` of one line and a `level`: "good", "warn" or "bad".
+    """The quality of a plan: its `level`, "good", "warn" or "bad", and a `text` of one line.
 
-    `totals` has the sums over all arrays of the plan. `chip` has the memory of the accelerator, or is `None`.
+    `totals` has the sums over all arrays of the plan, and `chip` the memory of the accelerator.
     """
     less, even = totals["corrected_arrays"], totals["even_bytes_per_device"]
     ratio = totals["bytes_per_device"] / even if even else 1.0
@@ -172,10 +172,10 @@ def _axes(leaf: Row, spec: Any) -> list[list[str] | None]:
 
 
 def _memory(rows: Sequence[Group], fit: Fit | None) -> list[dict[str, object]]:
-    """The bytes per device of each part of the tree. With `fit`, those of each group of a step's buffers instead.
+    """The bytes per device of each part of the tree, or with `fit` of each group of a step's buffers.
 
     A part of the tree is all arrays whose paths have the same first segment, such as `params`. Bytes in host memory are
-    separate entries. `rows` are the planned arrays.
+    separate entries.
     """
     sums = collections.Counter[tuple[str, str | None]]()
     if fit is None:
@@ -221,9 +221,8 @@ _AROUND, _LAYOUTS = 2, 2
 
 
 def step_data(fit: Fit) -> dict[str, object] | None:
-    """The arrays that a step has in memory when it uses most memory, and the source lines that make arrays.
-
-    The result is `None` if `fit` does not know the shardings of a step.
+    """The arrays that a step has in memory when it uses most memory, and the source lines that make arrays. It is
+    `None` if `fit` does not know the shardings of a step.
     """
     known = fit.shardings
     return known and {"moment": [_held(one) for one in fit.moment if one.bytes], "source": _source(known.rows)}
@@ -379,11 +378,11 @@ def embedded(value: object) -> str:
 def packed(data: Mapping[str, Any]) -> dict[str, Any]:
     """The data of `report_data` in a compact form of bounded size, with all text made printable.
 
-    Each distinct plan of an array is stored once, in `kinds`. An entry of `rows` stands for one array, or for equal
-    arrays. It has four values: the number of characters that its path shares with the path before it, the rest of its
-    path, the number of arrays, and the index of their plan in `kinds`. For example, after the path `layers/0/w`, the
-    path `layers/0/up` is `[9, "up", 1, 0]`. If there are too many entries, those with the fewest bytes per device are
-    dropped, and `more` has their sums. If there are too many findings or collectives, the last ones are dropped.
+    Each distinct plan of an array is stored once, in `kinds`. An entry of `rows` has four values: the number of
+    characters that its path shares with the path before it, the rest of its path, the number of arrays, and the index
+    of their plan in `kinds`. After the path `layers/0/w`, the path `layers/0/up` is `[9, "up", 1, 0]`. If there are too
+    many entries, those with the fewest bytes per device are dropped, and `more` has their sums. If there are too many
+    findings or collectives, the last ones are dropped.
     """
     traffic = data["traffic"]
     rows, left = _within(_ROW_CHARACTERS, data["rows"], _shared, lambda row: row["bytes_per_device"])
@@ -431,8 +430,7 @@ def _within(
 ) -> tuple[Any, list[Any]]:
     """Packs as many of `rows` as fit into `characters` of JSON. Returns the result of `pack`, and the other rows.
 
-    `pack` is a function of the rows that are kept. Rows with more `weight` are kept first; without `weight`, the first
-    rows are.
+    Rows with more `weight` are kept first; without `weight`, the first rows are.
     """
     numbers = range(len(rows))
     ranked = numbers if weight is None else sorted(numbers, key=lambda number: -weight(rows[number]))

@@ -40,9 +40,8 @@ def _asks(group: Group) -> str:
 
 
 def _sharded(subject: Subject, group: Group) -> str | None:
-    """Code that a user can add to shard the arrays of `group` over a mesh axis.
-
-    It is `None` if no mesh axis divides them, or if they are replicated because they are small.
+    """Code that shards the arrays of `group` over a mesh axis. It is `None` if no mesh axis divides them, or if they
+    are replicated because they are small.
     """
     row, mode = group.row, subject.mode
     places = subject.divisible(row.shape, row.units)
@@ -108,10 +107,7 @@ _SHOWN = 3
 
 
 class _Short(NamedTuple):
-    """Equal arrays of repeated layers (a `Group`) that are sharded less than their rule requests.
-
-    `reasons` say why, and `severity` is that of the finding about them.
-    """
+    """Arrays that are sharded less than their rule requests, with the reasons, and the severity of their finding."""
 
     group: Group
     reasons: tuple[Reason, ...]
@@ -130,9 +126,8 @@ def _shortfall(subject: Subject, row: Row) -> tuple[Reason, ...]:
 
 
 def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -> Finding:
-    """The finding about the arrays in `shorts`, with the given place and message.
-
-    Its bytes are those that the requested sharding would save on each device.
+    """The finding about the arrays in `shorts`. Its bytes are those that the requested sharding would save on each
+    device.
     """
     content, sizes, lost = subject.content, subject.content.mesh.shape, 0
     for row, group in ((one.group.row, one.group) for one in shorts):
@@ -144,10 +139,8 @@ def _finding(subject: Subject, where: str, message: str, shorts: list[_Short]) -
 
 
 def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
-    """Code that resolves the finding about the arrays in `shorts`.
-
-    It is `refine = True` if splitting mesh axes shards the arrays further. Otherwise it changes the rules so that they
-    request the present sharding.
+    """Code that resolves the finding about the arrays in `shorts`: `refine = True` if splitting mesh axes shards the
+    arrays further, else rules that request the present sharding.
     """
     content, lines, targets = subject.content, dict[str, None](), dict[Any, list[str]]()
     for group, reasons, _ in shorts:
@@ -177,10 +170,7 @@ def _as_it_is(subject: Subject, shorts: list[_Short]) -> str:
 class _State(NamedTuple):
     """Equal leaves of an optimizer's state, and the parameter to which they belong.
 
-    **Arguments:**
-
     - `root`: the first segment of the leaves' paths, such as `opt`.
-    - `group`: the leaves.
     - `param`: the plan of the parameter.
     - `follows`: the spec that the leaves would have if they were sharded like the parameter.
     - `is_whole`: whether the leaves have all dimensions of the parameter, as moments do. ZeRO-1 can shard such leaves.
@@ -258,10 +248,10 @@ def _states(subject: Subject) -> list[_State]:
 
 
 def _state(root: str, group: Group, known: dict[str, Row]) -> _State | None:
-    """The leaves in `group` with their parameter, if they are in an optimizer's state; else `None`.
+    """The leaves in `group` with their parameter, whose plan is in `known`; `None` if they are not in an optimizer's
+    state.
 
-    The parameter is found by the end of the leaves' paths. For example, `opt/mu/w` and `opt/w/v_row` belong to the
-    parameter `w`. `known` has the plan of each parameter by its path.
+    The parameter is found by the end of the leaves' paths: `opt/mu/w` and `opt/w/v_row` belong to the parameter `w`.
     """
     parts, shape = group.paths[0].split("/"), group.row.shape
     for at in range(1, len(parts)):
@@ -297,7 +287,7 @@ def _shardable_over(subject: Subject, states: list[_State], axis: str) -> Iterat
 
 
 def _of_states(subject: Subject, where: str, message: str, specs: list[tuple[Group, PartitionSpec]]) -> Finding:
-    """One finding for leaves of an optimizer's state. `specs` has the leaves with the specs that they should have."""
+    """One finding for leaves of an optimizer's state, each with the spec that it should have."""
     content, saved = subject.content, 0
     for group, spec in specs:
         shard = group.row._replace(spec=spec).byte_counts(content.mesh.shape)[1]

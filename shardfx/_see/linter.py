@@ -81,10 +81,9 @@ def lint(
 
         ```python
         import jax
-        import jax.numpy as jnp
         from shardfx import AxisRules, MeshSpec, lint
 
-        tree = {"embed": jax.ShapeDtypeStruct((50257, 768), jnp.float32)}
+        tree = {"embed": jax.ShapeDtypeStruct((50257, 768), "float32")}
         axes = AxisRules([("vocab", "tensor"), ("embd", "fsdp")])
         mesh = MeshSpec({"fsdp": 4, "tensor": 2})
         found = lint(tree, mesh, names={"embed": ("vocab", "embed")}, axes=axes)
@@ -129,10 +128,7 @@ def lint(
 
 
 def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) -> Iterator[Finding]:
-    """The findings of all checks that need only a plan, and not the path rules that made it.
-
-    `replicated_bytes` and `head_dim` are as in `lint`.
-    """
+    """The findings of all checks that need only a plan, and not the path rules that made it."""
     yield from corrected(subject)
     yield from replicated(subject, replicated_bytes)
     yield from cut_heads(subject, head_dim)
@@ -142,9 +138,8 @@ def _of_leaves(subject: Subject, replicated_bytes: int, head_dim: int | None) ->
 
 
 def _names(names: object, tree: object, flat: Flat, axes: AxisRules | None, found: list[Finding]) -> Sequence[Any]:
-    """The logical names of each leaf, `None` for a leaf without names.
-
-    If `names` does not fit the tree, a finding about this is added to `found`, and no leaf has names.
+    """The logical names of each leaf; `None` for a leaf without names. If `names` does not fit the tree, no leaf has
+    names, and a finding about this is added to `found`.
     """
     try:
         return names_of_leaves(names, tree, flat, axes)
@@ -167,8 +162,7 @@ def _kinds(memory_kinds: Iterable[tuple[str, str]] | None, found: list[Finding])
     return valid
 
 
-# The number of leaves without a rule for which the nearest rule is searched, the largest first: the search takes longer
-# than planning.
+# The number of groups without a rule for which the nearest rule is searched: the search takes longer than planning.
 _HINTED = 40
 
 
@@ -196,8 +190,8 @@ def unplannable(subject: Subject, draft: Draft) -> Iterator[Finding]:
 def _fitting(names: tuple[object, ...], rank: int) -> tuple[object, ...]:
     """Logical names for an array of rank `rank`, made from `names`, which have another length or a name twice.
 
-    Duplicates become `None`, names beyond the rank are left out, and missing names become `...` in front. If an entry
-    of `names` is no single name, the result is `()`.
+    Duplicates become `None`, names beyond the rank are left out, and missing names become `...` in front. The result is
+    `()` if an entry is no single name.
     """
     if not all(name is None or name is ... or isinstance(name, str) for name in names):
         return ()
@@ -220,8 +214,7 @@ def uncovered_leaves(subject: Subject, draft: Draft, severity: Severity) -> Iter
 
 
 def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Findings for logical names that have no rule, although an array has them or the argument `units` of AxisRules
-    mentions them."""
+    """Findings for logical names without a rule that an array has, or that `AxisRules(units=...)` mentions."""
     axes = subject.axes
     if axes is None:
         return
@@ -242,10 +235,7 @@ def unknown_names(subject: Subject, draft: Draft, severity: Severity) -> Iterato
 
 
 def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Finding]:
-    """Findings for mesh axes that rules name and that the mesh lacks.
-
-    Axes that the rules declare with `axes=`, which a mesh may lack, are left out.
-    """
+    """Findings for mesh axes that rules name but do not declare with `axes=`, and that the mesh lacks."""
     known = draft.mesh.axis_names
     for axis, user in absent_axes(draft).items():
         message = f"{user} uses the mesh axis {axis!r}{near(axis, known)}; the mesh has {known}"
@@ -257,9 +247,8 @@ def absent(subject: Subject, draft: Draft, severity: Severity) -> Iterator[Findi
 
 
 def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
-    """Yields lines of code that replace the mesh axis `axis` by the mesh axis `meant` in every rule.
-
-    There are no lines for rules that cannot be written as code, such as callables.
+    """Yields lines of code that replace the mesh axis `axis` by `meant` in every rule that can be written as code;
+    callables cannot.
     """
     axes, paths = subject.axes, subject.paths
     places = [] if axes is None else [("axes", mode, rules) for mode, rules in ((None, axes.rules), *axes.modes)]
@@ -277,9 +266,9 @@ def _corrected_axis(subject: Subject, axis: str, meant: str) -> Iterator[str]:
 
 
 def _without(target: object, axis: str) -> object:
-    """`target`, the target of a rule, without the mesh axis `axis`.
+    """The target of a rule without the mesh axis `axis`.
 
-    Targets that contain other targets, such as `P("data") | fsdp("tensor")`, are not changed.
+    A target that contains other targets, such as `P("data") | fsdp("tensor")`, does not change.
     """
     if isinstance(target, PartitionSpec):
         entries = [(entry, tuple(one for one in entry_axes(entry) if one != axis)) for entry in entries_of(target)]
@@ -316,9 +305,8 @@ def _unused(where: str, what: str, severity: Severity, why: Unused, fix: str) ->
 
 
 def _fix(subject: Subject, why: Unused) -> str:
-    """Code that moves the unused rule `why` before the rules that match its arrays first.
-
-    If one of those rules would then be unused, the code removes the rule instead.
+    """Code that moves the unused rule `why` before the rules that match its arrays first. If one of those rules would
+    then be unused, the code removes the rule instead.
     """
     deciders = {number: wide for number, wide in subject.rules_for(why.arrays).items() if number is not None}
     if deciders and all(deciders.values()):

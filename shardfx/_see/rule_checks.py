@@ -20,9 +20,9 @@ def dead_rules(subject: Subject) -> Iterator[Finding]:
     """Findings for axis rules that can never apply.
 
     A rule is blocked if another dimension of the array uses one of its mesh axes. It is tried only if all earlier rules
-    of its logical name were blocked. So it can never apply if and only if it has all the axes of one earlier rule of
-    its name: what blocks the earlier rule then blocks this rule too. For example, `("mlp", ("data", "tensor"))` can
-    never apply after `("mlp", "tensor")`. A rule without axes is never blocked.
+    of its logical name were blocked. So it can never apply exactly if it has all axes of an earlier rule of its name:
+    after `("mlp", "tensor")`, the rule `("mlp", ("data", "tensor"))` never applies. A rule without axes is never
+    blocked.
     """
     if subject.axes is None:
         return
@@ -69,8 +69,10 @@ def unused_axes(subject: Subject, misspelled: Severity) -> Iterator[Finding]:
             yield Finding("unused-axis", found, f"mesh axis {axis!r}", share - share // size, message, fix)
 
 
-_Names = tuple[Any, ...]
-_Counts = dict[str, collections.Counter[int]]
+# The logical names of the dimensions of an array.
+Names = tuple[Any, ...]
+# For each logical name, the sizes of its dimensions, each with the number of arrays that have it.
+Counts = dict[str, collections.Counter[int]]
 
 
 def contradicted_names(subject: Subject) -> Iterator[Finding]:
@@ -115,34 +117,28 @@ def contradicted_names(subject: Subject) -> Iterator[Finding]:
             yield Finding("contradicted-name", "warning", where, 0, message, _own_name(subject, group, name, size))
 
 
-def _pairs(names: _Names, shape: tuple[int, ...]) -> list[tuple[str, int]]:
-    """Pairs of a logical name and the size of its dimension, for one array."""
+def _pairs(names: Names, shape: tuple[int, ...]) -> list[tuple[str, int]]:
+    """The logical names of an array that are strings, each with the size of its dimension."""
     return [(name, size) for name, size in zip(names, shape, strict=False) if isinstance(name, str) and size]
 
 
-def _counts(groups: list[Group], names: list[_Names]) -> _Counts:
-    """For each logical name, the sizes of the dimensions with this name, each with the number of arrays that have it.
-
-    `names` has the logical names of the arrays in each of `groups`.
-    """
-    counts: _Counts = {}
+def _counts(groups: list[Group], names: list[Names]) -> Counts:
+    counts: Counts = {}
     for group, own in zip(groups, names, strict=True):
         for name, size in _pairs(own, group.row.shape):
             counts.setdefault(name, collections.Counter())[size] += len(group.paths)
     return counts
 
 
-def _usual(counts: _Counts) -> dict[str, int]:
+def _usual(counts: Counts) -> dict[str, int]:
     """The most frequent size for each logical name."""
     return {name: sizes.most_common(1)[0][0] for name, sizes in counts.items()}
 
 
-def _swapped(names: _Names, shape: tuple[int, ...], usual: Mapping[str, int]) -> _Names | None:
-    """`names`, the logical names of an array, in another order in which each name stands at a dimension of its usual
-    size.
+def _swapped(names: Names, shape: tuple[int, ...], usual: Mapping[str, int]) -> Names | None:
+    """The names of an array in another order, in which each name stands at a dimension of its `usual` size.
 
-    `usual` has the most frequent size for each name. The result is `None` if there is no such order, or if each name
-    has its usual size already.
+    It is `None` if there is no such order, or if the present order is one.
     """
     orders = itertools.permutations(names) if len(names) <= 4 else [names]
     fitting = [other for other in orders if all(usual[name] == size for name, size in _pairs(other, shape))]
@@ -169,11 +165,10 @@ def _in_one_module(groups: list[Group]) -> bool:
 
 
 def _own_name(subject: Subject, group: Group, name: str, size: int) -> str:
-    """Returns Python code, for a message, that gives the dimensions `name` of the arrays in `group` another logical
-    name with the same rules.
+    """Code that gives the dimensions `name` of these arrays a logical name of their own with the same rules, such as
+    `mlp_768` for `mlp` of size 768.
 
-    The new name ends in `size`, such as `mlp_768` for `mlp`. If a finished plan is checked, which has no names to
-    change, the code sets the spec of the arrays instead.
+    A finished plan has no names, so the code sets the spec of the arrays instead.
     """
     if subject.is_plan:
         return subject.rule_fix(group.paths, group.row.spec)

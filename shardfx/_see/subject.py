@@ -54,8 +54,8 @@ def code_of(value: object) -> str:
 class Subject:
     """The input of a check: the plan in `content`, and the arguments of `lint`. Its methods write the code of fixes.
 
-    `flat` has the leaves of the tree and their paths, and `leaf_names` their logical names. If a finished plan is
-    checked, `is_plan` is true. Then `paths` is `None`, and `flat` and `leaf_names` are empty.
+    `flat` has the leaves of the tree, and `leaf_names` their logical names. For a finished plan, `is_plan` is true,
+    `paths` is `None`, and `flat` and `leaf_names` are empty.
     """
 
     content: Content
@@ -86,8 +86,8 @@ class Subject:
     def divisible(self, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> list[tuple[int, str]]:
         """Pairs of a dimension of an array and a mesh axis that divides it, the largest axis first.
 
-        `units` has for each dimension the number of elements that no shard may split; `None` for 1 everywhere. The
-        first of three or more dimensions is left out, because it may index stacked layers.
+        `units` has for each dimension the number of elements that no shard may split; `None` for 1. The first of three
+        or more dimensions is left out, because it may index stacked layers.
         """
         stacked = int(len(shape) > 2)
         counts = [
@@ -100,9 +100,8 @@ class Subject:
         ]
 
     def target_for(self, shape: tuple[int, ...], units: tuple[int, ...] | None = None) -> Any:
-        """The target `fsdp(axis)` of a path rule, with the largest mesh axis that divides an array of this shape.
-
-        If no axis divides it, the target is `replicate`. `units` is as in `divisible`.
+        """The target `fsdp(axis)` of a path rule, with the largest mesh axis that divides an array of this shape; else
+        `replicate`.
         """
         skip = (0,) if len(shape) > 2 else ()
         return next((fsdp(axis, skip=skip) for _, axis in self.divisible(shape, units)), replicate)
@@ -110,7 +109,7 @@ class Subject:
     def regex(self, paths: Sequence[str]) -> str:
         r"""A regex that matches these paths of the tree and no others.
 
-        `\d+` replaces the numbers if `paths` has all paths of the tree that differ only in these numbers.
+        It has `\d+` for numbers if `paths` has all paths of the tree that differ only in these numbers.
         """
         found = []
         for parts, own in together(paths, between_numbers).items():
@@ -122,9 +121,8 @@ class Subject:
 
     @ft.cached_property
     def _like_paths(self) -> collections.Counter[tuple[str, ...]]:
-        """For each set of leaves whose paths differ only in numbers, the number of leaves.
-
-        The keys are the parts of the paths between the numbers: `("layers/", "/w")` for `layers/0/w`.
+        """The number of leaves whose paths differ only in numbers, by the parts between the numbers:
+        `("layers/", "/w")` for `layers/0/w`.
         """
         return collections.Counter(map(between_numbers, self.content.path_tree.paths))
 
@@ -133,9 +131,8 @@ class Subject:
         return group.row.rule == "names" and not self.is_plan
 
     def fix(self, group: Group, names: object, target: object) -> str:
-        """Code that gives the leaves in `group` other logical names, if names decide how they are sharded.
-
-        For all other leaves, the code makes `target` the target of their path rule.
+        """Code that gives the leaves in `group` the logical names `names`, if names decide how they are sharded.
+        Otherwise the code makes `target` the target of their path rule.
         """
         return self.names_fix(group.paths, names) if self.is_named(group) else self.rule_fix(group.paths, target)
 
@@ -146,9 +143,8 @@ class Subject:
     def rule_fix(self, paths: Sequence[str], target: object, *, last: bool = False) -> str:
         """Code that makes `target` the target of the path rule for the leaves at `paths`.
 
-        If an existing rule shards these leaves and no others, the code replaces its target, because the existing rule
-        would become unused if a rule were added. Otherwise the code adds a rule before all other rules, or after them
-        if `last`.
+        It replaces the target of a rule that shards these leaves and no others, which would otherwise become unused.
+        Else it adds a rule before all other rules, or after them if `last`.
         """
         ((number, wide), *others) = self.rules_for(paths).items()
         if self.paths is not None and number is not None and not wide and not others:
@@ -162,9 +158,10 @@ class Subject:
         return f"paths = paths.{'extend' if last else 'prepend'}([({rule})])"
 
     def rules_for(self, paths: Sequence[str]) -> dict[int | None, bool]:
-        """For each path rule that shards some of the leaves at `paths`, whether it shards other leaves too.
+        """The indices of the path rules that shard the leaves at `paths`, each with whether the rule shards other
+        leaves too.
 
-        The keys are the indices of the rules, and `None` for leaves without a rule.
+        The index is `None` for leaves without a rule.
         """
         deciding, counts = self._deciding
         own = collections.Counter(deciding.get(path) for path in dict.fromkeys(paths))
@@ -172,10 +169,8 @@ class Subject:
 
     @ft.cached_property
     def _deciding(self) -> tuple[dict[str, int | None], collections.Counter[int | None]]:
-        """The path rules that shard leaves without logical names, as two dicts.
-
-        The first maps the path of a leaf to the index of the first rule that matches it, or to `None`. The second maps
-        the index of a rule to the number of leaves that it shards.
+        """For each leaf without logical names, the index of the first path rule that matches it, or `None`. The second
+        result is the number of leaves by index.
         """
         columns = zip(self.flat.paths, self.leaf_names, self.flat.is_array, strict=True)
         found = {path: first_match(path, self.patterns) for path, names, shaped in columns if shaped and names is None}

@@ -50,7 +50,6 @@ def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str 
         import tempfile
         import jax
         import numpy as np
-        from jax.sharding import PartitionSpec as P
         from safetensors.numpy import save_file
         from shardfx import MeshSpec, checkpoint
         from shardfx.interop import eformer
@@ -61,23 +60,20 @@ def shardings(index: Any, mesh: AnyMesh, *, default: object = None, prefix: str 
         )
         mesh = MeshSpec({"dp": 2, "tp": 4}).build(jax.devices())
         tree = eformer.shardings(
-            checkpoint.read_index(directory), mesh, default=P("dp", "tp")
+            checkpoint.read_index(directory), mesh, default=jax.P("dp", "tp")
         )
-        assert tree["model"]["w"].spec == P("dp", "tp") and tree["step"].spec == P()
+        assert tree["model"]["w"].spec == jax.P("dp", "tp") and tree["step"].spec == jax.P()
         ```
     """
     return jax.tree.map(lambda entry: _resolved(default, entry, entry.path, mesh, True), index.tree(prefix))
 
 
 def _resolved(asked: Any, array: Any, path: str, mesh: AnyMesh, is_corrected: bool) -> Sharding | None:
-    """The sharding for an array.
+    """The sharding of an array for `asked`: a Sharding, a PartitionSpec, a function that returns one, or `None`, which
+    replicates.
 
-    **Arguments:**
-
-    - `asked`: a Sharding, a PartitionSpec, a function that returns one, or `None`, which replicates.
-    - `array`, `path`: the array and its path.
-    - `mesh`: the mesh for a PartitionSpec and for `None`.
-    - `is_corrected`: whether a PartitionSpec is corrected to the array's shape, as by [`shardfx.correct`][].
+    `mesh` is for a PartitionSpec and for `None`. `is_corrected` says whether a PartitionSpec is corrected to the
+    array's shape, as by [`shardfx.correct`][].
     """
     if callable(asked) and not isinstance(asked, PartitionSpec | Sharding):
         asked = asked(array)
@@ -141,14 +137,13 @@ def apply(tree: PyTree, shardings: PyTree, *, mesh: Mesh | None = None) -> PyTre
         ```python
         import jax
         import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec
         from shardfx.interop import eformer
 
         mesh = MeshSpec({"dp": 2, "tp": 4}).build(jax.devices())
         tree = {"w": jnp.ones((8, 8)), "norm": {"scale": jnp.ones(8), "bias": jnp.ones(8)}}
-        placed = eformer.apply(tree, {"w": P("dp", "tp"), "norm": None}, mesh=mesh)
-        assert placed["w"].sharding.spec == P("dp", "tp")
+        placed = eformer.apply(tree, {"w": jax.P("dp", "tp"), "norm": None}, mesh=mesh)
+        assert placed["w"].sharding.spec == jax.P("dp", "tp")
         ```
     """
     try:
@@ -241,12 +236,7 @@ def _differences(a: PyTree, b: PyTree, path: str) -> Iterator[Difference]:
 
 
 class _Node(NamedTuple):
-    """A node of a tree.
-
-    - `kind`: its type; `None` for a leaf.
-    - `data`: its static data.
-    - `children`: its children by key.
-    """
+    """A node of a tree: its type (`None` for a leaf), its static data, and its children by key."""
 
     kind: type | None
     data: object

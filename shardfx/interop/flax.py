@@ -39,7 +39,6 @@ def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTr
         ```python
         import flax.linen as nn
         import jax
-        from jax.sharding import PartitionSpec as P
         from shardfx import AxisRules, MeshSpec, plan
         from shardfx.interop import flax as interop
 
@@ -55,7 +54,7 @@ def names_of(tree: PyTree, *, default: tuple[object, ...] | None = None) -> PyTr
             names=interop.names_of(boxed, default=()),
             axes=rules,
         )
-        assert made["params/kernel"].spec == P("fsdp", "tensor")
+        assert made["params/kernel"].spec == jax.P("fsdp", "tensor")
         ```
     """
 
@@ -265,9 +264,7 @@ def _is_box(node: object) -> bool:
 
 
 def _metadata(node: object) -> Mapping[str, Any]:
-    """The metadata of an nnx variable, or of a linen box (such as `nn.Partitioned`) under the names that nnx gives
-    them. A node of another type has none.
-    """
+    """The metadata of a variable or box under the names that nnx gives them. A node of another type has none."""
     if isinstance(node, nnx.Variable):
         return node.get_metadata()
     if isinstance(node, meta.Partitioned):

@@ -1,4 +1,7 @@
-"""Hugging Face's plans for tensor and expert parallelism as PathRules. Torch is not needed, since plans are dicts."""
+"""Hugging Face's plans for tensor and expert parallelism as PathRules. Torch is not needed, since plans are dicts.
+
+A plan maps the names of modules and parameters to styles, such as "colwise". A style says how to shard.
+"""
 
 import dataclasses
 import re
@@ -11,8 +14,8 @@ from .._ground.errors import RuleError
 from .._rules import Atomic, PathRules, near, optional, replicate
 
 
-# The dimension of a weight that each style shards, counted from the end; `None` if every device has the whole weight.
-# This is what transformers' `ALL_PARALLEL_STYLES` do with parameters; XLA finds the shardings of activations itself.
+# The dimension of a weight that each style shards; `None` if every device has the whole weight. It is the one that
+# transformers' `ALL_PARALLEL_STYLES` shard; XLA finds the shardings of activations itself.
 _ROWS, _COLUMNS, _EXPERTS = "rows", "columns", "experts"
 STYLES: dict[str, str | None] = {
     **dict.fromkeys(["colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"], _ROWS),
@@ -31,15 +34,13 @@ _EXPERT_NAMES = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_pro
 
 
 class Plans(NamedTuple):
-    """The parallelism plans of a configuration class: dicts from the names of modules and parameters to styles. A style
-    says how to shard, such as "colwise".
+    """The parallelism plans of a configuration class.
 
     **Arguments:**
 
-    - `tensor`: `base_model_tp_plan`; empty if the class has none.
+    - `tensor`: `base_model_tp_plan`, a dict from the names of modules and parameters to styles such as "colwise".
     - `expert`: `base_model_ep_plan`; empty if the class has none.
-    - `head`: `_tp_plan` of the model's class, for parameters outside of the base model (`lm_head`); empty if the class
-        has none.
+    - `head`: `_tp_plan` of the model's class, for parameters outside of the base model (`lm_head`); may be empty.
     """
 
     tensor: dict[str, str]
@@ -49,15 +50,14 @@ class Plans(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """The target of a path rule: how a style of a Hugging Face plan (such as "colwise") shards a parameter of any rank.
+    """The target of a path rule: how a style of a Hugging Face plan, such as "colwise", shards a parameter of any rank.
 
     **Arguments:**
 
-    - `key`: the name in the plan, with `*` for numbers.
-    - `style`: the name of the style.
+    - `key`, `style`: the name in the plan, with `*` for numbers, and the name of its style.
     - `axis`: the mesh axes over which the parameter is sharded.
     - `unit`: the number of elements of the sharded dimension that no shard may split.
-    - `is_one_expert`: whether each expert has a parameter of its own, as in checkpoints. Otherwise one parameter holds
+    - `is_one_expert`: whether each expert has a parameter of its own, as in checkpoints, instead of one parameter for
         all experts of a layer.
     """
 
@@ -124,14 +124,14 @@ def rules_of(
 
     **Arguments:**
 
-    - `plans`: the result of `plans_of`, or a tensor parallel plan alone. The plans of a configuration lack `lm_head`,
-        so `rest` decides about it; those of a model have it.
+    - `plans`: the result of `plans_of`, or a tensor parallel plan alone. `rest` decides about `lm_head` if the plans
+        lack it, as those of a configuration do.
     - `tensor`: the mesh axis of tensor parallelism.
     - `expert`: the mesh axis of expert parallelism. If it is given, the plan for experts has priority.
-    - `prefix`: the prefix of the model's parameter names, which is the `base_model_prefix` of the model's class:
-        `"model"` for most, `"gpt_neox"` for GPT-NeoX. Paths without the prefix match too.
-    - `units`: by the last name of a module (`k_proj`), the number of elements of the sharded dimension that no shard
-        may split: `head_dim`. Hugging Face checks only that heads divide.
+    - `prefix`: the `base_model_prefix` of the model's class: `"model"` for most, `"gpt_neox"` for GPT-NeoX. Paths
+        without the prefix match too.
+    - `units`: by the last name of a module (`k_proj`), the number of elements that no shard may split: `head_dim`.
+        Hugging Face checks only that heads divide.
     - `rest`: the target for parameters that the plan does not name. By default they are replicated, as by Hugging Face.
 
     **Returns:**
@@ -149,8 +149,6 @@ def rules_of(
 
         ```python
         import jax
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, plan
         from shardfx.interop import huggingface
 
@@ -161,10 +159,10 @@ def rules_of(
             },
             units={"k_proj": 128},
         )
-        weight = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16)
+        weight = jax.ShapeDtypeStruct((1024, 4096), "bfloat16")
         tree = {"model.layers.0.self_attn.k_proj.weight": weight}
         made = plan(tree, MeshSpec({"tensor": 4}), paths=rules)
-        assert made.leaves[0].spec == P("tensor")
+        assert made.leaves[0].spec == jax.P("tensor")
         ```
     """
     own, experts, head = plans if isinstance(plans, Plans) else (plans, {}, {})
@@ -192,10 +190,9 @@ def rules_of(
 
 
 def _dim(style: str, name: str, rank: int) -> int | None:
-    """The dimension of a parameter that a style of a Hugging Face plan (such as "colwise") shards. The result is `None`
-    if the style shards none.
+    """The dimension of a parameter that a style shards; `None` if it shards none.
 
-    `name` is the last part of the parameter's name, such as "weight". `rank` is the number of its dimensions.
+    `name` is the last part of the parameter's name, such as "weight".
     """
     where = STYLES[style]
     if where is None or not rank:
@@ -209,13 +206,9 @@ def _dim(style: str, name: str, rank: int) -> int | None:
 
 
 def _expert_path(module: str, names: tuple[str, ...], prefix: str) -> str:
-    """A regex for the paths of single experts in checkpoints. It also matches the names of Mixtral's checkpoints.
+    """A regex for the paths of single experts in checkpoints, also under the names of Mixtral's checkpoints.
 
-    **Arguments:**
-
-    - `module`: the name of the experts' module in the plan, with `*` for numbers.
-    - `names`: the names of the matrices of an expert, such as "gate_proj".
-    - `prefix`: the prefix of the model's parameter names.
+    `module` is the experts' module in the plan. `names` are those of the matrices of an expert, such as "gate_proj".
     """
     path = _path(module, prefix).replace("[./]mlp[./]", "[./](?:mlp|block_sparse_moe)[./]")
     return rf"^{path}[./]\d+[./](?:{'|'.join(names)})[./][^./]+$"

@@ -85,13 +85,13 @@ def rules_of(layout_map: Mapping[str, object]) -> PathRules:
 
 
 def _grouped(key: str) -> str:
-    """A regex `key` as a group that can be part of another regex. Flags at the start of the key, such as `(?i)`, apply
-    only to it.
+    """A regex `key` as a group of a larger regex. Flags at the start of the key, such as `(?i)`, apply only to the
+    group.
     """
     found = re.match(r"\(\?([aiLmsux]+)\)", key)
     if found is None:
         return f"(?:{key})"
-    # In the verbose form, a comment ends with its line.
+    # In a regex with the flag x, a comment ends with its line.
     return f"(?{found[1]}:{key[found.end() :]}{chr(10) if 'x' in found[1] else ''})"
 
 

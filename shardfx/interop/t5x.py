@@ -32,6 +32,8 @@ _STANDARD = "standard_logical_axis_rules"
 _PLAIN, _MOE = "PjitPartitioner", "MoePjitPartitioner"
 # The rules that `t5x.contrib.moe.partitioning.standard_logical_axis_rules` adds to the standard rules.
 _EXPERTS = (("expert", "expert"), ("expert_mlp", "model"), ("expert_replicas", "data"), ("unmodeled", None))
+# The text of each value that a gin file binds, by the last two parts of its name: "PjitPartitioner.num_partitions".
+Bindings = dict[str, str]
 # A binding begins a line, `a.B.c = value`, or is indented below `a.B:`.
 _BINDING = re.compile(r"^(?P<indent>[ \t]*)(?P<name>[\w./@]+)[ \t]*=[ \t]*", re.MULTILINE)
 _BLOCK = re.compile(r"^(?P<name>[\w./]+):[ \t]*(?:#.*)?$", re.MULTILINE)
@@ -90,12 +92,8 @@ def partitioning_of(text: str) -> Partitioning:
     )
 
 
-def _partitioner(bound: dict[str, str]) -> str:
-    """The name of the partitioner class of a gin file: the one that the file passes to a script, or else the only one
-    with bindings.
-
-    `bound` has the text of each value that the file binds, by its name.
-    """
+def _partitioner(bound: Bindings) -> str:
+    """The name of the partitioner class that the gin file passes to a script, or else of the only one with bindings."""
     given = [value for name, value in bound.items() if name.endswith(".partitioner")]
     owners = [name.partition(".")[0] for name in bound if name.partition(".")[0].endswith("Partitioner")]
     named = [found[1] for value in given[-1:] if (found := re.fullmatch(r"@(?:[\w.]+\.)?(\w+)\(\)", value))]
@@ -113,7 +111,7 @@ def _partitioner(bound: dict[str, str]) -> str:
     return _MOE if _MOE in kinds else _PLAIN
 
 
-def _standard(bound: dict[str, str], experts: bool) -> AxisRules:
+def _standard(bound: Bindings, experts: bool) -> AxisRules:
     activation, parameter = (
         _literal(bound, f"{_STANDARD}.{name}_partitioning_dims", 1) for name in ("activation", "parameter")
     )
@@ -126,22 +124,16 @@ def _standard(bound: dict[str, str], experts: bool) -> AxisRules:
     return AxisRules(spread, axes=("data", "expert", "model"))
 
 
-def _value_of(bound: dict[str, str], *names: str) -> Any:
-    """The value of the first of `names` that the gin file binds; `None` if it binds none of them.
-
-    `bound` has the text of each value that the file binds, by its name.
-    """
+def _value_of(bound: Bindings, *names: str) -> Any:
+    """The value of the first of `names` that the gin file binds; `None` if it binds none of them."""
     values = (_literal(bound, name, None, open_is_none=True) for name in names)
     return next((value for value in values if value is not None), None)
 
 
-def _bindings(text: str) -> dict[str, str]:
-    """The text of each value that a gin file binds, by the last two parts of its name. For
-    `t5x.PjitPartitioner.num_partitions = 4`: "PjitPartitioner.num_partitions" with "4".
-    """
+def _bindings(text: str) -> Bindings:
     text = re.sub(r"(?m)#.*$", "", text)
     blocks = [(found.start(), found["name"]) for found in _BLOCK.finditer(text)]
-    found: dict[str, str] = {}
+    found: Bindings = {}
     for binding in _BINDING.finditer(text):
         name = binding["name"]
         if binding["indent"]:
@@ -153,9 +145,7 @@ def _bindings(text: str) -> dict[str, str]:
 
 
 def _value_text(text: str) -> str:
-    """The text of the value at the start of `text`. The value ends with the first line after which all brackets are
-    closed.
-    """
+    """The value at the start of `text`. It ends with the first line after which all brackets are closed."""
     depth, at = 0, 0
     for at, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
@@ -164,12 +154,11 @@ def _value_text(text: str) -> str:
     return text[: at + 1].strip()
 
 
-def _literal(bound: dict[str, str], name: str, default: object, *, open_is_none: bool = False) -> Any:
-    """The constant that the gin file binds a name to, directly or through a macro (`%NAME`). A name without a value
-    gets `default`.
+def _literal(bound: Bindings, name: str, default: object, *, open_is_none: bool = False) -> Any:
+    """The constant that the gin file binds a name to, directly or through a macro (`%NAME`); `default` for a name
+    without a value.
 
-    A macro without a value raises an error. With `open_is_none`, the name then gets `default` too. `bound` has the text
-    of each value that the file binds, by its name.
+    A macro without a value raises an error; with `open_is_none`, the name then gets `default` too.
     """
     value = bound.get(name)
     while value is not None and value[:1] == "%" and (value[1:] in bound or open_is_none):

@@ -28,11 +28,10 @@ def llama(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
         ```python
         import jax
-        import jax.numpy as jnp
         from shardfx import MeshSpec, plan
         from shardfx.presets import hf
 
-        k_proj = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16)  # 8 heads of 128
+        k_proj = jax.ShapeDtypeStruct((1024, 4096), "bfloat16")  # 8 heads of 128
         tree = {"model": {"layers": {"0": {"self_attn": {"k_proj": {"weight": k_proj}}}}}}
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 16}), paths=hf.llama())
         # Not over `tensor`: 8 heads do not divide into 16
@@ -49,15 +48,13 @@ def mistral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
 
         ```python
         import jax
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, plan, presets
 
-        array = jax.ShapeDtypeStruct((14336, 4096), jnp.bfloat16)
+        array = jax.ShapeDtypeStruct((14336, 4096), "bfloat16")
         tree = {"model.layers.0.mlp.up_proj.weight": array}
         # Into the hidden size by rows, over `tensor`.
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.mistral())
-        assert made.leaves[0].spec == P("tensor", "fsdp")
+        assert made.leaves[0].spec == jax.P("tensor", "fsdp")
         ```
     """
     return llama(head_dim=head_dim, fsdp=fsdp, tensor=tensor)
@@ -70,15 +67,13 @@ def mixtral(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor"
 
         ```python
         import jax
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, plan, presets
 
-        array = jax.ShapeDtypeStruct((4096, 14336), jnp.bfloat16)
+        array = jax.ShapeDtypeStruct((4096, 14336), "bfloat16")
         tree = {"model.layers.0.block_sparse_moe.experts.7.w2.weight": array}
         # The projection back of an expert, by columns.
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.mixtral())
-        assert made.leaves[0].spec == P("fsdp", "tensor")
+        assert made.leaves[0].spec == jax.P("fsdp", "tensor")
         ```
     """
     return _preset("mixtral", {"dim": head_dim}, fsdp, tensor)
@@ -91,15 +86,13 @@ def qwen2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
         ```python
         import jax
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, plan, presets
 
-        array = jax.ShapeDtypeStruct((512,), jnp.bfloat16)
+        array = jax.ShapeDtypeStruct((512,), "bfloat16")
         tree = {"model.layers.0.self_attn.k_proj.bias": array}
         # Four heads of 128 do not divide into eight.
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 8}), paths=presets.qwen2())
-        assert made.leaves[0].spec == P()
+        assert made.leaves[0].spec == jax.P()
         ```
     """
     return _preset("qwen2", {"dim": head_dim}, fsdp, tensor)
@@ -112,15 +105,13 @@ def qwen3(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
         ```python
         import jax
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, plan, presets
 
-        array = jax.ShapeDtypeStruct((128,), jnp.bfloat16)
+        array = jax.ShapeDtypeStruct((128,), "bfloat16")
         tree = {"model.layers.0.self_attn.q_norm.weight": array}
         # A norm is sharded over `fsdp` only.
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.qwen3())
-        assert made.leaves[0].spec == P("fsdp")
+        assert made.leaves[0].spec == jax.P("fsdp")
         ```
     """
     return llama(head_dim=head_dim, fsdp=fsdp, tensor=tensor)
@@ -133,15 +124,13 @@ def qwen3_moe(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tenso
 
         ```python
         import jax
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, plan, presets
 
-        array = jax.ShapeDtypeStruct((128, 2048), jnp.bfloat16)
+        array = jax.ShapeDtypeStruct((128, 2048), "bfloat16")
         tree = {"model.layers.0.mlp.gate.weight": array}
         # Every device of a `tensor` group routes to all experts.
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.qwen3_moe())
-        assert made.leaves[0].spec == P(None, "fsdp")
+        assert made.leaves[0].spec == jax.P(None, "fsdp")
         ```
     """
     return _preset("qwen3_moe", {"dim": head_dim}, fsdp, tensor)
@@ -156,15 +145,13 @@ def gemma(*, head_dim: int = 256, fsdp: Axes = "fsdp", tensor: Axes = "tensor") 
 
         ```python
         import jax
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, plan, presets
 
-        array = jax.ShapeDtypeStruct((3584, 4096), jnp.bfloat16)
+        array = jax.ShapeDtypeStruct((3584, 4096), "bfloat16")
         tree = {"model.layers.0.self_attn.o_proj.weight": array}
         # 16 heads of 256, four on each device.
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.gemma())
-        assert made.leaves[0].spec == P("fsdp", "tensor")
+        assert made.leaves[0].spec == jax.P("fsdp", "tensor")
         ```
     """
     return llama(head_dim=head_dim, fsdp=fsdp, tensor=tensor)
@@ -177,15 +164,13 @@ def starcoder2(*, head_dim: int = 128, fsdp: Axes = "fsdp", tensor: Axes = "tens
 
         ```python
         import jax
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, plan, presets
 
-        array = jax.ShapeDtypeStruct((6144, 24576), jnp.bfloat16)
+        array = jax.ShapeDtypeStruct((6144, 24576), "bfloat16")
         tree = {"model.layers.0.mlp.c_proj.weight": array}
         # Back from the hidden size, by columns.
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.starcoder2())
-        assert made.leaves[0].spec == P("fsdp", "tensor")
+        assert made.leaves[0].spec == jax.P("fsdp", "tensor")
         ```
     """
     return _preset("starcoder2", {"dim": head_dim}, fsdp, tensor)
@@ -216,15 +201,13 @@ def deepseek_v3(
 
         ```python
         import jax
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, plan, presets
 
-        array = jax.ShapeDtypeStruct((24576, 1536), jnp.bfloat16)
+        array = jax.ShapeDtypeStruct((24576, 1536), "bfloat16")
         tree = {"model.layers.3.self_attn.q_b_proj.weight": array}
         # 128 heads of 128 + 64.
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.deepseek_v3())
-        assert made.leaves[0].spec == P("tensor", "fsdp")
+        assert made.leaves[0].spec == jax.P("tensor", "fsdp")
         ```
     """
     sizes = {"dim": qk_nope_head_dim + qk_rope_head_dim, "both_dim": qk_nope_head_dim + v_head_dim}
@@ -241,15 +224,13 @@ def gpt2(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
 
         ```python
         import jax
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, plan, presets
 
-        array = jax.ShapeDtypeStruct((768, 3072), jnp.bfloat16)
+        array = jax.ShapeDtypeStruct((768, 3072), "bfloat16")
         tree = {"h.0.mlp.c_fc.weight": array}
         # `[in, out]`: the hidden size is the second dimension.
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.gpt2())
-        assert made.leaves[0].spec == P("fsdp", "tensor")
+        assert made.leaves[0].spec == jax.P("fsdp", "tensor")
         ```
     """
     return _preset("gpt", {"dim": head_dim}, fsdp, tensor)
@@ -263,15 +244,13 @@ def bert(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") ->
 
         ```python
         import jax
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, plan, presets
 
-        array = jax.ShapeDtypeStruct((384, 384), jnp.bfloat16)
+        array = jax.ShapeDtypeStruct((384, 384), "bfloat16")
         tree = {"encoder.layer.0.attention.self.query.weight": array}
         # MiniLM: 12 heads of 32, three on each device.
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.bert(head_dim=32))
-        assert made.leaves[0].spec == P("tensor", "fsdp")
+        assert made.leaves[0].spec == jax.P("tensor", "fsdp")
         ```
     """
     return _preset("bert", {"dim": head_dim}, fsdp, tensor)
@@ -284,15 +263,13 @@ def t5(*, head_dim: int = 64, fsdp: Axes = "fsdp", tensor: Axes = "tensor") -> P
 
         ```python
         import jax
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
         from shardfx import MeshSpec, plan, presets
 
-        array = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+        array = jax.ShapeDtypeStruct((512, 512), "bfloat16")
         tree = {"encoder.block.0.layer.0.SelfAttention.q.weight": array}
         # Eight heads of 64, two on each device.
         made = plan(tree, MeshSpec({"fsdp": 8, "tensor": 4}), paths=presets.t5())
-        assert made.leaves[0].spec == P("tensor", "fsdp")
+        assert made.leaves[0].spec == jax.P("tensor", "fsdp")
         ```
     """
     return _preset("t5", {"dim": head_dim}, fsdp, tensor)

@@ -25,11 +25,8 @@ _REFUSED = (TypeError, ValueError, AssertionError, IndexError, ZeroDivisionError
 def made(args: object, *, mild: bool) -> PyTree:
     """The arguments of a step with each `jax.ShapeDtypeStruct` replaced by a random array on JAX's devices.
 
-    **Arguments:**
-
-    - `args`: trees of arrays and `jax.ShapeDtypeStruct`s.
-    - `mild`: whether floats are positive and integers are 0 or 1. Some steps fail with other numbers: the second
-        moments of an optimizer are not negative, and a token is in the vocabulary.
+    With `mild`, floats are positive and integers are 0 or 1. Some steps fail with other numbers: the second moments of
+    an optimizer are not negative, and a token is in the vocabulary.
     """
     leaves, structure = jax.tree.flatten(args)
     shaped = [leaf for leaf in leaves if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
@@ -75,10 +72,10 @@ def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTr
     """The arguments of `step` with smaller dimensions, as `jax.ShapeDtypeStruct`s with the same shardings.
 
     Dimensions of equal size get one new size. A size is reduced by itself or together with its multiples. If the step
-    cannot be traced with the new size, each dimension of that size is reduced separately. This helps, for example, if a
-    sequence is as long as a model is wide. A size that the step fixes, such as the number of heads, does not change.
+    cannot be traced with the new size, each dimension of that size is reduced separately: a sequence may be as long as
+    a model is wide. A size that the step fixes, such as the number of heads, does not change.
     """
-    needs: dict[_Key, int] = {}
+    needs: dict[Key, int] = {}
     for number, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg):
             is_array = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
@@ -88,34 +85,28 @@ def shrunk(step: Callable[..., object], args: Sequence[PyTree]) -> Sequence[PyTr
             for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
                 for key in (size,), (size, number, dim):
                     needs[key] = math.lcm(needs.get(key, 1), count)
-    chosen: dict[_Key, int] = {}
+    chosen: dict[Key, int] = {}
     for key in sorted(needs, key=lambda key: (len(key), -key[0])):
         if (key[0],) not in chosen:
             chosen |= _smaller(step, args, needs, chosen, key)
     return _resized(args, chosen)
 
 
-# A size; or a size, the number of an argument, and the number of a dimension of this size.
-_Key = tuple[int, ...]
+# `(size,)` stands for all dimensions of this size, `(size, argument, dimension)` for one dimension.
+Key = tuple[int, ...]
 _FACTORS = (1, 2, 3, 5, 7, *(2**power for power in range(2, 16)))
 
 
-def _smaller(
-    step: Any, args: PyTree, needs: Mapping[_Key, int], chosen: Mapping[_Key, int], key: _Key
-) -> dict[_Key, int]:
-    """A smaller size for the dimensions that `key` selects, with which `step` can still be traced.
+def _smaller(step: Any, args: PyTree, needs: Mapping[Key, int], chosen: Mapping[Key, int], key: Key) -> dict[Key, int]:
+    """A smaller size for the dimensions that `key` selects, with which `step` can still be traced; empty if there is
+    none.
 
-    The result maps `key` to the new size. It also maps multiples of the old size to new sizes, if `step` can be traced
-    only when these are reduced too. It is empty if no smaller size works. Unequal sizes get unequal new sizes.
-
-    **Arguments:**
-
-    - `needs`: for each key, a divisor that its new size must have, so that the shardings still divide the dimensions.
-    - `chosen`: the new sizes of the keys that were reduced before this call.
-    - `key`: `(size,)` for all dimensions of this size, or `(size, argument, dimension)` for one dimension.
+    The result also has new sizes for multiples of the old size, if `step` can be traced only when these are reduced
+    too. Unequal sizes get unequal new sizes. `needs` has a divisor of each new size, so that the shardings still divide
+    the dimensions. `chosen` has the sizes that were reduced before.
     """
 
-    def is_taken(chosen: Mapping[_Key, int]) -> bool:
+    def is_taken(chosen: Mapping[Key, int]) -> bool:
         try:
             jax.eval_shape(step, *_resized(args, chosen))
         except _REFUSED:
@@ -131,7 +122,7 @@ def _smaller(
     return {}
 
 
-def _resized(args: Sequence[PyTree], chosen: Mapping[_Key, int]) -> list[PyTree]:
+def _resized(args: Sequence[PyTree], chosen: Mapping[Key, int]) -> list[PyTree]:
     def struct(number: int, leaf: object) -> Any:
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf

@@ -16,8 +16,8 @@ from .._step import opened, place_text
 from ._tape import CARRY, Record, ShardMapBody, Tape
 
 
-# How the values of the devices along one mesh axis form the whole: the dimension that is sharded over it, or one of
-# these words. For "sum", "mean" and "max" the collective has not run yet.
+# How the values of devices along one mesh axis form the whole array: as shards of this dimension; by this reduction,
+# whose collective has not run yet; or "same" if all devices have the whole.
 Role = int | Literal["same", "sum", "mean", "max"]
 MERGED = {"sum": np.sum, "mean": np.mean, "max": np.max}
 _COLLECTIVES = frozenset(
@@ -37,11 +37,9 @@ class Compared(NamedTuple):
     **Arguments:**
 
     - `is_same`: whether the devices' values, put together by `roles`, give the result on one device.
-    - `roles`: for each mesh axis of the `shard_map`s around the equation, how the values of the devices along the axis
-        form the whole array: the dimension of which each device has a shard; "sum", "mean" or "max" of the values;
-        or "same" if all devices have the whole array.
+    - `roles`: the role of each mesh axis of the `shard_map`s around the equation.
     - `by_turn`: `is_same` for each iteration of the outermost loop.
-    - `difference`: the largest difference. `at` is its index in the array.
+    - `difference`, `at`: the largest difference, and its index in the array.
     - `scale`: the largest absolute value of the result on one device.
     """
 
@@ -56,8 +54,8 @@ class Compared(NamedTuple):
 class Fault(NamedTuple):
     """The first equation whose result is wrong under the plan, and earlier equations that say most about the cause.
 
-    `number` and `sources` are the indices in `Tape.records` of that equation and of the earlier ones. `turn` is the
-    first iteration of its loop that ends with a wrong carry; `None` if there is none.
+    `number` and `sources` are the numbers of their records. `turn` is the first iteration of the loop that ends with a
+    wrong carry; `None` if there is none.
     """
 
     number: int
@@ -80,9 +78,8 @@ def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
     """The largest difference that rounding explains: eight times the effect of rounding on the reference, and a few
     units in the last place.
 
-    `exact` is the reference (the result on one device) in float64, and `others` are the same result computed with
-    rounding. `dtype` is the dtype of the result under the plan. The result for integers is infinite if rounding
-    changed them, and else 0.
+    `exact` is the reference in float64, and `others` are the same result computed with rounding. `dtype` is that of the
+    result under the plan. For integers, the largest difference is infinite if rounding changed them, and else 0.
     """
     changed = max([float(differences(one, exact).max(initial=0.0)) for one in others], default=0.0)
     if not jnp.issubdtype(dtype, np.inexact):
@@ -92,16 +89,10 @@ def allowed(exact: np.ndarray, others: Sequence[object], dtype: DType) -> float:
 
 
 def compared(record: Record, value: object, whole_record: Record, whole: Any, most: float) -> Compared:
-    """The comparison of an equation's result under the plan with its result on one device.
+    """The comparison of an equation's result `value` under the plan with its result `whole` on one device.
 
     Inside a `shard_map` it is unknown whether the devices' values are shards of the whole, summands of it, or copies.
-    Each possibility is tried, and the best match is returned.
-
-    **Arguments:**
-
-    - `record`, `value`: the equation in the step under the plan, and its result.
-    - `whole_record`, `whole`: the same equation on one device, and its result.
-    - `most`: the largest difference that rounding explains.
+    Each possibility is tried, and the best match is returned. `most` is the largest difference that rounding explains.
     """
     axes, parts = _by_device(record, np.asarray(value))
     one, whole = _by_device(whole_record, np.asarray(whole))
@@ -127,12 +118,11 @@ def compared(record: Record, value: object, whole_record: Record, whole: Any, mo
 
 
 def _by_device(record: Record, value: np.ndarray) -> tuple[list[tuple[str, int]], np.ndarray]:
-    """The mesh axes of the `shard_map`s around an equation with their sizes, and `value` with its dimensions in another
-    order.
+    """The mesh axes of the `shard_map`s around an equation with their sizes, and its result `value` with the dimensions
+    in another order.
 
-    `value` is the result of the equation `record`. In the new order a leading dimension for each mesh axis comes first.
-    Then come the dimensions of loop iterations (in the order of time, also for loops that run backwards), and then
-    those of the result itself.
+    A leading dimension for each mesh axis comes first. Then come the dimensions of loop iterations, in the order of
+    time, also for loops that run backwards, and then those of the result itself.
     """
     device = [at for at, one in enumerate(record.leading) if not isinstance(one, int)]
     value = np.asarray(np.flip(value, tuple(at for at, one in enumerate(record.leading) if one == -1)))
@@ -144,16 +134,10 @@ def _by_device(record: Record, value: np.ndarray) -> tuple[list[tuple[str, int]]
 def _assembled(
     axes: Sequence[tuple[str, int]], parts: np.ndarray, shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[Role, ...], np.ndarray]]:
-    """Yields every array of `shape` that the devices' values may form, each with its roles.
+    """Yields every array of `shape` that the devices' values may form, each with the role of every mesh axis.
 
-    The roles have an entry for each mesh axis. It is the dimension along which the values are concatenated, the
-    reduction that combines them ("sum", "mean" or "max"), or "same". Along an axis with "same", the values are stacked
-    in a leading dimension of the array.
-
-    **Arguments:**
-
-    - `axes`: the names and sizes of the mesh axes.
-    - `parts`: the devices' values, with a leading dimension for each of `axes`.
+    `parts` are the devices' values, with a leading dimension for each of `axes`. Along an axis with the role "same",
+    the array keeps this dimension.
     """
     local = parts.shape[len(axes) :]
     if len(local) != len(shape) or any(size == 0 or whole % size for size, whole in zip(local, shape, strict=True)):
@@ -179,7 +163,7 @@ def _assembled(
 
 
 def aligned(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[int, int]:
-    """Matches the equations of two evaluations of a step: a dict from indices in `ours` to indices in `theirs`.
+    """Matches the equations of two evaluations of a step: a dict from numbers in `ours` to numbers in `theirs`.
 
     Equations match if they have the same primitive and source line, in the same order. Others are left out.
     """
@@ -193,13 +177,11 @@ def aligned(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[int, int]:
 class Blame:
     """The search for the first equation whose result is wrong under the plan.
 
-    The number of an equation, in all methods, is its index in `records`. An equation without an entry in `found` counts
-    as wrong.
-
     **Arguments:**
 
-    - `records`: the equations of the step under the plan, in the order in which they were evaluated.
-    - `found`: by the number of the equation, the comparison of its result with the result on one device.
+    - `records`: the equations of the step under the plan. The number of an equation is its index here.
+    - `found`: by number, the comparison of the result with the result on one device. An equation without an entry
+        counts as wrong.
     """
 
     def __init__(self, records: Sequence[Record], found: Mapping[int, Compared]):
@@ -226,7 +208,7 @@ class Blame:
         """Whether the result of the equation `number` leaves its `shard_map` before the collective that reduces it.
 
         Such a result equals the result on one device only as a sum, mean or maximum over devices. `reader` is the
-        equation that uses it as an operand; `None` for a result of the step.
+        equation of which it is an operand; `None` for a result of the step.
         """
         inside = {name for own in (reader.leading if reader else ()) if not isinstance(own, int) for name, _ in own}
         roles = self.found[number].roles if number in self.found else {}
@@ -238,9 +220,9 @@ class Blame:
     def fault(self, wrong: Sequence[int]) -> Fault | None:
         """The first equation with a wrong result and right operands; `None` if all results are right.
 
-        `wrong` has the numbers of the equations that make the step's wrong results. The search goes from these to the
-        equations that made their wrong operands, and so on. If all equations found in this way have wrong operands, the
-        first of them is returned.
+        The search goes from the equations `wrong`, which make the step's wrong results, to the equations that made
+        their wrong operands, and so on. If all equations found in this way have wrong operands, the first of them is
+        returned.
         """
         region: set[int] = set()
         waiting: list[tuple[int, Record | None]] = [(number, None) for number in wrong if number >= 0]
@@ -264,10 +246,10 @@ class Blame:
         return None if first is None else self.named(first, region)
 
     def without_counterpart(self, region: set[int]) -> set[int]:
-        """The equations in `region` whose results need not equal any array on one device, although nothing is wrong.
+        """The equations of `region` whose results need not equal any array on one device, although nothing is wrong.
 
         These are equations inside a `shard_map` that compute integers, such as device indices, or move elements, such
-        as slices, from right operands. `region` has the numbers of equations whose results seem wrong.
+        as slices, from right operands.
         """
         found: set[int] = set()
         for number in sorted(region):
@@ -282,12 +264,12 @@ class Blame:
         return found
 
     def named(self, first: int, region: set[int]) -> Fault:
-        """The `Fault` whose first wrong equation is `first`, with the earlier equations that say most about the cause.
+        """The `Fault` of the equation `first`, with the earlier equations that say most about the cause.
 
-        These are, of the wrong results that `first` depends on, the last one of a collective, and the first and the
-        last one of integers, such as indices. An operand that still needs a sum, mean or maximum over devices is
-        included too. If there are none of these, the last wrong result before `first` is taken. `region` has the
-        numbers of all equations with wrong results.
+        Of the wrong results that `first` depends on, these are the last one of a collective, and the first and the last
+        one of integers, such as indices. An operand that still needs a sum, mean or maximum over devices is included
+        too. If there are none of these, the last wrong result before `first` is taken. `region` has all equations with
+        wrong results.
         """
         seen: set[int] = set()
         waiting = [first]
@@ -307,14 +289,16 @@ class Blame:
 _SUMS = ("psum", "psum2", "psum_invariant")
 _ALIKE = (*_SUMS, "pmax", "pmin", "pmean", "all_gather", "all_gather_invariant")
 _APART = ("ppermute", "all_to_all", "psum_scatter", "reduce_scatter", "axis_index")
-_Axes = frozenset[str]
+# Mesh axes.
+Axes = frozenset[str]
+# By the number of an equation, the mesh axes along which the devices may have different results.
+Varying = Mapping[int, Axes]
 
 
 def suspects(tape: Tape) -> tuple[str, ...]:
     """A text for each suspicious operation in the `shard_map`s of a step that have `check_vma=False`.
 
-    `tape` holds the evaluated equations of the step. An example is a `psum` over an axis along which all devices have
-    the same value.
+    An example is a `psum` over an axis along which all devices have the same value.
     """
     found: dict[str, None] = {}
     for body in tape.bodies:
@@ -325,17 +309,17 @@ def suspects(tape: Tape) -> tuple[str, ...]:
 
 
 def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
-    """Yields each suspicious equation of `body`, a `shard_map` of the step on `tape`, with a text that says why."""
+    """Yields each suspicious equation of a `shard_map`, with a text that says why."""
     params, records = body.equation.params, [tape.records[at] for at in body.numbers]
     axes = [axis for axis, size in params["mesh"].shape.items() if size > 1]
-    cuts: dict[int, _Axes] = {}
+    cuts: dict[int, Axes] = {}
     lengths: dict[int, str] = {}
     for var, number, spec in zip(opened(params["jaxpr"])[0].invars, body.reads, params["in_specs"], strict=True):
-        cuts[number] = cuts.get(number, _Axes()) | _cut(spec)
+        cuts[number] = cuts.get(number, Axes()) | _cut(spec)
         parts = zip(var.aval.shape, entries_of(spec), strict=False)
         lengths |= {size: axis for size, entry in parts for axis in entry_axes(entry)}
     differs = _differing(tape, body, cuts)
-    offset = _Axes().union(*(one.axes for one in records if one.primitive == "axis_index"))
+    offset = Axes().union(*(one.axes for one in records if one.primitive == "axis_index"))
     for one in records:
         if one.primitive in _ALIKE:
             for axis in [axis for axis in axes if axis in one.axes - _taken(one, differs)]:
@@ -346,32 +330,28 @@ def _said(tape: Tape, body: ShardMapBody) -> Iterator[tuple[Record, str]]:
         if axis in axes and axis not in offset:
             yield one, f"counts from 0 on every device along {axis}, and no axis_index offsets it"
     for number, spec in zip(body.results, params["out_specs"], strict=True):
-        left = [axis for axis in axes if axis in differs.get(number, _Axes()) - _cut(spec)]
+        left = [axis for axis in axes if axis in differs.get(number, Axes()) - _cut(spec)]
         if left and number >= 0:
             what = f"may differ along {', '.join(left)}, and `out_specs` say that it does not"
             yield tape.records[number], f"{what}: is a psum missing?"
 
 
-def _differing(tape: Tape, body: ShardMapBody, cuts: Mapping[int, _Axes]) -> dict[int, _Axes]:
-    """For each equation of a `shard_map`, the mesh axes along which the devices may have different results.
-
-    The keys are indices in `tape.records`. `body` is the `shard_map`. `cuts` has the axes for its operands: those
-    over which the operands are sharded.
-    """
+def _differing(tape: Tape, body: ShardMapBody, cuts: Varying) -> dict[int, Axes]:
+    """The mesh axes along which the results in a `shard_map` may differ. `cuts` has them for its operands."""
     differs = dict(cuts)
     # An iteration of a loop takes the results of the iteration before it.
     for _ in range(len(body.equation.params["mesh"].shape) + 1):
         for at in body.numbers:
             one = tape.records[at]
-            taken = _taken(one, differs) | differs.get(tape.carried.get(at, at), _Axes())
+            taken = _taken(one, differs) | differs.get(tape.carried.get(at, at), Axes())
             is_alike, is_apart = one.primitive in _ALIKE, one.primitive in _APART
             differs[at] = _taken(one, differs) - one.axes if is_alike else taken | one.axes if is_apart else taken
     return differs
 
 
-def _taken(record: Record, differs: Mapping[int, _Axes]) -> _Axes:
-    return _Axes().union(*(differs.get(one, _Axes()) for one in record.reads))
+def _taken(record: Record, differs: Varying) -> Axes:
+    return Axes().union(*(differs.get(one, Axes()) for one in record.reads))
 
 
-def _cut(spec: Any) -> _Axes:
-    return _Axes(axis for entry in entries_of(spec) for axis in entry_axes(entry))
+def _cut(spec: Any) -> Axes:
+    return Axes(axis for entry in entries_of(spec) for axis in entry_axes(entry))

@@ -148,17 +148,14 @@ def check_step(
 
 
 def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None) -> CheckedStep:
-    """The comparison of a step under its plan with its reference, as `check_step` returns it.
-
-    `args`, `reference` and `mesh` are as in `check_step`, but `args` has arrays for all ShapeDtypeStructs.
-    """
+    """The comparison that `check_step` returns. In `args`, ShapeDtypeStructs have become arrays."""
     ours = _traced(step, args)
     devices = {device for one in ours.arrays if isinstance(one, jax.Array) for device in one.devices()}
     device = mesh.devices.flat[0] if mesh is not None else min(devices or jax.devices(), key=lambda one: one.id)
 
     def on_one(leaf: object) -> object:
-        """A copy of an array on one device. It is made through the host, since a direct copy would keep Explicit axes
-        in its type.
+        """A copy of an array on one device, made through the host. A direct copy would keep Explicit axes in its
+        type.
         """
         if not isinstance(leaf, jax.Array):
             return leaf
@@ -172,7 +169,7 @@ def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None)
     exact = exactly()[0]
 
     def outputs(made: Sequence[np.ndarray], others: Sequence[Sequence[np.ndarray]]) -> list[CheckedOutput]:
-        """The comparison of each output of the step in `made` with the reference in float64.
+        """The comparison of the step's outputs `made` with the reference in float64.
 
         `others` are outputs of the reference with rounding. They show which differences rounding explains.
         """
@@ -199,9 +196,7 @@ def _compared(step: Any, args: Sequence[Any], reference: Any, mesh: Mesh | None)
 
 
 class _Traced(NamedTuple):
-    """A step as a function `run` of arrays only, its jaxpr `closed`, the arguments `arrays`, and the paths of its
-    results.
-    """
+    """A step as a function `run` of arrays only, with its jaxpr, its arguments, and the paths of its results."""
 
     run: Callable[..., Any]
     closed: jex.ClosedJaxpr
@@ -230,10 +225,9 @@ def _data(leaf: Any) -> Any:
 
 
 class _Played:
-    """A compiled program that evaluates a step's jaxpr equation by equation.
+    """A compiled program that evaluates a step's jaxpr equation by equation, with `alone` and `wide` as in `Tape`.
 
-    It returns the step's results, and with `keeps` also the result of every equation. `alone` and `wide` are as in
-    `Tape`.
+    It returns the step's results, and with `keeps` also the result of every equation.
     """
 
     def __init__(self, traced: _Traced, *, alone: bool, wide: object = None, keeps: bool = False):
@@ -257,11 +251,9 @@ class _Played:
             self.compiled = jax.jit(run).lower(self.arrays, noise).compile(_QUICKLY)
 
     def __call__(self, kind: int = 0, seed: int = 0) -> tuple[list[np.ndarray], dict[int, Any]]:
-        """The results of the step, and the results of its equations by their index in `Tape.records`.
+        """The results of the step, and the results of its equations by their numbers in `Tape.records`.
 
-        `kind` says to which dtype the result of each equation is rounded: 0 not at all, 1 to the dtype of the step, 2
-        to the wider of that dtype and float32. `seed` decides which numbers are rounded up. Rounding is only possible
-        with `wide=np.float64`.
+        `kind` is the rounding, as in the `noise` of `Tape`. `seed` decides which numbers are rounded up.
         """
         odd = np.array(2 * seed + 1, np.uint32)
         outs, values = self.compiled(self.arrays, (np.array(kind, np.int32), odd))
@@ -269,10 +261,9 @@ class _Played:
 
 
 def _blamed(ours: _Traced, theirs: _Traced, found: CheckedStep, wide: object) -> CheckedStep:
-    """`found`, the comparison of a step with its reference, with the first wrong equation added.
+    """The comparison `found` of the step `ours` with the reference `theirs`, with the first wrong equation added.
 
-    `ours` is the step and `theirs` the reference. `wide` is the dtype to which narrower floats of the step were cast
-    for the comparison, or `None`.
+    `wide` is the dtype to which narrower floats of the step were cast for the comparison, or `None`.
     """
     try:
         played = _Played(ours, alone=False, wide=wide, keeps=True)
@@ -300,13 +291,8 @@ def _told(
 ) -> tuple[tuple[Frame, ...], list[str]]:
     """The source lines of the first wrong equation and of the equations behind it, and sentences that describe them.
 
-    **Arguments:**
-
-    - `records`: the evaluated equations of the step under the plan.
-    - `rows`: by index in `records`, the comparison of an equation's result with the result on one device.
-    - `fault`: the first wrong equation.
-    - `ours`: the compiled step, whose collectives are listed.
-    - `arrays`: by index in `records`, the result of an equation.
+    `rows` has the comparisons of the equations `records` with the reference, and `arrays` their results, by number.
+    `ours` is the compiled step, whose collectives are listed.
     """
     record, one = records[fault.number], rows.get(fault.number, Compared(False))
     story = [f"the first equation that differs: {_equation(record, fault.number, arrays)}"]
@@ -334,10 +320,8 @@ def _told(
 
 
 def _equation(record: Record, number: int, arrays: Mapping[int, Any]) -> str:
-    """The text of an equation, with its source line and the sharding of its result.
-
-    `number` is the equation's key in `arrays`, which holds the results of equations. Without such a key, the text has
-    no sharding.
+    """The text of an equation with its source line, and with the sharding of its result if `arrays` has the result
+    under `number`.
     """
     told = f"`{record.primitive}` at {place_text(next(iter(record.frames), None))}"
     if number not in arrays:

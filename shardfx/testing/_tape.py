@@ -31,9 +31,11 @@ _EXACT = frozenset(
     ppermute pvary pcast reduce_and reduce_max reduce_min reduce_or reduce_precision reshape rev round select_n sign
     slice sort split squeeze stop_gradient top_k transpose pmax pmin pgather stop_gradient reduce_window_max""".split()
 )
-# Arrays and literals of a jaxpr. Below: the results of an equation, and the numbers of its records.
-_Arrays: TypeAlias = Sequence[Any]
-_Made: TypeAlias = tuple[_Arrays, Sequence[int]]
+Arrays: TypeAlias = Sequence[Any]
+# For each array, the number of the record of the equation that made it; negative if no equation made it, as for an
+# argument, a literal or a constant.
+Numbers: TypeAlias = Sequence[int]
+Made: TypeAlias = tuple[Arrays, Numbers]
 # The name of the records for the values with which an iteration of a loop starts.
 CARRY = "carry"
 # These operate on the bits of their dtype.
@@ -49,13 +51,12 @@ class Record(NamedTuple):
 
     - `primitive`: JAX's name for the equation's primitive, or "carry" for a value with which a loop iteration starts.
     - `frames`: the source lines of the user, the innermost first.
-    - `reads`: for each operand, the number of the record of the equation that made it. It is negative for an operand
-        that no equation made: an argument, a literal or a constant.
+    - `reads`: the numbers of the operands, as in `Numbers`.
     - `leading`: an entry for each leading dimension that the loops and `shard_map`s around the equation add to its
-        result. A loop adds a dimension for its iterations, with the entry 1, or -1 if the loop runs backwards. A
-        `shard_map` adds a dimension that stacks the devices' results. Its entry has the mesh axes and their sizes.
+        result. The entry of a loop is 1, or -1 if it runs backwards; its dimension has the iterations. The entry of a
+        `shard_map` has its mesh axes and their sizes; its dimension stacks the devices' results.
     - `dtype`: the dtype of the result in the step.
-    - `loop`: the number of the first record inside of the outermost loop around the equation; `None` outside of loops.
+    - `loop`: the number of the first record in the outermost loop around the equation; `None` outside of loops.
     - `axes`: the mesh axes of a collective; empty for other primitives.
     - `counted`: for an `iota`, the size of the dimension that it counts; else 0.
     """
@@ -71,27 +72,24 @@ class Record(NamedTuple):
 
 
 class ShardMapBody(NamedTuple):
-    """A `shard_map` of a step that was evaluated. All numbers are indices in `Tape.records`.
-
-    **Arguments:**
+    """A `shard_map` of a step that was evaluated.
 
     - `equation`: the `shard_map` itself.
-    - `reads`, `results`: the numbers of the equations that made its operands, and of those that made its results.
-    - `numbers`: the numbers of the equations inside of it.
+    - `reads`, `results`: the numbers of its operands and results.
+    - `numbers`: the numbers of the records inside of it.
     """
 
     equation: jex.JaxprEqn
-    reads: Sequence[int]
-    results: Sequence[int]
+    reads: Numbers
+    results: Numbers
     numbers: range
 
 
 class Tape:
     """Evaluates a jaxpr and records the result of each equation.
 
-    `records` gets a `Record` for each result, and `values` holds the result itself. The methods pass arrays together
-    with their numbers. The number of an array is the index in `records` of the equation that made it. It is negative if
-    no equation made the array.
+    `records` gets a `Record` for each result, and `values` has the results by the numbers of their records. The methods
+    pass arrays together with their numbers.
 
     **Arguments:**
 
@@ -111,16 +109,12 @@ class Tape:
         self.carried: dict[int, int] = {}
         self.count = it.count(-2, -1)
 
-    def run(self, jaxpr: jex.Jaxpr, consts: _Arrays, args: _Arrays, ids: Sequence[int]) -> _Made:
-        """Evaluates a jaxpr, and returns its results, each with the index in `records` of the equation that made it.
-
-        `ids` has these indices for `args`. They are negative for arrays that no equation made.
-        """
+    def run(self, jaxpr: jex.Jaxpr, consts: Arrays, args: Arrays, ids: Numbers) -> Made:
+        """Evaluates a jaxpr and returns its results with their numbers. `ids` are the numbers of `args`."""
         values = zip((*map(self.widened, consts), *args), (*self.unknown(consts), *ids), strict=True)
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
 
         def read(atoms: Sequence[Any]) -> tuple[list[Any], list[int]]:
-            """The arrays of variables and literals of the jaxpr, each with the index of the record that made it."""
             found = [(self.literal(one), -1) if isinstance(one, jex.Literal) else known[one] for one in atoms]
             return [array for array, _ in found], [number for _, number in found]
 
@@ -146,22 +140,16 @@ class Tape:
         return atom.val if is_own else jnp.asarray(np.asarray(atom.val), _wider(atom.aval.dtype, self.wide))
 
     def unknown(self, arrays: Sequence[object]) -> list[int]:
-        """Gives each of `arrays` a negative number instead of an index in `records`, because no equation made it."""
+        """Gives each of `arrays` a negative number, because no equation made it."""
         return [next(self.count) for _ in arrays]
 
     def kept(
-        self, name: str, var: Any, out: Any, reads: Sequence[int], axes: frozenset[str] = frozenset(), counted: int = 0
+        self, name: str, var: Any, out: Any, reads: Numbers, axes: frozenset[str] = frozenset(), counted: int = 0
     ) -> int:
-        """Adds a record for an equation's result, and returns the record's index in `records`.
+        """Adds a record for an equation's result and returns its number.
 
-        A PRNG key gets no record. For a key, the index is that of the last operand.
-
-        **Arguments:**
-
-        - `name`: the name of the equation's primitive.
-        - `var`, `out`: the variable of the result in the jaxpr, and its value.
-        - `reads`: the indices in `records` of the equations that made the operands; negative for other operands.
-        - `axes`, `counted`: as in `Record`.
+        A PRNG key gets no record; its number is that of the last operand. `name` is the equation's primitive. `var` is
+        the variable of the result in the jaxpr, and `out` its value.
         """
         if jnp.issubdtype(out.dtype, jax.dtypes.extended):
             return max(reads, default=-1)  # a PRNG key
@@ -172,7 +160,7 @@ class Tape:
             self.values[number] = out if noise is None or name in _EXACT else _rounded(out, var.aval.dtype, *noise)
         return number
 
-    def all_kept(self, equation: jex.JaxprEqn, outs: _Arrays, reads: Sequence[int]) -> list[int]:
+    def all_kept(self, equation: jex.JaxprEqn, outs: Arrays, reads: Numbers) -> list[int]:
         name, params = equation.primitive.name, equation.params
         axes = params.get("axes", params.get("axis_name", ()))
         named = frozenset(one for one in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(one, str))
@@ -186,8 +174,8 @@ class Tape:
             return array
         return jnp.asarray(array, _wider(array.dtype, self.wide))
 
-    def applied(self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: _Arrays) -> _Arrays:
-        """Evaluates one equation of `jaxpr` with the operands `ins`, and returns its results.
+    def applied(self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Arrays) -> Arrays:
+        """Evaluates one equation of `jaxpr` with the operands `ins`.
 
         With `wide`, the equation computes in wider dtypes. If it cannot, it computes in its own dtypes, and the results
         are cast.
@@ -205,7 +193,7 @@ class Tape:
         return [self.widened(out) for out in self.bound(jaxpr, equation, own)]
 
     def param(self, param: Any) -> Any:
-        """`param`, a parameter of an equation, with its dtypes made as wide as `wide`. It may be a dtype or a jaxpr."""
+        """A parameter of an equation with its dtypes made as wide as `wide`. It may be a dtype or a jaxpr."""
         if isinstance(param, jex.ClosedJaxpr | jex.Jaxpr):
             jaxpr, consts = opened(param)
             structs = [jax.ShapeDtypeStruct(var.aval.shape, _wider(var.aval.dtype, self.wide)) for var in jaxpr.invars]
@@ -215,7 +203,7 @@ class Tape:
         is_dtype = isinstance(param, np.dtype) or (isinstance(param, type) and issubclass(param, np.generic))
         return _wider(np.dtype(param), self.wide) if is_dtype else param
 
-    def bound(self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: _Arrays) -> _Arrays:
+    def bound(self, jaxpr: jex.Jaxpr, equation: jex.JaxprEqn, ins: Arrays) -> Arrays:
         if not self.alone:
             return applied(jaxpr, equation, ins)
         if equation.primitive.name in _LAYOUTS:
@@ -224,14 +212,14 @@ class Tape:
         context = jax.make_jaxpr(jnp.sin)(0.0).jaxpr.eqns[0].ctx  # without the mesh of the trace
         return applied(jaxpr, equation.replace(params=params, ctx=context), ins)
 
-    def inlined(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
+    def inlined(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:
         params = equation.params
         program = opened(params[_INLINED[equation.primitive.name]])
         outs, ids = self.run(*program, self.placed(ins, params.get("in_shardings", ())), reads)
         return self.placed(outs, params.get("out_shardings", ())), ids
 
-    def placed(self, arrays: _Arrays, asked: Sequence[Any]) -> _Arrays:
-        """`arrays` with the shardings `asked`: the `in_shardings` or `out_shardings` of a `jax.jit` in the step."""
+    def placed(self, arrays: Arrays, asked: Sequence[Any]) -> Arrays:
+        """`arrays` with the shardings `asked`, the `in_shardings` or `out_shardings` of a `jax.jit` in the step."""
         if self.alone:
             return arrays
         return [
@@ -241,12 +229,8 @@ class Tape:
             for one, own in it.zip_longest(arrays, asked)
         ]
 
-    def solved(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """Evaluates a `custom_linear_solve`. Returns its results, and the indices in `records` of those results.
-
-        The equation also holds jaxprs for its derivatives, which are not evaluated. `reads` has the indices in
-        `records` of the equations that made the operands `ins`.
-        """
+    def solved(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:
+        """Evaluates a `custom_linear_solve`, without its jaxprs for derivatives."""
         lengths, solve = equation.params["const_lengths"], equation.params["jaxprs"].solve
         first = lengths.matvec + lengths.vecmat
         own = [*range(first, first + lengths.solve), *range(sum(lengths), len(ins))]
@@ -256,9 +240,9 @@ class Tape:
     def within(self, start: int) -> Iterator[dict[int, Any]]:
         """A context in which the inner jaxpr of a loop or `shard_map` is evaluated.
 
-        Its value is a dict that collects the results of the inner equations by their index in `records`. The loop or
-        `shard_map` must return them, because they are tracers. `start` is the index of the first inner equation. JAX
-        may trace the inner jaxpr several times, so entering the context deletes all records from `start` on.
+        Its value is a dict of the inner results, which the loop or `shard_map` must return, because they are tracers.
+        `start` is the number of the first inner record. JAX may trace the inner jaxpr several times, so entering the
+        context deletes all records from `start` on.
         """
         del self.records[start:]
         outer, self.values = self.values, {}
@@ -266,10 +250,10 @@ class Tape:
         self.values = outer
 
     def held(self, start: int, values: dict[int, Any], leading: object) -> None:
-        """Stores `values`, the results of the equations inside of a loop or `shard_map` by their index in `records`.
+        """Stores `values`, the results inside of a loop or `shard_map`, whose records begin at `start`.
 
-        `start` is the index of the first inner equation. The loop or `shard_map` has added a leading dimension to each
-        result, which `leading` describes as in `Record.leading`.
+        The loop or `shard_map` has added a leading dimension to each result, with the entry `leading` of
+        `Record.leading`.
         """
         self.values.update(values)
         for at in range(start, len(self.records)):
@@ -277,13 +261,13 @@ class Tape:
             loop = start if isinstance(leading, int) else one.loop
             self.records[at] = one._replace(leading=(leading, *one.leading), loop=loop)
 
-    def scan(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
+    def scan(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:
         params, start, ids = equation.params, len(self.records), []
         first, carried = carry_of(equation)
         middle = first + carried
         jaxpr, consts = opened(params["jaxpr"])
 
-        def turn(carry: _Arrays, xs: _Arrays) -> tuple[_Arrays, Any]:
+        def turn(carry: Arrays, xs: Arrays) -> tuple[Arrays, Any]:
             with self.within(start) as found:
                 own = zip(jaxpr.invars[first:middle], carry, reads[first:middle], strict=True)
                 begun = [self.kept(CARRY, var, one, [read]) for var, one, read in own]
@@ -299,20 +283,16 @@ class Tape:
         self.held(start, found, -1 if params["reverse"] else 1)
         return [*carry, *ys], ids
 
-    def forgotten(self, closed: object, *args: object) -> _Arrays:
-        """Evaluates the ClosedJaxpr `closed` with `args`, and returns the results. Its equations get no records."""
+    def forgotten(self, closed: object, *args: object) -> Arrays:
+        """Evaluates the ClosedJaxpr `closed` with `args`, without records."""
         start = len(self.records)
         with self.within(start):
             outs = self.run(*opened(closed), args, [-1] * len(args))[0]
         del self.records[start:]
         return outs
 
-    def loop(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """Evaluates a `while` loop, and returns its results and the indices in `records` of those results.
-
-        The equations inside of the loop get no records. `reads` has the indices in `records` of the equations that made
-        the operands `ins`.
-        """
+    def loop(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:
+        """Evaluates a `while` loop, with records only for its results."""
         params = equation.params
         one, two = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         outs = jax.lax.while_loop(
@@ -322,17 +302,13 @@ class Tape:
         )
         return outs, self.all_kept(equation, outs, reads)
 
-    def branch(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
-        """Evaluates a `cond`, and returns its results and the indices in `records` of those results.
-
-        The equations inside of the branches get no records. `reads` has the indices in `records` of the equations that
-        made the operands `ins`.
-        """
+    def branch(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:
+        """Evaluates a `cond`, with records only for its results."""
         branches = [ft.partial(self.forgotten, one) for one in equation.params["branches"]]
         outs = jax.lax.switch(ins[0], branches, *ins[1:])
         return outs, self.all_kept(equation, outs, reads)
 
-    def shard_map(self, equation: jex.JaxprEqn, ins: _Arrays, reads: list[int]) -> _Made:
+    def shard_map(self, equation: jex.JaxprEqn, ins: Arrays, reads: Numbers) -> Made:
         params, start, ids = equation.params, len(self.records), []
         mesh = params["mesh"]
         manual = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
@@ -363,7 +339,7 @@ class Tape:
 
 
 def _wider(dtype: DType, wide: DType) -> DType:
-    """`dtype`, or the float dtype `wide` if `dtype` is a narrower float. With a `wide` of 64 bits, complex64 becomes
+    """The float dtype `wide` if `dtype` is a narrower float, else `dtype`. With a `wide` of 64 bits, complex64 becomes
     complex128.
     """
     if jnp.issubdtype(dtype, np.complexfloating):
@@ -372,16 +348,15 @@ def _wider(dtype: DType, wide: DType) -> DType:
     return np.dtype(wide) if is_narrow else dtype
 
 
-def _like(arrays: _Arrays, others: _Arrays) -> _Arrays:
+def _like(arrays: Arrays, others: Arrays) -> Arrays:
     return [array.astype(other.dtype) for array, other in zip(arrays, others, strict=True)]
 
 
 def _rounded(array: Any, dtype: DType, kind: Any, odd: Any) -> Any:
-    """`array`, of float64, rounded to the numbers of a narrower dtype. Numbers of that dtype do not change.
+    """A float64 `array` rounded to the numbers of a narrower dtype. Numbers of that dtype do not change.
 
-    With the `kind` 0 nothing is rounded, with 1 the numbers are rounded to `dtype`, and with 2 to the wider of `dtype`
-    and float32. The bits of a number, times the odd number `odd`, decide whether it is rounded up or down. So another
-    `odd` rounds other numbers up.
+    With `kind` 0 nothing is rounded, with 1 the numbers are rounded to `dtype`, and with 2 to the wider of `dtype` and
+    float32. The bits of a number times the odd number `odd` decide whether it is rounded up or down.
     """
     if not jnp.issubdtype(dtype, np.floating):
         return array

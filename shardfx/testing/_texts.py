@@ -41,11 +41,10 @@ def plan_text(plan: ShardPlan) -> str:
 
         ```python
         import jax
-        import jax.numpy as jnp
         from shardfx import MeshSpec, PathRules, plan
         from shardfx.testing import plan_text
 
-        layer = {"w": jax.ShapeDtypeStruct((64, 128), jnp.float32)}
+        layer = {"w": jax.ShapeDtypeStruct((64, 128), "float32")}
         mesh = MeshSpec({"fsdp": 4, "tensor": 2})
         made = plan({"layers": [layer] * 24}, mesh, paths=PathRules.parse("w->fsdp.tensor"))
         print(plan_text(made))
@@ -120,9 +119,9 @@ def assert_same_plan_text(plan: ShardPlan, expected: str | os.PathLike[str], *, 
 
 
 def assert_same_text(kind: str, text: str, expected: str | os.PathLike[str], *, update: bool) -> None:
-    """Raises unless `text` is the expected one, or writes `text` into the file `expected` if `update`.
+    """Raises unless `text` is the expected one, or writes it into the file `expected` if `update`.
 
-    `kind` is what the text describes, for messages: "plan", "traffic" or "shardings".
+    `kind` is "plan", "traffic" or "shardings", for messages.
     """
     is_text = isinstance(expected, str) and "\n" in expected
     if update:
@@ -297,10 +296,7 @@ def _line(text: str, rows: Sequence[TrafficRow], sizes: bool) -> str:
 
 
 def _traffic_row_text(row: TrafficRow) -> str:
-    """The text of a collective (a row of the traffic) without its numbers: its kind, mesh axes, pass and shapes.
-
-    The numbers of collectives with equal texts are added up.
-    """
+    """The text of a collective without its numbers, which are added up over collectives with equal texts."""
     kind = f"{row.kind}{' (windowed)' if row.windowed else ''} over {'+'.join(row.axes) or f'{row.group_size} devices'}"
     phase = "" if row.phase in ("", "forward") else f"{row.phase} "
     return f"{kind}: {phase}{'+'.join(row.arrays)}"
@@ -340,9 +336,8 @@ def _fits(row: TrafficRow, pattern: re.Match[str]) -> bool:
 
 
 def _over(rows: Sequence[TrafficRow], limit: int | str) -> str:
-    """A text that says by how much collectives exceed a limit; "" if they do not.
-
-    `rows` are the collectives. `limit` is a number of calls, or a number of bytes as text, such as "1.5 MiB".
+    """A text that says by how much collectives exceed a limit; "" if they do not. The limit is a number of calls, or of
+    bytes as text, such as "1.5 MiB".
     """
     if isinstance(limit, str):
         found = re.fullmatch(r"([\d.,]+) ?([KMGT]i)?B", limit)

@@ -20,6 +20,8 @@ from ._torus import mean_hops, ring_path, torus_order, wraps
 Device: TypeAlias = Any
 # An array, such as `mesh.devices`, counts as the list of its elements.
 Devices: TypeAlias = Sequence[Device] | np.ndarray
+# For each position on the torus, the index of its device in a list.
+Grid: TypeAlias = np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,11 +109,11 @@ def device_order(devices: Devices, sizes: Sequence[int], dcn_sizes: Sequence[int
 def _granules(
     devices: list[Device], sizes: tuple[int, ...], dcn: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[str, ...]]:
-    """Divides devices into slices or nodes: the devices that share the fast network.
+    """Divides devices into slices or nodes, within which they share the fast network.
 
-    Returns the indices of the devices in each slice, the number of slices along each mesh axis, and notes about how the
-    slices were chosen. `sizes` are the sizes of the mesh axes. `dcn` has the number of slices that each axis should
-    span. If this is 1 for all axes but there are several slices, the slowest axes span them.
+    Returns the indices of the devices of each, the number of slices along each mesh axis, and notes about the choice.
+    `dcn` has the number of slices that each axis should span. If it is 1 for all axes but there are several slices, the
+    slowest axes span them.
     """
     wanted, found = math.prod(dcn), slices(devices)
     if wanted == 1 and len(found) == 1:
@@ -140,9 +142,8 @@ def _granules(
 
 
 def _spread(count: int, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The number of slices along each mesh axis, if `count` slices are divided among the slowest axes.
-
-    For 8 slices and `sizes` (4, 6), it is (4, 2). The result is `None` if the sizes do not allow it.
+    """The number of slices along each mesh axis, if `count` slices are divided among the slowest axes; `None` if the
+    sizes do not allow it. For 8 slices and sizes (4, 6): (4, 2).
     """
     out = []
     for size in sizes:
@@ -163,11 +164,10 @@ def _one_slice(devices: list[Device], sizes: tuple[int, ...]) -> DeviceOrder:
     return _walked(devices, grid, _torus_mesh(devices, sizes, grid))
 
 
-def _torus_mesh(devices: list[Device], sizes: tuple[int, ...], grid: np.ndarray | str) -> DeviceOrder:
+def _torus_mesh(devices: list[Device], sizes: tuple[int, ...], grid: Grid | str) -> DeviceOrder:
     """The order of the TPUs of one slice in a mesh of `sizes`, from JAX or else from `torus_order`.
 
-    `grid` holds for each position on the torus the index of its device in `devices`. If the positions are unknown,
-    `grid` is a text that says why, and the fallback is the order of ids.
+    If the positions are unknown, `grid` is a text that says why, and the fallback is the order of ids.
     """
     try:
         return DeviceOrder(mesh_utils.create_device_mesh(sizes, devices), "mesh_utils", (), None)
@@ -190,11 +190,11 @@ def _torus_mesh(devices: list[Device], sizes: tuple[int, ...], grid: np.ndarray 
     return DeviceOrder(array, "torus", (f"JAX has no order for these devices ({cause})",), None)
 
 
-def _walked(devices: list[Device], grid: np.ndarray, order: DeviceOrder) -> DeviceOrder:
+def _walked(devices: list[Device], grid: Grid, order: DeviceOrder) -> DeviceOrder:
     """`order` with shorter ways between neighbours on its mesh axes.
 
     If the devices along an axis fill a box of the torus, they are put in an order in which neighbours are one hop
-    apart. `grid` holds for each position on the torus the index of its device in `devices`.
+    apart.
     """
     array, reasons, extents = order.devices, order.reasons, grid.shape
     closed = wraps(devices[0].device_kind, extents)
@@ -217,16 +217,11 @@ def _walked(devices: list[Device], grid: np.ndarray, order: DeviceOrder) -> Devi
 
 
 def _walk(line: np.ndarray, extents: tuple[int, ...], closed: tuple[bool, ...]) -> np.ndarray | None:
-    """The order in which to visit the positions in `line` so that each is one hop from the one before.
+    """The order in which to visit the positions in `line` so that each is one hop from the one before; `None` if the
+    positions do not fill a box of the torus.
 
-    The positions must fill a box of the torus; `None` if they do not. The box may be strided, such as the x coordinates
-    0, 2 and 4, and a hop is then such a step.
-
-    **Arguments:**
-
-    - `line`: the coordinates of the devices along one mesh axis.
-    - `extents`: the size of the torus in each dimension.
-    - `closed`: for each dimension, whether links join its ends.
+    The box may be strided, such as the x coordinates 0, 2 and 4; a hop is then such a step. `line` has the coordinates
+    of the devices along one mesh axis, `extents` the sizes of the torus. `closed` is as in `ring_path`.
     """
     columns = [np.unique(line[:, dim], return_inverse=True) for dim in range(line.shape[1])]
     box = tuple(len(values) for values, _ in columns)
@@ -287,8 +282,8 @@ def bounds(devices: Devices) -> tuple[int, ...]:
 
     **Raises:**
 
-    `MeshError` if there are no devices, if some have coordinates and others do not, or if processes have
-    different numbers of devices.
+    `MeshError` if there are no devices, if only some have coordinates, or if processes have different numbers of
+    devices.
 
     !!! Example
 

@@ -82,9 +82,9 @@ def submesh_order(
     """The device order of T5X's data x model mesh. Each row is one copy of the model, in a box of shape `submesh`.
 
     With host tiling, the devices of a host are a contiguous part of the mesh, so that a host loads one range of rows.
-    Without host tiling, rows follow the hardware. As in T5X, there is no host tiling if the box is a whole line along
-    X or Y, or a whole plane of Z with X or Y. For a line along X, Z then varies slower than Y, and for a plane of Z and
-    X slower than X. The same holds with X and Y exchanged.
+    Without host tiling, rows follow the hardware. As in T5X, a box that is a whole line along X, or a whole plane of Z
+    and X, has no host tiling. Z then varies slower than Y for the line, and slower than X for the plane. The same holds
+    with X and Y exchanged.
 
     **Arguments:**
 
@@ -174,9 +174,8 @@ def hybrid_shape(num_partitions: int, local_devices: int, processes: int) -> tup
 
 
 def _listed(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The box of `partitions` devices that T5X's table has for devices of this kind; `None` if it has none.
-
-    The box may not fit the hardware, whose extents are `bounds`.
+    """The box in T5X's table for `partitions` devices of this kind; `None` if there is none. It may not fit the
+    hardware, whose extents are `bounds`.
     """
     table = _TABLES.get(kind, {})
     if len(bounds) != 4 or partitions not in table or (table is _V4 and bounds[3] != 1):
@@ -188,8 +187,8 @@ def _listed(kind: str, partitions: int, bounds: tuple[int, ...]) -> tuple[int, .
 def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
     """The dimension, X (0) or Y (1), that varies faster than Z in T5X's mesh; `None` if neither does.
 
-    The result is Y if the box `submesh` is a whole line of the hardware along X, and X if it is a whole plane of Z and
-    X. The same holds with X and Y exchanged.
+    It is Y if the box `submesh` is a whole line of the hardware along X, and X if it is a whole plane of Z and X. The
+    same holds with X and Y exchanged.
     """
     if len(bounds) != 4:
         return None
@@ -210,11 +209,11 @@ def _beside_z(bounds: tuple[int, ...], submesh: tuple[int, ...]) -> int | None:
 
 
 def _tiles(size: int, model: int, host: int) -> tuple[int, ...]:
-    """The four sizes into which a dimension of the hardware with `size` devices splits.
+    """The four sizes into which a dimension of `size` devices splits: data over hosts, data in a host, model over
+    hosts, model in a host.
 
-    They are, in this order: data over hosts, data in a host, model over hosts, model in a host. `model` is the size of
-    the box that holds one copy of the model in this dimension, and `host` that of a host's devices. For size 8, model 2
-    and host 4, they are (2, 2, 1, 2).
+    `model` and `host` are the sizes of the model's box and of a host's devices in this dimension. For size 8, model 2
+    and host 4, the sizes are (2, 2, 1, 2).
     """
     if model % host == 0:
         return (size // model, 1, model // host, host)

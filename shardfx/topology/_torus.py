@@ -1,5 +1,7 @@
 """Orders of positions on a torus: walks that visit every position in single hops, and the number of links between
 neighbours.
+
+A box of devices is given by its size in each dimension.
 """
 
 import itertools
@@ -51,14 +53,13 @@ def ring_path(box: Sequence[int], closed: Sequence[bool] | None = None) -> Int[n
 
     **Arguments:**
 
-    - `box`: the size of each dimension.
+    - `box`: the box.
     - `closed`: for each dimension, whether links join its ends; none are joined by default.
 
     **Returns:**
 
-    The positions in the order of the walk. Successive positions differ by one in one dimension. The last position is a
-    neighbour of the first at least in two cases: a dimension of even size is a ring; or a dimension has an even size,
-    and another one a size above 1.
+    The positions in the order of the walk; successive positions differ by one in one dimension. If a dimension has an
+    even size, and is a ring or not the only one above 1, the last position is a neighbour of the first.
 
     !!! Example
 
@@ -88,13 +89,12 @@ def torus_order(
 ) -> Int[np.ndarray, "..."]:
     """The positions of a torus in the order of a mesh. If possible, neighbours on every mesh axis are one hop apart.
 
-    Boxes are chosen for the axes from the last axis, which is assumed to communicate most, to the first. Each axis
-    takes the box of the remaining positions that the rule of [`shardfx.topology.default_submesh`][] prefers.
+    From the last axis, which is assumed to communicate most, to the first, each axis takes the box of the remaining
+    positions that the rule of [`shardfx.topology.default_submesh`][] prefers.
 
     **Arguments:**
 
-    - `bounds`: the extents of the torus, as [`shardfx.topology.bounds`][] returns them; the last dimension is the
-        cores.
+    - `bounds`: the extents of the torus, from [`shardfx.topology.bounds`][]; the last dimension is the cores.
     - `sizes`: the sizes of the mesh axes, the slowest first. Their product is that of `bounds`.
     - `closed`: for each dimension, whether links join its ends; none are joined by default.
 
@@ -152,12 +152,11 @@ def mean_hops(
         ```python
         from shardfx import topology
 
-        rows = topology.submesh_order(
-            (4, 4, 1, 1), (2, 2, 1, 1), (4, 4, 1, 1), tile_by_host=False
-        )
-        assert topology.mean_hops(rows, 1, (4, 4, 1, 1)) == 1.6
-        snake = topology.torus_order((4, 4, 1, 1), (1, 16))
-        assert topology.mean_hops(snake, 1, (4, 4, 1, 1)) == 1.0
+        bounds = (4, 4, 1, 1)
+        rows = topology.submesh_order(bounds, (2, 2, 1, 1), bounds, tile_by_host=False)
+        assert topology.mean_hops(rows, 1, bounds) == 1.6
+        snake = topology.torus_order(bounds, (1, 16))
+        assert topology.mean_hops(snake, 1, bounds) == 1.0
         ```
     """
     if order.shape[axis] < 2:
@@ -193,10 +192,10 @@ def feasible_submeshes(num_partitions: int, bounds: Sequence[int]) -> tuple[tupl
 
 
 def preferred(candidates: Sequence[tuple[int, ...]], bounds: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The box in `candidates` that the rule in the docstring of `default_submesh` prefers.
+    """The box in `candidates` that the rule of `default_submesh` prefers on hardware of extents `bounds`.
 
-    `bounds` are the extents of the hardware. `stride` is the number of hops between neighbours along each dimension.
-    The strides add an item to the rule, after the first one: the fewest devices along dimensions with strides above 1.
+    `stride` is the number of hops between neighbours along each dimension. After the first item of the rule, the box
+    with the fewest devices along dimensions with strides above 1 is preferred.
     """
 
     def rank(box: tuple[int, ...]) -> tuple:

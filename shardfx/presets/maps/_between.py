@@ -92,7 +92,9 @@ def _check_kinds(kinds: Mapping[str, list[Weight]], wanted: Sequence[str], drop:
 
 
 def _made(sources: Sequence[Weight], want: Weight, sizes: Sizes) -> From:
-    """Returns the expression for the array `want` of the target. `sources` are the arrays of the source with its kind."""
+    """Returns the expression for the array `want` of the target. `sources` are the arrays with its kind in the
+    source.
+    """
     if len(sources) == 1 and sources[0].range is None:
         return _converted(sources[0], want, sizes)
     exact = [one for one in sources if one.range is not None and one.range == want.range]
@@ -151,7 +153,9 @@ def _concatenated(parts: Sequence[tuple[Range, From]], dim: int, want: Weight) -
 
 
 def _sliced(made: From, span: Range, dim: int) -> From:
-    """Returns the expression for the entries `span` of dimension `dim`. `made` is the expression for the whole array."""
+    """Returns the expression for the entries `span` of dimension `dim`, from the expression `made` for the whole
+    array.
+    """
     if not span.step:
         return made.at(span.start, dim=dim)
     if span.step == 1:
@@ -245,7 +249,9 @@ def _axes_of(group: Axes, whole: Sequence[Axes]) -> list[Axes]:
 
 
 def _resized(made: From, axis: str, dim: int, sizes: Sizes) -> From:
-    """Returns `made` with dimension `dim` padded with zeros at its end, or truncated, to the target's size of `axis`."""
+    """Returns `made` with dimension `dim` truncated, or padded with zeros at its end, to the target's size of
+    `axis`.
+    """
     size = sizes.resized(axis)
     if size is None:
         return made
